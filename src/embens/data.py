@@ -1,0 +1,358 @@
+"""Data sets as tensors.
+
+A :class:`DataSet` holds its parts whole in memory, ``(inputs, targets)`` each, so that a batch is
+an index. Images are ``(sample, channel, height, width)`` in float32 from 0 to 1, targets are class
+indices. What prepares them is a method that returns a new data set, to be chained::
+
+    data.digits().split(300, generator=generator).standardise().flatten()
+
+Files are looked for in the folder that is passed as ``root``, or in one named after the data set
+within it; without ``root``, in :func:`cache_folder`. Nothing is downloaded unless asked for, and
+nothing downloaded is used before its checksum is right (:mod:`embens.download`).
+
+Not here: augmentation, and data too large for memory; ``embens.fit`` takes any ``DataLoader``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from embens.download import fetch, unpack
+
+_CIFAR100 = (
+    "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+    "03b5dce01913d631647c71ecec9e9cb8",
+)
+_CIFAR100_FILES = ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt")
+_CIFAR100_CLASSES = {"coarse": 20, "fine": 100}  # in the order of their bytes in a record
+_CIFAR100_RECORD = 2 + 3 * 32 * 32  # coarse label, fine label, pixels by channel
+_IDX_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+_MNIST = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "d53e105ee54ea40749a09fcbcd1e9432",
+    "9fb629c4189551a2d022fa330f9573f3",
+    "ec29112dd5afa0611ce80d1b7f02629c",
+)
+_FASHION_MNIST = (
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "25c81989df183df01b3e8a0aad5dffbe",
+    "bef4ecab320f06d8554ea6380940ec79",
+    "bb300cfdad3c16e7a12a480ee83cd310",
+)
+
+
+class Part(NamedTuple):
+    """Inputs and their targets, a row for each sample."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Train, validation and test part of a classification problem with so many ``classes``.
+
+    Example:
+        >>> x, y = torch.rand(10, 3, 8, 8), torch.arange(10)
+        >>> data = DataSet(Part(x, y), None, Part(x, y), classes=10, name="noise")
+        >>> data = data.split(4, generator=torch.Generator().manual_seed(0)).downsample(4)
+        >>> data.train.inputs.shape, data.validation.inputs.shape
+        (torch.Size([6, 3, 4, 4]), torch.Size([4, 3, 4, 4]))
+    """
+
+    train: Part
+    validation: Part | None
+    test: Part
+    classes: int
+    name: str
+
+    def split(self, validation: int, *, generator: torch.Generator | None = None) -> DataSet:
+        """Move this many samples, drawn at random, from the train part to the validation part."""
+        if self.validation is not None:
+            raise ValueError(
+                f"split: expected {self.name} without a validation part, got one of "
+                f"{len(self.validation.targets)} samples; split the data set as it was loaded"
+            )
+        train, held = _hold_out(self.train, validation, generator)
+        return replace(self, train=train, validation=held)
+
+    def subset(
+        self,
+        *,
+        train: int | None = None,
+        validation: int | None = None,
+        test: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> DataSet:
+        """Keep so many samples of each part: the first ones, or drawn if there is a generator."""
+        parts = {}
+        for name, size in (("train", train), ("validation", validation), ("test", test)):
+            if size is None:
+                continue
+            part: Part | None = getattr(self, name)
+            count = 0 if part is None else len(part.targets)
+            if part is None or not 0 < size <= count:
+                raise ValueError(
+                    f"{name}: expected at most the {count} samples that the {name} part of "
+                    f"{self.name} has, and at least 1, got {size}"
+                )
+            order = torch.arange(count)
+            if generator is not None:
+                order = torch.randperm(count, generator=generator)
+            parts[name] = _take(part, order[:size].sort().values)
+        return replace(self, **parts)
+
+    def standardise(self) -> DataSet:
+        """Shift and scale all parts to mean 0 and variance 1 over the train part.
+
+        Images by channel, flat inputs by feature; a constant one is only shifted.
+        """
+        axes = [axis for axis in range(self.train.inputs.ndim) if axis != 1]
+        variance, mean = torch.var_mean(self.train.inputs, axes, correction=0, keepdim=True)
+        scale = torch.where(variance > 0, variance, 1).sqrt()
+        return self._map_inputs(lambda inputs: inputs.sub(mean).div_(scale))
+
+    def downsample(self, size: int) -> DataSet:
+        """Average images over areas, to this height and width."""
+        shape = tuple(self.train.inputs.shape)
+        if len(shape) != 4 or not 0 < size <= min(shape[2:]):
+            raise ValueError(
+                f"size: expected images (sample, channel, height, width) of at least {size} pixels "
+                f"a side, got shape {shape}; downsample before flattening, and only to fewer pixels"
+            )
+        return self._map_inputs(lambda inputs: adaptive_avg_pool2d(inputs, size))
+
+    def flatten(self) -> DataSet:
+        """Make each input a vector."""
+        return self._map_inputs(lambda inputs: inputs.flatten(1))
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> DataSet:
+        """Move inputs and targets to a device, and inputs to a floating type."""
+        moved = self._map_inputs(lambda inputs: inputs.to(device=device, dtype=dtype))
+        return moved._map(lambda part: Part(part.inputs, part.targets.to(device=device)))
+
+    def _map_inputs(self, function: Callable[[Tensor], Tensor]) -> DataSet:
+        return self._map(lambda part: Part(function(part.inputs), part.targets))
+
+    def _map(self, function: Callable[[Part], Part]) -> DataSet:
+        validation = None if self.validation is None else function(self.validation)
+        return replace(
+            self, train=function(self.train), validation=validation, test=function(self.test)
+        )
+
+
+def _take(part: Part, index: Tensor) -> Part:
+    return Part(part.inputs[index], part.targets[index])
+
+
+def _hold_out(part: Part, size: int, generator: torch.Generator | None) -> tuple[Part, Part]:
+    """Return the part without this many samples, drawn at random, and those samples."""
+    count = len(part.targets)
+    if not 0 < size < count:
+        raise ValueError(
+            f"expected to hold out at least 1 sample and fewer than all {count}, got {size}; "
+            "choose a smaller part"
+        )
+    order = torch.randperm(count, generator=generator)
+    return _take(part, order[size:].sort().values), _take(part, order[:size].sort().values)
+
+
+def digits(*, test: int = 450, generator: torch.Generator | None = None) -> DataSet:
+    """Load the 1797 handwritten digits of 8 by 8 pixels that come with scikit-learn.
+
+    They have no test part of their own: ``test`` samples are drawn for it, always the same ones
+    if there is no generator.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "digits: expected scikit-learn, which holds the data, got none; "
+            "install it with: pip install 'embens[data]'"
+        ) from error
+    pixels, targets = load_digits(return_X_y=True)
+    inputs = torch.from_numpy(pixels).float().div_(16).unflatten(1, (1, 8, 8))
+    whole = Part(inputs, torch.from_numpy(targets).long())
+    train, held = _hold_out(whole, test, generator or torch.Generator().manual_seed(0))
+    return DataSet(train, None, held, classes=10, name="digits")
+
+
+def cifar100(
+    root: str | Path | None = None, *, labels: str = "fine", download: bool = False
+) -> DataSet:
+    """Load CIFAR-100, 32 by 32 pixels in colour, from the official binary files.
+
+    Args:
+        root: Folder with ``train.bin`` and ``test.bin``, which may hold fewer records than the
+            official ones; or a folder that has or gets them in ``cifar-100-binary``.
+        labels: ``"fine"`` (100 classes) or ``"coarse"`` (20).
+        download: Get the official archive (161 MB) if there are no such files.
+    """
+    if labels not in _CIFAR100_CLASSES:
+        raise ValueError(f"labels: expected 'fine' or 'coarse', got {labels!r}")
+    folder = _find(
+        root, "cifar-100-binary", _CIFAR100_FILES[:2], _fetch_cifar100 if download else None
+    )
+    train, test = (_read_cifar100(folder / name, labels) for name in _CIFAR100_FILES[:2])
+    return DataSet(train, None, test, classes=_CIFAR100_CLASSES[labels], name="cifar100")
+
+
+def mnist(root: str | Path | None = None, *, download: bool = False) -> DataSet:
+    """Load MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip.
+
+    Args:
+        root: Folder with the files, or one that has or gets them in ``mnist``.
+        download: Get the files (12 MB) if they are missing.
+    """
+    return _load_idx("mnist", root, _MNIST if download else None)
+
+
+def fashion_mnist(root: str | Path | None = None, *, download: bool = False) -> DataSet:
+    """Load Fashion-MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip.
+
+    Args:
+        root: Folder with the files, or one that has or gets them in ``fashion-mnist``.
+        download: Get the files (31 MB) if they are missing.
+    """
+    return _load_idx("fashion-mnist", root, _FASHION_MNIST if download else None)
+
+
+def cache_folder() -> Path:
+    """Return where data sets are kept: ``EMBENS_DATA``, or as the platform has it."""
+    if os.environ.get("EMBENS_DATA"):
+        return Path(os.environ["EMBENS_DATA"]).expanduser()
+    home = Path.home()
+    if sys.platform == "darwin":
+        base = home / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return base / "embens"
+
+
+def _find(
+    root: str | Path | None,
+    name: str,
+    files: Sequence[str],
+    fetch_into: Callable[[Path], None] | None,
+) -> Path:
+    """Return the folder with the files, after fetching them if there is none."""
+    root = cache_folder() if root is None else Path(root).expanduser()
+    for folder in (root / name, root):
+        if all(_path(folder, file) for file in files):
+            return folder
+    folder = root / name
+    if fetch_into is None:
+        raise FileNotFoundError(
+            f"{name}: expected the files {', '.join(files)} in {root} or {folder}, "
+            "got not all in either; pass the folder that has them as root, or download=True"
+        )
+    from filelock import FileLock  # a requirement of torch
+
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / f".{name}.lock"):
+        if not all(_path(folder, file) for file in files):
+            fetch_into(folder)
+    return folder
+
+
+def _path(folder: Path, file: str) -> Path | None:
+    """Return the path of a file, if there is one; those of the IDX format may be compressed."""
+    paths = [folder / file, folder / f"{file}.gz"] if file in _IDX_FILES else [folder / file]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _fetch_cifar100(folder: Path) -> None:
+    url, md5 = _CIFAR100
+    archive = fetch(url, folder.with_name(url.rpartition("/")[2]), md5=md5)
+    unpack(archive, folder, _CIFAR100_FILES)
+
+
+def _read_cifar100(path: Path, labels: str) -> Part:
+    size = path.stat().st_size
+    if not size or size % _CIFAR100_RECORD:
+        raise ValueError(
+            f"{path}: expected records of {_CIFAR100_RECORD} bytes, got {size} bytes; the file is "
+            "cut or of another version: replace it by that of the official binary archive"
+        )
+    content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    records = content.view(-1, _CIFAR100_RECORD)
+    targets = records[:, list(_CIFAR100_CLASSES).index(labels)]
+    inputs = records[:, 2:].float().div_(255).view(-1, 3, 32, 32)
+    return Part(inputs, _check_targets(path, targets, _CIFAR100_CLASSES[labels]))
+
+
+def _fetch_idx(source: tuple[str, ...], folder: Path) -> None:
+    for file, md5 in zip(_IDX_FILES, source[1:], strict=True):
+        if not _path(folder, file):
+            fetch(f"{source[0]}{file}.gz", folder / f"{file}.gz", md5=md5)
+
+
+def _load_idx(name: str, root: str | Path | None, source: tuple[str, ...] | None) -> DataSet:
+    folder = _find(root, name, _IDX_FILES, partial(_fetch_idx, source) if source else None)
+    parts = []
+    for images, labels in (_IDX_FILES[:2], _IDX_FILES[2:]):
+        pixels, targets = _read_idx(folder, images, 3), _read_idx(folder, labels, 1)
+        if len(pixels) != len(targets):
+            raise ValueError(
+                f"{folder}: expected a label for each image, got {len(pixels)} images in {images} "
+                f"and {len(targets)} labels in {labels}; replace both by the official files"
+            )
+        targets = _check_targets(folder / labels, targets, 10)
+        parts.append(Part(pixels.float().div_(255).unsqueeze(1), targets))
+    train, test = parts
+    return DataSet(train, None, test, classes=10, name=name)
+
+
+def _read_idx(folder: Path, file: str, axes: int) -> Tensor:
+    """Read bytes in the IDX format: 0, 0, 8 (for bytes), axes, sizes in 4 bytes each, values."""
+    path = _path(folder, file) or folder / file
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
+            content = bytearray(opened.read())
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{path}: expected a whole gzip file, got {error}; delete it and download it again"
+        ) from error
+    start = 4 + 4 * axes
+    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
+    expected = start + math.prod(shape)
+    if content[:4] != bytes((0, 0, 8, axes)) or len(content) != expected or 0 in shape:
+        raise ValueError(
+            f"{path}: expected IDX bytes with {axes} axes, which begin {bytes((0, 0, 8, axes))!r}, "
+            f"and {expected} bytes for shape {tuple(shape)}, got {bytes(content[:4])!r} and "
+            f"{len(content)} bytes; the file is cut or another one: delete it and download it again"
+        )
+    return torch.frombuffer(content, dtype=torch.uint8, offset=start).view(shape)
+
+
+def _check_targets(path: Path, targets: Tensor, classes: int) -> Tensor:
+    if int(targets.max()) >= classes:
+        raise ValueError(
+            f"{path}: expected labels from 0 to {classes - 1}, got {int(targets.max())}; "
+            "the file is corrupt or another one: replace it by the official one"
+        )
+    return targets.long()

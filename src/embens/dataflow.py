@@ -1,0 +1,523 @@
+"""How data flows through a reference network: which parameter layers come before which.
+
+Sites are defined by the data flow (a *first* layer has no parameter layer before it, a *last* one
+none after it), and so is what members can share (whatever no modulation lies before). Two readers
+find it: :func:`read_symbolically` traces the module with torch.fx and needs no input;
+:func:`read_from_run` watches one real call and takes any Python code. Both only *read*: the module
+that runs is always the user's own code, so that nothing decided while reading (``self.training``,
+a branch) is baked in. Where neither works, :func:`read_registration` takes the order in which
+layers were registered, and says so.
+
+A :class:`Trail` is what is known of a value: the layers upstream of it, its channels, and in which
+layers' outputs it is still affine.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+LAYERS = (nn.Linear, _ConvNd, nn.Embedding)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+# Operations by name. "Channelwise" ones keep axis 1 as the channels; "affine" ones keep a value
+# affine in whatever it was affine in. A name in neither set makes nothing of a value known.
+_CHANNELWISE_MODULES = (
+    *(nn.modules.activation.__all__),
+    *(nn.modules.batchnorm.__all__),
+    *(nn.modules.instancenorm.__all__),
+    *(nn.modules.dropout.__all__),
+    *(nn.modules.pooling.__all__),
+    *(nn.modules.padding.__all__),
+    *(nn.modules.upsampling.__all__),
+    *("GroupNorm", "LocalResponseNorm", "Identity"),
+)
+_CHANNELWISE = frozenset(
+    "relu leaky_relu elu selu celu gelu silu mish softplus hardtanh hardswish hardsigmoid relu6 "
+    "tanh sigmoid logsigmoid prelu abs erf sin cos exp square clamp clamp_min softsign tanhshrink "
+    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d lp_pool1d lp_pool2d "
+    "boolean_dispatch adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
+    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d dropout dropout1d dropout2d "
+    "dropout3d alpha_dropout feature_alpha_dropout batch_norm group_norm instance_norm "
+    "local_response_norm interpolate upsample pad add sub mul div truediv iadd isub imul itruediv "
+    "radd rsub rmul neg contiguous clone to float double half bfloat16 type_as detach".split()
+)
+_AFFINE = frozenset(
+    "add sub iadd isub radd rsub neg flatten view reshape squeeze unsqueeze permute transpose "
+    "movedim swapaxes getitem mean sum cat concat stack contiguous clone to float double type_as "
+    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
+    "dropout expand chunk split unbind select narrow Identity Flatten Unflatten AvgPool1d "
+    "AvgPool2d AvgPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d Dropout "
+    "PixelShuffle pixel_shuffle Upsample unflatten".split()
+)
+_SCALING = frozenset("mul div truediv imul itruediv rmul".split())
+_FLATTENING = frozenset("flatten Flatten view reshape mean amax squeeze".split())
+_RANDOM_FUNCTIONS = frozenset(
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu bernoulli "
+    "rand_like randn_like gumbel_softmax rand randn normal multinomial".split()
+)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Return whether a module is a parameter layer that can be modulated."""
+    return isinstance(module, LAYERS)
+
+
+def parameter_layers(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the parameter layers by name, in the order of registration, each once.
+
+    The projections of an ``nn.MultiheadAttention`` named ``attn`` are ``attn.q_proj`` … and
+    ``attn.out_proj``; they stand for the attention module itself.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            found.update({f"{name}.{p}".lstrip("."): module for p in PROJECTIONS})
+        elif is_layer(module) and name not in found:
+            found[name] = module
+    return found
+
+
+@dataclass(frozen=True)
+class Trail:
+    """What is known of one value in the network.
+
+    Attributes:
+        upstream: the parameter layers (and random modules) it depends on.
+        affine: those among ``upstream`` in whose output it is affine.
+        channels: the size of axis 1, where that axis is known to be channels of an image.
+        flat: the number of channels, where channels and positions were flattened into one axis.
+        producer: the index of the module call whose very output it is, if any.
+    """
+
+    upstream: frozenset[str] = frozenset()
+    affine: frozenset[str] = frozenset()
+    channels: int | None = None
+    flat: int | None = None
+    producer: int | None = None
+
+
+@dataclass
+class Call:
+    """One call of one module: what its inputs and its output depend on, and who uses the output.
+
+    A consumer is the chain of calls (by index) inside which the output is used, outermost first.
+    """
+
+    name: str
+    upstream: frozenset[str]
+    result: frozenset[str] = frozenset()
+    consumers: set[tuple[int, ...]] = field(default_factory=set)
+
+
+@dataclass
+class Flow:
+    """The data flow of a reference network.
+
+    Attributes:
+        upstream: for every parameter layer that is called, the layers before it.
+        repeat: for a Linear whose input was flattened, how many features make one channel.
+        calls: every module call in order; empty where the flow was not read from the code.
+        outputs: the trails of the outputs; empty where unknown.
+        operations: names of the functions that the code calls.
+        opaque: modules whose code could not be read.
+        bypassed: layers whose weight the code reads without calling them.
+        guesses: what had to be guessed, in words; empty where the flow is exact.
+    """
+
+    upstream: dict[str, set[str]] = field(default_factory=dict)
+    repeat: dict[str, int] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    outputs: list[Trail] = field(default_factory=list)
+    operations: set[str] = field(default_factory=set)
+    opaque: set[str] = field(default_factory=set)
+    bypassed: set[str] = field(default_factory=set)
+    guesses: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> set[str]:
+        """The layers with no other parameter layer before them."""
+        return {name for name, before in self.upstream.items() if not before - {name}}
+
+    @property
+    def last(self) -> set[str]:
+        """The layers with no other parameter layer after them."""
+        inner = {b for name, before in self.upstream.items() for b in before if b != name}
+        return set(self.upstream) - inner
+
+
+class Reader:
+    """Builds a :class:`Flow` from the operations and module calls that one of the readers sees."""
+
+    def __init__(self, root: nn.Module):
+        self.root = root
+        self.names: dict[int, str] = {id(m): n for n, m in reversed(list(root.named_modules()))}
+        self.layers = parameter_layers(root)
+        self.flow = Flow()
+        self.stack: list[int] = []
+        self.weights = {
+            id(p): name
+            for name, layer in self.layers.items()
+            if not isinstance(layer, nn.MultiheadAttention)
+            for p in layer.parameters()
+        }
+
+    def combine(self, operation: str, trails: list[Trail], arguments: tuple = ()) -> Trail:
+        """Return the trail of an operation's result."""
+        operation = operation.strip("_")
+        self.flow.operations.add(operation)
+        upstream = frozenset().union(*(t.upstream for t in trails))
+        if operation in _RANDOM_FUNCTIONS:
+            upstream |= {"random"}
+        keeps = operation in _AFFINE or (
+            operation in _SCALING and sum(bool(t.upstream) for t in trails) <= 1
+        )
+        affine = frozenset(
+            layer
+            for layer in upstream
+            if keeps and all(layer in t.affine or layer not in t.upstream for t in trails)
+        )
+        channels = flat = None
+        known = [t for t in trails if t.channels is not None or t.flat is not None]
+        if operation in _CHANNELWISE or operation in _CHANNELWISE_MODULES:
+            if len({(t.channels, t.flat) for t in known}) == 1:
+                channels, flat = known[0].channels, known[0].flat
+        elif operation in _FLATTENING and len(trails) == 1 and known:
+            flat = known[0].channels if known[0].flat is None else known[0].flat
+            if operation in ("view", "reshape") and len(arguments) != 2:
+                flat = None
+            if operation in ("flatten", "Flatten") and arguments[:1] not in ((), (1,)):
+                flat = None
+        elif operation in ("cat", "concat") and all(t.channels is not None for t in trails):
+            axis = arguments[0] if arguments else 0
+            if axis == 1:
+                channels = sum(t.channels or 0 for t in trails)
+        return Trail(upstream, affine, channels, flat)
+
+    def enter(self, name: str, trails: list[Trail]) -> int:
+        """Record that a module is called on values with these trails; return the call's index."""
+        index = len(self.flow.calls)
+        self.flow.calls.append(Call(name, frozenset().union(*(t.upstream for t in trails))))
+        self.stack.append(index)
+        self.use(trails)
+        return index
+
+    def leave(self, index: int, trails: list[Trail]) -> list[Trail]:
+        """Close a call whose outputs have these trails; return the trails with their producer."""
+        self.stack.pop()
+        for trail in trails:
+            self.flow.calls[index].result |= trail.upstream
+        return [replace(trail, producer=index) for trail in trails]
+
+    def use(self, trails: list[Trail]) -> None:
+        """Record that the code of the innermost open call uses these values."""
+        for trail in trails:
+            if trail.producer is not None:
+                self.flow.calls[trail.producer].consumers.add(tuple(self.stack))
+
+    def _pass_layer(self, name: str, inputs: Trail) -> Trail:
+        layer = self.layers[name]
+        self.flow.upstream.setdefault(name, set()).update(self._only_layers(inputs.upstream))
+        if isinstance(layer, nn.Linear) and inputs.flat and layer.in_features % inputs.flat == 0:
+            repeat = layer.in_features // inputs.flat
+            if self.flow.repeat.setdefault(name, repeat) != repeat:
+                self.flow.repeat[name] = 1
+        elif isinstance(layer, nn.Linear) and inputs.flat is None and inputs.channels is None:
+            near = [self.layers[n] for n in self._nearest(inputs.upstream)]
+            if (
+                near
+                and all(isinstance(n, _ConvNd) for n in near)
+                and all(n.out_channels != layer.in_features for n in near)
+            ):
+                self.flow.guesses.append(
+                    f"how the {layer.in_features} input features of {name!r} make channels"
+                )
+        channels = layer.out_channels if isinstance(layer, _ConvNd) else None
+        return Trail(inputs.upstream | {name}, inputs.affine | {name}, channels)
+
+    def _only_layers(self, names: frozenset[str]) -> set[str]:
+        return {n for n in names if n in self.layers}
+
+    def _nearest(self, upstream: frozenset[str]) -> set[str]:
+        layers = self._only_layers(upstream)
+        further = {b for n in layers for b in self.flow.upstream.get(n, ()) if b != n}
+        return layers - further
+
+    def pass_leaf(self, module: nn.Module, name: str, trails: list[Trail]) -> Trail:
+        """Return the trail of the output of a module that is not looked into."""
+        joint = self.combine(type(module).__name__, trails, _flatten_arguments(module))
+        if is_layer(module) and len(trails) == 1:
+            joint = trails[0]
+        if isinstance(module, nn.MultiheadAttention):
+            sources = (trails * 3)[:3] if len(trails) < 3 else trails[:3]
+            for projection, trail in zip(PROJECTIONS, sources, strict=False):
+                self._pass_layer(_join(name, projection), trail)
+            inner = joint.upstream | {_join(name, p) for p in PROJECTIONS[:3]}
+            out = _join(name, "out_proj")
+            return replace(self._pass_layer(out, Trail(inner)), affine=frozenset({out}))
+        if is_layer(module):
+            name = next((n for n, layer in self.layers.items() if layer is module), name)
+            return self._pass_layer(name, joint)
+        if isinstance(module, RANDOM):
+            return replace(joint, upstream=joint.upstream | {f"random:{name}"})
+        if isinstance(module, NORMS):
+            return replace(joint, upstream=joint.upstream | {name})
+        return self._pass_black_box(module, name, joint)
+
+    def _pass_black_box(self, module: nn.Module, name: str, trail: Trail) -> Trail:
+        """Take the layers inside a module in the order of registration."""
+        inside = [m for m in module.modules() if is_layer(m) or isinstance(m, nn.MultiheadAttention)]
+        inside = [
+            m
+            for m in inside
+            if not any(m is getattr(a, "out_proj", None) for a in inside if a is not m)
+        ]
+        if len(inside) > 1 and not type(module).__module__.startswith("torch.nn"):
+            self.flow.guesses.append(f"the order of the layers inside {name or 'the reference'!r}")
+        randoms = {
+            f"random:{_join(name, n)}" for n, m in module.named_modules() if isinstance(m, RANDOM)
+        }
+        if inside:
+            trail = Trail(trail.upstream)
+        for part in inside:
+            trail = replace(self.pass_leaf(part, self.names[id(part)], [trail]), channels=None)
+        upstream = trail.upstream | randoms
+        return replace(trail, upstream=upstream, affine=trail.affine if not inside else frozenset())
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _flatten_arguments(module: nn.Module) -> tuple:
+    if isinstance(module, nn.Flatten):
+        return (module.start_dim,)
+    return ()
+
+
+class _SymbolicTracer(torch.fx.Tracer):
+    def __init__(self, reader: Reader, opaque: set[str]):
+        super().__init__()
+        self.reader = reader
+        self.opaque = opaque
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return (
+            is_layer(m)
+            or module_qualified_name in self.opaque
+            or super().is_leaf_module(m, module_qualified_name)
+        )
+
+    def call_module(self, m, forward, args, kwargs):
+        name = self.reader.names.get(id(m)) or self.path_of_module(m)
+        trails = _trails_of((args, kwargs))
+        index = self.reader.enter(name, trails)
+        result = super().call_module(m, forward, args, kwargs)
+        metas = [v.node.meta for v in tree_leaves(result) if isinstance(v, torch.fx.Proxy)]
+        for meta, trail in zip(
+            metas, self.reader.leave(index, [m["trail"] for m in metas]), strict=True
+        ):
+            meta["trail"] = trail
+        return result
+
+    def create_node(self, kind, target, args, kwargs, name=None, type_expr=None):
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        trails = _trails_of((node.args, node.kwargs))
+        if kind == "call_module":
+            module = self.root.get_submodule(target)
+            path = self.reader.names.get(id(module), target)
+            node.meta["trail"] = self.reader.pass_leaf(module, path, trails)
+            return node
+        self.reader.use(trails)
+        if kind in ("call_function", "call_method"):
+            operation = target if isinstance(target, str) else target.__name__
+            rest = tuple(node.args[1:]) + tuple(node.kwargs.values())
+            node.meta["trail"] = self.reader.combine(operation, trails, rest)
+        else:
+            node.meta["trail"] = Trail()
+            if kind == "get_attr":
+                owner, _, _ = target.rpartition(".")
+                if owner in self.reader.layers:
+                    self.reader.flow.bypassed.add(owner)
+        if kind == "output":
+            self.reader.flow.outputs = trails
+        return node
+
+
+def _trails_of(arguments: Any) -> list[Trail]:
+    nodes = [v.node if isinstance(v, torch.fx.Proxy) else v for v in tree_leaves(arguments)]
+    return [n.meta["trail"] for n in nodes if isinstance(n, torch.fx.Node)]
+
+
+def read_symbolically(reference: nn.Module) -> Flow | None:
+    """Read the flow with torch.fx; modules whose code can't be traced become black boxes.
+
+    Returns None where the outermost ``forward`` itself can't be traced.
+    """
+    root = copy_structure(reference)
+    opaque: set[str] = set()
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(root.forward).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    while True:
+        reader = Reader(root)
+        tracer = _SymbolicTracer(reader, opaque)
+        try:
+            tracer.trace(root, concrete_args=defaults)
+        except Exception:  # any code of the user's may fail on symbolic values
+            failed = reader.flow.calls[reader.stack[-1]].name if reader.stack else ""
+            if not failed or failed in opaque:
+                return None
+            opaque.add(failed)
+            root = copy_structure(reference)
+            continue
+        reader.flow.opaque = opaque
+        return reader.flow
+
+
+class _RunWatcher(TorchFunctionMode):
+    """Follows real tensors through one call."""
+
+    def __init__(self, reader: Reader):
+        super().__init__()
+        self.reader = reader
+        self.trails: dict[int, tuple[Tensor, Trail]] = {}
+        self.leaf_depth = 0
+
+    def of(self, arguments: Any) -> list[Trail]:
+        values = [v for v in tree_leaves(arguments) if isinstance(v, Tensor)]
+        return [self.trails[id(v)][1] for v in values if id(v) in self.trails]
+
+    def mark(self, values: Any, trail: Trail) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, Tensor):
+                self.trails[id(value)] = (value, trail)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if self.leaf_depth or name in ("__get__", "__set__"):
+            return result
+        trails = self.of((args, kwargs))
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, nn.Parameter) and id(value) in self.reader.weights:
+                self.reader.flow.bypassed.add(self.reader.weights[id(value)])
+        rest = tuple(args[1:]) + tuple((kwargs or {}).values())
+        trail = self.reader.combine(name, trails, rest)
+        self.reader.use(trails)
+        if name == "__setitem__":
+            self.mark(args[0], trail)
+        self.mark(result, trail)
+        return result
+
+    @contextmanager
+    def hooked(self, root: nn.Module) -> Iterator[None]:
+        opened: list[tuple[int, bool, list[Trail]]] = []
+
+        def enter(module, args, kwargs):
+            if not self.leaf_depth:
+                trails = self.of((args, kwargs))
+                index = self.reader.enter(self.reader.names[id(module)], trails)
+                leaf = _is_run_leaf(module)
+                opened.append((index, leaf, trails))
+            else:
+                leaf = True
+                opened.append((-1, True, []))
+            self.leaf_depth += leaf
+
+        def leave(module, args, kwargs, result):
+            index, leaf, trails = opened.pop()
+            self.leaf_depth -= leaf
+            if index < 0:
+                return
+            values = [v for v in tree_leaves(result) if isinstance(v, Tensor)]
+            if leaf:
+                trail = self.reader.pass_leaf(module, self.reader.names[id(module)], trails)
+                self.mark(values, trail)
+            values = [v for v in values if id(v) in self.trails]
+            for value, trail in zip(values, self.reader.leave(index, self.of(values)), strict=True):
+                self.mark(value, trail)
+
+        hooks = []
+        for module in root.modules():
+            hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.append(module.register_forward_hook(leave, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _is_run_leaf(module: nn.Module) -> bool:
+    return (
+        is_layer(module)
+        or isinstance(module, (nn.MultiheadAttention, *RANDOM))
+        or (
+            type(module).__module__.startswith("torch.nn")
+            and not any(is_layer(m) for m in module.modules())
+            and not isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+        )
+    )
+
+
+def read_from_run(reference: nn.Module, example_input: Any) -> Flow:
+    """Read the flow from one real call, on a copy in evaluation mode."""
+    root = copy_structure(reference).eval()
+    disable_fast_paths(root)
+    reader = Reader(root)
+    watcher = _RunWatcher(reader)
+    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
+    for value in tree_leaves(arguments):
+        if isinstance(value, Tensor):
+            image = value.is_floating_point() and value.dim() in (4, 5)
+            watcher.mark(value, Trail(channels=value.shape[1] if image else None))
+    with torch.no_grad(), watcher.hooked(root), watcher:
+        result = root(*arguments)
+    reader.flow.outputs = watcher.of(result)
+    reader.use(reader.flow.outputs)
+    return reader.flow
+
+
+def read_registration(reference: nn.Module) -> Flow:
+    """Take the layers in the order of their registration, as one chain."""
+    reader = Reader(reference)
+    reader.pass_leaf(reference, "", [Trail()])
+    return reader.flow
+
+
+def copy_structure(module: nn.Module) -> nn.Module:
+    """Return a deep copy that shares the parameters (so it costs no memory) but nothing else."""
+    return copy.deepcopy(module, {id(p): p for p in module.parameters()})
+
+
+def disable_fast_paths(root: nn.Module) -> None:
+    """Keep torch's transformer modules from reading weights past the layers that hold them."""
+    for module in root.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def read(reference: nn.Module, example_input: Any = None) -> Flow:
+    """Read the data flow by the best means there is."""
+    if example_input is not None:
+        return read_from_run(reference, example_input)
+    return read_symbolically(reference) or read_registration(reference)

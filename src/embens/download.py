@@ -1,0 +1,154 @@
+"""Files from the network, whole or not at all.
+
+A download goes to ``<name>.part`` and gets its name when its checksum is right. If the connection
+is cut, also by the end of the process, the next attempt asks the server for the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import logging
+import os
+import shutil
+import ssl
+import tarfile
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_NETWORK_ERRORS = (
+    urllib.error.URLError,
+    http.client.HTTPException,
+    ConnectionError,
+    TimeoutError,
+    ssl.SSLError,
+)
+_PASSING = (408, 425, 429)  # answers to a request that may succeed later, as do those from 500 on
+
+
+def fetch(
+    url: str,
+    path: Path,
+    *,
+    md5: str,
+    attempts: int = 5,
+    pause: float = 1.0,
+    timeout: float = 30.0,
+) -> Path:
+    """Return the path of the file with this checksum, downloaded if it is not there yet.
+
+    Args:
+        url: Where the file comes from.
+        path: Where it goes; a file that is there with another checksum is replaced.
+        md5: The checksum, in hexadecimal.
+        attempts: How often to try in a row without receiving anything new.
+        pause: Seconds before the second attempt; doubled for each further one.
+        timeout: Seconds to wait for an answer, and for each block of it.
+    """
+    if path.is_file() and _md5(path) == md5:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    most, failures = _size(part), 0
+    while True:
+        start = _size(part)
+        logger.info("downloading %s from byte %d", url, start)
+        try:
+            _receive(url, part, timeout)
+        except _NETWORK_ERRORS as error:
+            failures = 0 if _size(part) > most else failures + 1
+            most = max(most, _size(part))
+            code = getattr(error, "code", 500)
+            if failures >= attempts or (code < 500 and code not in _PASSING):
+                raise ConnectionError(
+                    f"{url}: expected a file, got {error!r} after {most} bytes; see that the "
+                    f"address can be reached and try again (what came is kept in {part}), or "
+                    f"put the file at {path} yourself"
+                ) from error
+            time.sleep(min(pause * 2 ** max(failures - 1, 0), 30))
+            continue
+        found = _md5(part)
+        if found == md5:
+            os.replace(part, path)
+            return path
+        part.unlink()
+        if not start:
+            raise ValueError(
+                f"{url}: expected a file with md5 {md5}, got {found}; it was discarded: try "
+                f"again, or put the right file at {path} yourself"
+            )
+
+
+def _receive(url: str, part: Path, timeout: float) -> None:
+    """Get what is missing of the file, or all of it if the server can't send a rest."""
+    start = _size(part)
+    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code == 416 and start:  # nothing left to send; the checksum decides
+                return
+            raise
+    with response:
+        if not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+            start = 0
+        with part.open("ab" if start else "wb") as file:
+            shutil.copyfileobj(response, file, 2**20)
+        length = int(response.headers.get("Content-Length", _size(part) - start))
+        if _size(part) - start != length:  # a cut connection looks like the end of the file
+            raise http.client.IncompleteRead(b"", length - (_size(part) - start))
+
+
+def unpack(archive: Path, folder: Path, names: Collection[str]) -> None:
+    """Make a folder of these files of an archive, which has them in a folder of the same name.
+
+    Nothing else is taken from the archive, no path in it is followed, and the folder appears when
+    it is complete. That the archive is the right one is for :func:`fetch` to see.
+    """
+    if folder.exists():
+        raise FileExistsError(
+            f"{folder}: expected no such folder, got one without all the files wanted; "
+            "move it away or complete it"
+        )
+    wanted = {f"{folder.name}/{name}": name for name in names}
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        whole = Path(temporary) / folder.name
+        whole.mkdir()
+        try:
+            with tarfile.open(archive, "r:gz") as tar:
+                for member in tar:
+                    source = tar.extractfile(member) if member.isreg() else None
+                    if source is not None and member.name in wanted:
+                        with source, (whole / wanted[member.name]).open("wb") as file:
+                            shutil.copyfileobj(source, file)
+        except (tarfile.TarError, EOFError, zlib.error) as error:
+            raise ValueError(
+                f"{archive}: expected a whole tar.gz archive, got {error}; delete it and try again"
+            ) from error
+        missing = set(names) - {path.name for path in whole.iterdir()}
+        if missing:
+            raise ValueError(
+                f"{archive}: expected {', '.join(sorted(wanted))}, got none of "
+                f"{', '.join(sorted(missing))}; it is another archive: replace it"
+            )
+        os.replace(whole, folder)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(
+            file,
+            lambda: hashlib.md5(usedforsecurity=False),  # a checksum only
+        ).hexdigest()

@@ -1,0 +1,349 @@
+"""Turn a reference network into an embedded ensemble: choose sites, copy, operate.
+
+The reference is never changed. Its copy keeps every weight; layers at sites are replaced, wherever
+the reference holds them, by modulated ones. Everything is checked before anything is built.
+
+Norm layers: by default every member has running statistics of its own (BatchNorm sees ``v · z``,
+whose scale differs from member to member, so shared statistics would be wrong for all of them in
+evaluation mode) while scale and shift are shared like any weight. ``norm_statistics="shared"``
+keeps one set, which every member updates in turn; ``norm_affine="member"`` gives each member its
+own scale and shift. What lies before the first modulation is common to all members and untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from embens import dataflow, laws
+from embens.ensemble import EmbeddedEnsemble
+from embens.execution import Cursor, PerMember, Shared
+from embens.laws import Law
+from embens.modulation import Modulated, ModulatedAttention, Modulation, channel_axes
+from embens.sites import (
+    Laws,
+    Plan,
+    Sites,
+    Trainable,
+    check_members,
+    check_reference,
+    choose_sites,
+    closest,
+    is_foldable,
+    measure_widths,
+    plan_sharing,
+    site_module,
+    warn_guesses,
+    why_not_collapsible,
+)
+
+_NORMAL = laws.Normal()
+
+
+def embed(
+    reference: nn.Module,
+    members: int = 8,
+    *,
+    pre: Laws = _NORMAL,
+    post: Laws = _NORMAL,
+    sites: Sites = "hidden",
+    example_input: Any = None,
+    trainable: Trainable = True,
+    fresh: bool = False,
+    norm_statistics: str = "member",
+    norm_affine: str = "shared",
+    recompute: bool | None = None,
+    generator: torch.Generator | None = None,
+    family: str = "embed",
+) -> EmbeddedEnsemble:
+    r"""Embed an ensemble into a reference network.
+
+    Member :math:`a` is the reference with weights :math:`v_a u_a^\top \circ W` and biases
+    :math:`v_a \circ b`.
+
+    Args:
+        reference: any module; copied, never changed, its weights are kept.
+        members: how many.
+        pre: law of :math:`v`, which multiplies the output of a layer, bias included. None: absent.
+            A mapping from layer names (or wildcards) to laws; a site it does not name has none.
+        post: law of :math:`u`, which multiplies the input of a layer.
+        sites: "hidden": outputs of all but the last layers and inputs of all but the first;
+            "last": inputs of the last layers only; "all": every input and output; names or
+            wildcards of layers, or a function of (name, module): both sides of those layers.
+        example_input: a batch, or a tuple of arguments, to read the data flow from; needed where
+            the code can't be traced by torch.fx.
+        trainable: False for fixed masks; ``{"pre": …, "post": …}``, each a bool or a mapping from
+            layer names.
+        fresh: draw new masks at every pass.
+        norm_statistics: "member" or "shared" running statistics of norm layers.
+        norm_affine: "shared" or "member" scale and shift of norm layers.
+        recompute: whether the reference uses activation checkpointing. None: looked up in its code.
+        generator: draws the modulations.
+        family: the name of the family, for ``repr`` and saving.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = embed(net, members=5)
+        >>> ensemble(torch.zeros(2, 4)).shape
+        torch.Size([5, 2, 3])
+    """
+    layers = check_reference(reference)
+    check_members(members)
+    for name, value in (("norm_statistics", norm_statistics), ("norm_affine", norm_affine)):
+        if value not in ("member", "shared"):
+            raise ValueError(f"{name}: unknown {value!r}{closest(value, ('member', 'shared'))}")
+    flow = dataflow.read(reference, example_input)
+    chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh)
+    warn_guesses(flow)
+    if recompute is None:
+        recompute = _mentions_checkpoint(reference)
+    own, shared = plan_sharing(reference, layers, flow, chosen, norm_statistics, norm_affine)
+    widths, input_channels = measure_widths(layers, flow, chosen)
+    plan = Plan(
+        family=family,
+        members=members,
+        sites=chosen,
+        own=own,
+        shared=() if recompute else shared,
+        not_collapsible=why_not_collapsible(flow, chosen, own),
+        foldable=is_foldable(flow, shared) and not recompute,
+        recompute=recompute,
+        widths=widths,
+        input_channels=input_channels,
+    )
+    return operate(reference, plan, generator)
+
+
+def operate(
+    reference: nn.Module, plan: Plan, generator: torch.Generator | None = None
+) -> EmbeddedEnsemble:
+    """Carry out a plan on a copy of the reference.
+
+    A deep copy looks every object up in a memo first; putting the replacements there puts them
+    wherever the reference holds the originals, in lists and attributes as well.
+    """
+    layers = dataflow.parameter_layers(reference)
+    cursor = Cursor()
+    modules = dict(reference.named_modules())
+    shared = {name: (random, keep) for name, random, keep in plan.shared}
+    modulations: dict[str, dict[str, Modulation]] = {}
+    for site in plan.sites:
+        layer = layers[site.layer]
+        like = next(layer.parameters())
+        owner = site_module(site.layer, layers)
+        key = site.kind if owner == site.layer else f"{site.layer.rpartition('.')[2]}_{site.kind}"
+        modulations.setdefault(owner, {})[key] = Modulation(
+            site.law,
+            plan.members,
+            site.size,
+            repeat=site.repeat,
+            trailing=channel_axes(layer),
+            trainable=site.trainable,
+            fresh=site.fresh,
+            like=like,
+            generator=generator,
+        )
+    memo: dict[int, Any] = {}
+    by_depth = sorted(modules, key=lambda n: (-n.count(".") - bool(n), n))
+    own = dict(plan.own)
+    for name in by_depth:
+        module = modules[name]
+        if name not in modulations and name not in own and name not in shared:
+            continue
+        copied: nn.Module = copy.deepcopy(module, memo)
+        if name in own:
+            copied = PerMember(copied, own[name], plan.members)
+        if name in shared:
+            random, keep = shared[name]
+            copied = Shared(copied, cursor, random=random, keep=keep)
+        if name in modulations:
+            mine = modulations[name]
+            if isinstance(module, nn.MultiheadAttention):
+                copied = ModulatedAttention(copied, mine)  # type: ignore[arg-type]
+            else:
+                copied = Modulated(copied, mine.get("pre"), mine.get("post"))
+        memo[id(module)] = copied
+    network = copy.deepcopy(reference, memo)
+    dataflow.disable_fast_paths(network)
+    return EmbeddedEnsemble(network, plan, cursor)
+
+
+def _mentions_checkpoint(reference: nn.Module) -> bool:
+    """Return whether the code of any module of the user's refers to checkpointing."""
+    for cls in {c for m in reference.modules() for c in type(m).__mro__}:
+        if cls.__module__.startswith("torch.nn."):
+            continue
+        for value in vars(cls).values():
+            code = getattr(value, "__code__", None)
+            if code and any("checkpoint" in name for name in code.co_names + code.co_freevars):
+                return True
+    return False
+
+
+def batch_ensemble(
+    reference: nn.Module,
+    members: int = 8,
+    *,
+    p: float = 0.0,
+    sites: Sites = "hidden",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+    norm_statistics: str = "member",
+    norm_affine: str = "shared",
+) -> EmbeddedEnsemble:
+    """Embed a BatchEnsemble: trainable modulations N(p, 1 − p²), by default at the hidden sites.
+
+    ``p=0`` makes the members independent, ``p=1`` makes them equal at initialisation.
+    """
+    law = laws.Shifted(p)
+    return embed(
+        reference,
+        members,
+        pre=law,
+        post=law,
+        sites=sites,
+        example_input=example_input,
+        generator=generator,
+        norm_statistics=norm_statistics,
+        norm_affine=norm_affine,
+        family="batch_ensemble",
+    )
+
+
+def mc_dropout(
+    reference: nn.Module,
+    members: int = 8,
+    *,
+    law: Law | None = None,
+    fresh: bool = False,
+    sites: Sites = "hidden",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+    norm_statistics: str = "member",
+    norm_affine: str = "shared",
+) -> EmbeddedEnsemble:
+    """Embed an MC-dropout ensemble: frozen masks on the inputs of all but the first layers.
+
+    Args:
+        reference: see :func:`embed`, as for the arguments not listed here.
+        members: how many masks.
+        law: of the masks; ``Bernoulli(0.9)`` by default.
+        fresh: new masks at each pass instead of a fixed set.
+        sites: see :func:`embed`.
+        example_input: see :func:`embed`.
+        generator: draws the fixed masks.
+        norm_statistics: see :func:`embed`.
+        norm_affine: see :func:`embed`.
+    """
+    return embed(
+        reference,
+        members,
+        pre=None,
+        post=laws.Bernoulli(0.9) if law is None else law,
+        sites=sites,
+        example_input=example_input,
+        trainable=False,
+        fresh=fresh,
+        generator=generator,
+        norm_statistics=norm_statistics,
+        norm_affine=norm_affine,
+        family="mc_dropout",
+    )
+
+
+def last_layer_dropout(
+    reference: nn.Module,
+    members: int = 8,
+    *,
+    law: Law | None = None,
+    example_input: Any = None,
+    trainable: bool = False,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    """Embed a last-layer dropout ensemble: frozen masks on the inputs of the last layer only.
+
+    Everything before is computed once; ``ensemble.collapse()`` is one network with the mean output.
+    """
+    return embed(
+        reference,
+        members,
+        pre=None,
+        post=laws.Normal() if law is None else law,
+        sites="last",
+        example_input=example_input,
+        trainable=trainable,
+        generator=generator,
+        family="last_layer_dropout",
+    )
+
+
+def independent(
+    reference: nn.Module,
+    members: int = 8,
+    *,
+    initialise: Callable[[nn.Module], None] | None = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    """Make M separate networks behind the same interface, each drawn anew.
+
+    Args:
+        reference: the architecture; its weights are not used.
+        members: how many networks.
+        initialise: called with every module that has parameters of its own and redraws them in
+            place; by default the module's ``reset_parameters``.
+        generator: seeds the draws.
+    """
+    check_members(members)
+    if not isinstance(reference, nn.Module):
+        raise TypeError(f"the reference must be a torch.nn.Module; got {type(reference).__name__}")
+    if not any(True for _ in reference.parameters()):
+        raise ValueError("the reference has no parameters, so its members could not differ")
+    names = [n for n, _ in (*reference.named_parameters(), *reference.named_buffers())]
+    plan = Plan(
+        family="independent",
+        members=members,
+        own=(("", tuple(names)),),
+        not_collapsible="its members are separate networks",
+    )
+    drawn = [_redraw(copy.deepcopy(reference), initialise, generator) for _ in range(members)]
+    ensemble = operate(reference, plan)
+    stacked = dict(ensemble.network.module.named_parameters())  # type: ignore[union-attr]
+    stacked.update(ensemble.network.module.named_buffers())  # type: ignore[union-attr]
+    with torch.no_grad():
+        for a, network in enumerate(drawn):
+            for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+                stacked[name][a] = tensor
+    return ensemble
+
+
+def _redraw(
+    network: nn.Module,
+    initialise: Callable[[nn.Module], None] | None,
+    generator: torch.Generator | None,
+) -> nn.Module:
+    """Draw the parameters of every module anew, children before parents."""
+    seed = int(torch.randint(2**62, (), generator=generator))
+    devices = [p.device for p in network.parameters() if p.device.type == "cuda"]
+    with torch.random.fork_rng(devices=set(devices)):
+        torch.manual_seed(seed)
+        for name, module in reversed(list(network.named_modules())):
+            reset = getattr(module, "reset_parameters", None) or getattr(
+                module, "_reset_parameters", None
+            )
+            has_own = any(True for _ in module.parameters(recurse=False))
+            if initialise is not None:
+                if has_own:
+                    initialise(module)
+            elif reset is not None:
+                reset()
+            elif has_own:
+                raise ValueError(
+                    f"how to draw the parameters of {name or 'the reference'!r} "
+                    f"({type(module).__name__}) anew is not known: it has no reset_parameters(). "
+                    "Pass initialise=, a function that redraws one module in place."
+                )
+    return network

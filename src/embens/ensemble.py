@@ -1,0 +1,393 @@
+"""The ensemble: one network, many members, an ordinary module.
+
+Made by :func:`embens.embed` and the named families. Axis order is ``(member, batch, …)``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from embens import execution, gradient
+from embens.execution import Cursor, Individual, PerMember, Shared, Store
+from embens.gradient import Gamma, GradientScale
+from embens.modulation import Modulated, ModulatedAttention, Modulation
+from embens.sites import Plan, closest
+
+Batch = Literal["same", "own", "split"]
+BATCHES = ("same", "own", "split")
+
+
+class EmbeddedEnsemble(nn.Module):
+    """M members in one network.
+
+    Attributes:
+        network: the reference's copy with its modulated layers.
+        plan: what makes it an ensemble: sites, laws, what is shared.
+        chunk: how many members run together; None: chosen for the network and the batch. It never
+            changes the results beyond rounding, nor the order of members.
+    """
+
+    def __init__(self, network: nn.Module, plan: Plan, cursor: Cursor):
+        super().__init__()
+        self.network = network
+        self.plan = plan
+        self.chunk: int | None = None
+        self.training = network.training
+        self._cursor = cursor
+        self._individuals = [m for m in network.modules() if isinstance(m, Individual)]
+        execution.connect(cursor, self._individuals)
+        individual = {id(p) for p in self.individual_parameters()}
+        self._holders: gradient.Holders = [
+            (module, name)
+            for module in network.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) not in individual
+        ]
+        self._unfoldable = not plan.foldable
+        self._compiled_scale = torch.ones((), dtype=torch.float64)
+
+    @property
+    def members(self) -> int:
+        """How many members there are."""
+        return self.plan.members
+
+    def individual_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of which every member has its own (trainable modulations)."""
+        for module in self._individuals:
+            tensors = module.stacks() if isinstance(module, PerMember) else module.parameters()
+            yield from (t for t in tensors if isinstance(t, nn.Parameter))
+
+    def shared_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that all members share (the reference's)."""
+        individual = {id(p) for p in self.individual_parameters()}
+        yield from (p for p in self.parameters() if id(p) not in individual)
+
+    def parameter_groups(
+        self,
+        lr: float = 0.01,
+        modulation_lr: float | None = None,
+        weight_decay: float = 5e-4,
+        *,
+        modulation_weight_decay: float = 0.0,
+    ) -> list[dict[str, Any]]:
+        """Return the groups for any torch optimiser: shared parameters, then individual ones.
+
+        Args:
+            lr: rate of the shared parameters.
+            modulation_lr: rate of the modulations; None: the same.
+            weight_decay: of the shared parameters.
+            modulation_weight_decay: of the modulations; decay would pull them to the same point.
+        """
+        for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be finite and not negative; got {value}")
+        separate = self.plan.family == "independent"
+        groups = [
+            {"params": list(self.shared_parameters()), "lr": lr, "weight_decay": weight_decay},
+            {
+                "params": list(self.individual_parameters()),
+                "lr": lr if modulation_lr is None else modulation_lr,
+                "weight_decay": weight_decay if separate else modulation_weight_decay,
+            },
+        ]
+        return [group for group in groups if group["params"]]
+
+    # Running
+
+    def forward(
+        self, *inputs: Any, batch: Batch = "same", chunk: int | None = None, **kwargs: Any
+    ) -> Any:
+        """Run all members.
+
+        Args:
+            *inputs: of the reference.
+            batch: "same": every member sees the inputs; "own": tensors among the inputs have the
+                members as their first axis; "split": row i of every tensor goes to member i mod M.
+            chunk: how many members run together, instead of ``self.chunk``.
+            **kwargs: passed to the reference as they are, for every member.
+
+        Returns:
+            The outputs with the members as a new first axis; for "split" those of the reference.
+        """
+        self._check_batch(inputs, batch)
+        size = self._chunk_size(inputs, chunk)
+        compiling = torch.compiler.is_compiling()
+        scale, through = self._open_gradient(compiling)
+        store = self._new_store(batch, size)
+        with execution.opened(self._cursor, store), through:
+            if batch == "split":
+                outputs = self._run_split(inputs, kwargs)
+            else:
+                outputs = execution.gather(list(self._run(inputs, kwargs, batch, size)), torch.cat)
+        if scale is not None:
+            for output in tree_leaves(outputs):
+                if isinstance(output, Tensor):
+                    output.gradient_scale = scale  # type: ignore[attr-defined]
+        return outputs
+
+    def _open_gradient(self, compiling: bool) -> tuple[GradientScale | None, Any]:
+        """Return the gradient scale of a pass and the context in which parameters go through it."""
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+            return None, nullcontext()
+        if compiling:
+            return None, gradient.shared_through(self._compiled_scale, self._holders)
+        scale = GradientScale(self)
+        return scale, gradient.shared_through(scale, self._holders)
+
+    def _new_store(self, batch: Batch, chunk: int, cut: bool = False) -> Store | None:
+        if batch != "same" or not self.plan.shared or (chunk >= self.members and not cut):
+            return None
+        return Store(cut)
+
+    def _run(self, inputs: tuple, kwargs: dict, batch: Batch, chunk: int) -> Iterator[Any]:
+        """Yield the outputs of one chunk of members after another, members first."""
+        stacks = [stack for module in self._individuals for stack in module.stacks()]
+        fold = chunk > 1 and self._foldable()
+        store = self._cursor.store
+        for start in range(0, self.members, chunk):
+            stop = min(start + chunk, self.members)
+            if fold and stop - start > 1:
+                try:
+                    yield self._run_folded(stacks, slice(start, stop), inputs, kwargs, batch)
+                    continue
+                except (RuntimeError, ValueError, TypeError) as error:
+                    if torch.compiler.is_compiling() or start > 0:
+                        raise
+                    if store is not None:
+                        self._cursor.store = store = Store(store.cut)
+                    result = self._run_each(stacks, range(start, stop), inputs, kwargs, batch)
+                    self._unfoldable, fold = True, False
+                    execution.warn_unfoldable(error)
+                    yield result
+                    continue
+            yield self._run_each(stacks, range(start, stop), inputs, kwargs, batch)
+
+    def _run_folded(
+        self, stacks: list[Tensor], members: slice, inputs: tuple, kwargs: dict, batch: Batch
+    ) -> Any:
+        own = batch == "own"
+        if own:
+            inputs = tree_map(lambda x: x[members] if isinstance(x, Tensor) else x, inputs)
+        values = [stack[members] for stack in stacks]
+        try:
+            return execution.run_folded(self.network, self._cursor, values, inputs, kwargs, own)
+        finally:
+            self._cursor.folded = False
+
+    def _run_each(
+        self, stacks: list[Tensor], members: range, inputs: tuple, kwargs: dict, batch: Batch
+    ) -> Any:
+        outputs = []
+        for a in members:
+            mine = inputs
+            if batch == "own":
+                mine = tree_map(lambda x, a=a: x[a] if isinstance(x, Tensor) else x, inputs)
+            outputs.append(self._run_member([stack[a] for stack in stacks], mine, kwargs))
+        return execution.gather(outputs, torch.stack)
+
+    def _run_member(self, values: list[Tensor], inputs: tuple, kwargs: dict) -> Any:
+        if self.plan.recompute and torch.is_grad_enabled():
+            with execution.following_recomputation(self._cursor, values):
+                return execution.run_member(self.network, self._cursor, values, inputs, kwargs)
+        return execution.run_member(self.network, self._cursor, values, inputs, kwargs)
+
+    def _run_split(self, inputs: tuple, kwargs: dict) -> Any:
+        stacks = [stack for module in self._individuals for stack in module.stacks()]
+        rows = next(x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor))
+        members = self.members
+        outputs = []
+        for a in range(max(1, min(members, rows))):
+            mine = tree_map(
+                lambda x, a=a: x[a::members] if isinstance(x, Tensor) and x.dim() else x, inputs
+            )
+            outputs.append(self._run_member([stack[a] for stack in stacks], mine, kwargs))
+        # Concatenated, member by member, row i is at position order[i].
+        order = torch.cat([torch.arange(a, rows, members) for a in range(members)]).argsort()
+        return execution.gather(
+            outputs, lambda parts: torch.cat(parts).index_select(0, order.to(parts[0].device))
+        )
+
+    def _check_batch(self, inputs: tuple, batch: Batch) -> None:
+        if batch not in BATCHES:
+            raise ValueError(f"batch: unknown {batch!r}{closest(batch, BATCHES)}")
+        if batch == "same":
+            return
+        shapes = [tuple(x.shape) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        if not shapes:
+            raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs")
+        if batch == "own" and any(s[:1] != (self.members,) for s in shapes):
+            raise ValueError(
+                f"batch='own' expects inputs of shape ({self.members}, batch, …), one batch for "
+                f"each member; got {next(s for s in shapes if s[:1] != (self.members,))}. For one "
+                "batch that all members see use batch='same', for one that they split 'split'."
+            )
+        if batch == "split" and len({s[:1] for s in shapes}) > 1:
+            raise ValueError(
+                "batch='split' expects all tensors to have the same number of rows; got shapes "
+                + ", ".join(map(str, shapes))
+            )
+
+    def _foldable(self) -> bool:
+        """Whether several members can run at once; depends on the mode of norm layers."""
+        if self._unfoldable or _autocasting():
+            return False
+        modules = execution.dependent_modules(self.network)
+        separate = self.plan.family == "independent"
+        return all(
+            execution.is_foldable(m) and not (separate and isinstance(m, nn.modules.conv._ConvNd))
+            for m in modules
+        )
+
+    def _chunk_size(self, inputs: tuple, chunk: int | None) -> int:
+        chunk = self.chunk if chunk is None else chunk
+        if chunk is not None:
+            if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+                raise ValueError(f"chunk must be a whole number of at least 1, or None; got {chunk!r}")
+            return min(chunk, self.members)
+        if self.members == 1 or not self._foldable():
+            return 1
+        x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
+        if x is None or torch.compiler.is_compiling():
+            return self.members
+        rows, positions = self.plan.widths
+        numbers = max(rows * len(x) if x.dim() else 1, positions * x.numel() // self.plan.input_channels)
+        budget = execution.FOLDED_BYTES.get(x.device.type, execution.FOLDED_BYTES["cuda"])
+        itemsize = 4 if not x.is_floating_point() else x.element_size()
+        return max(1, min(self.members, budget // max(1, numbers * itemsize)))
+
+    # Training
+
+    def objective(
+        self,
+        outputs: Any,
+        target: Any,
+        *,
+        criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
+        gamma: Gamma = None,
+    ) -> Tensor:
+        """Return the training objective of outputs of this ensemble; see :func:`embens.objective`."""
+        from embens.training.objective import objective_of
+
+        return objective_of(self, outputs, target, criterion, gamma)
+
+    def backward(
+        self,
+        *inputs_and_target: Any,
+        criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
+        gamma: Gamma = None,
+        chunk: int = 1,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run forward and backward chunk by chunk and accumulate the objective's gradients.
+
+        Gives the gradients of ``self.objective(self(x), target).backward()`` with the memory of one
+        chunk: what members share is backpropagated once, at the end.
+
+        Args:
+            *inputs_and_target: the reference's inputs, then the target.
+            criterion: see :meth:`objective`.
+            gamma: see :meth:`objective`.
+            chunk: how many members at a time.
+            **kwargs: passed to the reference.
+
+        Returns:
+            The mean of the members' losses, detached.
+        """
+        from embens.training.objective import backward_in_chunks
+
+        *inputs, target = inputs_and_target
+        return backward_in_chunks(self, tuple(inputs), kwargs, target, criterion, gamma, chunk)
+
+    @property
+    def overlap(self) -> float:
+        r"""Return the product of :math:`(E u)^2 / E u^2` of the post laws over the hidden sites."""
+        return math.prod(s.law.overlap for s in self.plan.sites if s.kind == "post" and s.hidden)
+
+    @property
+    def natural_gamma(self) -> float:
+        r"""The default gradient scale :math:`M / (1 + (M-1) r)`, with ``r`` the overlap."""
+        return self.members / (1 + (self.members - 1) * self.overlap)
+
+    # Out again
+
+    def member(self, a: int) -> nn.Module:
+        """Return member ``a`` as a plain module with the same outputs.
+
+        Its layers are torch's own with that member's weights; only a layer whose weight can't hold
+        its modulations (hooks, a parametrization, a forward of its own) keeps a small wrapper.
+        """
+        if isinstance(a, bool) or not isinstance(a, int):
+            raise TypeError(f"a member is a whole number; got {a!r}")
+        if not -self.members <= a < self.members:
+            raise IndexError(f"member {a} of an ensemble of {self.members}")
+        if any(s.fresh for s in self.plan.sites):
+            raise ValueError(
+                "masks that are drawn anew at each pass belong to no member; use fresh=False for a "
+                "fixed set"
+            )
+        return self._plain(a % self.members)
+
+    def collapse(self) -> nn.Module:
+        """Return one plain network whose output is the mean of the members' outputs.
+
+        Exists where the output is affine in all modulations together: last-layer dropout.
+        """
+        if self.plan.not_collapsible:
+            raise ValueError(
+                f"this ensemble can't be collapsed: {self.plan.not_collapsible}. Only where the "
+                "output is linear in the modulations (last-layer dropout) is the mean of the "
+                "members one network."
+            )
+        return self._plain(None)
+
+    def _plain(self, member: int | None) -> nn.Module:
+        memo: dict[int, Any] = {}
+        for module in reversed(list(self.network.modules())):
+            if isinstance(module, (Modulated, ModulatedAttention)):
+                memo[id(module)] = module.plain(member)
+            elif isinstance(module, Shared):
+                memo[id(module)] = copy.deepcopy(module.module, memo)
+            elif isinstance(module, PerMember):
+                assert member is not None
+                memo[id(module)] = module.plain(member, memo)
+        network = copy.deepcopy(self.network, memo)
+        for module in network.modules():
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = _fast_activation(module.activation)
+        return network
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the ensemble to one file, masks and laws included; see :func:`embens.load`."""
+        from embens.storage import save
+
+        save(self, path)
+
+    def extra_repr(self) -> str:
+        """Return the line that ``repr`` shows."""
+        return f"{self.plan.family}, members={self.members}, sites={len(self.plan.sites)}"
+
+
+def _autocasting() -> bool:
+    """Return whether autocast is on; under vmap it gives other dtypes than it does alone."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def _fast_activation(activation: Any) -> int:
+    """Return torch's own code for the activations that its fast path knows."""
+    if activation is nn.functional.relu or isinstance(activation, nn.ReLU):
+        return 1
+    if activation is nn.functional.gelu or isinstance(activation, nn.GELU):
+        return 2
+    return 0
+
+
+__all__ = ["EmbeddedEnsemble", "Modulation"]

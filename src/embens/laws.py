@@ -1,0 +1,315 @@
+r"""Laws: the distributions that modulations are drawn from.
+
+Theory needs little of a law. A post-activation modulation :math:`u` enters by ``mean``
+:math:`E u` and ``second_moment`` :math:`E u^2` alone. A pre-activation modulation :math:`v` sits
+inside :math:`\phi(v z)`; it enters by its ``half_moment`` where :math:`\phi` is piecewise linear,
+and by its ``quadrature`` where it is smooth.
+
+Laws are immutable values: equal parameters make equal, hashable laws, and ``eval(repr(law))`` is
+the law again. Your own is a subclass of :class:`Discrete` with ``atoms``, or of :class:`Law` with
+``mean``, ``second_moment`` and ``sample``; ``half_moment`` and ``quadrature`` can be left out
+unless theory is to use it before an activation. How laws make a regime: see ``theory.regime``.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from numbers import Real
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+class Law(ABC):
+    """Distribution of a modulation.
+
+    Example:
+        >>> class Uniform(Law):
+        ...     mean, second_moment = 0.0, 1 / 3
+        ...
+        ...     def sample(self, shape, generator=None, dtype=None, device=None):
+        ...         noise = torch.rand(shape, generator=generator, dtype=dtype, device=device)
+        ...         return 2 * noise - 1
+        >>> Uniform().overlap
+        0.0
+    """
+
+    @property
+    @abstractmethod
+    def mean(self) -> float:
+        """Expectation :math:`E u`."""
+
+    @property
+    @abstractmethod
+    def second_moment(self) -> float:
+        """Expectation :math:`E u^2`."""
+
+    @abstractmethod
+    def sample(
+        self,
+        shape: int | Sequence[int],
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Draw independent values.
+
+        With a ``generator``, they are drawn on its device and then moved to ``device``, so that
+        the same generator gives the same values everywhere; torch's global one is left alone.
+        """
+
+    @property
+    def variance(self) -> float:
+        """Variance; zero for a law that does not tell members apart."""
+        return max(0.0, self.second_moment - self.mean**2)
+
+    @property
+    def overlap(self) -> float:
+        r"""Share :math:`(E u)^2 / E u^2` of a signal that two members have in common.
+
+        It is 0 for centred laws and 1 for constant ones, under which members are equal. That
+        includes the constant 0, where the quotient itself does not exist.
+        """
+        return 1.0 if self.variance == 0 else self.mean**2 / self.second_moment
+
+    def half_moment(self, k: int, sign: int) -> float:
+        r"""Return :math:`E \max(\pm v, 0)^k` for k = 1, 2, and :math:`P(\pm v > 0)` for k = 0."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no half-line moments, which ReLU-like activations need. "
+            "Define half_moment(k, sign) for k in (0, 1, 2) and sign in (1, -1), or use Discrete."
+        )
+
+    def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
+        r"""Return float64 nodes and weights such that :math:`E f(v) \approx \sum_i w_i f(v_i)`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no quadrature, which smooth activations need. "
+            "Define quadrature(n) -> (nodes, weights), or use Discrete."
+        )
+
+
+class Discrete(Law):
+    """Law on finitely many values.
+
+    Example:
+        >>> class Die(Discrete):
+        ...     atoms = tuple((face, 1 / 6) for face in range(1, 7))
+        >>> Die().mean, Die().half_moment(0, sign=-1)
+        (3.5, 0.0)
+    """
+
+    @property
+    @abstractmethod
+    def atoms(self) -> Sequence[tuple[float, float]]:
+        """Pairs of a value and its probability."""
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(p * value for value, p in self._support())
+
+    @property
+    def second_moment(self) -> float:
+        return math.fsum(p * value**2 for value, p in self._support())
+
+    def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
+        uniform = _noise(torch.rand, shape, generator, dtype, device)
+        values, probabilities = zip(*self._support(), strict=True)
+        result = torch.full_like(uniform, values[0])
+        for value, start in zip(values[1:], accumulate(probabilities), strict=False):
+            result = torch.where(uniform >= start, value, result)
+        return result.to(dtype=dtype or torch.get_default_dtype(), device=device)
+
+    def half_moment(self, k: int, sign: int) -> float:
+        _check_half_moment(k, sign)
+        return math.fsum(p * abs(value) ** k for value, p in self._support() if sign * value > 0)
+
+    def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
+        """Return the atoms and their probabilities: exact, whatever ``n``."""
+        nodes, weights = torch.tensor(self._support(), dtype=torch.float64, device="cpu").unbind(1)
+        return nodes, weights
+
+    def _support(self) -> list[tuple[float, float]]:
+        probabilities = [p for _, p in self.atoms]
+        if not abs(math.fsum(probabilities) - 1) < 1e-9 or min(probabilities) < 0:
+            raise ValueError(
+                f"{type(self).__name__}: the probabilities in atoms must be >= 0 and sum to 1; "
+                f"got {probabilities}. Divide them by their sum."
+            )
+        return [(float(value), float(p)) for value, p in self.atoms if p > 0]
+
+
+class _Gaussian(Law):
+    """What normal laws have in common; ``std`` may be 0."""
+
+    @property
+    @abstractmethod
+    def std(self) -> float:
+        """Standard deviation."""
+
+    @property
+    def second_moment(self) -> float:
+        return self.mean**2 + self.variance
+
+    @property
+    def variance(self) -> float:
+        return self.std**2
+
+    def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
+        values = self.mean + self.std * _noise(torch.randn, shape, generator, dtype, device)
+        return values.to(dtype=dtype or torch.get_default_dtype(), device=device)
+
+    def half_moment(self, k: int, sign: int) -> float:
+        _check_half_moment(k, sign)
+        mean, std = sign * self.mean, self.std
+        if std == 0:
+            return mean**k if mean > 0 else 0.0
+        ratio = mean / std
+        mass = math.erfc(-ratio / math.sqrt(2)) / 2
+        edge = std * math.exp(-ratio * ratio / 2) / math.sqrt(2 * math.pi)
+        return max(0.0, (mass, mean * mass + edge, (mean**2 + std**2) * mass + mean * edge)[k])
+
+    def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
+        """Return the trapezoid rule in the standard normal variable.
+
+        Activations such as tanh have poles, which large values of ``v`` bring near the real axis;
+        there this rule beats Gauss–Hermite by several digits.
+        """
+        if n < 2:
+            raise ValueError(f"quadrature needs n >= 2 nodes; got {n}. Leave n out for 181.")
+        if self.std == 0:
+            return Constant(self.mean).quadrature()
+        reach = min(9.0, math.sqrt(math.pi * (n - 1)))  # so that cut-off and step err alike
+        normal = torch.linspace(-reach, reach, n, dtype=torch.float64, device="cpu")
+        return self.mean + self.std * normal, torch.softmax(-(normal**2) / 2, dim=0)
+
+
+@final
+@dataclass(frozen=True)
+class Constant(Discrete):
+    """One value for every member; 1 leaves the network as it is."""
+
+    value: float = 1.0
+
+    def __post_init__(self):
+        _check(self, "value", "a finite number, the same for every member")
+
+    @property
+    def atoms(self):
+        return [(self.value, 1.0)]
+
+
+@final
+@dataclass(frozen=True)
+class Normal(_Gaussian):
+    """Normal law with this mean and this standard deviation."""
+
+    mean: float = 0.0  # pyright: ignore
+    std: float = 1.0  # pyright: ignore
+
+    def __post_init__(self):
+        _check(self, "mean", "a finite number")
+        _check(self, "std", "a number >= 0, the root of the variance", lambda std: std >= 0)
+
+
+@final
+@dataclass(frozen=True)
+class Shifted(_Gaussian):
+    """Normal law :math:`N(p, 1 - p^2)`, from independent members (0) to equal ones (1).
+
+    Example:
+        >>> law = Shifted(0.6)
+        >>> law.std, law.second_moment, law.overlap
+        (0.8, 1.0, 0.36)
+    """
+
+    p: float
+
+    def __post_init__(self):
+        expected = "a number in [-1, 1], since E u^2 = 1 (for other means use Normal)"
+        _check(self, "p", expected, lambda p: -1 <= p <= 1)
+
+    @property
+    def mean(self):
+        return self.p
+
+    @property
+    def std(self):
+        return math.sqrt((1 - self.p) * (1 + self.p))
+
+    @property
+    def second_moment(self):
+        return 1.0
+
+
+@final
+@dataclass(frozen=True)
+class Bernoulli(Discrete):
+    """Dropout: ``scale`` with probability ``keep``, else 0; ``scale=1/keep`` makes the mean 1."""
+
+    keep: float = 0.5
+    scale: float = 1.0
+
+    def __post_init__(self):
+        _check(self, "keep", "in (0, 1], one minus the dropout rate", lambda keep: 0 < keep <= 1)
+        _check(self, "scale", "a finite number, the value of a unit that is kept")
+
+    @property
+    def atoms(self):
+        return [(0.0, 1 - self.keep), (self.scale, self.keep)]
+
+
+@final
+@dataclass(frozen=True)
+class Ternary(Discrete):
+    """Symmetric law on {-1, 0, 1} that is 0 with probability ``zero``."""
+
+    zero: float = 1 / 3
+
+    def __post_init__(self):
+        expected = "a number in [0, 1), the probability of 0 (for 1 use Constant(0))"
+        _check(self, "zero", expected, lambda zero: 0 <= zero < 1)
+
+    @property
+    def atoms(self):
+        side = (1 - self.zero) / 2
+        return [(-1.0, side), (0.0, self.zero), (1.0, side)]
+
+
+@final
+@dataclass(frozen=True)
+class Rademacher(Discrete):
+    """Random sign, -1 or 1."""
+
+    @property
+    def atoms(self):
+        return [(-1.0, 0.5), (1.0, 0.5)]
+
+
+def _check(law: Law, name: str, expected: str, valid: Callable[[float], bool] = math.isfinite):
+    """Make a parameter a float, or say what it should have been."""
+    given = getattr(law, name)
+    value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
+    message = f"{type(law).__name__}: {name} must be {expected}; got {given!r}."
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(message)
+    if not (math.isfinite(value) and valid(float(value))):
+        raise ValueError(message)
+    object.__setattr__(law, name, float(value))
+
+
+def _check_half_moment(k: int, sign: int):
+    if k not in (0, 1, 2) or sign not in (1, -1):
+        raise ValueError(f"half_moment takes k in (0, 1, 2), sign in (1, -1); got {k}, {sign}.")
+
+
+def _noise(source, shape, generator, dtype, device) -> Tensor:
+    """Draw from torch.rand or torch.randn where the generator is, in float32 or better."""
+    dtype = dtype or torch.get_default_dtype()
+    if not dtype.is_floating_point:
+        raise TypeError(f"sample needs a floating dtype, such as torch.float32; got {dtype}.")
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    device = device if generator is None else generator.device
+    working = torch.promote_types(dtype, torch.float32)
+    return source(shape, generator=generator, dtype=working, device=device)

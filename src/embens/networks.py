@@ -1,0 +1,352 @@
+r"""Reference networks, and layers that know the law of their own weights.
+
+An infinite-width limit is that of a network *with* its initialisation. The layers here carry it,
+so that a network and its limit read off the same object, and drawing anew keeps the law:
+
+.. math::
+    y = \frac{\sigma_w}{\sqrt{N}} W x + \sigma_b b, \qquad W, b \sim N(0, 1)
+
+in the ``"ntk"`` parametrization, where :math:`N` is the number of inputs of one output. With
+``"standard"``, :math:`\sigma_w / \sqrt{N}` and :math:`\sigma_b` are in the law of :math:`W` and
+:math:`b` instead: the same functions at initialisation, other gradients. ``"xavier"`` replaces
+:math:`1 / N` by the paper's :math:`2 / (N + N')` with :math:`N'` outputs of one input.
+
+``mlp`` and ``cnn`` build plain ``nn.Sequential``; any other module can be a reference as well.
+"""
+
+import copy
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embens.laws import Normal
+
+PARAMETRIZATIONS = ("ntk", "standard", "xavier")
+
+
+class Parametrized(nn.Module):
+    """What the layers of this module share: a law for their parameters and its scales.
+
+    Attributes:
+        weight_std: Standard deviation :math:`σ_w` that one output would have for unit inputs.
+        bias_std: Standard deviation :math:`σ_b` of the bias; 0 for a layer without one.
+        parametrization: ``"ntk"``, ``"standard"`` or ``"xavier"``.
+        linear_in_parameters: Marks that the output is linear in weight and bias together.
+    """
+
+    weight: Tensor
+    bias: Any
+    linear_in_parameters = True
+
+    def _set_law(
+        self,
+        weight_std: float,
+        bias_std: float,
+        parametrization: str,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Set the law of the parameters and draw them."""
+        self.weight_std = _check_std("weight_std", weight_std)
+        self.bias_std = _check_std("bias_std", bias_std)
+        self.parametrization = _check_choice("parametrization", parametrization, PARAMETRIZATIONS)
+        self.reset_parameters(generator)
+
+    @property
+    def fan_in(self) -> int:
+        """Number of inputs that one output sees."""
+        return self.weight[0].numel()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew, from the same law."""
+        if not hasattr(self, "parametrization"):
+            return  # torch's constructor calls this before the law is known
+        fan_out = self.weight.numel() // self.weight.shape[1]
+        std = {
+            "ntk": 1.0,
+            "standard": self.weight_std / math.sqrt(self.fan_in),
+            "xavier": self.weight_std * math.sqrt(2 / (self.fan_in + fan_out)),
+        }[self.parametrization]
+        _draw_(self.weight, std, generator)
+        if self.bias is not None:
+            _draw_(self.bias, 1.0 if self.parametrization == "ntk" else self.bias_std, generator)
+
+    def effective_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias as the plain torch layer would have them."""
+        if self.parametrization != "ntk":
+            return self.weight, self.bias
+        scale = self.weight_std / math.sqrt(self.fan_in)
+        return self.weight * scale, None if self.bias is None else self.bias * self.bias_std
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, parametrization={self.parametrization!r}, "
+            f"weight_std={self.weight_std:g}, bias_std={self.bias_std:g}"
+        )
+
+
+class Linear(Parametrized, nn.Linear):
+    """Linear layer in one of the parametrizations.
+
+    Example:
+        >>> layer = Linear(4, 1, weight_std=2.0)
+        >>> _ = nn.init.ones_(layer.weight)
+        >>> layer(torch.ones(4)).item()  # 2 / sqrt(4) times 4
+        4.0
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        weight_std: float = 1.0,
+        bias_std: float = 0.0,
+        parametrization: str = "ntk",
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__(in_features, out_features, bias=bias_std != 0)
+        self._set_law(weight_std, bias_std, parametrization, generator)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, *self.effective_parameters())
+
+
+class Conv2d(Parametrized, nn.Conv2d):
+    """Convolution in one of the parametrizations."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        *,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        weight_std: float = 1.0,
+        bias_std: float = 0.0,
+        parametrization: str = "ntk",
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, bias=bias_std != 0
+        )
+        self._set_law(weight_std, bias_std, parametrization, generator)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(input, *self.effective_parameters())
+
+
+class Abs(nn.Module):
+    """Absolute value."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.abs()
+
+
+class Erf(nn.Module):
+    """Error function."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.erf()
+
+
+class Sin(nn.Module):
+    """Sine."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.sin()
+
+
+class Cos(nn.Module):
+    """Cosine."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.cos()
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "abs": Abs,
+    "erf": Erf,
+    "sin": Sin,
+    "cos": Cos,
+    "identity": nn.Identity,
+    "gelu": nn.GELU,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "softplus": nn.Softplus,
+    "silu": nn.SiLU,
+}
+
+
+def mlp(
+    inputs: int = 64,
+    width: int = 512,
+    depth: int = 3,
+    outputs: int = 1,
+    *,
+    activation: str | nn.Module = "relu",
+    activation_slope: float = 0.01,
+    weight_std: float = 1.0,
+    bias_std: float = 0.0,
+    parametrization: str = "ntk",
+    generator: torch.Generator | None = None,
+) -> nn.Sequential:
+    """Build a perceptron with ``depth`` hidden layers.
+
+    Args:
+        inputs: Number of inputs.
+        width: Number of units in each hidden layer.
+        depth: Number of hidden layers.
+        outputs: Number of outputs.
+        activation: A name in ``ACTIVATIONS``, or a module, which is copied for each layer.
+        activation_slope: Slope of ``"leaky_relu"`` for negative inputs.
+        weight_std: Scale of the weights; sqrt(2) keeps the size of a signal under ReLU.
+        bias_std: Scale of the biases; 0 for layers without biases.
+        parametrization: ``"ntk"``, ``"standard"`` or ``"xavier"``.
+        generator: Source of the weights.
+
+    Example:
+        >>> network = mlp(inputs=8, width=16, depth=2, outputs=3)
+        >>> network(torch.zeros(5, 8)).shape
+        torch.Size([5, 3])
+    """
+    _check_counts(inputs=inputs, width=width, depth=depth, outputs=outputs)
+    modules: list[nn.Module] = []
+    for fan_in, fan_out in pairwise([inputs, *[width] * depth, outputs]):
+        linear = Linear(
+            fan_in,
+            fan_out,
+            weight_std=weight_std,
+            bias_std=bias_std,
+            parametrization=parametrization,
+            generator=generator,
+        )
+        modules += [linear, make_activation(activation, activation_slope)]
+    return nn.Sequential(*modules[:-1])
+
+
+def cnn(
+    channels: Sequence[int] = (64, 128, 256, 512),
+    width: float = 1.0,
+    *,
+    inputs: int = 3,
+    outputs: int = 100,
+    image: int = 32,
+    pool: str = "average",
+    readout: str = "mean",
+    activation: str | nn.Module = "relu",
+    activation_slope: float = 0.01,
+    weight_std: float = 1.0,
+    parametrization: str = "xavier",
+    generator: torch.Generator | None = None,
+) -> nn.Sequential:
+    """Build the paper's convolutional network: 3×3 filters, 2×2 pooling between layers, no biases.
+
+    Args:
+        channels: Number of channels of each convolution.
+        width: Factor of all channel numbers.
+        inputs: Number of channels of an image.
+        outputs: Number of outputs.
+        image: Height and width of an image; only the readout ``"flatten"`` depends on it.
+        pool: ``"average"`` or ``"max"``.
+        readout: ``"mean"`` over pixels, or ``"flatten"`` for weights of their own for each pixel.
+        activation: A name in ``ACTIVATIONS``, or a module, which is copied for each layer.
+        activation_slope: Slope of ``"leaky_relu"`` for negative inputs.
+        weight_std: Scale of the weights.
+        parametrization: ``"xavier"`` (the paper's), ``"ntk"`` or ``"standard"``.
+        generator: Source of the weights.
+
+    Example:
+        >>> network = cnn(width=1 / 16, outputs=10)
+        >>> network(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+    if not channels:
+        raise ValueError("channels must hold one number per convolution; got none. Try (64, 128).")
+    _check_counts(inputs=inputs, outputs=outputs, image=image)
+    for count in channels:
+        _check_counts(channels=count)
+    if not (isinstance(width, Real) and 0 < width < math.inf):
+        raise ValueError(f"width must be a positive factor of the channels; got {width!r}.")
+    _check_choice("pool", pool, ("average", "max"))
+    _check_choice("readout", readout, ("mean", "flatten"))
+    shrink = 2 ** (len(channels) - 1)
+    if readout == "flatten" and image % shrink:
+        raise ValueError(
+            f"image must be divisible by {shrink}, since {len(channels) - 1} poolings halve it; "
+            f'got {image}. Give another image size, fewer channels, or readout="mean".'
+        )
+
+    law = {"weight_std": weight_std, "parametrization": parametrization, "generator": generator}
+    sizes = [inputs, *(max(1, round(width * count)) for count in channels)]
+    modules: list[nn.Module] = []
+    for fan_in, fan_out in pairwise(sizes):
+        modules += [
+            Conv2d(fan_in, fan_out, 3, padding=1, **law),
+            make_activation(activation, activation_slope),
+            nn.AvgPool2d(2) if pool == "average" else nn.MaxPool2d(2),
+        ]
+    modules.pop()  # no pooling after the last convolution
+    pixels = (image // shrink) ** 2 if readout == "flatten" else 1
+    if readout == "mean":
+        modules.append(nn.AdaptiveAvgPool2d(1))
+    return nn.Sequential(*modules, nn.Flatten(), Linear(sizes[-1] * pixels, outputs, **law))
+
+
+def make_activation(activation: str | nn.Module, slope: float = 0.01) -> nn.Module:
+    """Return a new activation of this name, or a copy of this module."""
+    if isinstance(activation, nn.Module):
+        return copy.deepcopy(activation)
+    if not isinstance(activation, str):
+        raise TypeError(
+            f"activation must be a name or a module; got {activation!r}. "
+            "Give an instance such as torch.nn.Mish(), or one of " + ", ".join(ACTIVATIONS) + "."
+        )
+    _check_choice("activation", activation, tuple(ACTIVATIONS))
+    if activation == "leaky_relu":
+        return nn.LeakyReLU(slope)
+    if slope != 0.01:
+        raise ValueError(
+            f"activation_slope belongs to leaky_relu; got activation={activation!r} with "
+            f"activation_slope={slope}. Leave one of them out."
+        )
+    return ACTIVATIONS[activation]()
+
+
+def _draw_(parameter: Tensor, std: float, generator: torch.Generator | None) -> None:
+    law = Normal(0.0, std)
+    parameter.copy_(law.sample(parameter.shape, generator, parameter.dtype, parameter.device))
+
+
+def _check_std(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number >= 0; got {value!r}.")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number >= 0, a standard deviation; got {value!r}.")
+    return float(value)
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name} must be a whole number >= 1; got {value!r}.")
+        if value < 1:
+            raise ValueError(f"{name} must be a whole number >= 1; got {value!r}.")
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.{hint}")
+    return value

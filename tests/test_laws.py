@@ -1,0 +1,343 @@
+import copy
+import math
+import pickle
+from dataclasses import FrozenInstanceError
+from fractions import Fraction
+
+import pytest
+import torch
+
+from embens.laws import Bernoulli, Constant, Discrete, Law, Normal, Rademacher, Shifted, Ternary
+
+CASES = [
+    Constant(),
+    Constant(-0.5),
+    Constant(0.0),
+    Normal(),
+    Normal(-0.4, 1.7),
+    Normal(1.0, 0.5),
+    Normal(0.8, 0.0),
+    Shifted(0.0),
+    Shifted(0.7),
+    Shifted(-0.95),
+    Shifted(1.0),
+    Bernoulli(),
+    Bernoulli(0.9, scale=1 / 0.9),
+    Bernoulli(0.3, scale=-2.0),
+    Bernoulli(1.0),
+    Ternary(),
+    Ternary(0.0),
+    Rademacher(),
+]
+SAMPLES = 200_000
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def assert_agrees(samples, expected):
+    """Compare a sample mean with its expectation, within five standard errors."""
+    error = samples.std().item() / math.sqrt(samples.numel())
+    assert samples.mean().item() == pytest.approx(expected, rel=1e-12, abs=5 * error + 1e-12)
+
+
+@pytest.fixture(params=CASES, ids=repr)
+def law(request):
+    return request.param
+
+
+class TestEveryLaw:
+    def test_has_the_moments_of_its_samples(self, law):
+        samples = law.sample(SAMPLES, generator=generator(), dtype=torch.float64)
+        assert_agrees(samples, law.mean)
+        assert_agrees(samples**2, law.second_moment)
+        assert_agrees((samples - law.mean) ** 2, law.variance)
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_has_the_half_moments_of_its_samples(self, law, sign):
+        samples = law.sample(SAMPLES, generator=generator(), dtype=torch.float64)
+        assert_agrees((sign * samples > 0).double(), law.half_moment(0, sign))
+        assert_agrees((sign * samples).clamp(min=0), law.half_moment(1, sign))
+        assert_agrees((sign * samples).clamp(min=0) ** 2, law.half_moment(2, sign))
+
+    def test_splits_its_moments_into_two_half_lines(self, law):
+        positive, negative = ([law.half_moment(k, sign) for k in range(3)] for sign in (1, -1))
+        assert positive[0] + negative[0] <= 1 + 1e-15
+        assert positive[1] - negative[1] == pytest.approx(law.mean, abs=1e-15)
+        assert positive[2] + negative[2] == pytest.approx(law.second_moment, rel=1e-15)
+
+    def test_has_a_quadrature_with_its_moments(self, law):
+        nodes, weights = law.quadrature(61)
+        assert nodes.dtype == weights.dtype == torch.float64
+        assert (weights > 0).all()
+        assert weights.sum().item() == pytest.approx(1, abs=1e-15)
+        assert (weights @ nodes).item() == pytest.approx(law.mean, abs=1e-14)
+        assert (weights @ nodes**2).item() == pytest.approx(law.second_moment, rel=1e-14)
+
+    def test_has_an_overlap_between_zero_and_one(self, law):
+        assert 0 <= law.overlap <= 1
+        if law.second_moment > 0:
+            assert law.overlap == pytest.approx(law.mean**2 / law.second_moment, abs=1e-15)
+
+    def test_is_one_atom_exactly_if_its_variance_is_zero(self, law):
+        nodes, _ = law.quadrature(11)
+        assert (len(nodes) == 1) == (law.variance == 0)
+        if law.variance == 0:
+            assert law.overlap == 1
+            assert law.sample(5, generator()).tolist() == pytest.approx([law.mean] * 5)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+    def test_samples_in_the_requested_type(self, law, dtype):
+        samples = law.sample((2, 3), generator=generator(), dtype=dtype)
+        assert samples.dtype == dtype
+        assert samples.shape == (2, 3)
+
+    def test_samples_low_precision_by_rounding(self, law):
+        low = law.sample(100, generator=generator(), dtype=torch.bfloat16)
+        high = law.sample(100, generator=generator(), dtype=torch.float32)
+        torch.testing.assert_close(low, high.bfloat16(), rtol=0, atol=0)
+
+    def test_samples_in_the_default_type_of_torch(self, law):
+        assert law.sample(3, generator()).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert law.sample(3, generator()).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    @pytest.mark.parametrize(
+        ("shape", "size"), [(4, (4,)), ((), ()), ([2, 3], (2, 3)), (torch.Size([0, 2]), (0, 2))]
+    )
+    def test_samples_any_shape(self, law, shape, size):
+        assert law.sample(shape, generator()).shape == size
+
+    def test_repeats_itself_with_the_same_generator(self, law):
+        first, second = (law.sample((5, 7), generator=generator(3)) for _ in range(2))
+        assert torch.equal(first, second)
+
+    def test_leaves_the_global_generator_alone_when_it_gets_its_own(self, law):
+        before = torch.get_rng_state()
+        law.sample(50, generator=generator())
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_uses_the_global_generator_when_it_gets_none(self, law):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            first = law.sample(50)
+            torch.manual_seed(1)
+            assert torch.equal(law.sample(50), first)
+
+    def test_draws_where_the_generator_is_and_then_moves(self, law):
+        assert law.sample(3, generator=generator(), device="meta").device.type == "meta"
+
+    def test_refuses_integer_samples(self, law):
+        with pytest.raises(TypeError, match=r"needs a floating dtype, such as .* got torch\.int64"):
+            law.sample(3, dtype=torch.int64)
+
+    @pytest.mark.parametrize(("k", "sign"), [(3, 1), (-1, 1), (1, 0), (1, 2)])
+    def test_refuses_other_half_moments(self, law, k, sign):
+        with pytest.raises(ValueError, match=rf"k in \(0, 1, 2\).*got {k}, {sign}"):
+            law.half_moment(k, sign)
+
+    def test_is_a_value(self, law):
+        again = eval(repr(law))
+        assert again == law
+        assert hash(again) == hash(law)
+        assert pickle.loads(pickle.dumps(law)) == copy.deepcopy(law) == law
+
+    def test_differs_from_the_other_laws(self, law):
+        assert CASES.count(law) == 1
+
+    def test_cannot_be_changed(self, law):
+        with pytest.raises(FrozenInstanceError):
+            law.anything = 2.0
+
+
+class TestExactMoments:
+    @pytest.mark.parametrize(
+        ("law", "mean", "second_moment", "overlap"),
+        [
+            (Constant(-3), -3, 9, 1),
+            (Normal(1, 2), 1, 5, 1 / 5),
+            (Shifted(0.7), 0.7, 1, 0.49),
+            (Bernoulli(0.25, scale=4), 1, 4, 1 / 4),
+            (Ternary(0.2), 0, 0.8, 0),
+            (Rademacher(), 0, 1, 0),
+        ],
+    )
+    def test_are_those_of_the_textbook(self, law, mean, second_moment, overlap):
+        assert law.mean == pytest.approx(mean, abs=1e-16)
+        assert law.second_moment == pytest.approx(second_moment, rel=1e-15)
+        assert law.overlap == pytest.approx(overlap, rel=1e-15)
+        assert law.variance == pytest.approx(second_moment - mean**2, rel=1e-15)
+
+    @pytest.mark.parametrize(
+        ("law", "positive", "negative"),
+        [
+            (Normal(), (1 / 2, 1 / math.sqrt(2 * math.pi), 1 / 2), None),
+            (Rademacher(), (1 / 2, 1 / 2, 1 / 2), None),
+            (Ternary(0.4), (0.3, 0.3, 0.3), None),
+            (Bernoulli(0.6, scale=2), (0.6, 1.2, 2.4), (0, 0, 0)),
+            (Bernoulli(0.6, scale=-2), (0, 0, 0), (0.6, 1.2, 2.4)),
+            (Constant(3), (1, 3, 9), (0, 0, 0)),
+            (Shifted(-1), (0, 0, 0), (1, 1, 1)),
+            (Normal(2, 0), (1, 2, 4), (0, 0, 0)),
+        ],
+    )
+    def test_of_half_lines_are_closed_forms(self, law, positive, negative):
+        for sign, expected in ((1, positive), (-1, negative or positive)):
+            moments = [law.half_moment(k, sign) for k in range(3)]
+            assert moments == pytest.approx(expected, rel=1e-15, abs=0)
+
+    @pytest.mark.parametrize("law", [Normal(-0.4, 1.7), Shifted(0.7), Shifted(-0.2)], ids=repr)
+    @pytest.mark.parametrize("sign", [1, -1])
+    @pytest.mark.parametrize("k", [1, 2])
+    def test_of_gaussian_half_lines_agree_with_quadrature(self, law, k, sign):
+        nodes, weights = law.quadrature(20_001)
+        step = (nodes[1] - nodes[0]).item()
+        by_quadrature = (weights @ (sign * nodes).clamp(min=0) ** k).item()
+        assert law.half_moment(k, sign) == pytest.approx(by_quadrature, abs=step**2)
+
+    def test_of_gaussian_half_lines_survive_far_tails(self):
+        for mean in (8.0, 20.0, 37.0, 38.4, 1e3):
+            moments = [Normal(mean).half_moment(k, -1) for k in range(2)]
+            assert 0 <= moments[1] <= moments[0] < 1e-14
+        density = math.exp(-450) / math.sqrt(2 * math.pi)
+        mills = 1 / 30 - 1 / 30**3 + 3 / 30**5
+        assert Normal(30.0).half_moment(0, -1) == pytest.approx(density * mills, rel=1e-6, abs=0)
+
+
+class TestQuadrature:
+    @pytest.mark.parametrize(("n", "tolerance"), [(15, 1e-6), (31, 1e-13), (181, 1e-13)])
+    def test_of_gaussians_converges_geometrically(self, n, tolerance):
+        nodes, weights = Normal().quadrature(n)
+        assert len(nodes) == n
+        characteristic = (weights @ torch.cos(nodes)).item()
+        assert characteristic == pytest.approx(math.exp(-1 / 2), abs=tolerance)
+
+    def test_resolves_tanh_of_a_product_of_gaussians(self):
+        def second_moment(n):
+            v, weights = Normal().quadrature(n)
+            return weights @ torch.tanh(v[:, None] * v) ** 2 @ weights
+
+        torch.testing.assert_close(second_moment(181), second_moment(1441), rtol=0, atol=1e-11)
+
+    def test_of_discrete_laws_is_their_atoms(self):
+        nodes, weights = Ternary(0.5).quadrature(7)
+        assert nodes.tolist() == [-1, 0, 1]
+        assert weights.tolist() == [0.25, 0.5, 0.25]
+
+    def test_leaves_out_values_that_never_occur(self):
+        assert Ternary(0.0).quadrature()[0].tolist() == [-1, 1]
+        assert Bernoulli(1.0, scale=3.0).quadrature()[0].tolist() == [3]
+
+    def test_needs_two_nodes(self):
+        with pytest.raises(ValueError, match="n >= 2 nodes; got 1"):
+            Normal().quadrature(1)
+
+
+class TestShifted:
+    @pytest.mark.parametrize("p", [-1.0, -0.3, 0.0, 0.6, 0.999, 1.0])
+    def test_has_the_distribution_of_a_normal_law_but_is_another_law(self, p):
+        law, normal = Shifted(p), Normal(p, math.sqrt(1 - p * p))
+        assert law != normal
+        torch.testing.assert_close(law.sample(9, generator()), normal.sample(9, generator()))
+        for k, sign in ((0, 1), (1, 1), (2, -1)):
+            assert law.half_moment(k, sign) == pytest.approx(normal.half_moment(k, sign))
+
+    def test_keeps_the_second_moment_at_one(self):
+        assert {Shifted(p / 100).second_moment for p in range(-100, 101)} == {1.0}
+
+    def test_keeps_its_deviation_accurate_near_one(self):
+        p = 1 - 2.0**-50
+        assert Shifted(p).std == math.sqrt(Fraction(1) - Fraction(p) ** 2)
+
+
+class TestParameters:
+    def test_are_made_floats(self):
+        assert Normal(0, 1) == Normal(0.0, 1.0) == Normal(torch.tensor(0), torch.ones(1, 1))
+        assert hash(Normal(0, 1)) == hash(Normal(0.0, 1.0))
+        assert repr(Normal(0, 1)) == "Normal(mean=0.0, std=1.0)"
+        assert Bernoulli(Fraction(1, 2)) == Bernoulli(0.5)
+
+    def test_may_be_numpy_numbers(self):
+        numpy = pytest.importorskip("numpy")
+        assert repr(Normal(numpy.float32(0.5), numpy.int64(2))) == "Normal(mean=0.5, std=2.0)"
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (
+                lambda: Shifted(1.5),
+                r"Shifted: p must be .* in \[-1, 1\].*use Normal.*got 1.5",
+            ),
+            (lambda: Shifted(-1.0001), r"p must be a number in \[-1, 1\].*got -1.0001"),
+            (lambda: Normal(0, -1), r"Normal: std must be a number >= 0.*got -1"),
+            (lambda: Bernoulli(0), r"Bernoulli: keep must be in \(0, 1\], one minus.*got 0"),
+            (lambda: Bernoulli(1.1), r"keep must be in \(0, 1\].*got 1.1"),
+            (lambda: Bernoulli(0.5, math.inf), r"scale must be a finite number.*got inf"),
+            (
+                lambda: Ternary(1.0),
+                r"Ternary: zero must be .* in \[0, 1\).*use Constant\(0\)",
+            ),
+            (lambda: Ternary(-0.1), r"zero must be a number in \[0, 1\).*got -0.1"),
+            (lambda: Constant(math.nan), r"Constant: value must be a finite number.*got nan"),
+            (lambda: Normal(math.inf), r"mean must be a finite number; got inf"),
+            (lambda: Normal(0, math.nan), r"std must be a number >= 0.*got nan"),
+            (lambda: Shifted(math.nan), r"p must be a number in \[-1, 1\].*got nan"),
+        ],
+    )
+    def test_out_of_range_are_refused(self, make, message):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+    @pytest.mark.parametrize("value", ["1", True, None, 1j, [1.0], torch.ones(2), torch.ones(0)])
+    @pytest.mark.parametrize("law", [Constant, Normal, Shifted, Bernoulli, Ternary])
+    def test_of_another_type_are_refused(self, law, value):
+        with pytest.raises(TypeError, match=rf"{law.__name__}: \w+ must be .*; got "):
+            law(value)
+
+
+class TestYourOwnLaw:
+    class Uniform(Law):
+        mean, second_moment = 0.5, 1 / 3
+
+        def sample(self, shape, generator=None, dtype=None, device=None):
+            return torch.rand(shape, generator=generator, dtype=dtype, device=device)
+
+    def test_needs_three_members(self):
+        law = self.Uniform()
+        assert law.overlap == pytest.approx(3 / 4)
+        assert law.variance == pytest.approx(1 / 12)
+
+    def test_says_what_it_lacks(self):
+        with pytest.raises(NotImplementedError, match=r"Uniform has no half-line.*Define half_mom"):
+            self.Uniform().half_moment(1, 1)
+        with pytest.raises(NotImplementedError, match=r"Uniform has no quadrature.*Define quadrat"):
+            self.Uniform().quadrature()
+
+    def test_cannot_leave_out_its_moments(self):
+        class Moments(Law):
+            pass
+
+        with pytest.raises(TypeError, match=r"mean.*sample.*second_moment"):
+            Moments()
+
+    def test_needs_only_its_atoms_if_it_is_discrete(self):
+        class Die(Discrete):
+            atoms = tuple((face, 1 / 6) for face in range(1, 7))
+
+        law = Die()
+        samples = law.sample(SAMPLES, generator=generator(), dtype=torch.float64)
+        assert_agrees(samples, 3.5)
+        assert samples.unique().tolist() == [1, 2, 3, 4, 5, 6]
+        assert law.half_moment(2, 1) == pytest.approx(91 / 6)
+
+    @pytest.mark.parametrize("probabilities", [(0.5, 0.6), (-0.5, 1.5), (math.nan, 0.5)])
+    def test_must_be_a_distribution(self, probabilities):
+        class Coin(Discrete):
+            atoms = tuple(enumerate(probabilities))
+
+        with pytest.raises(ValueError, match="Coin: the probabilities in atoms must be >= 0"):
+            _ = Coin().mean
