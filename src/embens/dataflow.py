@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,6 +66,7 @@ _AFFINE = frozenset(
 )
 _SCALING = frozenset("mul div truediv imul itruediv rmul".split())
 _FLATTENING = frozenset("flatten Flatten view reshape mean amax squeeze".split())
+_SHAPE = frozenset("shape size dim ndim numel len dtype device".split())
 _RANDOM_FUNCTIONS = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu bernoulli "
     "rand_like randn_like gumbel_softmax rand randn normal multinomial".split()
@@ -178,8 +179,10 @@ class Reader:
 
     def combine(self, operation: str, trails: list[Trail], arguments: tuple = ()) -> Trail:
         """Return the trail of an operation's result."""
-        operation = operation.strip("_")
         self.flow.operations.add(operation)
+        operation = operation.strip("_")
+        if operation in _SHAPE or (operation == "getattr" and arguments[0] in _SHAPE):
+            return Trail()
         upstream = frozenset().union(*(t.upstream for t in trails))
         if operation in _RANDOM_FUNCTIONS:
             upstream |= {"random"}
@@ -196,7 +199,7 @@ class Reader:
         if operation in _CHANNELWISE or operation in _CHANNELWISE_MODULES:
             if len({(t.channels, t.flat) for t in known}) == 1:
                 channels, flat = known[0].channels, known[0].flat
-        elif operation in _FLATTENING and len(trails) == 1 and known:
+        elif operation in _FLATTENING and len(known) == 1 and known[0] is trails[0]:
             flat = known[0].channels if known[0].flat is None else known[0].flat
             if operation in ("view", "reshape") and len(arguments) != 2:
                 flat = None
@@ -484,12 +487,21 @@ def read_from_run(reference: nn.Module, example_input: Any) -> Flow:
     reader = Reader(root)
     watcher = _RunWatcher(reader)
     arguments = example_input if isinstance(example_input, tuple) else (example_input,)
-    for value in tree_leaves(arguments):
+    named = dict(example_input) if isinstance(example_input, Mapping) else {}
+    if named:
+        arguments = ()
+    for value in tree_leaves((arguments, named)):
         if isinstance(value, Tensor):
             image = value.is_floating_point() and value.dim() in (4, 5)
             watcher.mark(value, Trail(channels=value.shape[1] if image else None))
-    with torch.no_grad(), watcher.hooked(root), watcher:
-        result = root(*arguments)
+    try:
+        with torch.no_grad(), watcher.hooked(root), watcher:
+            result = root(*arguments, **named)
+    except Exception as error:
+        shapes = [tuple(v.shape) for v in tree_leaves((arguments, named)) if isinstance(v, Tensor)]
+        raise ValueError(
+            f"the reference could not be called on example_input (shapes {shapes}): {error}"
+        ) from error
     reader.flow.outputs = watcher.of(result)
     reader.use(reader.flow.outputs)
     return reader.flow

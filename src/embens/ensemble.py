@@ -127,7 +127,11 @@ class EmbeddedEnsemble(nn.Module):
             if batch == "split":
                 outputs = self._run_split(inputs, kwargs)
             else:
-                outputs = execution.gather(list(self._run(inputs, kwargs, batch, size)), torch.cat)
+                stacks = self._stacks()
+                if size == 1:
+                    stacks = [execution.members_of(stack) for stack in stacks]
+                chunks = list(self._run(stacks, inputs, kwargs, batch, size))
+                outputs = chunks[0] if len(chunks) == 1 else execution.gather(chunks, torch.cat)
         if scale is not None:
             for output in tree_leaves(outputs):
                 if isinstance(output, Tensor):
@@ -148,31 +152,34 @@ class EmbeddedEnsemble(nn.Module):
             return None
         return Store(cut)
 
-    def _run(self, inputs: tuple, kwargs: dict, batch: Batch, chunk: int) -> Iterator[Any]:
+    def _stacks(self) -> list[Tensor]:
+        """Return the tensors of all members, members first, for one pass."""
+        return [stack for module in self._individuals for stack in module.stacks()]
+
+    def _run(
+        self, stacks: list, inputs: tuple, kwargs: dict, batch: Batch, chunk: int
+    ) -> Iterator[Any]:
         """Yield the outputs of one chunk of members after another, members first."""
-        stacks = [stack for module in self._individuals for stack in module.stacks()]
         fold = chunk > 1 and self._foldable()
-        store = self._cursor.store
         for start in range(0, self.members, chunk):
             stop = min(start + chunk, self.members)
             if fold and stop - start > 1:
                 try:
-                    yield self._run_folded(stacks, slice(start, stop), inputs, kwargs, batch)
-                    continue
+                    result = self._run_folded(stacks, slice(start, stop), inputs, kwargs, batch)
                 except (RuntimeError, ValueError, TypeError) as error:
                     if torch.compiler.is_compiling() or start > 0:
                         raise
-                    if store is not None:
-                        self._cursor.store = store = Store(store.cut)
+                    if self._cursor.store is not None:
+                        self._cursor.store = Store(self._cursor.store.cut)
                     result = self._run_each(stacks, range(start, stop), inputs, kwargs, batch)
                     self._unfoldable, fold = True, False
                     execution.warn_unfoldable(error)
-                    yield result
-                    continue
-            yield self._run_each(stacks, range(start, stop), inputs, kwargs, batch)
+            else:
+                result = self._run_each(stacks, range(start, stop), inputs, kwargs, batch)
+            yield result
 
     def _run_folded(
-        self, stacks: list[Tensor], members: slice, inputs: tuple, kwargs: dict, batch: Batch
+        self, stacks: list, members: slice, inputs: tuple, kwargs: dict, batch: Batch
     ) -> Any:
         own = batch == "own"
         if own:
@@ -184,7 +191,7 @@ class EmbeddedEnsemble(nn.Module):
             self._cursor.folded = False
 
     def _run_each(
-        self, stacks: list[Tensor], members: range, inputs: tuple, kwargs: dict, batch: Batch
+        self, stacks: list, members: range, inputs: tuple, kwargs: dict, batch: Batch
     ) -> Any:
         outputs = []
         for a in members:
@@ -201,7 +208,7 @@ class EmbeddedEnsemble(nn.Module):
         return execution.run_member(self.network, self._cursor, values, inputs, kwargs)
 
     def _run_split(self, inputs: tuple, kwargs: dict) -> Any:
-        stacks = [stack for module in self._individuals for stack in module.stacks()]
+        stacks = [execution.members_of(stack) for stack in self._stacks()]
         rows = next(x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor))
         members = self.members
         outputs = []

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
@@ -94,11 +94,16 @@ class Store:
         self.counts[id(shared)] = count + 1
         key = (id(shared), count)
         if key in self.results:
-            return self.results[key] if shared.keep else args[0]
-        result = shared.module(*args, **kwargs)
+            result, versions = self.results[key]
+            if not shared.keep:
+                return args[0]
+            if versions == _versions(result):
+                return result
+            return shared.module(*args, **kwargs)  # changed in place since: compute it again
+        result = shared.compute(args, kwargs)
         if shared.keep and self.cut:
             result = tree_map(self._leaf, result)
-        self.results[key] = result if shared.keep else None
+        self.results[key] = (result, _versions(result)) if shared.keep else (None, ())
         return result
 
     def _leaf(self, value: Any) -> Any:
@@ -113,6 +118,14 @@ class Store:
         for value, leaf in reversed(self.edges):
             if leaf.grad is not None:
                 torch.autograd.backward(value, leaf.grad)
+
+
+def _versions(result: Any) -> tuple[int, ...]:
+    """Return how often the tensors of a result were changed in place."""
+    if torch.compiler.is_compiling():
+        return ()
+    tensors = (t for t in tree_leaves(result) if isinstance(t, Tensor))
+    return tuple(0 if t.is_inference() else t._version for t in tensors)
 
 
 class Shared(nn.Module):
@@ -141,6 +154,13 @@ class Shared(nn.Module):
         if store is None or (self.random and self.training):
             return self.module(*args, **kwargs)
         return store.once(self, args, kwargs)
+
+    def compute(self, args: tuple, kwargs: dict) -> Any:
+        """Return the module's output as tensors that know when they are changed in place."""
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return self.module(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -229,6 +249,31 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
     return tree_unflatten(leaves, spec)
 
 
+def members_of(stack: Tensor) -> Sequence[Tensor]:
+    """Return a stack as something to index by member: one node of the graph for all members."""
+    return stack.unbind(0) if stack.requires_grad else stack  # type: ignore[return-value]
+
+
+class CutStack:
+    """A stack cut off the graph: each chunk of members is a leaf that collects its own gradient."""
+
+    def __init__(self, stack: Tensor):
+        self.stack = stack
+        self.gradient = torch.zeros_like(stack) if stack.requires_grad else None
+
+    def __getitem__(self, members: int | slice) -> Tensor:
+        if self.gradient is None:
+            return self.stack[members]
+        leaf = self.stack.detach()[members].requires_grad_()
+        leaf.grad = self.gradient[members]
+        return leaf
+
+    def backward(self) -> None:
+        """Pass the gradient of all chunks on."""
+        if self.gradient is not None:
+            torch.autograd.backward(self.stack, self.gradient)
+
+
 def run_member(network: nn.Module, cursor: Cursor, values: list, inputs: tuple, kwargs: dict) -> Any:
     """Run the network for one member."""
     cursor.values = values
@@ -242,12 +287,26 @@ def run_folded(
 ) -> Any:
     """Run the network for several members at once; the outputs have them as their first axis."""
 
+    structure: list[Any] = []
+
     def call(values: list[Tensor], inputs: tuple) -> Any:
-        return run_member(network, cursor, values, inputs, kwargs)
+        result = run_member(network, cursor, values, inputs, kwargs)
+        if isinstance(result, Tensor):
+            return result
+        leaves, spec = tree_flatten(result)
+        structure.extend(([x if not isinstance(x, Tensor) else None for x in leaves], spec))
+        structure.append([isinstance(x, Tensor) for x in leaves])
+        return tuple(x for x in leaves if isinstance(x, Tensor))
 
     cursor.folded = True
     in_dims = (0, tree_map(lambda x: 0 if own and isinstance(x, Tensor) else None, inputs))
-    return torch.func.vmap(call, in_dims, randomness="different")(values, inputs)
+    outputs = torch.func.vmap(call, in_dims, randomness="different")(values, inputs)
+    if not structure:
+        return outputs
+    leaves, spec, is_tensor = structure
+    tensors = iter(outputs)
+    filled = [next(tensors) if t else x for x, t in zip(leaves, is_tensor, strict=True)]
+    return tree_unflatten(filled, spec)
 
 
 @contextmanager

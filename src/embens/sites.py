@@ -25,8 +25,11 @@ Kind = Literal["pre", "post"]
 Laws = Law | Mapping[str, Law | None] | None
 Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]
 Trainable = bool | Mapping[str, "bool | Mapping[str, bool]"]
-UNFOLDABLE = {"scaled_dot_product_attention", "multi_head_attention_forward"}
-"""Functions without a rule of their own under ``torch.func.vmap``."""
+UNFOLDABLE = frozenset(
+    "scaled_dot_product_attention multi_head_attention_forward nonzero unique item tolist numpy "
+    "__bool__ __int__ __float__ __index__".split()
+)
+"""Functions that ``torch.func.vmap`` can't take, or has no fast rule for."""
 SELECTIONS = ("hidden", "last", "all")
 
 

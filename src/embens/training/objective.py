@@ -109,10 +109,13 @@ def backward_in_chunks(
         execution.opened(cursor, store),
         gradient.shared_through(scale, ensemble._holders),
     ):
-        for outputs in ensemble._run(inputs, kwargs, "same", chunk):
+        stacks = [execution.CutStack(stack) for stack in ensemble._stacks()]
+        for outputs in ensemble._run(stacks, inputs, kwargs, "same", chunk):
             losses = _member_losses(outputs, target, criterion).sum()
             losses.backward()
             total = total + losses.detach()
         if cursor.store is not None:
             cursor.store.backward()
+        for stack in stacks:
+            stack.backward()
     return total / ensemble.members

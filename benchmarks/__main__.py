@@ -1,0 +1,5 @@
+"""Run all benchmarks: `make bench`, or `make bench ARGS=--quick`."""
+
+from benchmarks.embed import main
+
+main()

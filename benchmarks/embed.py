@@ -1,0 +1,416 @@
+"""Speed and memory of embedding, against the reference network and against other libraries.
+
+    python -m benchmarks.embed                      all rows
+    python -m benchmarks.embed --only cnn mlp       some of them
+    python -m benchmarks.embed --sweep              how the chunk size matters
+
+One row for each bar of the project. Contestants of a row do the same job on the same data in the
+same memory format: forward, loss, backward (no optimiser), gradients started from none.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import embens
+from benchmarks import peers, timing
+from benchmarks.timing import Contestant, Result, Row, Step
+
+FORMATS = {"": torch.contiguous_format, "-channels-last": torch.channels_last}
+
+
+def one_network(network: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """Return a training step of a plain network."""
+
+    def step() -> None:
+        timing.forget_gradients(network)
+        F.cross_entropy(network(x), y).backward()
+
+    return step
+
+
+def one_graph(ensemble: embens.EmbeddedEnsemble, x: Tensor, y: Tensor, chunk: int | None = None) -> Step:
+    """Return a training step that runs all members, then goes backward."""
+
+    def step() -> None:
+        timing.forget_gradients(ensemble)
+        ensemble.objective(ensemble(x, chunk=chunk), y).backward()
+
+    return step
+
+
+def in_chunks(ensemble: embens.EmbeddedEnsemble, x: Tensor, y: Tensor, chunk: int = 1) -> Step:
+    """Return a training step that goes forward and backward chunk by chunk."""
+
+    def step() -> None:
+        timing.forget_gradients(ensemble)
+        ensemble.backward(x, y, chunk=chunk)
+
+    return step
+
+
+def peer(network: nn.Module, x: Tensor, y: Tensor, members: int) -> Step:
+    """Return a training step of a network with outputs (member, batch, class)."""
+
+    def step() -> None:
+        timing.forget_gradients(network)
+        F.cross_entropy(network(x).flatten(0, 1), y.repeat(members)).backward()
+
+    return step
+
+
+def separate(networks: list[nn.Module], x: Tensor, y: Tensor) -> Step:
+    """Return a training step of separate networks, one after another."""
+
+    def step() -> None:
+        for network in networks:
+            timing.forget_gradients(network)
+            F.cross_entropy(network(x), y).backward()
+
+    return step
+
+
+class Task:
+    """A reference network and a batch; ``step`` is one training step of the reference."""
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Sequential],
+        x: Tensor,
+        classes: int,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ):
+        self.format = memory_format
+        self.make = lambda: self.placed(make())
+        self.x = x.to(memory_format=memory_format) if x.dim() == 4 else x
+        self.y = torch.randint(classes, (len(x),))
+        self.reference = self.make()
+        self.step = one_network(self.reference, self.x, self.y)
+
+    def placed(self, network: nn.Module) -> nn.Module:
+        """Return a network in the memory format of the task."""
+        return network.to(memory_format=self.format) if self.x_is_image else network
+
+    x_is_image = True
+
+    @property
+    def data(self) -> tuple[Tensor, Tensor]:
+        """The batch and its labels."""
+        return self.x, self.y
+
+
+def cnn_task(batch: int, memory_format: torch.memory_format) -> Task:
+    """Return the paper's convolutional network on 32×32 images."""
+    return Task(embens.networks.cnn, torch.randn(batch, 3, 32, 32), 100, memory_format)
+
+
+def mlp_task(width: int, batch: int) -> Task:
+    """Return a perceptron with three hidden layers on 54 inputs and 7 classes."""
+
+    def make() -> nn.Sequential:
+        widths = (54, width, width, width)
+        modules: list[nn.Module] = []
+        for inputs, outputs in zip(widths, widths[1:], strict=False):
+            modules += [nn.Linear(inputs, outputs), nn.ReLU()]
+        return nn.Sequential(*modules, nn.Linear(width, 7))
+
+    return Task(make, torch.randn(batch, 54), 7)
+
+
+# Rows
+
+
+def cnn(rounds: int) -> Iterator[Row]:
+    """BatchEnsemble of the paper's CNN, in both memory formats."""
+    for suffix, memory_format in FORMATS.items():
+        members = 8
+        task = cnn_task(32, memory_format)
+        ensemble = task.placed(embens.batch_ensemble(task.reference, members=members))
+        contestants = [
+            Contestant("embens", one_graph(ensemble, *task.data), ours=True),
+            Contestant("embens, chunk=1", one_graph(ensemble, *task.data, chunk=1), ours=True),
+            Contestant("embens, backward (member by member)", in_chunks(ensemble, *task.data), True),
+            *rivals(task, members),
+        ]
+        row = Row(
+            f"cnn{suffix}",
+            f"paper's CNN, batch 32, BatchEnsemble M=8, forward and backward{suffix.replace('-', ' ')}",
+            "8 × reference",
+            bar=1.00,
+            limit=timing.flops(contestants[1].step) / (members * timing.flops(task.step)),
+            limit_reason="arithmetic with the first layer computed once, modulations free",
+        )
+        yield timed(row, task, contestants, rounds, members)
+
+
+def mlp(rounds: int) -> Iterator[Row]:
+    """BatchEnsemble of a wide perceptron."""
+    members = 32
+    task = mlp_task(512, 256)
+    ensemble = embens.batch_ensemble(task.reference, members=members)
+    contestants = [
+        Contestant("embens", one_graph(ensemble, *task.data), ours=True),
+        Contestant("embens, chunk=1", one_graph(ensemble, *task.data, chunk=1), ours=True),
+        Contestant("embens, backward (member by member)", in_chunks(ensemble, *task.data), True),
+        Contestant("tabm", peer(peers.TabM(task.reference, members), *task.data, members)),
+        *rivals(task, members),
+    ]
+    row = Row(
+        "mlp",
+        "MLP 3×512, 54 inputs, batch 256, BatchEnsemble M=32, forward and backward",
+        "32 × reference",
+        bar=0.95,
+        limit=timing.flops(contestants[1].step) / (members * timing.flops(task.step)),
+        limit_reason="arithmetic with the first layer computed once, modulations free",
+    )
+    yield timed(row, task, contestants, rounds, members)
+
+
+def last_layer(rounds: int) -> Iterator[Row]:
+    """Last-layer dropout with many members on one trunk."""
+    for suffix, memory_format in FORMATS.items():
+        members = 50
+        task = cnn_task(128, memory_format)
+        ensemble = task.placed(embens.last_layer_dropout(task.reference, members=members))
+        trunk, head = task.make()[:-1], nn.Linear(512, 100, bias=False)
+        masks = torch.randn(members, 1, 512)
+
+        def by_hand(trunk=trunk, head=head, masks=masks, task=task) -> None:
+            timing.forget_gradients(trunk, head)
+            outputs = head(trunk(task.x) * masks)
+            F.cross_entropy(outputs.flatten(0, 1), task.y.repeat(len(masks))).backward()
+
+        contestants = [
+            Contestant("embens", one_graph(ensemble, *task.data), ours=True),
+            Contestant("embens, chunk=1", one_graph(ensemble, *task.data, chunk=1), ours=True),
+            Contestant("embens, backward (member by member)", in_chunks(ensemble, *task.data), True),
+            Contestant("by hand: masks on the features", by_hand),
+        ]
+        row = Row(
+            f"last-layer{suffix}",
+            f"last-layer dropout, M=50, paper's CNN, batch 128{suffix.replace('-', ' ')}",
+            "reference",
+            bar=1.07,
+            limit=timing.flops(contestants[1].step) / timing.flops(task.step),
+            limit_reason="arithmetic of 50 heads on one trunk; no other library shares the trunk",
+        )
+        yield timed(row, task, contestants, rounds, 1)
+
+
+def collapse(rounds: int) -> Iterator[Row]:
+    """One plain network that is the ensemble's mean."""
+    task = cnn_task(128, torch.contiguous_format)
+    ensemble = embens.last_layer_dropout(task.reference, members=50).eval()
+    reference, collapsed = task.reference.eval(), ensemble.collapse().eval()
+
+    def inference(network: nn.Module) -> Step:
+        @torch.inference_mode()
+        def step() -> Tensor:
+            return network(task.x)
+
+        return step
+
+    row = Row(
+        "collapse",
+        "collapsed last-layer dropout, inference, paper's CNN, batch 128",
+        "reference",
+        bar=1.02,
+        limit=timing.flops(inference(collapsed)) / timing.flops(inference(reference)),
+        limit_reason="the same layers with other numbers",
+    )
+    contestants = [
+        Contestant("embens, collapsed", inference(collapsed), ours=True),
+        Contestant("embens, all 50 members", inference(ensemble)),
+    ]
+    row.results, row.reference = timing.compare(
+        inference(reference), contestants, rounds=rounds
+    )
+    row.rounds = rounds
+    yield row
+
+
+def memory(rounds: int) -> Iterator[Row]:
+    """What autograd holds for the backward pass; no timing, so no rounds."""
+    members = 8
+    task = cnn_task(32, torch.contiguous_format)
+    ensemble = embens.batch_ensemble(task.reference, members=members)
+    rival = peers.TorchUncertainty(task.reference, members)
+    stacked = peers.Stacked(task.make, members)
+    networks = [task.make() for _ in range(members)]
+
+    def together() -> None:
+        outputs = torch.stack([network(task.x) for network in networks])
+        F.cross_entropy(outputs.flatten(0, 1), task.y.repeat(members)).backward()
+
+    everything = [ensemble, rival, stacked, task.reference, *networks]
+    parameters = [p for module in everything for p in module.parameters()]
+    unit = timing.kept_bytes(task.step, parameters)
+
+    def result(name: str, step: Step, ours: bool = False) -> Result:
+        return Result(name, ours, timing.kept_bytes(step, parameters) / unit)
+
+    graphs = [
+        result("embens", one_graph(ensemble, *task.data), True),
+        result("embens, chunk=1", one_graph(ensemble, *task.data, chunk=1), True),
+        result("embens, chunk=8", one_graph(ensemble, *task.data, chunk=8), True),
+        result("torch-uncertainty", peer(rival, *task.data, members)),
+        result("stacked weights under vmap", peer(stacked, *task.data, members)),
+        result("M networks, one graph", together),
+    ]
+    reference = f"{unit / 2**20:.1f} MiB, the largest sum of storages held at once, no parameters"
+    yield Row(
+        "memory",
+        "memory kept for backward in one graph, paper's CNN, batch 32, M=8",
+        "reference",
+        bar=11.0,
+        limit=8 - 7 * first_layer_share(task),
+        limit_reason="M activations, those before the first modulation once",
+        reference=reference,
+        results=graphs,
+    )
+    steps = [
+        result(f"embens, backward chunk={c}", in_chunks(ensemble, *task.data, chunk=c), True)
+        for c in (1, 2, 4)
+    ]
+    yield Row(
+        "memory-steps",
+        "memory kept for backward, members one at a time, paper's CNN, batch 32, M=8",
+        "reference",
+        bar=2.0,
+        limit=1.0,
+        limit_reason="the activations of one member",
+        reference=reference,
+        results=[*steps, result("M networks in a loop", separate(networks, *task.data))],
+    )
+
+
+def first_layer_share(task: Task) -> float:
+    """Return the part of the kept memory that belongs to the input of the first layer."""
+    parameters = list(task.reference.parameters())
+    return task.x.untyped_storage().nbytes() / timing.kept_bytes(task.step, parameters)
+
+
+def overhead(rounds: int) -> Iterator[Row]:
+    """What the wrapper costs where there is nothing to gain."""
+    task = mlp_task(64, 32)
+    ensemble = embens.embed(
+        task.reference, members=1, pre=embens.laws.Constant(1.0), post=embens.laws.Constant(1.0)
+    )
+    frozen = embens.embed(
+        task.reference,
+        members=1,
+        pre=embens.laws.Constant(1.0),
+        post=embens.laws.Constant(1.0),
+        trainable=False,
+    )
+    contestants = [
+        Contestant("embens, trainable modulations", one_graph(ensemble, *task.data), ours=True),
+        Contestant("embens, fixed modulations", one_graph(frozen, *task.data), ours=True),
+        Contestant("embens, backward", in_chunks(ensemble, *task.data), ours=True),
+        Contestant("tabm", peer(peers.TabM(task.reference, 1), *task.data, 1)),
+        Contestant("torch-uncertainty", peer(peers.TorchUncertainty(task.reference, 1), *task.data, 1)),
+    ]
+    row = Row(
+        "overhead",
+        "wrapper at M=1, Constant(1), MLP 3×64, batch 32, forward and backward",
+        "reference",
+        bar=1.6,
+        limit=timing.flops(contestants[0].step) / timing.flops(task.step),
+        limit_reason="the same products; six multiplications more, and their gradients",
+    )
+    yield timed(row, task, contestants, rounds, 1)
+
+
+def rivals(task: Task, members: int) -> list[Contestant]:
+    """Return what any network can be compared with."""
+    rival = task.placed(peers.TorchUncertainty(task.reference, members))
+    stacked = peers.Stacked(task.make, members)
+    networks = [task.make() for _ in range(members)]
+    return [
+        Contestant("torch-uncertainty", peer(rival, *task.data, members)),
+        Contestant("stacked weights under vmap", peer(stacked, *task.data, members)),
+        Contestant("M networks in a loop", separate(networks, *task.data)),
+    ]
+
+
+def timed(row: Row, task: Task, contestants: list[Contestant], rounds: int, per: int) -> Row:
+    """Fill a row by timing its contestants."""
+    row.results, row.reference = timing.compare(task.step, contestants, rounds=rounds, per=per)
+    row.rounds = rounds
+    return row
+
+
+ROWS: dict[str, Callable[[int], Iterator[Row]]] = {
+    "cnn": cnn,
+    "mlp": mlp,
+    "last-layer": last_layer,
+    "collapse": collapse,
+    "memory": memory,
+    "overhead": overhead,
+}
+
+
+def sweep(rounds: int, only: list[str]) -> None:
+    """Print how time depends on the chunk size, to choose the automatic one."""
+    tasks = {
+        "cnn": (cnn_task(32, torch.contiguous_format), embens.batch_ensemble, 8),
+        "cnn-channels-last": (cnn_task(32, torch.channels_last), embens.batch_ensemble, 8),
+        "mlp": (mlp_task(512, 256), embens.batch_ensemble, 32),
+        "mlp-narrow": (mlp_task(64, 256), embens.batch_ensemble, 32),
+        "mlp-small-batch": (mlp_task(512, 32), embens.batch_ensemble, 32),
+        "last-layer": (cnn_task(128, torch.contiguous_format), embens.last_layer_dropout, 50),
+    }
+    for name, (task, family, members) in tasks.items():
+        if only and not any(name.startswith(o) for o in only):
+            continue
+        ensemble = task.placed(family(task.reference, members=members))
+        chunks = [c for c in (1, 2, 4, 8, 16, 32) if c < members]
+        contestants = [Contestant("automatic", one_graph(ensemble, *task.data), ours=True)]
+        for chunk in [*chunks, members]:
+            graph = one_graph(ensemble, *task.data, chunk=chunk)
+            contestants.append(Contestant(f"chunk={chunk}", graph))
+            steps = in_chunks(ensemble, *task.data, chunk=chunk)
+            contestants.append(Contestant(f"chunk={chunk}, backward", steps))
+        per = 1 if name.startswith("last") else members
+        results, reference = timing.compare(task.step, contestants, rounds=rounds, per=per)
+        automatic = ensemble._chunk_size((task.x,), None)
+        print(f"\n{name}: M={members}, × {per} reference; automatic is {automatic}\n  {reference}")
+        for result in results:
+            low, high = result.quartiles or (0.0, 0.0)
+            print(f"  {result.name:<24} {result.ratio:.3f}   {low:.3f} to {high:.3f}", flush=True)
+
+
+def main() -> None:
+    """Run the rows that were asked for and keep their results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[], help=f"some of {', '.join(ROWS)}")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="three rounds, results not kept")
+    parser.add_argument("--sweep", action="store_true", help="time chunk sizes instead")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    rounds = 3 if options.quick else options.rounds
+    if options.sweep:
+        sweep(rounds, options.only)
+        return
+    unknown = [name for name in options.only if name not in ROWS]
+    if unknown:
+        parser.error(f"unknown {', '.join(unknown)}; choose from {', '.join(ROWS)}")
+    for name, run in ROWS.items():
+        if options.only and name not in options.only:
+            continue
+        for row in run(rounds):
+            print(f"\n{row}", flush=True)
+            if not options.quick:
+                timing.write(row)
+
+
+if __name__ == "__main__":
+    main()
