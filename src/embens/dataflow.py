@@ -530,6 +530,8 @@ def disable_fast_paths(root: nn.Module) -> None:
 
 def read(reference: nn.Module, example_input: Any = None) -> Flow:
     """Read the data flow by the best means there is."""
+    if is_layer(reference) or isinstance(reference, nn.MultiheadAttention):
+        return read_registration(reference)
     if example_input is not None:
         return read_from_run(reference, example_input)
     return read_symbolically(reference) or read_registration(reference)

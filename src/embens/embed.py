@@ -102,7 +102,7 @@ def embed(
     if recompute is None:
         recompute = _mentions_checkpoint(reference)
     own, shared = plan_sharing(reference, layers, flow, chosen, norm_statistics, norm_affine)
-    widths, input_channels = measure_widths(layers, flow, chosen)
+    widths, input_channels = measure_widths(layers, flow, [s.layer for s in chosen])
     plan = Plan(
         family=family,
         members=members,
@@ -303,11 +303,17 @@ def independent(
     if not any(True for _ in reference.parameters()):
         raise ValueError("the reference has no parameters, so its members could not differ")
     names = [n for n, _ in (*reference.named_parameters(), *reference.named_buffers())]
+    flow = dataflow.read(reference)
+    layers = dataflow.parameter_layers(reference)
+    widths, input_channels = measure_widths(layers, flow, flow.upstream)
     plan = Plan(
         family="independent",
         members=members,
         own=(("", tuple(names)),),
         not_collapsible="its members are separate networks",
+        foldable=is_foldable(flow, ()),
+        widths=widths,
+        input_channels=input_channels,
     )
     drawn = [_redraw(copy.deepcopy(reference), initialise, generator) for _ in range(members)]
     ensemble = operate(reference, plan)

@@ -218,7 +218,7 @@ class EmbeddedEnsemble(nn.Module):
             )
             outputs.append(self._run_member([stack[a] for stack in stacks], mine, kwargs))
         # Concatenated, member by member, row i is at position order[i].
-        order = torch.cat([torch.arange(a, rows, members) for a in range(members)]).argsort()
+        order = torch.arange(rows).remainder(members).argsort(stable=True).argsort()
         return execution.gather(
             outputs, lambda parts: torch.cat(parts).index_select(0, order.to(parts[0].device))
         )

@@ -163,7 +163,7 @@ _STOCK_LAYERS = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 _STOCK = {cls.forward for cls in _STOCK_LAYERS} | {
-    cls._conv_forward for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    cls._conv_forward for cls in (_ConvNd, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 }
 
 

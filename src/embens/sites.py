@@ -354,18 +354,52 @@ def is_foldable(flow: Flow, shared: tuple[tuple[str, bool, bool], ...]) -> bool:
 
 
 def measure_widths(
-    layers: dict[str, nn.Module], flow: Flow, sites: tuple[Site, ...]
+    layers: dict[str, nn.Module], flow: Flow, names: Iterable[str]
 ) -> tuple[tuple[int, int], int]:
-    """Return ``Plan.widths`` and ``Plan.input_channels``."""
+    """Return ``Plan.widths`` and ``Plan.input_channels`` where these layers differ by member."""
     rows = positions = 1
-    for site in sites:
-        width = max(s or 1 for s in _sizes(site.layer, layers))
-        if site.layer in flow.repeat:
+    for name in names:
+        width = max(s or 1 for s in _sizes(name, layers))
+        if name in flow.repeat:
             rows = max(rows, width)
         else:
             positions = max(positions, width)
     takes = [_sizes(n, layers)[0] or 1 for n in flow.first]
     return (rows, positions), min(takes, default=1)
+
+
+def check_plan(plan: Plan, reference: nn.Module) -> None:
+    """Check a plan from outside against a reference, before anything is built from it."""
+    check_members(plan.members)
+    layers = parameter_layers(reference)
+    modules = dict(reference.named_modules())
+
+    def known(name: str, names: Iterable[str]) -> None:
+        if name not in names:
+            raise ValueError(
+                f"the reference has no module {name!r}, which the plan names"
+                f"{closest(name, [n for n in names if n])}"
+            )
+
+    for site in plan.sites:
+        known(site.layer, layers)
+        takes, gives = _sizes(site.layer, layers)
+        expected = {"pre": gives, "post": takes}.get(site.kind)
+        if not isinstance(site.law, Law) or site.size * site.repeat != expected:
+            raise ValueError(
+                f"the header's {site.kind!r} site of {site.layer!r} has {site.size} × "
+                f"{site.repeat} numbers; the reference's layer needs {expected}, which is another "
+                "shape"
+            )
+    for name, tensors in plan.own:
+        known(name, modules)
+        module = modules[name]
+        present = {n for n, _ in (*module.named_parameters(), *module.named_buffers())}
+        for tensor in tensors:
+            if tensor not in present:
+                raise ValueError(f"{name!r} in the reference has no tensor {tensor!r}")
+    for name, *_ in plan.shared:
+        known(name, modules)
 
 
 def why_not_collapsible(flow: Flow, sites: tuple[Site, ...], own: tuple) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 from embens import laws as embens_laws
 from embens.ensemble import EmbeddedEnsemble
 from embens.laws import Law
-from embens.sites import Plan, Site, closest
+from embens.sites import Plan, Site, check_plan
 
 FORMAT = "embens ensemble"
 VERSION = 1
@@ -141,17 +141,15 @@ def load(
         )
     try:
         plan = plan_from_json(header, laws)
-    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+    except (TypeError, KeyError, AttributeError, IndexError, json.JSONDecodeError) as error:
         raise ValueError(f"{path.name} has a damaged embens header: {error!r}") from None
-    modules = dict(reference.named_modules())
-    parts = [s.layer for s in plan.sites] + [n for n, _ in plan.own] + [n for n, *_ in plan.shared]
-    for name in parts:
-        owner = name.rpartition(".")[0]
-        if name not in modules and not isinstance(modules.get(owner), nn.MultiheadAttention):
-            raise ValueError(
-                f"the reference has no module {name!r}, which {path.name} modulates"
-                f"{closest(name, [m for m in modules if m])}"
-            )
+    try:
+        check_plan(plan, reference)
+    except TypeError as error:
+        raise ValueError(f"{path.name} has a damaged embens header: {error}") from None
+    stacks = [t for name, t in tensors.items() if name.endswith(".values") and t.numel()]
+    if any(len(t) != plan.members for t in stacks):
+        raise ValueError(f"{path.name}: header and tensors disagree on the number of members")
     ensemble = operate(reference, plan)
     _check_tensors(path.name, tensors, ensemble.state_dict())
     ensemble.load_state_dict(tensors)

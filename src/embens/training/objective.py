@@ -4,25 +4,34 @@ r"""The training objective: every parameter gets the gradient that the paper giv
     \Delta u_a = -\eta_u \frac{\partial L_a}{\partial u_a}, \qquad
     \Delta w = -\eta_w \frac{\gamma(M)}{M} \sum_a \frac{\partial L_a}{\partial w}
 
-The value is the mean of the members' losses, whatever :math:`\gamma` is.
+The value is the mean of the members' losses, whatever :math:`\gamma` is. A criterion is called
+once for each member and its own reduction is used as it is: with class weights or ignored labels
+:math:`L_a` is the weighted mean that torch returns.
+
+Optimisers that divide by the gradient's size (Adam and its kin) cancel a constant :math:`\gamma`;
+:func:`embens.fit` puts it into the rate instead, see :mod:`embens.training.rates`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from embens import execution, gradient
 from embens.gradient import Gamma, GradientScale
+from embens.sites import closest
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
 
 Criterion = Callable[[Any, Any], Tensor]
+Batch = Literal["same", "own", "split"]
+Of = Literal["members", "mean"]
+OPTIONS = {"batch": ("same", "own", "split"), "of": ("members", "mean")}
 
 
 def objective(
@@ -31,56 +40,136 @@ def objective(
     *,
     criterion: Criterion = nn.functional.cross_entropy,
     gamma: Gamma = None,
+    batch: Batch = "same",
+    of: Of = "members",
 ) -> Tensor:
     """Return the training objective of an ensemble's outputs.
 
     Args:
-        outputs: ``(member, batch, …)`` as the ensemble gave them, or what was made of them by
-            slicing, casting or DistributedDataParallel.
+        outputs: as the ensemble gave them, or what was made of them by slicing, casting or
+            DistributedDataParallel.
         target: passed to the criterion with each member's outputs.
         criterion: a function of ``(outputs, target)``; a vector of losses is averaged.
         gamma: gradient scale of the shared parameters: a number, a function of the number of
             members, or None for the ensemble's natural value.
+        batch: how the ensemble was called. "same": outputs are ``(member, batch, …)`` and all
+            members have the target; "own": the target has the members first as well; "split":
+            outputs are ``(batch, …)`` and member a's loss is the mean over its rows a, a + M, ….
+        of: "members": each member has its own loss; "mean": for comparison, all have the loss of
+            the mean output, in place of :math:`L_a` in the formulas above.
     """
     scale = gradient.find_scale(outputs)
     if scale is None:
-        if not outputs.requires_grad:
-            return _member_losses(outputs, target, criterion).mean()
+        if not outputs.requires_grad and batch != "split":
+            return member_losses(outputs, target, criterion, len(outputs), batch, of).mean()
         raise ValueError(
-            "these outputs don't lead back to an ensemble (they were compiled, or come from "
-            "another network); call ensemble.objective(outputs, target) instead"
+            "these outputs don't lead back to an ensemble (they were compiled, have no gradient, "
+            "or come from another network); call ensemble.objective(outputs, target) instead"
         )
-    return _objective(scale.ensemble, scale, outputs, target, criterion, gamma)  # type: ignore[arg-type]
+    return _combine(scale.ensemble, scale, outputs, target, criterion, gamma, batch, of)[0]  # type: ignore[arg-type]
 
 
 def objective_of(
-    ensemble: EmbeddedEnsemble, outputs: Any, target: Any, criterion: Criterion, gamma: Gamma
+    ensemble: EmbeddedEnsemble,
+    outputs: Any,
+    target: Any,
+    criterion: Criterion,
+    gamma: Gamma,
+    batch: Batch = "same",
+    of: Of = "members",
 ) -> Tensor:
     """Return the objective of outputs that are known to be this ensemble's."""
+    return objective_and_losses(ensemble, outputs, target, criterion, gamma, batch, of)[0]
+
+
+def objective_and_losses(
+    ensemble: EmbeddedEnsemble,
+    outputs: Any,
+    target: Any,
+    criterion: Criterion,
+    gamma: Gamma,
+    batch: Batch = "same",
+    of: Of = "members",
+) -> tuple[Tensor, Tensor]:
+    """Return the objective and the members' losses behind it."""
     scale = gradient.find_scale(outputs) if isinstance(outputs, Tensor) else None
     if scale is None:
         scale = GradientScale(ensemble, ensemble._compiled_scale)
-    return _objective(ensemble, scale, outputs, target, criterion, gamma)
+    return _combine(ensemble, scale, outputs, target, criterion, gamma, batch, of)
 
 
-def _objective(
+def _combine(
     ensemble: EmbeddedEnsemble,
     scale: GradientScale,
     outputs: Any,
     target: Any,
     criterion: Criterion,
     gamma: Gamma,
-) -> Tensor:
+    batch: Batch,
+    of: Of,
+) -> tuple[Tensor, Tensor]:
     factor = gradient.gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
-    return gradient.combine_losses(_member_losses(outputs, target, criterion), scale, factor)
+    losses = member_losses(outputs, target, criterion, ensemble.members, batch, of)
+    return gradient.combine_losses(losses, scale, factor), losses
 
 
-def _member_losses(outputs: Any, target: Any, criterion: Criterion) -> Tensor:
-    if isinstance(outputs, Tensor):
-        return torch.stack([_reduced(criterion(output, target)) for output in outputs])
-    count = len(next(iter(torch.utils._pytree.tree_leaves(outputs))))
-    members = (tree_map(lambda o, a=a: o[a], outputs) for a in range(count))
-    return torch.stack([_reduced(criterion(output, target)) for output in members])
+def member_losses(
+    outputs: Any,
+    target: Any,
+    criterion: Criterion,
+    members: int,
+    batch: Batch = "same",
+    of: Of = "members",
+) -> Tensor:
+    """Return the losses of the members, ``(member,)``; see :func:`objective`.
+
+    Members without rows in a split batch are left out.
+    """
+    for name, value in (("batch", batch), ("of", of)):
+        if value not in OPTIONS[name]:
+            raise ValueError(f"{name}: unknown {value!r}{closest(value, OPTIONS[name])}")
+    if of == "mean":
+        if batch != "same":
+            raise ValueError(
+                f"of='mean' needs outputs of all members on the same rows; got batch={batch!r}. "
+                "Use batch='same', or of='members'."
+            )
+        mean = tree_map(lambda o: o.mean(0), outputs)
+        return _reduced(criterion(mean, target)).expand(_length(outputs))
+    if batch == "split":
+        present = range(min(members, _length(outputs)))
+        pairs = ((_rows(outputs, a, members), _rows(target, a, members)) for a in present)
+    elif isinstance(outputs, Tensor):
+        if batch == "own":
+            _check_own(outputs, target)
+        pairs = ((o, _pick(target, a, batch)) for a, o in enumerate(outputs))
+    else:
+        each = range(_length(outputs))
+        pairs = ((_pick(outputs, a, "own"), _pick(target, a, batch)) for a in each)
+    return torch.stack([_reduced(criterion(o, t)) for o, t in pairs])
+
+
+def _length(outputs: Any) -> int:
+    return len(outputs) if isinstance(outputs, Tensor) else len(tree_leaves(outputs)[0])
+
+
+def _pick(values: Any, a: int, batch: Batch) -> Any:
+    if batch == "same":
+        return values
+    return tree_map(lambda v: v[a] if isinstance(v, Tensor) and v.dim() else v, values)
+
+
+def _rows(values: Any, a: int, members: int) -> Any:
+    return tree_map(lambda v: v[a::members] if isinstance(v, Tensor) and v.dim() else v, values)
+
+
+def _check_own(outputs: Tensor, target: Any) -> None:
+    for leaf in tree_leaves(target):
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != len(outputs):
+            raise ValueError(
+                f"batch='own' expects a target of shape ({len(outputs)}, batch, …), one for each "
+                f"member; got {tuple(leaf.shape)}. For one target of all members use batch='same'."
+            )
 
 
 def _reduced(loss: Tensor) -> Tensor:
@@ -95,14 +184,18 @@ def backward_in_chunks(
     criterion: Criterion,
     gamma: Gamma,
     chunk: int,
+    observe: Callable[[Any, Tensor], None] | None = None,
 ) -> Tensor:
-    """Run forward and backward chunk by chunk; see ``EmbeddedEnsemble.backward``."""
+    """Run forward and backward chunk by chunk; see ``EmbeddedEnsemble.backward``.
+
+    ``observe`` is called with the outputs and the losses of every chunk, detached.
+    """
     factor = gradient.gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
     chunk = ensemble._chunk_size(inputs, chunk)
     scale = GradientScale(ensemble)
     scale.value = factor
     store = ensemble._new_store("same", chunk, cut=True)
-    total = 0.0
+    total: Any = 0.0
     cursor = ensemble._cursor
     with (
         torch.enable_grad(),
@@ -111,9 +204,11 @@ def backward_in_chunks(
     ):
         stacks = [execution.CutStack(stack) for stack in ensemble._stacks()]
         for outputs in ensemble._run(stacks, inputs, kwargs, "same", chunk):
-            losses = _member_losses(outputs, target, criterion).sum()
-            losses.backward()
-            total = total + losses.detach()
+            losses = member_losses(outputs, target, criterion, ensemble.members)
+            losses.sum().backward()
+            total = total + losses.detach().sum()
+            if observe is not None:
+                observe(tree_map(Tensor.detach, outputs), losses.detach())
         if cursor.store is not None:
             cursor.store.backward()
         for stack in stacks:

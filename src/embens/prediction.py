@@ -1,0 +1,219 @@
+r"""Predict with an ensemble: what the members say, and how sure they are together.
+
+**Classification**, with :math:`p_a = \mathrm{softmax}(f_a)`: the mean output, the mean probability
+:math:`\bar p`, its entropy, and the part of it that is the members' disagreement,
+:math:`I = H(\bar p) - \frac1M\sum_a H(p_a)`.
+
+**Regression**: the ensemble is a mixture of its members. If each member gives a mean
+:math:`\mu_a` and a variance :math:`\sigma_a^2`, the mixture has
+
+.. math::
+    \mu = \frac1M\sum_a \mu_a, \qquad
+    \sigma^2 = \underbrace{\frac1M\sum_a \sigma_a^2}_\text{aleatoric}
+             + \underbrace{\frac1M\sum_a (\mu_a - \mu)^2}_\text{epistemic} .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from embens import metrics
+from embens.ensemble import EmbeddedEnsemble
+from embens.sites import closest
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+Task = Literal["classification", "regression", "gaussian"]
+TASKS = ("classification", "regression", "gaussian")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The members' outputs, and what follows from them.
+
+    Attributes:
+        members: outputs ``(member, batch, …)``; for "gaussian" ``(member, batch, …, 2)``.
+        task: see :func:`predict`.
+    """
+
+    members: Float[Tensor, "member batch *output"]
+    task: Task = "classification"
+
+    @property
+    def means(self) -> Tensor:
+        """The members' point predictions: the outputs, without log-variances."""
+        return self.members[..., 0] if self.task == "gaussian" else self.members
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean output over members; for regression the mean of the mixture."""
+        return self.means.mean(0)
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Variance of the members' point predictions (population variance, over members)."""
+        return self.means.var(0, correction=0)
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """Mean of the variances that members predict; 0 where they predict none."""
+        self._only("aleatoric", "regression", "gaussian")
+        if self.task == "gaussian":
+            return self.members[..., 1].exp().mean(0)
+        return torch.zeros_like(self.mean)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of the mixture; where members predict no variance, of their outputs."""
+        return self.epistemic + self.aleatoric if self.task == "gaussian" else self.epistemic
+
+    @property
+    def probabilities(self) -> Tensor:
+        """Mean of the members' class probabilities, ``(batch, class)``."""
+        self._only("probabilities", "classification")
+        return self.members.softmax(-1).mean(0)
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the mean probability, in nats: all uncertainty of each sample."""
+        self._only("entropy", "classification")
+        return metrics.predictive_entropy(self.members)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Entropy of the mean probability less the members' mean entropy: the epistemic part."""
+        self._only("mutual_information", "classification")
+        return metrics.mutual_information(self.members)
+
+    def _only(self, name: str, *tasks: Task) -> None:
+        if self.task not in tasks:
+            raise ValueError(
+                f"{name} is defined for {' and '.join(map(repr, tasks))}; this prediction is for "
+                f"{self.task!r}. Pass task={tasks[-1]!r} to predict if that is what outputs are."
+            )
+
+
+def predict(
+    ensemble: EmbeddedEnsemble,
+    x: Tensor | tuple[Tensor, ...],
+    *,
+    batch_size: int = 1024,
+    members: int | None = None,
+    task: Task = "classification",
+    generator: torch.Generator | None = None,
+) -> Prediction:
+    """Run an ensemble on data, batch by batch, in evaluation mode and without gradients.
+
+    Args:
+        ensemble: its mode is restored afterwards.
+        x: inputs ``(batch, …)``, or a tuple of them for references that take several; moved to
+            the ensemble's device batch by batch, while the outputs come back to that of ``x``.
+        batch_size: how many samples at a time; does not change the result beyond rounding.
+        members: how many masks to draw, where they are drawn anew at each pass; a mask is the same
+            for all samples. None: as many as the ensemble has members.
+        task: "classification" (outputs are logits), "regression" (outputs are point predictions)
+            or "gaussian" (outputs ``(…, 2)`` are a mean and the logarithm of a variance).
+        generator: draws fresh masks; None: the global one.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> from embens import batch_ensemble
+        >>> prediction = predict(batch_ensemble(net, 5), torch.zeros(2, 4))
+        >>> prediction.members.shape, prediction.probabilities.shape
+        (torch.Size([5, 2, 3]), torch.Size([2, 3]))
+    """
+    if task not in TASKS:
+        raise ValueError(f"task: unknown {task!r}{closest(task, TASKS)}")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size: expected a whole number of at least 1; got {batch_size!r}")
+    inputs = _check_inputs(x)
+    fresh = any(site.fresh for site in ensemble.plan.sites)
+    count = _check_members(members, ensemble.members, fresh)
+    passes = -(-count // ensemble.members)
+    seeds = [_draw_seed(generator) for _ in range(passes)] if fresh else [None]
+    with evaluating(ensemble), torch.no_grad():
+        outputs = [_run(ensemble, inputs, batch_size, seed) for seed in seeds]
+    result = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if task == "gaussian" and result.shape[-1] != 2:
+        raise ValueError(
+            "task='gaussian' expects outputs (…, 2), a mean and the logarithm of a variance; got "
+            f"{tuple(result.shape[1:])} for each member. For point predictions use "
+            "task='regression'."
+        )
+    return Prediction(result[:count], task)
+
+
+def _check_inputs(x: Any) -> tuple[Tensor, ...]:
+    inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    if not inputs or not all(isinstance(value, Tensor) and value.dim() for value in inputs):
+        raise TypeError(
+            "x: expected a tensor (batch, …), or a tuple of them; got "
+            + ", ".join(type(value).__name__ for value in inputs)
+        )
+    if len({len(value) for value in inputs}) > 1:
+        shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
+        raise ValueError(f"x: expected inputs with the same number of samples; got shapes {shapes}")
+    return inputs
+
+
+def _check_members(members: int | None, own: int, fresh: bool) -> int:
+    if members is None:
+        return own
+    if isinstance(members, bool) or not isinstance(members, int) or members < 1:
+        raise ValueError(f"members: expected a whole number of at least 1; got {members!r}")
+    if not fresh:
+        raise ValueError(
+            f"members={members}: the {own} members of this ensemble are fixed, none can be drawn. "
+            "Leave members out, or embed with fresh=True (mc_dropout)."
+        )
+    return members
+
+
+def _draw_seed(generator: torch.Generator | None) -> int:
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device))
+
+
+def _run(
+    ensemble: EmbeddedEnsemble, inputs: tuple[Tensor, ...], batch_size: int, seed: int | None
+) -> Tensor:
+    """Return the outputs of all samples; with a seed, the same masks for every batch."""
+    like = next(ensemble.parameters(), inputs[0])
+    devices = [like.device] if like.device.type == "cuda" else []
+    outputs = []
+    for start in range(0, max(len(inputs[0]), 1), batch_size):
+        rows = tuple(value[start : start + batch_size].to(like.device) for value in inputs)
+        if seed is None:
+            result = ensemble(*rows)
+        else:
+            with torch.random.fork_rng(devices):
+                torch.manual_seed(seed)
+                result = ensemble(*rows)
+        if not isinstance(result, Tensor):
+            kinds = {type(leaf).__name__ for leaf in tree_leaves(result)}
+            raise TypeError(
+                f"predict expects a network that returns one tensor; this one returns a "
+                f"{type(result).__name__} of {', '.join(sorted(kinds))}. Call the ensemble itself."
+            )
+        outputs.append(result.to(inputs[0].device))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+
+@contextmanager
+def evaluating(ensemble: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode; afterwards every part has the mode that it had."""
+    modes = [(module, module.training) for module in ensemble.modules()]
+    ensemble.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

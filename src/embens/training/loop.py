@@ -1,0 +1,199 @@
+"""``embens.fit``: train an ensemble.
+
+It stays an ordinary loop, and yours can be one too::
+
+    optimiser = torch.optim.SGD(ensemble.parameter_groups(lr=0.01), momentum=0.9)
+    for x, y in loader:
+        optimiser.zero_grad()
+        embens.objective(ensemble(x), y).backward()
+        optimiser.step()
+
+What ``fit`` adds is around it: validation, a history, checkpoints, several processes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from embens.ensemble import EmbeddedEnsemble
+from embens.gradient import Gamma
+from embens.training import parallel, randomness
+from embens.training.batches import Part, training_batches, validation_batches
+from embens.training.checkpoint import Checkpoints
+from embens.training.history import History
+from embens.training.objective import Batch, Criterion, Of
+from embens.training.progress import Silent, make_progress
+from embens.training.rates import Optimiser, Schedule
+from embens.training.run import Run
+from embens.training.settings import Metric, Settings
+
+
+def fit(
+    ensemble: EmbeddedEnsemble,
+    train: Any,
+    validation: Any = None,
+    *,
+    epochs: int,
+    batch_size: int = 128,
+    lr: float = 0.01,
+    modulation_lr: float | None = None,
+    weight_decay: float = 5e-4,
+    modulation_weight_decay: float = 0.0,
+    gamma: Gamma = None,
+    criterion: Criterion = nn.functional.cross_entropy,
+    batch: Batch = "same",
+    of: Of = "members",
+    chunk: int | None = None,
+    optimiser: Optimiser | None = None,
+    schedule: Schedule | None = None,
+    metric: Metric = None,
+    maximise: bool | None = None,
+    patience: int | None = None,
+    keep: str = "best",
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int | None = None,
+    progress: bool | None = None,
+) -> History:
+    r"""Train an ensemble in place.
+
+    .. math::
+        \Delta u_a = -\eta_u \frac{\partial L_a}{\partial u_a}, \qquad
+        \Delta w = -\eta_w \frac{\gamma(M)}{M} \sum_a \frac{\partial L_a}{\partial w}
+
+    The result depends on the arguments and the ensemble's weights alone; the global random
+    generators are left as they were. Under ``torchrun`` all processes share each batch, and the
+    result is that of one process, to rounding. If the run diverges, ``Divergence`` is raised and
+    the ensemble has its last good weights.
+
+    Args:
+        ensemble: of any family; ``embens.independent(reference, members)`` are separate networks.
+        train: tensors ``(inputs, targets)``, a ``Dataset`` of such pairs, or a ``DataLoader``.
+        validation: the same, to be evaluated after each epoch.
+        epochs: how many.
+        batch_size: samples in a step, in all processes together; a loader has its own.
+        lr: rate of the shared parameters. With an optimiser that cancels the gradient's scale
+            (Adam) it is multiplied by :math:`\gamma/\sqrt{\gamma^*}`, where :math:`\gamma^*` is
+            the natural scale, which keeps the meaning of gamma: see
+            :mod:`embens.training.rates`.
+        modulation_lr: rate of the individual parameters; None: ``lr``.
+        weight_decay: of the shared parameters.
+        modulation_weight_decay: of the individual parameters.
+        gamma: gradient scale of the shared parameters; see :func:`embens.objective`.
+        criterion: a function of one member's outputs and the target.
+        batch: "same": all members see the batch; "own": each has its own, drawn separately;
+            "split": row i goes to member i mod M.
+        of: "members", or "mean" for the loss of the mean output; see :func:`embens.objective`.
+        chunk: how many members to backpropagate at a time, to save memory; None: all.
+        optimiser: a function from parameter groups to an optimiser, such as
+            ``torch.optim.AdamW``; None: SGD with momentum 0.9.
+        schedule: a function from the optimiser to a torch scheduler, which makes a step after each
+            epoch; None: the paper's, constant for half the epochs, then linearly to 1 %
+            (``linear_decay``).
+        metric: what is best on the validation data: "accuracy" (of the ensemble), "loss" (mean of
+            the members'), or a function of ``(outputs, target)`` such as ``embens.metrics.nll``;
+            None: "accuracy" for classes, otherwise "loss".
+        maximise: whether more is better, for a function of your own.
+        patience: stop after so many epochs without a better metric.
+        keep: "best": with validation data, end with the weights of the best epoch; "last".
+        seed: of the order of samples, and of whatever is random in the network and the data set.
+        checkpoint: a folder to keep checkpoints of this run in. If it has one, the run goes on
+            from there and ends as if it had never stopped (a loader: from the last epoch).
+        every: steps between checkpoints; None: one after each epoch.
+        progress: show a progress bar; None: if the error stream is a terminal.
+
+    Example:
+        >>> from embens import batch_ensemble
+        >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+        >>> x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
+        >>> history = fit(batch_ensemble(net, 4), (x, (x[:, 0] > 0).long()), epochs=20, lr=0.1)
+        >>> history.epochs[-1]["ensemble_accuracy"] > 0.9
+        True
+    """
+    _check_ensemble(ensemble)
+    settings = Settings(
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        modulation_lr=modulation_lr,
+        weight_decay=weight_decay,
+        modulation_weight_decay=modulation_weight_decay,
+        gamma=gamma,
+        criterion=criterion,
+        batch=batch,
+        of=of,
+        chunk=chunk,
+        optimiser=optimiser,
+        schedule=schedule,
+        metric=metric,
+        maximise=maximise,
+        patience=patience,
+        keep=keep,
+        seed=seed,
+    )
+    settings.check(validation is not None)
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ValueError(f"every: expected a whole number of steps of at least 1; got {every!r}")
+    modes = [(module, module.training) for module in ensemble.modules()]
+    try:
+        with (
+            parallel.joined(next(ensemble.parameters()).device) as part,
+            randomness.seeded(seed),
+            torch.enable_grad(),
+        ):
+            return _fit(ensemble, train, validation, settings, part, checkpoint, every, progress)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _fit(
+    ensemble: EmbeddedEnsemble,
+    train: Any,
+    validation: Any,
+    settings: Settings,
+    part: Part,
+    checkpoint: str | os.PathLike[str] | None,
+    every: int | None,
+    progress: bool | None,
+) -> History:
+    if part.of > 1 and settings.batch == "split":
+        raise ValueError(
+            "batch='split' deals out the rows of one batch to members, which several processes "
+            "can't do for each other; use one process, or batch='same' or 'own'"
+        )
+    own = ensemble.members if settings.batch == "own" else None
+    batches = training_batches(train, settings.batch_size, seed=settings.seed, own=own, part=part)
+    held = None if validation is None else validation_batches(validation, settings.batch_size)
+    show = make_progress(progress, settings.epochs, len(batches)) if part.rank == 0 else Silent()
+    parallel.broadcast_(part, ensemble.state_dict().values())
+    run = Run(ensemble, settings, batches, held, part, show)
+    checkpoints = None
+    if checkpoint is not None:
+        rows = getattr(batches, "rows", len(batches))
+        description = settings.describe(ensemble, run.optimiser, rows)
+        checkpoints = Checkpoints(checkpoint, description)
+        state = checkpoints.load_last()
+        if state is not None:
+            run.load(state)
+    parallel.broadcast_(part, ensemble.state_dict().values())  # nobody starts before all have read
+    if checkpoints is not None and part.rank == 0:
+        checkpoints.remove_leftovers()
+    with show:
+        return run.train(checkpoints, every)
+
+
+def _check_ensemble(ensemble: Any) -> None:
+    if isinstance(ensemble, EmbeddedEnsemble):
+        if not any(p.requires_grad for p in ensemble.parameters()):
+            raise ValueError("the ensemble has no parameter that requires a gradient")
+        return
+    kind = type(ensemble).__name__
+    hint = "Embed it first: embens.embed(network, members=…), or embens.independent(network, 1)."
+    if kind in ("DistributedDataParallel", "DataParallel"):
+        hint = "Pass its .module: fit itself averages over processes under torchrun."
+    raise TypeError(f"fit expects an ensemble; got {kind}. {hint}")

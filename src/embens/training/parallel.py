@@ -1,0 +1,76 @@
+"""Several processes, one run: every process has its part of each batch and the same weights.
+
+Gradients are summed over processes with the weights of their rows, so the result is that of one
+process with the joint batch, to rounding, as long as rows don't influence one another (BatchNorm)
+and the criterion is a mean over rows (not over class weights).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embens.training.batches import Part
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[Part]:
+    """Yield this process's part; under ``torchrun`` the processes are connected if need be."""
+    started = False
+    if dist.is_available() and not dist.is_initialized():
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if several and dist.is_torchelastic_launched():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            started = True
+    try:
+        if dist.is_available() and dist.is_initialized():
+            yield Part(dist.get_rank(), dist.get_world_size())
+        else:
+            yield Part()
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+@torch.no_grad()
+def broadcast_(part: Part, tensors: Iterable[Tensor]) -> None:
+    """Give all processes the values of the first."""
+    if part.of > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), 0)
+
+
+def sum_(part: Part, tensor: Tensor) -> Tensor:
+    """Sum a tensor over processes, in place."""
+    if part.of > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+@torch.no_grad()
+def average_(
+    part: Part, loss: Tensor, parameters: Iterable[Tensor], rows: int, total: int | None
+) -> Tensor:
+    """Average gradients in place over processes, each with the weight of its rows.
+
+    Returns:
+        The loss, averaged in the same way, so that all processes know the same.
+    """
+    if part.of == 1:
+        return loss
+    if total is None:
+        total = int(sum_(part, torch.tensor([rows], device=loss.device)))
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    values = [loss.detach().clone().reshape(1), *gradients]
+    for kind in dict.fromkeys(value.dtype for value in values):
+        mine = [value for value in values if value.dtype == kind]
+        flat = torch.cat([value.flatten() for value in mine]).mul_(rows / total)
+        dist.all_reduce(flat)
+        for value, averaged in zip(mine, flat.split([v.numel() for v in mine]), strict=True):
+            value.copy_(averaged.view_as(value))
+    return values[0][0]

@@ -1,0 +1,220 @@
+"""The named families: what they are made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import ARCHITECTURES, HandAttention, Residual
+from torch import nn
+
+import embens
+from embens import laws
+
+
+def mlp(*tail: nn.Module) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2), *tail
+    )
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_a_batch_ensemble_is_shifted_trainable_and_hidden():
+    ensemble = embens.batch_ensemble(mlp(), 4, p=0.6)
+    assert {s.law for s in ensemble.plan.sites} == {laws.Shifted(0.6)}
+    assert all(s.trainable and s.hidden for s in ensemble.plan.sites)
+    assert len(ensemble.plan.sites) == 4
+    assert ensemble.overlap == pytest.approx(0.6**4)
+    assert ensemble.natural_gamma == pytest.approx(4 / (1 + 3 * 0.6**4))
+    assert embens.batch_ensemble(mlp(), 4).natural_gamma == 4
+    assert embens.batch_ensemble(mlp(), 4, p=1.0).natural_gamma == 1
+
+
+def test_fixed_masks_stay_and_are_no_parameters():
+    ensemble = embens.mc_dropout(mlp(), 4, law=laws.Bernoulli(0.5))
+    assert {(s.kind, s.trainable) for s in ensemble.plan.sites} == {("post", False)}
+    assert list(ensemble.individual_parameters()) == []
+    x = torch.randn(5, 3)
+    assert torch.equal(ensemble(x), ensemble(x))
+    masks = [b for n, b in ensemble.state_dict().items() if n.endswith("values")]
+    assert len(masks) == 2
+    assert all(set(m.unique().tolist()) == {0.0, 1.0} for m in masks)
+
+
+def test_fresh_masks_are_drawn_at_each_pass_from_the_global_generator():
+    ensemble = embens.mc_dropout(mlp(), 4, law=laws.Bernoulli(0.5), fresh=True)
+    x = torch.randn(5, 3)
+    assert not torch.equal(ensemble(x), ensemble(x))
+    assert not torch.equal(ensemble.eval()(x), ensemble(x))
+    results = []
+    for chunk in (1, 2, None):
+        torch.manual_seed(3)
+        results.append(ensemble(x, chunk=chunk))
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[0], results[2])
+    a, b, *_ = ensemble(x)
+    assert not torch.equal(a, b)
+    with pytest.raises(ValueError, match="belong to no member"):
+        ensemble.member(0)
+    with pytest.raises(ValueError, match="drawn anew"):
+        ensemble.collapse()
+
+
+def test_a_generator_decides_the_modulations_and_leaves_the_global_one_alone():
+    state = torch.get_rng_state()
+    first = embens.batch_ensemble(mlp(), 4, generator=generator(5))
+    after = torch.get_rng_state()
+    second = embens.batch_ensemble(mlp(), 4, generator=generator(5))
+    values = [[p for p in e.individual_parameters()] for e in (first, second)]
+    assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+    torch.set_rng_state(state)
+    mlp()
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
+def test_last_layer_dropout_collapses_to_the_mean(case):
+    reference, x = case.build().double().eval(), case.inputs(generator())
+    x = x.double() if x.is_floating_point() else x
+    ensemble = embens.last_layer_dropout(reference, 5, example_input=x)
+    if case.name == "encoder layer, time first":
+        with pytest.raises(ValueError, match="not linear in the output of 'linear2'"):
+            ensemble.collapse()
+        return
+    collapsed = ensemble.collapse()
+    torch.testing.assert_close(collapsed(x), ensemble(x).mean(0), rtol=1e-10, atol=1e-12)
+    assert not any(type(m).__module__.startswith("embens.mod") for m in collapsed.modules())
+    assert {n for n, _ in collapsed.named_parameters()} == {
+        n for n, _ in reference.named_parameters()
+    } or case.name == "tied"
+
+
+def test_output_and_input_modulations_of_the_last_layer_collapse_too():
+    ensemble = embens.embed(mlp(), 5, sites=["4"]).double()
+    x = torch.randn(7, 3).double()
+    torch.testing.assert_close(ensemble.collapse()(x), ensemble(x).mean(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: embens.batch_ensemble(mlp(), 3), "multiply each other"),
+        (lambda: embens.independent(mlp(), 3), "separate networks"),
+        (
+            lambda: embens.last_layer_dropout(mlp(nn.LogSoftmax(-1)), 3),
+            "not linear in the output of '4'",
+        ),
+        (lambda: embens.embed(mlp(), 3, sites=["0"]), "not linear in the output of '0'"),
+        (lambda: embens.batch_ensemble(Residual(), 3), "tensors of their own"),
+    ],
+)
+def test_an_ensemble_without_a_mean_network_says_why(make, reason):
+    with pytest.raises(ValueError, match=reason):
+        make().collapse()
+
+
+def test_two_heads_collapse_when_added_but_not_when_multiplied():
+    class Heads(nn.Module):
+        def __init__(self, join):
+            super().__init__()
+            self.trunk, self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+            self.join = join
+
+        def forward(self, x):
+            h = torch.relu(self.trunk(x))
+            return self.join(self.a(h), 3 * self.b(h))
+
+    x = torch.randn(5, 3)
+    added = embens.last_layer_dropout(Heads(torch.add), 4)
+    torch.testing.assert_close(added.collapse()(x), added(x).mean(0))
+    for join in (torch.mul, lambda a, b: a * b, lambda a, b: a / (b.exp() + 1), torch.maximum):
+        with pytest.raises(ValueError, match="not linear"):
+            embens.last_layer_dropout(Heads(join), 4).collapse()
+
+
+def test_independent_members_are_drawn_by_their_layers_own_initialisation():
+    reference = mlp()
+    ensemble = embens.independent(reference, 200, generator=generator())
+    assert list(ensemble.shared_parameters()) == []
+    weight = dict(ensemble.named_parameters())["network.module.2.weight"].detach()
+    assert weight.shape == (200, 16, 16)
+    bound = 1 / 16**0.5
+    assert weight.abs().max() <= bound
+    assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+    assert not torch.equal(weight[0], weight[1])
+    again = embens.independent(reference, 200, generator=generator())
+    assert torch.equal(weight, dict(again.named_parameters())["network.module.2.weight"])
+
+
+def test_independent_members_of_our_networks_keep_their_law():
+    reference = embens.networks.mlp(inputs=50, width=50, depth=2, outputs=3, weight_std=1.5)
+    ensemble = embens.independent(reference, 20, generator=generator())
+    weight = dict(ensemble.named_parameters())["network.module.2.weight"].detach()
+    assert weight.std().item() == pytest.approx(1.0, rel=0.02)
+    x = torch.randn(4, 50)
+    torch.testing.assert_close(ensemble(x)[3], ensemble.member(3)(x))
+
+
+def test_independent_members_behave_like_separate_networks_with_their_own_statistics():
+    ensemble = embens.independent(Residual(), 3)
+    alone = [ensemble.member(a) for a in range(3)]
+    x = torch.randn(4, 3, 6, 6)
+    for _ in range(2):
+        outputs = ensemble(x)
+        for a in range(3):
+            torch.testing.assert_close(outputs[a], alone[a](x), rtol=1e-4, atol=1e-5)
+    for a in range(3):
+        torch.testing.assert_close(
+            ensemble.member(a).blocks[0].norm1.running_mean, alone[a].blocks[0].norm1.running_mean
+        )
+
+
+def test_unknown_initialisations_are_asked_for():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return x * self.factor
+
+    reference = nn.Sequential(Scale(), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"'0' \(Scale\) anew is not known.*Pass initialise="):
+        embens.independent(reference, 2)
+
+    def initialise(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            nn.init.normal_(p)
+
+    ensemble = embens.independent(reference, 2, initialise=initialise)
+    assert not torch.equal(*dict(ensemble.named_parameters())["network.module.0.factor"])
+
+
+def test_attention_can_be_independent():
+    ensemble = embens.independent(HandAttention(), 2)
+    x = torch.randn(3, 4, 8)
+    torch.testing.assert_close(ensemble(x)[1], ensemble.member(1)(x))
+
+
+@pytest.mark.parametrize("a", [3, -4, 1.0, True, "0"])
+def test_a_member_that_is_not_there_is_an_error(a):
+    with pytest.raises((IndexError, TypeError), match=r"member"):
+        embens.batch_ensemble(mlp(), 3).member(a)
+
+
+def test_negative_members_count_from_the_end():
+    ensemble = embens.batch_ensemble(mlp(), 3)
+    x = torch.randn(2, 3)
+    assert torch.equal(ensemble.member(-1)(x), ensemble.member(2)(x))
+
+
+def test_a_member_is_made_of_torchs_own_modules_and_shares_nothing():
+    for case in ARCHITECTURES:
+        ensemble = embens.batch_ensemble(case.build(), 2)
+        member = ensemble.member(0)
+        foreign = {type(m).__module__ for m in member.modules()}
+        assert not {m for m in foreign if m.startswith("embens") and m != "embens.networks"}, case
+        mine = {p.data_ptr() for p in ensemble.parameters()}
+        assert not mine & {p.data_ptr() for p in member.parameters()}

@@ -1,0 +1,318 @@
+"""An ensemble is an ordinary module: everything that torch does with modules works."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ARCHITECTURES, Residual, Tokens
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import embens
+
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def vision() -> tuple[nn.Module, torch.Tensor]:
+    return Residual(), torch.randn(4, 3, 6, 6)
+
+
+def tabular() -> tuple[nn.Module, torch.Tensor]:
+    return mlp(), torch.randn(5, 3)
+
+
+def text() -> tuple[nn.Module, torch.Tensor]:
+    return Tokens(), torch.randint(11, (4, 5))
+
+
+FAMILIES = {
+    "independent regime": lambda r: embens.batch_ensemble(r, 3),
+    "collective regime": lambda r: embens.batch_ensemble(r, 3, p=0.8),
+    "mc dropout": lambda r: embens.mc_dropout(r, 3),
+    "last-layer dropout": lambda r: embens.last_layer_dropout(r, 3),
+    "independent": lambda r: embens.independent(r, 3),
+}
+everywhere = pytest.mark.parametrize("make", [tabular, vision, text])
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+def gradients(ensemble, run) -> list[torch.Tensor]:
+    ensemble.zero_grad()
+    run()
+    return [p.grad.clone() for p in ensemble.parameters()]
+
+
+def assert_same(a, b, tolerance: float = 1e-5) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+@everywhere
+@every_family
+def test_state_dict_round_trips_into_another_ensemble(make, family):
+    reference, x = make()
+    first, second = family(reference).eval(), family(reference).eval()
+    assert not torch.equal(first(x), second(x))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first(x), second(x))
+
+
+@everywhere
+@every_family
+def test_copies_and_pickles_are_equal_and_separate(make, family):
+    reference, x = make()
+    ensemble = family(reference).eval()
+    expected = ensemble(x).detach()
+    for twin in (copy.deepcopy(ensemble), pickle.loads(pickle.dumps(ensemble))):
+        assert torch.equal(twin(x), expected)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.zero_()
+        assert torch.equal(ensemble(x), expected)
+        target = torch.zeros(len(x), dtype=torch.long)
+        embens.objective(twin(x), target).backward()
+        assert all(p.grad is None for p in ensemble.parameters())
+
+
+@everywhere
+@every_family
+def test_dtype_and_device_move_everything(make, family):
+    reference, x = make()
+    ensemble = family(reference).eval()
+    expected = ensemble(x)
+    double = copy.deepcopy(ensemble).to(torch.float64)
+    outputs = double(x.double() if x.is_floating_point() else x)
+    assert outputs.dtype == torch.float64
+    torch.testing.assert_close(outputs.float(), expected, rtol=1e-4, atol=1e-5)
+    meta = copy.deepcopy(ensemble).to("meta")
+    assert all(t.device.type == "meta" for t in (*meta.parameters(), *meta.buffers()))
+    assert meta(x.to("meta")).shape == expected.shape
+
+
+@everywhere
+@every_family
+def test_autocast_gives_the_dtype_that_the_reference_gives(make, family):
+    reference, x = make()
+    ensemble = family(reference).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = ensemble(x)
+        assert outputs.dtype == reference(x).dtype == torch.bfloat16
+    torch.testing.assert_close(outputs.float(), ensemble(x), rtol=0.1, atol=0.1)
+    outputs.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in ensemble.parameters())
+
+
+def test_bfloat16_weights_stay_bfloat16_throughout():
+    ensemble = embens.batch_ensemble(mlp().bfloat16(), 3)
+    seen = []
+    for module in ensemble.modules():
+        module.register_forward_hook(lambda m, a, o: seen.append(o.dtype))
+    ensemble(torch.randn(5, 3, dtype=torch.bfloat16), chunk=1)
+    assert set(seen) == {torch.bfloat16}
+
+
+@everywhere
+@every_family
+def test_functional_call_uses_the_given_tensors(make, family):
+    reference, x = make()
+    ensemble, other = family(reference).eval(), family(reference).eval()
+    state = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    torch.testing.assert_close(torch.func.functional_call(ensemble, state, (x,)), other(x))
+    grads = torch.func.grad(
+        lambda p: torch.func.functional_call(ensemble, p, (x,)).square().sum()
+    )({k: v.detach() for k, v in ensemble.named_parameters()})
+    plain = gradients(ensemble, lambda: ensemble(x).square().sum().backward())
+    assert_same(grads.values(), plain, 1e-4)
+
+
+@everywhere
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_ensemble_can_be_checkpointed_as_a_whole(make, reentrant):
+    reference, x = make()
+    ensemble = embens.batch_ensemble(reference, 3).eval()
+    if reentrant:
+        if not x.is_floating_point():
+            pytest.skip("reentrant checkpoints need an input with a gradient")
+        x.requires_grad_()
+    plain = gradients(ensemble, lambda: ensemble(x).square().sum().backward())
+    again = gradients(
+        ensemble,
+        lambda: checkpoint(ensemble, x, use_reentrant=reentrant).square().sum().backward(),
+    )
+    assert_same(plain, again)
+
+
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@everywhere
+@every_family
+def test_the_whole_graph_compiles_forward_and_backward_with_any_gamma(make, family):
+    reference, x = make()
+    torch._dynamo.reset()
+    ensemble = family(reference).eval()
+    compiled = torch.compile(ensemble, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), ensemble(x), rtol=1e-4, atol=1e-5)
+    target = torch.zeros(len(x), dtype=torch.long)
+    for gamma in (None, 0.5, 2.0):
+        plain = gradients(
+            ensemble, lambda g=gamma: ensemble.objective(ensemble(x), target, gamma=g).backward()
+        )
+        fast = gradients(
+            ensemble, lambda g=gamma: ensemble.objective(compiled(x), target, gamma=g).backward()
+        )
+        assert_same(plain, fast, 1e-4)
+    plain = gradients(ensemble, lambda: ensemble(x).square().sum().backward())
+    fast = gradients(ensemble, lambda: compiled(x).square().sum().backward())
+    assert_same(plain, fast, 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_default_compiler_gives_the_same_numbers():
+    torch._dynamo.reset()
+    reference, x = tabular()
+    ensemble = embens.batch_ensemble(reference, 3)
+    compiled = torch.compile(ensemble, fullgraph=True)
+    target = torch.zeros(len(x), dtype=torch.long)
+    plain = gradients(ensemble, lambda: ensemble.objective(ensemble(x), target).backward())
+    fast = gradients(ensemble, lambda: ensemble.objective(compiled(x), target).backward())
+    assert_same(plain, fast)
+
+
+def test_objective_of_outputs_that_hide_their_ensemble_says_what_to_call():
+    outputs = torch.randn(3, 5, 2, requires_grad=True) * 2
+    with pytest.raises(ValueError, match=r"call ensemble.objective\(outputs, target\)"):
+        embens.objective(outputs, torch.zeros(5, dtype=torch.long))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@everywhere
+@every_family
+def test_it_exports_to_one_graph(make, family):
+    reference, x = make()
+    ensemble = family(reference).eval()
+    exported = torch.export.export(ensemble, (x,))
+    torch.testing.assert_close(exported.module()(x), ensemble(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_an_export_with_any_number_of_rows():
+    reference, x = tabular()
+    ensemble = embens.batch_ensemble(reference, 3).eval()
+    rows = torch.export.Dim("rows", min=2, max=1000)
+    exported = torch.export.export(ensemble, (x,), dynamic_shapes={"inputs": ({0: rows},)})
+    more = torch.randn(17, 3)
+    torch.testing.assert_close(exported.module()(more), ensemble(more))
+
+
+def test_an_export_leaves_the_ensemble_as_it_was():
+    reference, x = tabular()
+    ensemble = embens.batch_ensemble(reference, 3)
+    target = torch.zeros(5, dtype=torch.long)
+    before = gradients(ensemble, lambda: ensemble.objective(ensemble(x), target).backward())
+    torch.export.export(ensemble, (x,))
+    after = gradients(ensemble, lambda: ensemble.objective(ensemble(x), target).backward())
+    assert_same(before, after)
+    copy.deepcopy(ensemble)
+
+
+def test_train_and_eval_reach_every_module():
+    ensemble = embens.batch_ensemble(Residual(0.5), 3)
+    for mode in (True, False):
+        ensemble.train(mode)
+        assert {m.training for m in ensemble.modules()} == {mode}
+    assert embens.batch_ensemble(Residual().eval(), 3).training is False
+
+
+def test_channels_last_is_kept():
+    reference, x = vision()
+    x = x.to(memory_format=torch.channels_last)
+    ensemble = embens.batch_ensemble(reference.to(memory_format=torch.channels_last), 3).eval()
+    torch.testing.assert_close(ensemble(x)[1], ensemble.member(1)(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
+def test_shared_and_individual_parameters_are_all_parameters_and_none_twice(case):
+    ensemble = embens.batch_ensemble(case.build(), 3)
+    shared = [id(p) for p in ensemble.shared_parameters()]
+    individual = [id(p) for p in ensemble.individual_parameters()]
+    assert sorted(shared + individual) == sorted(id(p) for p in ensemble.parameters())
+    groups = ensemble.parameter_groups(lr=0.1, modulation_lr=0.5)
+    assert [g["lr"] for g in groups] == [0.1, 0.5]
+    assert [g["weight_decay"] for g in groups] == [5e-4, 0.0]
+    torch.optim.SGD(groups).step()
+
+
+WORKER = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+sys.path.insert(0, sys.argv[1])
+from cases import Residual
+import embens
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+reference = torch.nn.Sequential(
+    torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(),
+    torch.nn.Linear(8, 2))
+x, y = torch.randn(8, 3), torch.randint(2, (8,))
+for family in (embens.batch_ensemble, embens.last_layer_dropout, embens.independent):
+    ensemble = family(reference, 3, generator=torch.Generator().manual_seed(1))
+    wrapped = DistributedDataParallel(ensemble)
+    rows = slice(rank * 4, rank * 4 + 4)
+    ensemble.objective(wrapped(x[rows]), y[rows], gamma=2.0).backward()
+    split = [p.grad.clone() for p in ensemble.parameters()]
+    ensemble.zero_grad()
+    embens.objective(wrapped(x[rows]), y[rows], gamma=2.0).backward()
+    for a, p in zip(split, ensemble.parameters()):
+        torch.testing.assert_close(a, p.grad)
+    ensemble.zero_grad()
+    ensemble.objective(ensemble(x), y, gamma=2.0).backward()
+    for a, p in zip(split, ensemble.parameters()):
+        torch.testing.assert_close(a, p.grad)
+dist.barrier()
+dist.destroy_process_group()
+print("agreed")
+"""
+
+
+def test_two_processes_under_ddp_have_the_gradients_of_one(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run(
+        [*command, str(script), os.path.dirname(__file__)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("agreed") == 2
+
+
+def test_the_repr_shows_laws_and_sites():
+    text = repr(embens.batch_ensemble(mlp(), 3, p=0.5))
+    assert "Shifted(p=0.5)" in text
+    assert "members=3" in text
+    assert "batch_ensemble" in text
+
+
+def test_an_objective_without_gradients_is_the_mean_loss():
+    reference, x = tabular()
+    ensemble = embens.batch_ensemble(reference, 3)
+    target = torch.zeros(5, dtype=torch.long)
+    with torch.no_grad():
+        value = embens.objective(ensemble(x), target)
+    losses = [F.cross_entropy(o, target) for o in ensemble(x)]
+    torch.testing.assert_close(value, torch.stack(losses).mean().detach())

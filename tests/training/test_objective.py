@@ -1,0 +1,321 @@
+"""The objective against a naive loop over members, for every family, gamma and criterion."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import embens
+from embens import laws
+from embens.training import objective
+from embens.training.objective import objective_of
+
+MEMBERS, ROWS, CLASSES = 4, 12, 3
+
+
+def make_reference(dtype: torch.dtype = torch.float64, outputs: int = CLASSES) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, outputs)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+FAMILIES = {
+    "independent regime": lambda net: embens.batch_ensemble(net, MEMBERS),
+    "collective regime": lambda net: embens.batch_ensemble(net, MEMBERS, p=0.9),
+    "fixed masks": lambda net: embens.mc_dropout(net, MEMBERS),
+    "fresh masks": lambda net: embens.mc_dropout(net, MEMBERS, fresh=True),
+    "last layer": lambda net: embens.last_layer_dropout(net, MEMBERS),
+    "trainable last layer": lambda net: embens.last_layer_dropout(net, MEMBERS, trainable=True),
+    "independent networks": lambda net: embens.independent(net, MEMBERS),
+    "only pre": lambda net: embens.embed(net, MEMBERS, pre=laws.Rademacher(), post=None),
+}
+GAMMAS = {"number": 2.5, "zero": 0, "callable": lambda m: m / 3, "natural": None}
+
+
+def gamma_value(ensemble: embens.EmbeddedEnsemble, gamma: object) -> float:
+    if gamma is None:
+        return ensemble.natural_gamma
+    return gamma(ensemble.members) if callable(gamma) else float(gamma)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (ROWS,), generator=generator)
+
+
+def run(ensemble: nn.Module, x: Tensor, **kwargs: str) -> Tensor:
+    """Run with the same fresh masks every time."""
+    torch.manual_seed(7)
+    return ensemble(x, **kwargs)
+
+
+def gradients(ensemble: nn.Module) -> dict[str, Tensor]:
+    found = {n: p.grad for n, p in ensemble.named_parameters() if p.grad is not None}
+    ensemble.zero_grad()
+    return found
+
+
+def naive(ensemble, loss_of_member, gamma) -> dict[str, Tensor]:
+    """Return each parameter's gradient from a loop over members with ordinary losses."""
+    factor = gamma_value(ensemble, gamma) / ensemble.members
+    individual = {id(p) for p in ensemble.individual_parameters()}
+    names, parameters = zip(*ensemble.named_parameters(), strict=True)
+    total = {name: torch.zeros_like(p) for name, p in ensemble.named_parameters()}
+    for a in range(ensemble.members):
+        found = torch.autograd.grad(loss_of_member(a), parameters, allow_unused=True)
+        for name, parameter, gradient in zip(names, parameters, found, strict=True):
+            if gradient is not None:
+                own = id(parameter) in individual
+                total[name] += gradient if own else factor * gradient
+    return total
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("gamma", GAMMAS.values(), ids=GAMMAS.keys())
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+def test_every_parameter_has_the_gradient_of_a_naive_loop(family, gamma, data):
+    x, y = data
+    ensemble = family(make_reference())
+    loss = objective(run(ensemble, x), y, gamma=gamma)
+    loss.backward()
+    expected = naive(ensemble, lambda a: F.cross_entropy(run(ensemble, x)[a], y), gamma)
+    assert_same(gradients(ensemble), expected)
+    losses = [F.cross_entropy(output, y) for output in run(ensemble, x)]
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+def test_chunks_accumulate_the_same_gradient(family, chunk, data):
+    x, y = data
+    ensemble = family(make_reference())
+    torch.manual_seed(7)
+    value = ensemble.backward(x, y, gamma=2.5, chunk=chunk)
+    expected = naive(ensemble, lambda a: F.cross_entropy(run(ensemble, x)[a], y), 2.5)
+    assert_same(gradients(ensemble), expected)
+    torch.testing.assert_close(value, objective(run(ensemble, x), y).detach())
+
+
+def gaussian_nll(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.gaussian_nll_loss(outputs[:, 0], target, outputs[:, 1].exp())
+
+
+WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+CRITERIA = {
+    "class weights": (partial(F.cross_entropy, weight=WEIGHT), "classes"),
+    "class weights module": (nn.CrossEntropyLoss(weight=WEIGHT), "classes"),
+    "label smoothing": (partial(F.cross_entropy, label_smoothing=0.1), "classes"),
+    "ignored labels": (partial(F.cross_entropy, ignore_index=1), "classes"),
+    "one loss per sample": (partial(F.cross_entropy, reduction="none"), "classes"),
+    "summed": (partial(F.cross_entropy, reduction="sum"), "classes"),
+    "mean squares": (lambda f, y: F.mse_loss(f[:, 0], y), "numbers"),
+    "gaussian": (gaussian_nll, "numbers"),
+    "a user's own": (lambda f, y: (f.sum(1) - y).abs().pow(1.5), "numbers"),
+}
+
+
+@pytest.mark.parametrize(("criterion", "kind"), CRITERIA.values(), ids=CRITERIA.keys())
+def test_any_criterion_is_used_member_by_member(criterion, kind, data):
+    x, classes = data
+    y = classes if kind == "classes" else x.sum(1)
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS, p=0.5)
+    loss = objective(ensemble(x), y, criterion=criterion, gamma=3)
+    loss.backward()
+    expected = naive(ensemble, lambda a: criterion(ensemble(x)[a], y).mean(), 3)
+    assert_same(gradients(ensemble), expected)
+    torch.testing.assert_close(
+        loss, torch.stack([criterion(o, y).mean() for o in ensemble(x)]).mean()
+    )
+    ensemble.backward(x, y, criterion=criterion, gamma=3, chunk=2)
+    assert_same(gradients(ensemble), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+def test_members_can_have_batches_of_their_own(family, data):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(MEMBERS, 6, 5, generator=generator, dtype=torch.float64)
+    y = torch.randint(CLASSES, (MEMBERS, 6), generator=generator)
+    ensemble = family(make_reference())
+    objective(run(ensemble, x, batch="own"), y, batch="own", gamma=2).backward()
+    expected = naive(ensemble, lambda a: F.cross_entropy(run(ensemble, x, batch="own")[a], y[a]), 2)
+    assert_same(gradients(ensemble), expected)
+
+
+@pytest.mark.parametrize("rows", [12, 10, 5])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+def test_members_can_split_a_batch(family, rows, data):
+    x, y = data[0][:rows], data[1][:rows]
+    ensemble = family(make_reference())
+
+    def loss(a: int) -> Tensor:
+        return F.cross_entropy(run(ensemble, x, batch="split")[a::MEMBERS], y[a::MEMBERS])
+
+    value = objective(run(ensemble, x, batch="split"), y, batch="split", gamma=2)
+    value.backward()
+    assert_same(gradients(ensemble), naive(ensemble, loss, 2))
+    torch.testing.assert_close(value, torch.stack([loss(a) for a in range(MEMBERS)]).mean())
+
+
+def test_members_without_rows_in_a_split_batch_get_no_gradient(data):
+    x, y = data[0][:2], data[1][:2]
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
+    loss = objective(ensemble(x, batch="split"), y, batch="split")
+    loss.backward()
+    rows = [F.cross_entropy(ensemble(x)[a, a], y[a]) for a in range(2)]
+    torch.testing.assert_close(loss, torch.stack(rows).mean())
+    for parameter in ensemble.individual_parameters():
+        assert parameter.grad[:2].abs().sum() > 0
+        assert not parameter.grad[2:].any()
+
+
+def test_the_loss_of_the_mean_takes_the_place_of_every_members_loss(data):
+    x, y = data
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS, p=0.5)
+    loss = objective(ensemble(x), y, of="mean", gamma=2)
+    loss.backward()
+    torch.testing.assert_close(loss, F.cross_entropy(ensemble(x).mean(0), y))
+    outputs = ensemble(x)
+    mean = outputs.mean(0).detach().requires_grad_()
+    (slope,) = torch.autograd.grad(F.cross_entropy(mean, y), mean)
+    expected = naive(ensemble, lambda a: (ensemble(x)[a] * slope).sum(), 2)
+    assert_same(gradients(ensemble), expected)
+
+
+def test_gradients_accumulate_over_batches(data):
+    x, y = data
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
+    objective(ensemble(x), y, gamma=2).backward()
+    whole = gradients(ensemble)
+    for part in (slice(0, 6), slice(6, 12)):
+        (objective(ensemble(x[part]), y[part], gamma=2) / 2).backward()
+    assert_same(gradients(ensemble), whole)
+
+
+def test_gradients_can_be_clipped(data):
+    x, y = data
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
+    expected = naive(ensemble, lambda a: F.cross_entropy(ensemble(x)[a], y), 2)
+    norm = torch.stack([g.norm() for g in expected.values()]).norm()
+    objective(ensemble(x), y, gamma=2).backward()
+    found = nn.utils.clip_grad_norm_(ensemble.parameters(), 0.1 * float(norm))
+    torch.testing.assert_close(found, norm)
+    clipped = gradients(ensemble)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(clipped[name], 0.1 * gradient, rtol=1e-4, atol=1e-9)
+
+
+def test_a_gradient_scaler_under_autocast_gives_the_same_gradient(data):
+    x, y = data[0].float(), data[1]
+    ensemble = embens.batch_ensemble(make_reference(torch.float32), MEMBERS)
+    optimiser = torch.optim.SGD(ensemble.parameter_groups(lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = ensemble(x)
+        assert outputs.dtype == torch.bfloat16
+        return objective(outputs.float(), y, gamma=2)
+
+    loss().backward()
+    plain = gradients(ensemble)
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimiser)
+    for name, parameter in ensemble.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain[name], rtol=1e-5, atol=1e-7)
+    before = {n: p.detach().clone() for n, p in ensemble.named_parameters()}
+    scaler.step(optimiser)
+    scaler.update()
+    assert all((p != before[n]).any() for n, p in ensemble.named_parameters())
+    expected = naive(ensemble, lambda a: F.cross_entropy(ensemble(x)[a], y), 2)
+    loss().backward()  # in bfloat16 the gradient is right to about a percent
+    found, exact = (
+        torch.cat([g.flatten() for g in group.values()])
+        for group in (gradients(ensemble), expected)
+    )
+    assert (found - exact).norm() < 0.05 * exact.norm()
+
+
+def test_a_penalty_is_not_scaled_by_gamma(data):
+    x, y = data
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
+    objective(ensemble(x), y, gamma=2).backward()
+    expected = gradients(ensemble)
+    penalty = sum(p.square().sum() for p in ensemble.parameters())
+    (objective(ensemble(x), y, gamma=2) + 0.5 * penalty).backward()
+    found = gradients(ensemble)
+    for name, parameter in ensemble.named_parameters():
+        expected[name] += parameter.detach()
+    assert_same(found, expected)
+
+
+def test_two_gammas_in_one_backward_pass_are_an_error(data):
+    x, y = data
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
+    outputs = ensemble(x)
+    both = objective(outputs, y, gamma=1) + objective(outputs, y, gamma=2)
+    with pytest.raises(RuntimeError, match="two gradient scales"):
+        both.backward()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda o: o[:, :6], lambda o: o.float(), lambda o: o * 2 + 1, lambda o: o.clone()],
+    ids=["sliced", "cast", "scaled", "cloned"],
+)
+def test_outputs_may_be_changed_before_the_objective(change, data):
+    x, y = data
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
+    target = y[: change(ensemble(x)).shape[1]]
+    objective(change(ensemble(x)), target, gamma=2).backward()
+    expected = naive(ensemble, lambda a: F.cross_entropy(change(ensemble(x))[a], target), 2)
+    found = gradients(ensemble)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_outputs_of_another_network_are_an_error_that_says_what_to_call(data):
+    outputs = torch.zeros(2, 3, CLASSES, requires_grad=True)
+    with pytest.raises(ValueError, match=r"call ensemble\.objective"):
+        objective(outputs, torch.zeros(3, dtype=torch.int64))
+
+
+def test_without_gradients_the_value_is_the_same(data):
+    x, y = data
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
+    with torch.no_grad():
+        value = objective(ensemble(x), y)
+    torch.testing.assert_close(value, objective(ensemble(x), y).detach())
+    split = ensemble(x, batch="split").detach()
+    with pytest.raises(ValueError, match=r"call ensemble\.objective"):
+        objective(split, y, batch="split")
+    found = objective_of(ensemble, split, y, F.cross_entropy, None, "split")
+    torch.testing.assert_close(found, objective(ensemble(x, batch="split"), y, batch="split"))
+
+
+def test_wrong_options_say_what_is_expected(data):
+    x, y = data
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
+    outputs = ensemble(x)
+    with pytest.raises(ValueError, match="batch: unknown 'spilt'; did you mean 'split'"):
+        objective(outputs, y, batch="spilt")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="of: unknown 'means'; did you mean 'mean'"):
+        objective(outputs, y, of="means")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="of='mean' needs outputs of all members"):
+        objective(outputs, y, batch="own", of="mean")
+    with pytest.raises(ValueError, match=r"expects a target of shape \(4, batch, …\)"):
+        objective(outputs, y, batch="own")
+    with pytest.raises(ValueError, match="gamma must be finite"):
+        objective(outputs, y, gamma=-1)
+    with pytest.raises(TypeError, match="gamma must be a number"):
+        objective(outputs, y, gamma="natural")  # type: ignore[arg-type]
