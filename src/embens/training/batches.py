@@ -196,7 +196,7 @@ def _rows_of(data: Any, name: str) -> tuple[Callable[[Tensor], Sequence[Any]], i
             shapes = ", ".join(str(tuple(t.shape)) for t in data)
             raise ValueError(f"{name}: expected as many inputs as targets; got shapes {shapes}")
         fetch = _fetch_tensors(data)
-    elif isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    elif isinstance(data, Dataset) or _is_map(data):
         rows = len(data)  # type: ignore[arg-type]
         fetch = _fetch_items(data)
     else:
@@ -206,6 +206,15 @@ def _rows_of(data: Any, name: str) -> tuple[Callable[[Tensor], Sequence[Any]], i
     if rows == 0:
         raise ValueError(f"{name}: expected at least one sample; got none")
     return fetch, rows
+
+
+def _is_map(data: Any) -> bool:
+    """Return whether an object, not derived from torch's ``Dataset``, can be used like one."""
+    return (
+        hasattr(data, "__getitem__")
+        and hasattr(data, "__len__")
+        and not isinstance(data, (Tensor, dict, str))
+    )
 
 
 def _fetch_tensors(tensors: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Any]]:

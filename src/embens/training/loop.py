@@ -77,9 +77,8 @@ def fit(
         epochs: how many.
         batch_size: samples in a step, in all processes together; a loader has its own.
         lr: rate of the shared parameters. With an optimiser that cancels the gradient's scale
-            (Adam) it is multiplied by :math:`\gamma/\sqrt{\gamma^*}`, where :math:`\gamma^*` is
-            the natural scale, which keeps the meaning of gamma: see
-            :mod:`embens.training.rates`.
+            (Adam) it is multiplied by :math:`\gamma/\gamma^*`, where :math:`\gamma^*` is the
+            natural scale, which keeps the meaning of gamma: see :mod:`embens.training.rates`.
         modulation_lr: rate of the individual parameters; None: ``lr``.
         weight_decay: of the shared parameters.
         modulation_weight_decay: of the individual parameters.
@@ -92,8 +91,8 @@ def fit(
         optimiser: a function from parameter groups to an optimiser, such as
             ``torch.optim.AdamW``; None: SGD with momentum 0.9.
         schedule: a function from the optimiser to a torch scheduler, which makes a step after each
-            epoch; None: the paper's, constant for half the epochs, then linearly to 1 %
-            (``linear_decay``).
+            epoch (``ReduceLROnPlateau`` by the metric; choose its mode for it); None: the
+            paper's, constant for half the epochs, then linearly to 1 % (``linear_decay``).
         metric: what is best on the validation data: "accuracy" (of the ensemble), "loss" (mean of
             the members'), or a function of ``(outputs, target)`` such as ``embens.metrics.nll``;
             None: "accuracy" for classes, otherwise "loss".

@@ -2,28 +2,25 @@ r"""Rates: the paper's schedule, and what :math:`\gamma` means to an optimiser t
 
 **Scale-free optimisers.** Adam, RMSprop, Adagrad, Lion and the like take the same step for
 :math:`G` and for :math:`cG`, so a constant :math:`\gamma(M)/M` in the gradient of the shared
-parameters does nothing. What :math:`\gamma` is for can still be had. Let the members' gradients
-:math:`g_a` have the same size and the pairwise cosine :math:`r`, so that
-:math:`\gamma^* = M/(1+(M-1)r)` is the natural scale. SGD changes the loss of one member by
+parameters does nothing. With SGD it is a factor of their rate: where the members' gradients
+:math:`g_a` have the same size and the pairwise cosine :math:`r`, a step changes a member's loss by
 
 .. math::
     -\eta \frac{\gamma}{M} \Big\langle g_a, \sum_b g_b \Big\rangle
-    = -\eta \frac{\gamma}{\gamma^*} |g|^2 ,
+    = -\eta \frac{\gamma}{\gamma^*} |g|^2, \qquad \gamma^* = \frac{M}{1 + (M-1) r} ,
 
-which for :math:`\gamma = \gamma^*` is what it does to the reference network. A scale-free step
-has the length :math:`\eta`, not :math:`\eta|G|`, and changes it by
+that is, :math:`\gamma` sets the pace :math:`\gamma/\gamma^*` relative to the natural one. So it
+does with a scale-free optimiser if the rate of the shared parameters is
+:math:`\eta\,\gamma/\gamma^*`: the rate as it was given for the natural :math:`\gamma` (and for
+None), :math:`\eta/M` for :math:`\gamma = 1` and independent members, nothing for 0.
+:func:`embens.fit` does this. In a loop of one's own nobody can know the optimiser, and a ``gamma``
+passed to the objective has no effect there: multiply the ``lr`` of the shared group by
+:func:`shared_rate_factor`.
 
-.. math::
-    -\eta \Big\langle g_a, \frac{\sum_b g_b}{|\sum_b g_b|} \Big\rangle
-    = -\eta \frac{|g|}{\sqrt{\gamma^*}} ,
-
-less than the reference's :math:`-\eta |g|`. The rate :math:`\eta\,\gamma/\sqrt{\gamma^*}` for the
-shared parameters therefore makes :math:`\gamma` mean the same to both: members learn at
-:math:`\gamma/\gamma^*` times the pace of the reference network with the rate :math:`\eta`. That is
-:math:`\eta\sqrt M` for independent members with the natural :math:`\gamma`, and :math:`\eta` for
-members that are all alike. :func:`embens.fit` does this; in a loop of one's own, where nobody can
-know the optimiser, multiply the ``lr`` of the shared group by :func:`shared_rate_factor`. Decay
-that is decoupled from the gradient (AdamW) goes with the rate.
+What is not restored is the natural pace itself. A step of given size serves all members at once,
+so each learns more slowly than the reference would with the same rate, by a factor between
+:math:`1/\sqrt{\gamma^*}` (gradients alike in size everywhere) and 1 (each weight matters to few
+members). Decay that is decoupled from the gradient (AdamW) goes with the rate.
 """
 
 from __future__ import annotations
@@ -75,10 +72,9 @@ def sgd(groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def shared_rate_factor(ensemble: EmbeddedEnsemble, gamma: Gamma = None) -> float:
-    r"""Return :math:`\gamma/\sqrt{\gamma^*}`, for the shared rate of a scale-free optimiser."""
-    natural = ensemble.natural_gamma
-    members = ensemble.members
-    return gradient.gradient_factor(gamma, members, natural) * members / natural**0.5
+    r"""Return :math:`\gamma/\gamma^*`, for the shared rate of a scale-free optimiser."""
+    natural, members = ensemble.natural_gamma, ensemble.members
+    return gradient.gradient_factor(gamma, members, natural) * members / natural
 
 
 def is_scale_free(optimiser: Optimiser) -> bool:
@@ -86,12 +82,12 @@ def is_scale_free(optimiser: Optimiser) -> bool:
 
     It is tried on a small parameter, so that optimisers from elsewhere are known as well.
     """
-    short, long = _displacement(optimiser, 1.0), _displacement(optimiser, 8.0)
+    short, long = _last_step(optimiser, 1.0), _last_step(optimiser, 8.0)
     size = float(short.norm())
     return size > 0 and float((long - short).norm()) < 0.01 * size
 
 
-def _displacement(optimiser: Optimiser, scale: float) -> torch.Tensor:
+def _last_step(optimiser: Optimiser, scale: float) -> torch.Tensor:
     start = torch.linspace(1.0, 2.0, 6).reshape(2, 3)
     parameter = torch.nn.Parameter(start.clone())
     trial = optimiser([{"params": [parameter], "lr": 0.01, "weight_decay": 0.0}])
@@ -100,7 +96,9 @@ def _displacement(optimiser: Optimiser, scale: float) -> torch.Tensor:
             "optimiser: expected a function from parameter groups to a torch optimiser, like "
             f"torch.optim.Adam or partial(torch.optim.SGD, momentum=0.9); got {trial!r} from it"
         )
-    for turn in range(3):
+    before = start
+    for turn in range(10):  # some optimisers begin with a few steps of another kind
+        before = parameter.detach().clone()
         parameter.grad = scale * torch.cos(start * (3.0 + turn) * 2)
         try:
             trial.step()
@@ -109,4 +107,4 @@ def _displacement(optimiser: Optimiser, scale: float) -> torch.Tensor:
                 f"optimiser: {type(trial).__name__} can't take plain steps ({error}); "
                 "optimisers that need a closure are for a loop of your own"
             ) from None
-    return (parameter - start).detach()
+    return parameter.detach() - before

@@ -1,0 +1,45 @@
+"""A small problem that trains in a moment, for the tests of the loop."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import embens
+
+ROWS = 60
+
+
+def data(rows: int = ROWS, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 4, generator=generator)
+    return x, ((x[:, 0] + x[:, 1] > 0).long() + (x[:, 2] > 0.5).long())
+
+
+def reference(outputs: int = 3, dropout: float = 0.0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(dropout)),
+            *(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, outputs)),
+        )
+
+
+def ensemble(members: int = 3, p: float = 0.0, **kwargs) -> embens.EmbeddedEnsemble:
+    generator = torch.Generator().manual_seed(1)
+    return embens.batch_ensemble(reference(**kwargs), members, p=p, generator=generator)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def without_time(history) -> list[dict]:
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in history.epochs]
+    return rows + history.members

@@ -1,0 +1,326 @@
+"""Checkpoints: a run that is stopped anywhere ends as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import optim
+from torch.utils.data import DataLoader, TensorDataset
+from training import problem
+
+import embens
+from embens.training import fit
+from embens.training.checkpoint import Checkpoints, pack, read, unpack
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping(after: int):
+    """Return a criterion that stops the run at some call."""
+    calls = []
+
+    def criterion(outputs, target):
+        calls.append(1)
+        if len(calls) > after:
+            raise Stop
+        return torch.nn.functional.cross_entropy(outputs, target)
+
+    criterion.__module__, criterion.__qualname__ = "torch.nn.functional", "cross_entropy"
+    return criterion
+
+
+def make() -> embens.EmbeddedEnsemble:
+    net = problem.reference(dropout=0.3)
+    generator = torch.Generator().manual_seed(1)
+    return embens.embed(net, 3, generator=generator)
+
+
+SETTINGS = {"epochs": 4, "batch_size": 16, "lr": 0.05}
+RUNS = {
+    "sgd": {},
+    "validation": {"validation": problem.data(20, 5), "patience": 3},
+    "adam": {"optimiser": optim.Adam, "lr": 1e-3},
+    "milestones": {"schedule": partial(optim.lr_scheduler.MultiStepLR, milestones=[1, 2])},
+    "plateau": {"schedule": partial(optim.lr_scheduler.ReduceLROnPlateau, patience=0)},
+    "cosine": {"schedule": partial(optim.lr_scheduler.CosineAnnealingLR, T_max=4)},
+    "own batches": {"batch": "own"},
+    "chunks": {"chunk": 2},
+    "data set": {"train": list(zip(*problem.data(), strict=True))},
+}
+
+
+@pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS.keys())
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(options, every, tmp_path):
+    options = {"train": problem.data(), **SETTINGS, **options}
+    if isinstance(options["train"], list):
+        options["train"] = _Items(options["train"])
+    whole = make()
+    expected = fit(whole, checkpoint=tmp_path / "whole", every=every, **options)
+    for moment in (1, 20, 31, 40):  # calls of the criterion: three for each of 16 steps
+        folder = tmp_path / str(moment)
+        with pytest.raises(Stop):
+            fit(make(), criterion=stopping(moment), checkpoint=folder, every=every, **options)
+        again = make()
+        found = fit(again, checkpoint=folder, every=every, **options)
+        problem.assert_equal(problem.weights(again), problem.weights(whole))
+        assert repr(problem.without_time(found)) == repr(problem.without_time(expected))
+        assert found.best_epoch == expected.best_epoch
+
+
+class _Items:
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        return self.items[i]
+
+
+def test_a_loader_goes_on_from_its_last_epoch(tmp_path):
+    def loader():
+        generator = torch.Generator().manual_seed(3)
+        dataset = TensorDataset(*problem.data())
+        return DataLoader(dataset, 16, shuffle=True, generator=generator)
+
+    whole, again = make(), make()
+    fit(whole, loader(), epochs=4)
+    with pytest.raises(Stop):
+        fit(make(), loader(), epochs=4, criterion=stopping(31), checkpoint=tmp_path, every=1)
+    assert {path.name[5:15] for path in tmp_path.iterdir()} == {"0000000004", "0000000008"}
+    fit(again, loader(), epochs=4, checkpoint=tmp_path, every=1)
+    problem.assert_equal(problem.weights(again), problem.weights(whole))
+
+
+def test_a_run_that_is_done_is_not_done_again(tmp_path):
+    first, second = make(), make()
+    options = {**SETTINGS, "checkpoint": tmp_path, "validation": problem.data(20, 5)}
+    expected = fit(first, problem.data(), **options)
+    found = fit(second, problem.data(), criterion=stopping(0), **options)
+    problem.assert_equal(problem.weights(first), problem.weights(second))
+    assert found == expected
+
+
+def test_two_files_are_kept_and_leftovers_removed(tmp_path):
+    leftover = tmp_path / ".step-0000000001-0123456789abcdef.safetensors.abc"
+    leftover.write_bytes(b"half")
+    other = tmp_path / "notes.txt"
+    other.write_text("not ours")
+    fit(make(), problem.data(), **SETTINGS, checkpoint=tmp_path, every=3)
+    names = sorted(path.name[:15] for path in tmp_path.glob("step-*"))
+    assert names == ["step-0000000015", "step-0000000016"]
+    assert sorted(p.name for p in tmp_path.iterdir() if "step" not in p.name) == ["notes.txt"]
+
+
+def stopped_run(folder: Path) -> list[Path]:
+    with pytest.raises(Stop):
+        fit(
+            *(make(), problem.data()),
+            **SETTINGS,
+            criterion=stopping(31),
+            checkpoint=folder,
+            every=3,
+        )
+    return sorted(folder.iterdir())
+
+
+def damage_end(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_middle(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [damage_end, damage_middle, empty])
+def test_a_damaged_file_is_refused_and_the_one_before_is_used(damage, tmp_path):
+    whole, again = make(), make()
+    fit(whole, problem.data(), **SETTINGS)
+    _, last = stopped_run(tmp_path)
+    damage(last)
+    with pytest.warns(UserWarning, match=f"refused: {last.name} is damaged or half-written"):
+        fit(again, problem.data(), **SETTINGS, checkpoint=tmp_path, every=3)
+    problem.assert_equal(problem.weights(again), problem.weights(whole))
+
+
+def test_foreign_files_are_refused_with_a_reason(tmp_path):
+    import hashlib
+
+    def place(step: int, tensors: dict, metadata: dict | None) -> None:
+        save_file(tensors, tmp_path / "new", metadata)
+        content = (tmp_path / "new").read_bytes()
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        (tmp_path / "new").rename(tmp_path / f"step-{step:010d}-{digest}.safetensors")
+
+    problem_text = {"format": "embens checkpoint", "version": 99}
+    torch_file = tmp_path / "step-0000000099-0123456789abcdef.safetensors"
+    torch.save({"a": 1}, torch_file)
+    place(98, {"a": torch.zeros(2)}, None)
+    place(97, {"a": torch.zeros(2)}, {"embens": json.dumps(problem_text)})
+    place(96, {"a": torch.zeros(2)}, {"embens": json.dumps({**problem_text, "version": 1})})
+    place(95, {"a": torch.zeros(2)}, {"embens": "{"})
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    whole, again = make(), make()
+    fit(whole, problem.data(), **SETTINGS)
+    with pytest.warns(UserWarning) as caught:
+        fit(again, problem.data(), **SETTINGS, checkpoint=tmp_path)
+    messages = [str(w.message) for w in caught]
+    expected = [
+        "another checksum",
+        "not a checkpoint of embens",
+        "format version 99, this embens reads 1",
+        "damaged header: KeyError",
+        "damaged header: JSONDecodeError",
+        "does not have a name that a checkpoint has",
+    ]
+    assert [any(e in m for m in messages) for e in expected] == [True] * 6
+    problem.assert_equal(problem.weights(again), problem.weights(whole))
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": 0.04}, "lr was 0.05, now it is 0.04"),
+        ({"epochs": 5}, "epochs was 4, now it is 5"),
+        ({"seed": 1}, "seed was 0, now it is 1"),
+        ({"gamma": 2}, "gamma was 3.0, now it is 2.0"),
+        ({"optimiser": optim.AdamW}, 'optimiser was {"name": "SGD"'),
+        ({"criterion": torch.nn.CrossEntropyLoss()}, 'criterion was "torch.nn.functional'),
+        ({"train": problem.data(50)}, "batches or rows was 60, now it is 50"),
+        ({"ensemble": problem.ensemble(members=4)}, "members was 3, now it is 4"),
+    ],
+)
+def test_a_checkpoint_of_a_different_run_is_an_error(change, message, tmp_path):
+    stopped_run(tmp_path)
+    options = {"ensemble": make(), "train": problem.data(), **SETTINGS, **change}
+    with pytest.raises(ValueError, match=message):
+        fit(**options, checkpoint=tmp_path)
+    wider = embens.embed(torch.nn.Sequential(*problem.reference()[:4]), 3)
+    with pytest.raises(ValueError, match="is of a different run"):
+        fit(wider, problem.data(), **SETTINGS, checkpoint=tmp_path)
+
+
+def test_a_file_in_place_of_the_folder_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="expected a folder"):
+        fit(make(), problem.data(), epochs=1, checkpoint=tmp_path / "file")
+
+
+def test_states_are_packed_without_loss():
+    tree = {
+        "a": [1, 2.5, "b", None, True, float("inf"), 0.1 + 0.2],
+        3: (torch.arange(3), {"x": torch.zeros(2, dtype=torch.bfloat16)}),
+        "c": Counter({1: 2}),
+        "d": [],
+        "e": torch.float64,
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    found = unpack(json.loads(json.dumps(pack(tree, tensors))), tensors)
+    assert repr(found) == repr(tree)
+    with pytest.raises(TypeError, match="no function"):
+        pack({"f": pack}, {})
+    with pytest.raises(KeyError):
+        unpack({"dtype": "save"}, {})
+
+
+def test_a_checkpoint_holds_tensors_and_json_alone(tmp_path):
+    path = Checkpoints(tmp_path, {"a": 1}).save(7, {"x": torch.ones(3), "y": [1, "z"]})
+    assert list(load_file(path).values())[0].tolist() == [1, 1, 1]
+    content = read(path)
+    assert content["run"] == {"a": 1}
+    assert content["state"]["y"] == [1, "z"]
+
+
+SCRIPT = """
+import sys, time
+import torch
+from training import problem
+import embens
+from embens.training import fit
+
+torch.set_num_threads(1)
+folder, result = sys.argv[1:]
+net = problem.reference(dropout=0.3)
+ensemble = embens.embed(net, 3, generator=torch.Generator().manual_seed(1))
+print("ready", flush=True)
+history = fit(ensemble, problem.data(), problem.data(20, 5), epochs=60, batch_size=16, lr=0.05,
+              checkpoint=folder, every=7)
+rows = [[r["loss"], r["validation_loss"], r["correlation"]] for r in history.epochs]
+torch.save({"model": ensemble.state_dict(), "rows": torch.tensor(rows)}, result)
+"""
+
+
+def start(folder: Path, result: Path) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(result)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen) -> None:
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is no SIGKILL")
+def test_a_run_killed_at_any_moment_and_started_again_gives_the_same_bits(tmp_path):
+    whole = start(tmp_path / "whole", tmp_path / "whole.pt")
+    folder, result = tmp_path / "killed", tmp_path / "killed.pt"
+    kills = 0
+    for delay in (0.03, 0.11, 0.23, 0.37):
+        process = start(folder, result)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(delay)
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    last = start(folder, result)
+    finish(last)
+    finish(whole)
+    assert kills >= 2
+    expected, found = torch.load(tmp_path / "whole.pt"), torch.load(result)
+    problem.assert_equal(found["model"], expected["model"])
+    assert torch.equal(found["rows"].nan_to_num(-9), expected["rows"].nan_to_num(-9))
+    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
+
+
+def test_killing_between_any_two_files_leaves_a_good_one(tmp_path):
+    """At every moment the folder holds a whole checkpoint: whatever is left of it, the run ends."""
+    whole = make()
+    fit(whole, problem.data(), **SETTINGS)
+    stopped_run(tmp_path / "both")
+    for keep in ([0], [1], []):
+        folder = tmp_path / f"keep{keep}"
+        folder.mkdir()
+        files = sorted((tmp_path / "both").iterdir())
+        for index in keep:
+            shutil.copy(files[index], folder)
+        again = make()
+        fit(again, problem.data(), **SETTINGS, checkpoint=folder, every=3)
+        problem.assert_equal(problem.weights(again), problem.weights(whole))

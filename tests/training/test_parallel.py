@@ -1,0 +1,99 @@
+"""Two gloo processes give what one process gives with the joint batch, to rounding."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="there is no gloo"
+)
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from training import problem
+import embens
+from embens.training import fit
+
+torch.set_num_threads(1)
+folder = sys.argv[1]
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+results = {}
+
+
+def trained(name, ensemble, **options):
+    if rank:  # only the first process has the right weights to begin with
+        with torch.no_grad():
+            for parameter in ensemble.parameters():
+                parameter.add_(1.0)
+    history = fit(ensemble, problem.data(65), problem.data(20, 5), epochs=3, batch_size=16, lr=0.05,
+                  keep="last", **options)
+    columns = ("loss", "ensemble_accuracy", "correlation", "validation_loss",
+               "gradient_norm_shared", "gradient_norm_individual")
+    rows = torch.tensor([[row[c] for c in columns] for row in history.epochs])
+    results[name] = {**ensemble.state_dict(), "rows": rows.nan_to_num(-9)}
+
+
+trained("same", problem.ensemble())
+trained("own", problem.ensemble(), batch="own")
+trained("chunk", problem.ensemble(), chunk=2)
+trained("fresh", embens.mc_dropout(problem.reference(), 3, fresh=True))
+trained("checkpoint", problem.ensemble(), checkpoint=f"{folder}/checkpoints{world}", every=4,
+        progress=True)
+
+if world > 1:
+    dist.init_process_group("gloo")
+ensemble = problem.ensemble()
+model = DistributedDataParallel(ensemble) if world > 1 else ensemble
+x, y = problem.data(32)
+mine = slice(rank, None, world)
+embens.objective(model(x[mine]), y[mine], gamma=2).backward()
+results["ddp"] = {name: p.grad for name, p in ensemble.named_parameters()}
+torch.save(results, f"{folder}/{world}-{rank}.pt")
+if world > 1:
+    dist.destroy_process_group()
+"""
+
+
+def run(command: list[str]) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("parallel")
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    shown = run([*torchrun, str(script), str(folder)])
+    run([sys.executable, str(script), str(folder)])
+    found = {name: torch.load(folder / f"{name}.pt") for name in ("1-0", "2-0", "2-1")}
+    return {**found, "shown": shown, "folder": folder}
+
+
+@pytest.mark.parametrize("name", ["same", "own", "chunk", "fresh", "checkpoint", "ddp"])
+def test_two_processes_give_the_result_of_one(name, results):
+    expected = results["1-0"][name]
+    for process in ("2-0", "2-1"):
+        found = results[process][name]
+        assert found.keys() == expected.keys()
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_only_the_first_process_shows_progress_and_writes(results):
+    lines = [line for line in results["shown"].splitlines() if line.startswith("epoch ")]
+    assert len(lines) == 3
+    assert len(list((results["folder"] / "checkpoints2").iterdir())) == 2
