@@ -67,7 +67,7 @@ def test_a_generator_decides_the_modulations_and_leaves_the_global_one_alone():
     first = embens.batch_ensemble(mlp(), 4, generator=generator(5))
     after = torch.get_rng_state()
     second = embens.batch_ensemble(mlp(), 4, generator=generator(5))
-    values = [[p for p in e.individual_parameters()] for e in (first, second)]
+    values = [list(e.individual_parameters()) for e in (first, second)]
     assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
     torch.set_rng_state(state)
     mlp()

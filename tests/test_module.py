@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import embens
 
 
-
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 
@@ -128,9 +127,9 @@ def test_functional_call_uses_the_given_tensors(make, family):
     ensemble, other = family(reference).eval(), family(reference).eval()
     state = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     torch.testing.assert_close(torch.func.functional_call(ensemble, state, (x,)), other(x))
-    grads = torch.func.grad(
-        lambda p: torch.func.functional_call(ensemble, p, (x,)).square().sum()
-    )({k: v.detach() for k, v in ensemble.named_parameters()})
+    grads = torch.func.grad(lambda p: torch.func.functional_call(ensemble, p, (x,)).square().sum())(
+        {k: v.detach() for k, v in ensemble.named_parameters()}
+    )
     plain = gradients(ensemble, lambda: ensemble(x).square().sum().backward())
     assert_same(grads.values(), plain, 1e-4)
 
@@ -150,8 +149,6 @@ def test_an_ensemble_can_be_checkpointed_as_a_whole(make, reentrant):
         lambda: checkpoint(ensemble, x, use_reentrant=reentrant).square().sum().backward(),
     )
     assert_same(plain, again)
-
-
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

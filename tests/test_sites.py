@@ -13,9 +13,7 @@ from embens import laws
 
 
 def mlp() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)
-    )
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
 
 
 def chosen(ensemble) -> set[tuple[str, str]]:

@@ -283,11 +283,12 @@ class Reader:
 
     def _pass_black_box(self, module: nn.Module, name: str, trail: Trail) -> Trail:
         """Take the layers inside a module in the order of registration."""
-        inside = [m for m in module.modules() if is_layer(m) or isinstance(m, nn.MultiheadAttention)]
+        attentions = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
+        projections = {id(a.out_proj) for a in attentions}
         inside = [
             m
-            for m in inside
-            if not any(m is getattr(a, "out_proj", None) for a in inside if a is not m)
+            for m in module.modules()
+            if m in attentions or (is_layer(m) and id(m) not in projections)
         ]
         if len(inside) > 1 and not type(module).__module__.startswith("torch.nn"):
             self.flow.guesses.append(f"the order of the layers inside {name or 'the reference'!r}")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from embens import execution, gradient
-from embens.execution import Cursor, Individual, PerMember, Shared, Store
+from embens.execution import Cursor, PerMember, Shared, Store
 from embens.gradient import Gamma, GradientScale
-from embens.modulation import Modulated, ModulatedAttention, Modulation
+from embens.modulation import Modulated, ModulatedAttention, Modulates
 from embens.sites import Plan, closest
 
 Batch = Literal["same", "own", "split"]
@@ -43,8 +43,10 @@ class EmbeddedEnsemble(nn.Module):
         self.chunk: int | None = None
         self.training = network.training
         self._cursor = cursor
-        self._individuals = [m for m in network.modules() if isinstance(m, Individual)]
-        execution.connect(cursor, self._individuals)
+        self._individuals = execution.connect(cursor, network)
+        for module in network.modules():
+            if isinstance(module, Modulates):
+                module.connect(cursor)
         individual = {id(p) for p in self.individual_parameters()}
         self._holders: gradient.Holders = [
             (module, name)
@@ -52,7 +54,13 @@ class EmbeddedEnsemble(nn.Module):
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) not in individual
         ]
-        self._unfoldable = not plan.foldable
+        dependent = list(execution.dependent_modules(network))
+        separate = plan.family == "independent"
+        self._unfoldable = not plan.foldable or not all(
+            execution.is_foldable(m) and not (separate and isinstance(m, nn.modules.conv._ConvNd))
+            for m in dependent
+        )
+        self._updating = [m for m in dependent if execution.updates_shared_statistics(m)]
         self._compiled_scale = torch.ones((), dtype=torch.float64)
 
     @property
@@ -123,17 +131,17 @@ class EmbeddedEnsemble(nn.Module):
         compiling = torch.compiler.is_compiling()
         scale, through = self._open_gradient(compiling)
         store = self._new_store(batch, size)
-        with execution.opened(self._cursor, store), through:
+        with self._cursor.opened(store), through:
             if batch == "split":
                 outputs = self._run_split(inputs, kwargs)
+            elif size == 1:
+                stacks = [execution.members_of(stack) for stack in self._stacks()]
+                outputs = self._run_each(stacks, range(self.members), inputs, kwargs, batch)
             else:
-                stacks = self._stacks()
-                if size == 1:
-                    stacks = [execution.members_of(stack) for stack in stacks]
-                chunks = list(self._run(stacks, inputs, kwargs, batch, size))
+                chunks = list(self._run(self._stacks(), inputs, kwargs, batch, size))
                 outputs = chunks[0] if len(chunks) == 1 else execution.gather(chunks, torch.cat)
         if scale is not None:
-            for output in tree_leaves(outputs):
+            for output in (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs):
                 if isinstance(output, Tensor):
                     output.gradient_scale = scale  # type: ignore[attr-defined]
         return outputs
@@ -143,9 +151,9 @@ class EmbeddedEnsemble(nn.Module):
         if not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return None, nullcontext()
         if compiling:
-            return None, gradient.shared_through(self._compiled_scale, self._holders)
+            return None, gradient.SharedThrough(self._compiled_scale, self._holders)
         scale = GradientScale(self)
-        return scale, gradient.shared_through(scale, self._holders)
+        return scale, gradient.SharedThrough(scale, self._holders)
 
     def _new_store(self, batch: Batch, chunk: int, cut: bool = False) -> Store | None:
         if batch != "same" or not self.plan.shared or (chunk >= self.members and not cut):
@@ -247,18 +255,15 @@ class EmbeddedEnsemble(nn.Module):
         """Whether several members can run at once; depends on the mode of norm layers."""
         if self._unfoldable or _autocasting():
             return False
-        modules = execution.dependent_modules(self.network)
-        separate = self.plan.family == "independent"
-        return all(
-            execution.is_foldable(m) and not (separate and isinstance(m, nn.modules.conv._ConvNd))
-            for m in modules
-        )
+        return not any(module.training for module in self._updating)
 
     def _chunk_size(self, inputs: tuple, chunk: int | None) -> int:
         chunk = self.chunk if chunk is None else chunk
         if chunk is not None:
             if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-                raise ValueError(f"chunk must be a whole number of at least 1, or None; got {chunk!r}")
+                raise ValueError(
+                    f"chunk must be a whole number of at least 1, or None; got {chunk!r}"
+                )
             return min(chunk, self.members)
         if self.members == 1 or not self._foldable():
             return 1
@@ -266,7 +271,9 @@ class EmbeddedEnsemble(nn.Module):
         if x is None or torch.compiler.is_compiling():
             return self.members
         rows, positions = self.plan.widths
-        numbers = max(rows * len(x) if x.dim() else 1, positions * x.numel() // self.plan.input_channels)
+        numbers = max(
+            rows * len(x) if x.dim() else 1, positions * x.numel() // self.plan.input_channels
+        )
         budget = execution.FOLDED_BYTES.get(x.device.type, execution.FOLDED_BYTES["cuda"])
         itemsize = 4 if not x.is_floating_point() else x.element_size()
         return max(1, min(self.members, budget // max(1, numbers * itemsize)))
@@ -281,7 +288,7 @@ class EmbeddedEnsemble(nn.Module):
         criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
         gamma: Gamma = None,
     ) -> Tensor:
-        """Return the training objective of outputs of this ensemble; see :func:`embens.objective`."""
+        """Return the objective of outputs of this ensemble; see :func:`embens.objective`."""
         from embens.training.objective import objective_of
 
         return objective_of(self, outputs, target, criterion, gamma)
@@ -395,6 +402,3 @@ def _fast_activation(activation: Any) -> int:
     if activation is nn.functional.gelu or isinstance(activation, nn.GELU):
         return 2
     return 0
-
-
-__all__ = ["EmbeddedEnsemble", "Modulation"]

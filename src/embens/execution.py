@@ -28,13 +28,38 @@ FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 
 
 class Cursor:
-    """Where a pass stands: the numbers of the members that run now, and what they share."""
+    """Where a pass stands: the numbers of the members that run now, and what they share.
+
+    As a context it holds a pass open, and nothing of the pass stays behind, whatever happens.
+    """
 
     def __init__(self) -> None:
         self.values: list[Tensor] | None = None
         self.store: Store | None = None
         self.folded = False
         self.open = False
+
+    def opened(self, store: Store | None) -> Cursor:
+        """Begin a pass."""
+        if self.open:
+            raise RuntimeError("an ensemble was called from inside its own pass")
+        self.open, self.store = True, store
+        return self
+
+    def __enter__(self) -> Cursor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.values, self.store, self.folded, self.open = None, None, False, False
+
+    def missing(self) -> list[Tensor]:
+        """Say why there are no numbers to multiply by."""
+        raise RuntimeError(
+            "a modulated layer was called outside a pass of its ensemble, so there is no "
+            "member to run it for. Call the ensemble, or take ensemble.member(a). If the "
+            "reference recomputes activations (torch.utils.checkpoint), pass "
+            "recompute=True to embed."
+        )
 
     def __deepcopy__(self, memo: dict) -> Cursor:
         return memo.setdefault(id(self), Cursor())
@@ -60,14 +85,7 @@ class Individual(nn.Module):
 
     def mine(self) -> list[Tensor]:
         """Return the tensors of the member that is running."""
-        values = self.cursor.values
-        if values is None:
-            raise RuntimeError(
-                "a modulated layer was called outside a pass of its ensemble, so there is no "
-                "member to run it for. Call the ensemble, or take ensemble.member(a). If the "
-                "reference recomputes activations (torch.utils.checkpoint), pass "
-                "recompute=True to embed."
-            )
+        values = self.cursor.values or self.cursor.missing()
         return values[self.slot]
 
 
@@ -224,18 +242,6 @@ class PerMember(Individual):
         return copy.deepcopy(self.module, memo)
 
 
-@contextmanager
-def opened(cursor: Cursor, store: Store | None) -> Iterator[None]:
-    """Hold a pass open; nothing of it stays behind, whatever happens."""
-    if cursor.open:
-        raise RuntimeError("an ensemble was called from inside its own pass")
-    cursor.open, cursor.store = True, store
-    try:
-        yield
-    finally:
-        cursor.values, cursor.store, cursor.folded, cursor.open = None, None, False, False
-
-
 def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
     """Join the outputs of members (or of chunks) leaf by leaf."""
     if isinstance(outputs[0], Tensor):
@@ -274,7 +280,9 @@ class CutStack:
             torch.autograd.backward(self.stack, self.gradient)
 
 
-def run_member(network: nn.Module, cursor: Cursor, values: list, inputs: tuple, kwargs: dict) -> Any:
+def run_member(
+    network: nn.Module, cursor: Cursor, values: list, inputs: tuple, kwargs: dict
+) -> Any:
     """Run the network for one member."""
     cursor.values = values
     if cursor.store is not None:
@@ -286,7 +294,6 @@ def run_folded(
     network: nn.Module, cursor: Cursor, values: list, inputs: tuple, kwargs: dict, own: bool
 ) -> Any:
     """Run the network for several members at once; the outputs have them as their first axis."""
-
     structure: list[Any] = []
 
     def call(values: list[Tensor], inputs: tuple) -> Any:
@@ -325,23 +332,34 @@ def following_recomputation(cursor: Cursor, values: list[Tensor]) -> Iterator[No
         yield
 
 
-def connect(cursor: Cursor, individuals: Sequence[Individual]) -> None:
-    """Give every individual module its place in the cursor."""
+def connect(cursor: Cursor, network: nn.Module) -> list[Individual]:
+    """Give every individual module its place in the cursor; return them."""
+    individuals = [m for m in network.modules() if isinstance(m, Individual)]
     start = 0
     for module in individuals:
         module.cursor = cursor
         module.slot = slice(start, start + module.count)
         start += module.count
+    return individuals
 
 
 def is_foldable(module: nn.Module) -> bool:
-    """Return whether ``torch.func.vmap`` can go through a module and is worth it."""
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):
-        return False
-    if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-        stacked = module.running_mean is not None and module.running_mean.dim() > 1
-        return module.momentum is not None and (stacked or not module.training)
-    return not isinstance(module, nn.SyncBatchNorm)
+    """Return whether ``torch.func.vmap`` can ever go through a module."""
+    unruly = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.SyncBatchNorm)
+    cumulative = isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
+    return not isinstance(module, unruly) and not cumulative
+
+
+def updates_shared_statistics(module: nn.Module) -> bool:
+    """Return whether a module, in training mode, updates statistics that all members share.
+
+    ``torch.func.vmap`` can't.
+    """
+    return (
+        isinstance(module, nn.modules.batchnorm._NormBase)
+        and module.running_mean is not None
+        and module.running_mean.dim() == 1
+    )
 
 
 def dependent_modules(network: nn.Module) -> Iterator[nn.Module]:

@@ -10,8 +10,7 @@ parameters themselves is never scaled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,31 +103,37 @@ def combine_losses(losses: Tensor, scale: GradientScale | None, factor: float) -
 Holders = list[tuple[nn.Module, str]]
 
 
-@contextmanager
-def shared_through(scale: GradientScale | Tensor, holders: Holders) -> Iterator[None]:
-    """Let modules use their shared parameters through the scale.
+class SharedThrough:
+    """A context in which modules use their shared parameters through a gradient scale.
 
     Args:
         scale: of this pass; a tensor where the pass is being compiled.
         holders: the modules that hold shared parameters, and the names under which they do.
     """
-    originals = [module._parameters[name] for module, name in holders]
-    unique = {id(p): p for p in originals if p is not None and p.requires_grad}
-    if not unique:
-        yield
-        return
-    aliases = dict(zip(unique, _Share.apply(scale, *unique.values()), strict=True))
-    try:
-        for (module, name), parameter in zip(holders, originals, strict=True):
+
+    def __init__(self, scale: GradientScale | Tensor, holders: Holders):
+        self.scale = scale
+        self.holders = holders
+        self.originals: list[nn.Parameter | None] = []
+
+    def __enter__(self) -> None:
+        originals = [module._parameters[name] for module, name in self.holders]
+        unique = {id(p): p for p in originals if p is not None and p.requires_grad}
+        if not unique:
+            return
+        aliases = dict(zip(unique, _Share.apply(self.scale, *unique.values()), strict=True))
+        self.originals = originals
+        for (module, name), parameter in zip(self.holders, originals, strict=True):
             module._parameters[name] = aliases.get(id(parameter), parameter)  # type: ignore[assignment]
-        yield
-    finally:
-        for (module, name), parameter in zip(holders, originals, strict=True):
-            module._parameters[name] = parameter
+
+    def __exit__(self, *error: object) -> None:
+        if self.originals:
+            for (module, name), parameter in zip(self.holders, self.originals, strict=True):
+                module._parameters[name] = parameter
 
 
 def find_scale(outputs: Tensor) -> GradientScale | None:
-    """Return the gradient scale of the pass that outputs come from, through any later operations."""
+    """Return the gradient scale of the pass that outputs come from, also after other operations."""
     direct = getattr(outputs, "gradient_scale", None)
     if direct is not None:
         return direct

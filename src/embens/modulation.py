@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from embens.dataflow import PROJECTIONS
-from embens.execution import Individual, Shared
+from embens.execution import Cursor, Individual, Shared
 from embens.laws import Law
 
 
@@ -78,11 +78,6 @@ class Modulation(Individual):
             values = values.reshape(*values.shape, *(1,) * self.trailing)
         return [values]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply by the running member's numbers."""
-        (mine,) = self.mine()
-        return x * mine if mine.dtype == x.dtype else x * mine.to(x.dtype)
-
     def of(self, member: int | None) -> Tensor:
         """Return one member's numbers, ``(feature,)``; None: of all members."""
         if self.fresh:
@@ -116,6 +111,25 @@ def channels(layer: nn.Module, projection: str = "") -> tuple[int | None, int]:
     if isinstance(layer, nn.Embedding):
         return None, layer.embedding_dim
     raise TypeError(f"{type(layer).__name__} is not a parameter layer")
+
+
+class Modulates(nn.Module):
+    """What holds modulations: where the cursor has their numbers is set by ``connect``.
+
+    Attributes:
+        cursor: the ensemble's.
+        slots: the places of ``pre`` and ``post`` in ``cursor.values``.
+    """
+
+    cursor: Cursor
+    slots: tuple[int | None, int | None]
+    pre: Modulation | None
+    post: Modulation | None
+
+    def connect(self, cursor: Cursor) -> None:
+        """Look up the places of the modulations, once they have them."""
+        self.cursor = cursor
+        self.slots = tuple(None if m is None else m.slot.start for m in (self.pre, self.post))  # type: ignore[assignment]
 
 
 def modulate_weight(
@@ -167,7 +181,12 @@ _STOCK = {cls.forward for cls in _STOCK_LAYERS} | {
 }
 
 
-class Modulated(nn.Module):
+def multiply(x: Tensor, numbers: Tensor) -> Tensor:
+    """Multiply by one member's numbers; they never change the dtype."""
+    return x * numbers if numbers.dtype is x.dtype else x * numbers.to(x.dtype)
+
+
+class Modulated(Modulates):
     r"""A shared layer between two modulations: :math:`v \circ \mathrm{layer}(u \circ x)`."""
 
     def __init__(self, layer: nn.Module, pre: Modulation | None, post: Modulation | None):
@@ -175,6 +194,7 @@ class Modulated(nn.Module):
         self.layer = layer
         self.pre = pre
         self.post = post
+        self._is_convolution = type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
         self.train(layer.training)
 
     @property
@@ -184,27 +204,27 @@ class Modulated(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the running member's output."""
-        if self.post is not None and self._weights_are_cheaper(x):
-            return self._through_weights(x)
-        if self.post is not None:
-            x = self.post(x)
+        values = self.cursor.values or self.cursor.missing()
+        pre, post = self.slots
+        if post is not None:
+            if self._is_convolution and self._weights_are_cheaper(x):
+                return self._through_weights(x, values)
+            x = multiply(x, values[post])
         x = self.layer(x, *args, **kwargs)
-        return x if self.pre is None else self.pre(x)
+        return x if pre is None else multiply(x, values[pre])
 
     def _weights_are_cheaper(self, x: Tensor) -> bool:
         layer = self.layer
         return (
-            type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-            and not self.post.cursor.folded  # type: ignore[union-attr]
+            not self.cursor.folded
             and 2 * layer.weight.numel() < x.numel()  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
             and is_linear_in_parameters(layer)
         )
 
-    def _through_weights(self, x: Tensor) -> Tensor:
+    def _through_weights(self, x: Tensor, values: list[Tensor]) -> Tensor:
         layer, bias = self.layer, self.layer.bias
-        post = self.post.mine()[0].reshape(-1)  # type: ignore[union-attr]
-        pre = None if self.pre is None else self.pre.mine()[0].reshape(-1)
+        pre, post = (None if slot is None else values[slot].reshape(-1) for slot in self.slots)
         weight = modulate_weight(layer, layer.weight, pre, post)  # type: ignore[arg-type]
         if bias is not None and pre is not None:
             bias = bias * pre  # type: ignore[operator]

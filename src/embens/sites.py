@@ -146,7 +146,8 @@ def _select(
     if isinstance(sites, str) and sites in SELECTIONS:
         if sites == "hidden":
             return hidden, hidden
-        return (every if sites == "all" else {s for s in hidden if s[0] in last and s[1] == "post"}), hidden
+        final = {s for s in hidden if s[0] in last and s[1] == "post"}
+        return (every if sites == "all" else final), hidden
     if callable(sites):
         chosen = {n for n in called if sites(n, _module_of(n, layers))}
         if not chosen:
@@ -184,7 +185,9 @@ def _per_site(given: Any, kind: Kind, names: list[str], what: str, valid: Callab
     if not isinstance(given, Mapping):
         if not valid(given):
             hint = " (a law: for example laws.Normal())" if what == kind else ""
-            raise TypeError(f"{what} must be {valid.__doc__}, or a mapping to it{hint}; got {given!r}")
+            raise TypeError(
+                f"{what} must be {valid.__doc__}, or a mapping to it{hint}; got {given!r}"
+            )
         return dict.fromkeys(names, given)
     spread = {}
     for pattern, value in given.items():
@@ -305,22 +308,22 @@ def plan_sharing(
     carriers = post | pre
     tokens = {s.layer for s in sites}
 
+    def inside_any(name: str, outer: Iterable[str]) -> bool:
+        return any(name == o or name.startswith(o + ".") for o in outer)
+
     def shareable(own: Iterable[str]) -> dict[str, bool]:
         """Modules that are the same for all members: name to whether randomness reaches them."""
         apart = tokens | set(own)
         found: dict[str, bool] = {}
         spoiled: set[str] = set()
         for call in flow.calls:
-            inside = [n for n in carriers | set(own) if n == call.name or n.startswith(call.name + ".")]
+            inside = [n for n in carriers | set(own) if inside_any(n, [call.name])]
             differs = [n for n in inside if not (n == call.name and n not in within and n in pre)]
             if not call.name or call.upstream & apart or differs:
                 spoiled.add(call.name)
             random = any(t.startswith("random") for t in call.upstream | call.result)
             found[call.name] = found.get(call.name, False) or random
         return {n: r for n, r in found.items() if n not in spoiled}
-
-    def inside_any(name: str, outer: Iterable[str]) -> bool:
-        return any(name == o or name.startswith(o + ".") for o in outer)
 
     own: dict[str, tuple[str, ...]] = {}
     plain = [n for n, random in shareable(()).items() if not random and n not in carriers]
@@ -335,7 +338,6 @@ def plan_sharing(
             own[name] = present
     shared = shareable(own)
     maximal = {n: r for n, r in shared.items() if not inside_any(n.rpartition(".")[0], shared)}
-    maximal = {n: r for n, r in maximal.items() if n in carriers or not isinstance(modules[n], nn.Identity)}
     keep = {n: n in carriers for n in maximal}
     for call in flow.calls:
         if call.name in maximal:
@@ -414,9 +416,7 @@ def why_not_collapsible(flow: Flow, sites: tuple[Site, ...], own: tuple) -> str:
         if chained:
             return f"the modulations of {sorted(chained)[0]!r} and {layer!r} multiply each other"
     if not flow.outputs:
-        return (
-            "the data flow after the modulated layers could not be read; pass example_input to embed"
-        )
+        return "the data flow after the modulated layers could not be read; pass example_input"
     for trail in flow.outputs:
         bent = (trail.upstream & layers) - trail.affine
         if bent:

@@ -199,8 +199,8 @@ def backward_in_chunks(
     cursor = ensemble._cursor
     with (
         torch.enable_grad(),
-        execution.opened(cursor, store),
-        gradient.shared_through(scale, ensemble._holders),
+        cursor.opened(store),
+        gradient.SharedThrough(scale, ensemble._holders),
     ):
         stacks = [execution.CutStack(stack) for stack in ensemble._stacks()]
         for outputs in ensemble._run(stacks, inputs, kwargs, "same", chunk):
