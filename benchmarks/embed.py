@@ -26,19 +26,23 @@ FORMATS = {"": torch.contiguous_format, "-channels-last": torch.channels_last}
 
 def one_network(network: nn.Module, x: Tensor, y: Tensor) -> Step:
     """Return a training step of a plain network."""
+    forget = timing.forgetting(network)
 
     def step() -> None:
-        timing.forget_gradients(network)
+        forget()
         F.cross_entropy(network(x), y).backward()
 
     return step
 
 
-def one_graph(ensemble: embens.EmbeddedEnsemble, x: Tensor, y: Tensor, chunk: int | None = None) -> Step:
+def one_graph(
+    ensemble: embens.EmbeddedEnsemble, x: Tensor, y: Tensor, chunk: int | None = None
+) -> Step:
     """Return a training step that runs all members, then goes backward."""
+    forget = timing.forgetting(ensemble)
 
     def step() -> None:
-        timing.forget_gradients(ensemble)
+        forget()
         ensemble.objective(ensemble(x, chunk=chunk), y).backward()
 
     return step
@@ -46,9 +50,10 @@ def one_graph(ensemble: embens.EmbeddedEnsemble, x: Tensor, y: Tensor, chunk: in
 
 def in_chunks(ensemble: embens.EmbeddedEnsemble, x: Tensor, y: Tensor, chunk: int = 1) -> Step:
     """Return a training step that goes forward and backward chunk by chunk."""
+    forget = timing.forgetting(ensemble)
 
     def step() -> None:
-        timing.forget_gradients(ensemble)
+        forget()
         ensemble.backward(x, y, chunk=chunk)
 
     return step
@@ -56,9 +61,10 @@ def in_chunks(ensemble: embens.EmbeddedEnsemble, x: Tensor, y: Tensor, chunk: in
 
 def peer(network: nn.Module, x: Tensor, y: Tensor, members: int) -> Step:
     """Return a training step of a network with outputs (member, batch, class)."""
+    forget = timing.forgetting(network)
 
     def step() -> None:
-        timing.forget_gradients(network)
+        forget()
         F.cross_entropy(network(x).flatten(0, 1), y.repeat(members)).backward()
 
     return step
@@ -66,10 +72,11 @@ def peer(network: nn.Module, x: Tensor, y: Tensor, members: int) -> Step:
 
 def separate(networks: list[nn.Module], x: Tensor, y: Tensor) -> Step:
     """Return a training step of separate networks, one after another."""
+    forget = timing.forgetting(*networks)
 
     def step() -> None:
+        forget()
         for network in networks:
-            timing.forget_gradients(network)
             F.cross_entropy(network(x), y).backward()
 
     return step
@@ -122,6 +129,18 @@ def mlp_task(width: int, batch: int) -> Task:
     return Task(make, torch.randn(batch, 54), 7)
 
 
+class Masked(nn.Module):
+    """Last-layer dropout written by hand: the trunk once, then masks on its features."""
+
+    def __init__(self, network: nn.Sequential, members: int):
+        super().__init__()
+        self.trunk, self.head = network[:-1], network[-1]
+        self.register_buffer("masks", torch.randn(members, 1, self.head.in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x) * self.masks)
+
+
 # Rows
 
 
@@ -134,7 +153,9 @@ def cnn(rounds: int) -> Iterator[Row]:
         contestants = [
             Contestant("embens", one_graph(ensemble, *task.data), ours=True),
             Contestant("embens, chunk=1", one_graph(ensemble, *task.data, chunk=1), ours=True),
-            Contestant("embens, backward (member by member)", in_chunks(ensemble, *task.data), True),
+            Contestant(
+                "embens, backward (member by member)", in_chunks(ensemble, *task.data), True
+            ),
             *rivals(task, members),
         ]
         row = Row(
@@ -177,19 +198,14 @@ def last_layer(rounds: int) -> Iterator[Row]:
         members = 50
         task = cnn_task(128, memory_format)
         ensemble = task.placed(embens.last_layer_dropout(task.reference, members=members))
-        trunk, head = task.make()[:-1], nn.Linear(512, 100, bias=False)
-        masks = torch.randn(members, 1, 512)
-
-        def by_hand(trunk=trunk, head=head, masks=masks, task=task) -> None:
-            timing.forget_gradients(trunk, head)
-            outputs = head(trunk(task.x) * masks)
-            F.cross_entropy(outputs.flatten(0, 1), task.y.repeat(len(masks))).backward()
-
+        by_hand = Masked(task.make(), members)
         contestants = [
             Contestant("embens", one_graph(ensemble, *task.data), ours=True),
             Contestant("embens, chunk=1", one_graph(ensemble, *task.data, chunk=1), ours=True),
-            Contestant("embens, backward (member by member)", in_chunks(ensemble, *task.data), True),
-            Contestant("by hand: masks on the features", by_hand),
+            Contestant(
+                "embens, backward (member by member)", in_chunks(ensemble, *task.data), True
+            ),
+            Contestant("by hand: masks on the features", peer(by_hand, *task.data, members)),
         ]
         row = Row(
             f"last-layer{suffix}",
@@ -227,9 +243,7 @@ def collapse(rounds: int) -> Iterator[Row]:
         Contestant("embens, collapsed", inference(collapsed), ours=True),
         Contestant("embens, all 50 members", inference(ensemble)),
     ]
-    row.results, row.reference = timing.compare(
-        inference(reference), contestants, rounds=rounds
-    )
+    row.results, row.reference = timing.compare(inference(reference), contestants, rounds=rounds)
     row.rounds = rounds
     yield row
 
@@ -313,7 +327,9 @@ def overhead(rounds: int) -> Iterator[Row]:
         Contestant("embens, fixed modulations", one_graph(frozen, *task.data), ours=True),
         Contestant("embens, backward", in_chunks(ensemble, *task.data), ours=True),
         Contestant("tabm", peer(peers.TabM(task.reference, 1), *task.data, 1)),
-        Contestant("torch-uncertainty", peer(peers.TorchUncertainty(task.reference, 1), *task.data, 1)),
+        Contestant(
+            "torch-uncertainty", peer(peers.TorchUncertainty(task.reference, 1), *task.data, 1)
+        ),
     ]
     row = Row(
         "overhead",

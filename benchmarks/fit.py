@@ -54,8 +54,8 @@ def cases():
     digits = data(1347, 64)
     yield "digits MLP 3×32, M=16", 1.15, embens.batch_ensemble(tiny, 16), digits, 4
     yield "digits MLP 3×32, M=16, last layer", 1.15, embens.last_layer_dropout(tiny, 16), digits, 8
-    yield "digits MLP 3×512, M=8", 1.05, embens.batch_ensemble(wide, 8), digits, 1
-    yield "CNN 16–32, 16×16, M=4", 1.05, embens.batch_ensemble(images, 4), data(512, 3, 16, 16), 1
+    yield "digits MLP 3×512, M=8", 1.05, embens.batch_ensemble(wide, 8), digits, 2
+    yield "CNN 16–32, 16×16, M=4", 1.05, embens.batch_ensemble(images, 4), data(512, 3, 16, 16), 2
 
 
 def seconds(run: Callable, ensemble, x, y, epochs) -> float:

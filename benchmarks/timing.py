@@ -206,11 +206,15 @@ def flops(step: Step) -> int:
     return counter.get_total_flops()
 
 
-def forget_gradients(*modules: nn.Module) -> None:
-    """Start a step without gradients, as an optimiser's ``zero_grad`` does."""
-    for module in modules:
-        for parameter in module.parameters():
+def forgetting(*modules: nn.Module) -> Step:
+    """Return what an optimiser's ``zero_grad`` does to these modules, without a walk over them."""
+    parameters = [p for module in modules for p in module.parameters()]
+
+    def forget() -> None:
+        for parameter in parameters:
             parameter.grad = None
+
+    return forget
 
 
 def machine() -> dict[str, object]:
@@ -219,7 +223,9 @@ def machine() -> dict[str, object]:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         lines = cpuinfo.read_text().splitlines()
-        model = next((s.partition(":")[2].strip() for s in lines if s.startswith("model name")), model)
+        model = next(
+            (s.partition(":")[2].strip() for s in lines if s.startswith("model name")), model
+        )
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

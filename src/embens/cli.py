@@ -17,9 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="compare ensembles on handwritten digits, in a minute")
     demo.add_argument("--out", type=Path, default=Path("embens-demo"), help="folder for results")
     demo.add_argument("--seeds", type=int, default=3, help="runs to average (default 3)")
-    demo.add_argument("--epochs", type=int, default=40, help="epochs of each run (default 40)")
-    demo.add_argument("--members", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    demo.add_argument("--width", type=int, default=32, help="width of the network (default 32)")
+    demo.add_argument("--epochs", type=int, default=30, help="epochs of each run (default 30)")
+    demo.add_argument("--members", type=int, nargs="+", default=[1, 2, 4, 8])
+    demo.add_argument("--width", type=int, default=64, help="width of the network (default 64)")
     demo.add_argument("--workers", type=int, default=None, help="processes (default: cores)")
     options = parser.parse_args(arguments)
     if min([options.seeds, options.epochs, options.width, *options.members]) < 1:

@@ -338,12 +338,12 @@ class _SymbolicTracer(torch.fx.Tracer):
             meta["trail"] = trail
         return result
 
-    def create_node(self, kind, target, args, kwargs, name=None, type_expr=None):
+    def create_node(self, kind, target: Any, args, kwargs, name=None, type_expr=None):
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         trails = _trails_of((node.args, node.kwargs))
         if kind == "call_module":
             module = self.root.get_submodule(target)
-            path = self.reader.names.get(id(module), target)
+            path = str(self.reader.names.get(id(module), target))
             node.meta["trail"] = self.reader.pass_leaf(module, path, trails)
             return node
         self.reader.use(trails)

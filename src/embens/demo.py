@@ -27,7 +27,7 @@ from embens.training.loop import fit
 Row = dict[str, float | str | int]
 
 FAMILIES: dict[str, Callable[[nn.Module, int, torch.Generator], nn.Module]] = {
-    "independent networks": lambda r, m, g: independent(r, m, generator=g),
+    "separate networks": lambda r, m, g: independent(r, m, generator=g),
     "BatchEnsemble p=0": lambda r, m, g: batch_ensemble(r, m, p=0.0, generator=g),
     "BatchEnsemble p=0.9": lambda r, m, g: batch_ensemble(r, m, p=0.9, generator=g),
     "last-layer dropout": lambda r, m, g: last_layer_dropout(r, m, generator=g),
@@ -125,14 +125,16 @@ def summarise(rows: list[Row], family: str, members: int) -> dict[str, tuple[flo
 
 
 def _table(rows: list[Row], members: list[int]):
+    from rich import box
     from rich.table import Table
 
     most = max((m for m in members if m <= 8), default=members[0])
-    table = Table(title=f"test data, M={most} (± standard error of the mean over seeds)")
+    title = f"test data, M={most} (± standard error of the mean over seeds)"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for name in ("accuracy %", "a member %", "NLL", "ECE", "corr.", "params", "s"):
+    for name in ("ens. %", "member %", "NLL", "ECE", "corr.", "weights", "s"):
         table.add_column(name, justify="right", no_wrap=True)
-    lines = [("one network", "independent networks", 1)] if 1 in members else []
+    lines = [("one network", "separate networks", 1)] if 1 in members else []
     lines += [(family, family, most) for family in FAMILIES]
     for label, family, m in lines:
         values = summarise(rows, family, m)
@@ -140,10 +142,10 @@ def _table(rows: list[Row], members: list[int]):
             label,
             _shown(values["accuracy"], 100, 1),
             _shown(values["member accuracy"], 100, 1),
-            _shown(values["nll"], 1, 2),
+            f"{values['nll'][0]:.3f}",
             f"{values['calibration error'][0]:.3f}",
             "–" if math.isnan(values["correlation"][0]) else f"{values['correlation'][0]:.2f}",
-            f"{values['parameters'][0]:,.0f}",
+            f"{values['parameters'][0] / 1000:.1f}k",
             f"{values['seconds'][0]:.1f}",
         )
     return table

@@ -207,6 +207,8 @@ class EmbeddedEnsemble(nn.Module):
             if batch == "own":
                 mine = tree_map(lambda x, a=a: x[a] if isinstance(x, Tensor) else x, inputs)
             outputs.append(self._run_member([stack[a] for stack in stacks], mine, kwargs))
+        if len(outputs) == 1:
+            return tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, outputs[0])
         return execution.gather(outputs, torch.stack)
 
     def _run_member(self, values: list[Tensor], inputs: tuple, kwargs: dict) -> Any:

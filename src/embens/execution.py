@@ -257,7 +257,9 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
 
 def members_of(stack: Tensor) -> Sequence[Tensor]:
     """Return a stack as something to index by member: one node of the graph for all members."""
-    return stack.unbind(0) if stack.requires_grad else stack  # type: ignore[return-value]
+    if not stack.requires_grad:
+        return stack  # type: ignore[return-value]
+    return (stack.squeeze(0),) if stack.shape[0] == 1 else stack.unbind(0)
 
 
 class CutStack:

@@ -67,14 +67,14 @@ class _Share(torch.autograd.Function):
             ctx.scale = scale
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
         if ctx.scale is None:
             (factor,) = ctx.saved_tensors
         else:
             factor = ctx.scale.value
             if factor == 1.0:
-                return None, *gradients
-        return None, *(None if g is None else g * factor for g in gradients)
+                return None, *grad_outputs
+        return None, *(None if g is None else g * factor for g in grad_outputs)
 
 
 class _Objective(torch.autograd.Function):
@@ -89,10 +89,10 @@ class _Objective(torch.autograd.Function):
         return losses.mean()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
         if ctx.scale is not None:
             ctx.scale.claim(ctx.factor)
-        return gradient.expand(ctx.size), None, None
+        return grad_outputs[0].expand(ctx.size), None, None
 
 
 def combine_losses(losses: Tensor, scale: GradientScale | None, factor: float) -> Tensor:

@@ -280,6 +280,9 @@ def _mean_weight(layer: nn.Module, pre: Tensor | None, post: Tensor | None) -> T
 class Scaled(nn.Module):
     """One member of a layer whose weights can't hold its modulations."""
 
+    pre: Tensor | None
+    post: Tensor | None
+
     def __init__(self, layer: nn.Module, pre: Tensor | None, post: Tensor | None):
         super().__init__()
         self.layer = layer
@@ -290,8 +293,8 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the member's output."""
-        x = self.layer(x if self.post is None else x * self.post, *args, **kwargs)
-        return x if self.pre is None else x * self.pre
+        x = self.layer(x if self.post is None else multiply(x, self.post), *args, **kwargs)
+        return x if self.pre is None else multiply(x, self.pre)
 
 
 class ModulatedAttention(nn.Module):

@@ -177,7 +177,9 @@ def _select(
 
 def _module_of(name: str, layers: dict[str, nn.Module]) -> nn.Module:
     module = layers[name]
-    return module.out_proj if name.endswith(".out_proj") and hasattr(module, "out_proj") else module
+    if isinstance(module, nn.MultiheadAttention) and name.endswith("out_proj"):
+        return module.out_proj
+    return module
 
 
 def _per_site(given: Any, kind: Kind, names: list[str], what: str, valid: Callable) -> dict:
@@ -207,12 +209,12 @@ def _per_site(given: Any, kind: Kind, names: list[str], what: str, valid: Callab
 
 
 def _is_law(value: Any) -> bool:
-    """a law or None"""  # noqa: D400, D403, D415 - part of a message
+    """a law or None"""  # noqa: D403, D415 - part of a message
     return value is None or isinstance(value, Law)
 
 
 def _is_bool(value: Any) -> bool:
-    """True or False"""  # noqa: D400, D403, D415 - part of a message
+    """True or False"""  # noqa: D415 - part of a message
     return isinstance(value, bool)
 
 
@@ -236,7 +238,8 @@ def choose_sites(
     else:
         trains = {"pre": trainable, "post": trainable}
     result = []
-    for kind, law in (("pre", pre), ("post", post)):
+    kinds: tuple[tuple[Kind, Laws], ...] = (("pre", pre), ("post", post))
+    for kind, law in kinds:
         possible = [
             n
             for n in layers
@@ -244,6 +247,7 @@ def choose_sites(
         ]
         laws = _per_site(law, kind, possible, kind, _is_law)
         named = [n for n in possible if laws.get(n) is not None]
+        spread: dict[str, bool] = {}
         if isinstance(trains[kind], Mapping) or named:
             spread = _per_site(trains[kind], kind, named, f"trainable[{kind!r}]", _is_bool)
         for name in named:

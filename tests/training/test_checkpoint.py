@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -184,7 +182,7 @@ def test_foreign_files_are_refused_with_a_reason(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     whole, again = make(), make()
     fit(whole, problem.data(), **SETTINGS)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="checkpoint refused") as caught:
         fit(again, problem.data(), **SETTINGS, checkpoint=tmp_path)
     messages = [str(w.message) for w in caught]
     expected = [
@@ -210,7 +208,7 @@ def test_foreign_files_are_refused_with_a_reason(tmp_path):
         ({"optimiser": optim.AdamW}, 'optimiser was {"name": "SGD"'),
         ({"criterion": torch.nn.CrossEntropyLoss()}, 'criterion was "torch.nn.functional'),
         ({"train": problem.data(50)}, "batches or rows was 60, now it is 50"),
-        ({"ensemble": problem.ensemble(members=4)}, "members was 3, now it is 4"),
+        ({"ensemble": embens.embed(problem.reference(), 4)}, "members was 3, now it is 4"),
     ],
 )
 def test_a_checkpoint_of_a_different_run_is_an_error(change, message, tmp_path):
@@ -248,66 +246,76 @@ def test_states_are_packed_without_loss():
 
 def test_a_checkpoint_holds_tensors_and_json_alone(tmp_path):
     path = Checkpoints(tmp_path, {"a": 1}).save(7, {"x": torch.ones(3), "y": [1, "z"]})
-    assert list(load_file(path).values())[0].tolist() == [1, 1, 1]
+    assert next(iter(load_file(path).values())).tolist() == [1, 1, 1]
     content = read(path)
     assert content["run"] == {"a": 1}
     assert content["state"]["y"] == [1, "z"]
 
 
 SCRIPT = """
-import sys, time
+import os, signal, sys, time
 import torch
 from training import problem
 import embens
 from embens.training import fit
 
 torch.set_num_threads(1)
-folder, result = sys.argv[1:]
-net = problem.reference(dropout=0.3)
-ensemble = embens.embed(net, 3, generator=torch.Generator().manual_seed(1))
-print("ready", flush=True)
-history = fit(ensemble, problem.data(), problem.data(20, 5), epochs=60, batch_size=16, lr=0.05,
-              checkpoint=folder, every=7)
-rows = [[r["loss"], r["validation_loss"], r["correlation"]] for r in history.epochs]
-torch.save({"model": ensemble.state_dict(), "rows": torch.tensor(rows)}, result)
+
+
+def train(folder, result):
+    net = problem.reference(dropout=0.3)
+    ensemble = embens.embed(net, 3, generator=torch.Generator().manual_seed(1))
+    history = fit(ensemble, problem.data(), problem.data(20, 5), epochs=50, batch_size=16, lr=0.05,
+                  checkpoint=folder, every=3)
+    rows = [[r["loss"], r["validation_loss"], r["correlation"]] for r in history.epochs]
+    torch.save({"model": ensemble.state_dict(), "rows": torch.tensor(rows)}, result)
+
+
+def start(*arguments):
+    process = os.fork()  # nothing was computed yet, so there are no threads to lose
+    if process == 0:
+        try:
+            train(*arguments)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    return process
+
+
+folder = sys.argv[1]
+whole = start(f"{folder}/whole", f"{folder}/whole.pt")
+assert os.waitpid(whole, 0)[1] == 0
+kills, delay = 0, 0.02
+while True:
+    process = start(f"{folder}/killed", f"{folder}/killed.pt")
+    deadline = time.monotonic() + delay
+    done = 0
+    while not done and (kills == 12 or time.monotonic() < deadline):
+        time.sleep(0.002)
+        done, status = os.waitpid(process, os.WNOHANG)
+    if done:
+        break
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    kills, delay = kills + 1, delay + 0.017
+assert status == 0, status
+print(kills)
 """
-
-
-def start(folder: Path, result: Path) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(result)]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(process: subprocess.Popen) -> None:
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 0, error
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there is no SIGKILL")
 def test_a_run_killed_at_any_moment_and_started_again_gives_the_same_bits(tmp_path):
-    whole = start(tmp_path / "whole", tmp_path / "whole.pt")
-    folder, result = tmp_path / "killed", tmp_path / "killed.pt"
-    kills = 0
-    for delay in (0.03, 0.11, 0.23, 0.37):
-        process = start(folder, result)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(delay)
-        kills += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-    last = start(folder, result)
-    finish(last)
-    finish(whole)
-    assert kills >= 2
-    expected, found = torch.load(tmp_path / "whole.pt"), torch.load(result)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 3
+    expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "killed"))
     problem.assert_equal(found["model"], expected["model"])
     assert torch.equal(found["rows"].nan_to_num(-9), expected["rows"].nan_to_num(-9))
-    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
+    assert not [p for p in (tmp_path / "killed").iterdir() if p.name.startswith(".")]
 
 
 def test_killing_between_any_two_files_leaves_a_good_one(tmp_path):

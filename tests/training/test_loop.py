@@ -41,6 +41,11 @@ class Stream(IterableDataset):
         return iter(Pairs(*problem.data())[i] for i in range(problem.ROWS))
 
 
+WHOLE = data.DataSet(
+    data.Part(*problem.data()), None, data.Part(*problem.data()), classes=3, name="toy"
+)
+
+
 def bare_loop(ensemble, x, y, *, epochs, batch_size, lr=0.01, gamma=None, members=None, **kwargs):
     """Train as ``fit`` does by default, in the same order."""
     groups = ensemble.parameter_groups(lr, **kwargs)
@@ -388,6 +393,7 @@ def test_no_epochs_change_nothing():
         ({"train": problem.data()[0]}, TypeError, "train: expected tensors"),
         ({"train": (problem.data()[0], problem.data()[1][:5])}, ValueError, "as many inputs as"),
         ({"train": data}, TypeError, "train: expected tensors"),
+        ({"train": WHOLE}, TypeError, r"got DataSet\. Pass one part: data\.train"),
         ({"train": DataLoader(torch.zeros(5, 4))}, TypeError, r"batches \(inputs, targets\)"),
         ({"train": TensorDataset(torch.zeros(0, 4), torch.zeros(0))}, ValueError, "at least one"),
     ],

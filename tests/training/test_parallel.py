@@ -49,8 +49,7 @@ trained("fresh", embens.mc_dropout(problem.reference(), 3, fresh=True))
 trained("checkpoint", problem.ensemble(), checkpoint=f"{folder}/checkpoints{world}", every=4,
         progress=True)
 
-if world > 1:
-    dist.init_process_group("gloo")
+assert dist.is_initialized() == (world > 1)
 ensemble = problem.ensemble()
 model = DistributedDataParallel(ensemble) if world > 1 else ensemble
 x, y = problem.data(32)
@@ -58,17 +57,21 @@ mine = slice(rank, None, world)
 embens.objective(model(x[mine]), y[mine], gamma=2).backward()
 results["ddp"] = {name: p.grad for name, p in ensemble.named_parameters()}
 torch.save(results, f"{folder}/{world}-{rank}.pt")
-if world > 1:
-    dist.destroy_process_group()
 """
 
 
 def run(command: list[str]) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, **pipes, text=True) as process:
+        try:
+            _, error = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its processes too
+            raise
+    assert process.returncode == 0, error
+    return error
 
 
 @pytest.fixture(scope="module")

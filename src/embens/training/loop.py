@@ -139,11 +139,8 @@ def fit(
         raise ValueError(f"every: expected a whole number of steps of at least 1; got {every!r}")
     modes = [(module, module.training) for module in ensemble.modules()]
     try:
-        with (
-            parallel.joined(next(ensemble.parameters()).device) as part,
-            randomness.seeded(seed),
-            torch.enable_grad(),
-        ):
+        part = parallel.join(next(ensemble.parameters()).device)
+        with randomness.seeded(seed), torch.enable_grad():
             return _fit(ensemble, train, validation, settings, part, checkpoint, every, progress)
     finally:
         for module, mode in modes:

@@ -7,9 +7,9 @@ and the criterion is a mean over rows (not over class weights).
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -18,23 +18,26 @@ from torch import Tensor
 from embens.training.batches import Part
 
 
-@contextmanager
-def joined(device: torch.device) -> Iterator[Part]:
-    """Yield this process's part; under ``torchrun`` the processes are connected if need be."""
-    started = False
-    if dist.is_available() and not dist.is_initialized():
+def join(device: torch.device) -> Part:
+    """Return this process's part.
+
+    Under ``torchrun`` the processes are connected if nobody has done so, and stay connected until
+    they end: a second connection after a first one that was closed would wait forever.
+    """
+    if not dist.is_available():
+        return Part()
+    if not dist.is_initialized():
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if several and dist.is_torchelastic_launched():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-            started = True
-    try:
-        if dist.is_available() and dist.is_initialized():
-            yield Part(dist.get_rank(), dist.get_world_size())
-        else:
-            yield Part()
-    finally:
-        if started:
-            dist.destroy_process_group()
+        if not (several and dist.is_torchelastic_launched()):
+            return Part()
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(_leave)
+    return Part(dist.get_rank(), dist.get_world_size())
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @torch.no_grad()

@@ -307,4 +307,5 @@ def gradient_norm(parameters: Iterable[Tensor]) -> float:
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether all numbers are finite."""
-    return all(bool(torch.isfinite(t).all()) for t in tensors if t.is_floating_point())
+    floats = (t.detach() for t in tensors if t.is_floating_point())
+    return all(math.isfinite(t.sum()) or bool(torch.isfinite(t).all()) for t in floats)

@@ -128,11 +128,6 @@ class Settings:
         named = ("criterion", "schedule", "metric")
         sites = [(s.layer, s.kind, type(s.law).__name__) for s in ensemble.plan.sites]
         return {
-            **plain,
-            **{name: describe(getattr(self, name)) for name in named},
-            "gamma": factor * members,
-            "optimiser": {"name": type(optimiser).__name__, "groups": groups},
-            "batches or rows": rows,
             "family": ensemble.plan.family,
             "members": members,
             "sites": sites,
@@ -140,6 +135,11 @@ class Settings:
                 f"shape of {name}": [list(tensor.shape), str(tensor.dtype)]
                 for name, tensor in ensemble.state_dict().items()
             },
+            **plain,
+            **{name: describe(getattr(self, name)) for name in named},
+            "gamma": factor * members,
+            "optimiser": {"name": type(optimiser).__name__, "groups": groups},
+            "batches or rows": rows,
         }
 
 
