@@ -289,11 +289,13 @@ class EmbeddedEnsemble(nn.Module):
         *,
         criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
         gamma: Gamma = None,
+        batch: Batch = "same",
+        of: Literal["members", "mean"] = "members",
     ) -> Tensor:
         """Return the objective of outputs of this ensemble; see :func:`embens.objective`."""
         from embens.training.objective import objective_of
 
-        return objective_of(self, outputs, target, criterion, gamma)
+        return objective_of(self, outputs, target, criterion, gamma, batch, of)
 
     def backward(
         self,
