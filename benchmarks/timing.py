@@ -1,8 +1,10 @@
 """Measure contestants side by side: time as ratios within one round, memory kept for backward.
 
 A shared machine drifts, so a time alone says little. The reference runs before and after every
-contestant, and a contestant's ratio is to the mean of those two neighbours. Rounds go through all
-contestants; the median over rounds is the result, the quartiles say how far to trust it.
+contestant, and a contestant's ratio is to the mean of those two neighbours. Where the system tells
+(Linux), a measurement during which other processes took a core is made again, for a while. Rounds
+go through all contestants; the median over rounds is the result, the quartiles say how far to
+trust it.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class Row:
         return "\n".join(lines)
 
 
-def time_step(step: Step, repeat: int) -> float:
+def time_step(step: Step, repeat: int = 1) -> float:
     """Return the seconds that one step takes, over ``repeat`` of them."""
     start = time.perf_counter()
     for _ in range(repeat):
@@ -93,7 +95,27 @@ def time_step(step: Step, repeat: int) -> float:
 def repetitions(step: Step, seconds: float) -> int:
     """Return how many steps fill this time."""
     step()
-    return max(1, round(seconds / max(1e-9, min(time_step(step, 1) for _ in range(3)))))
+    return max(1, round(seconds / max(1e-9, min(time_step(step) for _ in range(3)))))
+
+
+class Disturbance:
+    """How much of a core other processes took since the start of this context, as a fraction."""
+
+    def __enter__(self) -> Disturbance:
+        self.others, self.start = self._others(), time.perf_counter()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.fraction = (self._others() - self.others) / (time.perf_counter() - self.start)
+
+    @staticmethod
+    def _others() -> float:
+        statistics_file = Path("/proc/stat")
+        if not statistics_file.exists():
+            return 0.0
+        fields = [int(n) for n in statistics_file.read_text().split("\n", 1)[0].split()[1:9]]
+        busy = sum(fields) - fields[3] - fields[4]  # all but idle and waiting
+        return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def compare(
@@ -103,6 +125,7 @@ def compare(
     rounds: int,
     per: int = 1,
     seconds: float = 0.3,
+    patience: float = 300.0,
 ) -> tuple[list[Result], str]:
     """Time contestants against ``per`` steps of the reference.
 
@@ -112,33 +135,44 @@ def compare(
         rounds: how often every contestant runs.
         per: how many steps of the reference are the unit.
         seconds: about how long one measurement of the reference and of a contestant takes at least.
+        patience: how many seconds to spend on measuring again what others disturbed.
 
     Returns:
-        The results in the order of the contestants, and what was the reference's time.
+        The results in the order of the contestants, and a line on the reference and the noise.
     """
     repeat = max(per, repetitions(reference, seconds))
     repeats = {c.name: repetitions(c.step, seconds) for c in contestants}
     ratios: dict[str, list[float]] = {c.name: [] for c in contestants}
-    references = []
+    references: list[float] = []
+    disturbed = 0
     order = list(contestants)
     for _ in range(rounds):
         random.shuffle(order)
         gc.collect()
-        before = time_step(reference, repeat)
         for contestant in order:
-            taken = time_step(contestant.step, repeats[contestant.name])
-            after = time_step(reference, repeat)
-            references.append(after)
+            while True:
+                with Disturbance() as others:
+                    before = time_step(reference, repeat)
+                    taken = time_step(contestant.step, repeats[contestant.name])
+                    after = time_step(reference, repeat)
+                if others.fraction < 0.1 or patience <= 0:
+                    break
+                patience -= 2 * repeat * (before + after)
+                time.sleep(min(1.0, max(0.0, patience)))
+            disturbed += others.fraction >= 0.1
+            references += [before, after]
             ratios[contestant.name].append(taken / (per * (before + after) / 2))
-            before = after
     results = [
         Result(c.name, c.ours, statistics.median(ratios[c.name]), quartiles(ratios[c.name]))
         for c in contestants
     ]
     low, high = quartiles(references)
-    milliseconds = f"{1e3 * statistics.median(references):.3g} ms"
-    noise = 100 * (high - low) / statistics.median(references)
-    return results, f"reference {milliseconds}, its quartiles {noise:.0f} % apart, {rounds} rounds"
+    middle = statistics.median(references)
+    note = (
+        f"reference {1e3 * middle:.3g} ms, its quartiles {100 * (high - low) / middle:.0f} % apart; "
+        f"{rounds} rounds, {100 * disturbed / (rounds * len(order)):.0f} % disturbed by others"
+    )
+    return results, note
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:

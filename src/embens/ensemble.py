@@ -131,7 +131,7 @@ class EmbeddedEnsemble(nn.Module):
         compiling = torch.compiler.is_compiling()
         scale, through = self._open_gradient(compiling)
         store = self._new_store(batch, size)
-        with self._cursor.opened(store), through:
+        with execution.Pass(self._cursor, store), through:
             if batch == "split":
                 outputs = self._run_split(inputs, kwargs)
             elif size == 1:

@@ -28,29 +28,13 @@ FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 
 
 class Cursor:
-    """Where a pass stands: the numbers of the members that run now, and what they share.
-
-    As a context it holds a pass open, and nothing of the pass stays behind, whatever happens.
-    """
+    """Where a pass stands: the numbers of the members that run now, and what they share."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] | None = None
         self.store: Store | None = None
         self.folded = False
         self.open = False
-
-    def opened(self, store: Store | None) -> Cursor:
-        """Begin a pass."""
-        if self.open:
-            raise RuntimeError("an ensemble was called from inside its own pass")
-        self.open, self.store = True, store
-        return self
-
-    def __enter__(self) -> Cursor:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.values, self.store, self.folded, self.open = None, None, False, False
 
     def missing(self) -> list[Tensor]:
         """Say why there are no numbers to multiply by."""
@@ -240,6 +224,23 @@ class PerMember(Individual):
             is_parameter = isinstance(stack, nn.Parameter)
             memo[id(stack)] = nn.Parameter(tensor, stack.requires_grad) if is_parameter else tensor
         return copy.deepcopy(self.module, memo)
+
+
+class Pass:
+    """A context that holds a pass open; nothing of it stays behind, whatever happens."""
+
+    def __init__(self, cursor: Cursor, store: Store | None):
+        self.cursor = cursor
+        self.store = store
+
+    def __enter__(self) -> None:
+        if self.cursor.open:
+            raise RuntimeError("an ensemble was called from inside its own pass")
+        self.cursor.open, self.cursor.store = True, self.store
+
+    def __exit__(self, *error: object) -> None:
+        cursor = self.cursor
+        cursor.values, cursor.store, cursor.folded, cursor.open = None, None, False, False
 
 
 def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:

@@ -199,7 +199,7 @@ def backward_in_chunks(
     cursor = ensemble._cursor
     with (
         torch.enable_grad(),
-        cursor.opened(store),
+        execution.Pass(cursor, store),
         gradient.SharedThrough(scale, ensemble._holders),
     ):
         stacks = [execution.CutStack(stack) for stack in ensemble._stacks()]
