@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "embens"
 ORDER = (
     ["laws", "networks", "download", "data", "metrics"],
     ["dataflow", "execution", "gradient"],
-    ["modulation", "sites"],
+    ["modulation", "plan", "sites"],
     ["ensemble"],
     ["embed", "storage"],
     ["training", "prediction"],

@@ -24,22 +24,17 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.execution import Cursor, PerMember, Shared
 from embens.laws import Law
 from embens.modulation import Modulated, ModulatedAttention, Modulation, channel_axes
-from embens.sites import (
-    Laws,
+from embens.plan import (
     Plan,
-    Sites,
-    Trainable,
     check_members,
-    check_reference,
-    choose_sites,
     closest,
     is_foldable,
     measure_widths,
     plan_sharing,
     site_module,
-    warn_guesses,
     why_not_collapsible,
 )
+from embens.sites import Laws, Sites, Trainable, check_reference, choose_sites, warn_guesses
 
 _NORMAL = laws.Normal()
 

@@ -20,7 +20,7 @@ from embens import execution, gradient
 from embens.execution import Cursor, PerMember, Shared, Store
 from embens.gradient import Gamma, GradientScale
 from embens.modulation import Modulated, ModulatedAttention, Modulates
-from embens.sites import Plan, closest
+from embens.plan import Plan, closest
 
 Batch = Literal["same", "own", "split"]
 BATCHES = ("same", "own", "split")

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from embens import metrics
 from embens.ensemble import EmbeddedEnsemble
-from embens.sites import closest
+from embens.plan import closest
 
 if TYPE_CHECKING:
     from jaxtyping import Float

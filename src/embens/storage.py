@@ -21,7 +21,7 @@ from torch import nn
 from embens import laws as embens_laws
 from embens.ensemble import EmbeddedEnsemble
 from embens.laws import Law
-from embens.sites import Plan, Site, check_plan
+from embens.plan import Plan, Site, check_plan
 
 FORMAT = "embens ensemble"
 VERSION = 1

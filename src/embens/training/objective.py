@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from embens import execution, gradient
 from embens.gradient import Gamma, GradientScale
-from embens.sites import closest
+from embens.plan import closest
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from embens import gradient, metrics
 from embens.gradient import Gamma
-from embens.sites import closest
+from embens.plan import closest
 from embens.training import rates
 from embens.training.objective import OPTIONS, Batch, Criterion, Of
 

@@ -1,32 +1,16 @@
-"""How data flows through a reference network: which parameter layers come before which.
-
-Sites are defined by the data flow (a *first* layer has no parameter layer before it, a *last* one
-none after it), and so is what members can share (whatever no modulation lies before). Two readers
-find it: :func:`read_symbolically` traces the module with torch.fx and needs no input;
-:func:`read_from_run` watches one real call and takes any Python code. Both only *read*: the module
-that runs is always the user's own code, so that nothing decided while reading (``self.training``,
-a branch) is baked in. Where neither works, :func:`read_registration` takes the order in which
-layers were registered, and says so.
+"""What is known of a network's data flow, and how it is put together from what a reader sees.
 
 A :class:`Trail` is what is known of a value: the layers upstream of it, its channels, and in which
-layers' outputs it is still affine.
+layers' outputs it is still affine. A :class:`Flow` is the result for the whole network.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import torch
-import torch.fx
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 LAYERS = (nn.Linear, _ConvNd, nn.Embedding)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -313,208 +297,6 @@ def _flatten_arguments(module: nn.Module) -> tuple:
     return ()
 
 
-class _SymbolicTracer(torch.fx.Tracer):
-    def __init__(self, reader: Reader, opaque: set[str]):
-        super().__init__()
-        self.reader = reader
-        self.opaque = opaque
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return (
-            is_layer(m)
-            or module_qualified_name in self.opaque
-            or super().is_leaf_module(m, module_qualified_name)
-        )
-
-    def call_module(self, m, forward, args, kwargs):
-        name = self.reader.names.get(id(m)) or self.path_of_module(m)
-        trails = _trails_of((args, kwargs))
-        index = self.reader.enter(name, trails)
-        result = super().call_module(m, forward, args, kwargs)
-        metas = [v.node.meta for v in tree_leaves(result) if isinstance(v, torch.fx.Proxy)]
-        for meta, trail in zip(
-            metas, self.reader.leave(index, [m["trail"] for m in metas]), strict=True
-        ):
-            meta["trail"] = trail
-        return result
-
-    def create_node(self, kind, target: Any, args, kwargs, name=None, type_expr=None):
-        node = super().create_node(kind, target, args, kwargs, name, type_expr)
-        trails = _trails_of((node.args, node.kwargs))
-        if kind == "call_module":
-            module = self.root.get_submodule(target)
-            path = str(self.reader.names.get(id(module), target))
-            node.meta["trail"] = self.reader.pass_leaf(module, path, trails)
-            return node
-        self.reader.use(trails)
-        if kind in ("call_function", "call_method"):
-            operation = target if isinstance(target, str) else target.__name__
-            rest = tuple(node.args[1:]) + tuple(node.kwargs.values())
-            node.meta["trail"] = self.reader.combine(operation, trails, rest)
-        else:
-            node.meta["trail"] = Trail()
-            if kind == "get_attr":
-                owner, _, _ = target.rpartition(".")
-                if owner in self.reader.layers:
-                    self.reader.flow.bypassed.add(owner)
-        if kind == "output":
-            self.reader.flow.outputs = trails
-        return node
-
-
-def _trails_of(arguments: Any) -> list[Trail]:
-    nodes = [v.node if isinstance(v, torch.fx.Proxy) else v for v in tree_leaves(arguments)]
-    return [n.meta["trail"] for n in nodes if isinstance(n, torch.fx.Node)]
-
-
-def read_symbolically(reference: nn.Module) -> Flow | None:
-    """Read the flow with torch.fx; modules whose code can't be traced become black boxes.
-
-    Returns None where the outermost ``forward`` itself can't be traced.
-    """
-    root = copy_structure(reference)
-    opaque: set[str] = set()
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(root.forward).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
-    while True:
-        reader = Reader(root)
-        tracer = _SymbolicTracer(reader, opaque)
-        try:
-            tracer.trace(root, concrete_args=defaults)
-        except Exception:  # any code of the user's may fail on symbolic values
-            failed = reader.flow.calls[reader.stack[-1]].name if reader.stack else ""
-            if not failed or failed in opaque:
-                return None
-            opaque.add(failed)
-            root = copy_structure(reference)
-            continue
-        reader.flow.opaque = opaque
-        return reader.flow
-
-
-class _RunWatcher(TorchFunctionMode):
-    """Follows real tensors through one call."""
-
-    def __init__(self, reader: Reader):
-        super().__init__()
-        self.reader = reader
-        self.trails: dict[int, tuple[Tensor, Trail]] = {}
-        self.leaf_depth = 0
-
-    def of(self, arguments: Any) -> list[Trail]:
-        values = [v for v in tree_leaves(arguments) if isinstance(v, Tensor)]
-        return [self.trails[id(v)][1] for v in values if id(v) in self.trails]
-
-    def mark(self, values: Any, trail: Trail) -> None:
-        for value in tree_leaves(values):
-            if isinstance(value, Tensor):
-                self.trails[id(value)] = (value, trail)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if self.leaf_depth or name in ("__get__", "__set__"):
-            return result
-        trails = self.of((args, kwargs))
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, nn.Parameter) and id(value) in self.reader.weights:
-                self.reader.flow.bypassed.add(self.reader.weights[id(value)])
-        rest = tuple(args[1:]) + tuple((kwargs or {}).values())
-        trail = self.reader.combine(name, trails, rest)
-        self.reader.use(trails)
-        if name == "__setitem__":
-            self.mark(args[0], trail)
-        self.mark(result, trail)
-        return result
-
-    @contextmanager
-    def hooked(self, root: nn.Module) -> Iterator[None]:
-        opened: list[tuple[int, bool, list[Trail]]] = []
-
-        def enter(module, args, kwargs):
-            if not self.leaf_depth:
-                trails = self.of((args, kwargs))
-                index = self.reader.enter(self.reader.names[id(module)], trails)
-                leaf = _is_run_leaf(module)
-                opened.append((index, leaf, trails))
-            else:
-                leaf = True
-                opened.append((-1, True, []))
-            self.leaf_depth += leaf
-
-        def leave(module, args, kwargs, result):
-            index, leaf, trails = opened.pop()
-            self.leaf_depth -= leaf
-            if index < 0:
-                return
-            values = [v for v in tree_leaves(result) if isinstance(v, Tensor)]
-            if leaf:
-                trail = self.reader.pass_leaf(module, self.reader.names[id(module)], trails)
-                self.mark(values, trail)
-            values = [v for v in values if id(v) in self.trails]
-            for value, trail in zip(values, self.reader.leave(index, self.of(values)), strict=True):
-                self.mark(value, trail)
-
-        hooks = []
-        for module in root.modules():
-            hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.append(module.register_forward_hook(leave, with_kwargs=True))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def _is_run_leaf(module: nn.Module) -> bool:
-    return (
-        is_layer(module)
-        or isinstance(module, (nn.MultiheadAttention, *RANDOM))
-        or (
-            type(module).__module__.startswith("torch.nn")
-            and not any(is_layer(m) for m in module.modules())
-            and not isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-        )
-    )
-
-
-def read_from_run(reference: nn.Module, example_input: Any) -> Flow:
-    """Read the flow from one real call, on a copy in evaluation mode."""
-    root = copy_structure(reference).eval()
-    disable_fast_paths(root)
-    reader = Reader(root)
-    watcher = _RunWatcher(reader)
-    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
-    named = dict(example_input) if isinstance(example_input, Mapping) else {}
-    if named:
-        arguments = ()
-    for value in tree_leaves((arguments, named)):
-        if isinstance(value, Tensor):
-            image = value.is_floating_point() and value.dim() in (4, 5)
-            watcher.mark(value, Trail(channels=value.shape[1] if image else None))
-    try:
-        with torch.no_grad(), watcher.hooked(root), watcher:
-            result = root(*arguments, **named)
-    except Exception as error:
-        shapes = [tuple(v.shape) for v in tree_leaves((arguments, named)) if isinstance(v, Tensor)]
-        raise ValueError(
-            f"the reference could not be called on example_input (shapes {shapes}): {error}"
-        ) from error
-    reader.flow.outputs = watcher.of(result)
-    reader.use(reader.flow.outputs)
-    return reader.flow
-
-
-def read_registration(reference: nn.Module) -> Flow:
-    """Take the layers in the order of their registration, as one chain."""
-    reader = Reader(reference)
-    reader.pass_leaf(reference, "", [Trail()])
-    return reader.flow
-
-
 def copy_structure(module: nn.Module) -> nn.Module:
     """Return a deep copy that shares the parameters (so it costs no memory) but nothing else."""
     return copy.deepcopy(module, {id(p): p for p in module.parameters()})
@@ -527,12 +309,3 @@ def disable_fast_paths(root: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def read(reference: nn.Module, example_input: Any = None) -> Flow:
-    """Read the data flow by the best means there is."""
-    if is_layer(reference) or isinstance(reference, nn.MultiheadAttention):
-        return read_registration(reference)
-    if example_input is not None:
-        return read_from_run(reference, example_input)
-    return read_symbolically(reference) or read_registration(reference)

@@ -1,0 +1,94 @@
+"""Reading the data flow by tracing the code with torch.fx; needs no input."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch.fx
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from embens.dataflow.flow import Flow, Reader, Trail, copy_structure, is_layer
+
+
+class _SymbolicTracer(torch.fx.Tracer):
+    def __init__(self, reader: Reader, opaque: set[str]):
+        super().__init__()
+        self.reader = reader
+        self.opaque = opaque
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return (
+            is_layer(m)
+            or module_qualified_name in self.opaque
+            or super().is_leaf_module(m, module_qualified_name)
+        )
+
+    def call_module(self, m, forward, args, kwargs):
+        name = self.reader.names.get(id(m)) or self.path_of_module(m)
+        trails = _trails_of((args, kwargs))
+        index = self.reader.enter(name, trails)
+        result = super().call_module(m, forward, args, kwargs)
+        metas = [v.node.meta for v in tree_leaves(result) if isinstance(v, torch.fx.Proxy)]
+        for meta, trail in zip(
+            metas, self.reader.leave(index, [m["trail"] for m in metas]), strict=True
+        ):
+            meta["trail"] = trail
+        return result
+
+    def create_node(self, kind, target: Any, args, kwargs, name=None, type_expr=None):
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        trails = _trails_of((node.args, node.kwargs))
+        if kind == "call_module":
+            module = self.root.get_submodule(target)
+            path = str(self.reader.names.get(id(module), target))
+            node.meta["trail"] = self.reader.pass_leaf(module, path, trails)
+            return node
+        self.reader.use(trails)
+        if kind in ("call_function", "call_method"):
+            operation = target if isinstance(target, str) else target.__name__
+            rest = tuple(node.args[1:]) + tuple(node.kwargs.values())
+            node.meta["trail"] = self.reader.combine(operation, trails, rest)
+        else:
+            node.meta["trail"] = Trail()
+            if kind == "get_attr":
+                owner, _, _ = target.rpartition(".")
+                if owner in self.reader.layers:
+                    self.reader.flow.bypassed.add(owner)
+        if kind == "output":
+            self.reader.flow.outputs = trails
+        return node
+
+
+def _trails_of(arguments: Any) -> list[Trail]:
+    nodes = [v.node if isinstance(v, torch.fx.Proxy) else v for v in tree_leaves(arguments)]
+    return [n.meta["trail"] for n in nodes if isinstance(n, torch.fx.Node)]
+
+
+def read_symbolically(reference: nn.Module) -> Flow | None:
+    """Read the flow with torch.fx; modules whose code can't be traced become black boxes.
+
+    Returns None where the outermost ``forward`` itself can't be traced.
+    """
+    root = copy_structure(reference)
+    opaque: set[str] = set()
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(root.forward).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    while True:
+        reader = Reader(root)
+        tracer = _SymbolicTracer(reader, opaque)
+        try:
+            tracer.trace(root, concrete_args=defaults)
+        except Exception:  # any code of the user's may fail on symbolic values
+            failed = reader.flow.calls[reader.stack[-1]].name if reader.stack else ""
+            if not failed or failed in opaque:
+                return None
+            opaque.add(failed)
+            root = copy_structure(reference)
+            continue
+        reader.flow.opaque = opaque
+        return reader.flow
