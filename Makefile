@@ -42,7 +42,8 @@ bench: $(BENCH)/.stamp  ## compare with other libraries, in an environment of th
 
 $(BENCH)/.stamp: pyproject.toml constraints.txt benchmarks/requirements.txt
 	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/python $(PIP) -e . -r benchmarks/requirements.txt -c constraints.txt
+	$(BENCH)/bin/python $(PIP) -e . -c constraints.txt
+	$(BENCH)/bin/python $(PIP) --no-deps -r benchmarks/requirements.txt -c constraints.txt
 	@touch $@
 
 clean:  ## remove environments, caches and build products

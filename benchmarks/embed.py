@@ -11,6 +11,7 @@ same memory format: forward, loss, backward (no optimiser), gradients started fr
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -101,9 +102,7 @@ class Task:
 
     def placed(self, network: nn.Module) -> nn.Module:
         """Return a network in the memory format of the task."""
-        return network.to(memory_format=self.format) if self.x_is_image else network
-
-    x_is_image = True
+        return network.to(memory_format=self.format)
 
     @property
     def data(self) -> tuple[Tensor, Tensor]:
@@ -120,9 +119,8 @@ def mlp_task(width: int, batch: int) -> Task:
     """Return a perceptron with three hidden layers on 54 inputs and 7 classes."""
 
     def make() -> nn.Sequential:
-        widths = (54, width, width, width)
         modules: list[nn.Module] = []
-        for inputs, outputs in zip(widths, widths[1:], strict=False):
+        for inputs, outputs in itertools.pairwise((54, width, width, width)):
             modules += [nn.Linear(inputs, outputs), nn.ReLU()]
         return nn.Sequential(*modules, nn.Linear(width, 7))
 
@@ -160,7 +158,7 @@ def cnn(rounds: int) -> Iterator[Row]:
         ]
         row = Row(
             f"cnn{suffix}",
-            f"paper's CNN, batch 32, BatchEnsemble M=8, forward and backward{suffix.replace('-', ' ')}",
+            f"paper's CNN, batch 32, BatchEnsemble M=8, both passes{suffix.replace('-', ' ')}",
             "8 × reference",
             bar=1.00,
             limit=timing.flops(contestants[1].step) / (members * timing.flops(task.step)),
@@ -177,7 +175,10 @@ def mlp(rounds: int) -> Iterator[Row]:
     contestants = [
         Contestant("embens", one_graph(ensemble, *task.data), ours=True),
         Contestant("embens, chunk=1", one_graph(ensemble, *task.data, chunk=1), ours=True),
-        Contestant("embens, backward (member by member)", in_chunks(ensemble, *task.data), True),
+        Contestant("embens, backward", in_chunks(ensemble, *task.data), ours=True),
+        Contestant(
+            "embens, backward, chunk=4", in_chunks(ensemble, *task.data, chunk=4), ours=True
+        ),
         Contestant("tabm", peer(peers.TabM(task.reference, members), *task.data, members)),
         *rivals(task, members),
     ]
@@ -322,14 +323,13 @@ def overhead(rounds: int) -> Iterator[Row]:
         post=embens.laws.Constant(1.0),
         trainable=False,
     )
+    tabm, rival = peers.TabM(task.reference, 1), peers.TorchUncertainty(task.reference, 1)
     contestants = [
         Contestant("embens, trainable modulations", one_graph(ensemble, *task.data), ours=True),
         Contestant("embens, fixed modulations", one_graph(frozen, *task.data), ours=True),
         Contestant("embens, backward", in_chunks(ensemble, *task.data), ours=True),
-        Contestant("tabm", peer(peers.TabM(task.reference, 1), *task.data, 1)),
-        Contestant(
-            "torch-uncertainty", peer(peers.TorchUncertainty(task.reference, 1), *task.data, 1)
-        ),
+        Contestant("tabm", peer(tabm, *task.data, 1)),
+        Contestant("torch-uncertainty", peer(rival, *task.data, 1)),
     ]
     row = Row(
         "overhead",

@@ -18,10 +18,14 @@ def batch_ensemble_layers() -> ModuleType:
     name = "torch_uncertainty_batch_ensemble"
     if name not in sys.modules:
         package = importlib.util.find_spec("torch_uncertainty")
-        assert package is not None and package.origin is not None
+        if package is None or package.origin is None:
+            raise ImportError(
+                "torch-uncertainty is not installed; run the benchmarks by `make bench`"
+            )
         path = Path(package.origin).parent / "layers" / "batch_ensemble.py"
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
@@ -50,7 +54,7 @@ class TorchUncertainty(nn.Module):
 
 
 class TabM(nn.Module):
-    """All linear layers replaced by tabm's BatchEnsemble layers; its axes are (batch, member, …)."""
+    """All linear layers replaced by tabm's BatchEnsemble layers, with axes (batch, member, …)."""
 
     def __init__(self, reference: nn.Sequential, members: int):
         super().__init__()

@@ -168,8 +168,9 @@ def compare(
     ]
     low, high = quartiles(references)
     middle = statistics.median(references)
+    spread = 100 * (high - low) / middle
     note = (
-        f"reference {1e3 * middle:.3g} ms, its quartiles {100 * (high - low) / middle:.0f} % apart; "
+        f"reference {1e3 * middle:.3g} ms, its quartiles {spread:.0f} % apart; "
         f"{rounds} rounds, {100 * disturbed / (rounds * len(order)):.0f} % disturbed by others"
     )
     return results, note

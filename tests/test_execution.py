@@ -106,8 +106,8 @@ def test_a_shared_result_that_is_changed_in_place_is_not_reused():
             h.view(-1).add_(1.0)
             return self.b(h)
 
-    ensemble = embens.last_layer_dropout(Net(), 3)
     x = torch.randn(5, 3)
+    ensemble = embens.last_layer_dropout(Net(), 3, example_input=x)
     expected = torch.stack([ensemble.member(a)(x) for a in range(3)])
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():

@@ -29,6 +29,7 @@ from embens.plan import (
     check_members,
     closest,
     is_foldable,
+    may_overwrite,
     measure_widths,
     plan_sharing,
     site_module,
@@ -95,7 +96,7 @@ def embed(
     chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh)
     warn_guesses(flow)
     if recompute is None:
-        recompute = _mentions_checkpoint(reference)
+        recompute = dataflow.mentions(reference, lambda word: "checkpoint" in word)
     own, shared = plan_sharing(reference, layers, flow, chosen, norm_statistics, norm_affine)
     widths, input_channels = measure_widths(layers, flow, [s.layer for s in chosen])
     plan = Plan(
@@ -104,6 +105,7 @@ def embed(
         sites=chosen,
         own=own,
         shared=() if recompute else shared,
+        copies=may_overwrite(flow, dict(reference.named_modules())),
         not_collapsible=why_not_collapsible(flow, chosen, own),
         foldable=is_foldable(flow, shared) and not recompute,
         recompute=recompute,
@@ -165,18 +167,6 @@ def operate(
     network = copy.deepcopy(reference, memo)
     dataflow.disable_fast_paths(network)
     return EmbeddedEnsemble(network, plan, cursor)
-
-
-def _mentions_checkpoint(reference: nn.Module) -> bool:
-    """Return whether the code of any module of the user's refers to checkpointing."""
-    for cls in {c for m in reference.modules() for c in type(m).__mro__}:
-        if cls.__module__.startswith("torch.nn."):
-            continue
-        for value in vars(cls).values():
-            code = getattr(value, "__code__", None)
-            if code and any("checkpoint" in name for name in code.co_names + code.co_freevars):
-                return True
-    return False
 
 
 def batch_ensemble(

@@ -158,7 +158,7 @@ class EmbeddedEnsemble(nn.Module):
     def _new_store(self, batch: Batch, chunk: int, cut: bool = False) -> Store | None:
         if batch != "same" or not self.plan.shared or (chunk >= self.members and not cut):
             return None
-        return Store(cut)
+        return Store(cut=cut, copies=self.plan.copies)
 
     def _stacks(self) -> list[Tensor]:
         """Return the tensors of all members, members first, for one pass."""
@@ -178,7 +178,9 @@ class EmbeddedEnsemble(nn.Module):
                     if torch.compiler.is_compiling() or start > 0:
                         raise
                     if self._cursor.store is not None:
-                        self._cursor.store = Store(self._cursor.store.cut)
+                        self._cursor.store = self._new_store(
+                            batch, chunk, cut=self._cursor.store.cut
+                        )
                     result = self._run_each(stacks, range(start, stop), inputs, kwargs, batch)
                     self._unfoldable, fold = True, False
                     execution.warn_unfoldable(error)

@@ -74,14 +74,16 @@ class Individual(nn.Module):
 
 
 class Store:
-    """What the members of one pass share, in the order in which it was computed.
+    """What the members of one pass share.
 
     With ``cut`` the outputs are cut off the graph, so that every chunk can be backpropagated on
-    its own; :meth:`backward` then goes on to what came before.
+    its own; :meth:`backward` then goes on to what came before. With ``copies`` every use gets a
+    copy, for code that changes results in place.
     """
 
-    def __init__(self, cut: bool = False) -> None:
+    def __init__(self, *, cut: bool = False, copies: bool = False) -> None:
         self.cut = cut
+        self.copies = copies
         self.results: dict[tuple[int, int], Any] = {}
         self.counts: dict[int, int] = {}
         self.edges: list[tuple[Tensor, Tensor]] = []
@@ -95,42 +97,92 @@ class Store:
         count = self.counts.get(id(shared), 0)
         self.counts[id(shared)] = count + 1
         key = (id(shared), count)
-        if key in self.results:
-            result, versions = self.results[key]
+        if key not in self.results:
+            result = shared.module(*args, **kwargs)
             if not shared.keep:
-                return args[0]
-            if versions == _versions(result):
+                self.results[key] = None
                 return result
-            return shared.module(*args, **kwargs)  # changed in place since: compute it again
-        result = shared.compute(args, kwargs)
-        if shared.keep and self.cut:
-            result = tree_map(self._leaf, result)
-        self.results[key] = (result, _versions(result)) if shared.keep else (None, ())
-        return result
+            self.results[key] = tree_map(self._leaf, result) if self.cut else result
+        elif not shared.keep:  # used by shared modules only, which won't look at it
+            return next(v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))
+        result = self.results[key]
+        return tree_map(_copied, result) if self.copies else result
 
     def _leaf(self, value: Any) -> Any:
         if not (isinstance(value, Tensor) and value.requires_grad):
             return value
-        leaf = nn.Parameter(value.detach())  # requires_grad_() is not allowed under vmap
+        leaf = torch.autograd.Variable(value.detach(), requires_grad=True)  # also under vmap
         self.edges.append((value, leaf))
         return leaf
 
     def backward(self) -> None:
-        """Backpropagate what the chunks left at the cuts."""
-        for value, leaf in reversed(self.edges):
-            if leaf.grad is not None:
-                torch.autograd.backward(value, leaf.grad)
+        """Backpropagate what the chunks left at the cuts, each part of the graph once."""
+        needs = {id(leaf): _leaves_before(value) for value, leaf in self.edges}
+        waiting = list(self.edges)
+        while waiting:
+            later = {n for _, leaf in waiting for n in needs[id(leaf)]}
+            ready = [edge for edge in waiting if id(edge[1]) not in later]
+            waiting = [edge for edge in waiting if id(edge[1]) in later]
+            ready = [(value, leaf.grad) for value, leaf in ready if leaf.grad is not None]
+            if ready:
+                values, gradients = zip(*ready, strict=True)
+                torch.autograd.backward(values, gradients)
+
+    def meets(self, losses: Tensor) -> bool:
+        """Return whether losses and the cut results share a part of the graph that is freed."""
+        before: set[Any] = set()
+        for value, _ in self.edges:
+            before |= _nodes_before(value)
+        return any(
+            node in before and not hasattr(node, "variable") for node in _nodes_before(losses)
+        )
 
 
-def _versions(result: Any) -> tuple[int, ...]:
-    """Return how often the tensors of a result were changed in place."""
-    if torch.compiler.is_compiling():
-        return ()
-    tensors = (t for t in tree_leaves(result) if isinstance(t, Tensor))
-    return tuple(0 if t.is_inference() else t._version for t in tensors)
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
-class Shared(nn.Module):
+def _nodes_before(value: Tensor) -> set[Any]:
+    """Return the nodes of the graph behind a value."""
+    seen: set[Any] = set()
+    nodes = [value.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.extend(parent for parent, _ in node.next_functions)
+    return seen
+
+
+def _leaves_before(value: Tensor) -> set[int]:
+    """Return the ids of the leaves that a value was computed from."""
+    nodes = _nodes_before(value)
+    return {id(node.variable) for node in nodes if hasattr(node, "variable")}
+
+
+class Wrapper(nn.Module):
+    """A module around another that looks like it from outside.
+
+    Attributes that it does not have itself are those of the module inside.
+    """
+
+    def inner(self) -> nn.Module:
+        """Return the module inside."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or not self.__dict__.get("_modules"):
+                raise
+            return self._inner_attribute(name)
+
+    def _inner_attribute(self, name: str) -> Any:
+        return getattr(self.inner(), name)
+
+
+class Shared(Wrapper):
     """A module whose output is the same for all members, computed once in a pass.
 
     Args:
@@ -150,25 +202,16 @@ class Shared(nn.Module):
         self.keep = keep
         self.train(module.training)
 
+    def inner(self) -> nn.Module:
+        """Return the module inside."""
+        return self.module
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output."""
         store = self.cursor.store
         if store is None or (self.random and self.training):
             return self.module(*args, **kwargs)
         return store.once(self, args, kwargs)
-
-    def compute(self, args: tuple, kwargs: dict) -> Any:
-        """Return the module's output as tensors that know when they are changed in place."""
-        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-            return self.module(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
 
     def __iter__(self) -> Iterator:
         return iter(self.module)  # type: ignore[arg-type]

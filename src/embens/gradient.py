@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 class GradientScale:
@@ -25,6 +26,7 @@ class GradientScale:
         self.tensor = tensor
         self.value = 1.0
         self.claimed = False
+        self.arrived: dict[int, list[Tensor]] = {}
 
     def claim(self, value: float) -> None:
         """Set the scale for the backward pass that is running."""
@@ -38,13 +40,49 @@ class GradientScale:
             torch.autograd.Variable._execution_engine.queue_callback(self._release)
         self._set(value, True)
 
+    def watch(self, outputs: Tensor) -> Tensor:
+        """Return the outputs such that a backward pass fails if another loss uses them as well."""
+        key = id(outputs)
+        if key not in self.arrived:
+            self.arrived[key] = []
+            outputs.register_hook(lambda total: self._check(total, self.arrived[key]))
+        return _Watched.apply(outputs, self.arrived[key])  # type: ignore[return-value]
+
+    def _check(self, total: Tensor, arrived: list[Tensor]) -> None:
+        if not self.claimed or self.value == 1.0:
+            return
+        if len(arrived) == 1 and arrived[0].data_ptr() == total.data_ptr():
+            return
+        if not arrived or not torch.allclose(sum(arrived), total):  # type: ignore[arg-type]
+            raise RuntimeError(
+                "an objective and another loss use the same outputs in one backward pass, and the "
+                f"objective's gradient scale ({self.value:g}) would apply to both. Call backward "
+                "for each of them, or run the ensemble again for the other loss."
+            )
+
     def _release(self) -> None:
         self._set(1.0, False)
+        for arrived in self.arrived.values():
+            arrived.clear()
 
     def _set(self, value: float, claimed: bool) -> None:
         self.value, self.claimed = value, claimed
         if self.tensor is not None:
             self.tensor.data.fill_(value)
+
+
+class _Watched(torch.autograd.Function):
+    """The identity, which keeps the gradient that arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, arrived: list[Tensor]) -> Tensor:
+        ctx.arrived = arrived
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        ctx.arrived.append(grad_outputs[0])
+        return grad_outputs[0], None
 
 
 class _Share(torch.autograd.Function):
@@ -80,24 +118,38 @@ class _Share(torch.autograd.Function):
 class _Objective(torch.autograd.Function):
     """The mean of the members' losses, whose gradient is that of their sum.
 
-    Its backward pass claims the gradient scale of the pass that the losses come from.
+    Its backward pass claims the gradient scale of the passes that the losses come from.
     """
 
     @staticmethod
-    def forward(ctx: Any, losses: Tensor, scale: GradientScale | None, factor: float) -> Tensor:
-        ctx.scale, ctx.factor, ctx.size = scale, factor, losses.shape
+    def forward(losses: Tensor, scales: list[GradientScale], factor: float) -> Tensor:
         return losses.mean()
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        losses, ctx.scales, ctx.factor = inputs
+        ctx.size = losses.shape
+
+    @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
-        if ctx.scale is not None:
-            ctx.scale.claim(ctx.factor)
+        for scale in ctx.scales:
+            scale.claim(ctx.factor)
         return grad_outputs[0].expand(ctx.size), None, None
 
 
-def combine_losses(losses: Tensor, scale: GradientScale | None, factor: float) -> Tensor:
+def combine_losses(losses: Tensor, scales: list[GradientScale], factor: float) -> Tensor:
     """Return the mean of the members' losses; its gradient is that of the objective."""
-    return _Objective.apply(losses, scale, factor)  # type: ignore[return-value]
+    return _Objective.apply(losses, scales, factor)  # type: ignore[return-value]
+
+
+def watch(outputs: Any, factor: float) -> Any:
+    """Make sure that a gradient scale which matters reaches no other loss on these outputs."""
+
+    def watched(value: Any) -> Any:
+        scale = getattr(value, "gradient_scale", None)
+        return value if scale is None or not value.requires_grad else scale.watch(value)
+
+    return outputs if factor == 1.0 else tree_map(watched, outputs)
 
 
 Holders = list[tuple[nn.Module, str]]
@@ -132,25 +184,28 @@ class SharedThrough:
                 module._parameters[name] = parameter
 
 
-def find_scale(outputs: Tensor) -> GradientScale | None:
-    """Return the gradient scale of the pass that outputs come from, also after other operations."""
-    direct = getattr(outputs, "gradient_scale", None)
-    if direct is not None:
-        return direct
+def find_scales(outputs: Any) -> list[GradientScale]:
+    """Return the gradient scales of the passes that outputs come from, through any operations."""
+    found: dict[int, GradientScale] = {}
     seen: set[Any] = set()
-    level = [outputs.grad_fn]
+    level: list[Any] = []
+    for leaf in tree_leaves(outputs):
+        direct = getattr(leaf, "gradient_scale", None)
+        if direct is not None:
+            found[id(direct)] = direct
+        elif isinstance(leaf, Tensor):
+            level.append(leaf.grad_fn)
     while level:
-        following = []
-        for node in level:
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            scale = getattr(node, "scale", None)
-            if isinstance(scale, GradientScale) and isinstance(node, _Share._backward_cls):
-                return scale
-            following.extend(parent for parent, _ in node.next_functions)
-        level = following
-    return None
+        node = level.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        scale = getattr(node, "scale", None)
+        if isinstance(scale, GradientScale) and isinstance(node, _Share._backward_cls):
+            found[id(scale)] = scale
+        else:
+            level.extend(parent for parent, _ in node.next_functions)
+    return list(found.values())
 
 
 Gamma = float | int | Callable[[int], float] | None

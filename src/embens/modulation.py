@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from embens.dataflow import PROJECTIONS
-from embens.execution import Cursor, Individual, Shared
+from embens.execution import Cursor, Individual, Shared, Wrapper
 from embens.laws import Law
 
 
@@ -113,7 +113,7 @@ def channels(layer: nn.Module, projection: str = "") -> tuple[int | None, int]:
     raise TypeError(f"{type(layer).__name__} is not a parameter layer")
 
 
-class Modulates(nn.Module):
+class Modulates(Wrapper):
     """What holds modulations: where the cursor has their numbers is set by ``connect``.
 
     Attributes:
@@ -202,8 +202,9 @@ class Modulated(Modulates):
         """The layer itself, without what computes it once for all members."""
         return self.layer.module if isinstance(self.layer, Shared) else self.layer
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the running member's output."""
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the running member's output; input is the name in torch's own layers."""
+        x = input
         values = self.cursor.values or self.cursor.missing()
         pre, post = self.slots
         if post is not None:
@@ -230,18 +231,19 @@ class Modulated(Modulates):
             bias = bias * pre  # type: ignore[operator]
         return layer._conv_forward(x, weight, bias)  # type: ignore[operator]
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            layer = self.plain_layer
-            if name in layer._parameters:
-                raise AttributeError(
-                    f"the code reads the {name} of a modulated {type(layer).__name__} without "
-                    "calling the layer, which would leave its modulations out. Leave this layer "
-                    "out of embed's sites, or call it."
-                ) from None
-            return getattr(layer, name)
+    def inner(self) -> nn.Module:
+        """Return the layer."""
+        return self.plain_layer
+
+    def _inner_attribute(self, name: str) -> Any:
+        layer = self.plain_layer
+        if name in layer._parameters:
+            raise AttributeError(
+                f"the code reads the {name} of a modulated {type(layer).__name__} without "
+                "calling the layer, which would leave its modulations out. Leave this layer "
+                "out of embed's sites, or call it."
+            )
+        return getattr(layer, name)
 
     def plain(self, member: int | None) -> nn.Module:
         """Return a plain layer with one member's weights; None: the mean of all members'."""
@@ -291,13 +293,14 @@ class Scaled(nn.Module):
         self.register_buffer("post", None if post is None else post.reshape(shape))
         self.train(layer.training)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the member's output."""
-        x = self.layer(x if self.post is None else multiply(x, self.post), *args, **kwargs)
+        x = input if self.post is None else multiply(input, self.post)
+        x = self.layer(x, *args, **kwargs)
         return x if self.pre is None else multiply(x, self.pre)
 
 
-class ModulatedAttention(nn.Module):
+class ModulatedAttention(Wrapper):
     """An ``nn.MultiheadAttention`` whose q, k, v and output projections are modulated."""
 
     def __init__(self, attention: nn.MultiheadAttention, modulations: dict[str, Modulation]):
@@ -313,11 +316,9 @@ class ModulatedAttention(nn.Module):
             self.attention, modulated_projections(self.attention, mine), args, kwargs
         )
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("attention"), name)
+    def inner(self) -> nn.Module:
+        """Return the attention."""
+        return self.attention
 
     def plain(self, member: int | None) -> nn.Module:
         """Return a plain attention with one member's weights."""

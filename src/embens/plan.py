@@ -53,6 +53,7 @@ class Plan:
         sites: where they differ.
         own: modules with some tensors of their own for each member: name to tensor names.
         shared: modules computed once for all members: name to (random, keep), see ``Shared``.
+        copies: whether code may change what members share in place, so that each gets a copy.
         not_collapsible: why the ensemble mean is not one plain network; empty where it is.
         foldable: whether several members may run at once; only code that was read in full.
         recompute: whether the reference recomputes activations in the backward pass.
@@ -66,6 +67,7 @@ class Plan:
     sites: tuple[Site, ...] = ()
     own: tuple[tuple[str, tuple[str, ...]], ...] = ()
     shared: tuple[tuple[str, bool, bool], ...] = ()
+    copies: bool = False
     not_collapsible: str = ""
     foldable: bool = True
     recompute: bool = False
@@ -128,10 +130,11 @@ def plan_sharing(
         apart = tokens | set(own)
         found: dict[str, bool] = {}
         spoiled: set[str] = set()
-        for call in flow.calls:
+        for index, call in enumerate(flow.calls):
             inside = [n for n in carriers | set(own) if inside_any(n, [call.name])]
             differs = [n for n in inside if not (n == call.name and n not in within and n in pre)]
-            if not call.name or call.upstream & apart or differs:
+            unsafe = not call.visible or call.aliases or _overwrites_others(index, flow, modules)
+            if not call.name or call.upstream & apart or differs or unsafe:
                 spoiled.add(call.name)
             random = any(t.startswith("random") for t in call.upstream | call.result)
             found[call.name] = found.get(call.name, False) or random
@@ -158,6 +161,23 @@ def plan_sharing(
                 if not any(maximal.get(u) == maximal[call.name] for u in users):
                     keep[call.name] = True
     return tuple(own.items()), tuple((n, r, keep[n]) for n, r in maximal.items())
+
+
+def _overwrites_others(index: int, flow: Flow, modules: dict[str, nn.Module]) -> bool:
+    """Return whether a call works in place on what anyone else uses as well."""
+    call = flow.calls[index]
+    if not any(getattr(m, "inplace", False) for m in modules[call.name].modules()):
+        return False
+    return any(
+        index not in chain for parent in call.parents for chain in flow.calls[parent].consumers
+    )
+
+
+def may_overwrite(flow: Flow, modules: dict[str, nn.Module]) -> bool:
+    """Return whether any code may change a value in place."""
+    inplace = any(getattr(m, "inplace", False) for m in modules.values())
+    named = any(dataflow.is_in_place(operation) for operation in flow.operations)
+    return inplace or named or bool(flow.opaque)
 
 
 def is_foldable(flow: Flow, shared: tuple[tuple[str, bool, bool], ...]) -> bool:

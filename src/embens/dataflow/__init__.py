@@ -18,11 +18,14 @@ from torch import nn
 from embens.dataflow.flow import (
     NORMS,
     PROJECTIONS,
+    Call,
     Flow,
     Reader,
     Trail,
     disable_fast_paths,
+    is_in_place,
     is_layer,
+    mentions,
     parameter_layers,
 )
 from embens.dataflow.symbolic import read_symbolically
@@ -31,8 +34,11 @@ from embens.dataflow.watched import read_from_run
 __all__ = [
     "NORMS",
     "PROJECTIONS",
+    "Call",
     "Flow",
     "disable_fast_paths",
+    "is_in_place",
+    "mentions",
     "parameter_layers",
     "read",
 ]
@@ -49,6 +55,12 @@ def read(reference: nn.Module, example_input: Any = None) -> Flow:
     """Read the data flow by the best means there is."""
     if is_layer(reference) or isinstance(reference, nn.MultiheadAttention):
         return read_registration(reference)
-    if example_input is not None:
-        return read_from_run(reference, example_input)
-    return read_symbolically(reference) or read_registration(reference)
+    symbolic = None
+    in_place = any(getattr(m, "inplace", False) for m in reference.modules())
+    if example_input is None or in_place:
+        symbolic = read_symbolically(reference)
+    if example_input is None:
+        return symbolic or read_registration(reference)
+    if symbolic and not symbolic.opaque and not symbolic.guesses:
+        return symbolic  # tells an output in place from the input; a run does not
+    return read_from_run(reference, example_input)

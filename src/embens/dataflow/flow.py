@@ -7,6 +7,7 @@ layers' outputs it is still affine. A :class:`Flow` is the result for the whole 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -48,13 +49,32 @@ _AFFINE = frozenset(
     "AvgPool2d AvgPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d Dropout "
     "PixelShuffle pixel_shuffle Upsample unflatten".split()
 )
-_SCALING = frozenset("mul div truediv imul itruediv rmul".split())
+_SCALING = frozenset("mul imul rmul".split())
+_DIVIDING = frozenset("div truediv itruediv".split())
 _FLATTENING = frozenset("flatten Flatten view reshape mean amax squeeze".split())
 _SHAPE = frozenset("shape size dim ndim numel len dtype device".split())
 _RANDOM_FUNCTIONS = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu bernoulli "
-    "rand_like randn_like gumbel_softmax rand randn normal multinomial".split()
+    "rand_like randn_like gumbel_softmax rand randn normal uniform multinomial".split()
 )
+
+
+def mentions(module: nn.Module, found: Callable[[str], bool]) -> bool:
+    """Return whether the code of any module of the user's refers to a name with some property."""
+    for cls in {c for m in module.modules() for c in type(m).__mro__}:
+        if cls.__module__.startswith("torch.nn."):
+            continue
+        for value in vars(cls).values():
+            code = getattr(value, "__code__", None)
+            if code and any(map(found, code.co_names + code.co_freevars)):
+                return True
+    return False
+
+
+def is_in_place(operation: str) -> bool:
+    """Return whether an operation of this name changes its first argument."""
+    augmented = operation.strip("_") in ("iadd", "isub", "imul", "itruediv", "setitem", "ipow")
+    return augmented or (operation.endswith("_") and not operation.startswith("__"))
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -101,10 +121,16 @@ class Call:
     """One call of one module: what its inputs and its output depend on, and who uses the output.
 
     A consumer is the chain of calls (by index) inside which the output is used, outermost first.
+    ``visible`` says whether any value was seen among the inputs; ``parents`` are the calls whose
+    outputs they are. ``aliases``: the output is one of the inputs (a module that works in place,
+    in a run), so that which of the two is used later can't be told.
     """
 
     name: str
     upstream: frozenset[str]
+    visible: bool = True
+    parents: frozenset[int] = frozenset()
+    aliases: bool = False
     result: frozenset[str] = frozenset()
     consumers: set[tuple[int, ...]] = field(default_factory=set)
 
@@ -170,8 +196,10 @@ class Reader:
         upstream = frozenset().union(*(t.upstream for t in trails))
         if operation in _RANDOM_FUNCTIONS:
             upstream |= {"random"}
-        keeps = operation in _AFFINE or (
-            operation in _SCALING and sum(bool(t.upstream) for t in trails) <= 1
+        keeps = (
+            operation in _AFFINE
+            or (operation in _SCALING and sum(bool(t.upstream) for t in trails) <= 1)
+            or (operation in _DIVIDING and all(isinstance(a, (int, float)) for a in arguments))
         )
         affine = frozenset(
             layer
@@ -198,7 +226,9 @@ class Reader:
     def enter(self, name: str, trails: list[Trail]) -> int:
         """Record that a module is called on values with these trails; return the call's index."""
         index = len(self.flow.calls)
-        self.flow.calls.append(Call(name, frozenset().union(*(t.upstream for t in trails))))
+        upstream = frozenset().union(*(t.upstream for t in trails))
+        parents = frozenset(t.producer for t in trails if t.producer is not None)
+        self.flow.calls.append(Call(name, upstream, bool(trails), parents))
         self.stack.append(index)
         self.use(trails)
         return index
@@ -279,6 +309,8 @@ class Reader:
         randoms = {
             f"random:{_join(name, n)}" for n, m in module.named_modules() if isinstance(m, RANDOM)
         }
+        if mentions(module, lambda word: word.strip("_") in _RANDOM_FUNCTIONS):
+            randoms.add(f"random:{name}")
         if inside:
             trail = Trail(trail.upstream)
         for part in inside:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from embens.dataflow.flow import Flow, Reader, Trail, copy_structure, is_layer
+from embens.dataflow.flow import Flow, Reader, Trail, copy_structure, is_in_place, is_layer
 
 
 class _SymbolicTracer(torch.fx.Tracer):
@@ -50,6 +51,9 @@ class _SymbolicTracer(torch.fx.Tracer):
             operation = target if isinstance(target, str) else target.__name__
             rest = tuple(node.args[1:]) + tuple(node.kwargs.values())
             node.meta["trail"] = self.reader.combine(operation, trails, rest)
+            if is_in_place(operation) or node.kwargs.get("inplace"):
+                self.reader.flow.operations.add("in_place_")
+                _overwrite(node.args[0], node.meta["trail"])
         else:
             node.meta["trail"] = Trail()
             if kind == "get_attr":
@@ -59,6 +63,22 @@ class _SymbolicTracer(torch.fx.Tracer):
         if kind == "output":
             self.reader.flow.outputs = trails
         return node
+
+
+_VIEWS = frozenset(
+    "getitem view view_as reshape flatten unflatten squeeze unsqueeze permute transpose t movedim "
+    "swapaxes chunk split unbind select narrow expand expand_as detach contiguous getattr".split()
+)
+
+
+def _overwrite(target: Any, trail: Trail) -> None:
+    """Give a value that was changed in place, and whatever it is a view of, its new trail."""
+    while isinstance(target, torch.fx.Node):
+        old = target.meta["trail"]
+        upstream = old.upstream | trail.upstream
+        target.meta["trail"] = replace(old, upstream=upstream, affine=frozenset())
+        operation = target.target if isinstance(target.target, str) else target.target.__name__
+        target = target.args[0] if operation in _VIEWS and target.args else None
 
 
 def _trails_of(arguments: Any) -> list[Trail]:
@@ -71,7 +91,7 @@ def read_symbolically(reference: nn.Module) -> Flow | None:
 
     Returns None where the outermost ``forward`` itself can't be traced.
     """
-    root = copy_structure(reference)
+    root = copy_structure(reference).train()
     opaque: set[str] = set()
     defaults = {
         name: parameter.default
@@ -88,7 +108,7 @@ def read_symbolically(reference: nn.Module) -> Flow | None:
             if not failed or failed in opaque:
                 return None
             opaque.add(failed)
-            root = copy_structure(reference)
+            root = copy_structure(reference).train()
             continue
         reader.flow.opaque = opaque
         return reader.flow

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from embens.dataflow.flow import (
     RANDOM,
@@ -18,6 +19,7 @@ from embens.dataflow.flow import (
     Trail,
     copy_structure,
     disable_fast_paths,
+    is_in_place,
     is_layer,
 )
 
@@ -43,19 +45,31 @@ class _RunWatcher(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if self.leaf_depth or name in ("__get__", "__set__"):
+        if self.leaf_depth:
             return result
         trails = self.of((args, kwargs))
+        if name in ("__get__", "__set__"):
+            self.reader.use(trails)
+            return result
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, nn.Parameter) and id(value) in self.reader.weights:
                 self.reader.flow.bypassed.add(self.reader.weights[id(value)])
         rest = tuple(args[1:]) + tuple((kwargs or {}).values())
         trail = self.reader.combine(name, trails, rest)
         self.reader.use(trails)
-        if name == "__setitem__":
-            self.mark(args[0], trail)
+        if is_in_place(name) or (kwargs or {}).get("inplace"):
+            self.reader.flow.operations.add("in_place_")
+            self.overwrite(args[0], trail)
         self.mark(result, trail)
         return result
+
+    def overwrite(self, target: Tensor, trail: Trail) -> None:
+        """Give all values that share a changed value's memory their new trail."""
+        place = target.untyped_storage().data_ptr()
+        for value, old in list(self.trails.values()):
+            if value.untyped_storage().data_ptr() == place:
+                upstream = old.upstream | trail.upstream
+                self.mark(value, replace(old, upstream=upstream, affine=frozenset()))
 
     @contextmanager
     def hooked(self, root: nn.Module) -> Iterator[None]:
@@ -78,6 +92,8 @@ class _RunWatcher(TorchFunctionMode):
             if index < 0:
                 return
             values = [v for v in tree_leaves(result) if isinstance(v, Tensor)]
+            given = {id(v) for v in tree_leaves((args, kwargs))}
+            self.reader.flow.calls[index].aliases = any(id(v) in given for v in values)
             if leaf:
                 trail = self.reader.pass_leaf(module, self.reader.names[id(module)], trails)
                 self.mark(values, trail)
@@ -109,27 +125,37 @@ def _is_run_leaf(module: nn.Module) -> bool:
 
 
 def read_from_run(reference: nn.Module, example_input: Any) -> Flow:
-    """Read the flow from one real call, on a copy in evaluation mode."""
-    root = copy_structure(reference).eval()
-    disable_fast_paths(root)
-    reader = Reader(root)
-    watcher = _RunWatcher(reader)
-    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
-    named = dict(example_input) if isinstance(example_input, Mapping) else {}
-    if named:
-        arguments = ()
-    for value in tree_leaves((arguments, named)):
-        if isinstance(value, Tensor):
-            image = value.is_floating_point() and value.dim() in (4, 5)
-            watcher.mark(value, Trail(channels=value.shape[1] if image else None))
+    """Read the flow from one real call on a copy, if possible in training mode.
+
+    Random modules and layers that only training uses show there; a batch too small for BatchNorm is
+    read in evaluation mode.
+    """
     try:
-        with torch.no_grad(), watcher.hooked(root), watcher:
-            result = root(*arguments, **named)
+        return _watch(copy_structure(reference).train(), example_input)
+    except Exception:  # any code of the user's may need another batch to train on
+        pass
+    try:
+        return _watch(copy_structure(reference).eval(), example_input)
     except Exception as error:
-        shapes = [tuple(v.shape) for v in tree_leaves((arguments, named)) if isinstance(v, Tensor)]
+        shapes = [tuple(v.shape) for v in tree_leaves(example_input) if isinstance(v, Tensor)]
         raise ValueError(
             f"the reference could not be called on example_input (shapes {shapes}): {error}"
         ) from error
+
+
+def _watch(root: nn.Module, example_input: Any) -> Flow:
+    disable_fast_paths(root)
+    reader = Reader(root)
+    watcher = _RunWatcher(reader)
+    example_input = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, example_input)
+    for value in tree_leaves(example_input):
+        if isinstance(value, Tensor):
+            image = value.is_floating_point() and value.dim() in (4, 5)
+            watcher.mark(value, Trail(channels=value.shape[1] if image else None))
+    named = dict(example_input) if isinstance(example_input, Mapping) else {}
+    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
+    with torch.random.fork_rng(), torch.no_grad(), watcher.hooked(root), watcher:
+        result = root(**named) if named else root(*arguments)
     reader.flow.outputs = watcher.of(result)
     reader.use(reader.flow.outputs)
     return reader.flow

@@ -58,15 +58,20 @@ def objective(
         of: "members": each member has its own loss; "mean": for comparison, all have the loss of
             the mean output, in place of :math:`L_a` in the formulas above.
     """
-    scale = gradient.find_scale(outputs)
-    if scale is None:
+    scales = gradient.find_scales(outputs)
+    if not scales:
         if not outputs.requires_grad and batch != "split":
             return member_losses(outputs, target, criterion, len(outputs), batch, of).mean()
         raise ValueError(
             "these outputs don't lead back to an ensemble (they were compiled, have no gradient, "
             "or come from another network); call ensemble.objective(outputs, target) instead"
         )
-    return _combine(scale.ensemble, scale, outputs, target, criterion, gamma, batch, of)[0]  # type: ignore[arg-type]
+    ensembles = {id(s.ensemble): s.ensemble for s in scales}
+    if len(ensembles) > 1:
+        raise ValueError(
+            "these outputs come from several ensembles; add up the objective of each of them"
+        )
+    return _combine(scales[0].ensemble, scales, outputs, target, criterion, gamma, batch, of)[0]  # type: ignore[arg-type]
 
 
 def objective_of(
@@ -92,15 +97,15 @@ def objective_and_losses(
     of: Of = "members",
 ) -> tuple[Tensor, Tensor]:
     """Return the objective and the members' losses behind it."""
-    scale = gradient.find_scale(outputs) if isinstance(outputs, Tensor) else None
-    if scale is None:
-        scale = GradientScale(ensemble, ensemble._compiled_scale)
-    return _combine(ensemble, scale, outputs, target, criterion, gamma, batch, of)
+    scales = gradient.find_scales(outputs)
+    if not scales:
+        scales = [GradientScale(ensemble, ensemble._compiled_scale)]
+    return _combine(ensemble, scales, outputs, target, criterion, gamma, batch, of)
 
 
 def _combine(
     ensemble: EmbeddedEnsemble,
-    scale: GradientScale,
+    scales: list[GradientScale],
     outputs: Any,
     target: Any,
     criterion: Criterion,
@@ -109,8 +114,9 @@ def _combine(
     of: Of,
 ) -> tuple[Tensor, Tensor]:
     factor = gradient.gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
+    outputs = gradient.watch(outputs, factor)
     losses = member_losses(outputs, target, criterion, ensemble.members, batch, of)
-    return gradient.combine_losses(losses, scale, factor), losses
+    return gradient.combine_losses(losses, scales, factor), losses
 
 
 def member_losses(
@@ -196,6 +202,7 @@ def backward_in_chunks(
     scale.value = factor
     store = ensemble._new_store("same", chunk, cut=True)
     total: Any = 0.0
+    first = True  # what members share is computed in the first chunk
     cursor = ensemble._cursor
     with (
         torch.enable_grad(),
@@ -205,7 +212,9 @@ def backward_in_chunks(
         stacks = [execution.CutStack(stack) for stack in ensemble._stacks()]
         for outputs in ensemble._run(stacks, inputs, kwargs, "same", chunk):
             losses = member_losses(outputs, target, criterion, ensemble.members)
-            losses.sum().backward()
+            retain = first and cursor.store is not None and cursor.store.meets(losses)
+            losses.sum().backward(retain_graph=retain)
+            first = False
             total = total + losses.detach().sum()
             if observe is not None:
                 observe(tree_map(Tensor.detach, outputs), losses.detach())
