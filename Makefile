@@ -34,7 +34,7 @@ format: venv  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: venv  ## a short tour in the terminal
+demo: venv  ## compare ensembles on digits: a table and a picture
 	$(BIN)/embens demo
 
 bench: $(BENCH)/.stamp  ## compare with other libraries, in an environment of their own
@@ -47,5 +47,5 @@ $(BENCH)/.stamp: pyproject.toml constraints.txt benchmarks/requirements.txt
 	@touch $@
 
 clean:  ## remove environments, caches and build products
-	rm -rf $(VENV) $(BENCH) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(BENCH) embens-demo build dist .pytest_cache .ruff_cache
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +

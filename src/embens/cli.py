@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 
@@ -13,8 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="embens", description="Embedded ensembles: one neural network, many models inside it."
     )
+    parser.add_argument("--version", action="version", version=f"embens {version('embens')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser("demo", help="compare ensembles on handwritten digits, in a minute")
+    demo = commands.add_parser("demo", help="compare ensembles on handwritten digits")
     demo.add_argument("--out", type=Path, default=Path("embens-demo"), help="folder for results")
     demo.add_argument("--seeds", type=int, default=3, help="runs to average (default 3)")
     demo.add_argument("--epochs", type=int, default=30, help="epochs of each run (default 30)")

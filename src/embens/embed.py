@@ -43,17 +43,17 @@ _NORMAL = laws.Normal()
 def embed(
     reference: nn.Module,
     members: int = 8,
-    *,
     pre: Laws = _NORMAL,
     post: Laws = _NORMAL,
     sites: Sites = "hidden",
     example_input: Any = None,
     trainable: Trainable = True,
+    generator: torch.Generator | None = None,
+    *,
     fresh: bool = False,
     norm_statistics: str = "member",
     norm_affine: str = "shared",
     recompute: bool | None = None,
-    generator: torch.Generator | None = None,
     family: str = "embed",
 ) -> EmbeddedEnsemble:
     r"""Embed an ensemble into a reference network.
@@ -96,7 +96,7 @@ def embed(
     chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh)
     warn_guesses(flow)
     if recompute is None:
-        recompute = dataflow.mentions(reference, lambda word: "checkpoint" in word)
+        recompute = dataflow.mentions(reference, _is_checkpointing)
     own, shared = plan_sharing(reference, layers, flow, chosen, norm_statistics, norm_affine)
     widths, input_channels = measure_widths(layers, flow, [s.layer for s in chosen])
     plan = Plan(
@@ -113,6 +113,10 @@ def embed(
         input_channels=input_channels,
     )
     return operate(reference, plan, generator)
+
+
+def _is_checkpointing(word: str) -> bool:
+    return word in ("checkpoint", "checkpoint_sequential") or "checkpointing" in word
 
 
 def operate(
@@ -172,8 +176,8 @@ def operate(
 def batch_ensemble(
     reference: nn.Module,
     members: int = 8,
-    *,
     p: float = 0.0,
+    *,
     sites: Sites = "hidden",
     example_input: Any = None,
     generator: torch.Generator | None = None,
@@ -202,9 +206,9 @@ def batch_ensemble(
 def mc_dropout(
     reference: nn.Module,
     members: int = 8,
-    *,
     law: Law | None = None,
     fresh: bool = False,
+    *,
     sites: Sites = "hidden",
     example_input: Any = None,
     generator: torch.Generator | None = None,
@@ -243,8 +247,8 @@ def mc_dropout(
 def last_layer_dropout(
     reference: nn.Module,
     members: int = 8,
-    *,
     law: Law | None = None,
+    *,
     example_input: Any = None,
     trainable: bool = False,
     generator: torch.Generator | None = None,

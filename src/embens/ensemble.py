@@ -288,9 +288,9 @@ class EmbeddedEnsemble(nn.Module):
         self,
         outputs: Any,
         target: Any,
-        *,
         criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
         gamma: Gamma = None,
+        *,
         batch: Batch = "same",
         of: Literal["members", "mean"] = "members",
     ) -> Tensor:
@@ -393,7 +393,13 @@ class EmbeddedEnsemble(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the line that ``repr`` shows."""
-        return f"{self.plan.family}, members={self.members}, sites={len(self.plan.sites)}"
+        shared = sum(p.numel() for p in self.shared_parameters())
+        own = sum(p.numel() for p in self.individual_parameters())
+        recompute = ", recompute" if self.plan.recompute else ""
+        return (
+            f"{self.plan.family}, members={self.members}, shared parameters={shared:,}, "
+            f"individual parameters={own:,}{recompute}"
+        )
 
 
 def _autocasting() -> bool:

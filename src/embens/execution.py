@@ -130,12 +130,9 @@ class Store:
 
     def meets(self, losses: Tensor) -> bool:
         """Return whether losses and the cut results share a part of the graph that is freed."""
-        before: set[Any] = set()
-        for value, _ in self.edges:
-            before |= _nodes_before(value)
-        return any(
-            node in before and not hasattr(node, "variable") for node in _nodes_before(losses)
-        )
+        common = set().union(*(_nodes_before(value) for value, _ in self.edges))
+        common &= _nodes_before(losses)
+        return any(node.name() not in ("AccumulateGrad", "_ShareBackward") for node in common)
 
 
 def _copied(value: Any) -> Any:
@@ -205,6 +202,10 @@ class Shared(Wrapper):
     def inner(self) -> nn.Module:
         """Return the module inside."""
         return self.module
+
+    def extra_repr(self) -> str:
+        """Return the line that ``repr`` shows."""
+        return "computed once for all members"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output."""

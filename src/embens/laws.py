@@ -8,7 +8,7 @@ and by its ``quadrature`` where it is smooth.
 Laws are immutable values: equal parameters make equal, hashable laws, and ``eval(repr(law))`` is
 the law again. Your own is a subclass of :class:`Discrete` with ``atoms``, or of :class:`Law` with
 ``mean``, ``second_moment`` and ``sample``; ``half_moment`` and ``quadrature`` can be left out
-unless theory is to use it before an activation. How laws make a regime: see ``theory.regime``.
+unless theory is to use it before an activation.
 """
 
 import math

@@ -52,6 +52,9 @@ class Prediction:
         """The members' point predictions: the outputs, without log-variances."""
         return self.members[..., 0] if self.task == "gaussian" else self.members
 
+    def __repr__(self) -> str:
+        return f"Prediction(task={self.task!r}, members of shape {tuple(self.members.shape)})"
+
     @property
     def mean(self) -> Tensor:
         """Mean output over members; for regression the mean of the mixture."""

@@ -77,12 +77,19 @@ def plan_from_json(text: str, laws: Iterable[type[Law]] = ()) -> Plan:
     )
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def write_atomically(path: Path, write: Any) -> None:
     """Write a file under a temporary name beside ``path``, sync it, and rename it into place."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
         write(temporary)
+        os.chmod(temporary, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

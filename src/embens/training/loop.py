@@ -101,7 +101,10 @@ def fit(
         keep: "best": with validation data, end with the weights of the best epoch; "last".
         seed: of the order of samples, and of whatever is random in the network and the data set.
         checkpoint: a folder to keep checkpoints of this run in. If it has one, the run goes on
-            from there and ends as if it had never stopped (a loader: from the last epoch).
+            from there and ends as if it had never stopped (a loader: from the last epoch). A
+            checkpoint of another run (other arguments, laws or shapes) is refused; the data are
+            compared by their number of rows alone. To train a finished ensemble further, call
+            ``fit`` again with another folder.
         every: steps between checkpoints; None: one after each epoch.
         progress: show a progress bar; None: if the error stream is a terminal.
 

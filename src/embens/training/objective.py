@@ -37,9 +37,9 @@ OPTIONS = {"batch": ("same", "own", "split"), "of": ("members", "mean")}
 def objective(
     outputs: Tensor,
     target: Any,
-    *,
     criterion: Criterion = nn.functional.cross_entropy,
     gamma: Gamma = None,
+    *,
     batch: Batch = "same",
     of: Of = "members",
 ) -> Tensor:

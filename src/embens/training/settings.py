@@ -126,7 +126,7 @@ class Settings:
         ]
         plain = {k: v for k, v in vars(self).items() if v is None or _is_plain(v)}
         named = ("criterion", "schedule", "metric")
-        sites = [(s.layer, s.kind, type(s.law).__name__) for s in ensemble.plan.sites]
+        sites = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in ensemble.plan.sites]
         return {
             "family": ensemble.plan.family,
             "members": members,
