@@ -409,9 +409,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three rounds, results not kept")
     parser.add_argument("--sweep", action="store_true", help="time chunk sizes instead")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--patience", type=float, default=60, help="seconds a row may wait for quiet"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    timing.PATIENCE = options.patience
     rounds = 3 if options.quick else options.rounds
     if options.sweep:
         sweep(rounds, options.only)

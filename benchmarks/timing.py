@@ -29,6 +29,8 @@ from torch.utils.flop_counter import FlopCounterMode
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("embens", "torch", "tabm", "torch-uncertainty")
 
+PATIENCE = 60.0  # seconds that a comparison may spend on measuring again what others disturbed
+
 Step = Callable[[], object]
 
 
@@ -125,7 +127,6 @@ def compare(
     rounds: int,
     per: int = 1,
     seconds: float = 0.3,
-    patience: float = 300.0,
 ) -> tuple[list[Result], str]:
     """Time contestants against ``per`` steps of the reference.
 
@@ -135,7 +136,6 @@ def compare(
         rounds: how often every contestant runs.
         per: how many steps of the reference are the unit.
         seconds: about how long one measurement of the reference and of a contestant takes at least.
-        patience: how many seconds to spend on measuring again what others disturbed.
 
     Returns:
         The results in the order of the contestants, and a line on the reference and the noise.
@@ -144,7 +144,7 @@ def compare(
     repeats = {c.name: repetitions(c.step, seconds) for c in contestants}
     ratios: dict[str, list[float]] = {c.name: [] for c in contestants}
     references: list[float] = []
-    disturbed = 0
+    disturbed, patience = 0, PATIENCE
     order = list(contestants)
     for _ in range(rounds):
         random.shuffle(order)
