@@ -218,3 +218,16 @@ def test_a_member_is_made_of_torchs_own_modules_and_shares_nothing():
         assert not {m for m in foreign if m.startswith("embens") and m != "embens.networks"}, case
         mine = {p.data_ptr() for p in ensemble.parameters()}
         assert not mine & {p.data_ptr() for p in member.parameters()}
+
+
+def test_the_arguments_that_the_api_lists_can_be_given_by_position():
+    x, y = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
+    assert embens.batch_ensemble(mlp(), 2, 0.5).plan.sites[0].law == laws.Shifted(0.5)
+    assert embens.mc_dropout(mlp(), 2, laws.Ternary(), True).plan.sites[0].fresh
+    assert embens.last_layer_dropout(mlp(), 2, laws.Ternary()).plan.sites[0].law == laws.Ternary()
+    ensemble = embens.embed(mlp(), 2, None, laws.Rademacher(), "last")
+    assert [s.layer for s in ensemble.plan.sites] == ["4"]
+    criterion = nn.functional.cross_entropy
+    first = embens.objective(ensemble(x), y, criterion, 2.0)
+    second = ensemble.objective(ensemble(x), y, criterion, 2.0)
+    assert torch.equal(first, second)

@@ -181,3 +181,13 @@ def test_saving_over_a_file_is_atomic(path, monkeypatch):
         ensemble.save(path)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_saved_file_has_the_permissions_of_any_new_file(path, tmp_path):
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    embens.batch_ensemble(mlp(), 2).save(path)
+    assert path.stat().st_mode == plain.stat().st_mode
+    path.chmod(0o640)
+    embens.batch_ensemble(mlp(), 2).save(path)
+    assert path.stat().st_mode & 0o777 == 0o640

@@ -211,7 +211,8 @@ def check_plan(plan: Plan, reference: nn.Module) -> None:
     def known(name: str, names: Iterable[str]) -> None:
         if name not in names:
             raise ValueError(
-                f"the reference has no module {name!r}, which the plan names"
+                f"the reference has no module {name!r}, which the saved ensemble has; pass a "
+                f"reference of the architecture that was saved"
                 f"{closest(name, [n for n in names if n])}"
             )
 

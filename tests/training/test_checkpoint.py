@@ -332,3 +332,16 @@ def test_killing_between_any_two_files_leaves_a_good_one(tmp_path):
         again = make()
         fit(again, problem.data(), **SETTINGS, checkpoint=folder, every=3)
         problem.assert_equal(problem.weights(again), problem.weights(whole))
+
+
+def test_a_checkpoint_of_an_ensemble_with_another_law_is_refused(tmp_path):
+    net = problem.reference()
+    fit(embens.batch_ensemble(net, 3, p=0.0), problem.data(), **SETTINGS, gamma=1.0,
+        checkpoint=tmp_path)  # fmt: skip
+    for other in (
+        embens.batch_ensemble(net, 3, p=0.9),
+        embens.embed(net, 3, pre=embens.laws.Shifted(0.0), post=embens.laws.Shifted(0.0),
+                     trainable={"pre": False}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="is of a different run"):
+            fit(other, problem.data(), **SETTINGS, gamma=1.0, checkpoint=tmp_path)

@@ -129,3 +129,9 @@ def test_an_optimiser_of_one_s_own_is_used_with_its_options():
     optimiser.step()
     for key, tensor in problem.weights(expected).items():
         torch.testing.assert_close(ensemble.state_dict()[key], tensor)
+
+
+def test_an_optimiser_instead_of_a_function_is_explained():
+    ensemble = embens.batch_ensemble(problem.reference(), 3)
+    with pytest.raises(TypeError, match="expected a function from parameter groups"):
+        fit(ensemble, problem.data(), epochs=1, optimiser=torch.optim.Adam(ensemble.parameters()))

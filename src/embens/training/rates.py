@@ -90,8 +90,9 @@ def is_scale_free(optimiser: Optimiser) -> bool:
 def _last_step(optimiser: Optimiser, scale: float) -> torch.Tensor:
     start = torch.linspace(1.0, 2.0, 6).reshape(2, 3)
     parameter = torch.nn.Parameter(start.clone())
-    trial = optimiser([{"params": [parameter], "lr": 0.01, "weight_decay": 0.0}])
-    if not isinstance(trial, Optimizer):
+    groups = [{"params": [parameter], "lr": 0.01, "weight_decay": 0.0}]
+    trial = optimiser(groups) if callable(optimiser) else optimiser
+    if not isinstance(trial, Optimizer) or not callable(optimiser):
         raise TypeError(
             "optimiser: expected a function from parameter groups to a torch optimiser, like "
             f"torch.optim.Adam or partial(torch.optim.SGD, momentum=0.9); got {trial!r} from it"
