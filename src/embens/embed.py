@@ -31,6 +31,7 @@ from embens.plan import (
     is_foldable,
     may_overwrite,
     measure_widths,
+    plan_overwriting,
     plan_sharing,
     site_module,
     why_not_collapsible,
@@ -105,6 +106,7 @@ def embed(
         sites=chosen,
         own=own,
         shared=() if recompute else shared,
+        overwriting=plan_overwriting(flow, chosen, dict(reference.named_modules())),
         copies=may_overwrite(flow, dict(reference.named_modules())),
         not_collapsible=why_not_collapsible(flow, chosen, own),
         foldable=is_foldable(flow, shared) and not recompute,
@@ -170,6 +172,8 @@ def operate(
         memo[id(module)] = copied
     network = copy.deepcopy(reference, memo)
     dataflow.disable_fast_paths(network)
+    for name in plan.overwriting:
+        network.get_submodule(name).inplace = True  # type: ignore[assignment]
     return EmbeddedEnsemble(network, plan, cursor)
 
 

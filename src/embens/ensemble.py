@@ -380,6 +380,8 @@ class EmbeddedEnsemble(nn.Module):
                 assert member is not None
                 memo[id(module)] = module.plain(member, memo)
         network = copy.deepcopy(self.network, memo)
+        for name in self.plan.overwriting:
+            network.get_submodule(name).inplace = False  # type: ignore[assignment]
         for module in network.modules():
             if isinstance(module, nn.TransformerEncoderLayer):
                 module.activation_relu_or_gelu = _fast_activation(module.activation)

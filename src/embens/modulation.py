@@ -194,7 +194,9 @@ class Modulated(Modulates):
         self.layer = layer
         self.pre = pre
         self.post = post
-        self._is_convolution = type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        self._is_convolution = isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and (
+            type(layer).forward in _STOCK or hasattr(layer, "effective_parameters")
+        )
         self.train(layer.training)
 
     @property
@@ -224,9 +226,11 @@ class Modulated(Modulates):
         )
 
     def _through_weights(self, x: Tensor, values: list[Tensor]) -> Tensor:
-        layer, bias = self.layer, self.layer.bias
+        layer = self.layer
+        parameters = getattr(layer, "effective_parameters", None)
+        kernel, bias = (layer.weight, layer.bias) if parameters is None else parameters()
         pre, post = (None if slot is None else values[slot].reshape(-1) for slot in self.slots)
-        weight = modulate_weight(layer, layer.weight, pre, post)  # type: ignore[arg-type]
+        weight = modulate_weight(layer, kernel, pre, post)  # type: ignore[arg-type]
         if bias is not None and pre is not None:
             bias = bias * pre  # type: ignore[operator]
         return layer._conv_forward(x, weight, bias)  # type: ignore[operator]

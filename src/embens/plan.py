@@ -54,6 +54,8 @@ class Plan:
         own: modules with some tensors of their own for each member: name to tensor names.
         shared: modules computed once for all members: name to (random, keep), see ``Shared``.
         copies: whether code may change what members share in place, so that each gets a copy.
+        overwriting: ReLU modules that may work in place, because nothing else uses what a
+            modulation just made for them.
         not_collapsible: why the ensemble mean is not one plain network; empty where it is.
         foldable: whether several members may run at once; only code that was read in full.
         recompute: whether the reference recomputes activations in the backward pass.
@@ -68,6 +70,7 @@ class Plan:
     own: tuple[tuple[str, tuple[str, ...]], ...] = ()
     shared: tuple[tuple[str, bool, bool], ...] = ()
     copies: bool = False
+    overwriting: tuple[str, ...] = ()
     not_collapsible: str = ""
     foldable: bool = True
     recompute: bool = False
@@ -173,6 +176,24 @@ def _overwrites_others(index: int, flow: Flow, modules: dict[str, nn.Module]) ->
     )
 
 
+def plan_overwriting(
+    flow: Flow, sites: tuple[Site, ...], modules: dict[str, nn.Module]
+) -> tuple[str, ...]:
+    """Return the ReLU modules that only ever get the output of a ``pre`` modulation."""
+    modulated = {s.layer for s in sites if s.kind == "pre"}
+    allowed: dict[str, bool] = {}
+    for index, call in enumerate(flow.calls):
+        if type(modules.get(call.name)) is nn.ReLU:
+            fresh = bool(call.parents) and all(
+                flow.calls[parent].name in modulated
+                and all(index in chain for chain in flow.calls[parent].consumers)
+                for parent in call.parents
+            )
+            allowed[call.name] = allowed.get(call.name, True) and fresh
+    relus = {name for name, fresh in allowed.items() if fresh}
+    return tuple(n for n in modules if n in relus and not modules[n].inplace)
+
+
 def may_overwrite(flow: Flow, modules: dict[str, nn.Module]) -> bool:
     """Return whether any code may change a value in place."""
     inplace = any(getattr(m, "inplace", False) for m in modules.values())
@@ -234,6 +255,8 @@ def check_plan(plan: Plan, reference: nn.Module) -> None:
             if tensor not in present:
                 raise ValueError(f"{name!r} in the reference has no tensor {tensor!r}")
     for name, *_ in plan.shared:
+        known(name, modules)
+    for name in plan.overwriting:
         known(name, modules)
 
 

@@ -73,6 +73,7 @@ def plan_from_json(text: str, laws: Iterable[type[Law]] = ()) -> Plan:
             "own": tuple((name, tuple(names)) for name, names in data["own"]),
             "shared": tuple(tuple(entry) for entry in data["shared"]),
             "widths": tuple(data["widths"]),
+            "overwriting": tuple(data["overwriting"]),
         }
     )
 
