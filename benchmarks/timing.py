@@ -17,6 +17,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -252,6 +253,15 @@ def forgetting(*modules: nn.Module) -> Step:
     return forget
 
 
+def commit() -> str:
+    """Return the commit that was measured; ``+`` marks changes on top of it."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def machine() -> dict[str, object]:
     """Return what the numbers depend on: processor, threads, versions."""
     model = platform.processor() or platform.machine()
@@ -272,6 +282,7 @@ def machine() -> dict[str, object]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "versions": versions,
     }
