@@ -127,20 +127,19 @@ def test_weights_are_kept_and_the_reference_is_untouched(case):
 
 def test_gradients_equal_those_of_the_members_by_hand(case):
     reference, x = build(case)
+    if any(isinstance(m, nn.MultiheadAttention) for m in reference.modules()):
+        pytest.skip("the hand-made attention scales weights, so its gradients are scaled too")
     reference.eval()
     ensemble = embens.embed(reference, MEMBERS, generator=generator(3))
     ensemble(x).square().sum().backward()
     total = [torch.zeros_like(p) for p in reference.parameters()]
     for a in range(MEMBERS):
-        if any(isinstance(m, nn.MultiheadAttention) for m in reference.modules()):
-            return  # the hand-made attention scales weights, so its gradients are scaled too
         by_hand = member_by_hand(reference, ensemble, a)
         by_hand(x).square().sum().backward()
         for sum_, p in zip(total, by_hand.parameters(), strict=True):
             sum_ += p.grad
     for mine, sum_ in zip(ensemble.shared_parameters(), total, strict=True):
-        assert any(torch.allclose(mine.grad, t) for t in total if t.shape == mine.shape)
-        assert sum_.abs().sum() > 0
+        assert_close(mine.grad, sum_, 1e-10)
 
 
 def test_a_linear_after_a_flatten_has_one_number_per_channel():
