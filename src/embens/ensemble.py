@@ -295,9 +295,9 @@ class EmbeddedEnsemble(nn.Module):
         of: Literal["members", "mean"] = "members",
     ) -> Tensor:
         """Return the objective of outputs of this ensemble; see :func:`embens.objective`."""
-        from embens.training.objective import objective_of
+        from embens.training.objective import objective_and_losses
 
-        return objective_of(self, outputs, target, criterion, gamma, batch, of)
+        return objective_and_losses(self, outputs, target, criterion, gamma, batch, of)[0]
 
     def backward(
         self,

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import embens
 from embens import laws
 from embens.training import objective
-from embens.training.objective import objective_of
 
 MEMBERS, ROWS, CLASSES = 4, 12, 3
 
@@ -300,7 +299,7 @@ def test_without_gradients_the_value_is_the_same(data):
     split = ensemble(x, batch="split").detach()
     with pytest.raises(ValueError, match=r"call ensemble\.objective"):
         objective(split, y, batch="split")
-    found = objective_of(ensemble, split, y, F.cross_entropy, None, "split")
+    found = ensemble.objective(split, y, F.cross_entropy, None, batch="split")
     torch.testing.assert_close(found, objective(ensemble(x, batch="split"), y, batch="split"))
 
 

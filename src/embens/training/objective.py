@@ -74,19 +74,6 @@ def objective(
     return _combine(scales[0].ensemble, scales, outputs, target, criterion, gamma, batch, of)[0]  # type: ignore[arg-type]
 
 
-def objective_of(
-    ensemble: EmbeddedEnsemble,
-    outputs: Any,
-    target: Any,
-    criterion: Criterion,
-    gamma: Gamma,
-    batch: Batch = "same",
-    of: Of = "members",
-) -> Tensor:
-    """Return the objective of outputs that are known to be this ensemble's."""
-    return objective_and_losses(ensemble, outputs, target, criterion, gamma, batch, of)[0]
-
-
 def objective_and_losses(
     ensemble: EmbeddedEnsemble,
     outputs: Any,
