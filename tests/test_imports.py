@@ -14,8 +14,11 @@ ORDER = (
     ["modulation", "plan", "sites"],
     ["ensemble"],
     ["embed", "storage"],
+    ["theory"],
+    ["finite"],
     ["training", "prediction"],
-    ["demo"],
+    ["estimators"],
+    ["experiments", "report", "demo"],
     ["cli"],
 )
 HEAVY = {"numpy", "sklearn", "matplotlib", "pandas", "rich", "safetensors", "onnx", "tqdm"}

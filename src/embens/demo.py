@@ -7,6 +7,7 @@ one ensemble is a :class:`Cell`; cells are spread over processes.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import multiprocessing
@@ -186,10 +187,35 @@ def plot(rows: list[Row], members: list[int], path: Path) -> None:
     plt.close(figure)
 
 
-def run(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``embens demo``."""
+    parser.add_argument("--out", type=Path, default=Path("embens-demo"), help="folder for results")
+    parser.add_argument("--seeds", type=int, default=3, help="runs to average (default 3)")
+    parser.add_argument("--epochs", type=int, default=30, help="epochs of each run (default 30)")
+    parser.add_argument("--members", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--width", type=int, default=64, help="width of the network (default 64)")
+    parser.add_argument("--workers", type=int, default=None, help="processes (default: cores)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``embens demo``; return its exit code."""
+    if min([options.seeds, options.epochs, options.width, *options.members]) < 1:
+        options.parser.error("seeds, epochs, width and members must be at least 1")
+    compare(
+        out=options.out,
+        seeds=options.seeds,
+        epochs=options.epochs,
+        members=sorted(set(options.members)),
+        width=options.width,
+        workers=options.workers,
+    )
+    return 0
+
+
+def compare(
     *, out: Path, seeds: int, epochs: int, members: list[int], width: int, workers: int | None
 ) -> Path:
-    """Run the demo; return the path of the picture."""
+    """Train the families and show them; return the path of the picture."""
     import matplotlib  # noqa: F401 - missing extras are reported before anything is spent
     import sklearn  # noqa: F401
     from rich.console import Console
