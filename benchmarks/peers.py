@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -89,3 +90,14 @@ class Stacked(nn.Module):
 
         parameters = dict(zip(self.names, self.stacks, strict=True))
         return torch.func.vmap(call)(parameters, self.buffers_)
+
+
+def neural_tangents() -> ModuleType:
+    """Load neural-tangents in float64, without its converter to TensorFlow, which nothing needs."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    sys.modules.setdefault(
+        "neural_tangents.experimental", ModuleType("neural_tangents.experimental")
+    )
+    return importlib.import_module("neural_tangents")

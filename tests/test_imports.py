@@ -13,7 +13,7 @@ ORDER = (
     ["dataflow", "execution", "gradient"],
     ["modulation", "plan", "sites"],
     ["ensemble"],
-    ["embed", "storage"],
+    ["embed", "storage", "specification"],
     ["theory"],
     ["finite"],
     ["training", "prediction"],

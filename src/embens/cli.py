@@ -14,6 +14,7 @@ from importlib.metadata import version
 
 COMMANDS = {
     "demo": ("embens.demo", "compare ensembles on handwritten digits", "demo"),
+    "kernel": ("embens.theory.command", "write the kernels of an infinitely wide ensemble", "data"),
 }
 """Name to module, help line, and the extra that installs what it needs."""
 

@@ -53,7 +53,7 @@ class MemberKernel:
         return blocks
 
     @property
-    def mT(self) -> MemberKernel:  # noqa: N802, torch's name
+    def mT(self) -> MemberKernel:
         """The kernel with its inputs exchanged."""
         cross = self.cross.mT
         return MemberKernel(self.same.mT, cross.transpose(0, 1) if self.conditional else cross)
@@ -108,7 +108,7 @@ class Kernels:
             shared_rate: :math:`\eta_w`, relative to the training's learning rate.
             individual_rate: :math:`\eta_u`.
         """
-        from embens.theory.regime import resolve_gamma
+        from embens.theory.gamma import resolve_gamma
 
         rates = {"shared_rate": shared_rate, "individual_rate": individual_rate}
         factor = shared_rate * resolve_gamma(self, members, gamma, **rates) / members
@@ -124,7 +124,7 @@ class Kernels:
         return self.nngp.conditional
 
     @property
-    def mT(self) -> Kernels:  # noqa: N802
+    def mT(self) -> Kernels:
         """The kernels with their inputs exchanged."""
         return Kernels(**{f.name: getattr(self, f.name).mT for f in fields(self)})
 

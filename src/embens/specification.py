@@ -1,0 +1,130 @@
+"""What is written on a command line: networks, laws and data, as text.
+
+Nothing here evaluates code from its arguments: calls are read as a name and literal values, and
+only a function that the user names in a file or module of theirs is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embens import laws, networks
+from embens.laws import Law
+from embens.plan import closest
+
+NETWORKS: dict[str, Callable[..., nn.Module]] = {"mlp": networks.mlp, "cnn": networks.cnn}
+LAWS: dict[str, Callable[..., Law]] = {
+    kind.__name__: kind
+    for kind in (
+        *(laws.Constant, laws.Normal, laws.Shifted),
+        *(laws.Bernoulli, laws.Ternary, laws.Rademacher),
+    )
+}
+
+
+def parse_call(text: str, known: Mapping[str, Callable[..., Any]], what: str) -> Any:
+    """Return the result of a call written as text, such as ``"Shifted(0.5)"``.
+
+    Example:
+        >>> parse_call("Normal(mean=1, std=0.1)", LAWS, "law")
+        Normal(mean=1.0, std=0.1)
+    """
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        node = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        if not isinstance(node.func, ast.Name):
+            raise ValueError
+        name = node.func.id
+        positional = [ast.literal_eval(a) for a in node.args]
+        named = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords}
+    except (SyntaxError, ValueError):
+        example = next(iter(known))
+        raise ValueError(
+            f"a {what} is written as a call with literal values, such as {example}(…); "
+            f"got {text!r}."
+        ) from None
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r}{closest(name, known)}")
+    try:
+        return known[name](*positional, **named)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} {text!r}: {error}") from None
+
+
+def parse_law(text: str) -> Law | None:
+    """Return a law; "none" is no modulation."""
+    return None if text.strip().lower() == "none" else parse_call(text, LAWS, "law")
+
+
+def parse_reference(text: str) -> nn.Module:
+    """Return a reference network.
+
+    Args:
+        text: ``mlp(inputs=64, width=32)`` or ``cnn(…)`` of :mod:`embens.networks`; or
+            ``file.py:function`` or ``package.module:function``, a function of no arguments.
+    """
+    place, colon, name = text.rpartition(":")
+    if not colon:
+        return parse_call(text, NETWORKS, "network")
+    make = getattr(_module(place), name, None)
+    if make is None:
+        raise ValueError(f"{place} has no {name!r}; expected a function that returns a network.")
+    network = make() if not isinstance(make, nn.Module) else make
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"{text} gave a {type(network).__name__}; expected a torch.nn.Module.")
+    return network
+
+
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
+        try:
+            return importlib.import_module(place)
+        except ImportError as error:
+            raise ValueError(f"{place} can't be imported: {error}") from None
+    if not Path(place).is_file():
+        raise ValueError(f"there is no file {place}")
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read_data(text: str) -> tuple[Tensor, Tensor | None]:
+    """Return inputs and targets: "digits", or a file.
+
+    A ``.npz`` has arrays ``x`` and, where there are targets, ``y``; a ``.npy`` is ``x`` alone.
+    """
+    if text == "digits":
+        from embens import data
+
+        return data.digits().standardise().flatten().train
+    import numpy as np
+
+    path = Path(text)
+    if path.suffix not in (".npz", ".npy"):
+        raise ValueError(
+            f"data is 'digits', a .npz file with x (and y), or a .npy file; got {text!r}."
+        )
+    if not path.is_file():
+        raise ValueError(f"there is no file {text}")
+    try:
+        loaded = np.load(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{text} can't be read: {error}") from None
+    if path.suffix == ".npy":
+        return torch.from_numpy(loaded), None
+    with loaded:
+        if "x" not in loaded:
+            raise ValueError(f"{text} has no array 'x'; got {', '.join(loaded) or 'none'}.")
+        y = torch.from_numpy(loaded["y"]) if "y" in loaded else None
+        return torch.from_numpy(loaded["x"]), y

@@ -1,0 +1,166 @@
+"""All kernels of many inputs, block by block: bounded memory, symmetric work done once.
+
+A block is small enough for the processor's cache, and blocks are computed in as many threads as
+torch uses; on a GPU they are large and come one after another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from embens.ensemble import EmbeddedEnsemble
+from embens.theory.kernel import Kernels, MemberKernel, zero_cross
+from embens.theory.limit import Limit
+
+Block = tuple[slice, slice]
+NUMBERS = {"cpu": 2**15, "cuda": 2**24}
+"""Numbers in one kernel of a block, by device."""
+
+
+def kernels(
+    ensemble: EmbeddedEnsemble | nn.Module,
+    x1: Tensor,
+    x2: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    block: int | None = None,
+    progress: bool | None = None,
+) -> Kernels:
+    r"""Return the kernels of an infinitely wide ensemble.
+
+    Args:
+        ensemble: what ``embed`` and the families return; the widths of its layers don't matter. A
+            plain network is an ensemble of equal members.
+        x1: inputs, ``(n1, …)``; kernels are computed on their device.
+        x2: other inputs; None: the same.
+        dtype: float64, or float32 for half the memory and about six digits.
+        block: how many inputs make the side of a block. None: what fits the cache.
+        progress: show a bar. None: if the error stream is a terminal and there is much to do.
+
+    Example:
+        A ReLU network of one hidden layer, at an angle of 90°:
+
+        >>> from embens import networks
+        >>> net = networks.mlp(inputs=2, width=8, depth=1, weight_std=2**0.5)
+        >>> k = kernels(net, torch.eye(2))
+        >>> [round(v, 6) for v in k.nngp.same.flatten().tolist()]  # σ²/2 (x·x), σ²/2 /π
+        [1.0, 0.31831, 0.31831, 1.0]
+    """
+    limit = Limit(ensemble, x1, x2, dtype=dtype)
+    plan = list(plan_blocks(limit, block))
+    if len(plan) == 1:
+        return limit.block()
+    result: list[Tensor] = []
+    for (rows, columns), part in compute_blocks(limit, plan, progress=progress):
+        tensors = flatten(part)
+        if not result:
+            result = [_room(t, limit) for t in tensors]
+        for whole, piece in zip(result, tensors, strict=True):
+            if not _is_nothing(whole):
+                put(whole, piece, rows, columns, symmetric=limit.symmetric)
+    return unflatten(result)
+
+
+def plan_blocks(limit: Limit, block: int | None = None) -> Iterator[Block]:
+    """Yield the blocks to compute: where kernels are symmetric, those not below the diagonal."""
+    n1, n2 = limit.shape
+    if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
+        raise ValueError(f"block must be a whole number of at least 1, or None; got {block!r}.")
+    side = block
+    if side is None:
+        numbers = NUMBERS.get(limit.device.type, NUMBERS["cuda"])
+        side = max(1, int((numbers / limit.numbers) ** 0.5))
+    for row in range(0, n1, side):
+        for column in range(row if limit.symmetric else 0, n2, side):
+            yield slice(row, min(row + side, n1)), slice(column, min(column + side, n2))
+
+
+def compute_blocks(
+    limit: Limit, plan: list[Block], *, progress: bool | None = None
+) -> Iterator[tuple[Block, Kernels]]:
+    """Yield each block with its kernels, in any order."""
+    threads = torch.get_num_threads() if limit.device.type == "cpu" else 1
+    with progress_bar(len(plan), progress) as advance:
+        if threads == 1:
+            for block in plan:
+                yield block, limit.block(*block)
+                advance()
+            return
+        waiting = iter(plan)
+        with ThreadPoolExecutor(threads) as pool:
+            running = {pool.submit(limit.block, *b): b for b in islice(waiting, 2 * threads)}
+            while running:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    block = running.pop(future)
+                    for following in islice(waiting, 1):
+                        running[pool.submit(limit.block, *following)] = following
+                    yield block, future.result()
+                    advance()
+
+
+def flatten(kernels: Kernels) -> list[Tensor]:
+    """Return the five kernels as a list."""
+    nngp, shared, individual = kernels.nngp, kernels.ntk_shared, kernels.ntk_individual
+    return [nngp.same, nngp.cross, shared.same, shared.cross, individual.same]
+
+
+def unflatten(tensors: list[Tensor]) -> Kernels:
+    """Return the kernels again."""
+    same, cross, shared_same, shared_cross, individual = tensors
+    between = zero_cross(individual)
+    if individual.dim() > 2:
+        between = between.clone()
+        between[range(len(individual)), range(len(individual))] = individual
+    return Kernels(
+        MemberKernel(same, cross),
+        MemberKernel(shared_same, shared_cross),
+        MemberKernel(individual, between),
+    )
+
+
+def put(whole, piece, rows: slice, columns: slice, *, symmetric: bool) -> None:
+    """Write a block to its place, and to its mirror image where there is one."""
+    whole[..., rows, columns] = piece
+    if symmetric and rows != columns:
+        mirrored = piece.swapaxes(-1, -2)
+        whole[..., columns, rows] = mirrored.swapaxes(0, 1) if piece.ndim > 3 else mirrored
+
+
+def _room(like: Tensor, limit: Limit) -> Tensor:
+    """Return an empty tensor for a whole kernel; one that is zero throughout takes no memory."""
+    shape = (*like.shape[:-2], *limit.shape)
+    if _is_nothing(like):
+        return like.flatten()[:1].squeeze().expand(shape)
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _is_nothing(kernel: Tensor) -> bool:
+    """Whether a kernel is one number, zero or a bias's, for all pairs of inputs."""
+    return not any(kernel.stride())
+
+
+@contextmanager
+def progress_bar(total: int, progress: bool | None = None) -> Iterator[Callable[[], None]]:
+    """Give a function that advances a bar over ``total`` steps; it does nothing when quiet."""
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    shown = progress if progress is not None else terminal and total > 100
+    if shown:
+        try:
+            from rich.console import Console
+            from rich.progress import Progress
+        except ImportError:
+            shown = False
+    if not shown:
+        yield lambda: None
+        return
+    with Progress(console=Console(file=sys.stderr)) as bar:
+        task = bar.add_task("kernels", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,92 @@
+"""``embens kernel``: kernels of an infinitely wide ensemble, written to a file."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from embens.embed import embed
+from embens.specification import parse_law, parse_reference, read_data
+from embens.theory.files import NAMES, check_path, load_kernels, write_kernels
+from embens.theory.regime import natural_gamma, regime
+
+EXAMPLE = """example:
+  embens kernel --network "mlp(inputs=64, depth=3, weight_std=1.414)" --law "Shifted(0.5)" \\
+                --data digits --points 1000 --out digits.npz
+Interrupted, the same command goes on where it stopped."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``embens kernel``."""
+    parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--network",
+        default="mlp(inputs=64, depth=3, weight_std=1.4142135623730951)",
+        help="mlp(…), cnn(…), or file.py:function (default: %(default)s)",
+    )
+    parser.add_argument("--law", help="law of all modulations, such as 'Shifted(0.5)'")
+    parser.add_argument("--pre", help="law of the outputs' modulations; 'none': absent")
+    parser.add_argument("--post", help="law of the inputs' modulations; 'none': absent")
+    parser.add_argument("--sites", default="hidden", choices=("hidden", "last", "all"))
+    parser.add_argument("--frozen", action="store_true", help="modulations that are not trained")
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--data", default="digits", help="digits, x.npy, or a .npz with x")
+    parser.add_argument("--against", help="second set of inputs, as for --data")
+    parser.add_argument("--points", type=int, help="take the first N inputs")
+    parser.add_argument("--out", required=True, help="file to write, .npz or .zarr")
+    parser.add_argument("--float32", action="store_true", help="half the size, six digits")
+    parser.add_argument("--block", type=int, help="side of a block (default: what fits the cache)")
+    parser.add_argument("--device", default="cpu", help="where to compute (default cpu)")
+    parser.add_argument("--seed", type=int, default=0, help="of drawn modulations with --sites all")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``embens kernel``; return its exit code."""
+    try:
+        _write(options)
+    except (ValueError, TypeError, FileExistsError) as error:
+        options.parser.error(str(error))
+    return 0
+
+
+def _write(options: argparse.Namespace) -> None:
+    check_path(options.out)
+    law = options.law or "Normal()"
+    pre, post = (parse_law(law if text is None else text) for text in (options.pre, options.post))
+    reference = parse_reference(options.network)
+    x1 = _inputs(options.data, options)
+    x2 = None if options.against is None else _inputs(options.against, options)
+    ensemble = embed(
+        reference,
+        options.members,
+        pre=pre,
+        post=post,
+        sites=options.sites,
+        trainable=not options.frozen,
+        generator=torch.Generator().manual_seed(options.seed),
+    )
+    path = write_kernels(
+        options.out,
+        ensemble,
+        x1,
+        x2,
+        dtype=torch.float32 if options.float32 else torch.float64,
+        block=options.block,
+        progress=False if options.quiet else None,
+    )
+    print(f"{path}: {', '.join(NAMES)}; {len(x1)} × {len(x1 if x2 is None else x2)} inputs")
+    print(f"regime: {regime(ensemble)}")
+    if x2 is None and len(x1) <= 2000:
+        kernels = load_kernels(path)
+        if not kernels.conditional:
+            gamma = natural_gamma(kernels.to(torch.float64), options.members)
+            print(f"natural gamma of {options.members} members: {gamma:.4g}")
+
+
+def _inputs(text: str, options: argparse.Namespace) -> torch.Tensor:
+    x, _ = read_data(text)
+    if options.points is not None and options.points < 1:
+        raise ValueError(f"--points must be at least 1; got {options.points}")
+    return x[: options.points].to(options.device)

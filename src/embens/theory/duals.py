@@ -1,0 +1,161 @@
+r"""Dual activations: which expectations belong to which module.
+
+``dual(module)`` returns the :class:`~embens.theory.expectations.Dual` of an activation, for its
+settings (the slope of a leaky ReLU). Closed forms exist for what is linear on each half-line, and
+for erf, sine, cosine and GELU; other smooth activations go by quadrature to 1e-10. Your own needs
+one line, ``register(MyActivation)``, if it is smooth; else write a dual and register a function
+that makes it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import singledispatch
+
+import torch
+from torch import Tensor, nn
+
+from embens import networks
+from embens.theory.closed import Cosine, Erf, Gelu, Sine
+from embens.theory.expectations import Dual
+from embens.theory.homogeneous import Homogeneous
+from embens.theory.smooth import Smooth
+
+__all__ = ["Dual", "dual", "register"]
+
+
+@singledispatch
+def dual(module: nn.Module) -> Dual:
+    """Return the expectations of an activation.
+
+    Example:
+        >>> dual(nn.LeakyReLU(0.1))
+        Homogeneous(right=1.0, left=0.1, at_zero=0.1)
+    """
+    name = type(module).__name__
+    raise TypeError(
+        f"the expectations of {name} under a normal law are not known. If it acts on each number "
+        f"alone and is smooth, call embens.theory.register_activation({name}); else decorate a "
+        f"function that returns its Dual with @embens.theory.register_activation({name})."
+    )
+
+
+def register(
+    kind: type[nn.Module], function: Callable[..., Dual] | None = None
+) -> Callable[[Callable[..., Dual]], Callable[..., Dual]]:
+    """Make an activation known, by itself or by a function that returns its dual.
+
+    Args:
+        kind: class of the activation. It must act on each number alone; unless a function is
+            given, it must be smooth, and its expectations go by quadrature.
+        function: takes an instance and returns its :class:`Dual`.
+
+    Returns:
+        A decorator for such a function.
+
+    Example:
+        >>> class Square(nn.Module):
+        ...     def forward(self, x):
+        ...         return x**2
+        >>> decorate = register(Square)
+        >>> one = torch.ones(1, dtype=torch.float64)
+        >>> round(dual(Square()).same(one, one, one, None)[0].item(), 9)  # E z⁴
+        3.0
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(
+            f"register takes a class of modules, such as MyActivation; got {kind!r}. "
+            "Give the class and not an instance, or wrap a function in a module."
+        )
+
+    def decorate(function: Callable[..., Dual]) -> Callable[..., Dual]:
+        return dual.register(kind, function)
+
+    decorate(_by_quadrature if function is None else function)
+    return decorate
+
+
+def _by_quadrature(module: nn.Module) -> Dual:
+    """Return the dual of a smooth module, after a look at whether it acts on each number alone."""
+    module = copy.deepcopy(module).to("cpu", torch.float64)
+    name = type(module).__name__
+
+    def function(x: Tensor) -> Tensor:
+        return module(x)
+
+    x = torch.linspace(-2, 2, 9, dtype=torch.float64)
+    with torch.no_grad():
+        whole, again = function(x), function(x)
+        parts = torch.stack([function(number) for number in x]) if whole.shape == x.shape else x
+    if not (torch.equal(whole, again) and whole.shape == parts.shape == x.shape):
+        raise ValueError(
+            f"{name} does not return one number for each number, always the same. Its expectations "
+            "under a normal law exist only if it does; for random layers use embens.mc_dropout."
+        )
+    if not torch.allclose(whole, parts, rtol=1e-12, atol=1e-12, equal_nan=True):
+        raise ValueError(
+            f"{name} does not act on each number alone: what it returns for one depends on the "
+            "others. Register a rule for it with embens.theory.propagate.register instead."
+        )
+    return Smooth(function, name)
+
+
+@dual.register
+def _(module: nn.Identity) -> Dual:
+    return Homogeneous(1.0, 1.0, 1.0)
+
+
+@dual.register
+def _(module: nn.ReLU) -> Dual:
+    return Homogeneous()
+
+
+@dual.register
+def _(module: nn.LeakyReLU) -> Dual:
+    slope = float(module.negative_slope)
+    return Homogeneous(1.0, slope, slope)
+
+
+@dual.register
+def _(module: networks.Abs) -> Dual:
+    return Homogeneous(1.0, -1.0)
+
+
+@dual.register
+def _(module: networks.Erf) -> Dual:
+    return Erf()
+
+
+@dual.register
+def _(module: networks.Sin) -> Dual:
+    return Sine()
+
+
+@dual.register
+def _(module: networks.Cos) -> Dual:
+    return Cosine()
+
+
+@dual.register
+def _(module: nn.GELU) -> Dual:
+    return Gelu() if module.approximate == "none" else _by_quadrature(module)
+
+
+@dual.register
+def _(module: nn.Softplus) -> Dual:
+    beta = float(module.beta)  # its threshold, which saves time, makes a jump
+    return Smooth(lambda x: _softplus(beta * x) / beta, f"Softplus({beta:g})")
+
+
+@dual.register
+def _(module: nn.Mish) -> Dual:
+    return Smooth(lambda x: x * _softplus(x).tanh(), "Mish")
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
+for _kind in (nn.Tanh, nn.Sigmoid, nn.SiLU, nn.LogSigmoid, nn.Tanhshrink):
+    register(_kind)

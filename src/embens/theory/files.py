@@ -1,0 +1,208 @@
+"""Kernels in files: written block by block, resumed after an interruption.
+
+While they are computed, kernels lie in a folder beside the file, ``NAME.partial``: a memory-mapped
+array each, a mark for every finished block, and a fingerprint of everything that determines them.
+A second call with the same arguments goes on from there; the finished file appears all at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from embens.ensemble import EmbeddedEnsemble
+from embens.theory.blocks import Block, compute_blocks, flatten, plan_blocks, put, unflatten
+from embens.theory.kernel import Kernels
+from embens.theory.limit import Limit
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NAMES = ("nngp_same", "nngp_cross", "ntk_shared_same", "ntk_shared_cross", "ntk_individual_same")
+SUFFIXES = (".npz", ".zarr")
+_FLUSH_SECONDS = 5.0
+
+
+def write_kernels(
+    path: str | os.PathLike[str],
+    ensemble: EmbeddedEnsemble | nn.Module,
+    x1: Tensor,
+    x2: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    block: int | None = None,
+    progress: bool | None = None,
+) -> Path:
+    """Write the kernels of an infinitely wide ensemble to a file, resuming what was begun.
+
+    Memory is that of a few blocks. The file holds the arrays ``nngp_same``, ``nngp_cross``,
+    ``ntk_shared_same``, ``ntk_shared_cross`` and ``ntk_individual_same``.
+
+    Args:
+        path: ``….npz``, or ``….zarr`` (needs zarr).
+        ensemble: see :func:`embens.theory.kernels`, as for the other arguments.
+        x1: inputs.
+        x2: other inputs; None: the same.
+        dtype: of the kernels.
+        block: side of a block.
+        progress: show a bar.
+    """
+    path = check_path(path)
+    limit = Limit(ensemble, x1, x2, dtype=dtype)
+    plan = list(plan_blocks(limit, block))
+    partial = _Partial(path.with_name(path.name + ".partial"), fingerprint(limit, plan), len(plan))
+    left = [b for b, done in zip(plan, partial.done, strict=True) if not done]
+    index = {_key(b): i for i, b in enumerate(plan)}
+    for (rows, columns), part in compute_blocks(limit, left, progress=progress):
+        tensors = [t.cpu().numpy() for t in flatten(part)]
+        partial.open(tensors, limit.shape)
+        for whole, piece in zip(partial.arrays, tensors, strict=True):
+            put(whole, piece, rows, columns, symmetric=limit.symmetric)
+        partial.finished(index[_key((rows, columns))])
+    partial.flush()
+    _publish(partial, path)
+    return path
+
+
+def load_kernels(path: str | os.PathLike[str]) -> Kernels:
+    """Return the kernels that :func:`write_kernels` wrote."""
+    import numpy as np
+
+    path = check_path(path)
+    if path.suffix == ".npz":
+        with np.load(path) as file:
+            return unflatten([torch.from_numpy(file[name]) for name in NAMES])
+    group = _zarr().open_group(str(path), mode="r")
+    return unflatten([torch.from_numpy(group[name][...]) for name in NAMES])
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path if its ending says a format that is known, and that is installed."""
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"a file of kernels ends in {' or '.join(SUFFIXES)}; got {path.name!r}.")
+    if path.suffix == ".zarr":
+        _zarr()
+    return path
+
+
+def fingerprint(limit: Limit, plan: list[Block]) -> str:
+    """Return a hash of all that determines the kernels and their blocks."""
+    digest = hashlib.sha256()
+    for text in limit.description():
+        digest.update(text.encode())
+    for tensor in limit.tensors():
+        digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    digest.update(str([_key(b) for b in plan[:2]] + [len(plan)]).encode())
+    return digest.hexdigest()
+
+
+def _key(block: Block) -> tuple[int, int, int, int]:
+    rows, columns = block
+    return rows.start, rows.stop, columns.start, columns.stop
+
+
+class _Partial:
+    """The folder of an unfinished file."""
+
+    def __init__(self, folder: Path, fingerprint: str, blocks: int):
+        import numpy as np
+
+        self.folder = folder
+        self.arrays: list[np.ndarray] = []
+        self._waiting: list[int] = []
+        self._flushed = time.monotonic()
+        marks = folder / "done.npy"
+        if folder.exists() and _read_fingerprint(folder) != fingerprint:
+            raise FileExistsError(
+                f"{folder} holds a part of other kernels (another network, inputs, dtype or "
+                "block size). Delete that folder, or write to another file."
+            )
+        if not marks.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            self.done = np.lib.format.open_memmap(marks, mode="w+", dtype=bool, shape=(blocks,))
+            (folder / "meta.json").write_text(json.dumps({"fingerprint": fingerprint}))
+        self.done = np.lib.format.open_memmap(marks, mode="r+")
+        if self.done.any():
+            self.arrays = [np.lib.format.open_memmap(self._file(n), mode="r+") for n in NAMES]
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.npy"
+
+    def open(self, like: list[Any], shape: tuple[int, int]) -> None:
+        """Make room for the whole arrays, once one block shows what they look like."""
+        import numpy as np
+
+        if not self.arrays:
+            self.arrays = [
+                np.lib.format.open_memmap(
+                    self._file(name), mode="w+", dtype=a.dtype, shape=(*a.shape[:-2], *shape)
+                )
+                for name, a in zip(NAMES, like, strict=True)
+            ]
+
+    def finished(self, block: int) -> None:
+        """Note that a block is there; its mark is written after its numbers."""
+        self._waiting.append(block)
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write numbers, then marks."""
+        for array in self.arrays:
+            array.flush()  # type: ignore[attr-defined]
+        self.done[self._waiting] = True
+        self.done.flush()  # type: ignore[attr-defined]
+        self._waiting.clear()
+        self._flushed = time.monotonic()
+
+
+def _read_fingerprint(folder: Path) -> str | None:
+    try:
+        return json.loads((folder / "meta.json").read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _publish(partial: _Partial, path: Path) -> None:
+    """Turn the folder into the file, at once."""
+    import zipfile
+
+    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    if path.suffix == ".npz":
+        with zipfile.ZipFile(hidden, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
+            for name in NAMES:
+                file.write(partial._file(name), f"{name}.npy")
+        os.replace(hidden, path)
+    else:
+        zarr = _zarr()
+        group = zarr.open_group(str(hidden), mode="w")
+        for name, array in zip(NAMES, partial.arrays, strict=True):
+            chunks = (*array.shape[:-2], *(min(1024, n) for n in array.shape[-2:]))
+            stored = group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=chunks)
+            for row in range(0, array.shape[-2], 1024):
+                stored[..., row : row + 1024, :] = array[..., row : row + 1024, :]
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(hidden, path)
+    partial.arrays.clear()
+    shutil.rmtree(partial.folder)
+
+
+def _zarr() -> Any:
+    try:
+        import zarr
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "a .zarr file needs zarr: pip install 'embens[zarr]', or write .npz"
+        ) from None
+    return zarr

@@ -1,0 +1,381 @@
+r"""Training in the limit: what an infinitely wide ensemble predicts after any time, in closed form.
+
+With the loss :math:`\frac1B \sum_x \frac12 (f_a(x) - y(x))^2` of each member and the kernel
+:math:`\Theta_{ab}` of :meth:`~embens.theory.kernel.Kernels.ntk`, outputs obey a linear equation.
+Exchangeable members make it two small ones, whatever their number: the ensemble mean
+:math:`\bar f` follows :math:`K_m = \Theta_{aa} + (M-1) \Theta_{ab}` towards the targets, and
+deviations :math:`g_a = f_a - \bar f` follow :math:`K_d = \Theta_{aa} - \Theta_{ab}` towards 0. With
+:math:`A_m, A_d, V_m, V_d` of :class:`~embens.theory.mode.Mode`,
+
+.. math::
+    E f_a = A_m y, \quad
+    \mathrm{Cov}(f_a, f_b) = V_m + (\delta_{ab} - \tfrac1M) V_d, \quad
+    \mathrm{Var} \bar f = V_m, \quad
+    E \tfrac1M \textstyle\sum_a g_a^2 = (1 - \tfrac1M) V_d .
+
+Time is in units of the rate: :math:`t = 1` is :math:`1/\eta` steps at a small rate :math:`\eta`.
+Expectations are over initialisations. Train outputs come from passing the train data as test data.
+Several outputs share one kernel and are independent: variances hold for each of them.
+
+Not here: other losses (:mod:`embens.theory.classification`).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from embens.gradient import Gamma
+from embens.plan import check_members
+from embens.theory.draws import draw_members
+from embens.theory.gamma import check_rates, resolve_gamma
+from embens.theory.kernel import Kernels, MemberKernel
+from embens.theory.mode import Mode, Schedule
+from embens.theory.problem import check_kernels, check_targets
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+T = TypeVar("T")
+
+
+class PerMode(NamedTuple, Generic[T]):
+    """A value for the ensemble mean and one for the deviations from it."""
+
+    mean: T
+    deviation: T
+
+
+@dataclass(frozen=True, repr=False)
+class Flow:
+    """An infinitely wide ensemble in training; made by :func:`gradient_flow`.
+
+    Wherever a time ``t`` is taken (of :func:`gradient_descent`: a number of steps), it may be 0,
+    infinite, or a vector of times, which come first in the result. Then come the test samples; only
+    means have the outputs of the targets after them.
+
+    Attributes:
+        modes: the dynamics of mean and deviations.
+        schedule: flow, or descent with its rate.
+        targets: in the shape that they were given in.
+        members: how many.
+        gamma: the gradient scale that was used.
+        jitter: what was added to the diagonal of both modes' kernels on the train data.
+    """
+
+    modes: PerMode[Mode]
+    schedule: Schedule
+    targets: Float[Tensor, "n ..."]
+    members: int
+    gamma: float
+    jitter: float
+
+    def mean(self, t: float | Tensor) -> Tensor:
+        """Expected output of a member, and of the ensemble: the same."""
+        flat = self.targets.flatten(1) if self.targets.dim() > 1 else self.targets[:, None]
+        moved = self._at(t, lambda m, _: self.modes.mean.respond(m, flat))
+        return moved.reshape(*moved.shape[:-1], *self.targets.shape[1:])
+
+    def variance(self, t: float | Tensor) -> Tensor:
+        """Variance of a member's output."""
+        mean, deviation = self._modes_with_prior("variance")
+        share = 1 - 1 / self.members
+        return self._at(t, lambda m, d: mean.variance(m) + share * deviation.variance(d))
+
+    def covariance(self, t: float) -> MemberKernel:
+        """Covariance of outputs within a member (``same``) and between members (``cross``).
+
+        With one member there is no other: ``cross`` has no meaning then.
+        """
+        mean, deviation = self._modes_with_prior("covariance")
+        if isinstance(t, Tensor) and t.dim():
+            raise ValueError(
+                f"covariance takes one time; got a vector of {len(t)}. Call it for each of them."
+            )
+        gains = self._gains(t)
+        of_mean, of_deviation = mean.covariance(gains.mean), deviation.covariance(gains.deviation)
+        cross = of_mean - of_deviation / self.members
+        return MemberKernel(same=cross + of_deviation, cross=cross)
+
+    def ensemble_variance(self, t: float | Tensor) -> Tensor:
+        """Variance of the mean of the members' outputs."""
+        mean, _ = self._modes_with_prior("ensemble_variance")
+        return self._at(t, lambda m, _: mean.variance(m))
+
+    def diversity(self, t: float | Tensor) -> Tensor:
+        r"""Expected spread of members, :math:`E \frac1M \sum_a (f_a - \bar f)^2`.
+
+        Times :math:`M / (M - 1)` it is that of the unbiased sample variance.
+        """
+        _, deviation = self._modes_with_prior("diversity")
+        return self._at(t, lambda _, d: (1 - 1 / self.members) * deviation.variance(d))
+
+    def evolve(
+        self,
+        t: float | Tensor,
+        train: Float[Tensor, "member n ..."],
+        test: Float[Tensor, "member test ..."],
+    ) -> Tensor:
+        """Return test outputs of one ensemble, given its outputs at initialisation.
+
+        Args:
+            t: the time.
+            train: outputs on the train data before training.
+            test: outputs on the test data before training.
+        """
+        samples = {"train": self.modes.mean.basis, "test": self.modes.mean.carry}
+        for name, given in (("train", train), ("test", test)):
+            expected = (self.members, len(samples[name]), *self.targets.shape[1:])
+            if given.shape != expected:
+                raise ValueError(
+                    f"{name} outputs must be {expected}, members first and the rest like targets; "
+                    f"got {tuple(given.shape)}."
+                )
+        train, test = train.to(self.targets), test.to(self.targets)
+        residual = train.mean(0) - self.targets
+        deviation = train - train.mean(0)
+
+        def outputs(m: Tensor, d: Tensor) -> Tensor:
+            each = deviation.movedim(0, -1).flatten(1)
+            moved = self.modes.deviation.respond(d, each)
+            moved = moved.reshape(-1, *self.targets.shape[1:], self.members).movedim(-1, 0)
+            common = self.modes.mean.respond(m, residual.reshape(len(residual), -1))
+            return test - moved - common.reshape(test.shape[1:])
+
+        return self._at(t, outputs)
+
+    def sample(
+        self, t: float, draws: int = 1, *, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "draw member test ..."]:
+        """Draw the test outputs of so many trained ensembles, each of its own initialisation."""
+        mean, deviation = self._modes_with_prior("sample")
+        gains = self._gains(t)
+        return self.mean(t) + draw_members(
+            mean.covariance(gains.mean),
+            deviation.covariance(gains.deviation),
+            members=self.members,
+            shape=self.targets.shape[1:],
+            draws=draws,
+            generator=generator,
+        )
+
+    @property
+    def largest_stable_rate(self) -> PerMode[float]:
+        r"""The rates :math:`2B / \lambda_{\max}` below which gradient descent converges.
+
+        That of the mean is the smaller one. A mode that does not move has an infinite one.
+        """
+        mean, deviation = (self.schedule.largest_stable_rate(m.eigenvalues) for m in self.modes)
+        return PerMode(mean, deviation if self.members > 1 else math.inf)
+
+    @property
+    def rank(self) -> PerMode[int]:
+        """Ranks of the modes' kernels on the train data, as rounding lets them be told."""
+        return PerMode(*(mode.rank for mode in self.modes))
+
+    @property
+    def condition(self) -> PerMode[float]:
+        """Condition numbers of the modes' kernels on the train data, jitter included."""
+        return PerMode(*(mode.condition for mode in self.modes))
+
+    def _modes_with_prior(self, what: str) -> PerMode[Mode]:
+        if self.modes.mean.prior_test is None:
+            raise ValueError(
+                f"{what} needs the kernels of the test data with themselves; got None for "
+                "k_test_test. Pass kernels(ensemble, x_test); the mean does without."
+            )
+        return self.modes
+
+    def _at(self, t: float | Tensor, of_gains: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Evaluate a function of the modes' gains at a time, or at each of a vector."""
+        if hasattr(t, "__len__") and not isinstance(t, (str, Tensor)):
+            t = torch.as_tensor(t, dtype=torch.float64)
+        if not isinstance(t, Tensor) or not t.dim():
+            gains = self._gains(t)
+            return of_gains(gains.mean, gains.deviation)
+        if t.dim() > 1:
+            raise ValueError(f"t must be a time or a vector of them; got shape {tuple(t.shape)}.")
+        each = [self._gains(one) for one in t.tolist()]
+        return torch.stack([of_gains(gains.mean, gains.deviation) for gains in each])
+
+    def _gains(self, t: float | Tensor) -> PerMode[Tensor]:
+        time = self.schedule.check(t)  # type: ignore[arg-type]
+        if math.isinf(time):
+            self._check_limit()
+        return PerMode(*(self.schedule.gain(mode.eigenvalues, time) for mode in self.modes))
+
+    def _check_limit(self) -> None:
+        """Say where infinite time has no limit, or one that does not fit the targets."""
+        for name, mode in zip(PerMode._fields, self.modes, strict=True):
+            if name == "deviation" and self.members == 1:
+                continue
+            if not self.schedule.converges(mode.eigenvalues).all():
+                extremes = f"{mode.least:.3g} to {mode.eigenvalues.max().item():.3g}"
+                raise ValueError(
+                    f"training never ends: the {name} mode diverges, its eigenvalues are "
+                    f"{extremes}. Expected none below 0 and, in gradient descent, a rate "
+                    f"below {self.largest_stable_rate.mean:.4g}; got {self.schedule.rate}."
+                )
+        mode = self.modes.mean
+        if mode.rank == len(mode.eigenvalues):
+            return
+        lost = (mode.basis.mT @ self.targets.reshape(len(mode.basis), -1))[mode.eigenvalues == 0]
+        share = (lost.norm() / self.targets.norm().clamp(min=torch.finfo(lost.dtype).tiny)).item()
+        fit = (
+            f"a share {share:.2g} of the targets is never fitted, such as different targets of "
+            "equal inputs"
+            if share > 1e-6
+            else "the targets agree with that"
+        )
+        warnings.warn(
+            f"the kernel of the train data is singular: rank {mode.rank} of "
+            f"{len(mode.eigenvalues)} at cut-off {mode.cutoff:.2g}. At infinite time its "
+            f"pseudo-inverse is used; {fit}. Pass jitter= (of the size of the targets' noise), or "
+            "leave out repeated inputs.",
+            stacklevel=5,
+        )
+
+    def __repr__(self) -> str:
+        train, test = len(self.targets), len(self.modes.mean.carry)
+        rate = "" if self.schedule.rate is None else f", rate={self.schedule.rate:g}"
+        return (
+            f"Flow(members={self.members}, gamma={self.gamma:g}{rate}, train={train}, test={test}, "
+            f"rank={tuple(self.rank)}, jitter={self.jitter:g})"
+        )
+
+
+def gradient_flow(
+    k_train_train: Kernels,
+    k_test_train: Kernels,
+    k_test_test: Kernels | None,
+    y: Float[Tensor, "n ..."],
+    members: int = 8,
+    gamma: Gamma = None,
+    *,
+    shared_rate: float = 1.0,
+    individual_rate: float = 1.0,
+    jitter: float = 0.0,
+) -> Flow:
+    r"""Train an infinitely wide ensemble by gradient flow on the squared loss.
+
+    Args:
+        k_train_train: kernels of the train data with themselves.
+        k_test_train: of the test data (rows) with the train data.
+        k_test_test: of the test data with themselves; None: means only.
+        y: targets, a row for each train sample.
+        members: :math:`M`.
+        gamma: gradient scale of the shared parameters: a number, a function of the number of
+            members, or None for :func:`~embens.theory.natural_gamma`.
+        shared_rate: rate of the shared parameters, relative to that of training.
+        individual_rate: rate of the modulations.
+        jitter: added to the diagonal of the train data's kernel in both modes, a ridge; nothing
+            is ever added unless asked for.
+
+    Example:
+        >>> from embens.theory.kernel import zero_cross
+        >>> one = torch.ones(1, 1, dtype=torch.float64)
+        >>> alone = MemberKernel(same=one, cross=zero_cross(one))  # members share nothing
+        >>> k = Kernels(nngp=alone, ntk_shared=alone, ntk_individual=MemberKernel(0 * one, 0 * one))
+        >>> flow = gradient_flow(k, k, k, torch.tensor([2.0]), members=4, gamma=4.0)
+        >>> flow.mean(1.0).item(), flow.variance(0).item(), flow.ensemble_variance(0).item()
+        (1.264241..., 1.0, 0.25)
+        >>> flow.mean(float("inf")).item(), flow.diversity(float("inf")).item()
+        (2.0, 0.0)
+    """
+    return _solve(
+        *(k_train_train, k_test_train, k_test_test, y, members, gamma),
+        rates={"shared_rate": shared_rate, "individual_rate": individual_rate},
+        jitter=jitter,
+        rate=None,
+    )
+
+
+def gradient_descent(
+    k_train_train: Kernels,
+    k_test_train: Kernels,
+    k_test_test: Kernels | None,
+    y: Float[Tensor, "n ..."],
+    members: int = 8,
+    gamma: Gamma = None,
+    *,
+    rate: float,
+    shared_rate: float = 1.0,
+    individual_rate: float = 1.0,
+    jitter: float = 0.0,
+) -> Flow:
+    """Train an infinitely wide ensemble by gradient descent: ``t`` of the result counts steps.
+
+    A ``rate`` beyond the largest stable one gives a warning, and outputs that diverge. The other
+    arguments are those of :func:`gradient_flow`.
+    """
+    check_rates(rate=rate)
+    flow = _solve(
+        *(k_train_train, k_test_train, k_test_test, y, members, gamma),
+        rates={"shared_rate": shared_rate, "individual_rate": individual_rate},
+        jitter=jitter,
+        rate=float(rate),
+    )
+    stable = flow.largest_stable_rate
+    if rate >= min(stable):
+        warnings.warn(
+            f"rate {rate:g} is too large: gradient descent diverges from {stable.mean:.6g} (mean "
+            f"of members) and from {stable.deviation:.6g} (deviations). Choose one below both.",
+            stacklevel=2,
+        )
+    return flow
+
+
+def _solve(
+    k_train_train: Kernels,
+    k_test_train: Kernels,
+    k_test_test: Kernels | None,
+    y: Tensor,
+    members: int,
+    gamma: Gamma,
+    *,
+    rates: dict[str, float],
+    jitter: float,
+    rate: float | None,
+) -> Flow:
+    check_kernels(k_train_train, k_test_train, k_test_test, what="gradient_flow")
+    y = check_targets(y, k_train_train)
+    check_members(members)
+    check_rates(**rates)
+    if not 0 <= jitter < math.inf:
+        raise ValueError(f"jitter must be a number >= 0; got {jitter!r}. Leave it out for none.")
+    train, carry = k_train_train.to(torch.float64), k_test_train.to(torch.float64)
+    scale = resolve_gamma(train, members, gamma, **rates)
+    ntks = [k.ntk(members, scale, **rates).modes(members) for k in (train, carry)]
+    nngps = [
+        None if k is None else k.nngp.modes(members)
+        for k in (train, carry, k_test_test and k_test_test.to(torch.float64))
+    ]
+    share = (1 / members, 1.0)  # the mean's covariance is 1/M of what `modes` gives
+    modes = PerMode(
+        *(
+            Mode.solve(
+                (ntks[0][k], ntks[1][k]),
+                (nngps[0][k] * share[k], nngps[1][k] * share[k]),  # type: ignore[index]
+                None if nngps[2] is None else nngps[2][k] * share[k],
+                jitter=jitter,
+            )
+            for k in range(2)
+        )
+    )
+    for name, mode in zip(PerMode._fields, modes, strict=True):
+        if mode.indefinite and (name == "mean" or members > 1):
+            warnings.warn(
+                f"the {name} mode's kernel on the train data is not positive semi-definite: its "
+                f"smallest eigenvalue is {mode.least:.3g}, the largest "
+                f"{mode.eigenvalues.max().item():.3g}. Its outputs grow without bound; check the "
+                "kernels.",
+                stacklevel=3,
+            )
+    schedule = Schedule(samples=len(y), rate=rate)
+    return Flow(modes, schedule, y, members, scale, float(jitter))

@@ -1,0 +1,196 @@
+r"""One mode of training: linear dynamics where the kernel of the train data is diagonal.
+
+With squared loss the ensemble mean and the deviations from it are trained apart, each by a kernel
+:math:`K` of its own (:mod:`embens.theory.flow`). A residual :math:`r_0` on the train data has by
+time :math:`t` moved the outputs by :math:`-A(t)\, r_0`,
+
+.. math::
+    A(t) = K(X_*, X)\, Q\, g(\Lambda, t)\, Q^\top, \qquad K(X, X) = Q \Lambda Q^\top ,
+
+where the :class:`Schedule` says how far each eigenvalue has come: gradient flow or steps of
+gradient descent. :math:`Q` is found once and serves all times.
+
+*Null directions.* Eigenvalues within ``Mode.cutoff`` are 0: what rounding leaves of them,
+:math:`n \epsilon \lambda_{\max}`, or as much as the most negative one shows the kernel to be off.
+There :math:`g` is its limit, which grows with time; at infinite time they stay as they were, that
+is, the inverse is the pseudo-inverse.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+INDEFINITE = 1e-6
+"""A kernel whose least eigenvalue is below minus this times the largest is no kernel."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    r"""How far training has come along an eigenvalue.
+
+    .. math::
+        g(\lambda, t) = \frac{1 - e^{-\lambda t / B}}{\lambda}, \qquad
+        g(\lambda, n) = \frac{1 - (1 - \eta \lambda / B)^n}{\lambda}
+
+    for gradient flow, and for ``n`` steps of gradient descent at a ``rate`` :math:`\eta`.
+
+    Attributes:
+        samples: :math:`B`, over which the loss is a mean.
+        rate: of gradient descent; None for the flow.
+
+    Example:
+        >>> eigenvalues = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        >>> Schedule(samples=2).gain(eigenvalues, 6.0).tolist()  # 6 / 2, and 1 - exp(-3)
+        [3.0, 0.950212...]
+        >>> Schedule(samples=2, rate=1.0).gain(eigenvalues, 3).tolist()  # 3 / 2, and 1 - 1/8
+        [1.5, 0.875]
+    """
+
+    samples: int
+    rate: float | None = None
+
+    def check(self, t: float) -> float:
+        """Return a time as a float, or say what it should have been."""
+        what, unit = ("t", "a time") if self.rate is None else ("steps", "a whole number")
+        expected = f"{what} must be {unit} >= 0, which may be inf; got {t!r}."
+        try:
+            value = float(t)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{expected} For several give a vector.") from None
+        if not value >= 0:
+            raise ValueError(f"{expected} Training starts at 0.")
+        if self.rate is not None and math.isfinite(value) and value != round(value):
+            raise ValueError(f"{expected} For continuous time use gradient_flow.")
+        return value
+
+    def gain(self, eigenvalues: Float[Tensor, " n"], t: float) -> Float[Tensor, " n"]:
+        """Return :math:`g` at a time; eigenvalues that are 0 are null directions."""
+        null = eigenvalues == 0
+        safe = torch.where(null, 1.0, eigenvalues)
+        if math.isinf(t):
+            return torch.where(null, 0.0, 1 / safe)
+        if self.rate is None:
+            return torch.where(
+                null, t / self.samples, -torch.expm1(-safe * t / self.samples) / safe
+            )
+        step = self.rate * safe / self.samples
+        small = step.abs() < 0.5
+        done = -torch.expm1(t * torch.log1p(-torch.where(small, step, 0.0)))
+        done = torch.where(small, done, 1 - (1 - step) ** t)
+        return torch.where(null, t * self.rate / self.samples, done / safe)
+
+    def converges(self, eigenvalues: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
+        """Return whether training comes to an end along each eigenvalue."""
+        if self.rate is None:
+            return eigenvalues >= 0
+        return (eigenvalues >= 0) & (self.rate * eigenvalues < 2 * self.samples)
+
+    def largest_stable_rate(self, eigenvalues: Float[Tensor, " n"]) -> float:
+        r"""Return :math:`2B / \lambda_{\max}`, below which gradient descent converges."""
+        largest = eigenvalues.max().item()
+        return 2 * self.samples / largest if largest > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Training and prior of one mode, in the eigenbasis of its kernel on the train data.
+
+    Attributes:
+        eigenvalues: with jitter, null directions set to 0.
+        basis: the eigenvectors, in columns.
+        carry: kernel between test data and eigenvectors.
+        prior_train: covariance at initialisation between eigenvectors.
+        prior_carry: between test data and eigenvectors.
+        prior_test: between test data; None where it was not given.
+        cutoff: what counts as 0.
+        least: the smallest eigenvalue as it was found.
+    """
+
+    eigenvalues: Float[Tensor, " n"]
+    basis: Float[Tensor, "n n"]
+    carry: Float[Tensor, "test n"]
+    prior_train: Float[Tensor, "n n"]
+    prior_carry: Float[Tensor, "test n"]
+    prior_test: Float[Tensor, "test test"] | None
+    cutoff: float
+    least: float
+
+    @classmethod
+    def solve(
+        cls,
+        ntk: tuple[Float[Tensor, "n n"], Float[Tensor, "test n"]],
+        nngp: tuple[Float[Tensor, "n n"], Float[Tensor, "test n"]],
+        prior_test: Float[Tensor, "test test"] | None,
+        *,
+        jitter: float,
+    ) -> Mode:
+        """Diagonalise a mode, given both kernels (train with train, test with train)."""
+        train, carry = ntk
+        found, basis = torch.linalg.eigh((train + train.mT) / 2)
+        found = found + jitter
+        largest, least = found[-1].abs().item(), found[0].item()
+        cutoff = len(found) * torch.finfo(found.dtype).eps * largest
+        if -INDEFINITE * largest <= least < 0:
+            cutoff = max(cutoff, -least)
+        null = found.abs() <= cutoff
+        carry = carry @ basis
+        lost = null & (carry.abs().amax(0) <= cutoff if len(carry) else null)
+        return cls(
+            eigenvalues=torch.where(null, 0.0, found),
+            basis=basis,
+            carry=torch.where(lost, 0.0, carry),
+            prior_train=basis.mT @ nngp[0] @ basis,
+            prior_carry=nngp[1] @ basis,
+            prior_test=prior_test,
+            cutoff=cutoff,
+            least=least,
+        )
+
+    @property
+    def rank(self) -> int:
+        """How many eigenvalues are not 0."""
+        return int((self.eigenvalues != 0).sum())
+
+    @property
+    def condition(self) -> float:
+        """Largest eigenvalue over the smallest; infinite where one is 0."""
+        sizes = self.eigenvalues.abs()
+        least = sizes.min().item()
+        return sizes.max().item() / least if least else math.inf
+
+    @property
+    def indefinite(self) -> bool:
+        """Whether the kernel is none: some eigenvalue is clearly negative."""
+        return self.least < -INDEFINITE * self.eigenvalues.abs().max().item()
+
+    def respond(
+        self, gain: Float[Tensor, " n"], residual: Float[Tensor, "n ..."]
+    ) -> Float[Tensor, "test ..."]:
+        """Return :math:`A r_0`, by which test outputs have moved."""
+        return self.carry * gain @ (self.basis.mT @ residual)
+
+    def covariance(self, gain: Float[Tensor, " n"]) -> Float[Tensor, "test test"]:
+        r"""Return the covariance of test outputs, from that at initialisation :math:`S`.
+
+        .. math::
+            V = S^{**} - A S^{X*} - S^{*X} A^\top + A S^{XX} A^\top
+        """
+        assert self.prior_test is not None
+        response = self.carry * gain
+        mixed = response @ self.prior_carry.mT
+        return self.prior_test - mixed - mixed.mT + response @ self.prior_train @ response.mT
+
+    def variance(self, gain: Float[Tensor, " n"]) -> Float[Tensor, " test"]:
+        """Return the diagonal of the covariance; what rounding makes negative is 0."""
+        assert self.prior_test is not None
+        response = self.carry * gain
+        moved = (response @ self.prior_train - 2 * self.prior_carry) * response
+        return (self.prior_test.diagonal() + moved.sum(-1)).clamp(min=0)

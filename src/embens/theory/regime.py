@@ -1,0 +1,258 @@
+r"""Regime and gradient scale: how strongly members are coupled, and what follows from it.
+
+Members that share weights are *independent* in the limit where nothing of their outputs or
+gradients is common to two of them, :math:`\Sigma_{ab} = \Theta^{com}_{ab} = 0`, and *collective*
+otherwise. That is a property of an ensemble, never of a law. How strong the coupling is matters
+more than that it is there:
+
+.. math::
+    r = \lambda_{\max}(\Theta^{com}_{ab}) / \lambda_{\max}(\Theta^{com}_{aa}) ,
+
+from 0 to 1, sets the gradient scale that suits the ensemble (:mod:`embens.theory.gamma`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from embens import dataflow
+from embens.execution import Wrapper
+from embens.laws import Law
+from embens.networks import Parametrized
+from embens.theory.gamma import natural_gamma, resolve_gamma
+from embens.theory.kernel import MemberKernel
+
+if TYPE_CHECKING:
+    from embens.ensemble import EmbeddedEnsemble
+
+ZERO = 1e-12
+"""Couplings up to this are 0: exact zeros of the limit, and what quadrature leaves of them."""
+
+
+__all__ = ["Regime", "RegimeReport", "natural_gamma", "regime", "resolve_gamma"]
+
+
+class Regime(Enum):
+    """Whether members of an infinitely wide ensemble know of each other."""
+
+    INDEPENDENT = "independent"
+    COLLECTIVE = "collective"
+
+
+@dataclass(frozen=True, eq=False)
+class RegimeReport:
+    """The regime of an ensemble, and the number behind it; equals its :class:`Regime`.
+
+    Attributes:
+        regime: the regime itself.
+        coupling: :math:`r`, from 0 (independent) to 1 (members are equal).
+        reason: why, in words.
+        exact: whether from the kernels of the limit, or only from laws and structure, where
+            ``coupling`` is an estimate.
+
+    Example:
+        >>> report = RegimeReport(Regime.COLLECTIVE, 0.25, "E[u] ≠ 0", exact=True)
+        >>> report == Regime.COLLECTIVE, report.name
+        (True, 'COLLECTIVE')
+        >>> print(report)
+        collective (coupling 0.25): E[u] ≠ 0
+    """
+
+    regime: Regime
+    coupling: float
+    reason: str
+    exact: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the regime."""
+        return self.regime.name
+
+    @property
+    def value(self) -> str:
+        """The value of the regime."""
+        return self.regime.value
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Regime):
+            return self.regime is other
+        if isinstance(other, RegimeReport):
+            return vars(self) == vars(other)
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.regime)
+
+    def __str__(self) -> str:
+        about = "" if self.exact else "about "
+        return f"{self.value} (coupling {about}{self.coupling:.3g}): {self.reason}"
+
+
+def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
+    """Return the regime of an ensemble, and how strongly its members are coupled.
+
+    Args:
+        ensemble: any.
+        x: inputs on which the coupling is measured; by default a few random ones, always the
+            same. Whether it is 0 does not depend on them, unless they are special.
+
+    Where the limit of the network is not known (norm layers, attention), the answer is read from
+    laws and structure: independent if modulations are centred in the inputs of all last layers
+    and no shared bias follows.
+    """
+    if ensemble.plan.family == "independent":
+        reason = "members are separate networks"
+        return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)
+    structure = _Structure(ensemble)
+    unknown: Exception | None = None
+    coupling = None
+    for inputs in [x] if x is not None else structure.generic_inputs():
+        try:
+            coupling = _coupling(ensemble, inputs)
+            break
+        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+            unknown = unknown or error
+    exact = coupling is not None
+    if coupling is None:
+        coupling = structure.estimate()
+    coupling = 0.0 if coupling <= ZERO else min(1.0, coupling)
+    reason = structure.explain(coupling)
+    if structure.flow.guesses:
+        reason += f"; guessed: {'; '.join(dict.fromkeys(structure.flow.guesses))}"
+    if not exact:
+        why = "the shape of its inputs is not known; pass x" if unknown is None else unknown
+        reason += f" (from laws and structure alone, without the limit: {why})"
+    found = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
+    return RegimeReport(found, coupling, reason, exact)
+
+
+def _coupling(ensemble: EmbeddedEnsemble, x: Tensor) -> float:
+    """Return the coupling in the limit: that of gradients, or where there is none, of outputs."""
+    from embens.theory.blocks import kernels
+
+    found = kernels(ensemble, x)
+    of_gradients = _overlap(found.ntk_shared)
+    return of_gradients if of_gradients > ZERO else _overlap(found.nngp)
+
+
+def _overlap(kernel: MemberKernel) -> float:
+    r"""Return how large the kernel is between members, relative to that within them.
+
+    Of members that are not exchangeable, the mean over pairs of
+    :math:`\|K_{ab}\| / \sqrt{\|K_{aa}\| \|K_{bb}\|}`.
+    """
+    norms = torch.linalg.matrix_norm(kernel.same, ord=2)
+    between = torch.linalg.matrix_norm(kernel.cross, ord=2)
+    if not kernel.conditional:
+        return (between / norms).item() if norms else 0.0
+    scale = (norms[:, None] * norms).sqrt()
+    ratios = torch.where(scale > 0, between / scale, 0.0)
+    members = len(norms)
+    pairs = members * (members - 1)
+    return ((ratios.sum() - ratios.trace()) / pairs).item() if pairs else 0.0
+
+
+class _Structure:
+    """What laws and data flow of an ensemble say about its regime."""
+
+    def __init__(self, ensemble: EmbeddedEnsemble):
+        self.ensemble = ensemble
+        self.reference = _without_members(ensemble.network)
+        self.flow = dataflow.read(self.reference)
+        self.layers = dataflow.parameter_layers(self.reference)
+        posts = {s.layer: s.law for s in ensemble.plan.sites if s.kind == "post"}
+        self.last: dict[str, Law | None] = {
+            n: posts.get(n) for n in self.layers if n in self.flow.last
+        }
+
+    @cached_property
+    def open(self) -> list[str]:
+        """The last layers whose inputs are not centred."""
+        return [n for n, law in self.last.items() if law is None or law.overlap > ZERO]
+
+    @cached_property
+    def biased(self) -> dict[str, float]:
+        """The last layers that a shared bias follows in the limit, and about its share."""
+        layers = {n: self.layers[n] for n in self.last}
+        return {
+            name: layer.bias_std**2 / (layer.bias_std**2 + layer.weight_std**2)
+            for name, layer in layers.items()
+            if isinstance(layer, Parametrized) and layer.bias_std
+        }
+
+    def estimate(self) -> float:
+        """Return the coupling by the laws: the share of a signal that members have in common."""
+        if not self.open:
+            return max(self.biased.values(), default=0.0)
+        laws = [law for name in self.open if (law := self.last[name]) is not None]
+        return self.ensemble.overlap or math.prod(law.overlap for law in laws)
+
+    def explain(self, coupling: float) -> str:
+        """Return why an ensemble has this coupling."""
+        sites = self.ensemble.plan.sites
+        where = f"the input of {_name(self.open or list(self.last))}"
+        laws = [law for name in self.open if (law := self.last[name]) is not None]
+        if not coupling:
+            if not self.open:
+                return f"E[u] = 0 in {where}" + self._weak_biases()
+            return f"activations average to 0 over v, although {where} is not centred"
+        if not self.open:
+            if self.biased:
+                return f"the shared bias of {_name(list(self.biased))} couples members"
+            return f"members share what follows {_name(list(self.last))}, although E[u] = 0 there"
+        if all(site.law.variance == 0 for site in sites):
+            return "all modulations are constant, so members are equal"
+        if not laws:
+            return f"{where} is not modulated by u, so nothing there averages to 0"
+        return f"E[u] ≠ 0 in {where} (overlap {math.prod(law.overlap for law in laws):.3g})"
+
+    def _weak_biases(self) -> str:
+        """Return which biases are shared, but of no weight in the limit."""
+        layers = {n: self.layers[n] for n in self.last}
+        plain = {
+            n: m.out_proj if isinstance(m, nn.MultiheadAttention) else m for n, m in layers.items()
+        }
+        weak = [n for n, m in plain.items() if m.bias is not None and n not in self.biased]
+        if not weak:
+            return ""
+        return (
+            f"; the shared bias of {_name(weak)} couples members only as 1/width, not in the limit"
+        )
+
+    def generic_inputs(self) -> Iterator[Tensor]:
+        """Yield a few random inputs, of shapes that the network may take."""
+        first = next((self.layers[n] for n in self.layers if n in self.flow.first), None)
+        generator = torch.Generator().manual_seed(0)
+        if isinstance(first, nn.Linear):
+            yield torch.randn(6, first.in_features, generator=generator, dtype=torch.float64)
+        elif isinstance(first, nn.modules.conv._ConvNd):
+            axes = len(first.kernel_size)
+            for size in (8, 32, 28, 16, 64):
+                shape = (2, first.in_channels, *(size,) * axes)
+                yield torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _without_members(network: nn.Module) -> nn.Module:
+    """Return the network without its modulations, in which layers have the reference's names.
+
+    Parameters are not copied; where members have tensors of their own, these stay stacked.
+    """
+    memo: dict[int, object] = {id(p): p for p in network.parameters()}
+    for module in reversed(list(network.modules())):
+        if isinstance(module, Wrapper):
+            memo[id(module)] = copy.deepcopy(module.inner(), memo)
+    return copy.deepcopy(network, memo)
+
+
+def _name(layers: list[str]) -> str:
+    names = ", ".join(map(repr, layers))
+    return f"the last layer {names}" if len(layers) == 1 else f"the last layers {names}"

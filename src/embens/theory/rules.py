@@ -1,0 +1,285 @@
+r"""Rules: how kernels pass through a module.
+
+``propagate(module, state)`` is dispatched on the module's type. An affine layer with a
+post-activation modulation :math:`u` before it and weights of law :math:`(\sigma_w, \sigma_b)`:
+
+.. math::
+    \Sigma_{aa} &= \sigma_w^2 U_2\, \mathcal A[K_{aa}] + \sigma_b^2, &
+    \Sigma_{ab} &= \sigma_w^2 U_1^2\, \mathcal A[K_{ab}] + \sigma_b^2 \\
+    \Theta^{com}_{aa} &= U_2\, \mathcal A[g_w K_{aa} + \sigma_w^2 P_{aa}] + g_b, &
+    \Theta^{com}_{ab} &= U_1^2\, \mathcal A[g_w K_{ab} + \sigma_w^2 P_{ab}] + g_b \\
+    \Theta^{ind}_a &= \sigma_w^2\, \mathcal A[T(u) K_{aa} + U_2 P^{ind}_a]
+
+with :math:`U_k = E u^k` and :math:`\mathcal A` what the layer does to pixels (nothing in a Linear).
+An activation of units with a pre-activation modulation :math:`v`, with :math:`F, G, H` of
+:mod:`embens.theory.duals`:
+
+.. math::
+    K = F, \quad P^{com} = G\, \Theta^{com}, \quad P^{ind} = T(v)\, H_{aa} + G_{aa}\, \Theta^{ind}
+
+To add a rule for a module of yours, register a function of module and state:
+
+.. code-block:: python
+
+    @embens.theory.propagate.register
+    def _(module: MyBlock, state):
+        return embens.theory.propagate(module.body, state)
+"""
+
+from __future__ import annotations
+
+import math
+from functools import singledispatch
+
+import torch
+from torch import Tensor, nn
+
+from embens.execution import Shared
+from embens.laws import Law
+from embens.modulation import Modulated, Modulation
+from embens.theory import duals
+from embens.theory.expectations import Dual
+from embens.theory.pixels import PixelMap, open_inputs, pixel_map
+from embens.theory.state import PAIRS, Lazy, Pre, Side, State, describe, diagonal_of
+from embens.theory.weights import WeightLaw, weight_law
+
+
+@singledispatch
+def propagate(module: nn.Module, state: State) -> State:
+    """Return the kernels after a module from those before it."""
+    try:
+        dual = duals.dual(module)
+    except TypeError:
+        raise TypeError(
+            f"the infinite-width limit of {describe(module, state.path)} is not known. If it acts "
+            f"on each unit alone, call embens.theory.register_activation({type(module).__name__}); "
+            "else register a function of module and state with embens.theory.propagate.register."
+        ) from None
+    return activate(module, dual, state)
+
+
+@propagate.register
+def _(module: nn.Sequential, state: State) -> State:
+    outer = state.path
+    for name, child in module.named_children():
+        state = propagate(child, state.replace(path=f"{outer}.{name}" if outer else name))
+    return state.replace(path=outer)
+
+
+@propagate.register
+def _(module: Shared, state: State) -> State:
+    return propagate(module.module, state)
+
+
+@propagate.register
+def _(module: Modulated, state: State) -> State:
+    state = affine(module.plain_layer, state, module.post)
+    if module.pre is None:
+        return state
+    return state.replace(pre=Pre(module.pre.law, is_trainable(module.pre)))
+
+
+@propagate.register(nn.Linear)
+def _(module: nn.Linear, state: State) -> State:
+    return affine(module, state)
+
+
+@propagate.register(nn.Identity)
+def _(module: nn.Identity, state: State) -> State:
+    return state
+
+
+@propagate.register(nn.Dropout)
+@propagate.register(nn.Dropout2d)
+def _(module: nn.Dropout, state: State) -> State:
+    if module.p and module.training:
+        raise ValueError(
+            f"{describe(module, state.path)} drops units afresh at each pass in training mode, so "
+            "outputs have no limit. Call .eval(), or use embens.mc_dropout for masks that members "
+            "keep."
+        )
+    return state
+
+
+def activate(module: nn.Module, dual: Dual, state: State) -> State:
+    """Return the kernels after an activation."""
+    if not state.gaussian:
+        raise ValueError(
+            f"{describe(module, state.path)} acts on units that are not Gaussian: in the limit an "
+            "activation needs a Linear or convolution right before it (pooling may lie between)."
+        )
+    law, trainable = (None, False) if state.pre is None else (state.pre.law, state.pre.trainable)
+    covariance = state.same.nngp
+    assert covariance is not None
+    if state.recording is not None:
+        return _record(module, dual, law, state)
+    assert state.tapes is not None
+    dual = state.tapes[0].duals[state.depth]
+    first, second = (tape.variances[state.depth] for tape in state.tapes)
+    if state.aligned:
+        covariance = _with_exact_diagonal(covariance, first, state)
+    trainable = trainable and state.tracked
+    f, g, h = dual.same(*_spread(first, second, state), covariance, law, with_h=trainable)
+    individual = h
+    if state.individual is not None:
+        passed = g * state.individual
+        individual = passed if h is None else passed.add_(h)
+    same = Side(f, None if state.same.ntk is None else g.mul_(state.same.ntk))
+    if not state.tracked or (state.members_alike and (law is None or law.variance == 0)):
+        cross: Side | Lazy = same
+    else:
+
+        def crossed() -> Side:
+            before = Side(covariance, state.same.ntk) if state.members_alike else state.crossed
+            c = before.nngp
+            if c is None:
+                c = torch.zeros((), dtype=covariance.dtype, device=covariance.device)
+                c = c.expand(covariance.shape)
+            f, g = dual.cross(*_spread(first, second, state, between=True), c, law)
+            return Side(f, None if before.ntk is None else g.mul_(before.ntk))
+
+        cross = Lazy(crossed)
+    return _activated(state, same, cross, individual)
+
+
+def _record(module: nn.Module, dual: Dual, law: Law | None, state: State) -> State:
+    """Write down the variances, and go on with the kernels of every input with itself."""
+    covariance = state.same.nngp
+    assert covariance is not None
+    assert state.recording is not None
+    pairs = state.layout == PAIRS
+    variances = diagonal_of(covariance, state.spatial).contiguous() if pairs else covariance
+    _check_range(module, variances, state)
+    state.recording.variances.append(variances)
+    state.recording.duals.append(dual)
+    state.recording.laws.append(law)
+    spread = _spread(variances, variances, state, paired=True)
+    same = Side(dual.same(*spread, covariance, law, with_h=False)[0], None)
+    return _activated(state, same, same, None)
+
+
+def _activated(state: State, same: Side, cross: Side | Lazy, individual: Tensor | None) -> State:
+    return state.replace(
+        same=same,
+        cross=cross,
+        individual=individual,
+        depth=state.depth + 1,
+        gaussian=False,
+        pre=None,
+    )
+
+
+def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> State:
+    """Return the kernels after an affine layer, with a modulation before it if there is one."""
+    if state.pre is not None:  # no activation came since: v has the identity for one
+        state = activate(layer, duals.dual(nn.Identity()), state)
+    law = weight_law(layer, finite=state.inputs is not None, path=state.path)
+    if state.inputs is not None:
+        state, post = open_inputs(layer, state), None  # its modulation is in the inputs
+    first, second = (1.0, 1.0) if post is None else (post.law.mean**2, post.law.second_moment)
+    apply = pixel_map(layer, state)
+    same = _affine_side(state.same, second, law, apply, state)
+    if not state.tracked or (state.members_alike and (post is None or post.law.variance == 0)):
+        cross: Side | Lazy = same
+    elif first == 0:
+        cross = Side(_constant(law.bias_variance, same.nngp), _constant(law.bias_gain, same.nngp))
+    else:
+        cross = Lazy(lambda before=state: _affine_side(before.crossed, first, law, apply, before))
+    individual = None
+    if state.tracked and state.individual is not None:
+        individual = state.individual * (law.weight_variance * second)
+    if state.tracked and post is not None and is_trainable(post):
+        assert state.same.nngp is not None
+        source = state.same.nngp * law.weight_variance
+        individual = source if individual is None else individual.add_(source)
+    if individual is not None:
+        individual = apply(individual)
+    state = state.replace(same=same, cross=cross, individual=individual, gaussian=True, inputs=None)
+    if state.flat:  # a Linear has summed over the pixels
+        state = state.replace(layout=None, spatial=0, flat=False)
+    return state
+
+
+def _affine_side(side: Side, moment: float, law: WeightLaw, apply: PixelMap, state: State) -> Side:
+    """Return one side after an affine layer; ``moment`` is what its modulation multiplies by."""
+    assert side.nngp is not None
+    kernel = apply(side.nngp)
+    nngp = signal = kernel * (moment * law.weight_variance)
+    if law.bias_variance:
+        nngp = signal + law.bias_variance
+    if not state.tracked:
+        return Side(nngp, None)
+    ntk = signal
+    if law.weight_gain != law.weight_variance:
+        ntk = kernel * (moment * law.weight_gain)
+    if side.ntk is not None:
+        ntk = torch.add(ntk, apply(side.ntk), alpha=moment * law.weight_variance)
+    if law.bias_gain:
+        ntk = ntk + law.bias_gain
+    return Side(nngp, ntk)
+
+
+def _constant(value: float, like: Tensor | None) -> Tensor | None:
+    if value == 0 or like is None:
+        return None
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def is_trainable(modulation: Modulation) -> bool:
+    """Return whether a modulation is trained, rather than a fixed mask."""
+    return isinstance(modulation.values, nn.Parameter) and modulation.values.requires_grad
+
+
+def _spread(
+    first: Tensor, second: Tensor, state: State, *, paired: bool = False, between: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the variances of ``x1`` and ``x2`` shaped to go with a kernel.
+
+    Args:
+        first: variances ``(*member, n1, *pixels)``.
+        second: variances ``(*member, n2, *pixels)``.
+        state: gives the layout.
+        paired: every input goes with itself, rather than with all.
+        between: the kernel has two member axes.
+    """
+    pixels = 0 if state.layout is None else state.spatial
+    if between and first.dim() > 1 + pixels:
+        first, second = first.unsqueeze(1), second.unsqueeze(0)
+    if not paired:
+        first, second = first.unsqueeze(-1 - pixels), second.unsqueeze(-2 - pixels)
+    if state.layout == PAIRS:
+        first = first.reshape(*first.shape, *(1,) * pixels)
+        split = second.dim() - pixels
+        second = second.reshape(*second.shape[:split], *(1,) * pixels, *second.shape[split:])
+    return first, second
+
+
+def _with_exact_diagonal(covariance: Tensor, variances: Tensor, state: State) -> Tensor:
+    """Return covariances whose entries of an input with itself are its variances to the last bit.
+
+    Small angles are the square root of a rounding error otherwise.
+    """
+    pixels = 0 if state.layout is None else state.spatial
+    members = variances.dim() - 1 - pixels
+    covariance = covariance.clone()
+    own = covariance.diagonal(dim1=members, dim2=members + 1)  # inputs come last
+    if state.layout == PAIRS:
+        own = diagonal_of(own.movedim(-1, members), pixels)
+    else:
+        own = own.movedim(-1, members)
+    own.copy_(variances)
+    return covariance
+
+
+def _check_range(module: nn.Module, variances: Tensor, state: State) -> None:
+    """Raise where a deep network has made the signal too large or too small for numbers."""
+    largest = variances.max().item()
+    if math.isfinite(largest) and not 0 < largest < torch.finfo(variances.dtype).tiny * 1e16:
+        return
+    flows, change = ("underflows", "larger") if math.isfinite(largest) else ("overflows", "smaller")
+    raise ValueError(
+        f"the variance of units {flows} before {describe(module, state.path)}, after "
+        f"{state.depth} activations, each of which changes it by a factor. Use a {change} "
+        "weight_std (sqrt(2) keeps the variance under ReLU), modulations with E u² = E v² = 1, or "
+        "fewer layers."
+    )

@@ -1,0 +1,214 @@
+r"""Mehler series of an activation, averaged over modulations: from coefficients to a table.
+
+What is tabulated is free of the leading powers of :math:`r_i = \sqrt{q_i}`, so that small variances
+keep their relative accuracy:
+
+.. math::
+    F = F_0(r_1, r_2) + r_1 r_2\, \tilde F(r_1, r_2, \rho), \qquad
+    G = G(r_1, r_2, \rho), \qquad H = r_1 r_2\, \tilde H(r_1, r_2, \rho)
+
+With the Hermite coefficients :math:`a_n, b_n, d_n` of :mod:`embens.theory.hermite` at
+:math:`s = v r`,
+
+.. math::
+    F_0 = E[a_0 a_0], \quad \tilde F = \sum_n E[v^2 b_n b_n] \frac{\rho^{n+1}}{n + 1}, \quad
+    G = \sum_n E[v^2 b_n b_n]\, \rho^n, \quad \tilde H = \sum_n E[d_n d_n]\, \rho^n,
+
+where the expectation is over :math:`v`: of the product within a member, of each factor between
+members. All values of :math:`s` are interpolated from a few.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embens.laws import Law
+from embens.theory import chebyshev
+from embens.theory.tables import Axis, Expansion
+
+SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # of axes
+_DEGREES = (33, 65, 129, 257, 513, 1025)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Quadrature nodes for |v|, with the weights of either sign."""
+
+    size: Tensor
+    plus: Tensor
+    minus: Tensor
+
+    @classmethod
+    def of(cls, law: Law | None, count: int) -> Nodes:
+        """Return those of a law, without the ones that have no weight."""
+        one = torch.ones(1, dtype=torch.float64, device="cpu")
+        v, weights = (one, one) if law is None else law.quadrature(count)
+        kept = weights * (1 + v**4) > 1e-18
+        v, weights = v[kept], weights[kept]
+        size, index = torch.unique(v.abs(), return_inverse=True)
+        plus, minus = (
+            torch.zeros_like(size).index_add_(0, index, weights * side) for side in (v >= 0, v < 0)
+        )
+        return cls(size, plus, minus)
+
+    @property
+    def both(self) -> Tensor:
+        """Weights of the sizes."""
+        return self.plus + self.minus
+
+    @property
+    def steep(self) -> Tensor:
+        """Weights of the sizes, times their squares."""
+        return self.both * self.size**2
+
+
+class Series:
+    """Hermite coefficients for all scales :math:`|v| r`, and their averages over :math:`v`.
+
+    Args:
+        axis: of scales.
+        nodes: for v.
+        a: :math:`a_0` at the scales of the axis, ``(scale,)``.
+        b: :math:`b_n`, ``(scale, n)``.
+        d: :math:`d_n`, ``(scale, n)``.
+    """
+
+    def __init__(self, axis: Axis, nodes: Nodes, a: Tensor, b: Tensor, d: Tensor):
+        self.axis, self.nodes = axis, nodes
+        # Coefficients of many scales are combinations of a few.
+        left, values, _ = torch.linalg.svd(torch.cat([a[:, None], b, d], 1), full_matrices=False)
+        self._mix = left[:, values > 1e-15 * values[0]]
+        self._a, self._b, self._d = (self._mix.T @ x for x in (a[:, None], b, d))
+
+    def choose_axis(self, low: float, high: float) -> Axis:
+        """Return an axis of roots of variances that is fine enough for averages over v."""
+        scale = math.sqrt(float(self.nodes.steep.sum())) or 1.0
+        end = self._weights(torch.tensor([high], dtype=torch.float64))[0]
+        damped = self._b * 0.9 ** torch.arange(self._b.shape[1], dtype=torch.float64)
+        products = torch.stack(
+            [
+                (x @ (y.T @ end.T)) * weight
+                for x, y, weight in (
+                    (self._b, self._b, self.nodes.steep),
+                    (self._b, damped, self.nodes.steep),
+                    (self._d, self._d, self.nodes.both),
+                )
+            ]
+        )
+
+        def averages(roots: Tensor) -> Tensor:
+            return torch.einsum("ikj,pjk->ip", self._weights(roots), products)
+
+        return fine_axis(Axis(low, high, scale, 0), averages)
+
+    def within(self, axis: Axis) -> tuple[Expansion, ...]:
+        r"""Return :math:`F_0, \tilde F, G, \tilde H` within a member."""
+        weights = self._weights(axis.nodes())
+        first, second = torch.triu_indices(axis.count, axis.count)
+        flat, steep = (  # how a pair of roots takes its value from pairs of scales
+            ((weights[first].mT * weight) @ weights[second]).flatten(1)
+            for weight in (self.nodes.both, self.nodes.steep)
+        )
+
+        def average(pairs: Tensor, values: Tensor) -> Tensor:
+            result = values.new_empty(len(values), axis.count, axis.count)
+            averaged = values.flatten(1) @ pairs.T
+            result[:, first, second] = averaged
+            result[:, second, first] = averaged
+            return result
+
+        def at(correlations: list[float]) -> Tensor:
+            f, g, h = _sum_powers(correlations, self._b, self._d)
+            return torch.stack([average(steep, f), average(steep, g), average(flat, h)])
+
+        start = average(flat, (self._a @ self._a.T)[None])
+        return _expansions(axis, start, _expand(at))
+
+    def between(self, axis: Axis) -> tuple[Expansion, ...]:
+        r"""Return :math:`F_0, \tilde F, G` between members."""
+        weights = self._weights(axis.nodes())
+        plus, minus, size = self.nodes.plus, self.nodes.minus, self.nodes.size
+        a = torch.einsum("k,ikj->ij", plus + minus, weights) @ self._a
+        b = a.new_empty(axis.count, self._b.shape[1])
+        for parity, signed in ((0, plus - minus), (1, plus + minus)):
+            average = torch.einsum("k,ikj->ij", signed * size, weights)
+            b[:, parity::2] = average @ self._b[:, parity::2]
+        expansion = _expand(lambda correlations: torch.stack(_sum_powers(correlations, b)))
+        return _expansions(axis, (a @ a.T)[None], expansion)
+
+    def _weights(self, roots: Tensor) -> Tensor:
+        """Return what coefficients at |v| r are combinations of, ``(root, v, rank)``."""
+        return self.axis.interpolation(roots[:, None] * self.nodes.size) @ self._mix
+
+
+def fine_axis(axis: Axis, function: Callable[[Tensor], Tensor]) -> Axis:
+    """Return an axis with nodes enough to interpolate a function of the roots."""
+    middle = axis.resize(16).nodes()
+    middle = (middle[1:] + middle[:-1]) / 2
+    expected = function(middle)
+    scale = expected.abs().max().clamp(min=1e-300)
+    for count in SIZES:
+        axis = axis.resize(count)
+        error = axis.interpolation(middle) @ function(axis.nodes()) - expected
+        if float((error.abs() / scale).max()) < 1e-13:
+            break
+    return axis
+
+
+def _sum_powers(correlations: list[float], b: Tensor, d: Tensor | None = None) -> list[Tensor]:
+    """Sum the series of F̃, G, H̃ for pairs of rows, at these ρ ≥ 0 and then at their negatives."""
+    quantities = 2 if d is None else 3
+    result = [b.new_empty(2, len(correlations), len(b), len(b)) for _ in range(quantities)]
+    for i, rho in enumerate(correlations):
+        count = b.shape[1]
+        if rho < 1:
+            count = min(count, int(-40 / math.log(max(rho, 1e-17))) + 2)
+        n = torch.arange(count, dtype=torch.float64)
+        power = rho**n
+        terms = [(b, power * rho / (n + 1), -1), (b, power, 1), (d, power, 1)]
+        for values, (x, factor, sign) in zip(result, terms, strict=False):
+            assert x is not None
+            even, odd = ((x[:, p:count:2] * factor[p::2]) @ x[:, p:count:2].T for p in (0, 1))
+            values[0, i] = even + odd
+            values[1, i] = sign * (even - odd)
+    return [values.flatten(0, 1) for values in result]
+
+
+def _expand(function: Callable[[list[float]], Tensor]) -> Tensor:
+    """Return Chebyshev coefficients in ρ, as many as are needed.
+
+    Args:
+        function: gives ``(quantity, ρ, ...)`` at some ρ ≥ 0 and then at their negatives.
+
+    Returns:
+        ``(quantity, degree, ...)``.
+    """
+    known: dict[float, Tensor] = {}
+    result, needed = torch.empty(0), 0
+    for count in _DEGREES:
+        nodes = chebyshev.nodes(count)
+        new = [rho for rho in nodes[: count // 2 + 1].tolist() if rho not in known]
+        signed = [*new, *(-rho for rho in new)]
+        known.update(zip(signed, function(new).unbind(1), strict=True))
+        values = torch.stack([known[rho] for rho in nodes.tolist()], dim=1)
+        result = torch.einsum("rs,qs...->qr...", chebyshev.to_coefficients(count), values)
+        size = result.abs().flatten(2).amax(2)
+        visible = (size > 1e-13 * size.amax(1, keepdim=True)).any(0).nonzero()
+        needed = int(visible.max()) + 1 if len(visible) else 0
+        if needed < count - 4:
+            break
+    return result[:, : max(2, needed)]
+
+
+def _expansions(axis: Axis, start: Tensor, others: Tensor) -> tuple[Expansion, ...]:
+    """Return expansions from values at the nodes of both roots."""
+    matrix = chebyshev.to_coefficients(axis.count)
+    return (
+        Expansion.of(matrix @ start @ matrix.T, cut=1e-16),  # F is small where roots are
+        *(Expansion.of(matrix @ values @ matrix.T) for values in others),
+    )

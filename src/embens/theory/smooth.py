@@ -1,0 +1,194 @@
+r"""Duals of smooth activations without a closed form: tanh, softplus, SiLU, or a user's own.
+
+A :class:`Smooth` makes a :class:`~embens.theory.tables.Table` for a law and a range of variances,
+and reads all expectations from it. All steps on the way are refined until the values at
+:math:`\rho = 1`, which are the hardest, agree with direct integration to ``ACCURACY``, relative to
+:math:`F, G, H` within a member. If they cannot, as for an activation with a kink, a warning says
+what was reached. How a table is made is in :mod:`embens.theory.series`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from embens.laws import Law
+from embens.theory import hermite
+from embens.theory.expectations import Dual, tells_apart
+from embens.theory.series import Nodes, Series, fine_axis
+from embens.theory.tables import Axis, Table, span
+
+ACCURACY = 1e-10
+_AIM = 1e-11
+# Nodes for v, and fineness for z.
+_STEPS = ((61, 256), (121, 512), (241, 1024), (481, 4096), (961, 16384), (1921, 16384))
+
+
+class Smooth(Dual):
+    """Dual of any function that acts on each number alone and is smooth.
+
+    Args:
+        function: the activation; its derivative is taken by torch.
+        name: what messages call it.
+
+    Example:
+        >>> one = torch.ones(1, dtype=torch.float64)
+        >>> f, g, _ = Smooth(torch.erf, "erf").same(one, one, one / 2, None)
+        >>> f.item(), g.item()  # 2/π arcsin 1/3, 4/π/√8
+        (0.2163468959..., 0.4501581580...)
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], name: str):
+        self.function, self.name = function, name
+        self._tables: list[Table] = []
+
+    def same(
+        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.tabulate(*span(q1, q2), law).same(q1, q2, c, law, with_h=with_h)
+
+    def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
+        return self.tabulate(*span(q1, q2), law).cross(q1, q2, c, law)
+
+    def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
+        return self.tabulate(q_min, q_max, law)
+
+    def tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+        """Return a table for these variances, a new one if none of the last few will do."""
+        for table in self._tables:
+            if table.covers(q_min, q_max, law):
+                return table
+        table = self._tabulate(*_round_out(q_min, q_max), law)
+        self._tables = [table, *self._tables[:3]]
+        return table
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """Return :math:`φ'`."""
+        if torch._C._are_functorch_transforms_active():
+            return torch.func.grad(lambda y: self.function(y).sum())(x)
+        with torch.inference_mode(False), torch.enable_grad():
+            x = x.clone().requires_grad_()
+            return torch.autograd.grad(self.function(x).sum(), x)[0]
+
+    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+        low, high = math.sqrt(q_min), math.sqrt(q_max)
+        nodes, exact, error = self._integrate(high, law)
+        series = self._series(low, high, nodes, self._count_terms(high, law))
+        axis = series.choose_axis(low, high)
+        within = series.within(axis)
+        between = series.between(axis) if tells_apart(law) else within[:3]
+        table = Table(self, law, axis, within, between)
+        error = max(error, _difference(_on_diagonal(table, q_max), exact))
+        if not error < ACCURACY:
+            warnings.warn(
+                f"expectations of {self.name} for variances up to {q_max:.3g} with {law} are "
+                f"accurate to {error:.1g} only, not {ACCURACY:g}. Either it has a kink or is very "
+                "steep, for which the series here is not made (register a dual of your own), or "
+                "variances are large (scale the inputs or the weights down).",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return table
+
+    def _integrate(self, root: float, law: Law | None) -> tuple[Nodes, Tensor, float]:
+        """Return nodes for v that suffice at this root, the values at ρ = 1, and their error."""
+        coarse = Nodes.of(law, _STEPS[0][0])
+        exact, error = self._moments(root, coarse, _STEPS[0][1]), math.inf
+        for count, fineness in _STEPS[1:]:
+            nodes, last = Nodes.of(law, count), exact
+            exact = self._moments(root, nodes, fineness)
+            if not exact.isfinite().all():
+                raise ValueError(
+                    f"{self.name} is not finite, or grows too fast, for arguments up to "
+                    f"{nodes.size.max() * root * hermite.REACH:.3g}, which a variance of "
+                    f"{root**2:.3g} needs with {law}. Scale the inputs or the weights down."
+                )
+            error = _difference(last, exact)
+            if error < _AIM:
+                break
+            coarse = nodes
+        return coarse, exact, error
+
+    def _moments(self, root: float, nodes: Nodes, fineness: int) -> Tensor:
+        """Return F, G, H/q, and F, G between members, at ρ = 1 by direct integration."""
+        points, weights = hermite.grid(fineness)
+        size = nodes.size[:, None]
+        sums = points.new_zeros(3)
+        averages = points.new_zeros(2, 2, len(points))  # of φ(vz) and vφ'(vz), at z and at -z
+        for sign in (0, 1):
+            arguments = (1 - 2 * sign) * root * size * points
+            value, slope = self.function(arguments), self.derivative(arguments)
+            terms = (value, size * slope, points * slope)
+            sums += torch.stack([nodes.both @ term**2 @ weights for term in terms])
+            averages[0, sign] += nodes.plus @ value
+            averages[0, 1 - sign] += nodes.minus @ value
+            averages[1, sign] += nodes.plus @ (size * slope)
+            averages[1, 1 - sign] -= nodes.minus @ (size * slope)
+        return torch.cat([sums, (averages**2).sum(1) @ weights])
+
+    def _count_terms(self, root: float, law: Law | None) -> int:
+        """Return how many coefficients carry all of F, G and H at ρ = 1 (Parseval)."""
+        nodes = Nodes.of(law, _STEPS[0][0])
+        for count in hermite.TIERS:
+            exact = self._moments(root, nodes, count)[:3, None]
+            a, b, d = self._coefficients(root * nodes.size, count)
+            n = torch.arange(1, count + 1, dtype=torch.float64)
+            f, g = nodes.steep @ b**2 * (root**2 / n), nodes.steep @ b**2
+            f[0] += nodes.both @ a**2
+            sums = torch.stack([f, g, nodes.both @ d**2]).cumsum(1)
+            enough = ((sums - exact).abs() <= _AIM * exact).all(0)
+            if enough[:-1].any():
+                return int(enough.int().argmax()) + 2
+        return hermite.TIERS[-1]
+
+    def _coefficients(self, scales: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first coefficient of φ(sg), and those of φ'(sg) and gφ'(sg)."""
+        points, weights = hermite.grid(max(count, hermite.TIERS[0]))
+        arguments = scales[:, None] * points
+        a = (self.function(arguments) + self.function(-arguments)) @ weights
+        b = hermite.coefficients(self.derivative, scales, count)
+        n = torch.arange(1, count, dtype=torch.float64).sqrt()
+        d = torch.zeros_like(b)
+        d[:, :-1] += n * b[:, 1:]
+        d[:, 1:] += n * b[:, :-1]
+        return a, b, d
+
+    def _series(self, low: float, high: float, nodes: Nodes, count: int) -> Series:
+        """Return coefficients on an axis of scales |v|√q that is fine enough."""
+        least, most = float(nodes.size.min()) * low, float(nodes.size.max()) * high
+        axis = Axis(least, most or 1.0, 1.0, 0)
+        some = min(count, 512)
+        axis = fine_axis(axis, lambda scales: torch.cat(self._coefficients(scales, some)[1:], 1))
+        return Series(axis, nodes, *self._coefficients(axis.nodes(), count))
+
+
+def _on_diagonal(table: Table, q: float) -> Tensor:
+    """Return what ``_moments`` does, from a table."""
+    variance = torch.tensor([q], dtype=torch.float64)
+    f, g, h = table.same(variance, variance, variance, table.law)
+    assert h is not None
+    return torch.cat([f, g, h / q, *table.cross(variance, variance, variance, table.law)])
+
+
+def _difference(found: Tensor, exact: Tensor) -> float:
+    """Return the largest error relative to F, G, H within a member."""
+    scale = exact[[0, 1, 2, 0, 1]].clamp(min=1e-300)
+    return float(((found - exact).abs() / scale).max())
+
+
+def _round_out(q_min: float, q_max: float) -> tuple[float, float]:
+    """Return a wider range, of which there are few, so that tables are used again."""
+    if not 0 <= q_min <= q_max < math.inf:
+        raise ValueError(
+            f"variances must be finite and >= 0; got some from {q_min:.6g} to {q_max:.6g}. "
+            "Look for infinite or missing values among the inputs."
+        )
+    if q_max == 0:
+        return 0.0, 1.0
+    high = 2 ** (math.floor(2 * math.log2(q_max) + 1) / 2)
+    low = 0.0 if q_min < q_max / 1000 else 2 ** (math.floor(2 * math.log2(q_min)) / 2)
+    return min(low, q_min), max(high, q_max)

@@ -1,0 +1,81 @@
+"""Kernels of finite networks by the plainest road: one gradient for each member and input."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from embens.execution import Individual
+
+
+def measured_kernels(ensemble: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Return products of outputs and of gradients, ``(member, member, n, n)``, of output 0.
+
+    Gradients of layers in the standard parametrization are divided by √fan-in, as their limit is.
+    """
+    outputs = ensemble(x)[..., 0]
+    shared, individual = _parameters(ensemble)
+    rows: dict[str, list[Tensor]] = {"shared": [], "individual": []}
+    for output in outputs.flatten():
+        wanted = [p for p, _ in shared] + individual
+        gradients = torch.autograd.grad(output, wanted, retain_graph=True, allow_unused=True)
+        filled = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(wanted, gradients, strict=True)
+        ]
+        scaled = [g * s for g, (_, s) in zip(filled, shared, strict=False)]
+        rows["shared"].append(torch.cat([g.flatten() for g in scaled] + [torch.zeros(1)]))
+        own = filled[len(shared) :]
+        rows["individual"].append(torch.cat([g.flatten() for g in own] + [torch.zeros(1)]))
+    members, n = outputs.shape
+    result = {"nngp": torch.einsum("ai,bj->abij", outputs, outputs).detach()}
+    for name, gradients in rows.items():
+        stacked = torch.stack(gradients).reshape(members, n, -1)
+        result[name] = torch.einsum("aip,bjp->abij", stacked, stacked)
+    return result
+
+
+def _parameters(ensemble: nn.Module) -> tuple[list[tuple[Tensor, float]], list[Tensor]]:
+    shared, individual = [], []
+    for module in ensemble.modules():
+        for parameter in module.parameters(recurse=False):
+            if not parameter.requires_grad:
+                continue
+            if isinstance(module, Individual):
+                individual.append(parameter)
+            else:
+                standard = getattr(module, "parametrization", "standard") != "ntk"
+                fan_in = module.weight[0].numel()
+                shared.append((parameter, fan_in**-0.5 if standard else 1.0))
+    return shared, individual
+
+
+def average(draw, x: Tensor, seeds: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return means and standard errors over networks ``draw(generator)``.
+
+    Members are exchangeable: blocks within and between them are averaged before.
+    """
+    samples: dict[str, list[Tensor]] = {}
+    for seed in range(seeds):
+        kernels = measured_kernels(draw(torch.Generator().manual_seed(seed)), x)
+        for name, blocks in kernels.items():
+            members = len(blocks)
+            own = torch.eye(members, dtype=torch.bool)
+            samples.setdefault(f"{name}.same", []).append(blocks[own].mean(0))
+            if members > 1:
+                samples.setdefault(f"{name}.cross", []).append(blocks[~own].mean(0))
+    return {
+        name: (torch.stack(v).mean(0), torch.stack(v).std(0) / len(v) ** 0.5)
+        for name, v in samples.items()
+    }
+
+
+def expected(k) -> dict[str, Tensor]:
+    """Return the limit's kernels under the same names."""
+    return {
+        "nngp.same": k.nngp.same,
+        "nngp.cross": k.nngp.cross,
+        "shared.same": k.ntk_shared.same,
+        "shared.cross": k.ntk_shared.cross,
+        "individual.same": k.ntk_individual.same,
+        "individual.cross": k.ntk_individual.cross,
+    }

@@ -1,0 +1,517 @@
+"""Training in the limit, against one matrix for all members, and against real wide ensembles."""
+
+import math
+
+import pytest
+import torch
+from theory.hand_made import TEST, TRAIN, Dense, gram, random_kernels, split
+
+import embens
+from embens import laws, networks
+from embens.theory.blocks import kernels
+from embens.theory.flow import Flow, gradient_descent, gradient_flow
+from embens.theory.kernel import Kernels, MemberKernel
+from embens.theory.regime import natural_gamma
+
+INF = math.inf
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def close(actual, expected, **tolerance):
+    torch.testing.assert_close(actual, expected, **(tolerance or EXACT))
+
+
+def targets(*shape, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def zeros_like(kernel: MemberKernel) -> MemberKernel:
+    return MemberKernel(torch.zeros_like(kernel.same), torch.zeros_like(kernel.same))
+
+
+def check_table(flow: Flow, t, dense: Dense, response):
+    """Compare every quantity with the dense solution's."""
+    m = flow.members
+    each = dense.mean(response, flow.targets)
+    blocks = dense.covariance(response)
+    for a in range(m):
+        close(flow.mean(t), each[a])
+    covariance = flow.covariance(t)
+    close(covariance.dense(m), blocks)
+    close(flow.variance(t), blocks[0, 0].diagonal())
+    ensemble = blocks.mean((0, 1))
+    close(flow.ensemble_variance(t), ensemble.diagonal())
+    within = torch.stack([blocks[a, a] for a in range(m)]).mean(0)
+    close(flow.diversity(t), (within - ensemble).diagonal())
+
+
+class TestModes:
+    @pytest.mark.parametrize("members", [1, 2, 5])
+    @pytest.mark.parametrize("t", [0.0, 0.3, 4.0, 60.0])
+    @pytest.mark.parametrize("shape", [(TRAIN,), (TRAIN, 3), (TRAIN, 2, 2)])
+    def test_give_what_the_matrix_exponential_of_all_members_gives(self, members, t, shape):
+        rates = {"shared_rate": 0.7, "individual_rate": 1.9}
+        parts = split(random_kernels())
+        flow = gradient_flow(*parts, targets(*shape), members, gamma=1.7, **rates)
+        dense = Dense(parts, members, 1.7, **rates)
+        check_table(flow, t, dense, dense.response(t))
+        assert flow.mean(t).shape == (TEST, *shape[1:])
+
+    @pytest.mark.parametrize("members", [2, 5])
+    def test_give_the_inverse_at_infinite_time(self, members):
+        parts = split(random_kernels(1))
+        flow = gradient_flow(*parts, targets(TRAIN, 2), members, gamma=3.0)
+        dense = Dense(parts, members, 3.0)
+        check_table(flow, INF, dense, dense.response_at_infinity())
+        check_table(flow, 1e9, dense, dense.response_at_infinity())
+
+    def test_cost_the_same_for_any_number_of_members(self):
+        parts = split(random_kernels())
+        flow = gradient_flow(*parts, targets(TRAIN), members=10**9, gamma=2.0)
+        assert flow.diversity(1.0).isfinite().all()
+        assert all(t.numel() <= 200 for mode in flow.modes for t in vars(mode).values()
+                   if isinstance(t, torch.Tensor))  # fmt: skip
+
+    def test_evolve_given_outputs_as_the_matrix_for_all_members_does(self):
+        parts, members = split(random_kernels(2)), 3
+        y = targets(TRAIN, 2)
+        train, test = targets(members, TRAIN, 2, seed=6), targets(members, TEST, 2, seed=7)
+        flow = gradient_flow(*parts[:2], None, y, members, gamma=2.0)
+        response = Dense(parts, members, 2.0).response(1.5)
+        expected = test - (response @ (train - y).reshape(-1, 2)).reshape(members, TEST, 2)
+        close(flow.evolve(1.5, train, test), expected)
+        several = flow.evolve(torch.tensor([0.0, 1.5]), train, test)
+        close(several, torch.stack([test, expected]))
+
+
+class TestTimes:
+    def test_begin_at_the_prior(self):
+        parts = split(random_kernels())
+        flow = gradient_flow(*parts, targets(TRAIN), members=4, gamma=2.0)
+        assert not flow.mean(0).any()
+        prior, nngp = flow.covariance(0), parts[2].nngp
+        close(prior.same, nngp.same)
+        close(prior.cross, nngp.cross)
+
+    @pytest.mark.parametrize("members", [1, 4])
+    def test_end_in_interpolation_of_the_train_data_by_every_member(self, members):
+        train, _, _ = split(random_kernels())
+        y = targets(TRAIN, 2)
+        flow = gradient_flow(train, train, train, y, members, gamma=1.0)
+        close(flow.mean(INF), y)
+        close(flow.variance(INF), torch.zeros(TRAIN, dtype=torch.float64))
+
+    def test_may_be_a_vector(self):
+        flow = gradient_flow(*split(random_kernels()), targets(TRAIN, 2), members=3)
+        times = torch.tensor([0.0, 0.5, INF])
+        for method in (flow.mean, flow.variance, flow.ensemble_variance, flow.diversity):
+            close(method(times), torch.stack([method(t) for t in times.tolist()]))
+        assert flow.mean([1, 2]).shape == flow.mean(times[:2].numpy()).shape == (2, TEST, 2)
+
+    def test_scale_with_the_number_of_samples(self):
+        """Two copies of all data make the same mean loss, and the same training."""
+        parts = split(random_kernels())
+        y = targets(TRAIN)
+        index = torch.arange(TRAIN).repeat(2)
+        twice = parts[0][index, :][:, index], parts[1][:, index], parts[2]
+        one = gradient_flow(*parts, y, members=3, gamma=2.0)
+        two = gradient_flow(*twice, y.repeat(2), members=3, gamma=2.0)
+        for t in (0.7, 30.0):
+            close(one.mean(t), two.mean(t))
+            close(one.variance(t), two.variance(t))
+
+
+class TestRegimes:
+    def test_without_coupling_is_an_independent_ensemble(self):
+        kernels = random_kernels(coupling=0.0)
+        parts = split(kernels)
+        y, members = targets(TRAIN), 6
+        flow = gradient_flow(*parts, y, members, gamma=float(members))
+        alone = gradient_flow(*parts, y, members=1, gamma=1.0)
+        for t in (0.0, 2.0, INF):
+            close(flow.mean(t), alone.mean(t))
+            close(flow.variance(t), alone.variance(t))
+            close(flow.ensemble_variance(t), alone.variance(t) / members)
+            close(flow.covariance(t).cross, torch.zeros(TEST, TEST, dtype=torch.float64))
+
+    def test_equal_members_are_one_network(self):
+        kernel = MemberKernel(*[gram(torch.Generator().manual_seed(0), TRAIN + TEST)] * 2)
+        parts = split(Kernels(kernel, kernel, zeros_like(kernel)))
+        flow = gradient_flow(*parts, targets(TRAIN), members=9)
+        alone = gradient_flow(*parts, targets(TRAIN), members=1)
+        assert flow.gamma == 1
+        assert flow.rank == (TRAIN, 0)
+        for t in (0.5, INF):
+            close(flow.mean(t), alone.mean(t))
+            close(flow.variance(t), alone.variance(t))
+            assert not flow.diversity(t).any()
+
+    def test_at_gamma_1_frozen_modulations_keep_their_diversity_as_members_grow(self):
+        """Deviations then relax M times slower, while the mean does not."""
+        train, _, _ = split(random_kernels(individual=0.0))
+        y = targets(TRAIN)
+
+        def flow(members):
+            return gradient_flow(train, train, train, y, members, gamma=1.0)
+
+        prior = (train.nngp.same - train.nngp.cross).diagonal()
+        few, many = 2 * flow(2).diversity(20.0), flow(10**5).diversity(20.0)
+        assert few.sum() < 0.5 * prior.sum()
+        close(many, prior, rtol=1e-3, atol=0.0)
+        close(2 * flow(2).diversity(20.0), 20 / 19 * flow(20).diversity(200.0))
+        residual = [(flow(m).mean(20.0) - y).norm() / y.norm() for m in (10**5, 10**7)]
+        assert residual[0] < 0.4
+        close(residual[0], residual[1], rtol=1e-4, atol=0.0)
+
+    def test_natural_gamma_is_the_default_and_makes_the_stable_rate_that_of_a_network_alone(self):
+        parts = split(random_kernels())
+        flow = gradient_flow(*parts, targets(TRAIN), members=5)
+        alone = gradient_flow(*parts, targets(TRAIN), members=1, gamma=1.0)
+        assert flow.gamma == natural_gamma(parts[0], 5)
+        assert flow.largest_stable_rate.mean == pytest.approx(alone.largest_stable_rate.mean)
+
+
+class TestSample:
+    def test_has_the_mean_and_covariances_of_the_table(self):
+        parts = split(random_kernels())
+        flow = gradient_flow(*parts, targets(TRAIN, 2), members=3, gamma=2.0)
+        draws, t = 20_000, 1.0
+        outputs = flow.sample(t, draws, generator=torch.Generator().manual_seed(0))
+        assert outputs.shape == (draws, 3, TEST, 2)
+        same, cross = flow.covariance(t).same, flow.covariance(t).cross
+        error = same.diagonal().max().item() * 5 / math.sqrt(draws)
+        close(outputs.mean((0, 1)), flow.mean(t), rtol=0, atol=math.sqrt(error))
+        centred = outputs - flow.mean(t)
+        close((centred[:, 0, :, 0].mT @ centred[:, 0, :, 0]) / draws, same, rtol=0, atol=error)
+        close((centred[:, 0, :, 1].mT @ centred[:, 2, :, 1]) / draws, cross, rtol=0, atol=error)
+        between = (centred[:, 0, :, 0].mT @ centred[:, 0, :, 1]) / draws
+        close(between, torch.zeros_like(between), rtol=0, atol=error)
+        spread = outputs.var(1, correction=0).mean((0, 2))
+        close(spread, flow.diversity(t), rtol=0, atol=error)
+
+    def test_is_the_same_for_the_same_generator(self):
+        flow = gradient_flow(*split(random_kernels()), targets(TRAIN), members=3)
+        one, two = (flow.sample(1.0, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+        assert torch.equal(one, two)
+
+
+class TestDescent:
+    @pytest.mark.parametrize("steps", [0, 1, 2, 25])
+    @pytest.mark.parametrize("part", [0.05, 0.5, 0.9, 1.2])
+    @pytest.mark.filterwarnings("ignore:rate")
+    def test_gives_what_iterating_steps_gives(self, steps, part):
+        parts, members = split(random_kernels()), 3
+        y = targets(TRAIN, 2)
+        rate = part * gradient_flow(*parts, y, members, gamma=2.0).largest_stable_rate.mean
+        descent = gradient_descent(*parts, y, members, gamma=2.0, rate=rate)
+        dense = Dense(parts, members, 2.0)
+        if part < 1 or steps < 25:
+            check_table(descent, steps, dense, dense.response_after(steps, rate))
+
+    def test_at_a_small_rate_is_the_flow(self):
+        parts = split(random_kernels())
+        flow = gradient_flow(*parts, targets(TRAIN), 3, gamma=2.0)
+        errors = []
+        for rate in (1e-2, 1e-3):
+            descent = gradient_descent(*parts, targets(TRAIN), 3, gamma=2.0, rate=rate)
+            errors.append((descent.mean(round(2 / rate)) - flow.mean(2.0)).abs().max().item())
+        assert errors[1] < 1e-3
+        assert errors[0] / errors[1] == pytest.approx(10, rel=0.1)  # first order in the rate
+
+    def test_is_stable_just_below_the_largest_rate_and_not_just_above(self):
+        parts = split(random_kernels())
+        train = parts[0], parts[0], parts[0]
+        y = targets(TRAIN)
+        stable = gradient_flow(*train, y, 3, gamma=2.0).largest_stable_rate
+        assert stable.mean < stable.deviation
+        below = gradient_descent(*train, y, 3, gamma=2.0, rate=0.999 * stable.mean)
+        close(below.mean(30_000), y)
+        close(below.mean(INF), y)
+        with pytest.warns(UserWarning, match=r"rate .* too large: .* diverges from"):
+            above = gradient_descent(*train, y, 3, gamma=2.0, rate=1.001 * stable.mean)
+        assert above.mean(20_000).abs().max() > 1e3
+        assert above.diversity(20_000).max() < 1e-6  # deviations are stable up to their own rate
+        with pytest.raises(ValueError, match="the mean mode diverges"):
+            above.mean(INF)
+        with pytest.warns(UserWarning, match="too large"):
+            above = gradient_descent(*train, y, 3, gamma=2.0, rate=1.001 * stable.deviation)
+        assert above.diversity(20_000).max() > 1e3
+
+    def test_counts_whole_steps(self):
+        descent = gradient_descent(*split(random_kernels()), targets(TRAIN), rate=1e-3)
+        with pytest.raises(ValueError, match=r"steps must be a whole number.*use gradient_flow"):
+            descent.mean(0.5)
+
+    def test_needs_a_rate_that_is_one(self):
+        with pytest.raises(ValueError, match="rate must be a number >= 0; got -1"):
+            gradient_descent(*split(random_kernels()), targets(TRAIN), rate=-1.0)
+
+
+class TestSingularKernels:
+    """Equal inputs: rows and columns of kernels are repeated."""
+
+    index = torch.tensor([0, 1, 2, 2, 3])
+
+    def parts(self):
+        train, carry, test = split(random_kernels())
+        return train[self.index, :][:, self.index], carry[:, self.index], test
+
+    def test_are_reported(self):
+        flow = gradient_flow(*self.parts(), targets(4)[self.index], members=3)
+        assert flow.rank == (4, 4)
+        assert flow.condition == (INF, INF)
+        assert flow.jitter == 0
+        assert "rank=(4, 4), jitter=0" in repr(flow)
+
+    def test_give_the_solution_without_repetitions_where_targets_agree(self):
+        y = targets(4)
+        whole = gradient_flow(*self.parts(), y[self.index], members=3, gamma=2.0)
+        train, carry, test = split(random_kernels())
+        four = slice(None, 4)
+        once = gradient_flow(train[four, four], carry[:, four], test, y, members=3, gamma=2.0)
+        with pytest.warns(UserWarning, match=r"singular: rank 4 of 5.*agree with that.*jitter="):
+            mean = whole.mean(INF)
+        close(mean, once.mean(INF))
+        close(whole.mean(1e12), mean, rtol=1e-6, atol=1e-6)
+
+    def test_say_where_targets_contradict_each_other(self):
+        y = torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0])
+        flow = gradient_flow(*self.parts(), y, members=3)
+        with pytest.warns(UserWarning, match="a share 1 of the targets is never fitted"):
+            assert flow.mean(INF).abs().max() < 1e-9
+
+    def test_are_cured_by_a_jitter_that_acts_as_a_ridge(self):
+        y = targets(5)
+        parts, members, jitter = self.parts(), 3, 0.1
+        flow = gradient_flow(*parts, y, members, gamma=2.0, jitter=jitter)
+        mean_kernel = [k.ntk(members, 2.0).modes(members)[0] for k in parts[:2]]
+        ridge = mean_kernel[0] + jitter * torch.eye(5, dtype=torch.float64)
+        close(flow.mean(INF), mean_kernel[1] @ torch.linalg.solve(ridge, y))
+        assert flow.jitter == jitter
+        assert flow.rank == (5, 5)
+        assert flow.condition.mean == pytest.approx(torch.linalg.cond(ridge).item())
+
+    def test_grow_linearly_where_only_test_data_respond(self):
+        """A kernel that no network has: the limit of (1 - exp(-λt/B)) / λ as λ goes to 0."""
+        none, one = torch.zeros(1, 1), torch.ones(1, 1)
+        nothing, some = MemberKernel(none, none), MemberKernel(one, none)
+        train, carry = Kernels(some, nothing, nothing), Kernels(nothing, some, nothing)
+        flow = gradient_flow(train, carry, None, torch.tensor([3.0]), members=1, gamma=1.0)
+        assert flow.mean(5.0).tolist() == [15.0]
+        assert flow.largest_stable_rate == (INF, INF)
+
+    def test_that_are_no_kernels_give_a_warning_and_no_limit(self):
+        train, carry, test = split(random_kernels())
+        wrong = MemberKernel(train.ntk_shared.same, 3 * train.ntk_shared.same)
+        train = Kernels(train.nngp, wrong, zeros_like(wrong))
+        with pytest.warns(UserWarning, match="deviation mode's kernel .* not positive semi-def"):
+            flow = gradient_flow(train, carry, test, targets(TRAIN), members=2, gamma=1.0)
+        with pytest.raises(ValueError, match="training never ends: the deviation mode diverges"):
+            flow.mean(INF)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"k_train_train": torch.eye(3)}, TypeError, "k_train_train must be Kernels.*Tensor"),
+            ({"k_test_train": "mT"}, ValueError, r"k_test_train.*got \(7, 4\).*\.mT"),
+            ({"k_test_test": "train"}, ValueError, r"k_test_test.* must have shape \(4, 4\)"),
+            ({"y": [1.0]}, TypeError, "y must be a tensor; got list"),
+            ({"y": torch.zeros(3)}, ValueError, r"a row for each of the 7 train.*got \(3,\)"),
+            ({"y": torch.full((7,), math.nan)}, ValueError, "y must be finite; got 7 values"),
+            ({"members": 0}, ValueError, "members must be at least 1; got 0"),
+            ({"members": 2.0}, TypeError, "members must be a whole number; got 2.0"),
+            ({"gamma": 0.0}, ValueError, "gamma must be a positive number.*got 0.0"),
+            ({"gamma": lambda m: -m}, ValueError, "gamma must be a positive number.*got -8"),
+            ({"gamma": "M"}, TypeError, "gamma must be a positive number.*got 'M'"),
+            ({"shared_rate": -1.0}, ValueError, "shared_rate must be a number >= 0; got -1.0"),
+            ({"jitter": -1e-3}, ValueError, "jitter must be a number >= 0; got -0.001"),
+        ],
+    )
+    def test_say_what_was_expected(self, change, error, message):
+        train, carry, test = split(random_kernels())
+        given = {"k_train_train": train, "k_test_train": carry, "k_test_test": test}
+        given |= {"y": targets(TRAIN), "members": 8, "gamma": 8.0}
+        named = {"mT": carry.mT, "train": train}
+        given |= {k: named.get(v, v) if isinstance(v, str) and k != "gamma" else v
+                  for k, v in change.items()}  # fmt: skip
+        with pytest.raises(error, match=message):
+            gradient_flow(**given)
+
+    def test_refuse_train_kernels_that_are_not_symmetric_or_finite(self):
+        train, carry, test = split(random_kernels())
+        skew = train.ntk_shared.same.clone()
+        skew[0, 1] += 1e-3
+        spoiled = Kernels(train.nngp, MemberKernel(skew, train.ntk_shared.cross), train.nngp)
+        with pytest.raises(ValueError, match=r"k_train_train.ntk_shared.same must be symmetric"):
+            gradient_flow(spoiled, carry, test, targets(TRAIN))
+        skew[0, 0] = math.nan
+        with pytest.raises(ValueError, match=r"k_train_train.ntk_shared.same must be finite"):
+            gradient_flow(spoiled, carry, test, targets(TRAIN))
+
+    def test_refuse_kernels_that_are_conditional_on_drawn_values(self):
+        same = torch.eye(TRAIN).expand(2, TRAIN, TRAIN)
+        kernel = MemberKernel(same, same.expand(2, 2, TRAIN, TRAIN))
+        kernels = Kernels(kernel, kernel, kernel)
+        with pytest.raises(ValueError, match=r"gradient_flow does not apply: .*sites='hidden'"):
+            gradient_flow(kernels, kernels, None, targets(TRAIN))
+
+    @pytest.mark.parametrize("what", ["variance", "covariance", "ensemble_variance", "diversity"])
+    def test_say_which_quantities_need_kernels_of_the_test_data(self, what):
+        train, carry, _ = split(random_kernels())
+        flow = gradient_flow(train, carry, None, targets(TRAIN))
+        assert flow.mean(1.0).isfinite().all()
+        with pytest.raises(ValueError, match=f"{what} needs the kernels of the test data"):
+            getattr(flow, what)(1.0)
+
+    @pytest.mark.parametrize(
+        ("t", "error", "message"),
+        [
+            (-1.0, ValueError, "t must be a time >= 0.*got -1.0"),
+            (math.nan, ValueError, "t must be a time >= 0.*got nan"),
+            ("later", TypeError, "t must be a time >= 0.*got 'later'"),
+            (torch.zeros(2, 2), ValueError, r"a vector of them; got shape \(2, 2\)"),
+            (torch.tensor([1.0, -1.0]), ValueError, "t must be a time >= 0.*got -1.0"),
+        ],
+    )
+    def test_say_what_a_time_is(self, t, error, message):
+        flow = gradient_flow(*split(random_kernels()), targets(TRAIN))
+        with pytest.raises(error, match=message):
+            flow.mean(t)
+
+    def test_say_that_covariance_takes_one_time(self):
+        flow = gradient_flow(*split(random_kernels()), targets(TRAIN))
+        with pytest.raises(ValueError, match="covariance takes one time; got a vector of 2"):
+            flow.covariance(torch.zeros(2))
+
+    def test_say_which_outputs_evolve_expects(self):
+        flow = gradient_flow(*split(random_kernels()), targets(TRAIN, 2), members=3)
+        with pytest.raises(ValueError, match=r"test outputs must be \(3, 4, 2\).*got \(3, 4\)"):
+            flow.evolve(1.0, torch.zeros(3, TRAIN, 2), torch.zeros(3, TEST))
+
+
+def half_squares(outputs, target):
+    return (outputs - target).square().mean() / 2
+
+
+def wide_ensemble(width, law, seed, *, depth=1, activation="relu", trainable=True):
+    generator = torch.Generator().manual_seed(seed)
+    net = networks.mlp(
+        3, width, depth, 1, activation=activation, weight_std=math.sqrt(2), generator=generator
+    )
+    return embens.embed(
+        net.double(), 3, pre=law, post=law, trainable=trainable, generator=generator
+    )
+
+
+class TestTrainedEnsembles:
+    """Real wide ensembles, trained by full-batch gradient descent."""
+
+    def error(self, width, law, gamma, seed, *, steps=60, individual_rate=1.0, **options):
+        """Return how far a trained ensemble is from its prediction, by how far it moved."""
+        ensemble = wide_ensemble(width, law, seed, **options)
+        x, x_test, y = targets(8, 3), targets(5, 3, seed=1), targets(8, 1, seed=2)
+        k = kernels(ensemble, x), kernels(ensemble, x_test, x), None
+        rates = {"individual_rate": individual_rate}
+        flow = gradient_flow(*k, y, 3, gamma, **rates)
+        rate = 0.4 * flow.largest_stable_rate.mean
+        descent = gradient_descent(*k, y, 3, gamma, rate=rate, **rates)
+        with torch.no_grad():
+            start = ensemble(x), ensemble(x_test)
+        groups = ensemble.parameter_groups(rate, rate * individual_rate, weight_decay=0.0)
+        optimiser = torch.optim.SGD([g for g in groups if g["params"]], lr=rate)
+        for _ in range(steps):
+            optimiser.zero_grad()
+            embens.objective(ensemble(x), y, half_squares, gamma=gamma).backward()
+            optimiser.step()
+        with torch.no_grad():
+            trained = ensemble(x_test)
+        predicted = descent.evolve(steps, *start)
+        return ((trained - predicted).norm() / (trained - start[1]).norm()).item()
+
+    @pytest.mark.parametrize(
+        ("law", "gamma", "options"),
+        [
+            (laws.Normal(), 3.0, {}),
+            (laws.Shifted(0.7), 2.0, {"individual_rate": 2.0}),
+            (laws.Shifted(0.7), 1.0, {"trainable": False, "activation": "erf"}),
+        ],
+    )
+    def test_are_predicted_from_their_own_start_the_better_the_wider(self, law, gamma, options):
+        """The kernel of width N is off by O(1/√N): 16 times the width, a fourth of the error."""
+        narrow, wide = (
+            torch.tensor([self.error(width, law, gamma, s, **options) for s in range(3)]).mean()
+            for width in (512, 8192)
+        )
+        assert wide < 0.06
+        assert wide < 0.5 * narrow
+
+    def test_have_the_moments_of_the_table_over_initialisations(self):
+        """Many networks at once, written by hand; tolerances: 4.5 standard errors and 1/width."""
+        seeds, members, width, law, gamma = 240, 3, 512, laws.Shifted(0.7), 2.0
+        ensemble = wide_ensemble(8, law, 0, activation="erf")
+        x, x_test, y = targets(4, 3), targets(3, 3, seed=1), targets(4, seed=2)
+        k = kernels(ensemble, x), kernels(ensemble, x_test, x), kernels(ensemble, x_test)
+        flow = gradient_flow(*k, y, members, gamma)
+        rate, steps = 0.4 * flow.largest_stable_rate.mean, 25
+        descent = gradient_descent(*k, y, members, gamma, rate=rate)
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(seeds, *shape, generator=generator, dtype=torch.float64)
+
+        w, readout = draw(3, width), draw(width)
+        u, v = (0.7 + math.sqrt(1 - 0.49) * draw(members, 1, width) for _ in range(2))
+        parameters = [p.requires_grad_() for p in (w, readout, u, v)]
+        scales = [gamma / members, gamma / members, 1.0, 1.0]
+
+        def outputs(inputs):
+            z = math.sqrt(2 / 3) * inputs @ w
+            hidden = u * torch.erf(v * z[:, None])
+            return math.sqrt(2 / width) * torch.einsum("smni,si->smn", hidden, readout)
+
+        for _ in range(steps):
+            loss = (outputs(x) - y).square().mean(-1).sum() / 2
+            for p, g, scale in zip(
+                parameters, torch.autograd.grad(loss, parameters), scales, strict=True
+            ):
+                p.data -= rate * scale * g
+        with torch.no_grad():
+            found = outputs(x_test)  # (seed, member, test)
+
+        def check(samples, expected):
+            error = 4.5 * samples.std(0) / math.sqrt(seeds) + 0.02 * expected.abs()
+            assert ((samples.mean(0) - expected).abs() < error).all()
+
+        mean, covariance = descent.mean(steps), descent.covariance(steps)
+        assert (descent.variance(steps) < 0.7 * descent.variance(0)).any()  # training shows
+        check(found.mean(1), mean)
+        centred = found - mean
+        check(centred.square().mean(1), descent.variance(steps))
+        ensemble_mean = centred.mean(1)
+        check(ensemble_mean.square(), descent.ensemble_variance(steps))
+        check(found.var(1, correction=0), descent.diversity(steps))
+        pairs = (centred.sum(1).square() - centred.square().sum(1)) / (members * (members - 1))
+        check(pairs, covariance.cross.diagonal())
+        check(centred[:, 0, 0] * centred[:, 0, 1], covariance.same[0, 1])
+
+    def test_diverge_from_the_rate_that_the_theory_says(self):
+        """At first: a finite width comes back later, from where its kernel has become smaller."""
+        x, y = targets(6, 3), targets(6, 1, seed=2)
+        k = kernels(wide_ensemble(8, laws.Shifted(0.7), 0), x)
+        largest = gradient_flow(k, k, None, y, 3, 2.0).largest_stable_rate.mean
+        losses = {0.8: [], 1.3: []}
+        for part, found in losses.items():
+            ensemble = wide_ensemble(4096, laws.Shifted(0.7), 0)
+            optimiser = torch.optim.SGD(ensemble.parameters(), lr=part * largest)
+            for _ in range(4):
+                optimiser.zero_grad()
+                loss = embens.objective(ensemble(x), y, half_squares, gamma=2.0)
+                found.append(loss.item())
+                loss.backward()
+                optimiser.step()
+        assert losses[0.8] == sorted(losses[0.8], reverse=True)
+        assert losses[1.3] == sorted(losses[1.3])
+        assert losses[1.3][-1] > 3 * losses[1.3][0]

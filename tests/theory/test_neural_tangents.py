@@ -1,0 +1,77 @@
+"""Ordinary networks against neural-tangents, where it is installed (``make test-peers``)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from embens import networks, theory
+from embens.networks import Conv2d, Linear
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+jax = pytest.importorskip("jax", reason="neural-tangents is a peer: run `make test-peers`")
+nt = pytest.importorskip("neural_tangents", reason="a peer: run `make test-peers`")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def double():
+    jax.config.update("jax_enable_x64", True)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def assert_agrees(network: nn.Module, x: torch.Tensor, kernel_function, y) -> None:
+    ours = theory.kernels(network, x)
+    theirs = kernel_function(y, None, ("nngp", "ntk"))
+    for mine, other in ((ours.nngp, theirs.nngp), (ours.ntk_shared, theirs.ntk)):
+        expected = torch.from_numpy(jax.device_get(other).copy())
+        # its angles near 0 are roots of rounding errors; ours are exact there
+        off = ~torch.eye(len(x), dtype=torch.bool)
+        torch.testing.assert_close(mine.same[off], expected[off], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(mine.same.diagonal(), expected.diagonal(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.4])
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "abs", "erf", "sin", "cos", "gelu"])
+def test_perceptrons_agree(name, bias):
+    stax = nt.stax
+    activation = {
+        "relu": stax.Relu(),
+        "leaky_relu": stax.LeakyRelu(0.01),
+        "abs": stax.Abs(),
+        "erf": stax.Erf(),
+        "sin": stax.Sin(),
+        "cos": stax.Cos(),
+        "gelu": stax.Gelu(),
+    }[name]
+    dense = stax.Dense(8, W_std=1.3, b_std=bias or None)
+    *_, kernel = stax.serial(dense, activation, dense, activation, dense)
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    net = networks.mlp(5, 8, 2, activation=name, weight_std=1.3, bias_std=bias)
+    assert_agrees(net, x, kernel, x.numpy())
+
+
+@pytest.mark.parametrize("readout", ["mean", "flatten"])
+def test_convolutional_networks_agree(readout):
+    stax = nt.stax
+    x = torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    last = stax.GlobalAvgPool() if readout == "mean" else stax.Flatten()
+    *_, kernel = stax.serial(
+        stax.Conv(8, (3, 3), padding="SAME", W_std=1.3), stax.Relu(), stax.AvgPool((2, 2), (2, 2)),
+        stax.Conv(8, (3, 3), padding="SAME", W_std=1.3), stax.Relu(),
+        stax.Conv(8, (3, 3), (2, 2), padding="VALID", W_std=1.3), stax.Relu(),
+        last, stax.Dense(1, W_std=1.3),
+    )  # fmt: skip
+    law = {"weight_std": 1.3}
+    pool = [nn.AdaptiveAvgPool2d(1)] if readout == "mean" else []
+    net = nn.Sequential(
+        Conv2d(2, 8, 3, padding=1, **law), nn.ReLU(), nn.AvgPool2d(2),
+        Conv2d(8, 8, 3, padding=1, **law), nn.ReLU(), Conv2d(8, 8, 3, stride=2, **law), nn.ReLU(),
+        *pool, nn.Flatten(), Linear(8, 1, **law),
+    )  # fmt: skip
+    assert_agrees(net, x, kernel, x.permute(0, 2, 3, 1).numpy())
