@@ -10,10 +10,10 @@ PYTEST  := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=agg $(BIN)/python -m p
 WORKERS ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test check format demo bench clean
+.PHONY: help venv test test-peers check format demo bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.stamp  ## build .venv with the tested versions (again only when they change)
 
@@ -24,6 +24,9 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 
 test: venv  ## run the tests and doctests (ARGS="-k laws" to choose)
 	$(PYTEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+
+test-peers: $(BENCH)/.stamp  ## compare kernels with neural-tangents, in the benchmarks' environment
+	$(BENCH)/bin/python -m pytest -q -p no:cacheprovider tests/theory/test_neural_tangents.py $(ARGS)
 
 check: venv  ## lint, formatting, types
 	$(BIN)/ruff check .

@@ -21,7 +21,10 @@ ORDER = (
     ["experiments", "report", "demo"],
     ["cli"],
 )
-HEAVY = {"numpy", "sklearn", "matplotlib", "pandas", "rich", "safetensors", "onnx", "tqdm"}
+HEAVY = set(
+    "numpy scipy sklearn matplotlib pandas polars pyarrow rich safetensors onnx onnxruntime tqdm "
+    "zarr ray plotly".split()
+)
 UPWARD = {("ensemble", "training"), ("ensemble", "storage")}  # conveniences, inside methods
 
 

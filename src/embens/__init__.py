@@ -1,8 +1,11 @@
 """embens: embedded ensembles. One neural network, many models inside it."""
 
-from embens import data, laws, metrics, networks
+from importlib import import_module as _import_module
+
+from embens import data, finite, laws, metrics, networks, theory
 from embens.embed import batch_ensemble, embed, independent, last_layer_dropout, mc_dropout
 from embens.ensemble import EmbeddedEnsemble
+from embens.finite import diagnose
 from embens.prediction import Prediction, predict
 from embens.storage import load
 from embens.training import Divergence, History, fit, objective
@@ -14,7 +17,9 @@ __all__ = [
     "Prediction",
     "batch_ensemble",
     "data",
+    "diagnose",
     "embed",
+    "finite",
     "fit",
     "independent",
     "last_layer_dropout",
@@ -25,4 +30,12 @@ __all__ = [
     "networks",
     "objective",
     "predict",
+    "theory",
 ]
+
+
+def __getattr__(name: str):
+    """Import ``embens.estimators`` when it is asked for: it needs scikit-learn."""
+    if name == "estimators":
+        return _import_module("embens.estimators")
+    raise AttributeError(f"module 'embens' has no attribute {name!r}")

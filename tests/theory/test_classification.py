@@ -74,12 +74,12 @@ class TestCrossEntropyFlow:
     def test_starts_from_the_prior(self):
         parts = split(random_kernels())
         outputs = cross_entropy_flow(
-            *parts, LABELS, members=3, times=[0.0], draws=800, generator=generator()
+            *parts, LABELS, members=3, times=[0.0], draws=400, generator=generator()
         )[:, 0]
-        assert outputs.shape == (800, 3, TEST, 3)
-        error = 5 * parts[2].nngp.same.max().item() / math.sqrt(800 * 3)
+        assert outputs.shape == (400, 3, TEST, 3)
+        error = 5 * parts[2].nngp.same.max().item() / math.sqrt(400 * 3)
         for a, b, expected in ((0, 0, "same"), (0, 2, "cross")):
-            measured = torch.einsum("dik,djk->ij", outputs[:, a], outputs[:, b]) / (800 * 3)
+            measured = torch.einsum("dik,djk->ij", outputs[:, a], outputs[:, b]) / (400 * 3)
             torch.testing.assert_close(
                 measured, getattr(parts[2].nngp, expected), rtol=0, atol=error
             )

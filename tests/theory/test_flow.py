@@ -169,6 +169,9 @@ class TestRegimes:
         flow = gradient_flow(*parts, targets(TRAIN), members=5)
         alone = gradient_flow(*parts, targets(TRAIN), members=1, gamma=1.0)
         assert flow.gamma == natural_gamma(parts[0], 5)
+        assert alone.largest_stable_rate.deviation == INF  # one member has none
+        fast = gradient_flow(*parts, targets(TRAIN), members=5, individual_rate=3.0)
+        assert fast.gamma == natural_gamma(parts[0], 5, individual_rate=3.0) != flow.gamma
         assert flow.largest_stable_rate.mean == pytest.approx(alone.largest_stable_rate.mean)
 
 
@@ -275,6 +278,36 @@ class TestSingularKernels:
         close(mean, once.mean(INF))
         close(whole.mean(1e12), mean, rtol=1e-6, atol=1e-6)
 
+    def test_of_low_rank_stay_finite_at_long_times(self):
+        """As the kernel of linear functions of three inputs."""
+        features = targets(12, 3)
+        kernel = MemberKernel(features @ features.mT, 0.3 * features @ features.mT)
+        parts = split(Kernels(kernel, kernel, zeros_like(kernel)), train=8)
+        flow = gradient_flow(*parts, targets(8), members=3)
+        assert flow.rank == (3, 3)
+        with pytest.warns(UserWarning, match="rank 3 of 8"):
+            limit = flow.mean(INF)
+        fit = torch.linalg.lstsq(features[:8], targets(8)).solution
+        close(limit, features[8:] @ fit)
+        close(flow.mean(1e14), limit)
+        close(flow.variance(1e14), torch.zeros(4, dtype=torch.float64))
+
+    def test_take_their_own_rounding_errors_for_what_they_are(self):
+        """The most negative eigenvalue shows how far a kernel is off; an inverse would be noise."""
+        features, y = targets(12, 3), targets(8)
+        noise = 1e-9 * targets(12, 12, seed=3)
+        wrong = features @ features.mT + noise + noise.mT
+        kernel = MemberKernel(wrong, torch.zeros_like(wrong))
+        train, carry, _ = split(Kernels(kernel, kernel, zeros_like(kernel)), train=8)
+        flow = gradient_flow(train, carry, None, y, members=1)
+        assert flow.rank.mean == 3
+        fit = torch.linalg.lstsq(features[:8], y).solution
+        with pytest.warns(UserWarning, match="singular"):
+            mean = flow.mean(INF)
+        worst = torch.linalg.solve(train.ntk_shared.same, y)
+        assert (carry.ntk_shared.same @ worst - features[8:] @ fit).abs().max() > 0.01
+        close(mean, features[8:] @ fit, rtol=0, atol=1e-7)
+
     def test_say_where_targets_contradict_each_other(self):
         y = torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0])
         flow = gradient_flow(*self.parts(), y, members=3)
@@ -299,6 +332,9 @@ class TestSingularKernels:
         train, carry = Kernels(some, nothing, nothing), Kernels(nothing, some, nothing)
         flow = gradient_flow(train, carry, None, torch.tensor([3.0]), members=1, gamma=1.0)
         assert flow.mean(5.0).tolist() == [15.0]
+        y = torch.tensor([3.0])
+        descent = gradient_descent(train, carry, None, y, members=1, gamma=1.0, rate=0.5)
+        assert descent.mean(4).tolist() == [6.0]
         assert flow.largest_stable_rate == (INF, INF)
 
     def test_that_are_no_kernels_give_a_warning_and_no_limit(self):
@@ -409,27 +445,24 @@ def wide_ensemble(width, law, seed, *, depth=1, activation="relu", trainable=Tru
 class TestTrainedEnsembles:
     """Real wide ensembles, trained by full-batch gradient descent."""
 
-    def error(self, width, law, gamma, seed, *, steps=60, individual_rate=1.0, **options):
+    x, x_test, y = targets(8, 3), targets(5, 3, seed=1), targets(8, 1, seed=2)
+
+    def error(self, ensemble, descent, steps, individual_rate):
         """Return how far a trained ensemble is from its prediction, by how far it moved."""
-        ensemble = wide_ensemble(width, law, seed, **options)
-        x, x_test, y = targets(8, 3), targets(5, 3, seed=1), targets(8, 1, seed=2)
-        k = kernels(ensemble, x), kernels(ensemble, x_test, x), None
-        rates = {"individual_rate": individual_rate}
-        flow = gradient_flow(*k, y, 3, gamma, **rates)
-        rate = 0.4 * flow.largest_stable_rate.mean
-        descent = gradient_descent(*k, y, 3, gamma, rate=rate, **rates)
+        rate = descent.schedule.rate
         with torch.no_grad():
-            start = ensemble(x), ensemble(x_test)
+            start = ensemble(self.x), ensemble(self.x_test)
         groups = ensemble.parameter_groups(rate, rate * individual_rate, weight_decay=0.0)
         optimiser = torch.optim.SGD([g for g in groups if g["params"]], lr=rate)
         for _ in range(steps):
             optimiser.zero_grad()
-            embens.objective(ensemble(x), y, half_squares, gamma=gamma).backward()
+            outputs = ensemble(self.x)
+            embens.objective(outputs, self.y, half_squares, gamma=descent.gamma).backward()
             optimiser.step()
         with torch.no_grad():
-            trained = ensemble(x_test)
+            trained = ensemble(self.x_test)
         predicted = descent.evolve(steps, *start)
-        return ((trained - predicted).norm() / (trained - start[1]).norm()).item()
+        return (trained - predicted).norm() / (trained - start[1]).norm()
 
     @pytest.mark.parametrize(
         ("law", "gamma", "options"),
@@ -441,8 +474,21 @@ class TestTrainedEnsembles:
     )
     def test_are_predicted_from_their_own_start_the_better_the_wider(self, law, gamma, options):
         """The kernel of width N is off by O(1/√N): 16 times the width, a fourth of the error."""
+        individual_rate = options.pop("individual_rate", 1.0)
+        any_width = wide_ensemble(8, law, 0, **options)
+        k = kernels(any_width, self.x), kernels(any_width, self.x_test, self.x), None
+        rates = {"individual_rate": individual_rate}
+        stable = gradient_flow(*k, self.y, 3, gamma, **rates).largest_stable_rate.mean
+        descent = gradient_descent(*k, self.y, 3, gamma, rate=0.4 * stable, **rates)
         narrow, wide = (
-            torch.tensor([self.error(width, law, gamma, s, **options) for s in range(3)]).mean()
+            torch.stack(
+                [
+                    self.error(
+                        wide_ensemble(width, law, seed, **options), descent, 60, individual_rate
+                    )
+                    for seed in range(2)
+                ]
+            ).mean()
             for width in (512, 8192)
         )
         assert wide < 0.06

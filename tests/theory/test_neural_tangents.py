@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -11,9 +9,9 @@ from torch import nn
 from embens import networks, theory
 from embens.networks import Conv2d, Linear
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 jax = pytest.importorskip("jax", reason="neural-tangents is a peer: run `make test-peers`")
-nt = pytest.importorskip("neural_tangents", reason="a peer: run `make test-peers`")
+peers = pytest.importorskip("benchmarks.peers")
+nt = peers.neural_tangents()
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -155,6 +155,10 @@ class TestExactRegime:
         assert report == Regime.COLLECTIVE
         assert report.exact
 
+    def test_says_where_the_given_inputs_are_wrong(self):
+        with pytest.raises(ValueError, match=r"does not fit '0'.*got \(4, 3\)"):
+            regime(embens.batch_ensemble(mlp(), 4), torch.zeros(4, 3))
+
     def test_leaves_the_ensemble_as_it_was(self):
         ensemble = embens.batch_ensemble(mlp(), 4, p=0.5)
         before = {n: t.clone() for n, t in ensemble.state_dict().items()}

@@ -78,7 +78,7 @@ def register(
 
 def _by_quadrature(module: nn.Module) -> Dual:
     """Return the dual of a smooth module, after a look at whether it acts on each number alone."""
-    module = copy.deepcopy(module).to("cpu", torch.float64)
+    module = copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False)
     name = type(module).__name__
 
     def function(x: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ where the :class:`Schedule` says how far each eigenvalue has come: gradient flow
 gradient descent. :math:`Q` is found once and serves all times.
 
 *Null directions.* Eigenvalues within ``Mode.cutoff`` are 0: what rounding leaves of them,
-:math:`n \epsilon \lambda_{\max}`, or as much as the most negative one shows the kernel to be off.
-There :math:`g` is its limit, which grows with time; at infinite time they stay as they were, that
-is, the inverse is the pseudo-inverse.
+:math:`n \epsilon \lambda_{\max}`, or ten times the most negative one, which shows how far the
+kernel is off. There :math:`g` is its limit, which grows with time; at infinite time they stay as
+they were, that is, the inverse is the pseudo-inverse.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Mode:
         largest, least = found[-1].abs().item(), found[0].item()
         cutoff = len(found) * torch.finfo(found.dtype).eps * largest
         if -INDEFINITE * largest <= least < 0:
-            cutoff = max(cutoff, -least)
+            cutoff = max(cutoff, -10 * least)
         null = found.abs() <= cutoff
         carry = carry @ basis
         lost = null & (carry.abs().amax(0) <= cutoff if len(carry) else null)

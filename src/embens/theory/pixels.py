@@ -97,7 +97,7 @@ def shifted_mean(
     padding: tuple[int, int] = (0, 0),
     dilation: int = 1,
 ) -> Tensor:
-    r"""Return :math:`\frac1k \sum_\delta K(\dots, s p + \delta, \dots)`, with one shift of all axes.
+    r"""Return :math:`\frac1k \sum_\delta K(\dots, s p + \delta, \dots)`, one shift for all axes.
 
     Example:
         >>> shifted_mean(torch.ones(4), (-1,), size=3, padding=(1, 1))

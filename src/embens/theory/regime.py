@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -113,14 +113,10 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
         reason = "members are separate networks"
         return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)
     structure = _Structure(ensemble)
-    unknown: Exception | None = None
-    coupling = None
-    for inputs in [x] if x is not None else structure.generic_inputs():
-        try:
-            coupling = _coupling(ensemble, inputs)
-            break
-        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-            unknown = unknown or error
+    generic = structure.generic_inputs()
+    coupling, unknown = _first_coupling(ensemble, generic if x is None else [x])
+    if x is not None and unknown and _first_coupling(ensemble, generic)[0] is not None:
+        raise unknown  # the limit is known, so it must be the inputs
     exact = coupling is not None
     if coupling is None:
         coupling = structure.estimate()
@@ -133,6 +129,19 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
         reason += f" (from laws and structure alone, without the limit: {why})"
     found = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
     return RegimeReport(found, coupling, reason, exact)
+
+
+def _first_coupling(
+    ensemble: EmbeddedEnsemble, candidates: Iterable[Tensor]
+) -> tuple[float | None, Exception | None]:
+    """Return the coupling on the first inputs that the limit takes, or why it takes none."""
+    unknown: Exception | None = None
+    for inputs in candidates:
+        try:
+            return _coupling(ensemble, inputs), None
+        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+            unknown = unknown or error
+    return None, unknown
 
 
 def _coupling(ensemble: EmbeddedEnsemble, x: Tensor) -> float:

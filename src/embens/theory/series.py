@@ -50,11 +50,14 @@ class Nodes:
         v, weights = (one, one) if law is None else law.quadrature(count)
         kept = weights * (1 + v**4) > 1e-18
         v, weights = v[kept], weights[kept]
-        size, index = torch.unique(v.abs(), return_inverse=True)
+        size = torch.where(v.abs() > 1e-12, v.abs(), 0.0)
+        size, index = torch.unique(size, return_inverse=True)
         plus, minus = (
             torch.zeros_like(size).index_add_(0, index, weights * side) for side in (v >= 0, v < 0)
         )
-        return cls(size, plus, minus)
+        both = plus + minus
+        symmetric = (plus - minus).abs() <= 1e-14 * both  # to the last bit, so that 0 is 0
+        return cls(size, *(torch.where(symmetric, both / 2, x) for x in (plus, minus)))
 
     @property
     def both(self) -> Tensor:
@@ -81,7 +84,8 @@ class Series:
     def __init__(self, axis: Axis, nodes: Nodes, a: Tensor, b: Tensor, d: Tensor):
         self.axis, self.nodes = axis, nodes
         # Coefficients of many scales are combinations of a few.
-        left, values, _ = torch.linalg.svd(torch.cat([a[:, None], b, d], 1), full_matrices=False)
+        triangle = torch.linalg.qr(torch.cat([a[:, None], b, d], 1).T, mode="r").R
+        left, values, _ = torch.linalg.svd(triangle.T, full_matrices=False)
         self._mix = left[:, values > 1e-15 * values[0]]
         self._a, self._b, self._d = (self._mix.T @ x for x in (a[:, None], b, d))
 

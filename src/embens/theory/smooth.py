@@ -133,35 +133,35 @@ class Smooth(Dual):
     def _count_terms(self, root: float, law: Law | None) -> int:
         """Return how many coefficients carry all of F, G and H at ρ = 1 (Parseval)."""
         nodes = Nodes.of(law, _STEPS[0][0])
-        for count in hermite.TIERS:
-            exact = self._moments(root, nodes, count)[:3, None]
+        for tier in hermite.TIERS:
+            count = tier - 1
+            exact = self._moments(root, nodes, tier)[:3, None]
             a, b, d = self._coefficients(root * nodes.size, count)
             n = torch.arange(1, count + 1, dtype=torch.float64)
             f, g = nodes.steep @ b**2 * (root**2 / n), nodes.steep @ b**2
             f[0] += nodes.both @ a**2
             sums = torch.stack([f, g, nodes.both @ d**2]).cumsum(1)
             enough = ((sums - exact).abs() <= _AIM * exact).all(0)
-            if enough[:-1].any():
-                return int(enough.int().argmax()) + 2
-        return hermite.TIERS[-1]
+            if enough.any():
+                return int(enough.int().argmax()) + 1
+        return hermite.TIERS[-1] - 1
 
     def _coefficients(self, scales: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first coefficient of φ(sg), and those of φ'(sg) and gφ'(sg)."""
         points, weights = hermite.grid(max(count, hermite.TIERS[0]))
         arguments = scales[:, None] * points
         a = (self.function(arguments) + self.function(-arguments)) @ weights
-        b = hermite.coefficients(self.derivative, scales, count)
-        n = torch.arange(1, count, dtype=torch.float64).sqrt()
-        d = torch.zeros_like(b)
-        d[:, :-1] += n * b[:, 1:]
-        d[:, 1:] += n * b[:, :-1]
-        return a, b, d
+        b = hermite.coefficients(self.derivative, scales, count + 1)
+        n = torch.arange(1, count + 1, dtype=torch.float64).sqrt()
+        d = n * b[:, 1:]
+        d[:, 1:] += n[:-1] * b[:, : count - 1]
+        return a, b[:, :count], d
 
     def _series(self, low: float, high: float, nodes: Nodes, count: int) -> Series:
         """Return coefficients on an axis of scales |v|√q that is fine enough."""
         least, most = float(nodes.size.min()) * low, float(nodes.size.max()) * high
         axis = Axis(least, most or 1.0, 1.0, 0)
-        some = min(count, 512)
+        some = min(count, hermite.TIERS[0] - 1)
         axis = fine_axis(axis, lambda scales: torch.cat(self._coefficients(scales, some)[1:], 1))
         return Series(axis, nodes, *self._coefficients(axis.nodes(), count))
 

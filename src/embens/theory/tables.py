@@ -19,7 +19,7 @@ from embens.laws import Law
 from embens.theory import chebyshev
 from embens.theory.expectations import Dual
 
-_NUMBERS = 2**18  # coefficients held at once
+_NUMBERS = 2**19  # coefficients held at once
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Expansion:
     mix: Tensor
 
     @classmethod
-    def of(cls, coefficients: Tensor, cut: float = 1e-12) -> Expansion:
+    def of(cls, coefficients: Tensor, cut: float = 1e-13) -> Expansion:
         """Return the expansion with coefficients ``(degree, m, m)``, up to a relative error."""
         least = cut * coefficients.abs().max()
-        visible = (coefficients.abs().amax((1, 2)) > least).nonzero()
-        kept = coefficients[: int(visible.max()) + 1 if len(visible) else 1]
+        rest = coefficients.abs().amax((1, 2)).flip(0).cumsum(0).flip(0)
+        kept = coefficients[: max(1, int((rest > least).sum()))]
         _, values, mix = torch.linalg.svd(kept.flatten(0, 1), full_matrices=False)
         mix = mix[: max(1, int((values > least).sum()))].T
         return cls(kept @ mix, mix)
@@ -81,7 +81,7 @@ class Expansion:
     def __call__(self, basis1: Tensor, basis2: Tensor, correlation: Tensor) -> Tensor:
         """Sum at all entries of a kernel, from the polynomials at its roots."""
         table, mix = (x.to(correlation.device) for x in (self.table, self.mix))
-        if not table.any():
+        if not (table.any() and correlation.numel()):
             return torch.zeros_like(correlation)
         layout = _Layout.of(correlation.shape, basis1.shape[:-1], basis2.shape[:-1])
         left, right = layout.arrange(basis1, basis2 @ mix)
