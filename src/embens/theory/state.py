@@ -153,6 +153,7 @@ def diagonal_of(kernel: Tensor, spatial: int) -> Tensor:
     """Return a view of the entries in which both pixels are the same; those pixels come last.
 
     Example:
+        >>> import torch
         >>> diagonal_of(torch.arange(16.0).reshape(1, 2, 2, 2, 2), spatial=2)
         tensor([[[ 0.,  5.],
                  [10., 15.]]])
