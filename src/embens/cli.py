@@ -13,6 +13,19 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 COMMANDS = {
+    "diagnose": (
+        "embens.finite.command",
+        "say before training whether members will differ",
+        "plot",
+    ),
+    "reproduce": ("embens.experiments.command", "run an experiment of the paper", "experiments"),
+    "report": ("embens.report.command", "make one page of the results in a folder", "experiments"),
+    "fit": ("embens.estimators.fit_command", "fit an ensemble to a table", "estimators"),
+    "predict": (
+        "embens.estimators.predict_command",
+        "predict with a fitted ensemble",
+        "estimators",
+    ),
     "demo": ("embens.demo", "compare ensembles on handwritten digits", "demo"),
     "kernel": ("embens.theory.command", "write the kernels of an infinitely wide ensemble", "data"),
 }

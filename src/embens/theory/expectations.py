@@ -58,6 +58,13 @@ def tells_apart(law: Law | None) -> bool:
     return law is not None and law.variance > 0
 
 
+def roots(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the square root of a variance and its inverse, or zeros for a variance of 0."""
+    positive = q > 0
+    root = torch.where(positive, q, 1.0).sqrt()
+    return torch.where(positive, root, 0.0), torch.where(positive, 1 / root, 0.0)
+
+
 def is_differentiated(*tensors: Tensor) -> bool:
     """Whether derivatives are being taken, so that nothing may be done in place."""
     if torch._C._are_functorch_transforms_active():

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from embens.laws import Law
-from embens.theory.expectations import Dual, is_differentiated, tells_apart
+from embens.theory.expectations import Dual, is_differentiated, roots, tells_apart
 
 
 @final
@@ -86,20 +86,13 @@ def _expectations(
     if bend == 0:
         return level * c, torch.full_like(c, level, memory_format=torch.contiguous_format)
     angle = _angle if is_differentiated(q1, q2, c) else _angle_in_place
-    (root1, inverse1), (root2, inverse2) = _roots(q1), _roots(q2)
+    (root1, inverse1), (root2, inverse2) = roots(q1), roots(q2)
     theta, sine = angle(c, inverse1, inverse2)
     if angle is _angle:
         g = level - bend * theta
         return g * c + sine * (bend * root1) * root2, g
     g = theta.mul_(-bend).add_(level)
     return sine.mul_(bend * root1).mul_(root2).addcmul_(g, c), g
-
-
-def _roots(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the square root of a variance and its inverse, or zeros for a variance of 0."""
-    positive = q > 0
-    root = torch.where(positive, q, 1.0).sqrt()
-    return torch.where(positive, root, 0.0), torch.where(positive, 1 / root, 0.0)
 
 
 def _angle_in_place(c: Tensor, inverse1: Tensor, inverse2: Tensor) -> tuple[Tensor, Tensor]:

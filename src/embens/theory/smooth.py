@@ -3,8 +3,9 @@ r"""Duals of smooth activations without a closed form: tanh, softplus, SiLU, or 
 A :class:`Smooth` makes a :class:`~embens.theory.tables.Table` for a law and a range of variances,
 and reads all expectations from it. All steps on the way are refined until the values at
 :math:`\rho = 1`, which are the hardest, agree with direct integration to ``ACCURACY``, relative to
-:math:`F, G, H` within a member. If they cannot, as for an activation with a kink, a warning says
-what was reached. How a table is made is in :mod:`embens.theory.series`.
+:math:`F, G, H` within a member (for variances down to a millionth of the largest). If they cannot,
+as for an activation with a kink, a warning says what was reached. How a table is made is in
+:mod:`embens.theory.series`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from embens.laws import Law
 from embens.theory import chebyshev
-from embens.theory.expectations import Dual
+from embens.theory.expectations import Dual, roots
 
 _NUMBERS = 2**19  # coefficients held at once
 
@@ -211,13 +211,6 @@ class Table(Dual):
         start, f, g, *h = (expansion(*basis, correlation) for expansion in expansions)
         size = root1 * root2
         return [x.to(dtype) for x in (start + size * f, g, *(size * x for x in h))]
-
-
-def roots(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the square root of a variance and its inverse, or zeros for a variance of 0."""
-    positive = q > 0
-    root = torch.where(positive, q, 1.0).sqrt()
-    return torch.where(positive, root, 0.0), torch.where(positive, 1 / root, 0.0)
 
 
 def span(q1: Tensor, q2: Tensor) -> tuple[float, float]:

@@ -1,0 +1,156 @@
+r"""How much members depend on each other, by the numbers of the paper's NTK figures.
+
+All are functions of a tangent kernel :math:`\Theta_{ab}(x, x')` between all members: a
+:class:`~embens.finite.FiniteKernel` without class axes (``outputs="nll"``, ``"target"`` or
+``"trace"``), which is combined to
+
+.. math:: \Theta_{ab} = \frac{\gamma}{M} \Theta^{com}_{ab} + \delta_{ab} \Theta^{ind}_a
+
+with the paper's :math:`\gamma = M` unless another is given; or a tensor (member, member, batch,
+batch) that already is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from embens.finite.kernels import FiniteKernel
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+Kernel = FiniteKernel | Tensor
+Gamma = float | Callable[[int], float] | None
+
+
+def ntk_ratio(
+    kernel: Kernel,
+    *,
+    gamma: Gamma = None,
+    same: Float[Tensor, "*m n1 n2"] | None = None,
+) -> Float[Tensor, ""]:
+    r"""Return the mean squared kernel between members over that within members.
+
+    .. math::
+        \frac{\langle \Theta_{ab}^2(x, x') \rangle_{a \ne b,\, x, x'}}
+             {\langle \Theta_{aa}^2(x, x') \rangle_{a,\, x, x'}}
+
+    It falls as one over the width where members are independent. The measured denominator is
+    inflated by heavy tails at small width; give the limit's as ``same`` to be rid of that.
+
+    Args:
+        kernel: of one network.
+        gamma: the gradient scale, or a function of the number of members; None: the number of
+            members.
+        same: a kernel to normalise by instead of the measured one.
+
+    Example:
+        >>> kernel = torch.tensor([[2.0, 1.0], [1.0, 2.0]])[:, :, None, None]
+        >>> ntk_ratio(kernel).item()
+        0.25
+    """
+    theta = _dense(kernel, gamma)
+    members = len(theta)
+    diagonal = theta[range(members), range(members)]
+    squares = theta.square().mean((2, 3))
+    cross = (squares.sum() - squares.trace()) / (members * (members - 1))
+    return cross / (diagonal if same is None else same.to(theta)).square().mean()
+
+
+def other_members_weight(
+    kernel: Kernel,
+    m: int,
+    *,
+    gamma: Gamma = None,
+    same: Float[Tensor, "*m n1 n2"] | None = None,
+) -> Float[Tensor, ""]:
+    r"""Return the weight of other members in :math:`\partial_t \log p`, relative to a member's own.
+
+    With :math:`t_{ab}(x) = \frac1B \sum_{x'} \Theta_{ab}(x, x')`, what training member :math:`b`
+    does to member :math:`a` at :math:`x`, and a set :math:`\mathcal B` of ``m`` other members,
+
+    .. math::
+        \frac{\sum_{a, x} \big( \sum_{b \in \mathcal B} t_{ab}(x) \big)^2}
+             {\sum_{a, x} t_{aa}(x)^2} .
+
+    The paper takes any such set; this is the mean over all of them, in closed form. It grows as
+    :math:`m` over the width where members are independent, as :math:`m^2` where they are not.
+    For the kernel with ``outputs="nll"`` it is what its name says; the paper's third number is the
+    same with ``outputs="target"``.
+
+    Args:
+        kernel: of one network; symmetric, of samples with themselves.
+        m: how many other members.
+        gamma: see :func:`ntk_ratio`.
+        same: a kernel to normalise by instead of the measured one.
+
+    Example:
+        >>> kernel = torch.ones(4, 4, 1, 1)  # all members equal
+        >>> other_members_weight(kernel, 3).item()
+        9.0
+    """
+    theta = _dense(kernel, gamma)
+    others = len(theta) - 1
+    if isinstance(m, bool) or not isinstance(m, int) or not 1 <= m <= others:
+        raise ValueError(
+            f"m must be a whole number of other members, from 1 to {others}; got {m!r}"
+        )
+    pull = theta.mean(3)  # (member, member, batch)
+    diagonal = torch.eye(len(theta), dtype=torch.bool, device=theta.device)[:, :, None]
+    cross = pull.masked_fill(diagonal, 0.0)
+    squares = cross.square().sum(1)
+    pairs = cross.sum(1).square() - squares
+    together = (m - 1) / (others - 1) if m > 1 else 0.0
+    own = pull[range(len(theta)), range(len(theta))] if same is None else same.to(theta).mean(-1)
+    return (m / others * (squares + together * pairs)).mean() / own.square().mean()
+
+
+def ntk_drift(before: Kernel, after: Kernel, *, gamma: Gamma = None) -> Float[Tensor, ""]:
+    r"""Return how much the kernel of one network changed, :math:`|\Delta\Theta| / |\Theta|`.
+
+    Of one seed: the mean of this over seeds is what falls with the width (the paper's A3), the
+    change of the mean is not. Norms are over all entries.
+
+    Args:
+        before: the kernel at initialisation.
+        after: the kernel of the same samples later.
+        gamma: see :func:`ntk_ratio`.
+
+    Example:
+        >>> before = torch.ones(2, 2, 3, 3)
+        >>> ntk_drift(before, 1.5 * before).item()
+        0.5
+    """
+    first, second = (_dense(kernel, gamma, classes=True) for kernel in (before, after))
+    if first.shape != second.shape:
+        raise ValueError(
+            "the kernels before and after must be of the same members and samples; got shapes "
+            f"{tuple(first.shape)} and {tuple(second.shape)}"
+        )
+    return (second - first).norm() / first.norm()
+
+
+def _dense(kernel: Kernel, gamma: Gamma, *, classes: bool = False) -> Tensor:
+    """Return the kernel between all members, in double precision."""
+    if isinstance(kernel, FiniteKernel):
+        scale = kernel.members if gamma is None else gamma
+        theta = kernel.to(torch.float64).ntk(scale)
+    elif gamma is not None:
+        raise ValueError(
+            "gamma belongs to a FiniteKernel, whose parts it combines; this kernel is a tensor, "
+            "which is taken as it is. Leave gamma out."
+        )
+    else:
+        theta = kernel.to(torch.float64)
+    if theta.dim() != 4 and not (classes and theta.dim() == 6):
+        raise ValueError(
+            "expected a kernel (member, member, batch, batch); got shape "
+            f"{tuple(theta.shape)}. Reduce the classes: outputs='nll', 'target' or 'trace'."
+        )
+    if not classes and len(theta) < 2:
+        raise ValueError("dependence is between members; got a kernel of one member")
+    return theta

@@ -1,0 +1,264 @@
+"""``embens.diagnose``: is this ensemble an ensemble?
+
+It reads the regime off the infinite-width limit (or off laws and structure, where the limit of a
+network is not known), and measures, on a few samples and within a budget, how the members'
+gradients lie to each other (:mod:`~embens.finite.measurement`). From these come the room, the
+suggested gradient scale and rates, and the findings; see :mod:`~embens.finite.room`,
+:mod:`~embens.finite.stability`, :mod:`~embens.finite.findings`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embens import gradient
+from embens.ensemble import EmbeddedEnsemble
+from embens.finite import findings, room, stability
+from embens.finite.diagnosis import Diagnosis, Rates
+from embens.finite.gradients import cosines, total_gram
+from embens.finite.measurement import Measured, measure, take
+from embens.finite.members import Criterion
+from embens.gradient import Gamma
+
+KERNEL_ROWS = 12
+"""How many samples are enough for a kernel's largest eigenvalue."""
+
+
+def diagnose(
+    ensemble: EmbeddedEnsemble,
+    x: Any,
+    target: Any,
+    *,
+    criterion: Criterion | None = None,
+    gamma: Gamma = None,
+    optimizer: Any = None,
+    wanted: str | None = None,
+    seconds: float = 10.0,
+    memory: float = 1e9,
+    generator: torch.Generator | None = None,
+    plot: str | os.PathLike[str] | None = None,
+) -> Diagnosis:
+    """Return the regime of an ensemble, its room, suggestions, and what will go wrong.
+
+    The ensemble is not changed: neither parameters and their gradients, nor buffers, modes, or the
+    global random state.
+
+    Args:
+        ensemble: of any family.
+        x: a batch, or a tuple of the reference's arguments; some hundred samples are plenty.
+        target: classes, or values.
+        criterion: of one member's outputs and the target; None: cross-entropy for whole numbers,
+            the mean squared error for others.
+        gamma: the gradient scale that you mean to use; None: the ensemble's default.
+        optimizer: the optimiser that you mean to use, or its class or name, to be checked.
+        wanted: "independent" if that is what members should be.
+        seconds: budget of time.
+        memory: budget of bytes, beyond the ensemble itself.
+        generator: draws the samples, and the masks of an ensemble with fresh ones; None: always the
+            same.
+        plot: a file for a picture.
+
+    Example:
+        >>> from embens import batch_ensemble, networks
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> reference = networks.mlp(4, 64, 2, 3, generator=generator)
+        >>> ensemble = batch_ensemble(reference, 4, generator=generator)
+        >>> x, y = torch.randn(20, 4, generator=generator), torch.arange(20) % 3
+        >>> report = diagnose(ensemble, x, y)
+        >>> report.regime.value, report.gamma, report.warnings
+        ('independent', 4.0, [])
+    """
+    if wanted not in (None, "independent"):
+        raise ValueError(f"wanted must be 'independent' or None; got {wanted!r}")
+    if not (seconds > 0 and memory > 0):
+        raise ValueError(f"the budget must be positive; got {seconds} seconds, {memory} bytes")
+    if optimizer is not None:
+        findings.optimiser_class(optimizer)  # says what is wrong with it before any work
+    meant = gradient.gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
+    meant *= ensemble.members
+    started = time.perf_counter()
+    if criterion is None:
+        criterion = default_criterion(target)
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
+    structure = _Structure(ensemble)
+    measured = measure(
+        ensemble, x, target, criterion, structure.biases, seconds / 2, memory, generator
+    )
+    regime, natural = _limit(ensemble, measured.x, structure)
+    coupling = regime.coupling
+    through_biases = measured.bias_part()
+    if structure.biases and not structure.read.open:  # nothing but biases couples members
+        coupling, through_biases = 0.0, max(coupling, through_biases)
+    overlaps = room.layer_overlaps(measured.grams, coupling)
+    pull = room.total_overlap(measured.grams, coupling, len(measured.losses))
+    limit, tightest = room.room(room.layer_overlaps(measured.unbiased(), coupling))
+    interval = (limit, limit)
+    if tightest is not None:
+        interval = room.room_interval(measured.unbiased()[tightest], coupling)
+    norms = torch.tensor(measured.shared)
+    facts = findings.Facts(
+        ensemble=ensemble,
+        collective=coupling > 0,
+        last=structure.last,
+        natural=natural,
+        gamma=meant,
+        optimiser=optimizer,
+        wanted=wanted,
+        norms=norms,
+        biases=(tuple(structure.biases), through_biases),
+        room=limit,
+    )
+    left = seconds - (time.perf_counter() - started)
+    rates = _rates(ensemble, measured, target, criterion, natural, meant, left)
+    matrix = cosines(total_gram(measured.grams, len(measured.losses)))
+    report = Diagnosis(
+        regime=regime,
+        coupling=regime.coupling,
+        exact=regime.exact,
+        pull=pull,
+        pull_error=_error_of_mean(matrix),
+        overlap=overlaps,
+        room=limit,
+        room_interval=interval,
+        tightest=tightest,
+        gamma=natural,
+        gamma_as_meant=meant,
+        rates=rates,
+        warnings=findings.find(facts),
+        cosines=matrix,
+        norms=norms,
+        losses=torch.tensor(measured.losses),
+        members=ensemble.members,
+        rows=measured.rows,
+        family=ensemble.plan.family,
+        seconds=time.perf_counter() - started,
+        notes=measured.notes,
+    )
+    if plot is not None:
+        report.plot(plot)
+    return report
+
+
+def default_criterion(target: Any) -> Criterion:
+    """Return cross-entropy for whole numbers, the mean squared error for others."""
+    if not isinstance(target, Tensor):
+        raise TypeError(
+            f"pass criterion= for a target that is not one tensor; got {type(target).__name__}"
+        )
+    if target.is_floating_point():
+        return nn.functional.mse_loss
+    return nn.functional.cross_entropy
+
+
+class _Structure:
+    """The last layers of an ensemble: their laws, and their shared biases."""
+
+    def __init__(self, ensemble: EmbeddedEnsemble):
+        self.last: dict[str, Any] = {}
+        self.biases: dict[str, Tensor] = {}
+        if ensemble.plan.family == "independent":
+            return
+        from embens.theory.regime import _Structure as Read
+
+        self.read = Read(ensemble)
+        self.last = dict(self.read.last)
+        layers = {name: self.read.layers[name] for name in self.last}
+        self.biases = findings.output_biases(layers, ensemble)
+
+    def regime(self, why: str) -> Any:
+        """Return the regime by laws and structure, where the limit is not asked."""
+        from embens.theory.regime import Regime, RegimeReport
+
+        coupling = self.read.estimate()
+        kind = Regime.COLLECTIVE if coupling > 0 else Regime.INDEPENDENT
+        return RegimeReport(kind, coupling, f"{self.read.explain(coupling)} ({why})", exact=False)
+
+
+def _limit(ensemble: EmbeddedEnsemble, x: Any, structure: _Structure) -> tuple[Any, float]:
+    """Return the regime, and the gradient scale that suits it."""
+    from embens.theory.blocks import kernels
+    from embens.theory.regime import natural_gamma, regime
+
+    members = ensemble.members
+    if ensemble.plan.family == "independent":
+        return regime(ensemble), ensemble.natural_gamma
+    rows = _few(x)
+    if any(not site.hidden and site.law.variance > 0 for site in ensemble.plan.sites):
+        found = structure.regime("with modulated inputs or outputs, members are not exchangeable")
+    elif rows is None:
+        found = structure.regime("the limit for such inputs is not computed here")
+    else:
+        try:
+            found = regime(ensemble, rows)
+            if found.exact and rows.dim() == 2:
+                return found, float(natural_gamma(kernels(ensemble, rows), members))
+        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+            found = structure.regime(f"without the limit: {str(error).splitlines()[0]}")
+    return found, members / (1 + (members - 1) * found.coupling)
+
+
+def _few(x: Any) -> Tensor | None:
+    """Return so many samples as the limit's kernels take a moment for; None: not even one."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() not in (2, 4):
+        return None
+    pixels = x[0, 0].numel()
+    rows = {True: 0, pixels <= 1024: 1, pixels <= 256: 2, pixels == 1: KERNEL_ROWS}[True]
+    return x[:rows].detach().double() if rows else None
+
+
+def _error_of_mean(matrix: Tensor) -> float:
+    """Return the standard error of the mean cosine of pairs, leaving out one member at a time."""
+    count = len(matrix)
+    if count < 3:
+        return math.nan
+    total = matrix.sum() - matrix.trace()
+    without = (total - 2 * (matrix.sum(0) - matrix.diagonal())) / ((count - 1) * (count - 2))
+    return float(((count - 1) / count * (without - without.mean()).square().sum()).sqrt())
+
+
+def _rates(
+    ensemble: EmbeddedEnsemble,
+    measured: Measured,
+    target: Any,
+    criterion: Criterion,
+    natural: float,
+    meant: float,
+    seconds: float,
+) -> Rates:
+    """Return the suggested rates, as far as time allows."""
+    shared, own = torch.tensor(measured.shared), torch.tensor(measured.individual)
+    factor = None
+    if ensemble.plan.sites and float(own.sum()) > 0 and float(shared.sum()) > 0:
+        factor = float(shared.square().mean().sqrt() / own.square().mean().sqrt())
+    outputs = measured.outputs
+    index = torch.arange(min(KERNEL_ROWS, measured.rows))
+    if not isinstance(outputs, Tensor) or len(outputs) != measured.rows:
+        measured.notes.append("no stable rate: outputs are not one tensor with a row per sample")
+        return Rates(modulation_factor=factor)
+    work = 2 * outputs[0].numel() * ensemble.members * measured.pass_seconds
+    work *= len(index) / measured.rows
+    if work > seconds:
+        measured.notes.append(
+            f"no stable rate: its tangent kernel would take about {work:.0f} more seconds"
+        )
+        return Rates(modulation_factor=factor)
+    try:
+        stable = stability.largest_stable_rates(
+            ensemble,
+            take(measured.x, index),
+            take(measured.target, index),
+            criterion,
+            outputs=outputs[index],
+            gammas=(natural, meant),
+        )
+    except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
+        measured.notes.append(f"no stable rate: {str(error).splitlines()[0]}")
+        return Rates(modulation_factor=factor)
+    return Rates(stable[0], stable[1], factor)

@@ -1,0 +1,230 @@
+"""A diagnosis: what :func:`embens.diagnose` found, as text, as a dict, as a picture."""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from embens.finite.findings import Finding
+from embens.finite.room import FULL, LayerOverlap
+
+if TYPE_CHECKING:
+    from embens.theory.regime import RegimeReport
+
+WIDTH = 92
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Suggested rates; see :mod:`embens.finite.stability` for how they are found.
+
+    Attributes:
+        largest_stable: rate of plain gradient descent above which training diverges at once, with
+            the suggested gamma; None where it was not measured.
+        largest_stable_as_meant: the same with the gamma that was given.
+        modulation_factor: rate of the modulations over that of the shared parameters with which
+            both make steps of the same length, the most that one should try; None without
+            trainable modulations.
+    """
+
+    largest_stable: float | None = None
+    largest_stable_as_meant: float | None = None
+    modulation_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found out about an ensemble.
+
+    Attributes:
+        regime: equals ``Regime.INDEPENDENT`` or ``Regime.COLLECTIVE``; with its reason.
+        coupling: of members in the infinite-width limit, from 0 to 1.
+        exact: whether that is from the limit's kernels, or only from laws and structure.
+        pull: rms, mean and chance part of the cosine of two members' shared gradients.
+        pull_error: standard error of that mean, from leaving out one member at a time.
+        overlap: the same, layer by layer.
+        room: how many members there is room for (:mod:`embens.finite.room`); may be infinite.
+        room_interval: the same, one standard error lower and higher; wide with few members.
+        tightest: the layer that limits the room.
+        gamma: suggested gradient scale.
+        gamma_as_meant: the one that was given, or the ensemble's default.
+        rates: suggested rates.
+        warnings: what will go wrong, with what to do.
+        notes: what was left out, and why.
+        cosines: of the members that were measured, ``(member, member)``.
+        norms: of their shared gradients, ``(member,)``.
+        losses: of the members, ``(member,)``.
+        members: how many the ensemble has.
+        rows: how many samples were used.
+        family: which function made the ensemble.
+        seconds: what it took.
+    """
+
+    regime: RegimeReport
+    coupling: float
+    exact: bool
+    pull: LayerOverlap
+    pull_error: float
+    overlap: dict[str, LayerOverlap]
+    room: float
+    room_interval: tuple[float, float]
+    tightest: str | None
+    gamma: float
+    gamma_as_meant: float
+    rates: Rates
+    warnings: list[Finding]
+    cosines: Tensor
+    norms: Tensor
+    losses: Tensor
+    members: int
+    rows: int
+    family: str
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def codes(self) -> list[str]:
+        """The codes of the warnings."""
+        return [finding.code for finding in self.warnings]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as numbers, strings, lists and dicts; None for what is infinite."""
+        values = asdict(self)
+        values["regime"] = self.regime.value
+        values["reason"] = self.regime.reason
+        for name in ("cosines", "norms", "losses"):
+            values[name] = values[name].tolist()
+        return _plain(values)
+
+    def __str__(self) -> str:
+        pull, error = self.pull, self.pull_error
+        source = "exact, from the infinite-width limit" if self.exact else "from laws and structure"
+        lines = [f"{self.family}, {self.members} members"]
+
+        def say(head: str, text: str) -> None:
+            wrapped = textwrap.wrap(text, WIDTH - 10) or [""]
+            lines.extend(f"{head if not i else '':10}{line}" for i, line in enumerate(wrapped))
+
+        say("regime", f"{self.regime.value}: {self.regime.reason}")
+        say("", f"coupling {self.coupling:.3g} ({source})")
+        if self.family == "independent":
+            say("pull", "none: members share no parameters")
+        else:
+            about = "" if math.isnan(error) else f" ± {error:.2g}"
+            say(
+                "pull",
+                f"two members' gradients have a cosine of {pull.mean:+.3f}{about} in the mean, "
+                f"{pull.rms:.3f} in size ({len(self.norms)} members, {self.rows} samples)",
+            )
+            for layer, overlap in self.overlap.items():
+                bar = "#" * round(20 * overlap.rms)
+                lines.append(
+                    f"{'':10}{layer:<20.20} mean {overlap.mean:+.3f}  size {overlap.rms:.3f}  "
+                    f"share {overlap.share:4.0%}  {bar}"
+                )
+        say("room", self._room_in_words())
+        if self.family != "independent":
+            say("gamma", f"{self.gamma:.3g}" + self._meant())
+        say("rates", self._rates_in_words())
+        for note in self.notes:
+            say("note", note)
+        say("warnings", "none" if not self.warnings else "")
+        for finding in self.warnings:
+            lines += textwrap.wrap(f"! {finding.message}", WIDTH, subsequent_indent="  ")
+            lines += textwrap.wrap(f"  do: {finding.what_to_do}", WIDTH, subsequent_indent="      ")
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _room_in_words(self) -> str:
+        if self.family == "independent":
+            return "any number: each has its own parameters"
+        if math.isinf(self.room):
+            return "no limit: what others add helps a member more than it disturbs"
+        low, high = (
+            f"{end:.0f}" if math.isfinite(end) else "any number" for end in self.room_interval
+        )
+        return (
+            f"about {self.room:.0f} members ({low} to {high}; limited by {self.tightest!r}); more "
+            "disturb each other more than the ensemble gains"
+        )
+
+    def _meant(self) -> str:
+        if abs(self.gamma_as_meant - self.gamma) <= 0.01 * self.gamma:
+            return ""
+        return f" (now {self.gamma_as_meant:.3g})"
+
+    def _rates_in_words(self) -> str:
+        parts = []
+        if self.rates.largest_stable is not None:
+            parts.append(
+                "plain gradient descent is stable up to a rate of about "
+                f"{self.rates.largest_stable:.2g}"
+            )
+            meant = self.rates.largest_stable_as_meant
+            if self._meant() and meant is not None:
+                parts[-1] += f" ({meant:.2g} with gamma {self.gamma_as_meant:.3g})"
+        if self.rates.modulation_factor is not None:
+            parts.append(
+                f"modulations make steps as long as weights at {self.rates.modulation_factor:.2g} "
+                "times their rate, the most to try"
+            )
+        return "; ".join(parts) or "not measured"
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the cosines, the layers, and the pull of others against the number of members."""
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot as plt
+
+        figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), constrained_layout=True)
+        image = axes[0].imshow(self.cosines.numpy(), vmin=-1, vmax=1, cmap="RdBu_r")
+        figure.colorbar(image, ax=axes[0], shrink=0.8)
+        axes[0].set(title="cosine of members' gradients", xlabel="member", ylabel="member")
+        names = list(self.overlap)
+        places = range(len(names))
+        axes[1].barh(places, [o.rms for o in self.overlap.values()], color="#1f77b4", label="size")
+        means = [o.mean for o in self.overlap.values()]
+        axes[1].plot(means, places, "k|", ms=12, label="mean")
+        axes[1].set_yticks(places, labels=names, fontsize=8 if len(names) < 12 else 5)
+        axes[1].invert_yaxis()
+        axes[1].set(title="by layer", xlabel="cosine of two members")
+        if names:
+            axes[1].legend(fontsize=8)
+        self._plot_room(axes[2])
+        figure.savefig(path, dpi=80)
+        plt.close(figure)
+
+    def _plot_room(self, axis: Any) -> None:
+        overlap = self.overlap.get(self.tightest or "", self.pull)
+        most = max(64, 2 * self.members, 2 * math.ceil(self.room) if self.room < 1e5 else 64)
+        counts = sorted({round(2 ** (i / 4)) for i in range(4 * most.bit_length() + 1)})
+        pulls = [
+            math.sqrt(m - 1) * overlap.chance / (1 + (m - 1) * overlap.systematic) for m in counts
+        ]
+        axis.plot(counts, pulls, color="#1f77b4")
+        axis.axhline(FULL, color="grey", lw=1, ls="--")
+        if math.isfinite(self.room):
+            axis.axvline(self.room, color="#d62728", label=f"room for about {self.room:.0f}")
+        axis.axvline(self.members, color="k", ls=":", label=f"it has {self.members}")
+        axis.set(
+            xscale="log",
+            xlabel="members M",
+            title="pull of the others by chance (its own: 1)",
+            ylim=(0, max(1.0, 1.2 * FULL)),
+        )
+        axis.legend(fontsize=8)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

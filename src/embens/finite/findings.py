@@ -1,0 +1,317 @@
+"""Findings: what is known to go wrong with embedded ensembles, and what to do about it.
+
+A check is a function of :class:`Facts`, what was read and measured of an ensemble, that returns a
+:class:`Finding` or None; ``CHECKS`` is the list of them. Each has a test in which it must find
+something and one in which it must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embens.ensemble import EmbeddedEnsemble
+from embens.laws import Law
+from embens.plan import Site, closest
+
+NARROW = 8
+"""Inputs of at most so many channels don't average their modulations out."""
+SPREAD = 10.0
+"""Ratio of the longest to the shortest gradient of members that is too large."""
+BIAS = 0.02
+"""Pull of all others through output biases, relative to a member's own, that is worth a word."""
+FAST = 1.5
+"""How many times its natural value a gamma may be."""
+CROWDED = 4.0
+"""How many times the room a number of members may be."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that will go wrong: its code, what it is, and what to do."""
+
+    code: str
+    message: str
+    what_to_do: str
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message} → {self.what_to_do}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an ensemble.
+
+    Attributes:
+        ensemble: itself.
+        collective: whether its members are coupled in the limit by more than output biases.
+        last: the last layers and the law of the modulations of their inputs, if they have any.
+        natural: the gradient scale that suits it.
+        gamma: the one that is to be used.
+        optimiser: an optimiser, its class or its name; None if it is not known.
+        wanted: "independent", or None.
+        norms: of each member's shared gradient, ``(member,)``.
+        biases: shared output biases that can be trained, and how strongly they couple members: in
+            the limit, or as their mean part in the cosine of two members' gradients.
+        room: for how many members there is room.
+    """
+
+    ensemble: EmbeddedEnsemble
+    collective: bool
+    last: Mapping[str, Law | None]
+    natural: float
+    gamma: float
+    optimiser: Any
+    wanted: str | None
+    norms: Tensor
+    biases: tuple[tuple[str, ...], float]
+    room: float
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites at which members differ."""
+        return tuple(s for s in self.ensemble.plan.sites if s.law.variance > 0)
+
+    @property
+    def spread(self) -> float:
+        """Ratio of the longest to the shortest gradient of a member."""
+        alive = self.norms[self.norms > 0]
+        return float(alive.max() / alive.min()) if len(alive) else 1.0
+
+
+def find(facts: Facts) -> list[Finding]:
+    """Return what the checks find."""
+    found = (check(facts) for check in CHECKS)
+    return [finding for finding in found if finding is not None]
+
+
+def shifted_laws(facts: Facts) -> Finding | None:
+    """Laws with a mean where independent members were wanted."""
+    shifted = [n for n, law in facts.last.items() if law is not None and law.mean != 0]
+    if facts.wanted != "independent" or not facts.collective or not shifted:
+        return None
+    return Finding(
+        "shifted-laws",
+        f"independent members were wanted, but the law of the modulations in the input of "
+        f"{_names(shifted)} has a mean ({facts.last[shifted[0]]!r}), which couples members",
+        "use a centred law there, such as laws.Normal() or p=0 in batch_ensemble",
+    )
+
+
+def uncentred_last_layer(facts: Facts) -> Finding | None:
+    """Centred modulations everywhere but where it matters."""
+    if not facts.collective or not facts.sites:
+        return None
+    bare = [n for n, law in facts.last.items() if law is None]
+    shifted = [n for n, law in facts.last.items() if law is not None and law.mean != 0]
+    others = [s for s in facts.sites if not (s.kind == "post" and s.layer in facts.last)]
+    meant = facts.wanted == "independent" or (others and all(s.law.mean == 0 for s in others))
+    if not meant or not (bare or (shifted and facts.wanted is None)):
+        return None
+    return Finding(
+        "uncentred-last-layer",
+        f"modulations are centred elsewhere, but not in the input of {_names(bare or shifted)}: "
+        "what the last hidden layer has in common couples all members",
+        f"add a centred post modulation there, such as post={{{(bare or shifted)[0]!r}: "
+        "laws.Normal()}, or sites='hidden' with the default laws",
+    )
+
+
+def shared_output_bias(facts: Facts) -> Finding | None:
+    """A bias of the output layer that members of an independent ensemble share."""
+    layers, part = facts.biases
+    centred = facts.last and all(law is not None and law.mean == 0 for law in facts.last.values())
+    if not layers or not centred or part * (facts.ensemble.members - 1) < BIAS:
+        return None
+    return Finding(
+        "shared-output-bias",
+        f"members are independent but for the shared bias of {_names(layers)}: through it the "
+        f"others pull {part * (facts.ensemble.members - 1):.0%} as strongly as a member itself",
+        "leave the bias of the output layer out (bias=False), or freeze it "
+        "(bias.requires_grad_(False))",
+    )
+
+
+def input_modulations(facts: Facts) -> Finding | None:
+    """Modulations of an input with few channels."""
+    inputs = [s for s in facts.sites if s.kind == "post" and not s.hidden]
+    narrow = [s for s in inputs if s.size <= NARROW]
+    if not inputs or not (narrow or facts.spread > SPREAD):
+        return None
+    site = (narrow or inputs)[0]
+    return Finding(
+        "input-modulations",
+        f"the {site.size} channels of the network's input are modulated (layer {site.layer!r}): "
+        "some members see next to nothing of it; their gradients differ in length by a factor of "
+        f"{facts.spread:.3g}",
+        "leave the input alone: sites='hidden'",
+    )
+
+
+def output_modulations(facts: Facts) -> Finding | None:
+    """Modulations of the outputs themselves."""
+    outputs = [s for s in facts.sites if s.kind == "pre" and not s.hidden]
+    if not outputs:
+        return None
+    return Finding(
+        "output-modulations",
+        f"the outputs of {_names([s.layer for s in outputs])} are modulated: every class gets a "
+        "random scale and sign in each member, which does not make members independent",
+        "leave the outputs alone: sites='hidden'",
+    )
+
+
+def converging_modulations(facts: Facts) -> Finding | None:
+    """Members that differ in the last layer alone, by numbers that are trained."""
+    alone = facts.sites and all(s.kind == "post" and s.layer in facts.last for s in facts.sites)
+    if not alone or not any(s.trainable for s in facts.sites) or facts.ensemble.members == 1:
+        return None
+    return Finding(
+        "converging-modulations",
+        "members differ in the input of the last layer alone, and these modulations are trained: "
+        "they all descend the same convex loss and converge to one another",
+        "freeze them (trainable=False, as last_layer_dropout does), or modulate the other hidden "
+        "sites as well",
+    )
+
+
+def large_gamma(facts: Facts) -> Finding | None:
+    """A gradient scale for independent members where they pull together."""
+    if not facts.collective or facts.gamma <= FAST * facts.natural:
+        return None
+    return Finding(
+        "large-gamma",
+        f"gamma={facts.gamma:g}, but members pull together: the effective rate of what they have "
+        f"in common is {facts.gamma / facts.natural:.3g} times too large",
+        f"use gamma={facts.natural:.3g}, or divide the rate of the shared parameters",
+    )
+
+
+def decayed_modulations(facts: Facts) -> Finding | None:
+    """Weight decay on modulations."""
+    ensemble = facts.ensemble
+    if not isinstance(facts.optimiser, torch.optim.Optimizer) or not facts.sites:
+        return None
+    modulations = {id(p) for p in ensemble.individual_parameters()}
+    decay = [
+        float(group.get("weight_decay", 0.0))
+        for group in facts.optimiser.param_groups
+        if any(id(p) in modulations for p in group["params"])
+    ]
+    if not any(decay):
+        return None
+    return Finding(
+        "decayed-modulations",
+        f"the modulations have a weight decay of {max(decay):g}, which pulls all members to the "
+        "same point",
+        "give the optimiser ensemble.parameter_groups(lr=…, weight_decay=…), which decays the "
+        "shared parameters alone",
+    )
+
+
+def cancelled_gamma(facts: Facts) -> Finding | None:
+    """An optimiser that divides by the size of the gradient, and gamma with it."""
+    if facts.optimiser is None or facts.gamma == 1.0 or facts.ensemble.plan.family == "independent":
+        return None
+    kind = optimiser_class(facts.optimiser)
+    if not _is_scale_free(kind):
+        return None
+    factor = facts.gamma / facts.natural
+    rate = "as it is" if abs(factor - 1) < 1e-9 else f"times {factor:.3g}"
+    return Finding(
+        "cancelled-gamma",
+        f"{kind.__name__} divides by the size of the gradient, and so cancels "
+        f"gamma={facts.gamma:.3g}",
+        f"put it into the rate of the shared parameters instead (the natural one {rate}): "
+        "embens.fit does, in your own loop multiply by embens.training.shared_rate_factor(); or "
+        "use SGD",
+    )
+
+
+def crowded(facts: Facts) -> Finding | None:
+    """Far more members than there is room for."""
+    members = facts.ensemble.members
+    if members <= CROWDED * facts.room:
+        return None
+    return Finding(
+        "crowded",
+        f"{members} members in a network with room for about {facts.room:.0f}: they disturb each "
+        "other more than the ensemble gains",
+        f"take about {max(1, round(facts.room))} members, or a wider network",
+    )
+
+
+def no_gradient(facts: Facts) -> Finding | None:
+    """Members that can't learn."""
+    norms = facts.norms
+    dead = [a for a, norm in enumerate(norms.tolist()) if not 0 < norm < float("inf")]
+    if not dead or facts.ensemble.plan.family == "independent":
+        return None
+    if not bool(torch.isfinite(norms).all()):
+        what, cure = "not finite", "check the inputs, the target and the scale of the weights"
+    else:
+        what = "zero: all their units are dead, or their shared parameters are frozen"
+        cure = "make the network wider, or use an activation without a dead half"
+    return Finding("no-gradient", f"the shared gradient of members {dead} is {what}", cure)
+
+
+CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (
+    shifted_laws,
+    uncentred_last_layer,
+    shared_output_bias,
+    input_modulations,
+    output_modulations,
+    converging_modulations,
+    large_gamma,
+    decayed_modulations,
+    cancelled_gamma,
+    crowded,
+    no_gradient,
+)
+
+
+def optimiser_class(optimiser: Any) -> type[torch.optim.Optimizer]:
+    """Return the class of an optimiser that is given as such, as its class, or by its name."""
+    if isinstance(optimiser, torch.optim.Optimizer):
+        return type(optimiser)
+    if isinstance(optimiser, str):
+        names = {n.lower(): n for n in torch.optim.__all__ if n[0].isupper() and n != "Optimizer"}
+        if optimiser.lower() not in names:
+            raise ValueError(
+                f"optimiser: unknown {optimiser!r}{closest(optimiser, names.values())}"
+            )
+        return getattr(torch.optim, names[optimiser.lower()])
+    if isinstance(optimiser, type) and issubclass(optimiser, torch.optim.Optimizer):
+        return optimiser
+    raise TypeError(
+        f"optimizer: expected a torch optimiser, its class or its name; got {optimiser!r}"
+    )
+
+
+def _is_scale_free(kind: type[torch.optim.Optimizer]) -> bool:
+    from embens.training.rates import is_scale_free
+
+    try:
+        return is_scale_free(kind)  # type: ignore[arg-type]
+    except TypeError:  # one that needs a closure, such as LBFGS
+        return False
+
+
+def output_biases(layers: Mapping[str, nn.Module], ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
+    """Return the biases of these layers that members share and that can be trained."""
+    shared = {id(p) for p in ensemble.shared_parameters() if p.requires_grad}
+    found = {}
+    for name, layer in layers.items():
+        owner = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
+        bias = getattr(owner, "bias", None)
+        if isinstance(bias, Tensor) and id(bias) in shared:
+            found[name] = bias
+    return found
+
+
+def _names(layers: Any) -> str:
+    return "the layer " + ", ".join(map(repr, layers))

@@ -1,0 +1,364 @@
+r"""Empirical tangent kernels: those of the network at hand, at its finite width.
+
+The tangent kernel of members :math:`a, b` has a part from the parameters :math:`w` that they share
+and, for each member alone, a part from its individual parameters :math:`u_a`:
+
+.. math::
+    \Theta^{com}_{ab}(x, x') = \sum_w \frac{\partial f_a(x)}{\partial w}
+        \frac{\partial f_b(x')}{\partial w}, \qquad
+    \Theta^{ind}_a(x, x') = \sum_{u_a} \frac{\partial f_a(x)}{\partial u_a}
+        \frac{\partial f_a(x')}{\partial u_a} .
+
+Gradients are those of the parameters as they are, in their parametrization, with neither learning
+rates nor the gradient scale :math:`\gamma`; :meth:`FiniteKernel.ntk` puts these in. Frozen
+parameters don't count. Reductions of the class axes, the paper's two among them:
+
+===========  ==================================================================================
+``"all"``    :math:`\Theta_{kk'}` for all pairs of outputs
+``"trace"``  :math:`\sum_k \Theta_{kk}`
+``"target"`` :math:`\Theta_{y(x) y(x')}`
+``"nll"``    of :math:`-\log p_{y(x)}(x)` instead of :math:`f`, with :math:`p = \mathrm{softmax} f`
+===========  ==================================================================================
+
+How: one backward pass for each member and class gives the cotangents of all layers for all samples
+at once (:mod:`~embens.finite.recording`, :mod:`~embens.finite.terms`), from which Gram matrices
+follow (:mod:`~embens.finite.contraction`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from embens.ensemble import EmbeddedEnsemble
+from embens.finite.contraction import Side, contract, contract_rows, group_uses
+from embens.finite.recording import Inputs, Recorder, Recording, as_inputs
+from embens.finite.samplewise import Samplewise
+from embens.finite.terms import Term
+from embens.gradient import gradient_factor
+from embens.plan import closest
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+Outputs = Literal["all", "trace", "target", "nll"]
+OUTPUTS = ("all", "trace", "target", "nll")
+PASS_BYTES = 2**29
+"""What the terms of one chunk of samples may hold, for all members, where no chunk is given."""
+CLASSES_AT_ONCE = 8
+"""How many classes of a trace are in memory together."""
+
+
+@dataclass(frozen=True)
+class FiniteKernel:
+    r"""Tangent kernel of a network of finite width between two sets of samples.
+
+    Attributes:
+        shared: :math:`\Theta^{com}`.
+        individual: :math:`\Theta^{ind}`.
+        natural_gamma: the ensemble's default gradient scale.
+    """
+
+    shared: Float[Tensor, "m m n1 n2 *classes"]
+    individual: Float[Tensor, "m n1 n2 *classes"]
+    natural_gamma: float = 1.0
+
+    @property
+    def members(self) -> int:
+        """How many members there are."""
+        return len(self.shared)
+
+    @property
+    def same(self) -> Float[Tensor, "m n1 n2 *classes"]:
+        """The shared part of each member with itself."""
+        return self.shared[range(self.members), range(self.members)]
+
+    def ntk(
+        self,
+        gamma: float | Callable[[int], float] | None = None,
+        *,
+        shared_rate: float = 1.0,
+        individual_rate: float = 1.0,
+    ) -> Float[Tensor, "m m n1 n2 *classes"]:
+        r"""Return the kernel that training follows.
+
+        .. math::
+            \Theta_{ab} = \eta_w \frac{\gamma}{M} \Theta^{com}_{ab}
+                + \delta_{ab}\, \eta_u \Theta^{ind}_a
+
+        Args:
+            gamma: the gradient scale, or a function of the number of members; None: the ensemble's
+                natural one.
+            shared_rate: :math:`\eta_w`, relative to the training's learning rate.
+            individual_rate: :math:`\eta_u`.
+        """
+        factor = gradient_factor(gamma, self.members, self.natural_gamma)
+        result = shared_rate * factor * self.shared
+        a = range(self.members)
+        result[a, a] += individual_rate * self.individual
+        return result
+
+    def to(self, *args, **kwargs) -> FiniteKernel:
+        """Return the kernel with another dtype or on another device."""
+        parts = (part.to(*args, **kwargs) for part in (self.shared, self.individual))
+        return FiniteKernel(*parts, natural_gamma=self.natural_gamma)
+
+
+def ntk(
+    ensemble: EmbeddedEnsemble,
+    x1: Tensor | Inputs,
+    x2: Tensor | Inputs | None = None,
+    *,
+    outputs: Outputs = "all",
+    target: Int[Tensor, " n1"] | None = None,
+    target2: Int[Tensor, " n2"] | None = None,
+    chunk: int | None = None,
+) -> FiniteKernel:
+    """Return the empirical tangent kernel, shared and individual parts.
+
+    Args:
+        ensemble: of any family, in the mode it is in: batch statistics and random layers need
+            ``ensemble.eval()``.
+        x1: samples along the first axis; a tuple of tensors for a reference of several arguments.
+        x2: other samples; None: the kernel of ``x1`` with itself, symmetric.
+        outputs: which outputs, or which reduction of them; see the module. Axes after the batch
+            count as classes, all together.
+        target: the classes of ``x1``, for "target" and "nll".
+        target2: the classes of ``x2``.
+        chunk: how many samples run at once; bounds memory, and does not change the result beyond
+            rounding. None: chosen by the size of the network.
+
+    Returns:
+        A kernel with ``shared`` (member, member, batch, batch) and ``individual`` (member, batch,
+        batch); for "all" with two class axes more.
+
+    Example:
+        >>> from embens import batch_ensemble, networks
+        >>> ensemble = batch_ensemble(networks.mlp(inputs=4, width=8, depth=2), members=3)
+        >>> kernel = ntk(ensemble, torch.ones(5, 4), outputs="trace")
+        >>> kernel.shared.shape, kernel.individual.shape
+        (torch.Size([3, 3, 5, 5]), torch.Size([3, 5, 5]))
+    """
+    if outputs not in OUTPUTS:
+        raise ValueError(f"outputs: unknown {outputs!r}{closest(outputs, OUTPUTS)}")
+    left = _Samples(as_inputs(x1, "x1"), _check_target(outputs, target, x1, "target"))
+    right = None
+    if x2 is not None:
+        right = _Samples(as_inputs(x2, "x2"), _check_target(outputs, target2, x2, "target2"))
+    elif target2 is not None:
+        raise ValueError("target2 belongs to x2; got target2 without x2. Leave it out.")
+    recorder = Recorder(ensemble)
+    with torch.no_grad(), recorder.watching():
+        recorder.survey(_probe(left, right))
+        run = _Run(recorder, outputs)
+        size = run.chunk_size(left, chunk)
+        kernel = run.kernel(
+            list(left.split(size)), None if right is None else list(right.split(size))
+        )
+    return kernel
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Inputs with the classes of their targets."""
+
+    inputs: Inputs
+    target: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.inputs[0])
+
+    def split(self, size: int) -> Iterator[_Samples]:
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            target = None if self.target is None else self.target[part]
+            yield _Samples(tuple(x[part] for x in self.inputs), target)
+
+
+class _Run:
+    """The computation of one kernel."""
+
+    def __init__(self, recorder: Recorder, outputs: Outputs):
+        self.recorder = recorder
+        self.ensemble = recorder.ensemble
+        self.outputs = outputs
+        self._batched = True
+        self.samplewise = Samplewise(self.ensemble, recorder.stacks, recorder.general)
+
+    def chunk_size(self, samples: _Samples, chunk: int | None) -> int:
+        if chunk is not None:
+            if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+                raise ValueError(
+                    f"chunk must be a whole number of at least 1, or None; got {chunk!r}"
+                )
+            return chunk
+        size = 8 * self.recorder.numbers * self.ensemble.members
+        return max(1, PASS_BYTES // max(1, size))
+
+    def kernel(self, left: list[_Samples], right: list[_Samples] | None) -> FiniteKernel:
+        rows = []
+        for i, samples in enumerate(left):
+            first = self.recorder.record(samples.inputs)
+            row = []
+            for j, others in enumerate(left if right is None else right):
+                if right is None and j < i:
+                    row.append(tuple(_transposed(block) for block in rows[j][i]))
+                elif right is None and j == i:
+                    row.append(self._block(samples, first, None, None))
+                else:
+                    second = self.recorder.record(others.inputs)
+                    row.append(self._block(samples, first, others, second))
+            rows.append(row)
+        shared, individual = (
+            torch.cat([torch.cat([block[part] for block in row], -3) for row in rows], -4)
+            for part in range(2)
+        )
+        if self.outputs != "all":
+            shared, individual = shared[..., 0, 0], individual[..., 0, 0]
+        return FiniteKernel(shared, individual, self.ensemble.natural_gamma)
+
+    def _block(
+        self,
+        samples: _Samples,
+        first: Recording,
+        others: _Samples | None,
+        second: Recording | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return both parts, ``(member[, member], batch, batch, class, class)``."""
+        members, individual = self.ensemble.members, self.recorder.individual
+        like = first.outputs[0].detach()
+        classes = like[0].numel() if self.outputs == "all" else 1
+        columns = first.batch if second is None else second.batch
+        rows, columns = first.batch * classes, columns * classes
+        shared = like.new_zeros(members * rows, members * columns)
+        own = like.new_zeros(members, rows, columns)
+        for part in self._parts(first):
+            left = self._side(samples, first, part)
+            right = None if second is None else self._side(others, second, part)  # type: ignore[arg-type]
+            for key in left.uses[0]:
+                if key[0][1] in individual:
+                    for a in range(members):
+                        own[a] += contract(key, left.of(a), right and right.of(a))
+                else:
+                    shared += contract(key, left, right)
+            for parameter in self.recorder.general:
+                if parameter in individual:
+                    for a in range(members):
+                        own[a] += contract_rows(parameter, left.of(a), right and right.of(a))
+                else:
+                    shared += contract_rows(parameter, left, right)
+        shape = (rows // classes, classes, columns // classes, classes)
+        shared = shared.view(members, *shape[:2], members, *shape[2:]).permute(0, 3, 1, 4, 2, 5)
+        return shared, own.view(members, *shape).transpose(2, 3)
+
+    def _parts(self, recording: Recording) -> Iterator[slice]:
+        """Yield the outputs whose gradients are in memory together."""
+        if self.outputs in ("target", "nll"):
+            yield slice(0, 1)
+            return
+        count = recording.outputs[0][0].numel()
+        step = count if self.outputs == "all" else CLASSES_AT_ONCE
+        for start in range(0, count, step):
+            yield slice(start, min(start + step, count))
+
+    def _side(self, samples: _Samples, recording: Recording, part: slice) -> Side:
+        uses, rows = [], []
+        for a, output in enumerate(recording.outputs):
+            terms = recording.terms[a]
+            cotangents = self._cotangents(output, samples.target, part)
+            arrived = self._backward(output, terms, cotangents)
+            uses.append(group_uses(terms, arrived, self.recorder.individual))
+            general: dict[int, Tensor] = {}
+            if self.recorder.general:
+                general = self.samplewise.rows(a, samples.inputs, cotangents)
+            rows.append(general)
+        return Side(recording.batch, uses, rows, fold=self.outputs == "trace")
+
+    def _backward(self, output: Tensor, terms: list[Term], cotangents: Tensor) -> list[Tensor]:
+        """Return the cotangents at all terms, ``(class, …)``."""
+        edges = [term.edge for term in terms]
+        if not edges:
+            return []
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        if len(cotangents) > 1 and self._batched:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # operations without a batching rule are slow
+                    found = torch.autograd.grad(
+                        output, edges, cotangents, is_grads_batched=True, **options
+                    )
+                return [
+                    output.new_zeros(len(cotangents), *term.shape) if c is None else c
+                    for c, term in zip(found, terms, strict=True)
+                ]
+            except (RuntimeError, NotImplementedError):
+                self._batched = False  # one class after another from now on
+        found = [torch.autograd.grad(output, edges, c, **options) for c in cotangents]
+        return [_stacked([f[i] for f in found], t.shape, output) for i, t in enumerate(terms)]
+
+    def _cotangents(self, output: Tensor, target: Tensor | None, part: slice) -> Tensor:
+        """Return what the outputs are contracted with, ``(class, batch, …)``."""
+        values = output.detach()
+        if target is None:
+            count = values[0].numel()
+            chosen = torch.eye(count, dtype=values.dtype, device=values.device)[part]
+            return chosen.view(len(chosen), 1, *values.shape[1:]).expand(-1, *values.shape)
+        if values.dim() != 2:
+            raise ValueError(
+                f"outputs={self.outputs!r} is for classification, with outputs (batch, class); a "
+                f"member's have shape {tuple(values.shape)}. Use 'all' or 'trace'."
+            )
+        if len(target) and not 0 <= int(target.min()) <= int(target.max()) < values.shape[1]:
+            raise ValueError(
+                f"target holds classes from {int(target.min())} to {int(target.max())}; the "
+                f"outputs have {values.shape[1]} classes, counted from 0"
+            )
+        chosen = F.one_hot(target, values.shape[1]).to(values.dtype)
+        return (chosen if self.outputs == "target" else values.softmax(1) - chosen)[None]
+
+
+def _stacked(gradients: list[Tensor | None], shape: torch.Size, like: Tensor) -> Tensor:
+    """Stack the gradients of several classes; there are none where an output is constant."""
+    found = [like.new_zeros(shape) if g is None else g for g in gradients]
+    return found[0].unsqueeze(0) if len(found) == 1 else torch.stack(found)
+
+
+def _transposed(block: Tensor) -> Tensor:
+    """Exchange rows and columns of a block of either part."""
+    block = block.transpose(-3, -4).transpose(-1, -2)
+    return block.transpose(0, 1) if block.dim() == 6 else block
+
+
+def _check_target(
+    outputs: Outputs, target: Tensor | None, x: Tensor | Inputs, name: str
+) -> Tensor | None:
+    if outputs in ("all", "trace"):
+        if target is not None:
+            raise ValueError(
+                f"outputs={outputs!r} uses no target; got {name}. Leave it out, or choose "
+                "outputs='target' or 'nll'."
+            )
+        return None
+    count = len(x if isinstance(x, Tensor) else x[0])
+    if target is None:
+        raise ValueError(f"outputs={outputs!r} needs {name}=, the class of each of {count} samples")
+    target = torch.as_tensor(target)
+    if target.shape != (count,) or target.is_floating_point() or target.dtype == torch.bool:
+        raise ValueError(
+            f"{name} must hold a class (whole number) for each of {count} samples; got shape "
+            f"{tuple(target.shape)} of {target.dtype}"
+        )
+    return target.long()
+
+
+def _probe(left: _Samples, right: _Samples | None) -> Inputs:
+    """Return two samples, if there are two."""
+    if right is None or len(left) > 1:
+        return tuple(x[:2] for x in left.inputs)
+    return tuple(torch.cat([x[:1], y[:1]]) for x, y in zip(left.inputs, right.inputs, strict=True))

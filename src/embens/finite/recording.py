@@ -1,0 +1,379 @@
+"""Recording how parameters are used: a pass over all members, and a survey before it.
+
+A :class:`Recorder` watches the layers that have a :class:`~embens.finite.terms.Term` and keeps one
+for each call. The :meth:`~Recorder.survey` tries it on two samples and on the first alone, and finds
+
+- whether samples keep to themselves at all: batch statistics, a batch that is not the first axis
+  or random layers make "the gradient of one sample" meaningless, and are an error;
+- which parameters are *structured*: used only by recorded calls whose first axis is the batch.
+  Everything else (attention's projections, bare parameters, layers with a forward of their own)
+  is left to :mod:`embens.finite.samplewise`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+
+from embens import execution, networks
+from embens.dataflow import NORMS
+from embens.ensemble import EmbeddedEnsemble
+from embens.execution import Shared
+from embens.finite.terms import Affine, Lookup, Scale, Term
+from embens.modulation import Modulated, is_linear_in_parameters
+
+Inputs = tuple[Tensor, ...]
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
+"""How much numbers may change, relative to the largest, by running samples together."""
+
+
+@dataclass
+class Recording:
+    """One pass of all members: outputs ``(batch, …)`` and terms of each."""
+
+    batch: int
+    outputs: list[Tensor]
+    terms: list[list[Term]]
+
+
+class Recorder:
+    """Runs an ensemble and keeps the terms of its trainable parameters.
+
+    Args:
+        ensemble: is left as it is, but for hooks while :meth:`watching`.
+
+    Attributes:
+        stacks: the members' own numbers, drawn once where they are fresh.
+        individual: ids of the individual parameters.
+        general: the trainable parameters that have no terms; set by :meth:`survey`.
+        numbers: how many numbers one sample's terms hold for one member; set by :meth:`survey`.
+    """
+
+    def __init__(self, ensemble: EmbeddedEnsemble):
+        self.ensemble = ensemble
+        self.stacks = ensemble._stacks()
+        self.individual = {id(p) for p in ensemble.individual_parameters()}
+        self.trainable = {id(p): p for p in ensemble.parameters() if p.requires_grad}
+        self.general: dict[int, nn.Parameter] = {}
+        self.numbers = 0
+        self._structured: dict[int, nn.Parameter] = dict(self.trainable)
+        self._own: list[Term] = []
+        self._common: list[Term] = []
+        self._paused = True
+        self._once = {
+            id(inner)
+            for module in ensemble.modules()
+            if isinstance(module, Shared) and not (module.random and module.training)
+            for inner in module.modules()
+        }
+
+    # Passes
+
+    def record(self, inputs: Inputs) -> Recording:
+        """Run all members and keep their terms."""
+        batch = len(inputs[0])
+        outputs, own = [], []
+        self._common = []
+        store = self.ensemble._new_store("same", 1)
+        for output in self._run(inputs, range(self.ensemble.members), store):
+            outputs.append(_checked_output(output, batch))
+            own.append(self._own)
+        return Recording(batch, outputs, [[*self._common, *terms] for terms in own])
+
+    def _run(self, inputs: Inputs, members: Sequence[int], store: Any = None) -> Iterator[Any]:
+        cursor = self.ensemble._cursor
+        with execution.Pass(cursor, store), torch.enable_grad():
+            for a in members:
+                self._own, self._paused = [], False
+                try:
+                    values = [stack[a] for stack in self.stacks]
+                    output = self.ensemble._run_member(values, inputs, {})
+                finally:
+                    self._paused = True
+                yield output
+
+    # Hooks
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep hooks on all layers that have terms."""
+        handles: list[Any] = []
+        modules = [] if self.ensemble.plan.recompute else list(self.ensemble.network.modules())
+        layers = [m for m in modules if _is_known(m)]  # before there are hooks of ours
+        try:
+            for module in modules:
+                if isinstance(module, Modulated):
+                    handles += self._watch_modulated(module)
+            for module in layers:
+                roles = self._roles(module)
+                if roles:
+                    hook = self._keep_layer(roles)
+                    handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _roles(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        return {
+            role: p
+            for role, p in module._parameters.items()
+            if p is not None and id(p) in self.trainable
+        }
+
+    def _keep(self, term: Term, *, common: bool) -> None:
+        if term.parameters:
+            (self._common if common else self._own).append(term)
+
+    def _keep_layer(self, roles: dict[str, nn.Parameter]) -> Callable:
+        def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            if self._paused or not (isinstance(output, Tensor) and output.requires_grad):
+                return
+            value = args[0] if args else next(iter(kwargs.values()))
+            with torch.no_grad(), self._pause():
+                term = _term(module, self._wanted(roles), value, output)
+            once = self.ensemble._cursor.store is not None and id(module) in self._once
+            self._keep(term, common=once)
+
+        return hook
+
+    def _wanted(self, roles: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        return {role: p for role, p in roles.items() if id(p) in self._structured}
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _watch_modulated(self, module: Modulated) -> list[Any]:
+        """Keep what the two modulations of a layer multiply."""
+        numbers = {"post": module.post, "pre": module.pre}
+        trainable = {
+            k: m for k, m in numbers.items() if m is not None and id(m.values) in self.trainable
+        }
+        if not trainable:
+            return []
+        seen: dict[str, Any] = {}
+
+        def scale(kind: str, value: Tensor, product: Tensor, source: Any) -> None:
+            modulation = trainable.get(kind)
+            if modulation is None or not product.requires_grad:
+                return
+            wanted = self._wanted({"weight": modulation.values})  # type: ignore[dict-item]
+            edge = torch.autograd.graph.get_gradient_edge(product)
+            shape = (modulation.size * modulation.repeat, *(1,) * modulation.trailing)
+            common = (wanted, value.detach(), edge, source, product.shape)
+            self._keep(Scale(*common, shape, modulation.repeat), common=False)
+
+        def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            seen["input"] = args[0] if args else kwargs["input"]
+
+        def inside(_: nn.Module, args: tuple, output: Tensor) -> None:
+            if not self._paused:
+                scale("post", seen["input"], args[0], seen["input"].grad_fn)
+                seen["output"], seen["source"] = output, output.grad_fn
+
+        def after(_: nn.Module, args: tuple, output: Tensor) -> None:
+            if not self._paused:
+                scale("pre", seen["output"], output, seen["source"])
+            seen.clear()
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.layer.register_forward_hook(inside),
+            module.register_forward_hook(after),
+        ]
+
+    # Survey
+
+    def survey(self, inputs: Inputs) -> None:
+        """Find out which parameters are structured; raise where samples do not stand alone.
+
+        Args:
+            inputs: one or two samples.
+        """
+        check_modes(self.ensemble)
+        batch = len(inputs[0])
+        (output,) = self._run(inputs, [0])
+        output, together = _checked_output(output, batch), self._own
+        unusable: set[int] = set()
+        if batch > 1:
+            first = self._run_alone(tuple(x[:1] for x in inputs))
+            if not _begins_with(output, first, batch):
+                raise ValueError(
+                    "a sample's outputs depend on the samples beside it, or are random: a kernel "
+                    "between samples needs outputs that are functions of one sample. Call "
+                    "ensemble.eval() for Dropout and batch statistics, and let the batch be the "
+                    "first axis of inputs and outputs."
+                )
+            unusable = _misplaced(together, self._own, batch)
+        reached = _leaves(output, together)
+        forms: dict[int, set] = defaultdict(set)
+        for term in together:
+            for p in term.parameters.values():
+                forms[id(p)].add(term.form)
+        general = unusable | reached | {p for p, found in forms.items() if len(found) > 1}
+        self.general = {k: p for k, p in self.trainable.items() if k in general}
+        self._structured = {k: p for k, p in self.trainable.items() if k not in general}
+        sizes = [2 * t.value.numel() for t in together if self._wanted(t.parameters)]
+        self.numbers = math.ceil(sum(sizes) / batch)
+
+    def _run_alone(self, sample: Inputs) -> Tensor:
+        try:
+            (output,) = self._run(sample, [0])
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                "the network can't run on a batch of one sample, of shape "
+                f"{', '.join(str(tuple(x.shape)) for x in sample)} ({error}). A kernel between "
+                "samples needs the batch as the first axis of inputs and outputs."
+            ) from error
+        return _checked_output(output, 1)
+
+
+def as_inputs(x: Tensor | Inputs, name: str) -> Inputs:
+    """Return the inputs of a network as a tuple, checked."""
+    inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    if not inputs or any(not isinstance(v, Tensor) or v.dim() == 0 for v in inputs):
+        raise TypeError(
+            f"{name} must be a tensor with samples along its first axis, or a tuple of them; got "
+            f"{type(x).__name__}"
+        )
+    if len({len(v) for v in inputs}) != 1 or len(inputs[0]) == 0:
+        raise ValueError(
+            f"{name} must have the same number of samples, at least one, in all tensors; got "
+            f"shapes {', '.join(str(tuple(v.shape)) for v in inputs)}"
+        )
+    return inputs
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Return whether the gradients of a layer's parameters have a form that is known."""
+    if isinstance(module, NORMS):
+        stock = type(module).__module__.startswith("torch.nn.")
+        return stock and not (module._forward_hooks or module._forward_pre_hooks)
+    if not isinstance(module, (nn.Linear, nn.Embedding, _ConvNd)):
+        return False
+    if isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.sparse):
+        return False
+    ours = type(module).forward in (networks.Linear.forward, networks.Conv2d.forward)
+    stated = hasattr(module, "linear_in_parameters")  # linear, by a scale that only it knows
+    return is_linear_in_parameters(module) and (ours or not stated)
+
+
+def _term(
+    module: nn.Module, parameters: dict[str, nn.Parameter], value: Tensor, output: Tensor
+) -> Term:
+    edge, source = torch.autograd.graph.get_gradient_edge(output), value.grad_fn
+    use = (edge, source, output.shape)
+    if isinstance(module, NORMS):
+        plain = {
+            name: torch.full_like(p, float(name == "weight"))
+            for name, p in module._parameters.items()
+            if p is not None
+        }
+        normed = torch.func.functional_call(module, plain, (value.detach(),))
+        shape = tuple(next(iter(plain.values())).shape)
+        if isinstance(module, (_NormBase, nn.GroupNorm)):
+            shape = (*shape, *(1,) * (output.dim() - 2))
+        return Scale(parameters, normed, *use, shape)
+    if isinstance(module, nn.Embedding):
+        return Lookup(parameters, value.detach(), *use, module.padding_idx)
+    scales = {"weight": 1.0, "bias": 1.0}
+    if isinstance(module, networks.Parametrized) and module.parametrization == "ntk":
+        scales = {
+            "weight": module.weight_std / math.sqrt(module.fan_in),
+            "bias": module.bias_std,
+        }
+    return Affine(parameters, value.detach(), *use, module, scales)
+
+
+def _checked_output(output: Any, batch: int) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"a kernel needs a network whose output is one tensor; got {type(output).__name__}. "
+            "Wrap the reference in a module that returns the tensor in question, and embed that."
+        )
+    if output.shape[:1] != (batch,):
+        raise ValueError(
+            f"outputs of a batch of {batch} must have the batch as their first axis; got shape "
+            f"{tuple(output.shape)}. Add a batch axis to x, or let the network keep it first."
+        )
+    return output
+
+
+def check_modes(ensemble: EmbeddedEnsemble) -> None:
+    """Raise where modules are in a mode in which samples don't stand alone."""
+    for name, module in ensemble.network.named_modules():
+        updates = isinstance(module, _NormBase) and module.training and module.track_running_stats
+        mixes = isinstance(module, _BatchNorm) and not module.track_running_stats
+        if updates or mixes:
+            raise ValueError(
+                f"{name!r} ({type(module).__name__}) uses the statistics of the batch, so that no "
+                "sample has a gradient of its own. Call ensemble.eval(); a layer with "
+                "track_running_stats=False has no other statistics and can't be used."
+            )
+        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            raise ValueError(
+                f"{name!r} ({type(module).__name__}) is random in training mode, and so would the "
+                "kernel be. Call ensemble.eval()."
+            )
+
+
+def _begins_with(together: Tensor, first: Tensor, batch: int) -> bool:
+    """Return whether the first of ``batch`` equal parts of a tensor is another one."""
+    if first.dim() == 0 or together.shape != (batch * len(first), *first.shape[1:]):
+        return False
+    part = together[: len(first)]
+    if not first.is_floating_point():
+        return torch.equal(part, first)
+    error, size = (part - first).detach().abs(), first.detach().abs()
+    if not first.numel():
+        return True
+    return not bool(error.max() > TOLERANCE.get(first.dtype, 0.05) * size.max())
+
+
+def _misplaced(together: list[Term], alone: list[Term], batch: int) -> set[int]:
+    """Return the parameters of uses whose first axis is not the batch, sample after sample."""
+    used = [{id(p) for p in term.parameters.values()} for term in together]
+    if used != [{id(p) for p in term.parameters.values()} for term in alone]:
+        return set().union(*used)
+    return set().union(
+        *(
+            parameters
+            for parameters, term, single in zip(used, together, alone, strict=True)
+            if not _begins_with(term.value, single.value, batch)
+        )
+    )
+
+
+def _leaves(output: Tensor, terms: list[Term]) -> set[int]:
+    """Return the parameters that the output depends on other than through terms."""
+    boxes = {term.edge.node: term.source for term in terms}
+    seen: set[Any] = set()
+    found: set[int] = set()
+    waiting: list[Any] = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in boxes:
+            waiting.append(boxes[node])
+        elif hasattr(node, "variable"):
+            found.add(id(node.variable))
+        else:
+            waiting += [parent for parent, _ in node.next_functions]
+    return found

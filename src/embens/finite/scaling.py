@@ -1,0 +1,230 @@
+r"""Scaling laws: how a measured quantity falls or grows with the width.
+
+.. math::
+    \langle q(N) \rangle = C\,N^{s}
+
+:func:`scaling` measures a quantity at several widths and seeds, and fits the exponent :math:`s` to
+the logarithm of its mean over seeds. The interval is the jackknife's, leaving out one seed at a
+time, with Student's quantile: it holds the chance of the draws, not a bend of the curve at small
+widths, for which the table has the slope between neighbouring widths.
+
+Measures for the paper's statements stand below: :func:`measure_cosine` (:math:`|\cos|` or
+:math:`\cos^2` of the members' gradients, in all or in one layer) and :func:`measure_ntk_ratio`.
+Theory predicts for centred laws −1/2 for :math:`|\cos|` in all, and in the first and last layers,
+−1 in the layers between, −1 for :math:`\cos^2` and for the ratio; 0 for shifted ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embens.ensemble import EmbeddedEnsemble
+from embens.finite.dependence import ntk_ratio
+from embens.finite.gradients import cosines, off_diagonal, shared_grams, total_gram
+from embens.finite.kernels import Outputs, ntk
+from embens.finite.members import Criterion
+
+Measure = Callable[[int, torch.Generator], float]
+Build = Callable[[int, torch.Generator], EmbeddedEnsemble]
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """A fitted exponent.
+
+    Attributes:
+        exponent: :math:`s`.
+        interval: that holds the exponent with probability ``level``.
+        level: of the interval.
+        table: a row for each width: its mean, the mean's standard error, the slope from the width
+            before, and the values of all seeds.
+        predicted: what theory says, if it was given.
+    """
+
+    exponent: float
+    interval: tuple[float, float]
+    level: float
+    table: tuple[dict[str, Any], ...]
+    predicted: float | None = None
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the interval holds the predicted exponent; None without one."""
+        if self.predicted is None:
+            return None
+        return self.interval[0] <= self.predicted <= self.interval[1]
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        text = f"exponent {self.exponent:.2f} ({self.level:.0%} interval {low:.2f} … {high:.2f})"
+        if self.predicted is not None:
+            verdict = "inside" if self.agrees else "outside"
+            text += f"; predicted {self.predicted:g}, {verdict}"
+        lines = [text, "   width        mean   ± error   slope"]
+        for row in self.table:
+            slope = "" if row["slope"] is None else f"{row['slope']:8.2f}"
+            lines.append(f"{row['width']:8d}  {row['mean']:10.3g}  {row['error']:8.1g}{slope}")
+        return "\n".join(lines)
+
+
+def scaling(
+    measure: Measure,
+    widths: Sequence[int],
+    *,
+    seeds: int = 5,
+    predicted: float | None = None,
+    level: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> ScalingLaw:
+    """Measure a positive quantity over widths and seeds, and fit its exponent.
+
+    Args:
+        measure: a function of the width and of a generator, which draws all that is random.
+        widths: at least two different ones.
+        seeds: how often to measure at each width, at least two.
+        predicted: the exponent that theory gives, to be shown beside.
+        level: probability with which the interval holds the exponent.
+        generator: seeds the generators of all measurements; None: the same ones at every call.
+
+    Example:
+        >>> law = scaling(lambda width, generator: 3 / width, [8, 16, 32], predicted=-1.0)
+        >>> round(law.exponent, 6), law.agrees
+        (-1.0, True)
+    """
+    widths = [int(width) for width in widths]
+    if len(set(widths)) < 2 or min(widths) < 1:
+        raise ValueError(f"an exponent needs two different widths of at least 1; got {widths}")
+    if seeds < 2:
+        raise ValueError(f"an interval needs at least two seeds at each width; got {seeds}")
+    if not 0 < level < 1:
+        raise ValueError(f"level is a probability between 0 and 1; got {level}")
+    source = torch.Generator().manual_seed(0) if generator is None else generator
+    values = torch.zeros(len(widths), seeds, dtype=torch.float64)
+    for seed in range(seeds):
+        for i, width in enumerate(widths):
+            start = int(torch.randint(2**62, (), generator=source))
+            values[i, seed] = float(measure(width, torch.Generator().manual_seed(start)))
+    return fit_exponent(widths, values, predicted=predicted, level=level)
+
+
+def fit_exponent(
+    widths: Sequence[int],
+    values: Tensor,
+    *,
+    predicted: float | None = None,
+    level: float = 0.95,
+) -> ScalingLaw:
+    """Fit the exponent to values ``(width, seed)`` that were measured already."""
+    means = values.mean(1)
+    if not bool((means > 0).all()) or not bool(values.isfinite().all()):
+        raise ValueError(
+            "a power law needs finite values with a positive mean at each width; got means "
+            f"{means.tolist()}. Measure a size, such as |cos| or cos², instead of a signed number."
+        )
+    seeds = values.shape[1]
+    exponent = _slope(widths, means)
+    left_out = (values.sum(1, keepdim=True) - values) / (seeds - 1)
+    if not bool((left_out > 0).all()):
+        raise ValueError(
+            "the mean over seeds changes its sign when one is left out; measure more seeds"
+        )
+    estimates = torch.stack([_slope(widths, left_out[:, seed]) for seed in range(seeds)])
+    variance = (seeds - 1) / seeds * (estimates - estimates.mean()).square().sum()
+    reach = student_quantile(seeds - 1, level) * math.sqrt(float(variance))
+    reach += 1e-12 * (1 + abs(float(exponent)))  # a quantity without chance is exact to rounding
+    errors = values.std(1) / math.sqrt(seeds)
+    slopes = (means[1:] / means[:-1]).log() / torch.tensor(
+        [math.log(b / a) if a != b else math.nan for a, b in pairwise(widths)]
+    )
+    table = tuple(
+        {
+            "width": int(width),
+            "mean": float(means[i]),
+            "error": float(errors[i]),
+            "slope": float(slopes[i - 1]) if i else None,
+            "values": values[i].tolist(),
+        }
+        for i, width in enumerate(widths)
+    )
+    interval = (float(exponent) - reach, float(exponent) + reach)
+    return ScalingLaw(float(exponent), interval, level, table, predicted)
+
+
+def _slope(widths: Sequence[int], means: Tensor) -> Tensor:
+    x = torch.tensor([math.log(w) for w in widths], dtype=torch.float64)
+    x = x - x.mean()
+    return (x * means.log()).sum() / x.square().sum()
+
+
+@lru_cache
+def student_quantile(freedom: int, level: float) -> float:
+    """Return how many standard errors hold a mean with this probability (two-sided).
+
+    Example:
+        >>> round(student_quantile(4, 0.95), 3)
+        2.776
+    """
+    log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
+    scale = math.exp(log_scale) / math.sqrt(math.pi)
+
+    def probability(angle: float) -> float:  # t = sqrt(freedom) tan(angle)
+        grid = torch.linspace(0, angle, 2001, dtype=torch.float64)
+        return 2 * scale * float(torch.trapezoid(grid.cos() ** (freedom - 1), grid))
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability(middle) < level else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def measure_cosine(
+    build: Build,
+    x: Any,
+    target: Any,
+    *,
+    power: int = 1,
+    layer: str | None = None,
+    criterion: Criterion = nn.functional.cross_entropy,
+) -> Measure:
+    r"""Return a measure of :math:`\langle|\cos_{ab}|^k\rangle_{a \ne b}` of gradients.
+
+    Args:
+        build: a function of width and generator that returns an ensemble of two members or more.
+        x: see :func:`~embens.finite.gradient_cosines`, as for target and criterion.
+        target: what the criterion takes.
+        power: the :math:`k`, 1 or 2.
+        layer: only the parameters of this layer; None: all shared parameters.
+        criterion: of one member.
+    """
+
+    def measure(width: int, generator: torch.Generator) -> float:
+        ensemble = build(width, generator)
+        grams = shared_grams(ensemble, x, target, criterion)
+        if layer is not None and layer not in grams:
+            raise ValueError(f"there is no shared layer {layer!r}; layers: {', '.join(grams)}")
+        gram = total_gram(grams, ensemble.members) if layer is None else grams[layer]
+        return float(off_diagonal(cosines(gram)).abs().pow(power).mean())
+
+    return measure
+
+
+def measure_ntk_ratio(build: Build, x: Any, target: Any, *, outputs: Outputs = "nll") -> Measure:
+    """Return a measure of :func:`~embens.finite.ntk_ratio`, of the shared part of the kernel.
+
+    Arguments as in :func:`measure_cosine` and :func:`~embens.finite.ntk`.
+    """
+
+    def measure(width: int, generator: torch.Generator) -> float:
+        kernel = ntk(build(width, generator), x, outputs=outputs, target=target)
+        return float(ntk_ratio(kernel.shared))
+
+    return measure

@@ -1,0 +1,513 @@
+"""The empirical kernels against naive Jacobians, one output at a time."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from cases import ARCHITECTURES, Architecture, Residual, Tokens
+from torch import Tensor, nn
+
+import embens
+from embens import finite, laws, networks
+from embens.finite import contraction, kernels
+from embens.finite.recording import Recorder
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+FAMILIES = {
+    "batch_ensemble": lambda reference, x: embens.batch_ensemble(reference, 2, example_input=x),
+    "all sites": lambda reference, x: embens.embed(reference, 2, sites="all", example_input=x),
+    "last_layer_dropout": lambda reference, x: embens.last_layer_dropout(
+        reference, 2, example_input=x
+    ),
+    "independent": lambda reference, x: embens.independent(reference, 2),
+}
+NOT_BATCHED = ("unbatched conv", "encoder layer, time first")
+BATCHED = [a for a in ARCHITECTURES if a.name not in NOT_BATCHED]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+class Few(nn.Module):
+    """A few of the outputs, where a naive Jacobian of all would take long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, ::7][:, :6]
+
+
+def build(architecture: Architecture, family: str) -> tuple[embens.EmbeddedEnsemble, Tensor]:
+    x = architecture.inputs(torch.Generator().manual_seed(1))
+    x = x.double() if x.is_floating_point() else x
+    reference = architecture.build().double().eval()
+    if architecture.name not in NOT_BATCHED and reference(x)[0].numel() > 10:
+        reference = nn.Sequential(reference, Few())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # guesses about the data flow are not the matter here
+        return FAMILIES[family](reference, x).eval(), x
+
+
+def jacobians(ensemble: embens.EmbeddedEnsemble, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of outputs (member, batch, class) by one call for each of them."""
+    shared = [p for p in ensemble.shared_parameters() if p.requires_grad]
+    own = [p for p in ensemble.individual_parameters() if p.requires_grad]
+    rows: tuple[list, list] = ([], [])
+    for a, of_member in enumerate(outputs):
+        for value in of_member.flatten():
+            gradients = torch.autograd.grad(
+                value, shared + own, retain_graph=True, materialize_grads=True
+            )
+            nothing = outputs.new_zeros(1)
+            rows[0].append(torch.cat([nothing, *(g.flatten() for g in gradients[: len(shared)])]))
+            rows[1].append(
+                torch.cat([nothing, *(g[a].flatten() for g in gradients[len(shared) :])])
+            )
+    first, second = (torch.stack(r).view(*outputs.shape, -1) for r in rows)
+    return first, second
+
+
+def naive(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Contract Jacobians."""
+    shared = torch.einsum("aikp,bjlp->abijkl", left[0], right[0])
+    return shared, torch.einsum("aikp,ajlp->aijkl", left[1], right[1])
+
+
+def flat_outputs(ensemble: embens.EmbeddedEnsemble, x: Tensor) -> Tensor:
+    return ensemble(x).flatten(2)
+
+
+def assert_equal(kernel: finite.FiniteKernel, expected: tuple[Tensor, Tensor], **tolerance) -> None:
+    for part, other in zip((kernel.shared, kernel.individual), expected, strict=True):
+        scale = other.abs().max().clamp(min=1e-30)
+        torch.testing.assert_close(part / scale, other / scale, **(tolerance or EXACT))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("architecture", BATCHED, ids=str)
+def test_all_outputs_equal_a_naive_contraction(architecture, family):
+    ensemble, x = build(architecture, family)
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+
+
+@pytest.mark.parametrize("outputs", ["trace", "target", "nll"])
+@pytest.mark.parametrize("name", ["mlp", "paper's cnn", "transformer", "reused", "grouped"])
+def test_reductions_equal_a_naive_contraction_for_two_sets_of_samples(name, outputs, monkeypatch):
+    monkeypatch.setattr(kernels, "CLASSES_AT_ONCE", 2)
+    architecture = next(a for a in ARCHITECTURES if a.name == name)
+    ensemble, x = build(architecture, "batch_ensemble")
+    x2 = x.flip(0)[:2] * 2 % 7  # tokens stay tokens
+    sides, targets = [], []
+    for samples in (x, x2):
+        values = flat_outputs(ensemble, samples)
+        target = torch.arange(len(samples)) % values.shape[2]
+        if outputs == "target":
+            values = values[:, range(len(samples)), target][..., None]
+        elif outputs == "nll":
+            values = -values.log_softmax(2)[:, range(len(samples)), target][..., None]
+        sides.append(jacobians(ensemble, values))
+        targets.append(target)
+    given = {} if outputs == "trace" else {"target": targets[0], "target2": targets[1]}
+    kernel = finite.ntk(ensemble, x, x2, outputs=outputs, **given)
+    expected = tuple(part.diagonal(dim1=-2, dim2=-1).sum(-1) for part in naive(*sides))
+    assert kernel.shared.shape == (2, 2, len(x), 2)
+    assert_equal(kernel, expected)
+
+
+@pytest.mark.parametrize("outputs", ["all", "nll"])
+@pytest.mark.parametrize("name", ["paper's cnn", "cross attention", "tied", "transposed"])
+def test_chunks_and_tiles_do_not_change_the_kernel(name, outputs, monkeypatch):
+    architecture = next(a for a in ARCHITECTURES if a.name == name)
+    ensemble, x = build(architecture, "batch_ensemble")
+    given = {}
+    if outputs == "nll":
+        given = {"target": torch.arange(len(x)) % 2}
+    whole = finite.ntk(ensemble, x, outputs=outputs, **given)
+    monkeypatch.setattr(contraction, "TILE_BYTES", 1)
+    for chunk in (1, 2, 100):
+        kernel = finite.ntk(ensemble, x, outputs=outputs, chunk=chunk, **given)
+        assert_equal(kernel, (whole.shared, whole.individual))
+    rectangular = finite.ntk(
+        ensemble,
+        x,
+        x,
+        outputs=outputs,
+        chunk=2,
+        **given,
+        **({"target2": given["target"]} if given else {}),
+    )
+    assert_equal(rectangular, (whole.shared, whole.individual))
+
+
+def test_memory_of_one_chunk_does_not_grow_with_the_samples(monkeypatch):
+    ensemble, _ = build(ARCHITECTURES[0], "batch_ensemble")
+    rows: list[int] = []
+    record = Recorder.record
+    monkeypatch.setattr(
+        Recorder, "record", lambda self, inputs: rows.append(len(inputs[0])) or record(self, inputs)
+    )
+    finite.ntk(ensemble, torch.randn(7, 5, dtype=torch.float64), chunk=3)
+    assert rows == [3, 3, 1, 3, 1, 1]  # each pair of chunks once
+    monkeypatch.setattr(kernels, "PASS_BYTES", 1)
+    rows.clear()
+    finite.ntk(ensemble, torch.randn(3, 5, dtype=torch.float64))
+    assert set(rows) == {1}
+
+
+@pytest.mark.parametrize("outputs", ["trace", "target", "nll"])
+def test_reductions_hold_no_more_classes_at_once_than_a_constant(outputs, monkeypatch):
+    held: list[int] = []
+    group = kernels.group_uses
+
+    def counting(terms, cotangents, individual):
+        held.extend(len(c) for c in cotangents)
+        return group(terms, cotangents, individual)
+
+    monkeypatch.setattr(kernels, "group_uses", counting)
+    for classes in (3, 40):
+        held.clear()
+        ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, classes), 2)
+        given = {} if outputs == "trace" else {"target": torch.tensor([0, 1])}
+        finite.ntk(ensemble, torch.randn(2, 4), outputs=outputs, **given)
+        assert max(held) <= (1 if outputs != "trace" else kernels.CLASSES_AT_ONCE)
+
+
+def test_nll_takes_one_backward_pass_for_each_member_whatever_the_samples(monkeypatch):
+    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 10), 3)
+    calls: list[int] = []
+    gradient = torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *args, **kw: calls.append(1) or gradient(*args, **kw)
+    )
+    finite.ntk(ensemble, torch.randn(9, 4), outputs="nll", target=torch.arange(9))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("name", ["mlp", "paper's cnn", "transformer"])
+def test_single_precision_agrees_with_double(name):
+    architecture = next(a for a in ARCHITECTURES if a.name == name)
+    ensemble, x = build(architecture, "batch_ensemble")
+    exact = finite.ntk(ensemble, x)
+    single = finite.ntk(ensemble.float(), x.float() if x.is_floating_point() else x)
+    assert single.shared.dtype == single.individual.dtype == torch.float32
+    expected = (exact.shared.float(), exact.individual.float())
+    assert_equal(single, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("outputs", ["all", "trace"])
+def test_the_kernel_of_samples_with_themselves_is_symmetric_and_positive(outputs):
+    ensemble, x = build(ARCHITECTURES[2], "batch_ensemble")
+    kernel = finite.ntk(ensemble, x, outputs=outputs)
+    shared, own = kernel.shared, kernel.individual
+    if outputs == "all":
+        torch.testing.assert_close(shared, shared.permute(1, 0, 3, 2, 5, 4))
+        matrix = shared.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(0, 2)
+    else:
+        torch.testing.assert_close(shared, shared.permute(1, 0, 3, 2))
+        matrix = shared.transpose(1, 2).flatten(2).flatten(0, 1)
+        torch.testing.assert_close(own, own.mT)
+    assert torch.linalg.eigvalsh(matrix).min() > -1e-10 * matrix.trace()
+
+
+def test_frozen_parameters_do_not_count():
+    ensemble, x = build(ARCHITECTURES[0], "batch_ensemble")
+    parameters = [*ensemble.shared_parameters(), *ensemble.individual_parameters()]
+    for parameter in parameters[::2]:
+        parameter.requires_grad_(False)
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    assert not finite.ntk(ensemble, x).shared.any()
+
+
+def test_separate_networks_share_nothing():
+    ensemble, x = build(ARCHITECTURES[0], "independent")
+    kernel = finite.ntk(ensemble, x)
+    assert not kernel.shared.any()
+    single = embens.embed(
+        ensemble.member(1), 1, pre=laws.Constant(1.0), post=laws.Constant(1.0), trainable=False
+    )
+    alone = finite.ntk(single, x)
+    torch.testing.assert_close(kernel.individual[1], alone.shared[0, 0], **EXACT)
+    assert not alone.individual.any()
+
+
+def test_the_ensemble_is_left_as_it_was():
+    ensemble, x = build(ARCHITECTURES[3], "batch_ensemble")
+    before = copy.deepcopy(ensemble.state_dict())
+    state = torch.get_rng_state()
+    finite.ntk(ensemble, x)
+    finite.nngp(ensemble, x)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(v, before[k]) for k, v in ensemble.state_dict().items())
+    assert all(p.grad is None for p in ensemble.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in ensemble.modules())
+    with torch.no_grad():
+        assert finite.ntk(ensemble, x, outputs="trace").shared.any()
+
+
+def test_fresh_masks_are_drawn_once_for_a_kernel():
+    reference = networks.mlp(4, 6, 2, 3)
+    ensemble = embens.mc_dropout(reference, 3, law=laws.Normal(), fresh=True)
+    x = torch.randn(5, 4)
+    kernel = finite.ntk(ensemble, x, x, outputs="trace", chunk=2)
+    torch.testing.assert_close(kernel.shared, kernel.shared.permute(1, 0, 3, 2))
+
+
+class Strange(nn.Module):
+    """Parameters in unusual places: positions folded into the batch, a bare one, a used twice."""
+
+    def __init__(self, time_first: bool):
+        super().__init__()
+        self.time_first = time_first
+        self.input = nn.Linear(3, 4)
+        self.mixed = nn.Linear(4, 4)
+        self.token = nn.Parameter(torch.randn(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, times, _ = x.shape
+        x = torch.tanh(self.input(x))
+        x = x.transpose(0, 1) if self.time_first else x
+        x = torch.tanh(self.mixed(x.reshape(rows * times, 4)))
+        x = (
+            x.reshape(times, rows, 4).mean(0)
+            if self.time_first
+            else x.reshape(rows, times, 4).mean(1)
+        )
+        x = x * self.token + self.mixed(self.token)
+        return self.head(x) * self.head.weight.square().mean()
+
+
+@pytest.mark.parametrize("time_first", [True, False])
+def test_positions_folded_into_the_batch_and_bare_parameters_are_found_out(time_first):
+    x = torch.randn(3, 3, 3, dtype=torch.float64)
+    ensemble = embens.embed(
+        Strange(time_first).double(), 2, sites=["input", "mixed"], example_input=x
+    )
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+
+
+def test_networks_that_vmap_cannot_take_go_sample_by_sample():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.input, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.input(x)) * self.scale
+            return self.head(y) if x.abs().sum().item() >= 0 else y
+
+    x = torch.randn(3, 3, dtype=torch.float64)
+    ensemble = embens.embed(Branching().double(), 2, example_input=x)
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+
+
+def test_a_reference_of_several_arguments_takes_a_tuple():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(3, 4), nn.Linear(2, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.first(x) + self.second(y)))
+
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    ensemble = embens.embed(Two().double(), 2)
+    rows = jacobians(ensemble, ensemble(x, y))
+    assert_equal(finite.ntk(ensemble, (x, y)), naive(rows, rows))
+
+
+def test_the_training_kernel_predicts_a_small_step_of_the_outputs():
+    """Shared gradients weighted by gamma / M, individual ones as they are."""
+    ensemble, x = build(ARCHITECTURES[0], "batch_ensemble")
+    target = torch.randn(2, len(x), 3, dtype=torch.float64)[0]
+    before = ensemble(x)
+    theta = finite.ntk(ensemble, x).ntk(gamma=1.5)
+    residual = (before - target).detach() / len(x)
+    expected = -torch.einsum("abijkl,bjl->aik", theta, residual)
+    loss = ensemble.objective(
+        before, target, lambda f, y: (f - y).square().sum() / (2 * len(x)), gamma=1.5
+    )
+    loss.backward()
+    step = 1e-6
+    with torch.no_grad():
+        for parameter in ensemble.parameters():
+            parameter -= step * parameter.grad
+        moved = (ensemble(x) - before) / step
+    torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+# Covariance
+
+
+@pytest.mark.parametrize("parametrization", ["ntk", "standard", "xavier"])
+def test_the_covariance_is_that_of_redrawing_the_last_layer(parametrization):
+    reference = networks.mlp(
+        4, 8, 2, 5, bias_std=0.5, weight_std=1.3, parametrization=parametrization
+    ).double()
+    ensemble = embens.embed(reference, 3, sites="all")
+    x = torch.randn(2, 4, dtype=torch.float64)
+    sigma = finite.nngp(ensemble, x)
+    head = next(m for m in ensemble.modules() if getattr(m, "out_features", 0) == 5)
+    draws, generator = [], torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(600):
+            head.reset_parameters(generator)
+            draws.append(ensemble(x))
+    f = torch.stack(draws).movedim(-1, 1)  # (draw, class, member, batch)
+    products = torch.einsum("nkai,nkbj->nkabij", f, f).mean(1)
+    error = products.std(0) / len(draws) ** 0.5
+    assert ((products.mean(0) - sigma).abs() < 5 * error).all()
+
+
+def test_the_covariance_of_a_plain_linear_layer_uses_its_own_numbers():
+    ensemble, x = build(ARCHITECTURES[0], "batch_ensemble")
+    head = [m for m in ensemble.modules() if isinstance(m, nn.Linear)][-1]
+    features: list[Tensor] = []
+    handle = head.register_forward_hook(lambda m, args, out: features.append(args[0]))
+    ensemble(x, chunk=1)
+    handle.remove()
+    h = torch.stack(features)
+    expected = torch.einsum("aif,bjf->abij", h, h) * head.weight.square().mean()
+    torch.testing.assert_close(finite.nngp(ensemble, x), expected + head.bias.square().mean())
+    torch.testing.assert_close(finite.nngp(ensemble, x, x[:2]), finite.nngp(ensemble, x)[..., :2])
+
+
+def test_other_networks_average_over_outputs():
+    architecture = next(a for a in ARCHITECTURES if a.name == "conv1d")
+    ensemble, x = build(architecture, "batch_ensemble")
+    f = flat_outputs(ensemble, x)
+    expected = torch.einsum("aik,bjk->abij", f, f) / f.shape[2]
+    torch.testing.assert_close(finite.nngp(ensemble, x), expected)
+
+
+def test_separate_networks_have_no_covariance():
+    ensemble, x = build(ARCHITECTURES[0], "independent")
+    sigma = finite.nngp(ensemble, x)
+    assert sigma.shape == (2, 2, 4, 4)
+    assert not sigma[0, 1].any()
+    assert (sigma[1, 1].diagonal() > 0).all()
+
+
+# The limit
+
+
+@pytest.mark.parametrize("bias_std", [0.0, 0.4])
+def test_wide_networks_have_the_kernels_of_the_limit(bias_std):
+    theory = pytest.importorskip("embens.theory")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 8, generator=generator, dtype=torch.float64)
+
+    def ensemble(width: int) -> embens.EmbeddedEnsemble:
+        reference = networks.mlp(
+            8, width, 2, 1, activation="erf", weight_std=1.4, bias_std=bias_std, generator=generator
+        )
+        law = laws.Shifted(0.7)
+        return embens.embed(reference.double(), 2, pre=law, post=law, generator=generator)
+
+    limit = theory.kernels(ensemble(8), x)
+    found: dict[str, list[Tensor]] = {"nngp": [], "ntk_shared": [], "ntk_individual": []}
+    for _ in range(16):
+        network = ensemble(512)
+        kernel = finite.ntk(network, x, outputs="trace")
+        found["nngp"].append(finite.nngp(network, x))
+        found["ntk_shared"].append(kernel.shared)
+        found["ntk_individual"].append(kernel.individual)
+    for name, values in found.items():
+        stacked = torch.stack(values)
+        mean, error = stacked.mean(0), stacked.std(0) / len(values) ** 0.5
+        expected = getattr(limit, name)
+        expected = expected.same if name == "ntk_individual" else expected.dense(2)
+        bias = 8 / 512 * expected.abs().max()  # corrections of order 1 / width
+        assert ((mean - expected).abs() < 5 * error + bias).all(), name
+
+
+# Errors
+
+
+def test_batch_statistics_are_refused():
+    x = torch.randn(4, 3, 6, 6)
+    ensemble = embens.batch_ensemble(Residual(), 2).train()
+    for function in (finite.ntk, finite.nngp):
+        with pytest.raises(ValueError, match=r"norm1.*statistics of the batch.*ensemble\.eval"):
+            function(ensemble, x)
+
+
+def test_random_layers_are_refused_in_training_mode_only():
+    x = torch.randn(4, 3, 6, 6)
+    ensemble = embens.batch_ensemble(Residual(dropout=0.5), 2).eval()
+    finite.ntk(ensemble, x, outputs="trace")
+    ensemble.network.get_submodule("dropout").train()
+    with pytest.raises(ValueError, match=r"dropout.*random.*ensemble\.eval"):
+        finite.ntk(ensemble, x)
+
+
+@pytest.mark.parametrize("name", NOT_BATCHED)
+def test_a_batch_that_is_not_the_first_axis_is_refused(name):
+    architecture = next(a for a in ARCHITECTURES if a.name == name)
+    ensemble, x = build(architecture, "batch_ensemble")
+    with pytest.raises(ValueError, match="first axis"):
+        finite.ntk(ensemble, x)
+
+
+def test_wrong_arguments_say_what_was_expected():
+    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 3), 2)
+    x = torch.randn(5, 4)
+    target = torch.zeros(5, dtype=torch.int64)
+    for message, given in {
+        "did you mean 'trace'": {"outputs": "tracee"},
+        "needs target=": {"outputs": "nll"},
+        "uses no target": {"target": target},
+        "each of 5 samples": {"outputs": "nll", "target": target[:2]},
+        "3 classes, counted from 0": {"outputs": "nll", "target": target + 3},
+        "target2 belongs to x2": {"outputs": "nll", "target": target, "target2": target},
+        "needs target2=": {"outputs": "nll", "target": target, "x2": x},
+        "chunk must be": {"chunk": 0},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            finite.ntk(ensemble, x, **given)
+    with pytest.raises(TypeError, match="tensor with samples"):
+        finite.ntk(ensemble, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least one"):
+        finite.ntk(ensemble, x[:0])
+    four_axes = embens.batch_ensemble(ARCHITECTURES[1].build(), 2)
+    y = torch.randn(2, 3, 2, 5)
+    with pytest.raises(ValueError, match="is for classification"):
+        finite.ntk(four_axes, y, outputs="target", target=target[:2])
+
+
+def test_outputs_that_are_no_tensor_are_refused():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = torch.tanh(self.a(x))
+            return y, self.b(y)
+
+    ensemble = embens.embed(Pair(), 2)
+    for function in (finite.ntk, finite.nngp):
+        with pytest.raises(TypeError, match="one tensor; got tuple"):
+            function(ensemble, torch.randn(4, 3))
+
+
+def test_a_transformer_uses_terms_for_all_but_its_attention():
+    x = torch.randint(11, (3, 5))
+    ensemble = embens.last_layer_dropout(Tokens(), 2, example_input=x).eval()
+    recorder = Recorder(ensemble)
+    with recorder.watching():
+        recorder.survey((x[:2],))
+    names = {id(p): name for name, p in ensemble.named_parameters()}
+    assert all("self_attn" in names[p] for p in recorder.general)

@@ -1,0 +1,154 @@
+"""Exponents: recovered where they are known, and those of the theory where it predicts them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import embens
+from embens.finite.gradients import cosines, off_diagonal, shared_grams, total_gram
+from embens.finite.scaling import (
+    fit_exponent,
+    measure_cosine,
+    measure_ntk_ratio,
+    scaling,
+    student_quantile,
+)
+
+WIDTHS = (16, 32, 64, 128)
+
+
+@pytest.mark.parametrize("exponent", [-1.0, -0.5, 0.0, 2.0])
+def test_an_exact_power_law_is_recovered(exponent):
+    law = scaling(lambda width, _: 3 * width**exponent, WIDTHS, predicted=exponent)
+    assert law.exponent == pytest.approx(exponent, abs=1e-12)
+    assert law.agrees
+    assert law.table[1]["slope"] == pytest.approx(exponent)
+    assert scaling(lambda w, _: w**exponent, WIDTHS, predicted=exponent + 0.1).agrees is False
+    assert scaling(lambda w, _: w**exponent, WIDTHS).agrees is None
+
+
+@pytest.mark.parametrize("level", [0.8, 0.95])
+def test_the_interval_holds_the_exponent_as_often_as_it_says(level):
+    runs, seeds = 400, 6
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(runs, len(WIDTHS), seeds, generator=generator, dtype=torch.float64)
+    clean = torch.tensor(WIDTHS, dtype=torch.float64)[:, None] ** -0.5
+    laws = [
+        fit_exponent(WIDTHS, clean * (0.3 * n).exp(), predicted=-0.5, level=level) for n in noise
+    ]
+    held = sum(bool(law.agrees) for law in laws) / runs
+    assert abs(held - level) < 4 * math.sqrt(level * (1 - level) / runs)
+    mean = sum(law.exponent for law in laws) / runs
+    spread = math.sqrt(sum((law.exponent - mean) ** 2 for law in laws) / runs)
+    assert abs(mean + 0.5) < 4 * spread / math.sqrt(runs)
+
+
+@pytest.mark.parametrize(("freedom", "level"), [(1, 0.5), (1, 0.95), (5, 0.95), (30, 0.99)])
+def test_student_s_quantile_is_scipy_s(freedom, level):
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.t.ppf((1 + level) / 2, freedom)
+    assert student_quantile(freedom, level) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_measurement_depends_on_its_generator_alone():
+    def measure(width, generator):
+        return float(torch.rand((), generator=generator)) + 1 / width
+
+    first, second = scaling(measure, WIDTHS), scaling(measure, WIDTHS)
+    assert first == second
+    third = scaling(measure, WIDTHS, generator=torch.Generator().manual_seed(1))
+    assert third.exponent != first.exponent
+
+
+def test_it_prints_as_a_table():
+    text = str(scaling(lambda width, _: 1 / width, (8, 16), predicted=-1.0))
+    assert "exponent -1.00" in text
+    assert "predicted -1, inside" in text
+    assert len(text.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"widths": [8, 8]}, "two different widths"),
+        ({"widths": [0, 8]}, "at least 1"),
+        ({"seeds": 1}, "at least two seeds"),
+        ({"level": 1.0}, "between 0 and 1"),
+        ({"measure": lambda width, _: -1.0}, "positive mean"),
+        ({"measure": lambda width, _: math.nan}, "finite values"),
+    ],
+)
+def test_what_can_t_be_fitted_is_refused(arguments, message):
+    arguments = {"measure": lambda width, _: 1.0, "widths": [8, 16], **arguments}
+    with pytest.raises(ValueError, match=message):
+        scaling(**arguments)
+
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(5))
+Y = torch.arange(16) % 3
+
+
+def build(width: int, generator: torch.Generator, p: float = 0.0) -> embens.EmbeddedEnsemble:
+    reference = embens.networks.mlp(8, width, 3, 3, weight_std=math.sqrt(2), generator=generator)
+    return embens.batch_ensemble(reference, 6, p=p, generator=generator)
+
+
+def test_cosines_fall_as_theory_says_in_total_and_layer_by_layer():
+    widths, seeds = (32, 64, 128, 256), 8
+    found = {layer: torch.zeros(len(widths), seeds) for layer in ("0", "2", "4", "6", "all")}
+    for i, width in enumerate(widths):
+        for seed in range(seeds):
+            generator = torch.Generator().manual_seed(100 * width + seed)
+            grams = shared_grams(build(width, generator), X, Y, F.cross_entropy)
+            grams["all"] = total_gram(grams, 6)
+            for layer, gram in grams.items():
+                found[layer][i, seed] = off_diagonal(cosines(gram)).abs().mean()
+    laws = {layer: fit_exponent(widths, v.double(), level=0.99) for layer, v in found.items()}
+    for layer in ("all", "0", "6"):
+        assert laws[layer].interval[0] - 0.1 < -0.5 < laws[layer].interval[1] + 0.1, laws[layer]
+        assert laws[layer].interval[0] > -1  # not the paper's exponent
+    for layer in ("2", "4"):
+        assert laws[layer].interval[0] - 0.1 < -1 < laws[layer].interval[1] + 0.1, laws[layer]
+        assert laws[layer].interval[1] < -0.5
+
+
+def test_the_ready_measures_measure_what_they_say():
+    generator = torch.Generator().manual_seed(0)
+    ensemble = build(16, generator)
+
+    def same(width, generator):
+        return ensemble
+
+    found = embens.finite.gradient_cosines(ensemble, X, Y)
+    pairs = [float(found[a, b]) for a in range(6) for b in range(6) if a != b]
+    got = measure_cosine(same, X, Y)(16, generator)
+    assert got == pytest.approx(sum(map(abs, pairs)) / 30, rel=1e-5)
+    squared = measure_cosine(same, X, Y, power=2)(16, generator)
+    assert squared == pytest.approx(sum(p * p for p in pairs) / 30, rel=1e-5)
+    layer = embens.finite.gradient_cosines(ensemble, X, Y, by_layer=True)["2"]
+    got = measure_cosine(same, X, Y, layer="2")(16, generator)
+    assert got == pytest.approx(float(off_diagonal(layer).abs().mean()), rel=1e-5)
+    with pytest.raises(ValueError, match="no shared layer 'x'; layers: 0, 2"):
+        measure_cosine(same, X, Y, layer="x")(16, generator)
+
+    losses = F.cross_entropy(ensemble(X).flatten(0, 1), Y.repeat(6), reduction="none")
+    shared = list(ensemble.shared_parameters())
+    rows = [torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).double()
+    kernel = (jacobian @ jacobian.T).reshape(6, 16, 6, 16).square()
+    between = [kernel[a, :, b].mean() for a in range(6) for b in range(6) if a != b]
+    within = [kernel[a, :, a].mean() for a in range(6)]
+    expected = float(torch.stack(between).mean() / torch.stack(within).mean())
+    assert measure_ntk_ratio(same, X, Y)(16, generator) == pytest.approx(expected, rel=1e-4)
+
+
+def test_shifted_members_keep_their_cosine():
+    measure = measure_cosine(lambda width, generator: build(width, generator, p=0.95), X, Y)
+    law = scaling(measure, (64, 256), seeds=5, predicted=0.0, level=0.99)
+    assert law.agrees, law
+    assert law.interval[0] > -0.5
+    assert law.table[-1]["mean"] > 0.2
