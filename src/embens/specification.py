@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embens import laws, networks
+from embens import data, laws, networks
+from embens.dataflow import parameter_layers
 from embens.laws import Law
 from embens.plan import closest
 
@@ -99,15 +100,15 @@ def _module(place: str) -> Any:
     return module
 
 
-def read_data(text: str) -> tuple[Tensor, Tensor | None]:
-    """Return inputs and targets: "digits", or a file.
+def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return inputs and targets: "digits", as the reference takes them, or a file.
 
     A ``.npz`` has arrays ``x`` and, where there are targets, ``y``; a ``.npy`` is ``x`` alone.
     """
     if text == "digits":
-        from embens import data
-
-        return data.digits().standardise().flatten().train
+        digits = data.digits().standardise()
+        first = next(iter(parameter_layers(reference).values()), None)
+        return (digits.flatten() if isinstance(first, nn.Linear) else digits).train
     import numpy as np
 
     path = Path(text)

@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy, one_hot
 import embens
 from embens import laws
 from embens.theory.blocks import kernels
-from embens.theory.classification import apply, cross_entropy_flow, integrate
 from embens.theory.flow import gradient_flow
+from embens.theory.flow.classification import apply, cross_entropy_flow, integrate
 from embens.theory.kernel import Kernels
 
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])

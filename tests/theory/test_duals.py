@@ -18,6 +18,9 @@ PI = math.pi
 class Three(Discrete):
     """A user's law: neither symmetric nor of one sign, with an atom at 0."""
 
+    def __repr__(self):
+        return "Three()"
+
     atoms = ((-1.5, 0.2), (0.0, 0.3), (0.8, 0.5))
 
 

@@ -10,7 +10,7 @@ import embens
 from embens import metrics, networks
 from embens.theory.blocks import kernels
 from embens.theory.flow import gradient_flow
-from embens.theory.performance import centred_targets, performance
+from embens.theory.flow.performance import centred_targets, performance
 
 NAMES = ("accuracy", "member_accuracy", "nll", "brier", "calibration_error")
 

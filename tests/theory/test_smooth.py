@@ -10,8 +10,8 @@ from torch import nn
 from embens.laws import Discrete, Law, Normal, Rademacher, Shifted
 from embens.networks import Erf
 from embens.theory.duals import dual, register
-from embens.theory.homogeneous import Homogeneous
-from embens.theory.smooth import Smooth
+from embens.theory.duals.homogeneous import Homogeneous
+from embens.theory.duals.smooth import Smooth
 
 
 def number(x):

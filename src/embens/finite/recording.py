@@ -1,7 +1,7 @@
 """Recording how parameters are used: a pass over all members, and a survey before it.
 
 A :class:`Recorder` watches the layers that have a :class:`~embens.finite.terms.Term` and keeps one
-for each call. The :meth:`~Recorder.survey` tries it on two samples and on the first alone, and finds
+for each call. The :meth:`~Recorder.survey` tries it on two samples, and on the first alone, to find
 
 - whether samples keep to themselves at all: batch statistics, a batch that is not the first axis
   or random layers make "the gradient of one sample" meaningless, and are an error;

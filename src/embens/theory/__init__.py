@@ -4,18 +4,22 @@
 """
 
 from embens.theory.blocks import kernels
-from embens.theory.classification import cross_entropy_flow
+from embens.theory.duals import Dual
 from embens.theory.duals import register as register_activation
-from embens.theory.expectations import Dual
 from embens.theory.files import load_kernels, write_kernels
-from embens.theory.flow import Flow, gradient_descent, gradient_flow
+from embens.theory.flow import (
+    Flow,
+    Performance,
+    centred_targets,
+    cross_entropy_flow,
+    gradient_descent,
+    gradient_flow,
+    performance,
+)
 from embens.theory.gamma import natural_gamma
 from embens.theory.kernel import Kernels, MemberKernel
-from embens.theory.limit import Limit
-from embens.theory.performance import Performance, centred_targets, performance
+from embens.theory.limit import Limit, State, propagate
 from embens.theory.regime import Regime, RegimeReport, regime
-from embens.theory.rules import propagate
-from embens.theory.state import State
 
 __all__ = [
     "Dual",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from torch import nn
 
 from embens.embed import embed
 from embens.specification import parse_law, parse_reference, read_data
@@ -56,8 +57,8 @@ def _write(options: argparse.Namespace) -> None:
     law = options.law or "Normal()"
     pre, post = (parse_law(law if text is None else text) for text in (options.pre, options.post))
     reference = parse_reference(options.network)
-    x1 = _inputs(options.data, options)
-    x2 = None if options.against is None else _inputs(options.against, options)
+    x1 = _inputs(options.data, reference, options)
+    x2 = None if options.against is None else _inputs(options.against, reference, options)
     ensemble = embed(
         reference,
         options.members,
@@ -85,8 +86,8 @@ def _write(options: argparse.Namespace) -> None:
             print(f"natural gamma of {options.members} members: {gamma:.4g}")
 
 
-def _inputs(text: str, options: argparse.Namespace) -> torch.Tensor:
-    x, _ = read_data(text)
+def _inputs(text: str, reference: nn.Module, options: argparse.Namespace) -> torch.Tensor:
+    x, _ = read_data(text, reference)
     if options.points is not None and options.points < 1:
         raise ValueError(f"--points must be at least 1; got {options.points}")
     return x[: options.points].to(options.device)

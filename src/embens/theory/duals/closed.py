@@ -2,7 +2,7 @@ r"""Duals with closed forms for fixed modulations: erf, sine, cosine and GELU.
 
 Given :math:`v_1, v_2`, let :math:`Q_i = v_i^2 q_i` and :math:`C = v_1 v_2 c` be the moments of
 :math:`y_i = v_i z_i`. A law with a few values is summed over. For other laws these activations are
-read from tables, as all smooth ones are (:mod:`embens.theory.smooth`).
+read from tables, as all smooth ones are (:mod:`embens.theory.duals.smooth`).
 
 Integration by parts gives, where no shorter form is at hand,
 
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from embens.laws import Law
-from embens.theory.expectations import Dual, tells_apart
-from embens.theory.smooth import Smooth
+from embens.theory.duals.expectations import Dual, tells_apart
+from embens.theory.duals.smooth import Smooth
 
 _FEW = 8  # values of a modulation that are summed over
 

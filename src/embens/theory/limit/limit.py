@@ -18,10 +18,10 @@ from torch.nn.modules.conv import _ConvNd
 from embens.ensemble import EmbeddedEnsemble
 from embens.execution import PerMember, Shared
 from embens.modulation import Modulated, Modulation
-from embens.theory import convolution
 from embens.theory.kernel import Kernels, MemberKernel, zero_cross
-from embens.theory.rules import is_trainable, propagate
-from embens.theory.state import DIAGONAL, Side, State, Tape, describe
+from embens.theory.limit import convolution
+from embens.theory.limit.rules import is_trainable, propagate
+from embens.theory.limit.state import DIAGONAL, Side, State, Tape, describe
 
 Step = tuple[str, nn.Module]
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from embens.laws import Law
-from embens.theory.expectations import Dual
+from embens.theory.duals.expectations import Dual
 
 PAIRS, DIAGONAL = "pairs", "diagonal"
 

@@ -25,10 +25,10 @@ from torch.nn.functional import one_hot
 
 from embens.gradient import Gamma
 from embens.plan import check_members
-from embens.theory.draws import draw_prior
+from embens.theory.flow.draws import draw_prior
+from embens.theory.flow.problem import check_kernels
 from embens.theory.gamma import check_rates, resolve_gamma
 from embens.theory.kernel import Kernels, MemberKernel
-from embens.theory.problem import check_kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from embens.theory.expectations import is_differentiated
+from embens.theory.duals.expectations import is_differentiated
 
 
 def nodes(count: int) -> Tensor:

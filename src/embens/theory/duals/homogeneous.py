@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from embens.laws import Law
-from embens.theory.expectations import Dual, is_differentiated, roots, tells_apart
+from embens.theory.duals.expectations import Dual, is_differentiated, roots, tells_apart
 
 
 @final

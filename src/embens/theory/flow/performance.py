@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from embens import metrics
-from embens.theory.flow import Flow
+from embens.theory.flow.flow import Flow
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -1,11 +1,11 @@
 r"""Duals of smooth activations without a closed form: tanh, softplus, SiLU, or a user's own.
 
-A :class:`Smooth` makes a :class:`~embens.theory.tables.Table` for a law and a range of variances,
+A :class:`Smooth` makes a :class:`Table` for a law and a range of variances,
 and reads all expectations from it. All steps on the way are refined until the values at
 :math:`\rho = 1`, which are the hardest, agree with direct integration to ``ACCURACY``, relative to
 :math:`F, G, H` within a member (for variances down to a millionth of the largest). If they cannot,
 as for an activation with a kink, a warning says what was reached. How a table is made is in
-:mod:`embens.theory.series`.
+:mod:`embens.theory.duals.series`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from embens.laws import Law
-from embens.theory import hermite
-from embens.theory.expectations import Dual, tells_apart
-from embens.theory.series import Nodes, Series, fine_axis
-from embens.theory.tables import Axis, Table, span
+from embens.theory.duals import hermite
+from embens.theory.duals.expectations import Dual, tells_apart
+from embens.theory.duals.series import Nodes, Series, fine_axis
+from embens.theory.duals.tables import Axis, Table, span
 
 ACCURACY = 1e-10
 _AIM = 1e-11

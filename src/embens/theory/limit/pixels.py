@@ -12,7 +12,7 @@ With channels going to infinity, a kernel of images is one over pairs of pixels,
     \text{flatten, then Linear}: \quad \mathcal A[K] &= \tfrac1{|P|} \textstyle\sum_p K(p, p)
 
 A convolution is a sum along each axis in turn. Where no pooling is to come, only pairs of equal
-pixels matter (:data:`~embens.theory.state.DIAGONAL`). Any number of pixel axes will do.
+pixels matter (:data:`~embens.theory.limit.state.DIAGONAL`). Any number of pixel axes will do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from embens.theory.state import DIAGONAL, PAIRS, Side, State, describe, diagonal_of
+from embens.theory.limit.state import DIAGONAL, PAIRS, Side, State, describe, diagonal_of
 
 PixelMap = Callable[[Tensor], Tensor]
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from embens.networks import Parametrized
-from embens.theory.state import describe
+from embens.theory.limit.state import describe
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ keep their relative accuracy:
     F = F_0(r_1, r_2) + r_1 r_2\, \tilde F(r_1, r_2, \rho), \qquad
     G = G(r_1, r_2, \rho), \qquad H = r_1 r_2\, \tilde H(r_1, r_2, \rho)
 
-With the Hermite coefficients :math:`a_n, b_n, d_n` of :mod:`embens.theory.hermite` at
+With the Hermite coefficients :math:`a_n, b_n, d_n` of :mod:`embens.theory.duals.hermite` at
 :math:`s = v r`,
 
 .. math::
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from embens.laws import Law
-from embens.theory import chebyshev
-from embens.theory.tables import Axis, Expansion
+from embens.theory.duals import chebyshev
+from embens.theory.duals.tables import Axis, Expansion
 
 SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # of axes
 _DEGREES = (33, 65, 129, 257, 513, 1025)

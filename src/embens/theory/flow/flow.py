@@ -5,7 +5,7 @@ With the loss :math:`\frac1B \sum_x \frac12 (f_a(x) - y(x))^2` of each member an
 Exchangeable members make it two small ones, whatever their number: the ensemble mean
 :math:`\bar f` follows :math:`K_m = \Theta_{aa} + (M-1) \Theta_{ab}` towards the targets, and
 deviations :math:`g_a = f_a - \bar f` follow :math:`K_d = \Theta_{aa} - \Theta_{ab}` towards 0. With
-:math:`A_m, A_d, V_m, V_d` of :class:`~embens.theory.mode.Mode`,
+:math:`A_m, A_d, V_m, V_d` of :class:`~embens.theory.flow.mode.Mode`,
 
 .. math::
     E f_a = A_m y, \quad
@@ -17,7 +17,7 @@ Time is in units of the rate: :math:`t = 1` is :math:`1/\eta` steps at a small r
 Expectations are over initialisations. Train outputs come from passing the train data as test data.
 Several outputs share one kernel and are independent: variances hold for each of them.
 
-Not here: other losses (:mod:`embens.theory.classification`).
+Not here: other losses (:mod:`embens.theory.flow.classification`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from torch import Tensor
 
 from embens.gradient import Gamma
 from embens.plan import check_members
-from embens.theory.draws import draw_members
+from embens.theory.flow.draws import draw_members
+from embens.theory.flow.mode import Mode, Schedule
+from embens.theory.flow.problem import check_kernels, check_targets
 from embens.theory.gamma import check_rates, resolve_gamma
 from embens.theory.kernel import Kernels, MemberKernel
-from embens.theory.mode import Mode, Schedule
-from embens.theory.problem import check_kernels, check_targets
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -1,6 +1,6 @@
 r"""Dual activations: which expectations belong to which module.
 
-``dual(module)`` returns the :class:`~embens.theory.expectations.Dual` of an activation, for its
+``dual(module)`` returns the :class:`~embens.theory.Dual` of an activation, for its
 settings (the slope of a leaky ReLU). Closed forms exist for what is linear on each half-line, and
 for erf, sine, cosine and GELU; other smooth activations go by quadrature to 1e-10. Your own needs
 one line, ``register(MyActivation)``, if it is smooth; else write a dual and register a function
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from embens import networks
-from embens.theory.closed import Cosine, Erf, Gelu, Sine
-from embens.theory.expectations import Dual
-from embens.theory.homogeneous import Homogeneous
-from embens.theory.smooth import Smooth
+from embens.theory.duals.closed import Cosine, Erf, Gelu, Sine
+from embens.theory.duals.expectations import Dual
+from embens.theory.duals.homogeneous import Homogeneous
+from embens.theory.duals.smooth import Smooth
 
 __all__ = ["Dual", "dual", "register"]
 

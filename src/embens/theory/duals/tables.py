@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from embens.laws import Law
-from embens.theory import chebyshev
-from embens.theory.expectations import Dual, roots
+from embens.theory.duals import chebyshev
+from embens.theory.duals.expectations import Dual, roots
 
 _NUMBERS = 2**19  # coefficients held at once
 

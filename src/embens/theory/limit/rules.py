@@ -38,10 +38,10 @@ from embens.execution import Shared
 from embens.laws import Law
 from embens.modulation import Modulated, Modulation
 from embens.theory import duals
-from embens.theory.expectations import Dual
-from embens.theory.pixels import PixelMap, open_inputs, pixel_map
-from embens.theory.state import PAIRS, Lazy, Pre, Side, State, describe, diagonal_of
-from embens.theory.weights import WeightLaw, weight_law
+from embens.theory.duals.expectations import Dual
+from embens.theory.limit.pixels import PixelMap, open_inputs, pixel_map
+from embens.theory.limit.state import PAIRS, Lazy, Pre, Side, State, describe, diagonal_of
+from embens.theory.limit.weights import WeightLaw, weight_law
 
 
 @singledispatch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from embens.theory.pixels import keep_diagonal, pixel_sizes, pool
-from embens.theory.rules import affine, propagate
-from embens.theory.state import PAIRS, State, describe
+from embens.theory.limit.pixels import keep_diagonal, pixel_sizes, pool
+from embens.theory.limit.rules import affine, propagate
+from embens.theory.limit.state import PAIRS, State, describe
 
 AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 ADAPTIVE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)

@@ -1,0 +1,6 @@
+"""Dual activations: expectations of an activation under a normal law."""
+
+from embens.theory.duals.expectations import Dual
+from embens.theory.duals.registry import dual, register
+
+__all__ = ["Dual", "dual", "register"]

@@ -1,0 +1,15 @@
+"""Training in the limit: squared loss in closed form, cross-entropy by integration."""
+
+from embens.theory.flow.classification import cross_entropy_flow
+from embens.theory.flow.flow import Flow, gradient_descent, gradient_flow
+from embens.theory.flow.performance import Performance, centred_targets, performance
+
+__all__ = [
+    "Flow",
+    "Performance",
+    "centred_targets",
+    "cross_entropy_flow",
+    "gradient_descent",
+    "gradient_flow",
+    "performance",
+]
