@@ -80,7 +80,7 @@ def parse_reference(text: str) -> nn.Module:
         raise ValueError(f"{place} has no {name!r}; expected a function that returns a network.")
     network = make() if not isinstance(make, nn.Module) else make
     if not isinstance(network, nn.Module):
-        raise ValueError(f"{text} gave a {type(network).__name__}; expected a torch.nn.Module.")
+        raise ValueError(f"{text} should return a torch.nn.Module; got {type(network).__name__}.")
     return network
 
 
@@ -126,6 +126,8 @@ def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
         return torch.from_numpy(loaded), None
     with loaded:
         if "x" not in loaded:
-            raise ValueError(f"{text} has no array 'x'; got {', '.join(loaded) or 'none'}.")
+            raise ValueError(
+                f"expected arrays x and y in {path.name}; got {', '.join(loaded) or 'none'}."
+            )
         y = torch.from_numpy(loaded["y"]) if "y" in loaded else None
         return torch.from_numpy(loaded["x"]), y

@@ -562,9 +562,9 @@ def test_the_command_has_data_of_its_own(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("reference", "data", "message"),
     [
-        ("mlp(12, width=64", "data.npz", "expected mlp"),
+        ("mlp(12, width=64", "data.npz", "such as mlp(…)"),
         ("mpl(12)", "data.npz", "did you mean 'mlp'"),
-        ("mlp(width=open('x'))", "data.npz", "plain values"),
+        ("mlp(width=open('x'))", "data.npz", "literal values"),
         ("mlp(12, 32, 2, 4)", "data.npz", "which is another shape"),
         ("mlp(widht=3)", "data.npz", "widht"),
         ("no.such.module:build", "data.npz", "No module named"),
