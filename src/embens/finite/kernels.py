@@ -53,6 +53,8 @@ PASS_BYTES = 2**29
 """What the terms of one chunk of samples may hold, for all members, where no chunk is given."""
 CLASSES_AT_ONCE = 8
 """How many classes of a trace are in memory together."""
+SMALL = 2**16
+"""Numbers in a backward pass below which classes go through it together, to save overhead."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,8 @@ class _Run:
         if not edges:
             return []
         options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
-        if len(cotangents) > 1 and self._batched:
+        small = sum(term.shape.numel() for term in terms) < SMALL
+        if len(cotangents) > 1 and small and self._batched:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # operations without a batching rule are slow
