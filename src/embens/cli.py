@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 COMMANDS = {
     "diagnose": (
-        "embens.finite.command",
+        "embens.finite.diagnosis.command",
         "say before training whether members will differ",
         "plot",
     ),

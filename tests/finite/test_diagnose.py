@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import embens
 from embens import laws, metrics, networks
-from embens.finite import command, measurement, stability
-from embens.finite.diagnose import diagnose as diagnose_in_time
-from embens.finite.findings import CHECKS, optimiser_class
-from embens.finite.room import layer_overlaps, room, room_of
+from embens.finite.diagnosis import command, measurement, stability
+from embens.finite.diagnosis.diagnose import diagnose as diagnose_in_time
+from embens.finite.diagnosis.findings import CHECKS, optimiser_class
+from embens.finite.diagnosis.room import layer_overlaps, room, room_of
 from embens.theory.regime import Regime
 
 diagnose = partial(diagnose_in_time, seconds=3600)  # results don't depend on the machine

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import embens
 from embens import finite, laws, networks
-from embens.finite import contraction, kernels
-from embens.finite.recording import Recorder
+from embens.finite.empirical import contraction, kernels
+from embens.finite.empirical.recording import Recorder
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 FAMILIES = {

@@ -1,12 +1,9 @@
 """What a network of finite width does: empirical kernels, gradients, diagnosis."""
 
-from embens.finite.covariance import nngp
 from embens.finite.dependence import ntk_drift, ntk_ratio, other_members_weight
-from embens.finite.diagnose import diagnose
-from embens.finite.diagnosis import Diagnosis
-from embens.finite.findings import Finding
+from embens.finite.diagnosis import Diagnosis, Finding, diagnose
+from embens.finite.empirical import FiniteKernel, nngp, ntk
 from embens.finite.gradients import GradientNorms, gradient_cosines, gradient_norms
-from embens.finite.kernels import FiniteKernel, ntk
 from embens.finite.scaling import ScalingLaw, measure_cosine, measure_ntk_ratio, scaling
 
 __all__ = [

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from embens.finite.kernels import FiniteKernel
+from embens.finite.empirical.kernels import FiniteKernel
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.dependence import ntk_ratio
+from embens.finite.empirical.kernels import Outputs, ntk
 from embens.finite.gradients import cosines, off_diagonal, shared_grams, total_gram
-from embens.finite.kernels import Outputs, ntk
 from embens.finite.members import Criterion
 
 Measure = Callable[[int, torch.Generator], float]

@@ -151,16 +151,12 @@ def _is_nothing(kernel: Tensor) -> bool:
 def progress_bar(total: int, progress: bool | None = None) -> Iterator[Callable[[], None]]:
     """Give a function that advances a bar over ``total`` steps; it does nothing when quiet."""
     terminal = sys.stderr is not None and sys.stderr.isatty()
-    shown = progress if progress is not None else terminal and total > 100
-    if shown:
-        try:
-            from rich.console import Console
-            from rich.progress import Progress
-        except ImportError:
-            shown = False
-    if not shown:
+    if not (progress if progress is not None else terminal and total > 100):
         yield lambda: None
         return
+    from rich.console import Console
+    from rich.progress import Progress
+
     with Progress(console=Console(file=sys.stderr)) as bar:
         task = bar.add_task("kernels", total=total)
         yield lambda: bar.advance(task)

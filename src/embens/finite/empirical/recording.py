@@ -1,13 +1,13 @@
 """Recording how parameters are used: a pass over all members, and a survey before it.
 
-A :class:`Recorder` watches the layers that have a :class:`~embens.finite.terms.Term` and keeps one
+A :class:`Recorder` watches the layers that have a :class:`Term` and keeps one
 for each call. The :meth:`~Recorder.survey` tries it on two samples, and on the first alone, to find
 
 - whether samples keep to themselves at all: batch statistics, a batch that is not the first axis
   or random layers make "the gradient of one sample" meaningless, and are an error;
 - which parameters are *structured*: used only by recorded calls whose first axis is the batch.
   Everything else (attention's projections, bare parameters, layers with a forward of their own)
-  is left to :mod:`embens.finite.samplewise`.
+  is left to :mod:`embens.finite.empirical.samplewise`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from embens import execution, networks
 from embens.dataflow import NORMS
 from embens.ensemble import EmbeddedEnsemble
 from embens.execution import Shared
-from embens.finite.terms import Affine, Lookup, Scale, Term
+from embens.finite.empirical.terms import Affine, Lookup, Scale, Term
 from embens.modulation import Modulated, is_linear_in_parameters
 
 Inputs = tuple[Tensor, ...]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.kernels import ntk
+from embens.finite.empirical.kernels import ntk
 from embens.finite.members import Criterion
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from embens.finite.findings import Finding
-from embens.finite.room import FULL, LayerOverlap
+from embens.finite.diagnosis.findings import Finding
+from embens.finite.diagnosis.room import FULL, LayerOverlap
 
 if TYPE_CHECKING:
     from embens.theory.regime import RegimeReport
@@ -21,7 +21,7 @@ WIDTH = 92
 
 @dataclass(frozen=True)
 class Rates:
-    """Suggested rates; see :mod:`embens.finite.stability` for how they are found.
+    """Suggested rates; see :mod:`embens.finite.diagnosis.stability` for how they are found.
 
     Attributes:
         largest_stable: rate of plain gradient descent above which training diverges at once, with
@@ -48,7 +48,7 @@ class Diagnosis:
         pull: rms, mean and chance part of the cosine of two members' shared gradients.
         pull_error: standard error of that mean, from leaving out one member at a time.
         overlap: the same, layer by layer.
-        room: how many members there is room for (:mod:`embens.finite.room`); may be infinite.
+        room: how many members there is room for (see ``room``); may be infinite.
         room_interval: the same, one standard error lower and higher; wide with few members.
         tightest: the layer that limits the room.
         gamma: suggested gradient scale.

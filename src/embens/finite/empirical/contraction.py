@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embens.finite.terms import Affine, Lookup, Term
+from embens.finite.empirical.terms import Affine, Lookup, Term
 
 TILE_BYTES = 2**25
 """How large the gradients of one layer, or a product over positions, may get at once."""

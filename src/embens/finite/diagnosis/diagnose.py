@@ -2,9 +2,8 @@
 
 It reads the regime off the infinite-width limit (or off laws and structure, where the limit of a
 network is not known), and measures, on a few samples and within a budget, how the members'
-gradients lie to each other (:mod:`~embens.finite.measurement`). From these come the room, the
-suggested gradient scale and rates, and the findings; see :mod:`~embens.finite.room`,
-:mod:`~embens.finite.stability`, :mod:`~embens.finite.findings`.
+gradients lie to each other (``measurement``). From these come the room, the suggested gradient
+scale and rates, and the findings (``room``, ``stability``, ``findings``).
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 
 from embens import gradient
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite import findings, room, stability
-from embens.finite.diagnosis import Diagnosis, Rates
+from embens.finite.diagnosis import findings, room, stability
+from embens.finite.diagnosis.measurement import Measured, measure, take
+from embens.finite.diagnosis.report import Diagnosis, Rates
 from embens.finite.gradients import cosines, total_gram
-from embens.finite.measurement import Measured, measure, take
 from embens.finite.members import Criterion
 from embens.gradient import Gamma
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from embens import storage
-from embens.finite.diagnose import diagnose
+from embens.finite.diagnosis.diagnose import diagnose
 from embens.specification import parse_reference, read_data
 
 

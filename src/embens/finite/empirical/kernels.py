@@ -21,8 +21,7 @@ parameters don't count. Reductions of the class axes, the paper's two among them
 ===========  ==================================================================================
 
 How: one backward pass for each member and class gives the cotangents of all layers for all samples
-at once (:mod:`~embens.finite.recording`, :mod:`~embens.finite.terms`), from which Gram matrices
-follow (:mod:`~embens.finite.contraction`).
+at once (``recording``, ``terms``), from which Gram matrices follow (``contraction``).
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.contraction import Side, contract, contract_rows, group_uses
-from embens.finite.recording import Inputs, Recorder, Recording, as_inputs
-from embens.finite.samplewise import Samplewise
-from embens.finite.terms import Term
+from embens.finite.empirical.contraction import Side, contract, contract_rows, group_uses
+from embens.finite.empirical.recording import Inputs, Recorder, Recording, as_inputs
+from embens.finite.empirical.samplewise import Samplewise
+from embens.finite.empirical.terms import Term
 from embens.gradient import gradient_factor
 from embens.plan import closest
 

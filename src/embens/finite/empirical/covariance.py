@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from embens import execution, networks
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.recording import Inputs, as_inputs, check_modes
+from embens.finite.empirical.recording import Inputs, as_inputs, check_modes
 from embens.modulation import Modulated
 
 if TYPE_CHECKING:

@@ -1,0 +1,7 @@
+"""Diagnosis before training: will members differ, how many have room, what is wrong."""
+
+from embens.finite.diagnosis.diagnose import diagnose
+from embens.finite.diagnosis.findings import Finding
+from embens.finite.diagnosis.report import Diagnosis
+
+__all__ = ["Diagnosis", "Finding", "diagnose"]
