@@ -199,6 +199,30 @@ def _padded(x, conv):
     return nn.functional.pad(x, (horizontal, horizontal, vertical, vertical))
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.AvgPool2d(2, padding=1),
+        nn.AvgPool2d(2, ceil_mode=True),
+        nn.AvgPool2d(3, stride=2, padding=1, count_include_pad=False),
+        nn.AvgPool2d((2, 1), stride=(1, 2)),
+        nn.AdaptiveAvgPool2d(3),
+        nn.AdaptiveAvgPool2d((2, None)),
+    ],
+    ids=str,
+)
+def test_any_average_pooling_is_torchs(module):
+    """Pooling Gaussian pixels: the covariance of pooled units, by pooling both sides of it."""
+    x = images(2, size=5)
+    pooled = module(torch.zeros(1, 1, 5, 5)).shape[2:].numel()
+    net = nn.Sequential(Conv2d(2, 3, 1), module, nn.Flatten(), Linear(3 * pooled, 1))
+    k = theory.kernels(net, x)
+    pixels = torch.einsum("icp,jcq->ijpq", x.flatten(2), x.flatten(2)) / 2
+    both = module(pixels.reshape(-1, 1, 5, 5)).flatten(1).reshape(2, 2, 25, pooled)
+    both = module(both.movedim(2, 3).reshape(-1, 1, 5, 5)).reshape(2, 2, pooled, pooled)
+    torch.testing.assert_close(k.nngp.same, both.diagonal(dim1=2, dim2=3).mean(-1))
+
+
 def test_images_can_be_flattened_at_once():
     x = images()
     net = nn.Sequential(nn.Flatten(), *networks.mlp(32, 4, 2))
@@ -244,9 +268,8 @@ def test_input_modulations_of_channels_are_conditional():
     ("module", "message"),
     [
         (nn.MaxPool2d(2), r"'2' \(MaxPool2d\): the maximum of correlated units"),
-        (nn.AvgPool2d(2, padding=1), "padding=0"),
+        (nn.AvgPool2d(2, divisor_override=3), "divisor_override"),
         (nn.AvgPool2d(9), "only"),
-        (nn.AdaptiveAvgPool2d(3), "output size divides"),
         (nn.Conv2d(3, 3, 3, groups=3), "groups=1"),
         (nn.Upsample(scale_factor=2), r"Upsample.*not known"),
         (Linear(4, 4), "comes after pixels"),

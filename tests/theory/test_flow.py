@@ -561,3 +561,20 @@ class TestTrainedEnsembles:
         assert losses[0.8] == sorted(losses[0.8], reverse=True)
         assert losses[1.3] == sorted(losses[1.3])
         assert losses[1.3][-1] > 3 * losses[1.3][0]
+
+
+def test_duplicates_do_not_drift_at_long_times_far_from_the_data():
+    """Rounding in null directions grows with the test inputs; time must not blow it up."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    train, test = (
+        torch.cat([x, x[:1]]),
+        100 * torch.randn(3, 4, generator=generator, dtype=torch.float64),
+    )
+    y = torch.randn(7, generator=generator, dtype=torch.float64)
+    ensemble = embens.embed(embens.networks.mlp(4, 4, 2), 2)
+    parts = embens.theory.kernels(ensemble, train), embens.theory.kernels(ensemble, test, train)
+    flow = gradient_flow(*parts, None, y, members=2)
+    with pytest.warns(RuntimeWarning, match="rank"):
+        limit = flow.mean(math.inf)
+    torch.testing.assert_close(flow.mean(1e18), limit, rtol=1e-6, atol=1e-6)

@@ -399,7 +399,7 @@ def test_networks_without_a_limit_are_refused_by_name(net, message):
     ("x1", "x2", "message"),
     [
         (torch.zeros(0, 5), None, "at least one input"),
-        (torch.zeros(5), None, "at least one input"),
+        (torch.zeros(5), None, r"at least one input.*x1\[None\]"),
         (torch.full((2, 5), math.nan), None, "not finite"),
         (torch.zeros(2, 4), None, r"takes \(n, 5\); got \(2, 4\)"),
         (torch.zeros(2, 5), torch.zeros(2, 6), r"x2 does not fit"),
@@ -409,6 +409,49 @@ def test_networks_without_a_limit_are_refused_by_name(net, message):
 def test_inputs_that_do_not_fit_are_refused(x1, x2, message):
     with pytest.raises(ValueError, match=message):
         theory.kernels(networks.mlp(5, 4, 1), x1, x2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[0.0] * 5],), "x1 must be a tensor; got list"),
+        ((torch.zeros(2, 5), [1, 2]), "x2 must be a tensor; got list"),
+        ((torch.zeros(2, 5, dtype=torch.complex64),), "must be real"),
+    ],
+)
+def test_inputs_of_other_types_are_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        theory.kernels(networks.mlp(5, 4, 1), *arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(TypeError, match="must be torch.float64 or torch.float32"):
+        theory.kernels(networks.mlp(5, 4, 1), points(), dtype=dtype)
+
+
+def test_a_rule_can_hold_the_first_layer():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = networks.mlp(5, 4, 1, outputs=4)
+
+        def forward(self, x):
+            return self.body(x)
+
+    net = nn.Sequential(Block(), nn.ReLU(), networks.Linear(4, 1))
+    with pytest.raises(TypeError, match=r"propagate\.register"):
+        theory.kernels(net, points())
+
+    @theory.propagate.register(Block)
+    def _(module, state):
+        return theory.propagate(module.body, state)
+
+    k = theory.kernels(embens.embed(net, post=laws.Shifted(0.6)), points())
+    plain = theory.kernels(embens.embed(networks.mlp(5, 4, 2), post=laws.Shifted(0.6)), points())
+    torch.testing.assert_close(k.ntk_shared.cross, plain.ntk_shared.cross)
+    with pytest.raises(TypeError, match="lies inside a module with a rule"):
+        theory.kernels(embens.embed(net, sites="all"), points())
 
 
 @pytest.mark.parametrize(("std", "message"), [(30.0, "overflows"), (1e-3, "underflows")])

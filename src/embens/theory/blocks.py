@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import islice
 
 import torch
@@ -151,7 +152,8 @@ def _is_nothing(kernel: Tensor) -> bool:
 def progress_bar(total: int, progress: bool | None = None) -> Iterator[Callable[[], None]]:
     """Give a function that advances a bar over ``total`` steps; it does nothing when quiet."""
     terminal = sys.stderr is not None and sys.stderr.isatty()
-    if not (progress if progress is not None else terminal and total > 100):
+    wanted = progress if progress is not None else terminal and total > 100
+    if not wanted or find_spec("rich") is None:
         yield lambda: None
         return
     from rich.console import Console

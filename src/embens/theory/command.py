@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     """Run ``embens kernel``; return its exit code."""
     try:
         _write(options)
-    except (ValueError, TypeError, FileExistsError) as error:
+    except (ValueError, TypeError, RuntimeError, AssertionError, FileExistsError) as error:
         options.parser.error(str(error))
     return 0
 
@@ -90,4 +90,6 @@ def _inputs(text: str, reference: nn.Module, options: argparse.Namespace) -> tor
     x, _ = read_data(text, reference)
     if options.points is not None and options.points < 1:
         raise ValueError(f"--points must be at least 1; got {options.points}")
+    if options.points is not None and options.points > len(x):
+        raise ValueError(f"--points {options.points}: {text} has only {len(x)} inputs")
     return x[: options.points].to(options.device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
+from torch.nn.functional import adaptive_avg_pool1d, avg_pool1d
 from torch.nn.modules.conv import _ConvNd
 
-from embens.theory.limit.pixels import keep_diagonal, pixel_sizes, pool
+from embens.theory.limit.pixels import after_pooling, keep_diagonal, pixel_sizes, pool
 from embens.theory.limit.rules import affine, propagate
 from embens.theory.limit.state import PAIRS, State, describe
 
@@ -36,18 +38,27 @@ def _(module: _ConvNd, state: State) -> State:
 @propagate.register(nn.AvgPool3d)
 def _(module: nn.AvgPool2d, state: State) -> State:
     axes = _pixel_axes(module, state)
-    if any(_each(module.padding, axes)) or module.ceil_mode or _divisor(module):
+    sizes, strides = _each(module.kernel_size, axes), _each(module.stride, axes)
+    paddings, pixels = _each(module.padding, axes), pixel_sizes(state)
+    if getattr(module, "divisor_override", None) is not None:
         raise TypeError(
-            f"{describe(module, state.path)}: average pooling needs padding=0, ceil_mode=False and "
-            f"no divisor_override for its limit; got {module}."
+            f"{describe(module, state.path)}: average pooling with divisor_override has no rule."
         )
-    sizes = _each(module.kernel_size, axes)
-    if any(size > pixels for size, pixels in zip(sizes, pixel_sizes(state), strict=True)):
+    if any(k > n + 2 * p for k, n, p in zip(sizes, pixels, paddings, strict=True)):
         raise ValueError(
             f"{describe(module, state.path)} pools windows of {sizes} pixels, and only "
-            f"{pixel_sizes(state)} are left; use larger images or fewer poolings."
+            f"{pixels} are left; use larger images or fewer poolings."
         )
-    return pool(state, sizes, _each(module.stride, axes))
+    if all(size == 1 for size in sizes):
+        if any(stride != 1 for stride in strides) or any(paddings):
+            raise TypeError(f"{describe(module, state.path)} averages nothing; leave it out.")
+        return state
+    edge = {"ceil_mode": module.ceil_mode, "count_include_pad": module.count_include_pad}
+    windows = [
+        avg_pool1d(torch.eye(n)[None], k, s, p, **edge)[0]
+        for n, k, s, p in zip(pixels, sizes, strides, paddings, strict=True)
+    ]
+    return pool(state, windows)
 
 
 @propagate.register(nn.AdaptiveAvgPool1d)
@@ -56,18 +67,17 @@ def _(module: nn.AvgPool2d, state: State) -> State:
 def _(module: nn.AdaptiveAvgPool2d, state: State) -> State:
     axes = _pixel_axes(module, state)
     pixels = pixel_sizes(state)
-    wanted = [p if w is None else w for w, p in zip(_each(module.output_size, axes), pixels)]  # noqa: B905
-    if any(p % w for p, w in zip(pixels, wanted, strict=True)):
-        raise ValueError(
-            f"{describe(module, state.path)}: windows overlap unless the output size divides "
-            f"the image; got {pixels} pixels for {tuple(wanted)}."
-        )
-    sizes = [p // w for p, w in zip(pixels, wanted, strict=True)]
-    if all(size == 1 for size in sizes) and state.layout == PAIRS:
-        left = state.poolings - 1  # it was counted, and averages nothing
-        state = state.replace(poolings=left)
-        return state if left else keep_diagonal(state)
-    return pool(state, sizes, sizes)
+    wanted = zip(_each(module.output_size, axes), pixels, strict=True)
+    counts = [n if w is None else w for w, n in wanted]
+    if list(pixels) == counts:
+        return after_pooling(state)  # it was counted, and averages nothing
+    return pool(
+        state,
+        [
+            adaptive_avg_pool1d(torch.eye(n)[None], c)[0]
+            for n, c in zip(pixels, counts, strict=True)
+        ],
+    )
 
 
 @propagate.register(nn.Flatten)
@@ -107,7 +117,3 @@ def _pixel_axes(module: nn.Module, state: State) -> int:
 
 def _each(value, axes: int) -> list:
     return [value] * axes if isinstance(value, int) or value is None else list(value)
-
-
-def _divisor(module: nn.Module) -> bool:
-    return getattr(module, "divisor_override", None) is not None

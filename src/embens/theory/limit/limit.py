@@ -10,6 +10,7 @@ import importlib
 import warnings
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,18 +51,22 @@ class Limit:
         *,
         dtype: torch.dtype = torch.float64,
     ):
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"dtype must be torch.float64 or torch.float32; got {dtype}.")
+        for name, x in (("x1", x1), ("x2", x2)):
+            if name == "x1" or x is not None:
+                _check_inputs(name, x)
         network = ensemble.network if isinstance(ensemble, EmbeddedEnsemble) else ensemble
         self.separate = isinstance(network, PerMember)
         if isinstance(network, PerMember):
             network = network.plain(0, {})
         steps = list(_steps(network))
-        first = next((i for i, (_, m) in enumerate(steps) if _layer(m) is not None), None)
+        first = next((i for i, (_, m) in enumerate(steps) if _starts(m)), None)
         if first is None:
             raise TypeError(
-                "the network has no Linear or convolution at its top level, so its limit can't be "
-                f"read: expected nn.Sequential of layers and activations, got "
-                f"{type(network).__name__}. Register a rule with embens.theory.propagate.register "
-                "and put a layer first."
+                "the network has no Linear or convolution that can be read: expected nn.Sequential "
+                f"of layers and activations, got {type(network).__name__}. Give {_containers(steps)}"
+                "a rule with embens.theory.propagate.register."
             )
         self._before, self._steps = steps[:first], steps[first:]
         self._poolings = convolution.count_poolings(nn.ModuleList([m for _, m in self._steps]))
@@ -102,28 +107,21 @@ class Limit:
     # Inputs
 
     def _prepare(self, x: Tensor, name: str) -> Tensor:
-        """Return checked inputs as the first layer sees them."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
-        if x.dim() < 2 or not x.numel():
-            raise ValueError(
-                f"{name} must hold at least one input, (n, features…); got {tuple(x.shape)}."
-            )
-        if not torch.isfinite(x).all():
-            raise ValueError(
-                f"{name} holds values that are not finite; remove or replace them first."
-            )
+        """Return inputs as the first layer sees them."""
         x = x.detach().to(self.dtype)
         for path, module in self._before:
             if any(True for _ in module.parameters()):
                 raise TypeError(
                     f"{describe(module, path)} comes before the first Linear or convolution and "
-                    "has parameters of its own; no rule is known for it there."
+                    "has parameters of its own, so the inputs of that layer are random. If it is "
+                    "or holds that first layer, register a rule for it with "
+                    "embens.theory.propagate.register."
                 )
             x = module(x)
         path, module = self._steps[0]
         layer = _layer(module)
-        assert layer is not None
+        if layer is None:  # a module with a rule of its own knows what it takes
+            return x
         spatial = len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
         expected = layer.in_channels if isinstance(layer, _ConvNd) else layer.in_features
         if x.dim() != 2 + spatial or x.shape[1] != expected:
@@ -151,7 +149,14 @@ class Limit:
 
     def _state(self, x1: Tensor, x2: Tensor, **options) -> State:
         nothing = Side(None, None)
-        return State(nothing, nothing, inputs=(x1, x2), poolings=self._poolings, **options)
+        return State(
+            nothing,
+            nothing,
+            inputs=(x1, x2),
+            drawn=self._input_post is not None,
+            poolings=self._poolings,
+            **options,
+        )
 
     def _record(self, x: Tensor) -> Tape:
         """Return the variances of inputs at each activation, a few inputs at a time."""
@@ -169,7 +174,9 @@ class Limit:
     def _numbers(self, x: Tensor) -> int:
         """Return how many numbers one pair of inputs has in a kernel."""
         layer = _layer(self._steps[0][1])
-        spatial = len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0  # type: ignore[arg-type]
+        if layer is None:
+            layer = next((m for m in self._steps[0][1].modules() if isinstance(m, LAYERS)), None)
+        spatial = len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
         pixels = x.shape[x.dim() - spatial :].numel() if spatial else 1
         members = len(x) if self._members else 1
         return pixels ** (2 if self._poolings else 1) * members
@@ -303,6 +310,22 @@ class Limit:
 _RECORD_NUMBERS = 2**22
 
 
+def _check_inputs(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor; got {type(x).__name__}. Use torch.as_tensor({name})."
+        )
+    if x.is_complex():
+        raise TypeError(f"{name} must be real; got {x.dtype}.")
+    if x.dim() < 2 or not x.numel():
+        hint = f" For one input pass {name}[None]." if x.dim() == 1 and x.numel() else ""
+        raise ValueError(
+            f"{name} must hold at least one input, (n, features…); got {tuple(x.shape)}.{hint}"
+        )
+    if not torch.isfinite(x).all():
+        raise ValueError(f"{name} holds values that are not finite; remove or replace them first.")
+
+
 def _prepared(first: Tape, second: Tape) -> tuple[Tape, Tape]:
     """Return the tapes with their activations made ready for the variances on both."""
     ready = []
@@ -344,9 +367,25 @@ def _steps(module: nn.Module, path: str = "") -> Iterator[Step]:
         yield path, module
 
 
+LAYERS = (nn.Linear, _ConvNd)
+
+
 def _layer(module: nn.Module) -> nn.Module | None:
     layer = module.plain_layer if isinstance(module, Modulated) else module
-    return layer if isinstance(layer, (nn.Linear, _ConvNd)) else None
+    return layer if isinstance(layer, LAYERS) else None
+
+
+def _starts(module: nn.Module) -> bool:
+    """Whether a module is the first layer, or has a rule and holds it."""
+    if _layer(module) is not None:
+        return True
+    ruled = propagate.dispatch(type(module)) is not propagate.dispatch(nn.Module)
+    return ruled and any(isinstance(m, LAYERS) for m in module.modules())
+
+
+def _containers(steps: list[Step]) -> str:
+    names = [describe(m, path) for path, m in steps if any(True for _ in m.parameters())]
+    return f"{names[0]} " if names else "your module "
 
 
 def _modulation(module: nn.Module, kind: str) -> Modulation | None:

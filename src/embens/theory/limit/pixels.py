@@ -130,52 +130,57 @@ def shifted_mean(
     return result.div_(size)
 
 
-def pooled_mean(kernel: Tensor, axis: int, *, size: int, stride: int) -> Tensor:
-    """Return means over windows of one axis.
-
-    Example:
-        >>> pooled_mean(torch.arange(6.0), -1, size=2, stride=2)
-        tensor([0.5000, 2.5000, 4.5000])
-    """
-    count = (kernel.shape[axis] - size) // stride + 1
-    parts = (
-        kernel[_at(axis, slice(o, o + stride * (count - 1) + 1, stride), kernel.dim())]
-        for o in range(size)
-    )
-    result = next(parts).clone()
-    for part in parts:
-        result += part
-    return result.div_(size)
-
-
 def _at(axis: int, step: slice, dims: int) -> tuple[slice, ...]:
     index = [slice(None)] * dims
     index[axis] = step
     return tuple(index)
 
 
-def pool(state: State, sizes: list[int], strides: list[int]) -> State:
-    """Return the kernels after average pooling; pairs of pixels are dropped after the last one."""
-    if state.layout is None:
-        return state
-    if all(size == 1 for size in sizes) and all(stride == 1 for stride in strides):
-        return state
+def pool(state: State, windows: list[Tensor]) -> State:
+    """Return the kernels after average pooling; pairs of pixels are dropped after the last one.
+
+    Args:
+        state: kernels before.
+        windows: for each pixel axis a matrix ``(pixels, windows)`` of weights.
+    """
+    if state.layout == DIAGONAL:
+        raise ValueError(
+            f"the pooling {state.path!r} comes where pairs of pixels were dropped, since no pooling "
+            "was found in the network. Use torch's own pooling modules."
+        )
 
     def average(kernel: Tensor) -> Tensor:
-        for axis in range(state.spatial):
+        for axis, window in enumerate(windows):
             for where in _axes(axis, state):
-                kernel = pooled_mean(kernel, where, size=sizes[axis], stride=strides[axis])
+                kernel = window_mean(kernel, where, window)
         return kernel
 
-    if state.layout == DIAGONAL:
-        if any(size > 1 for size in sizes):
-            raise ValueError(
-                f"the pooling {state.path!r} comes where pairs of pixels were dropped, since no "
-                "pooling was found in the network. Use torch's own pooling modules."
-            )
-        return state.map(average)
-    state = state.map(average).replace(poolings=state.poolings - 1)
-    return state if state.poolings > 0 else keep_diagonal(state)
+    return after_pooling(state.map(average))
+
+
+def after_pooling(state: State) -> State:
+    """Return the state with one pooling less to come."""
+    state = state.replace(poolings=state.poolings - 1)
+    return state if state.poolings > 0 or state.layout != PAIRS else keep_diagonal(state)
+
+
+def window_mean(kernel: Tensor, axis: int, window: Tensor) -> Tensor:
+    """Return weighted means over windows of one axis: adjacent ones by a sum, others by a product.
+
+    Example:
+        >>> window_mean(torch.arange(6.0), -1, torch.eye(3).repeat_interleave(2, 0) / 2)
+        tensor([0.5000, 2.5000, 4.5000])
+    """
+    pixels, count = window.shape
+    size = pixels // count
+    adjacent = torch.eye(count).repeat_interleave(size, 0) / size
+    if pixels == count * size and torch.equal(window, adjacent.to(window)):
+        parts = kernel.unflatten(axis, (count, size)).unbind(axis)
+        result = parts[0].clone()
+        for part in parts[1:]:
+            result += part
+        return result.div_(size)
+    return (kernel.movedim(axis, -1) @ window.to(kernel)).movedim(-1, axis)
 
 
 def keep_diagonal(state: State) -> State:

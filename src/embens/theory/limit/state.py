@@ -95,6 +95,7 @@ class State:
         gaussian: whether the units are Gaussian, as an activation needs them to be.
         pre: modulation that waits for the next activation.
         inputs: the inputs themselves, before the first layer, with their modulation.
+        drawn: whether they have members first, each with its drawn modulation.
         aligned: whether the i-th of ``x1`` is the i-th of ``x2``.
         flat: whether a Flatten made pixels into features.
         path: name of the module that comes now.
@@ -113,6 +114,7 @@ class State:
     gaussian: bool = False
     pre: Pre | None = None
     inputs: tuple[Tensor, Tensor] | None = None
+    drawn: bool = False
     aligned: bool = False
     flat: bool = False
     path: str = ""
