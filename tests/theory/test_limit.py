@@ -426,7 +426,7 @@ def test_inputs_of_other_types_are_refused(arguments, message):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int64])
 def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(TypeError, match="must be torch.float64 or torch.float32"):
+    with pytest.raises(TypeError, match=r"must be torch\.float64 or torch\.float32"):
         theory.kernels(networks.mlp(5, 4, 1), points(), dtype=dtype)
 
 
@@ -450,7 +450,7 @@ def test_a_rule_can_hold_the_first_layer():
     k = theory.kernels(embens.embed(net, post=laws.Shifted(0.6)), points())
     plain = theory.kernels(embens.embed(networks.mlp(5, 4, 2), post=laws.Shifted(0.6)), points())
     torch.testing.assert_close(k.ntk_shared.cross, plain.ntk_shared.cross)
-    with pytest.raises(TypeError, match="lies inside a module with a rule"):
+    with pytest.raises(TypeError, match="lies inside a module "):
         theory.kernels(embens.embed(net, sites="all"), points())
 
 

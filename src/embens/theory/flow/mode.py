@@ -142,7 +142,7 @@ class Mode:
             cutoff = max(cutoff, -10 * least)
         null = found.abs() <= cutoff
         carry = carry @ basis
-        # nothing reaches a null direction of a kernel; what rounding leaves grows with the test data
+        # Nothing reaches a null direction of a kernel; rounding grows with the test data.
         reach = carry.norm(dim=1).max().item() if len(carry) else 0.0
         slack = cutoff * max(1.0, reach / largest if largest > 0 else 1.0)
         lost = null & (carry.abs().amax(0) <= slack if len(carry) else null)

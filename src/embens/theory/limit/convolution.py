@@ -71,13 +71,8 @@ def _(module: nn.AdaptiveAvgPool2d, state: State) -> State:
     counts = [n if w is None else w for w, n in wanted]
     if list(pixels) == counts:
         return after_pooling(state)  # it was counted, and averages nothing
-    return pool(
-        state,
-        [
-            adaptive_avg_pool1d(torch.eye(n)[None], c)[0]
-            for n, c in zip(pixels, counts, strict=True)
-        ],
-    )
+    sizes = zip(pixels, counts, strict=True)
+    return pool(state, [adaptive_avg_pool1d(torch.eye(n)[None], c)[0] for n, c in sizes])
 
 
 @propagate.register(nn.Flatten)

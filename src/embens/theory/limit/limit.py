@@ -65,8 +65,8 @@ class Limit:
         if first is None:
             raise TypeError(
                 "the network has no Linear or convolution that can be read: expected nn.Sequential "
-                f"of layers and activations, got {type(network).__name__}. Give {_containers(steps)}"
-                "a rule with embens.theory.propagate.register."
+                f"of layers and activations, got {type(network).__name__}. Give "
+                f"{_containers(steps)} a rule with embens.theory.propagate.register."
             )
         self._before, self._steps = steps[:first], steps[first:]
         self._poolings = convolution.count_poolings(nn.ModuleList([m for _, m in self._steps]))
@@ -385,7 +385,7 @@ def _starts(module: nn.Module) -> bool:
 
 def _containers(steps: list[Step]) -> str:
     names = [describe(m, path) for path, m in steps if any(True for _ in m.parameters())]
-    return f"{names[0]} " if names else "your module "
+    return names[0] if names else "your module"
 
 
 def _modulation(module: nn.Module, kind: str) -> Modulation | None:

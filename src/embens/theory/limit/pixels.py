@@ -145,8 +145,8 @@ def pool(state: State, windows: list[Tensor]) -> State:
     """
     if state.layout == DIAGONAL:
         raise ValueError(
-            f"the pooling {state.path!r} comes where pairs of pixels were dropped, since no pooling "
-            "was found in the network. Use torch's own pooling modules."
+            f"the pooling {state.path!r} comes where pairs of pixels were dropped, since no "
+            "pooling was found in the network. Use torch's own pooling modules."
         )
 
     def average(kernel: Tensor) -> Tensor:

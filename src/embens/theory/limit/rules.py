@@ -177,8 +177,9 @@ def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> St
     if state.inputs is not None:
         if post is not None and not state.drawn:
             raise TypeError(
-                f"the input modulation of {describe(layer, state.path)} lies inside a module with a "
-                "rule of its own, where it can't be read; put the first layer into nn.Sequential."
+                f"the input modulation of {describe(layer, state.path)} lies inside a module "
+                "with a rule of its own, where it can't be read; put the first layer into "
+                "nn.Sequential."
             )
         state, post = open_inputs(layer, state), None  # its modulation is in the inputs
     first, second = (1.0, 1.0) if post is None else (post.law.mean**2, post.law.second_moment)
