@@ -1,0 +1,19 @@
+"""Estimators for tables, as scikit-learn users expect them. Importing this needs scikit-learn.
+
+``EmbeddedEnsembleClassifier`` and ``EmbeddedEnsembleRegressor`` do everything by themselves;
+``load`` reads what they ``save``; ``neg_nll`` and ``neg_crps`` are scorers for ``scoring=``.
+"""
+
+from embens.estimators.classifier import EmbeddedEnsembleClassifier, Uncertainty
+from embens.estimators.regressor import EmbeddedEnsembleRegressor
+from embens.estimators.scorers import neg_crps, neg_nll
+from embens.estimators.storage import load
+
+__all__ = [
+    "EmbeddedEnsembleClassifier",
+    "EmbeddedEnsembleRegressor",
+    "Uncertainty",
+    "load",
+    "neg_crps",
+    "neg_nll",
+]

@@ -1,0 +1,202 @@
+"""``embens fit``: from a file to a model, with scores on rows that it has not seen.
+
+A part of the rows is set aside before anything is fitted; scores on it come with 95 % intervals by
+resampling its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from embens.estimators import reading
+from embens.estimators.choices import FAMILIES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+RESAMPLES = 400
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``embens fit``."""
+    parser.add_argument("data", type=Path, help="a CSV, Parquet or Arrow file")
+    parser.add_argument("--target", required=True, help="the column to predict")
+    parser.add_argument("--task", choices=("auto", "classification", "regression"), default="auto")
+    parser.add_argument("--out", type=Path, default=Path("embens-fit"), help="folder for results")
+    parser.add_argument("--family", choices=FAMILIES, default="batch_ensemble")
+    parser.add_argument("--members", type=int, default=None, help="how many (default: chosen)")
+    parser.add_argument("--p", type=float, default=None, help="0: independent, 1: equal members")
+    parser.add_argument("--categorical", nargs="*", default=None, help="names of such columns")
+    parser.add_argument("--drop", nargs="*", default=[], help="columns to leave out")
+    parser.add_argument("--epochs", type=int, default=None, help="at most (default: chosen)")
+    parser.add_argument("--test-fraction", type=float, default=0.2, help="of rows to score with")
+    parser.add_argument("--coverage", type=float, default=0.9, help="of prediction intervals")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument(
+        "--stream", action="store_true", help="read the file in parts, for what memory can't hold"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``embens fit``; return its exit code."""
+    import sklearn  # noqa: F401 - missing extras are reported before anything is spent
+
+    if not 0 < options.test_fraction < 0.9:
+        options.parser.error(f"--test-fraction lies between 0 and 0.9; got {options.test_fraction}")
+    if not 0 < options.coverage < 1:
+        options.parser.error(f"--coverage lies between 0 and 1; got {options.coverage}")
+    try:
+        return fit_streaming(options) if options.stream else fit_in_memory(options)
+    except (ValueError, TypeError) as error:
+        options.parser.error(str(error))
+        return 2
+
+
+def make_estimator(options: argparse.Namespace, task: str) -> Any:
+    """Return the estimator that the options ask for."""
+    from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor
+
+    kind = EmbeddedEnsembleClassifier if task == "classification" else EmbeddedEnsembleRegressor
+    return kind(
+        options.family,
+        "auto" if options.members is None else options.members,
+        "auto" if options.p is None else options.p,
+        categorical_features="auto" if options.categorical is None else options.categorical,
+        max_epochs="auto" if options.epochs is None else options.epochs,
+        random_state=options.seed,
+        n_jobs=options.threads,
+        verbose=0 if options.quiet else 1,
+    )
+
+
+def fit_in_memory(options: argparse.Namespace) -> int:
+    """Fit to a file as a whole."""
+    table, target, notes = reading.split_target(reading.read(options.data), options.target)
+    for name in options.drop:
+        if name not in table.schema.names:
+            raise ValueError(f"--drop: there is no column {name!r}")
+    table = table.drop_columns(options.drop)
+    task, why = reading.choose_task(target, options.task)
+    print(f"{table.num_rows} rows, {table.num_columns} columns; {task}: {why}")
+    estimator = make_estimator(options, task)
+    order = torch.randperm(
+        table.num_rows, generator=torch.Generator().manual_seed(options.seed)
+    ).numpy()
+    count = max(1, round(options.test_fraction * table.num_rows))
+    test, train = order[:count], order[count:]
+    y = _values(target)
+    estimator.fit(table.take(train), y[train])
+    for note in [*notes, *estimator.preprocessing_.notes]:
+        print(f"note: {note}")
+    print(estimator.diagnosis_)
+    columns = reading.predictions(estimator, table.take(test), options.coverage)
+    scores = score(estimator, table.take(test), y[test], columns, options)
+    return finish(options, estimator, scores, {"row": test, "target": y[test], **columns})
+
+
+def fit_streaming(options: argparse.Namespace) -> int:
+    """Fit to a file in parts; the scores are those of the rows that the fit itself held out."""
+    dataset = reading.open_dataset(options.data)
+    if options.target not in dataset.schema.names:
+        hint = reading.closest(options.target, dataset.schema.names)
+        raise ValueError(f"there is no column {options.target!r}{hint}")
+    column = dataset.head(10_000, columns=[options.target]).column(0)
+    task, why = reading.choose_task(column, options.task)
+    print(f"{dataset.count_rows()} rows; {task}: {why}, judging by the first rows")
+    estimator = make_estimator(options, task)
+    estimator.fit_files(options.data, options.target)
+    for note in estimator.preprocessing_.notes:
+        print(f"note: {note}")
+    loss = estimator.held_out_["ensemble"]
+    return finish(options, estimator, {"held-out loss": (loss, math.nan, math.nan)}, None)
+
+
+def finish(
+    options: argparse.Namespace,
+    estimator: Any,
+    scores: dict[str, tuple[float, float, float]],
+    columns: dict[str, Any] | None,
+) -> int:
+    """Print the scores, and write model, scores and predictions."""
+    width = max(map(len, scores))
+    print("on rows that were set aside (95 % interval):")
+    for name, (value, low, high) in scores.items():
+        reach = "" if math.isnan(low) else f"   {low:.4g} to {high:.4g}"
+        print(f"  {name:<{width}}  {value:.4g}{reach}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    estimator.save(options.out / "model.safetensors")
+    (options.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
+    written = ["model.safetensors", "scores.json"]
+    if columns is not None:
+        reading.write(columns, options.out / "predictions.csv")
+        written.append("predictions.csv")
+    print(f"wrote {', '.join(written)} to {options.out}")
+    return 0
+
+
+def score(
+    estimator: Any, table: Any, y: np.ndarray, columns: dict[str, Any], options: argparse.Namespace
+) -> dict[str, tuple[float, float, float]]:
+    """Return scores with the ends of their intervals."""
+    import numpy as np
+    from sklearn.base import is_classifier
+
+    rows: dict[str, np.ndarray]
+    if is_classifier(estimator):
+        chance = np.stack([columns[f"p_{c}"] for c in estimator.classes_], 1)
+        code = np.searchsorted(estimator.classes_, y).clip(max=len(estimator.classes_) - 1)
+        known = estimator.classes_[code] == y
+        right = np.where(known, chance[np.arange(len(y)), code], 0.0)
+        rows = {
+            "accuracy": (np.array(columns["prediction"]) == y).astype(float),
+            "log loss": -np.log(right.clip(1e-15)),
+        }
+        means: dict[str, Any] = dict.fromkeys(rows, np.mean)
+    else:
+        from embens.estimators import mixture
+
+        mean, std = (torch.from_numpy(a) for a in estimator.predict_members(table))
+        values = torch.from_numpy(y.astype("float64"))
+        error = y - columns["prediction"]
+        rows = {
+            "RMSE": error**2,
+            "MAE": np.abs(error),
+            "NLL": -mixture.log_density(mean, std, values).numpy(),
+            "CRPS": mixture.crps(mean, std, values).numpy(),
+        }
+        means = dict.fromkeys(rows, np.mean) | {"RMSE": lambda v: math.sqrt(np.mean(v))}
+        if "lower" in columns:
+            name = f"coverage of {100 * options.coverage:g} % intervals"
+            rows[name] = ((columns["lower"] <= y) & (y <= columns["upper"])).astype(float)
+            means[name] = np.mean
+    generator = torch.Generator().manual_seed(options.seed)
+    draws = [
+        torch.randint(len(y), (len(y),), generator=generator).numpy() for _ in range(RESAMPLES)
+    ]
+    found = {}
+    for name, values in rows.items():
+        again = [float(means[name](values[draw])) for draw in draws]
+        low, high = np.quantile(again, [0.025, 0.975])
+        found[name] = (float(means[name](values)), float(low), float(high))
+    return found
+
+
+def _values(column: Any) -> np.ndarray:
+    """Return a target as numpy's values, text as it is."""
+    import numpy as np
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pa.types.is_decimal(column.type):
+        column = column.cast(pa.float64())
+    values = column.to_numpy()
+    return np.array(values.tolist()) if values.dtype.kind == "O" else values

@@ -1,0 +1,155 @@
+r"""The reference network of a table: an encoding without parameters, then a perceptron.
+
+A number :math:`x` of a column with edges :math:`e_0 < e_1 < \dots` becomes
+
+.. math::
+    \Big(s(x),\; \Big[\tfrac{x - e_b}{e_{b+1} - e_b}\Big]_0^1,\; b = 0, 1, \dots\Big),
+
+its score and its piecewise-linear encoding (Gorishniy et al., 2022), where :math:`s` is linear
+between the edges and :math:`[\cdot]_0^1` cuts off, with the outer bins reaching one bin further: so
+the network goes on linearly a little beyond what it has seen, and stays constant from there. A
+missing number has score 0, no bins, and an indicator of its own where the training part had some.
+
+The encoding lies before all parameters, hence before all modulations: it and the first layer run
+once for all members. It is built of operations that ONNX has.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from embens import networks
+from embens.estimators.preprocessing import Preprocessing
+
+EMBEDDINGS = ("piecewise", "periodic", "none")
+
+
+class Encode(nn.Module):
+    """Encode scaled numbers and codes of categories, ``(batch, input)``.
+
+    Args:
+        preprocessing: bins and categories.
+        bins: whether to give the piecewise-linear encoding beside the scores.
+    """
+
+    def __init__(self, preprocessing: Preprocessing, *, bins: bool = True):
+        super().__init__()
+        edges, scores = preprocessing.edges, preprocessing.scores
+        width = edges.diff(dim=1)
+        real = ~width.isnan() & (width > 0)
+        self.bins = bins
+        self.slot = nn.Buffer(torch.tensor([j for j, _ in preprocessing.slots], dtype=torch.int64))
+        self.code = nn.Buffer(torch.tensor([c for _, c in preprocessing.slots], dtype=torch.int64))
+        self.left = nn.Buffer(edges[:, :-1].nan_to_num(0.0))
+        self.inverse = nn.Buffer(torch.where(real, 1 / width, 0.0))
+        count = real.sum(1, keepdim=True)
+        index = torch.arange(real.shape[1]).expand(real.shape)
+        self.low = nn.Buffer(torch.where(real & (index == 0), -1.0, 0.0))
+        self.high = nn.Buffer(torch.where(real, 1.0, 0.0) + (real & (index == count - 1)))
+        self.start = nn.Buffer(scores[:, 0].nan_to_num(0.0))
+        self.rise = nn.Buffer(torch.where(real, scores.diff(dim=1), 0.0))
+        columns = [j for j, yes in enumerate(preprocessing.missing) if yes]
+        self.missing = nn.Buffer(torch.tensor(columns, dtype=torch.int64))
+
+    @property
+    def outputs(self) -> int:
+        """How many inputs the perceptron has."""
+        numeric = len(self.start) + (self.inverse.numel() if self.bins else 0)
+        return max(1, numeric + len(self.missing) + len(self.slot))
+
+    def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
+        """Return the encoding."""
+        parts = []
+        if len(self.start):
+            absent = torch.isnan(numbers)
+            filled = torch.where(absent, 0.0, numbers)
+            ramps = (filled.unsqueeze(-1) - self.left) * self.inverse
+            ramps = torch.minimum(torch.maximum(ramps, self.low), self.high)
+            present = (~absent).to(ramps.dtype)
+            scores = (self.start + (ramps * self.rise).sum(-1)) * present
+            parts.append(scores)
+            if self.bins:
+                parts.append((ramps * present.unsqueeze(-1)).flatten(1))
+            if len(self.missing):
+                parts.append(absent.index_select(1, self.missing).to(ramps.dtype))
+        if len(self.slot):
+            parts.append((codes.index_select(1, self.slot) == self.code).to(numbers.dtype))
+        if not parts:
+            return torch.zeros_like(numbers[:, :1])
+        return torch.cat(parts, 1)
+
+
+class Periodic(nn.Module):
+    r"""Add :math:`\sin` and :math:`\cos` of :math:`2\pi c\, s` for each of the first inputs.
+
+    The frequencies :math:`c` are trained, shared by all members, and start as
+    :math:`N(0, \sigma^2)`.
+    """
+
+    def __init__(self, columns: int, frequencies: int = 8, std: float = 0.3):
+        super().__init__()
+        self.columns, self.std = columns, std
+        self.frequencies = nn.Parameter(torch.empty(columns, frequencies))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the frequencies anew."""
+        with torch.no_grad():
+            self.frequencies.normal_(0, self.std, generator=generator)
+
+    @property
+    def outputs(self) -> int:
+        """How many inputs it adds."""
+        return 2 * self.frequencies.numel()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the inputs with the waves behind them."""
+        angle = 2 * math.pi * input[:, : self.columns].unsqueeze(-1) * self.frequencies
+        return torch.cat([input, angle.sin().flatten(1), angle.cos().flatten(1)], 1)
+
+
+class TableNetwork(nn.Module):
+    """Encoding and perceptron; a call takes the two tensors of a table."""
+
+    def __init__(self, encode: Encode, periodic: Periodic | None, body: nn.Sequential):
+        super().__init__()
+        self.encode = encode
+        self.periodic = periodic
+        self.body = body
+
+    def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
+        """Return the outputs ``(batch, output)``."""
+        x = self.encode(numbers, codes)
+        if self.periodic is not None:
+            x = self.periodic(x)
+        return self.body(x)
+
+
+def build(
+    preprocessing: Preprocessing,
+    outputs: int,
+    *,
+    width: int,
+    depth: int,
+    dropout: float = 0.0,
+    embedding: str = "piecewise",
+    generator: torch.Generator | None = None,
+) -> TableNetwork:
+    """Build the reference network of a table."""
+    encode = Encode(preprocessing, bins=embedding == "piecewise")
+    periodic = None
+    if embedding == "periodic" and preprocessing.numeric:
+        periodic = Periodic(len(preprocessing.numeric))
+        periodic.reset_parameters(generator)
+    inputs = encode.outputs + (periodic.outputs if periodic else 0)
+    body = networks.mlp(
+        inputs, width, depth, outputs, weight_std=math.sqrt(2), bias_std=0.1,
+        parametrization="standard", generator=generator,
+    )  # fmt: skip
+    if dropout > 0:
+        modules = [[m, nn.Dropout(dropout)] if isinstance(m, nn.ReLU) else [m] for m in body]
+        body = nn.Sequential(*(m for group in modules for m in group))
+    return TableNetwork(encode, periodic, body)

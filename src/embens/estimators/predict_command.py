@@ -1,0 +1,62 @@
+"""``embens predict``: what a fitted model says about the rows of a file, a part after another."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from embens.estimators import reading
+from embens.plan import closest
+
+BLOCK = 65_536
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``embens predict``."""
+    parser.add_argument("model", type=Path, help="model.safetensors, or the folder it is in")
+    parser.add_argument("data", type=Path, help="a CSV, Parquet or Arrow file")
+    parser.add_argument(
+        "--out", type=Path, default=Path("predictions.csv"), help="a CSV or Parquet file"
+    )
+    parser.add_argument("--coverage", type=float, default=0.9, help="of prediction intervals")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``embens predict``; return its exit code."""
+    import sklearn  # noqa: F401 - missing extras are reported before anything is spent
+
+    if not 0 < options.coverage < 1:
+        options.parser.error(f"--coverage lies between 0 and 1; got {options.coverage}")
+    try:
+        return predict(options)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        options.parser.error(str(error))
+        return 2
+
+
+def predict(options: argparse.Namespace) -> int:
+    """Predict every row; columns that the model does not know are left alone."""
+    import numpy as np
+
+    from embens.estimators import load
+
+    path = options.model / "model.safetensors" if options.model.is_dir() else options.model
+    estimator = load(path)
+    table = reading.read(options.data)
+    names = estimator.preprocessing_.names
+    for name in names:
+        if name not in table.schema.names:
+            raise ValueError(
+                f"{options.data.name} has no column {name!r}, which the model needs"
+                f"{closest(name, table.schema.names)}"
+            )
+    table = table.select(names)
+    parts = [
+        reading.predictions(estimator, table.slice(start, BLOCK), options.coverage)
+        for start in range(0, table.num_rows, BLOCK)
+    ]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    reading.write(columns, options.out)
+    print(f"wrote {table.num_rows} rows to {options.out}")
+    return 0

@@ -1,0 +1,246 @@
+r"""Preprocessing: what is learnt about the columns of a table before a network sees them.
+
+A table becomes two tensors. Numbers are centred and scaled in float64 and then kept as float32,
+NaN included; categories become their numbers. That is all that is stored of a table; how the
+network encodes it (piecewise-linear bins, missing indicators, one column for each category) is done
+batch by batch by :class:`embens.estimators.network.Encode`, from the bins found here.
+
+**Bins.** The edges of a numeric column are its quantiles, so that every bin has about as many rows.
+``scores`` are the values of a monotone map at the edges: normal quantiles
+(``scaling="quantile"``), or the standardised numbers themselves (``"standard"``).
+
+**Categories.** The most frequent ones are kept, up to a budget; all others, and those that appear
+for the first time at prediction, are *rare*, one category. Missing is a category of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from embens.estimators.tables import Table, choose_categorical, is_missing, label
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ENCODED = 4096
+"""How many inputs of the network all bins, and all categories, may make together."""
+BLOCK = 65_536
+"""Rows that are converted at a time."""
+
+
+@dataclass
+class Preprocessing:
+    """What is known about the columns.
+
+    Attributes:
+        names: of all columns.
+        numeric: numbers of the numeric columns; ``categorical``: of the others.
+        centre: of each numeric column, float64; ``scale``: likewise.
+        edges: of the bins, in scaled units, ``(numeric, bin + 1)``, padded with NaN.
+        scores: at the edges, the same shape.
+        missing: which numeric columns had missing values.
+        categories: the kept labels of each categorical column.
+        rare: which categorical columns had rare categories; ``absent``: had missing values.
+        notes: what a user should know about the columns, as sentences.
+    """
+
+    names: list[str]
+    numeric: list[int]
+    categorical: list[int]
+    centre: np.ndarray
+    scale: np.ndarray
+    edges: Tensor
+    scores: Tensor
+    missing: list[bool]
+    categories: list[list[str]]
+    rare: list[bool]
+    absent: list[bool]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def slots(self) -> list[tuple[int, int]]:
+        """The inputs that categories make: pairs of categorical column and code."""
+        return [
+            (j, code)
+            for j, kept in enumerate(self.categories)
+            for code in (
+                *range(len(kept)),
+                *([len(kept)] if self.rare[j] else []),
+                *([len(kept) + 1] if self.absent[j] else []),
+            )
+        ]
+
+    def encode(
+        self, table: Table, dtype: torch.dtype = torch.float32, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the numbers, scaled, ``(row, numeric)``, and the codes of categories.
+
+        A block after another, so that of a large table there is never a second copy in float64.
+        """
+        count = table.rows if rows is None else len(rows)
+        numbers = torch.empty(count, len(self.numeric), dtype=dtype)
+        codes = torch.empty(count, len(self.categorical), dtype=torch.int64)
+        for start in range(0, count, BLOCK):
+            block = slice(start, start + BLOCK)
+            part = table
+            if rows is not None:
+                part = table.take(rows[block].numpy())
+            elif count > BLOCK:
+                part = table.take(block)
+            numbers[block] = torch.from_numpy(self.scaled(part.block(self.numeric)))
+            for j, column in enumerate(self.categorical):
+                codes[block, j] = torch.tensor(self._codes(j, part.values(column)))
+        return numbers, codes
+
+    def scaled(self, block: np.ndarray) -> np.ndarray:
+        """Return numbers, centred and scaled."""
+        return (block - self.centre) / self.scale
+
+    def _codes(self, j: int, values: list[Any]) -> list[int]:
+        kept = {name: code for code, name in enumerate(self.categories[j])}
+        rare, absent = len(kept), len(kept) + 1
+        known: dict[Any, int] = {}
+        codes = []
+        for value in values:
+            code = known.get(value)
+            if code is None:
+                code = absent if is_missing(value) else kept.get(label(value), rare)
+                known[value] = code
+            codes.append(code)
+        return codes
+
+
+def fit(
+    table: Table,
+    weights: np.ndarray | None = None,
+    *,
+    categorical: Any = "auto",
+    scaling: str = "quantile",
+    bins: int = 32,
+    max_categories: int = 256,
+) -> Preprocessing:
+    """Learn from a table.
+
+    Args:
+        table: the training part.
+        weights: of its rows, above 0; a whole number counts like as many equal rows.
+        categorical: see :func:`embens.estimators.tables.choose_categorical`.
+        scaling: "quantile" or "standard".
+        bins: of a numeric column, at most; fewer where there are very many columns.
+        max_categories: of a column, rare ones aside; fewer where there are very many columns.
+    """
+    import numpy as np
+
+    chosen = choose_categorical(table, categorical)
+    weights = np.ones(table.rows) if weights is None else weights
+    numeric = [j for j in range(len(table.names)) if j not in set(chosen)]
+    notes: list[str] = []
+    bins = max(1, min(bins, ENCODED // max(1, len(numeric))))
+    budget = max(2, min(max_categories, ENCODED // max(1, len(chosen))))
+    if budget < max_categories and len(chosen) > 16:
+        notes.append(f"{len(chosen)} categorical columns: {budget} categories kept of each")
+    centre, scale = np.zeros(len(numeric)), np.ones(len(numeric))
+    edges = torch.full((len(numeric), bins + 1), math.nan)
+    scores, missing = edges.clone(), []
+    for i, column in enumerate(numeric):
+        values = table.block([column])[:, 0]
+        present = ~np.isnan(values)
+        seen, mass = values[present], weights[present]
+        missing.append(len(seen) < len(values))
+        if len(seen) == 0:
+            notes.append(f"{table.names[column]} has no value at all and is ignored")
+            missing[-1] = False
+            continue
+        centre[i], scale[i] = _centre_and_scale(seen, mass)
+        found, values_at = _bins((seen - centre[i]) / scale[i], mass, bins, scaling)
+        edges[i, : len(found)] = torch.from_numpy(found)
+        scores[i, : len(found)] = torch.from_numpy(values_at)
+    kept = [_categories(table.values(column), weights, budget) for column in chosen]
+    for column, (names, rare, _) in zip(chosen, kept, strict=True):
+        if rare > 1:
+            notes.append(
+                f"{table.names[column]}: {len(names)} categories kept, {rare} rare ones made one"
+            )
+    return Preprocessing(
+        names=list(table.names),
+        numeric=numeric,
+        categorical=chosen,
+        centre=centre,
+        scale=scale,
+        edges=edges,
+        scores=scores,
+        missing=missing,
+        categories=[names for names, _, _ in kept],
+        rare=[rare > 0 for _, rare, _ in kept],
+        absent=[absent for _, _, absent in kept],
+        notes=notes,
+    )
+
+
+def _quantiles(values: np.ndarray, weights: np.ndarray, levels: Any) -> np.ndarray:
+    import numpy as np
+
+    return np.quantile(values, levels, weights=weights, method="inverted_cdf")
+
+
+def _centre_and_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Return the median, and a scale that outliers don't move: that of the middle half."""
+    import numpy as np
+
+    low, middle, high = _quantiles(values, weights, [0.25, 0.5, 0.75])
+    scale = (high - low) / 1.349 or float(np.average(np.abs(values - middle), weights=weights))
+    return float(middle), scale if scale > 0 and math.isfinite(scale) else 1.0
+
+
+def _bins(
+    values: np.ndarray, weights: np.ndarray, bins: int, scaling: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return edges at quantiles, without duplicates, and the scores there.
+
+    The scores are standardised over the rows.
+    """
+    import numpy as np
+    from scipy.special import ndtri
+
+    distinct = np.unique(values)
+    if len(distinct) <= bins + 1:
+        edges = distinct
+    else:
+        edges = np.unique(_quantiles(values, weights, np.linspace(0, 1, bins + 1)))
+    edges = np.unique(edges.astype("float32").astype("float64"))
+    if scaling == "standard":
+        scores = edges
+    else:
+        order = np.argsort(values)
+        mass = np.concatenate([[0.0], np.cumsum(weights[order])])
+        ordered = values[order]
+        below, upto = (mass[np.searchsorted(ordered, edges, side=s)] for s in ("left", "right"))
+        least = 0.5 / (mass[-1] + 1)
+        scores = ndtri(np.clip((below + upto) / (2 * mass[-1]), least, 1 - least))
+    at = np.interp(values, edges, scores)
+    mean = np.average(at, weights=weights)
+    return edges, (scores - mean) / (math.sqrt(np.average((at - mean) ** 2, weights=weights)) or 1)
+
+
+def _categories(
+    values: Sequence[Any], weights: np.ndarray, budget: int
+) -> tuple[list[str], int, bool]:
+    """Return the labels to keep, how many are left out, and whether a value is missing."""
+    counts: dict[str, float] = defaultdict(float)
+    absent = False
+    for value, weight in zip(values, weights.tolist(), strict=True):
+        if is_missing(value):
+            absent = True
+        else:
+            counts[label(value)] += weight
+    least = min(10.0, float(weights.sum()) / 1000)
+    order = sorted(counts, key=lambda name: (-counts[name], name))
+    frequent = [name for name in order[:budget] if counts[name] >= least]
+    return sorted(frequent), len(counts) - len(frequent), absent

@@ -1,0 +1,34 @@
+"""Scorers of regressors that predict a distribution, for ``scoring=`` of scikit-learn's tools.
+
+Greater is better, as scikit-learn wants it: both are negative. Classifiers have scikit-learn's own
+``"neg_log_loss"``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from embens.estimators import mixture
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def neg_nll(estimator: Any, X: Any, y: Any) -> float:
+    """Return the mean log-density of targets under the predicted mixture."""
+    return float(mixture.log_density(*_members_and_target(estimator, X, y)).mean())
+
+
+def neg_crps(estimator: Any, X: Any, y: Any) -> float:
+    """Return the mean continuous ranked probability score, negative, in units of the target."""
+    return -float(mixture.crps(*_members_and_target(estimator, X, y)).mean())
+
+
+def _members_and_target(estimator: Any, X: Any, y: Any) -> tuple[Tensor, Tensor, Tensor]:
+    import numpy as np
+
+    mean, std = estimator.predict_members(X)
+    target = torch.from_numpy(np.array(y, dtype="float64").reshape(mean.shape[1:]))
+    return torch.from_numpy(mean), torch.from_numpy(std), target

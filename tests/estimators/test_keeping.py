@@ -1,0 +1,167 @@
+"""Save and load, joblib, ONNX, pictures: what is kept is what was fitted."""
+
+from __future__ import annotations
+
+import json
+
+import joblib
+import matplotlib
+import numpy as np
+import pytest
+from estimators.problems import classes_of, classifier, fitted, mixed_table, regressor
+
+from embens import laws
+from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor, load
+from embens.estimators.tables import from_frame
+
+FAMILIES = ("batch_ensemble", "last_layer_dropout", "mc_dropout", "independent")
+
+
+def predictions(model, X):
+    if isinstance(model, EmbeddedEnsembleClassifier):
+        return model.predict_proba(X)
+    return np.column_stack([*model.predict(X, return_std=True), model.predict_interval(X)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_learns_and_is_the_same_after_save_and_load(family, tmp_path):
+    model, X, y = fitted("classifier", family)
+    assert model.score(X, y) > 0.6
+    assert model.ensemble_.plan.family == family
+    model.save(tmp_path / "model")
+    again = load(tmp_path / "model")
+    np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
+    assert again.get_params() == model.get_params()
+
+
+def test_a_regressor_is_the_same_after_save_and_load_with_intervals(tmp_path):
+    model, X, _ = fitted("regressor")
+    model.save(tmp_path / "model")
+    again = EmbeddedEnsembleRegressor.load(tmp_path / "model")
+    np.testing.assert_array_equal(predictions(again, X), predictions(model, X))
+    assert again.history_.equals(model.history_)
+    assert again.members_.equals(model.members_)
+    with pytest.raises(ValueError, match="holds a EmbeddedEnsembleRegressor"):
+        EmbeddedEnsembleClassifier.load(tmp_path / "model")
+
+
+def test_labels_of_any_type_and_laws_and_masks_survive(tmp_path):
+    X, target = mixed_table(80)
+    for y in (np.where(target > 0, 3, -7), target > 0, classes_of(target).astype(object)):
+        model = classifier("mc_dropout", law=laws.Bernoulli(0.8), max_epochs=2).fit(X, y)
+        model.save(tmp_path / "model")
+        again = load(tmp_path / "model")
+        assert again.predict(X).dtype == model.predict(X).dtype
+        np.testing.assert_array_equal(again.predict(X), model.predict(X))
+        assert again.law == laws.Bernoulli(0.8)
+
+
+def test_several_labels_and_a_fit_without_held_out_rows_survive(tmp_path):
+    X, target = mixed_table(40)
+    y = np.stack([target > 0, target > 1], 1).astype(int)
+    model = classifier(max_epochs=2).fit(X, y)
+    model.save(tmp_path / "model")
+    np.testing.assert_array_equal(load(tmp_path / "model").predict_proba(X), model.predict_proba(X))
+    numbers = regressor(max_epochs=2).fit(X, target)
+    numbers.save(tmp_path / "model")
+    again = load(tmp_path / "model")
+    np.testing.assert_array_equal(again.predict(X), numbers.predict(X))
+    with pytest.raises(ValueError, match="held out none"):
+        again.predict_interval(X)
+
+
+def test_a_loaded_model_can_go_on_by_a_warm_start(tmp_path):
+    X, target = mixed_table(120)
+    model = regressor(max_epochs=3, warm_start=True).fit(X, target)
+    model.save(tmp_path / "model")
+    again = load(tmp_path / "model")
+    np.testing.assert_array_equal(again.fit(X, target).predict(X), model.fit(X, target).predict(X))
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "text").write_text("nothing")
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        load(tmp_path / "text")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        load(tmp_path / "nowhere")
+    fitted()[0].ensemble_.save(tmp_path / "ensemble")
+    with pytest.raises(ValueError, match="is no estimator's file"):
+        load(tmp_path / "ensemble")
+    with pytest.raises(FileNotFoundError, match="folder"):
+        fitted()[0].save(tmp_path / "no" / "folder")
+
+
+@pytest.mark.parametrize("kind", ["classifier", "regressor"])
+def test_joblib_works_too(kind, tmp_path):
+    model, X, _ = fitted(kind)
+    joblib.dump(model, tmp_path / "model")
+    again = joblib.load(tmp_path / "model")
+    np.testing.assert_array_equal(predictions(again, X), predictions(model, X))
+
+
+class TestOnnx:
+    def run(self, model, X, path):
+        onnxruntime = pytest.importorskip("onnxruntime")
+        model.to_onnx(path)
+        session = onnxruntime.InferenceSession(path)
+        table = from_frame(X)
+        feed = {"numbers": table.block(model.preprocessing_.numeric)}
+        if model.preprocessing_.categorical:
+            feed["codes"] = model.preprocessing_.encode(table)[1].numpy()
+        return session, session.run(None, feed)
+
+    @pytest.mark.parametrize("family", ["batch_ensemble", "independent"])
+    def test_one_file_goes_from_raw_columns_to_probabilities(self, family, tmp_path):
+        model, X, _ = fitted("classifier", family)
+        session, (found,) = self.run(model, X, tmp_path / "model.onnx")
+        np.testing.assert_allclose(found, model.predict_proba(X), atol=1e-5)
+        notes = session.get_modelmeta().custom_metadata_map
+        assert json.loads(notes["classes"]) == [model.classes_.tolist()]
+        assert json.loads(notes["numeric"]) == ["size", "time"]
+
+    def test_numbers_alone_need_no_codes_and_any_number_of_rows_works(self, tmp_path):
+        X, target = mixed_table(100)
+        X = X[["size", "time"]]
+        model = regressor("last_layer_dropout", max_epochs=3).fit(X, target)
+        _, (mean, std) = self.run(model, X, tmp_path / "model.onnx")
+        expected = model.predict(X, return_std=True)
+        np.testing.assert_allclose(mean[:, 0], expected[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(std[:, 0], expected[1], rtol=1e-5)
+
+
+class TestLooking:
+    def test_the_history_is_a_frame_and_the_best_weights_are_kept(self):
+        model, _, _ = fitted()
+        frame = model.history_
+        assert frame["metric"].min() == frame["metric"][model.run_.best_epoch - 1]
+        assert model.held_out_["ensemble"] == pytest.approx(frame["metric"].min(), rel=1e-5)
+
+    def test_the_members_are_a_frame_and_the_ensemble_beats_their_mean(self):
+        model, _, _ = fitted()
+        losses = model.members_["held_out_loss"]
+        assert len(losses) == 4
+        assert model.held_out_["ensemble"] < losses.mean()
+
+    def test_the_diagnosis_gives_the_gradient_scale_that_was_used(self):
+        model, _, _ = fitted()
+        assert model.diagnosis_.members == 4
+        assert model.gamma_ == model.diagnosis_.gamma
+        assert "gamma" in str(model.diagnosis_)
+
+    def test_members_share_their_parameters(self):
+        shared = fitted("classifier", "batch_ensemble")[0].n_parameters_
+        separate = fitted("classifier", "independent")[0].n_parameters_
+        assert shared < separate / 2
+
+    @pytest.mark.parametrize("kind", ["classifier", "regressor"])
+    def test_pictures_are_drawn_on_the_axis_that_is_given(self, kind):
+        matplotlib.use("agg")
+        from matplotlib import pyplot as plt
+
+        model, X, y = fitted(kind)
+        figure, axes = plt.subplots(1, 3)
+        assert model.plot_history(axes[0]) is axes[0]
+        assert model.plot_reliability(X, y, axes[1]) is axes[1]
+        assert model.plot_members(axes[2]) is axes[2]
+        assert all(axis.lines for axis in axes)
+        plt.close(figure)
