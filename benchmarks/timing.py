@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("embens", "torch", "tabm", "torch-uncertainty")
+PACKAGES = ("embens", "torch", "tabm", "torch-uncertainty", "jax", "neural-tangents")
 
 PATIENCE = 60.0  # seconds that a comparison may spend on measuring again what others disturbed
 
