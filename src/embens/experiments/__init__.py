@@ -1,0 +1,24 @@
+"""The paper's experiments: one file for each figure, the grid that runs them, their claims.
+
+An experiment is a module that reads top to bottom: a frozen ``Cell`` (all that determines one
+result, seed included), ``cells(setting)``, ``measure(cell)``, ``claims(table)``, ``plot(table)``.
+:mod:`embens.experiments.contract` says what each of them is for.
+"""
+
+from __future__ import annotations
+
+NAMES = (
+    "transition",
+    "widths",
+    "trajectories",
+    "lld-rates",
+    "gradients",
+    "ablation",
+    "ntk-at-init",
+    "mc-dropout",
+    "lld",
+    "cost",
+    "theorems",
+    "parametrization",
+)
+"""In the order of the paper; the module of ``lld-rates`` is ``lld_rates``."""

@@ -1,0 +1,280 @@
+"""``embens reproduce``: run experiments, from their cells to tables, pictures and verdicts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embens.experiments import NAMES, contract, grid, table
+from embens.experiments.engines import Engine, Inline
+from embens.experiments.setting import PRESETS, Setting, fingerprint
+from embens.experiments.store import Store
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from embens.experiments.claims import Claim
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``embens reproduce``."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one of " + ", ".join(NAMES))
+    parser.add_argument("--all", action="store_true", help="all experiments, one after another")
+    parser.add_argument("--preset", choices=PRESETS, default="quick")
+    parser.add_argument(
+        "--data", type=Path, help="folder with CIFAR-100's binary files (default: the cache)"
+    )
+    parser.add_argument("--download", action="store_true", help="get CIFAR-100 if it is missing")
+    parser.add_argument("--out", type=Path, default=Path("embens-results"), help="results folder")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local")
+    parser.add_argument(
+        "--workers", type=int, help="processes (default: as many as cores); 0: in this process"
+    )
+    parser.add_argument("--address", help="of a Ray cluster; default: one that is started here")
+    parser.add_argument(
+        "--gpus-per-cell", type=float, default=1.0, help="part of a GPU for a cell (Ray)"
+    )
+    parser.add_argument("--device", help="cpu or cuda (default: cuda for the paper preset, if any)")
+    parser.add_argument("--seeds", type=int, help="number of seeds, instead of the preset's")
+    parser.add_argument("--members", type=int, nargs="+", help="only these numbers of members")
+    parser.add_argument("--widths", type=float, nargs="+", help="only these relative widths")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="FIELD=VALUE[,VALUE]", help="only these cells"
+    )
+    parser.add_argument("--epochs", type=int, help="another number of epochs (results kept apart)")
+    parser.add_argument("--retry-failed", action="store_true", help="try failed cells again")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be done and how long it would take"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``embens reproduce``; return its exit code."""
+    names = _check(options)
+    import matplotlib  # noqa: F401 - missing extras are reported before anything is spent
+    import pandas  # noqa: F401
+    import scipy  # noqa: F401
+    from rich.console import Console
+
+    console = Console()
+    if options.data is not None:
+        os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())  # for workers as well
+    setting = _setting(options)
+    if options.dry_run:
+        for name in names:
+            _estimate(console, name, _cells(options, name, setting), options)
+        return 0
+    engine = _engine(options)
+    failed = 0
+    try:
+        for name in names:
+            failed += _reproduce(console, options, name, setting, engine)
+    finally:
+        engine.close()
+    return 1 if failed else 0
+
+
+def _check(options: argparse.Namespace) -> list[str]:
+    error = options.parser.error
+    if options.all == (options.name is not None):
+        error("give the NAME of an experiment, or --all; there are: " + ", ".join(NAMES))
+    if options.name is not None:
+        try:
+            contract.load(options.name)
+        except ValueError as problem:
+            error(str(problem))
+    for name in ("seeds", "epochs"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            error(f"--{name} must be at least 1; got {value}")
+    if options.workers is not None and options.workers < 0:
+        error(f"--workers must not be negative; got {options.workers}")
+    for item in options.only:
+        if "=" not in item:
+            error(f"--only expects FIELD=VALUE, for example p=0,0.9; got {item!r}")
+    return list(NAMES) if options.all else [str(options.name)]
+
+
+def _setting(options: argparse.Namespace) -> Setting:
+    setting = PRESETS[options.preset]
+    if options.epochs is not None:
+        setting = replace(setting, epochs=options.epochs)
+    device = options.device
+    if device is None and options.preset == "paper":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    setting = replace(setting, device=device or "cpu")
+    if setting.data == "digits":
+        return setting
+    if options.download:
+        from embens import data
+
+        data.cifar100(download=True)
+    try:
+        setting = fingerprint(setting)
+    except FileNotFoundError as problem:
+        options.parser.error(f"{problem}. Here: --data DIR, or --download.")
+    return setting
+
+
+def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any]:
+    cells = contract.load(name).cells(setting, seeds=options.seeds)
+    wanted: dict[str, Any] = {}
+    for field, values in (("members", options.members), ("width", options.widths)):
+        if values is not None and (options.name or hasattr(cells[0], field)):
+            wanted[field] = values
+    for item in options.only:
+        field, _, values = item.partition("=")
+        if options.name or hasattr(cells[0], field):
+            wanted[field] = values.split(",")
+    try:
+        cells = grid.narrow(cells, **wanted)
+    except ValueError as problem:
+        options.parser.error(str(problem))
+    return cells
+
+
+def _engine(options: argparse.Namespace) -> Engine:
+    workers = os.cpu_count() or 1 if options.workers is None else options.workers
+    if options.engine == "ray":
+        from embens.experiments.engines.ray import Ray
+
+        return Ray(
+            address=options.address, workers=options.workers, gpus_per_cell=options.gpus_per_cell
+        )
+    if workers == 0:
+        return Inline()
+    from embens.experiments.engines.local import Local
+
+    return Local(workers)
+
+
+def _reproduce(
+    console: Console, options: argparse.Namespace, name: str, setting: Setting, engine: Engine
+) -> int:
+    """Run one experiment; return how many cells have failed."""
+    from embens.experiments.progress import Progress, duration
+
+    cells = _cells(options, name, setting)
+    folder = grid.folder_of(options.out, name, setting.preset)
+    store = Store(folder)
+    outcome = None
+    try:
+        with Progress(console, name) as progress:
+            outcome = grid.run(
+                name, cells, store=store, engine=engine, watcher=progress,
+                retry_failed=options.retry_failed,
+            )  # fmt: skip
+    except OSError as problem:
+        console.print(
+            f"{name}: a result could not be written ({problem}). What was there is safe; make "
+            "room and run the same command again.",
+            style="red",
+        )
+        return 1
+    except KeyboardInterrupt:
+        summarise(name, setting, store, console)
+        console.print(f"{name}: stopped; the same command goes on from here.")
+        raise
+    summarise(name, setting, store, console, seconds=outcome.seconds)
+    console.print(
+        f"{name}: {outcome.measured} cells measured in {duration(outcome.seconds)}, "
+        f"{outcome.known} known before; results in {folder}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    for key in outcome.failed[:5]:
+        record = store.records[key]
+        swept = {k: v for k, v in record["cell"].items() if k != "setting"}
+        last = record["error"].strip().splitlines()[-1]
+        console.print(f"failed: {swept}: {last}", style="red", highlight=False, markup=False)
+    if outcome.failed:
+        console.print(f"{len(outcome.failed)} cells failed; --retry-failed tries them again")
+    return len(outcome.failed)
+
+
+def summarise(
+    name: str,
+    setting: Setting,
+    store: Store,
+    console: Console,
+    *,
+    seconds: float | None = None,
+) -> list[Claim]:
+    """Write table, picture, claims and manifest of what is there; print the claims."""
+    from embens.experiments.figure import draw
+
+    experiment = contract.load(name)
+    rows = table.tidy(store, name, setting)
+    if not len(rows):
+        return []
+    claims = experiment.claims(rows)
+    figure = experiment.plot(rows)
+    about = {"label": experiment.LABEL, "title": experiment.TITLE, "about": experiment.ABOUT}
+    contents = {
+        "claims": [claim.to_dict() for claim in claims],
+        "figure": figure.to_dict(),
+        "manifest": table.manifest(
+            name, setting, rows, store, **about, run_seconds=seconds and round(seconds, 1)
+        ),
+    }
+    table.write(store.folder, rows, contents)
+    draw(figure, store.folder / "figure.png")
+    _show(console, name, claims)
+    return claims
+
+
+def _show(console: Console, name: str, claims: list[Claim]) -> None:
+    """Print each claim in two lines: the verdict, and the number behind it."""
+    from rich.markup import escape
+
+    styles = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
+    console.print(f"\n[bold]{name}[/]: claims of the paper, {claims[0].seeds} seeds")
+    for claim in claims:
+        number = f"{claim.value:.3g}, 95 % [{claim.low:.3g}, {claim.high:.3g}]"
+        number = escape(claim.note or f"{number}, holds if {claim.region}")
+        console.print(
+            f"[{styles[claim.verdict]}]{claim.verdict:>13}[/]  {escape(claim.statement)}\n"
+            f"{'':15}{escape(claim.measure)}: {number}\n"
+            f"{'':15}[dim]the paper: {escape(claim.paper)}[/]",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _estimate(console: Console, name: str, cells: list[Any], options: argparse.Namespace) -> None:
+    """Time a small part of one cell and say what the whole would take."""
+    from embens.experiments.progress import duration
+    from embens.experiments.task import make_task, perform
+
+    done = (
+        Store(grid.folder_of(options.out, name, options.preset)) if _exists(options, name) else None
+    )
+    known = set(done.records) if done else set()
+    left = [c for c in cells if make_task(name, c).key not in known]
+    smallest = min(cells, key=contract.weight)
+    trial, factor = contract.shortened(smallest)
+    perform(make_task(name, trial))  # loads data, warms up
+    result = perform(make_task(name, trial))
+    if result.error:
+        raise RuntimeError(f"{name}: the cell that was timed failed:\n{result.error}")
+    unit = result.seconds * factor / contract.weight(smallest)
+    costs = sorted(unit * contract.weight(c) for c in cells)
+    workers = options.workers or os.cpu_count() or 1
+    total = sum(unit * contract.weight(c) for c in left)
+    wall = max([total / workers, *(unit * contract.weight(c) for c in left)] if left else [0.0])
+    console.print(
+        f"{name} ({options.preset}): {len(cells)} cells, {len(left)} to do; about "
+        f"{duration(costs[0])} to {duration(costs[-1])} each (from a timed one), "
+        f"{duration(total)} of work, {duration(wall)} with {workers} workers",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _exists(options: argparse.Namespace, name: str) -> bool:
+    return grid.folder_of(options.out, name, options.preset).exists()

@@ -1,0 +1,187 @@
+r"""Interaction of members in the tangent kernel at initialisation (fig:NTK_stat_at_init).
+
+Three measures, for M = 15 members with centred and with shifted modulations: the mean square of
+the kernel between members relative to that within a member, and how much of the change of a
+member's loss (``nll``) or of its target outputs (``target``) comes from m other members. The
+networks are in the NTK parametrization, whose limit is finite, so that the first measure can be
+normalised by the limit as well: the measured kernel within a member has heavy tails at small width,
+which flatten the paper's ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from embens.embed import batch_ensemble
+from embens.experiments.claims import Claim, Table, judge, select, slope
+from embens.experiments.figure import Curve, Figure, Panel, curves, shades
+from embens.experiments.setting import Setting, data_set, reference
+from embens.finite import ntk, ntk_ratio, other_members_weight
+
+NAME = "ntk-at-init"
+LABEL = "fig:NTK_stat_at_init"
+TITLE = "Interaction of members in the tangent kernel"
+ABOUT = (
+    "Left, mean square of the target-class kernel between members over that within a member, "
+    "measured (as the paper) and in the limit; centre and right, weight of m other members in the "
+    "change of a member's loss (nll) and target outputs."
+)
+KINDS = {"centred": 0.0, "shifted": math.sqrt(0.5)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One initialisation."""
+
+    setting: Setting
+    kind: str
+    width: float
+    members: int
+    samples: int
+    seed: int
+
+    @property
+    def weight(self) -> float:
+        """See :func:`embens.experiments.contract.weight`."""
+        return 1 + self.width**2 / 16
+
+
+WIDTHS = {
+    "quick": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
+    "cpu": (0.5, 1.0, 2.0, 4.0, 8.0),
+    "paper": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0),
+}
+SEEDS = {"quick": 10, "cpu": 6, "paper": 10}
+SAMPLES = {"quick": 20, "cpu": 12, "paper": 16}
+MEMBERS = 15
+OTHERS = (1, 2, 4, 7, 14)
+
+
+def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
+    """Return initialisations of both laws at all widths."""
+    return [
+        Cell(setting, kind, width, MEMBERS, SAMPLES[setting.preset], seed)
+        for seed in range(seeds or SEEDS[setting.preset])
+        for kind in KINDS
+        for width in WIDTHS[setting.preset]
+    ]
+
+
+def measure(cell: Cell) -> list[dict[str, float]]:
+    """Return a row for each number of other members."""
+    setting = replace(cell.setting, parametrization="ntk", weight_std=math.sqrt(2))
+    generator = torch.Generator().manual_seed(cell.seed)
+    network = reference(setting, cell.width, generator=generator)
+    ensemble = batch_ensemble(network, cell.members, p=KINDS[cell.kind], generator=generator)
+    data = data_set(setting)
+    chosen = torch.randperm(len(data.train.targets), generator=generator)[: cell.samples]
+    x, y = data.train.inputs[chosen], data.train.targets[chosen]
+    target = ntk(ensemble, x, outputs="target", target=y)
+    loss = ntk(ensemble, x, outputs="nll", target=y)
+    limit = limit_of(ensemble, x, y)
+    return [
+        {
+            "others": count,
+            "ratio": float(ntk_ratio(target)),
+            "ratio_to_limit": float(ntk_ratio(target, same=limit)),
+            "nll": float(other_members_weight(loss, count)),
+            "target": float(other_members_weight(target, count)),
+        }
+        for count in OTHERS
+        if count < cell.members
+    ]
+
+
+def limit_of(ensemble, x: Tensor, y: Tensor) -> Tensor:
+    """Return the target-class kernel within a member in the limit of infinite width."""
+    from embens.theory import kernels
+
+    found = kernels(ensemble, x.double())
+    same = found.ntk_shared.same + found.ntk_individual.same
+    return same * (y[:, None] == y[None]).to(same)  # outputs of different classes are independent
+
+
+def _once(table: Table, kind: str) -> Table:
+    rows = select(table, kind=kind)
+    return select(rows, others=int(rows["others"].min()))
+
+
+def _most(table: Table, kind: str) -> Table:
+    rows = select(table, kind=kind)
+    return select(rows, others=int(rows["others"].max()))
+
+
+def _wide(table: Table, kind: str) -> Table:
+    rows = select(table, kind=kind)
+    return select(rows, width=float(rows["width"].max()))
+
+
+def claims(table: Table) -> list[Claim]:
+    """Return the paper's observations on this figure."""
+    test = partial(judge, table)
+
+    def exponent(name: str, statement: str, paper: str, rows, x: str, y: str, **region: float):
+        return test(
+            lambda t: slope(rows(t), x, y, log_y=True),
+            name=name,
+            statement=statement,
+            paper=paper,
+            measure=f"exponent of {y.replace('_', ' ')} in {x}",
+            **region,
+        )
+
+    centred, shifted = partial(_once, kind="centred"), partial(_once, kind="shifted")
+    found = [
+        exponent("centred: ratio", "the ratio falls as 1/width when centred (by the limit)",
+                 "∝ 1/width", centred, "width", "ratio_to_limit", above=-1.3, below=-0.7),
+        exponent("centred: measured ratio", "and so does the ratio by the measured kernel",
+                 "∝ 1/width", centred, "width", "ratio", above=-1.3, below=-0.7),
+        exponent("shifted: ratio", "the ratio does not fall when shifted (by the limit)",
+                 "constant", shifted, "width", "ratio_to_limit", above=-0.7, below=0.3),
+    ]  # fmt: skip
+    for column in ("nll", "target"):
+        found += [
+            exponent(f"centred: {column} and m", f"the {column} measure grows as m when centred",
+                     "∝ m/width", partial(_wide, kind="centred"), "others", column, above=0.7,
+                     below=1.3),
+            exponent(f"shifted: {column} and m", f"the {column} measure grows as m² when shifted",
+                     "∝ m²", partial(_wide, kind="shifted"), "others", column, above=1.7,
+                     below=2.3),
+            exponent(f"centred: {column} and width",
+                     f"the {column} measure falls with width when centred", "∝ m/width",
+                     partial(_most, kind="centred"), "width", column, below=-0.4),
+            exponent(f"shifted: {column} and width",
+                     f"the {column} measure does not depend on width when shifted", "∝ m²",
+                     partial(_most, kind="shifted"), "width", column, above=-0.3, below=0.3),
+        ]  # fmt: skip
+    return found
+
+
+def plot(table: Table) -> Figure:
+    """Return the paper's three panels."""
+    names = {"centred": "#1f77b4", "shifted": "#d62728"}
+    ratios = [
+        Curve(f"{kind}, {text}", c.x, c.y, c.error, colour, style)
+        for kind, colour in names.items()
+        for text, column, style in (
+            ("by the limit", "ratio_to_limit", "line"),
+            ("by the measured", "ratio", "dash"),
+        )
+        for c in curves(table[(table["kind"] == kind) & (table["others"] == 1)], "width", column)
+    ]
+    panels = [Panel("cross/same", "relative width", "ratio of squares", ratios, True, True)]
+    for column in ("nll", "target"):
+        found = []
+        for kind, shade in (("centred", "winter"), ("shifted", "autumn")):
+            rows = table[table["kind"] == kind]
+            colours = shades(list(rows["width"]), shade)
+            found += curves(
+                rows, "others", column, by="width", label=kind + " ×{}", colours=colours
+            )
+        panels.append(Panel(column, "other members m", "weight of others", found, True, True))
+    return Figure(TITLE, panels, columns=3)

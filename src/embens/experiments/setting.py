@@ -1,0 +1,181 @@
+"""The set-up that all cells of a run share: data, reference network, training.
+
+A preset is a :class:`Setting`; an experiment sweeps what its cells add to it. Everything that can
+change a number is in it, down to the threads, the device and a fingerprint of the data's records,
+so that the hash of a cell is the hash of all that determines it. Where the files are is not: the
+folder comes from ``EMBENS_DATA`` (:func:`embens.data.cache_folder`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from embens import data, networks
+from embens.data import DataSet
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Data, network and training of one preset.
+
+    Attributes:
+        preset: its name.
+        data: ``"digits"`` or ``"cifar100"``.
+        labels: of CIFAR-100, ``"fine"`` or ``"coarse"``.
+        image: height and width that images are averaged to.
+        train: samples to train on, the first ones of the data after validation was drawn.
+        validation: samples drawn at random from the train part and held out.
+        test: samples to test on.
+        network: ``"mlp"`` or ``"cnn"``.
+        channels: units of the hidden layers at relative width 1.
+        parametrization: of the network; see :mod:`embens.networks`.
+        weight_std: of the network.
+        epochs: of training.
+        batch_size: of training.
+        lr: rate; chosen once for a single network.
+        weight_decay: of the shared weights.
+        threads: of one cell.
+        device: of one cell.
+        records: fingerprint of the data that were read; see :func:`fingerprint`.
+    """
+
+    preset: str = "quick"
+    data: str = "digits"
+    labels: str = "fine"
+    image: int = 8
+    train: int = 1347
+    validation: int = 0
+    test: int = 450
+    network: str = "mlp"
+    channels: tuple[int, ...] = (16, 16, 16)
+    parametrization: str = "standard"
+    weight_std: float = math.sqrt(2)
+    epochs: int = 60
+    batch_size: int = 64
+    lr: float = 0.003
+    weight_decay: float = 5e-4
+    threads: int = 1
+    device: str = "cpu"
+    records: str = ""
+
+
+# Rates were chosen once: the largest at which a single network (M=1) fits its train data well
+# within the epochs and the largest collective ensembles (p=0.9, γ=M) still train. Small networks
+# learn in few epochs only if ReLU keeps the size of signals (weight_std √2, "standard"); the
+# paper's own has Xavier weights and hundreds of epochs.
+PRESETS = {
+    "quick": Setting(),
+    "cpu": Setting(
+        preset="cpu",
+        data="cifar100",
+        labels="coarse",
+        image=16,
+        train=1500,
+        test=2000,
+        network="cnn",
+        channels=(8, 16, 32, 64),
+        epochs=80,
+        batch_size=32,
+        lr=0.02,
+    ),
+    "paper": Setting(
+        preset="paper",
+        data="cifar100",
+        labels="fine",
+        image=32,
+        train=40_000,
+        validation=10_000,
+        test=10_000,
+        network="cnn",
+        channels=(64, 128, 256, 512),
+        parametrization="xavier",
+        weight_std=1.0,
+        epochs=1000,
+        batch_size=128,
+        lr=0.01,
+    ),
+}
+
+
+def reference(
+    setting: Setting, width: float = 1.0, *, generator: torch.Generator | None = None
+) -> nn.Module:
+    """Return the reference network at a relative width.
+
+    Example:
+        >>> network = reference(Setting(), width=2.0)
+        >>> network(torch.zeros(3, 64)).shape, network[0].out_features
+        (torch.Size([3, 10]), 32)
+    """
+    law = {"weight_std": setting.weight_std, "parametrization": setting.parametrization}
+    if setting.network == "cnn":
+        network = networks.cnn(
+            setting.channels,
+            width,
+            inputs=3 if setting.data == "cifar100" else 1,
+            outputs=classes(setting),
+            image=setting.image,
+            generator=generator,
+            **law,
+        )
+    else:
+        network = networks.mlp(
+            setting.image**2 * (3 if setting.data == "cifar100" else 1),
+            max(1, round(width * setting.channels[0])),
+            len(setting.channels),
+            classes(setting),
+            generator=generator,
+            **law,
+        )
+    return network.to(setting.device)
+
+
+def classes(setting: Setting) -> int:
+    """Return the number of classes."""
+    return 10 if setting.data == "digits" else {"fine": 100, "coarse": 20}[setting.labels]
+
+
+def data_set(setting: Setting) -> DataSet:
+    """Return the data, standardised, on the device; read once in a process."""
+    irrelevant = {"epochs": 0, "batch_size": 0, "lr": 0.0, "channels": (), "preset": ""}
+    return _data_set(replace(setting, **irrelevant))
+
+
+@functools.lru_cache(maxsize=4)
+def _data_set(setting: Setting) -> DataSet:
+    found = _read(setting).standardise()
+    return (found.flatten() if setting.network == "mlp" else found).to(setting.device)
+
+
+def _read(setting: Setting) -> DataSet:
+    found = data.digits() if setting.data == "digits" else data.cifar100(labels=setting.labels)
+    if setting.validation:
+        held = min(setting.validation, len(found.train.targets) // 5)
+        found = found.split(held, generator=torch.Generator().manual_seed(0))
+    found = found.subset(
+        train=min(setting.train, len(found.train.targets)),
+        test=min(setting.test, len(found.test.targets)),
+    )
+    smaller = setting.image < found.train.inputs.shape[-1]
+    return found.downsample(setting.image) if smaller else found
+
+
+def fingerprint(setting: Setting) -> Setting:
+    """Return the setting with the fingerprint of its data, which it reads for that.
+
+    Digits come with a library and need none.
+    """
+    if setting.data == "digits":
+        return setting
+    hashed = hashlib.sha256()
+    found = _read(setting)
+    for part in (found.train, found.test):
+        hashed.update(part.inputs.contiguous().numpy().tobytes())
+        hashed.update(part.targets.numpy().tobytes())
+    return replace(setting, records=hashed.hexdigest()[:16])

@@ -1,0 +1,130 @@
+"""Results on disk: one line of JSON for each finished cell, in an append-only file.
+
+A line is written at once, under a lock, and synced; what a crash or a full disk leaves of one is
+not JSON and is skipped, and the next writer starts a new line. Several runs may work in one folder:
+each takes a lock on a cell before it starts it, which the system frees if the run dies, and reads
+what others have added in the meantime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+Record = dict[str, Any]
+
+
+class Store:
+    """The results of one experiment in one folder.
+
+    Args:
+        folder: made if missing.
+
+    Example:
+        >>> import tempfile
+        >>> store = Store(Path(tempfile.mkdtemp()))
+        >>> store.add({"key": "a", "rows": [{"accuracy": 0.5}]})
+        >>> Store(store.folder).records["a"]["rows"]
+        [{'accuracy': 0.5}]
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / "results.jsonl"
+        self.records: dict[str, Record] = {}
+        self._position = 0
+        self._lock = FileLock(self.folder / ".results.lock")
+        self._claims: dict[str, FileLock] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what was added since the last time, by anyone."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            content = file.read()
+        whole = content.rfind(b"\n") + 1
+        self._position += whole
+        for record in _parse(content[:whole]):
+            self._keep(record)
+
+    def _keep(self, record: Record) -> None:
+        """Keep the last record of a cell, but never a failure after a success."""
+        known = self.records.get(record["key"])
+        if known is None or "rows" in record or "rows" not in known:
+            self.records[record["key"]] = record
+
+    def add(self, record: Record) -> None:
+        """Write a record; it is on the disk when this returns, or an ``OSError`` is raised."""
+        line = json.dumps(record).encode() + b"\n"
+        with self._lock, self.path.open("ab+") as file:
+            start = end = file.seek(0, os.SEEK_END)
+            if end:
+                file.seek(end - 1)
+                if file.read(1) != b"\n":
+                    line = b"\n" + line
+            try:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                self._undo(start)
+                raise
+        self._keep(record)
+
+    def _undo(self, size: int) -> None:
+        with contextlib.suppress(OSError):  # half a line is skipped by whoever reads it
+            os.truncate(self.path, size)
+
+    def claim(self, key: str) -> bool:
+        """Take a cell for this run; False if another run has it."""
+        lock = FileLock(self.folder / "claims" / f"{key}.lock", timeout=0)
+        try:
+            (self.folder / "claims").mkdir(exist_ok=True)
+            lock.acquire()
+        except (Timeout, FileNotFoundError):  # or the folder was removed by a run that ended
+            return False
+        self._claims[key] = lock
+        return True
+
+    def release(self, key: str) -> None:
+        """Give a cell back."""
+        lock = self._claims.pop(key, None)
+        if lock is not None:
+            Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
+
+    def release_all(self) -> None:
+        """Give all cells back."""
+        for key in list(self._claims):
+            self.release(key)
+        with contextlib.suppress(OSError):  # missing, or in use by another run
+            (self.folder / "claims").rmdir()
+
+
+def _parse(content: bytes) -> Iterator[Record]:
+    for line in content.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "key" in record:
+            yield record
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the old one or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

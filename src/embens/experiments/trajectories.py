@@ -1,0 +1,172 @@
+"""Learning curves of members for several M (fig:trajectories_log).
+
+In the independent regime a member of an infinitely wide ensemble learns as if it were alone, if
+γ = M. With γ = 1 it learns M times more slowly. At finite width curves coincide at first, and for
+longer in a wider network.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from embens.embed import batch_ensemble
+from embens.experiments.claims import Claim, Missing, Table, judge, mean, select, slope
+from embens.experiments.figure import Figure, Panel, curves, shades
+from embens.experiments.setting import Setting, data_set, reference
+from embens.experiments.training import Row, train
+
+NAME = "trajectories"
+LABEL = "fig:trajectories_log"
+TITLE = "Learning curves of members"
+ABOUT = (
+    "Loss on the train data (mean over members and over the steps of an epoch) against epochs, "
+    "modulations N(0, 1); a curve for each M. Left γ=1, centre γ=M, right γ=M at 4× width; below, "
+    "test accuracy of members."
+)
+SCHEMES = (("1", 1.0), ("M", 1.0), ("M", 4.0))
+EARLY = 0.1  # part of the epochs that count as early
+APART = 0.2  # relative difference of losses at which curves are apart
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One ensemble; ``gamma`` is ``"M"`` or ``"1"``."""
+
+    setting: Setting
+    gamma: str
+    width: float
+    members: int
+    seed: int
+
+
+MEMBERS = {"quick": (1, 2, 4, 8, 16, 32), "cpu": (1, 2, 4, 8, 16), "paper": (1, 2, 5, 10, 20, 40)}
+SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
+
+
+def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
+    """Return the sweep over schemes, members and seeds."""
+    return [
+        Cell(setting, gamma, width, members, seed)
+        for seed in range(seeds or SEEDS[setting.preset])
+        for gamma, width in SCHEMES
+        for members in MEMBERS[setting.preset]
+    ]
+
+
+def measure(cell: Cell) -> list[Row]:
+    """Train one ensemble; return a row for each epoch."""
+    generator = torch.Generator().manual_seed(cell.seed)
+    network = reference(cell.setting, cell.width, generator=generator)
+    ensemble = batch_ensemble(network, cell.members, generator=generator)
+    gamma = float(cell.members) if cell.gamma == "M" else 1.0
+    training = train(
+        ensemble,
+        cell.setting,
+        data_set(cell.setting),
+        seed=cell.seed,
+        gamma=gamma,
+        test_each_epoch=True,
+    )
+    return training.trace
+
+
+def _early(table: Table) -> Table:
+    last = max(2, round(EARLY * table["epoch"].max()))
+    return table[table["epoch"] <= last]
+
+
+def _departures(table: Table) -> Table:
+    """Return log(loss of M / loss of a single model), by M and epoch, mean over seeds."""
+    import numpy
+
+    losses = table.groupby(["members", "epoch"])["loss"].mean().unstack("epoch")
+    if 1 not in losses.index or len(losses) < 2:
+        raise Missing("M=1 and another M")
+    return numpy.log(losses.drop(index=1) / losses.loc[1])
+
+
+def _early_difference(table: Table) -> float:
+    return float(_departures(_early(select(table, gamma="M", width=1.0))).abs().to_numpy().mean())
+
+
+def _early_slowdown(table: Table, gamma: str) -> float:
+    return slope(_early(select(table, gamma=gamma, width=1.0)), "members", "loss", log_y=True)
+
+
+def _duration(table: Table, width: float) -> float:
+    """Return the log of the epoch at which curves part, mean over M."""
+    apart = _departures(select(table, gamma="M", width=width)).abs() > APART
+    end = apart.columns.max() + 1
+    first = [next((e for e in apart.columns if row[e]), end) for _, row in apart.iterrows()]
+    return sum(map(math.log, first)) / len(first)
+
+
+def claims(table: Table) -> list[Claim]:
+    """Return the paper's observations on this figure."""
+    test = partial(judge, table)
+    return [
+        test(
+            _early_difference,
+            name="early curves coincide",
+            statement="with γ=M the early curves of all M coincide (to 15 %)",
+            paper="almost identical in the early epochs for all M",
+            measure="mean |log(loss at M / loss at 1)| over the first tenth of the epochs",
+            below=0.15,
+        ),
+        test(
+            partial(_early_slowdown, gamma="1"),
+            name="γ=1 slows down",
+            statement="with γ=1 training slows down with M",
+            paper="γ=1 trains more slowly the more members there are",
+            measure="exponent of the early loss in M, γ=1",
+            above=0.0,
+        ),
+        test(
+            lambda t: _early_slowdown(t, "1") - _early_slowdown(t, "M"),
+            name="γ=M is better",
+            statement="early training depends less on M with γ=M than with γ=1",
+            paper="γ=M is natural and beneficial",
+            measure="difference of the exponents of the early loss in M",
+            above=0.0,
+        ),
+        test(
+            lambda t: _duration(t, 4.0) - _duration(t, 1.0),
+            name="longer at 4× width",
+            statement="curves coincide for longer in the wider network",
+            paper="the time of independent training increases with width",
+            measure=f"log of the ratio of epochs until losses differ by {APART:.0%}",
+            above=0.0,
+        ),
+        test(
+            lambda t: (
+                mean(_early(select(t, gamma="1", members=[1])), "loss")
+                / mean(_early(select(t, gamma="M", width=1.0, members=[1])), "loss")
+            ),
+            name="a single model has no γ",
+            statement="at M=1 both scalings are the same (a check of the set-up)",
+            paper="by definition",
+            measure="ratio of early losses",
+            above=0.999,
+            below=1.001,
+        ),
+    ]
+
+
+def plot(table: Table) -> Figure:
+    """Return the paper's three panels, and the same for test accuracy."""
+    colours = shades(list(table["members"]))
+    panels = []
+    for column, label, log in (
+        ("loss", "member loss, train", True),
+        ("member_accuracy", "member accuracy, test", False),
+    ):
+        for gamma, width in SCHEMES:
+            rows = table[(table["gamma"] == gamma) & (table["width"] == width)]
+            found = curves(rows, "epoch", column, by="members", label="M={}", colours=colours)
+            title = f"γ={gamma}, width ×{width:g}"
+            panels.append(Panel(title, "epoch", label, found, x_log=True, y_log=log))
+    return Figure(TITLE, panels, columns=3)

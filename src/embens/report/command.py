@@ -1,0 +1,23 @@
+"""``embens report``: one HTML page of the results in a folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from embens.report import page
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``embens report``."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where embens reproduce wrote")
+    parser.add_argument("--out", type=Path, help="the page (default: DIR/report.html)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``embens report``; return its exit code."""
+    try:
+        print(f"page: {page.write(options.folder, options.out)}")
+    except FileNotFoundError as problem:
+        options.parser.error(str(problem))
+    return 0

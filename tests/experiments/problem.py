@@ -1,0 +1,49 @@
+"""Small cells and folders for tests of the machinery."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import torch
+
+from embens.experiments import command
+from embens.experiments.setting import PRESETS
+from embens.experiments.transition import Cell
+
+SETTING = replace(PRESETS["quick"], epochs=1, train=64, test=32)
+
+
+def cells(count=4, setting=SETTING):
+    return [Cell(setting, 0.5, members, "M", 0) for members in range(1, count + 1)]
+
+
+def bad(setting=SETTING):
+    """Return a cell whose measurement raises."""
+    return Cell(setting, 0.5, 0, "M", 0)
+
+
+def slow():
+    """Return a cell that takes minutes."""
+    return Cell(replace(PRESETS["quick"], epochs=100_000), 0.5, 2, "M", 0)
+
+
+def reproduce(*arguments):
+    """Run ``embens reproduce``."""
+    parser = argparse.ArgumentParser(prog="embens reproduce")
+    command.add_arguments(parser)
+    parser.set_defaults(parser=parser)
+    return command.run(parser.parse_args([str(a) for a in arguments]))
+
+
+def write_cifar(folder, train=40, test=20):
+    """Write random records in CIFAR-100's binary format."""
+    generator = torch.Generator().manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in (("train.bin", train), ("test.bin", test)):
+        coarse = torch.randint(20, (count, 1), generator=generator)
+        fine = torch.randint(100, (count, 1), generator=generator)
+        pixels = torch.randint(256, (count, 3072), generator=generator)
+        records = torch.cat([coarse, fine, pixels], 1).to(torch.uint8)
+        (folder / name).write_bytes(records.numpy().tobytes())
+    return folder

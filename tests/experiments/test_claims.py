@@ -1,0 +1,150 @@
+"""Statistics, their intervals, and verdicts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pandas
+import pytest
+from scipy import stats
+
+from embens.experiments.claims import (
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    Missing,
+    best,
+    curve,
+    growth_of_best,
+    interval,
+    judge,
+    per_seed,
+    rise_and_fall,
+    select,
+    slope,
+    verdict,
+)
+
+TEXTS = {"name": "n", "statement": "s", "paper": "p", "measure": "m"}
+
+
+def seeds(*values):
+    return pandas.DataFrame({"seed": range(len(values)), "y": values})
+
+
+def test_the_interval_of_a_mean_is_students():
+    values = [1.0, 2.0, 4.0, 3.5, 0.5]
+    value, low, high, count = interval(seeds(*values), lambda t: t["y"].mean())
+    expected = stats.t.interval(
+        0.95, len(values) - 1, loc=numpy.mean(values), scale=stats.sem(values)
+    )
+    assert count == 5
+    assert value == pytest.approx(numpy.mean(values))
+    assert (low, high) == pytest.approx(expected)
+
+
+def test_the_interval_covers_a_ratio_of_means_as_often_as_it_says():
+    generator = numpy.random.default_rng(0)
+    covered, runs = 0, 400
+    for _ in range(runs):
+        table = pandas.DataFrame(
+            {
+                "seed": range(8),
+                "x": generator.normal(2.0, 0.3, 8),
+                "y": generator.normal(6.0, 0.5, 8),
+            }
+        )
+        _, low, high, _ = interval(table, lambda t: t["y"].mean() / t["x"].mean())
+        covered += low < 3.0 < high
+    error = math.sqrt(0.95 * 0.05 / runs)
+    assert abs(covered / runs - 0.95) < 5 * error
+
+
+def test_all_cells_of_a_seed_are_left_out_together():
+    table = pandas.DataFrame({"seed": [0, 0, 0, 1, 1, 1], "y": [1.0, 1.0, 1.0, 3.0, 3.0, 3.0]})
+    together = interval(table, lambda t: t["y"].mean())
+    assert together[1:3] == pytest.approx(interval(seeds(1.0, 3.0), lambda t: t["y"].mean())[1:3])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "above", "below", "expected"),
+    [
+        (1.0, 2.0, 0.0, math.inf, HOLDS),
+        (-2.0, -1.0, 0.0, math.inf, FAILS),
+        (-1.0, 1.0, 0.0, math.inf, UNDECIDED),
+        (0.0, 0.0, 0.0, math.inf, FAILS),
+        (0.2, 0.3, 0.1, 0.4, HOLDS),
+        (0.5, 0.6, 0.1, 0.4, FAILS),
+        (0.3, 0.6, 0.1, 0.4, UNDECIDED),
+        (0.0, 0.9, 0.1, 0.4, UNDECIDED),
+        (math.nan, math.nan, 0.0, 1.0, UNDECIDED),
+    ],
+)
+def test_a_verdict_follows_from_interval_and_region(low, high, above, below, expected):
+    assert verdict(low, high, above, below) == expected
+
+
+def test_a_claim_says_why_it_is_undecided():
+    one = judge(seeds(1.0), lambda t: t["y"].mean(), above=0, **TEXTS)
+    assert (one.verdict, one.note) == (UNDECIDED, "1 seed has no interval")
+    none = judge(seeds(1.0, 2.0), lambda t: select(t, y=7.0)["y"].mean(), above=0, **TEXTS)
+    assert (none.verdict, none.note) == (UNDECIDED, "missing: cells with y=7.0")
+    undefined = judge(seeds(1.0, math.nan), lambda t: math.nan, above=0, **TEXTS)
+    assert undefined.note == "the statistic is not defined on this table"
+
+
+def test_a_claim_becomes_plain_values():
+    claim = judge(seeds(1.0, 1.1), lambda t: t["y"].mean(), above=0, **TEXTS)
+    values = claim.to_dict()
+    assert values["below"] is None
+    assert values["region"] == "above 0"
+    assert judge(seeds(1.0), lambda t: 1.0, below=2, **TEXTS).region == "below 2"
+    assert judge(seeds(1.0), lambda t: 1.0, above=1, below=2, **TEXTS).region == "from 1 to 2"
+
+
+def test_slopes_are_those_of_least_squares():
+    x = numpy.array([1, 2, 4, 8, 16])
+    y = numpy.array([3.0, 2.9, 1.0, 0.8, 0.7])
+    table = pandas.DataFrame({"x": x, "y": y})
+    expected = numpy.polyfit(numpy.log2(x), y, 1)[0]
+    assert slope(table, "x", "y") == pytest.approx(expected)
+    power = numpy.polyfit(numpy.log2(x), numpy.log2(y), 1)[0]
+    assert slope(table, "x", "y", log_y=True) == pytest.approx(power)
+    assert slope(table, "x", "y", log_x=False) == pytest.approx(numpy.polyfit(x, y, 1)[0])
+    assert math.isnan(slope(table.assign(y=-y), "x", "y", log_y=True))
+
+
+def test_curves_are_means_over_what_is_not_named():
+    table = pandas.DataFrame({"x": [1, 1, 2, 2], "y": [1.0, 3.0, 5.0, math.nan]})
+    assert curve(table, "x", "y") == ([1.0, 2.0], [2.0, 5.0])
+    with pytest.raises(Missing, match="at least two values of x"):
+        curve(table.head(1), "x", "y")
+    with pytest.raises(Missing, match="column z"):
+        curve(table, "x", "z")
+
+
+def test_an_inverted_u_rises_and_falls():
+    table = pandas.DataFrame({"x": [1, 2, 4], "up": [1.0, 2.0, 3.0], "bent": [1.0, 3.0, 2.5]})
+    assert rise_and_fall(table, "x", "up") == 0
+    assert rise_and_fall(table, "x", "bent") == 0.5
+    assert best(table, "x", "bent") == 2
+
+
+def test_the_best_number_of_members_grows_with_an_exponent():
+    rows = [
+        {"seed": s, "width": w, "members": m, "accuracy": -abs(math.log2(m) - 2 * math.log2(w))}
+        for s in range(2)
+        for w in (1, 2, 4)
+        for m in (1, 2, 4, 8, 16)
+    ]
+    assert growth_of_best(pandas.DataFrame(rows)) == pytest.approx(2.0)
+
+
+def test_select_finds_floats_and_sets():
+    table = pandas.DataFrame({"p": [0.1 + 0.2, 0.5], "k": ["a", "b"]})
+    assert list(select(table, p=0.3)["k"]) == ["a"]
+    assert len(select(table, k=["a", "b"])) == 2
+    with pytest.raises(Missing, match="cells with k=c"):
+        select(table, k="c")
+    assert per_seed(seeds(1.0, 3.0), lambda t: t["y"].max()) == 2.0

@@ -1,0 +1,122 @@
+"""``embens reproduce`` from the outside."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pandas
+import pytest
+from experiments import problem
+
+SMALL = "--epochs 1 --workers 0 --seeds 2 --members 1 2 4 --only p=0,0.9".split()
+
+
+@pytest.fixture(autouse=True)
+def no_data_folder(monkeypatch):
+    monkeypatch.setenv("EMBENS_DATA", "/nowhere")
+
+
+def test_a_run_ends_in_table_picture_claims_and_manifest(tmp_path, capsys):
+    assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 0
+    folder = tmp_path / "transition" / "quick"
+    table = pandas.read_csv(folder / "table.csv")
+    assert len(table) == 2 * (3 + 3 + 2)
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    claims = json.loads((folder / "claims.json").read_text())
+    printed = " ".join(capsys.readouterr().out.split())
+    for claim in claims:
+        assert claim["verdict"] in ("holds", "does not hold", "undecided")
+        assert claim["statement"] in printed
+        assert claim["paper"] in printed
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["cells"] == 16
+    assert manifest["setting"]["epochs"] == 1
+    assert set(manifest) >= {"commit", "versions", "machine", "cell_seconds", "run_seconds"}
+    assert manifest["versions"]["torch"]
+    assert "hostname" not in json.dumps(manifest)
+
+
+def test_running_again_measures_nothing_and_more_seeds_only_the_new_ones(tmp_path, capsys):
+    problem.reproduce("transition", "--out", tmp_path, *SMALL)
+    capsys.readouterr()
+    problem.reproduce("transition", "--out", tmp_path, *SMALL)
+    assert "0 cells measured" in capsys.readouterr().out
+    problem.reproduce("transition", "--out", tmp_path, *SMALL, "--seeds", "3")
+    assert "8 cells measured" in capsys.readouterr().out
+
+
+def test_a_dry_run_counts_and_estimates_and_writes_nothing(tmp_path, capsys):
+    assert problem.reproduce("widths", "--out", tmp_path / "out", "--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"widths \(quick\): 200 cells, 200 to do; about .* each", printed)
+    assert "with" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_cell_is_told_and_the_exit_code_says_so(tmp_path, capsys, monkeypatch):
+    from embens.experiments import transition
+
+    original = transition.measure
+
+    def measure(cell):
+        if cell.members == 4:
+            raise ArithmeticError("four is unlucky")
+        return original(cell)
+
+    monkeypatch.setattr(transition, "measure", measure)
+    assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 1
+    printed = capsys.readouterr().out
+    assert "four is unlucky" in printed
+    assert "--retry-failed" in printed
+    monkeypatch.undo()
+    monkeypatch.setenv("EMBENS_DATA", "/nowhere")
+    assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 1
+    assert problem.reproduce("transition", "--out", tmp_path, *SMALL, "--retry-failed") == 0
+
+
+def test_a_full_disk_is_told_without_a_traceback(tmp_path, capsys, monkeypatch):
+    from embens.experiments.store import Store
+
+    def add(self, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Store, "add", add)
+    assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 1
+    assert "No space left on device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give the NAME of an experiment, or --all"),
+        (["transition", "--all"], "give the NAME of an experiment, or --all"),
+        (["transitoin"], "did you mean 'transition'"),
+        (["transition", "--seeds", "0"], "--seeds must be at least 1"),
+        (["transition", "--workers", "-1"], "--workers must not be negative"),
+        (["transition", "--only", "p"], "--only expects FIELD=VALUE"),
+        (["transition", "--members", "3"], "members: expected some of 1, 2, 4, 8, 16, 32; got 3"),
+        (["transition", "--widths", "3"], "does not sweep it"),
+        (["transition", "--preset", "cpu"], "pass the folder that has them"),
+        (["transition", "--preset", "huge"], "invalid choice"),
+    ],
+)
+def test_a_wrong_call_is_explained(arguments, message, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        problem.reproduce(*arguments, "--out", tmp_path)
+    assert stop.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_cpu_preset_takes_a_folder_of_records(tmp_path, capsys, monkeypatch):
+    folder = problem.write_cifar(tmp_path / "records")
+    options = "--preset cpu --epochs 1 --workers 0 --seeds 1 --members 2 --only p=0 gamma=M".split()
+    code = problem.reproduce("transition", *options, "--data", folder, "--out", tmp_path / "out")
+    assert code == 0
+    manifest = json.loads((tmp_path / "out/transition/cpu/manifest.json").read_text())
+    assert len(manifest["setting"]["records"]) == 16
+    assert str(tmp_path) not in json.dumps(manifest)
+    capsys.readouterr()
+    problem.write_cifar(folder, train=41)
+    problem.reproduce("transition", *options, "--data", folder, "--out", tmp_path / "out")
+    assert "1 cells measured" in capsys.readouterr().out  # other records, another result
