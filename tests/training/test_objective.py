@@ -319,3 +319,39 @@ def test_wrong_options_say_what_is_expected(data):
         objective(outputs, y, gamma=-1)
     with pytest.raises(TypeError, match="gamma must be a number"):
         objective(outputs, y, gamma="natural")  # type: ignore[arg-type]
+
+
+def test_a_criterion_over_members_gives_the_same_objective_in_one_call():
+    ensemble = embens.batch_ensemble(torch.nn.Sequential(torch.nn.Linear(4, 3)), 5, sites="all")
+    x, target = torch.randn(6, 4), torch.randn(6, 3)
+    calls = []
+
+    def each(outputs, target):
+        calls.append(outputs.shape)
+        return (outputs - target).square().sum(-1)
+
+    def once(outputs, target):
+        return each(outputs, target)
+
+    once.over_members = True
+    values, gradients = [], []
+    for criterion in (each, once):
+        ensemble.zero_grad()
+        loss = ensemble.objective(ensemble(x), target, criterion)
+        loss.backward()
+        values.append(loss.detach())
+        gradients.append([p.grad.clone() for p in ensemble.parameters()])
+    assert calls == [(6, 3)] * 5 + [(5, 6, 3)]
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_criterion_over_members_that_averages_them_is_refused():
+    ensemble = embens.batch_ensemble(torch.nn.Sequential(torch.nn.Linear(4, 3)), 5, sites="all")
+
+    def averaged(outputs, target):
+        return (outputs - target).square().mean()
+
+    averaged.over_members = True
+    with pytest.raises(ValueError, match=r"returns losses \(member, batch"):
+        ensemble.objective(ensemble(torch.randn(6, 4)), torch.randn(6, 3), averaged)

@@ -110,16 +110,15 @@ class Gaussians:
         return -0.5 * (math.log(2 * math.pi) + logarithm + deviation**2 * (-logarithm).exp())
 
     def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the losses of one member, by row.
-
-        In as few operations as it takes: this is called for each member at each step.
-        """
+        """Return the losses by row, of one member or of all at once."""
         mean, logarithm = outputs.chunk(2, dim=-1)
         logarithm = logarithm.clamp(*LOG_VARIANCES)
         values = target[..., : self.targets] if self.weighted else target
         double = torch.addcmul(logarithm, (values - mean).square(), (-logarithm).exp()).sum(-1)
         losses = torch.add(0.5 * math.log(2 * math.pi) * self.targets, double, alpha=0.5)
         return losses * target[..., -1] if self.weighted else losses
+
+    criterion.over_members = True  # type: ignore[attr-defined]
 
     def metric(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the mixture's negative log-density; outputs ``(member, row, output)``."""

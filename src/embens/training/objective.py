@@ -49,7 +49,9 @@ def objective(
         outputs: as the ensemble gave them, or what was made of them by slicing, casting or
             DistributedDataParallel.
         target: passed to the criterion with each member's outputs.
-        criterion: a function of ``(outputs, target)``; a vector of losses is averaged.
+        criterion: a function of ``(outputs, target)``; a vector of losses is averaged. One with an
+            attribute ``over_members = True`` is called once, with the outputs of all members, and
+            returns ``(member, batch, …)``: a step of a small network is faster by that.
         gamma: gradient scale of the shared parameters: a number, a function of the number of
             members, or None for the ensemble's natural value.
         batch: how the ensemble was called. "same": outputs are ``(member, batch, …)`` and all
@@ -129,6 +131,14 @@ def member_losses(
             )
         mean = tree_map(lambda o: o.mean(0), outputs)
         return _reduced(criterion(mean, target)).expand(_length(outputs))
+    if batch == "same" and getattr(criterion, "over_members", False):
+        losses = criterion(outputs, target)
+        if losses.dim() < 2 or len(losses) != members:
+            raise ValueError(
+                "a criterion with over_members=True returns losses (member, batch, …) for the "
+                f"outputs of all members; got shape {tuple(losses.shape)} for {members} members."
+            )
+        return losses.flatten(1).mean(1)
     if batch == "split":
         present = range(min(members, _length(outputs)))
         pairs = ((_rows(outputs, a, members), _rows(target, a, members)) for a in present)
