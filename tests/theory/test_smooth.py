@@ -3,13 +3,15 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from embens.laws import Discrete, Law, Normal, Rademacher, Shifted
-from embens.networks import Erf
+from embens.networks import Cos, Erf, Sin
 from embens.theory.duals import dual, register
+from embens.theory.duals.closed import Cosine, Sine
 from embens.theory.duals.homogeneous import Homogeneous
 from embens.theory.duals.smooth import Smooth
 
@@ -117,7 +119,131 @@ class TestAccuracy:
             assert (found[3:].abs() < 1e-16).all()
 
 
+def over_modulations(of, law, q1, q2, c):
+    """Return all five by sums of the closed form over modulations.
+
+    The grid is even for waves, and for others fine near v = 0, where they are steep.
+    """
+    if isinstance(of, Sine | Cosine):
+        step = min(0.3 / math.sqrt(max(q1, q2)), law.std / 3)
+        v = torch.arange(law.mean - 9 * law.std, law.mean + 9 * law.std, step, dtype=torch.float64)
+        weights = torch.full_like(v, step)
+    else:
+        width, step = min(0.3 / math.sqrt(max(q1, q2)), law.std), 0.06
+        reach = math.asinh((abs(law.mean) + 9 * law.std) / width)
+        t = torch.arange(-reach, reach, step, dtype=torch.float64)
+        v, weights = width * torch.sinh(t), step * width * torch.cosh(t)
+    density = torch.exp(-(((v - law.mean) / law.std) ** 2) / 2) / (law.std * math.sqrt(2 * math.pi))
+    weights = weights * density
+    f, g, h = of.fixed(v**2 * q1, v**2 * q2, v**2 * c, with_h=True)
+    same = [weights @ f, weights @ (v**2 * g), weights @ (h / v**2)]
+    f, g = of.fixed(v[:, None] ** 2 * q1, v**2 * q2, v[:, None] * v * c, with_h=False)
+    return torch.stack([*same, weights @ f @ weights, (weights * v) @ g @ (weights * v)])
+
+
+class TestLargeVariances:
+    """Activations with a closed form keep ten digits where inputs are not standardised."""
+
+    @pytest.mark.parametrize(
+        ("q", "law"),
+        [(3.0, Shifted(0.7)), (64.0, Normal()), (64.0, Normal(2.0, 0.3)), (1e4, Shifted(0.7))],
+        ids=repr,
+    )
+    @pytest.mark.parametrize("module", [Erf(), nn.GELU(), Sin(), Cos()], ids=repr)
+    def test_keep_ten_digits_with_normal_modulations(self, module, law, q):
+        of = dual(module)
+        if isinstance(module, Sin | Cos):
+            q = min(q, 300.0)  # what the grid can do
+        for second, rho in ((1.0, 1.0), (1.0, 0.5), (0.3, 0.999), (0.7, -0.9)):
+            q2 = second * q
+            c = rho * math.sqrt(q * q2)
+            arguments = number([q]), number([q2]), number([c])
+            expected = over_modulations(of, law, q, q2, c)
+            largest = over_modulations(of, law, q, q2, math.sqrt(q * q2)).abs()
+            scale = torch.cat([torch.maximum(largest[:2], largest[3:]), largest[2:3]])
+            scale = scale[[0, 1, 2, 0, 1]]
+            for ready in (of, of.prepare(q2, q, law)):
+                error = (all_five(ready, law, *arguments)[0] - expected).abs() / scale
+                assert error.max() < 1e-10
+
+    def test_agree_with_integrals_over_the_activation_itself(self):
+        bell = 2 / math.sqrt(math.pi)
+        expected = on_a_line(
+            torch.erf, lambda x: bell * torch.exp(-(x**2)), Shifted(0.7), 64.0, 32.0, 1, 0.008
+        )
+        arguments = number([64.0]), number([32.0]), number([math.sqrt(64.0 * 32.0)])
+        found = all_five(dual(Erf()), Shifted(0.7), *arguments)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+    @pytest.mark.parametrize("module", [Erf(), nn.GELU(), Sin(), Cos()], ids=repr)
+    def test_keep_relative_accuracy_of_small_ones_beside_them(self, module):
+        law, of = Shifted(0.7), dual(module)
+        ready = of.prepare(0.0, 50.0, law)
+        q = number([1e-4, 0.0])
+        found = all_five(ready, law, q, q, q / 2)
+        expected = over_modulations(of, law, 1e-4, 1e-4, 5e-5)
+        torch.testing.assert_close(found[0], expected, rtol=1e-8, atol=1e-14)
+        assert found.isfinite().all()
+
+    def test_of_a_law_of_the_users_are_served_by_its_quadrature(self):
+        class Uniform(Law):
+            mean, second_moment = 0.5, 1 / 3
+
+            def sample(self, shape, generator=None, dtype=None, device=None):
+                return torch.rand(shape, generator=generator, dtype=dtype, device=device)
+
+            def quadrature(self, n=181):
+                nodes, weights = (number(x) for x in np.polynomial.legendre.leggauss(n))
+                return (nodes + 1) / 2, weights / 2
+
+        v, weights = Uniform().quadrature(400)
+        q1, q2, c = number([20.0]), number([9.0]), number([12.0])
+        of = dual(Erf())
+        f, g, h = of.fixed(v**2 * q1, v**2 * q2, v**2 * c, with_h=True)
+        same = [weights @ f, weights @ (v**2 * g), weights @ (h / v**2)]
+        f, g = of.fixed(v[:, None] ** 2 * q1, v**2 * q2, v[:, None] * v * c, with_h=False)
+        cross = [weights @ f @ weights, (weights * v) @ g @ (weights * v)]
+        found = all_five(of, Uniform(), q1, q2, c)[0]
+        torch.testing.assert_close(found, torch.stack([*same, *cross]), rtol=1e-10, atol=1e-11)
+
+    def test_are_refused_if_the_quadrature_of_a_law_is_too_coarse(self):
+        class Coarse(Law):
+            mean, second_moment = 0.5, 1 / 3
+
+            def sample(self, shape, generator=None, dtype=None, device=None):
+                return torch.rand(shape, generator=generator, dtype=dtype, device=device)
+
+            def quadrature(self, n=181):
+                return (torch.arange(n) + 0.5).double() / n, torch.ones(n).double() / n
+
+        q = number([1e8])
+        with pytest.raises(ValueError, match="Standardise the inputs"):
+            dual(Erf()).same(q, q, q, Coarse())
+        q = number([100.0])
+        with pytest.warns(RuntimeWarning, match="erf .* accurate to"):
+            dual(Erf()).same(q, q, q, Coarse())
+
+
 class TestTables:
+    def test_are_shared_by_instances_with_the_same_values(self):
+        one, other = dual(nn.Softplus(1.5)), dual(nn.Softplus(1.5))
+        assert one is not other
+        assert one.prepare(1.0, 1.1, None) is other.prepare(1.0, 1.1, None)
+        assert one.prepare(1.0, 1.1, None) is not dual(nn.Softplus(1.6)).prepare(1.0, 1.1, None)
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
+    def test_can_be_made_while_derivatives_are_taken_and_used_afterwards(self):
+        q, one = number([1.7]), number([1.0])
+        for module, law in ((nn.Softplus(0.9), None), (nn.GELU(), Normal(0.4, 1.1))):
+            of = dual(module)
+
+            def first(c, of=of, law=law):
+                return torch.func.jvp(lambda x: of.cross(q, q, x, law)[0], (c,), (one,))[1]
+
+            slope, _ = torch.func.jvp(first, (number([0.5]),), (one,))
+            expected = of.cross(q, q, number([0.5]), law)[1]
+            torch.testing.assert_close(slope, expected, rtol=1e-8, atol=1e-9)
+
     def test_are_used_again_for_nearby_variances(self):
         of = dual(nn.Tanh())
         assert of.prepare(1.0, 1.1, None) is of.prepare(1.02, 1.3, None)
@@ -211,9 +337,17 @@ class TestMessages:
             f, _, _ = dual(Kinked()).same(q, q, q, None)
         assert f.item() == pytest.approx(1 + 3 + 2 * 2 * math.sqrt(2 / math.pi), rel=1e-3)
 
-    def test_warn_of_very_large_variances(self):
-        q = number([1e5])
+    def test_warn_of_large_variances(self):
+        q = number([400.0])
         with pytest.warns(RuntimeWarning, match="scale the inputs or the weights down"):
+            f, _, _ = dual(nn.Tanh()).same(q, q, q, None)
+        expected = on_a_line(torch.tanh, tanh_slope, None, 400.0, 400.0, 1, 0.001)[0]
+        assert f.item() == pytest.approx(expected.item(), rel=1e-4)
+
+    @pytest.mark.parametrize(("q", "reached"), [(3e3, r"0\.\d+"), (2e6, "no digit at all")])
+    def test_refuse_variances_so_large_that_results_would_be_wrong(self, q, reached):
+        q = number([q])
+        with pytest.raises(ValueError, match=f"reached was {reached}. Standardise the inputs or"):
             dual(nn.Tanh()).same(q, q, q, None)
 
     def test_refuse_what_grows_too_fast(self):

@@ -1,8 +1,11 @@
 r"""Duals with closed forms for fixed modulations: erf, sine, cosine and GELU.
 
 Given :math:`v_1, v_2`, let :math:`Q_i = v_i^2 q_i` and :math:`C = v_1 v_2 c` be the moments of
-:math:`y_i = v_i z_i`. A law with a few values is summed over. For other laws these activations are
-read from tables, as all smooth ones are (:mod:`embens.theory.duals.smooth`).
+:math:`y_i = v_i z_i`. A law with a few values is summed over. For a normal law
+sine and cosine have closed forms too; else the sum goes over quadrature nodes, which are chosen for
+the singularities of these functions at imaginary :math:`v`, of size :math:`1 / \sqrt{q}`. That is
+accurate at any variance. Between two members there are two modulations to sum over, hence tables,
+and for variances of ordinary size they serve within a member too.
 
 Integration by parts gives, where no shorter form is at hand,
 
@@ -15,16 +18,20 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from embens.laws import Law
+from embens.laws import Discrete, Law, Normal, Shifted
 from embens.theory.duals.expectations import Dual, tells_apart
-from embens.theory.duals.smooth import Smooth
+from embens.theory.duals.series import Nodes, normal_nodes, tabulate_between, tabulate_within
+from embens.theory.duals.smooth import AIM, STEPS, Smooth, round_out
+from embens.theory.duals.tables import Axis, Table, span
 
-_FEW = 8  # values of a modulation that are summed over
+_FEW = 8  # values of a modulation that are summed over one by one
+_WIDE = 4.0  # scale v√q up to which tables are faster than sums within a member
+_NUMBERS = 2**16  # held at once, in the cache of a processor
 
 
 class Closed(Smooth):
@@ -39,7 +46,7 @@ class Closed(Smooth):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         values = _few_values(law)
         if values is None:
-            return super().same(q1, q2, c, law, with_h=with_h)
+            return self._average(q1, q2, c, law, with_h=with_h)
         sizes: dict[float, float] = {}
         for v, weight in values:  # v and -v give the same
             sizes[abs(v)] = sizes.get(abs(v), 0.0) + weight
@@ -67,6 +74,63 @@ class Closed(Smooth):
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
         return self if _few_values(law) is not None else super().prepare(q_min, q_max, law)
 
+    def _average(
+        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return ``same`` for a law with many values, as a sum over nodes that suffice."""
+        nodes = self._nodes(round_out(*span(q1, q2))[1], law)
+        dtype, (q1, q2, c) = c.dtype, (x.double() for x in (q1, q2, c))
+        shape = torch.broadcast_shapes(q1.shape, q2.shape, c.shape)
+        v = nodes.size.clamp(min=1e-12).to(c.device)  # H / v² has a limit at 0
+        weights = [x.to(c.device) for x in (nodes.both, nodes.steep, nodes.both / v.cpu() ** 2)]
+        square = (v**2)[:, None]
+        parts = []
+        flat = [x.expand(shape).reshape(-1).split(_NUMBERS // len(v) + 1) for x in (q1, q2, c)]
+        for a, b, both in zip(*flat, strict=True):
+            terms = self.fixed(square * a, square * b, square * both, with_h=with_h)
+            parts.append([w @ x for w, x in zip(weights, terms, strict=False)])
+        f, g, *h = (torch.cat(x).reshape(shape).to(dtype) for x in zip(*parts, strict=True))
+        return f, g, h[0] if h else None
+
+    def _nodes(self, q_max: float, law: Law | None) -> Nodes:
+        """Return nodes for v that suffice for variances up to this one."""
+        if isinstance(law, Normal | Shifted):
+            return normal_nodes(law.mean, law.std, 0.5 / math.sqrt(q_max))
+        nodes, last, error = Nodes.of(law, STEPS[0][0]), None, math.inf
+        if isinstance(law, Discrete):
+            return nodes
+        for count, _ in STEPS:
+            nodes = Nodes.of(law, count)
+            q, square = nodes.size.clamp(min=1e-12) ** 2 * q_max, nodes.size.clamp(min=1e-12) ** 2
+            f, g, h = self.fixed(q, q, q, with_h=True)
+            sums = torch.stack([nodes.both @ f, nodes.steep @ g, nodes.both @ (h / square)])
+            if last is not None:
+                error = float(((sums - last).abs() / sums.abs().clamp(min=1e-300)).max())
+            if error < AIM:
+                break
+            last = sums
+        self._check(error, q_max, law, warn=True)
+        return nodes
+
+    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+        """Return a table from sums over nodes, without them in one member if there are few."""
+        nodes, high = self._nodes(q_max, law), math.sqrt(q_max)
+        unit = math.sqrt(float(nodes.steep.sum()))
+        axis = Axis(max(math.sqrt(q_min), 1e-6 * high), high, unit, 0)
+        edge = nodes.edge(high)
+        axis, between = tabulate_between(self.fixed, axis, edge, nodes)
+        if unit * high > _WIDE:
+            return Table(self, law, axis, (), between, edge)
+
+        def function(q1: Tensor, q2: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            f, g, h = self._average(q1, q2, c, law, with_h=True)
+            assert h is not None
+            return f, g, h
+
+        other, within = tabulate_within(function, axis, edge)
+        axis = axis.resize(max(axis.count, other.count))
+        return Table(self, law, axis, within, between, edge)
+
 
 @final
 class Erf(Closed):
@@ -91,8 +155,71 @@ class Erf(Closed):
         return (f, g, c * g / delta) if with_h else (f, g)
 
 
+class _Wave(Closed):
+    """Sine or cosine: products are half a difference or sum of waves of sum and difference."""
+
+    parity: ClassVar[int]
+
+    def fixed(self, q1: Tensor, q2: Tensor, c: Tensor, *, with_h: bool) -> tuple[Tensor, ...]:
+        mean = (q1 + q2) / 2
+        minus, plus = torch.exp(c - mean), torch.exp(-c - mean)  # E cos(y₁ ∓ y₂)
+        small = torch.exp(-mean) * torch.sinh(c.clamp(-1, 1))  # where the difference would cancel
+        odd, even = torch.where(c.abs() < 1, small, (minus - plus) / 2), (minus + plus) / 2
+        f, g = (odd, even) if self.parity < 0 else (even, odd)
+        if not with_h:
+            return f, g
+        rest = (q1 - c) * (q2 - c) * minus + self.parity * (q1 + c) * (q2 + c) * plus
+        return f, g, c * g + rest / 2
+
+    def same(
+        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if not (isinstance(law, Normal | Shifted) and law.std):
+            return super().same(q1, q2, c, law, with_h=with_h)
+        m2, s2 = law.mean**2, law.variance
+        sides, steep = [], []  # E exp(-v² D / 2) and E v² exp(-v² D / 2), D = E (z₁ ∓ z₂)²
+        e = [1 + s2 * (q1 + q2 - 2 * sign * c) for sign in (1, -1)]
+        for x, sign in zip(e, (1, -1), strict=True):
+            sides.append(torch.exp(-m2 * (q1 + q2 - 2 * sign * c) / (2 * x)) / x.sqrt())
+            steep.append(sides[-1] * (s2 / x + m2 / x**2))
+        ratio = -torch.log1p(-4 * s2 * c / e[1]) / 2 + 2 * m2 * c / (e[0] * e[1])
+        odd = _difference(sides, ratio) / 2
+        slope = 4 * c * (s2**2 + m2 * s2 * (e[0] + e[1]) / (e[0] * e[1])) / (e[0] * e[1])
+        odd_steep = odd * (s2 / e[0] + m2 / e[0] ** 2) + sides[1] * slope / 2
+        even, even_steep = (sides[0] + sides[1]) / 2, (steep[0] + steep[1]) / 2
+        f, g, wave = (odd, even_steep, even) if self.parity < 0 else (even, odd_steep, odd)
+        if not with_h:
+            return f, g, None
+        rest = (q1 - c) * (q2 - c) * steep[0] + self.parity * (q1 + c) * (q2 + c) * steep[1]
+        return f, g, c * wave + rest / 2
+
+    def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
+        if not (isinstance(law, Normal | Shifted) and law.std):
+            return super().cross(q1, q2, c, law)
+        m2, s2 = law.mean**2, law.variance
+        gap = q1 * q2 - c * c
+        delta = 1 + s2 * (q1 + q2) + s2**2 * gap
+        sides, slopes = [], []  # E exp(-(v₁² q₁ + v₂² q₂ ∓ 2 v₁ v₂ c) / 2), derivatives by ±c
+        for x in (c, -c):
+            n = q1 + q2 - 2 * x + 2 * s2 * gap
+            sides.append(torch.exp(-m2 * n / (2 * delta)) * delta.rsqrt())
+            slope = s2**2 * x / delta + m2 * ((1 + 2 * s2 * x) - s2**2 * x * n / delta) / delta
+            slopes.append(sides[-1] * slope)
+        if self.parity < 0:
+            return _difference(sides, 2 * m2 * c / delta) / 2, (slopes[0] + slopes[1]) / 2
+        return (sides[0] + sides[1]) / 2, (slopes[0] - slopes[1]) / 2
+
+    def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
+        if isinstance(law, Normal | Shifted):
+            return self
+        return super().prepare(q_min, q_max, law)
+
+    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+        return Smooth._tabulate(self, q_min, q_max, law)
+
+
 @final
-class Sine(Closed):
+class Sine(_Wave):
     r"""Dual of the sine: :math:`E[\phi \phi] = e^{-(Q_1 + Q_2) / 2} \sinh C`.
 
     Example:
@@ -101,19 +228,14 @@ class Sine(Closed):
         0.432332358381...
     """
 
+    parity = -1
+
     def __init__(self):
         super().__init__(torch.sin, "sin")
 
-    def fixed(self, q1: Tensor, q2: Tensor, c: Tensor, *, with_h: bool) -> tuple[Tensor, ...]:
-        minus, plus, sine, cosine = _waves(q1, q2, c)
-        if not with_h:
-            return sine, cosine
-        rest = (q1 - c) * (q2 - c) * minus - (q1 + c) * (q2 + c) * plus
-        return sine, cosine, c * cosine + rest / 2
-
 
 @final
-class Cosine(Closed):
+class Cosine(_Wave):
     r"""Dual of the cosine: :math:`E[\phi \phi] = e^{-(Q_1 + Q_2) / 2} \cosh C`.
 
     Example:
@@ -122,15 +244,10 @@ class Cosine(Closed):
         0.567667641618...
     """
 
+    parity = 1
+
     def __init__(self):
         super().__init__(torch.cos, "cos")
-
-    def fixed(self, q1: Tensor, q2: Tensor, c: Tensor, *, with_h: bool) -> tuple[Tensor, ...]:
-        minus, plus, sine, cosine = _waves(q1, q2, c)
-        if not with_h:
-            return cosine, sine
-        rest = (q1 - c) * (q2 - c) * minus + (q1 + c) * (q2 + c) * plus
-        return cosine, sine, c * sine + rest / 2
 
 
 @final
@@ -176,12 +293,10 @@ class Gelu(Closed):
         return f, g, c * g + rest / (2 * math.pi)
 
 
-def _waves(q1: Tensor, q2: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return E cos(y1 - y2), E cos(y1 + y2), and half their difference and sum."""
-    mean = (q1 + q2) / 2
-    minus, plus = torch.exp(c - mean), torch.exp(-c - mean)
-    small = torch.exp(-mean) * torch.sinh(c.clamp(-1, 1))  # where the difference would cancel
-    return minus, plus, torch.where(c.abs() < 1, small, (minus - plus) / 2), (minus + plus) / 2
+def _difference(values: list[Tensor], ratio: Tensor) -> Tensor:
+    """Return the difference of two positive numbers without cancellation, by their log-ratio."""
+    first = -values[0] * torch.expm1((-ratio).clamp(max=0))
+    return torch.where(ratio >= 0, first, values[1] * torch.expm1(ratio.clamp(max=0)))
 
 
 def _few_values(law: Law | None) -> list[tuple[float, float]] | None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from embens.laws import Law
 from embens.theory.duals import chebyshev
-from embens.theory.duals.tables import Axis, Expansion
+from embens.theory.duals.tables import Axis, Expansion, gather
 
 SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # of axes
 _DEGREES = (33, 65, 129, 257, 513, 1025)
@@ -68,6 +68,28 @@ class Nodes:
     def steep(self) -> Tensor:
         """Weights of the sizes, times their squares."""
         return self.both * self.size**2
+
+    def edge(self, root: float) -> float:
+        """Return that of a table up to this root: singularities at |v| r ρ of size 1 and beyond."""
+        largest = min(7 * math.sqrt(float(self.steep.sum())), float(self.size.max()))
+        return 1 / (1 + 4 * (largest * root) ** 2)
+
+
+def normal_nodes(mean: float, std: float, width: float) -> Nodes:
+    r"""Return nodes for a normal law and functions that are singular at :math:`\pm i w` and beyond.
+
+    With :math:`v = w \sinh t` singularities lie at :math:`\operatorname{Im} t = \pm \pi / 2`,
+    wherever they were, and the trapezoid rule in :math:`t` needs few nodes.
+    """
+    width = min(width, std)
+    step = min(0.14, 0.45 * std / max(abs(mean), 1e-300))
+    far = abs(mean) + 9 * std
+    t = step * (torch.arange(math.ceil(math.asinh(far / width) / step)).double() + 0.5)
+    size = width * torch.sinh(t)
+    density = step * width * torch.cosh(t) / (std * math.sqrt(2 * math.pi))
+    plus, minus = (torch.exp(-(((s * size - mean) / std) ** 2) / 2) * density for s in (1, -1))
+    kept = (plus + minus) * (1 + size**4) > 1e-18
+    return Nodes(size[kept], plus[kept], minus[kept])
 
 
 class Series:
@@ -110,7 +132,7 @@ class Series:
 
         return fine_axis(Axis(low, high, scale, 0), averages)
 
-    def within(self, axis: Axis) -> tuple[Expansion, ...]:
+    def within(self, axis: Axis, edge: float) -> tuple[Expansion, ...]:
         r"""Return :math:`F_0, \tilde F, G, \tilde H` within a member."""
         weights = self._weights(axis.nodes())
         first, second = torch.triu_indices(axis.count, axis.count)
@@ -126,14 +148,14 @@ class Series:
             result[:, second, first] = averaged
             return result
 
-        def at(correlations: list[float]) -> Tensor:
-            f, g, h = _sum_powers(correlations, self._b, self._d)
+        def at(variable: list[float]) -> Tensor:
+            f, g, h = _sum_powers(_gather(variable, edge), self._b, self._d)
             return torch.stack([average(steep, f), average(steep, g), average(flat, h)])
 
         start = average(flat, (self._a @ self._a.T)[None])
         return _expansions(axis, start, _expand(at))
 
-    def between(self, axis: Axis) -> tuple[Expansion, ...]:
+    def between(self, axis: Axis, edge: float) -> tuple[Expansion, ...]:
         r"""Return :math:`F_0, \tilde F, G` between members."""
         weights = self._weights(axis.nodes())
         plus, minus, size = self.nodes.plus, self.nodes.minus, self.nodes.size
@@ -142,12 +164,104 @@ class Series:
         for parity, signed in ((0, plus - minus), (1, plus + minus)):
             average = torch.einsum("k,ikj->ij", signed * size, weights)
             b[:, parity::2] = average @ self._b[:, parity::2]
-        expansion = _expand(lambda correlations: torch.stack(_sum_powers(correlations, b)))
+        expansion = _expand(lambda x: torch.stack(_sum_powers(_gather(x, edge), b)))
         return _expansions(axis, (a @ a.T)[None], expansion)
 
     def _weights(self, roots: Tensor) -> Tensor:
         """Return what coefficients at |v| r are combinations of, ``(root, v, rank)``."""
         return self.axis.interpolation(roots[:, None] * self.nodes.size) @ self._mix
+
+
+def tabulate_between(
+    function: Callable[..., tuple[Tensor, ...]], axis: Axis, edge: float, nodes: Nodes
+) -> tuple[Axis, tuple[Expansion, ...]]:
+    r"""Return expansions between members, from :math:`E[\phi \phi], E[\phi' \phi']` at fixed v.
+
+    Both are interpolated in the scales :math:`|v_i| r_i`, and the weights of the interpolation are
+    averaged over :math:`v`. Only the part that is even in :math:`\rho` is the same for either sign
+    of :math:`v_1 v_2`.
+
+    Args:
+        function: takes variances, covariance, and ``with_h``.
+        axis: of roots, with any number of nodes.
+        edge: of the table.
+        nodes: for v.
+
+    Returns:
+        The axis with nodes enough, and expansions.
+    """
+    most = float(nodes.size.max()) * axis.high
+    scales = Axis(1e-6, max(most, 1e-3), 2.0, 0)
+
+    def at(first: Tensor, second: Tensor, correlation: float) -> Tensor:
+        s1, s2 = first[:, None], second
+        f, g = function(s1**2, s2**2, s1 * s2 * correlation, with_h=False)
+        return torch.stack([f / (s1 * s2), g])
+
+    def some(first: Tensor) -> Tensor:
+        second = scales.resize(12).nodes()
+        return torch.cat([*at(first, second, 1.0), *at(first, second, 0.9)], dim=1)
+
+    scales = fine_axis(scales, some)
+    points = scales.nodes()
+    signed = torch.stack([nodes.plus + nodes.minus, nodes.plus - nodes.minus]) * nodes.size
+
+    def weights(roots: Tensor) -> Tensor:
+        """Return the weights of values at the scales, times |v| or v, ``(2, root, scale)``."""
+        each = scales.interpolation(roots[:, None] * nodes.size)
+        return torch.einsum("pk,ikj->pij", signed, each)
+
+    def average(left: Tensor, right: Tensor, correlations: list[float]) -> Tensor:
+        """Return F̃ and G at some ρ ≥ 0 and then at their negatives."""
+        result = left.new_empty(2, 2, len(correlations), left.shape[1], right.shape[1])
+        for i, rho in enumerate(correlations):
+            ahead, behind = at(points, points, rho), at(points, points, -rho)
+            even, odd = (ahead + behind) / 2, (ahead - behind) / 2
+            # G has another factor v₁v₂, which is odd.
+            parts = [left[[0, 1]] @ even @ right[[0, 1]].mT, left[[1, 0]] @ odd @ right[[1, 0]].mT]
+            result[:, 0, i], result[:, 1, i] = parts[0] + parts[1], parts[0] - parts[1]
+        return result.flatten(1, 2)
+
+    right = weights(axis.resize(6).nodes())
+    axis = fine_axis(
+        axis,
+        lambda roots: average(weights(roots), right, [1.0, 0.9]).permute(2, 0, 1, 3).flatten(1),
+    )
+    left = weights(axis.nodes())
+    expansion = _expand(lambda x: average(left, left, _gather(x, edge)))
+    nothing = torch.zeros(1, axis.count, axis.count, dtype=torch.float64)
+    return axis, _expansions(axis, nothing, expansion)
+
+
+def tabulate_within(
+    function: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], axis: Axis, edge: float
+) -> tuple[Axis, tuple[Expansion, ...]]:
+    r"""Return an axis and expansions within a member, from a function that gives F, G, H."""
+
+    def at(first: Tensor, second: Tensor, correlation: Tensor) -> Tensor:
+        size = first * second
+        f, g, h = function(first**2, second**2, size * correlation)
+        return torch.stack([f / size, g, h / size])
+
+    def some(roots: Tensor) -> Tensor:
+        others = axis.resize(6).nodes()[:, None]
+        rho = torch.tensor([1.0, 0.9], dtype=torch.float64)
+        return at(roots[:, None, None], others, rho).transpose(0, 1).flatten(1)
+
+    axis = fine_axis(axis, some)
+    first, second = torch.triu_indices(axis.count, axis.count)
+    roots = axis.nodes()
+
+    def average(variable: list[float]) -> Tensor:
+        x = torch.tensor([*variable, *(-x for x in variable)], dtype=torch.float64)
+        values = at(roots[first], roots[second], gather(x, edge)[:, None])
+        result = values.new_empty(3, len(x), axis.count, axis.count)
+        result[:, :, first, second] = values
+        result[:, :, second, first] = values
+        return result
+
+    nothing = torch.zeros(1, axis.count, axis.count, dtype=torch.float64)
+    return axis, _expansions(axis, nothing, _expand(average))
 
 
 def fine_axis(axis: Axis, function: Callable[[Tensor], Tensor]) -> Axis:
@@ -162,6 +276,10 @@ def fine_axis(axis: Axis, function: Callable[[Tensor], Tensor]) -> Axis:
         if float((error.abs() / scale).max()) < 1e-13:
             break
     return axis
+
+
+def _gather(variable: list[float], edge: float) -> list[float]:
+    return gather(torch.tensor(variable, dtype=torch.float64), edge).tolist()
 
 
 def _sum_powers(correlations: list[float], b: Tensor, d: Tensor | None = None) -> list[Tensor]:
@@ -184,10 +302,10 @@ def _sum_powers(correlations: list[float], b: Tensor, d: Tensor | None = None) -
 
 
 def _expand(function: Callable[[list[float]], Tensor]) -> Tensor:
-    """Return Chebyshev coefficients in ρ, as many as are needed.
+    """Return Chebyshev coefficients, as many as are needed.
 
     Args:
-        function: gives ``(quantity, ρ, ...)`` at some ρ ≥ 0 and then at their negatives.
+        function: gives ``(quantity, x, ...)`` at some x ≥ 0 and then at their negatives.
 
     Returns:
         ``(quantity, degree, ...)``.

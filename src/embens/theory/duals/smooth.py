@@ -4,8 +4,8 @@ A :class:`Smooth` makes a :class:`Table` for a law and a range of variances,
 and reads all expectations from it. All steps on the way are refined until the values at
 :math:`\rho = 1`, which are the hardest, agree with direct integration to ``ACCURACY``, relative to
 :math:`F, G, H` within a member (for variances down to a millionth of the largest). If they cannot,
-as for an activation with a kink, a warning says what was reached. How a table is made is in
-:mod:`embens.theory.duals.series`.
+as for an activation with a kink, a warning says what was reached; beyond an error of 1e-4 it is a
+ValueError. How a table is made is in :mod:`embens.theory.duals.series`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -24,9 +25,13 @@ from embens.theory.duals.series import Nodes, Series, fine_axis
 from embens.theory.duals.tables import Axis, Table, span
 
 ACCURACY = 1e-10
-_AIM = 1e-11
+AIM = 1e-11
+_Tables = list[tuple[tuple[float, float], Table]]  # with the variances that each is for
+_TABLES: dict[tuple[str, tuple[float, ...]], _Tables] = {}
+_TABLES_OF_ONE, _FUNCTIONS = 16, 16  # held
+_WORST = 1e-4  # with a larger error nothing is returned
 # Nodes for v, and fineness for z.
-_STEPS = ((61, 256), (121, 512), (241, 1024), (481, 4096), (961, 16384), (1921, 16384))
+STEPS = ((61, 256), (121, 512), (241, 1024), (481, 4096), (961, 16384), (1921, 16384))
 
 
 class Smooth(Dual):
@@ -45,7 +50,6 @@ class Smooth(Dual):
 
     def __init__(self, function: Callable[[Tensor], Tensor], name: str):
         self.function, self.name = function, name
-        self._tables: list[Table] = []
 
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
@@ -60,12 +64,32 @@ class Smooth(Dual):
 
     def tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
         """Return a table for these variances, a new one if none of the last few will do."""
-        for table in self._tables:
-            if table.covers(q_min, q_max, law):
+        if torch._C._are_functorch_transforms_active():
+            # What is made under a transform ends with it. Transforms hold for one thread.
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(self.tabulate, q_min, q_max, law).result()
+        tables, ends = self._tables(), round_out(q_min, q_max)
+        for known, table in tables:
+            if known == ends and (law is table.law or law == table.law):
                 return table
-        table = self._tabulate(*_round_out(q_min, q_max), law)
-        self._tables = [table, *self._tables[:3]]
+        with torch.inference_mode(False), torch.no_grad():
+            table = self._tabulate(*ends, law)
+        tables[:] = [(ends, table), *tables[: _TABLES_OF_ONE - 1]]
         return table
+
+    def _tables(self) -> _Tables:
+        """Return the last tables of this function, also those that other instances made.
+
+        Functions are told apart by their values, as each pass through a network looks them up anew.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            size = torch.logspace(-3, 4, 256, dtype=torch.float64, device="cpu")
+            key = self.name, tuple(self.function(torch.cat([-size, size])).tolist())
+        tables = _TABLES.pop(key, [])
+        _TABLES[key] = tables  # now the last
+        while len(_TABLES) > _FUNCTIONS:
+            del _TABLES[next(iter(_TABLES))]
+        return tables
 
     def derivative(self, x: Tensor) -> Tensor:
         """Return :math:`φ'`."""
@@ -78,28 +102,42 @@ class Smooth(Dual):
     def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
         low, high = math.sqrt(q_min), math.sqrt(q_max)
         nodes, exact, error = self._integrate(high, law)
-        series = self._series(low, high, nodes, self._count_terms(high, law))
-        axis = series.choose_axis(low, high)
-        within = series.within(axis)
-        between = series.between(axis) if tells_apart(law) else within[:3]
-        table = Table(self, law, axis, within, between)
+        count, missing = self._count_terms(high, law)
+        self._check(max(error, missing), q_max, law)
+        series = self._series(low, high, nodes, count)
+        axis, edge = series.choose_axis(low, high), nodes.edge(high)
+        within = series.within(axis, edge)
+        between = series.between(axis, edge) if tells_apart(law) else within[:3]
+        table = Table(self, law, axis, within, between, edge)
         error = max(error, _difference(_on_diagonal(table, q_max), exact))
-        if not error < ACCURACY:
+        self._check(error, q_max, law, warn=True)
+        return table
+
+    def _check(self, error: float, q_max: float, law: Law | None, *, warn: bool = False) -> None:
+        """Refuse a large error, and warn of a smaller one."""
+        if not error < _WORST:
+            reached = f"{error:.1g}" if error < 1 else "no digit at all"
+            raise ValueError(
+                f"expectations of {self.name} for variances up to {q_max:.3g} with {law} must be "
+                f"accurate to {_WORST:g} at least; reached was {reached}. Standardise the inputs "
+                "or use a smaller weight_std; for an activation with a kink, or a very steep one, "
+                "register a dual of your own."
+            )
+        if warn and not error < ACCURACY:
             warnings.warn(
                 f"expectations of {self.name} for variances up to {q_max:.3g} with {law} are "
                 f"accurate to {error:.1g} only, not {ACCURACY:g}. Either it has a kink or is very "
                 "steep, for which the series here is not made (register a dual of your own), or "
                 "variances are large (scale the inputs or the weights down).",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
-        return table
 
     def _integrate(self, root: float, law: Law | None) -> tuple[Nodes, Tensor, float]:
         """Return nodes for v that suffice at this root, the values at ρ = 1, and their error."""
-        coarse = Nodes.of(law, _STEPS[0][0])
-        exact, error = self._moments(root, coarse, _STEPS[0][1]), math.inf
-        for count, fineness in _STEPS[1:]:
+        coarse = Nodes.of(law, STEPS[0][0])
+        exact, error = self._moments(root, coarse, STEPS[0][1]), math.inf
+        for count, fineness in STEPS[1:]:
             nodes, last = Nodes.of(law, count), exact
             exact = self._moments(root, nodes, fineness)
             if not exact.isfinite().all():
@@ -109,7 +147,7 @@ class Smooth(Dual):
                     f"{root**2:.3g} needs with {law}. Scale the inputs or the weights down."
                 )
             error = _difference(last, exact)
-            if error < _AIM:
+            if error < AIM:
                 break
             coarse = nodes
         return coarse, exact, error
@@ -131,9 +169,10 @@ class Smooth(Dual):
             averages[1, 1 - sign] -= nodes.minus @ (size * slope)
         return torch.cat([sums, (averages**2).sum(1) @ weights])
 
-    def _count_terms(self, root: float, law: Law | None) -> int:
-        """Return how many coefficients carry all of F, G and H at ρ = 1 (Parseval)."""
-        nodes = Nodes.of(law, _STEPS[0][0])
+    def _count_terms(self, root: float, law: Law | None) -> tuple[int, float]:
+        """Return how many coefficients carry F, G and H at ρ = 1 (Parseval), and what they miss."""
+        nodes = Nodes.of(law, STEPS[0][0])
+        count, missing = 0, math.inf
         for tier in hermite.TIERS:
             count = tier - 1
             exact = self._moments(root, nodes, tier)[:3, None]
@@ -142,10 +181,12 @@ class Smooth(Dual):
             f, g = nodes.steep @ b**2 * (root**2 / n), nodes.steep @ b**2
             f[0] += nodes.both @ a**2
             sums = torch.stack([f, g, nodes.both @ d**2]).cumsum(1)
-            enough = ((sums - exact).abs() <= _AIM * exact).all(0)
+            errors = ((sums - exact).abs() / exact.clamp(min=1e-300)).amax(0)
+            missing = float(errors[-1])
+            enough = errors <= AIM
             if enough.any():
-                return int(enough.int().argmax()) + 1
-        return hermite.TIERS[-1] - 1
+                return int(enough.int().argmax()) + 1, 0.0
+        return count, missing
 
     def _coefficients(self, scales: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first coefficient of φ(sg), and those of φ'(sg) and gφ'(sg)."""
@@ -181,7 +222,7 @@ def _difference(found: Tensor, exact: Tensor) -> float:
     return float(((found - exact).abs() / scale).max())
 
 
-def _round_out(q_min: float, q_max: float) -> tuple[float, float]:
+def round_out(q_min: float, q_max: float) -> tuple[float, float]:
     """Return a wider range, of which there are few, so that tables are used again."""
     if not 0 <= q_min <= q_max < math.inf:
         raise ValueError(

@@ -84,7 +84,8 @@ class Expansion:
         if not (table.any() and correlation.numel()):
             return torch.zeros_like(correlation)
         layout = _Layout.of(correlation.shape, basis1.shape[:-1], basis2.shape[:-1])
-        left, right = layout.arrange(basis1, basis2 @ mix)
+        count = len(mix)  # the basis may go on
+        left, right = layout.arrange(basis1[..., :count], basis2[..., :count] @ mix)
         points = correlation.permute(layout.order).reshape(layout.counts)
         parts = [
             torch.cat([_sum(table, left[b, i], right[b], points[b, :, i]) for i in rows], dim=2)
@@ -170,6 +171,7 @@ class Table(Dual):
         axis: roots of variances.
         within: :math:`F_0, \tilde F, G, \tilde H` in one member.
         between: :math:`F_0, \tilde F, G` between members.
+        edge: how far beyond ±1 the correlation is smooth; None for far.
     """
 
     source: Dual
@@ -177,11 +179,12 @@ class Table(Dual):
     axis: Axis
     within: tuple[Expansion, ...]
     between: tuple[Expansion, ...]
+    edge: float | None = None
 
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not self.covers(*span(q1, q2), law):
+        if not (self.within and self.covers(*span(q1, q2), law)):
             return self.source.same(q1, q2, c, law, with_h=with_h)
         f, g, *h = self._evaluate(self.within if with_h else self.within[:3], q1, q2, c)
         return f, g, h[0] if h else None
@@ -198,7 +201,8 @@ class Table(Dual):
     def covers(self, q_min: float, q_max: float, law: Law | None) -> bool:
         """Whether it can serve this law and these variances."""
         slack = 1e-9  # a little outside, polynomials are as good
-        inside = self.axis.low**2 * (1 - slack) <= q_min <= q_max <= self.axis.high**2 * (1 + slack)
+        low = self.axis.low if self.axis.low > 2e-6 * self.axis.high else 0.0
+        inside = low**2 * (1 - slack) <= q_min <= q_max <= self.axis.high**2 * (1 + slack)
         return inside and (law is self.law or law == self.law)
 
     def _evaluate(
@@ -207,10 +211,29 @@ class Table(Dual):
         dtype, (q1, q2, c) = c.dtype, (x.double() for x in (q1, q2, c))
         (root1, inverse1), (root2, inverse2) = roots(q1), roots(q2)
         correlation = (c * inverse1 * inverse2).clamp(-1 - 1e-12, 1 + 1e-12)
+        correlation = spread(correlation, self.edge)
         basis = self.axis.basis(root1), self.axis.basis(root2)
         start, f, g, *h = (expansion(*basis, correlation) for expansion in expansions)
         size = root1 * root2
         return [x.to(dtype) for x in (start + size * f, g, *(size * x for x in h))]
+
+
+def spread(correlation: Tensor, edge: float | None) -> Tensor:
+    r"""Return a variable in [-1, 1] that has room for what happens near :math:`\rho = \pm 1`.
+
+    What is singular on a line beyond :math:`1 + \epsilon` is smooth in
+    :math:`\operatorname{artanh}(\rho / (1 + \epsilon))`, in a strip as wide as for all others.
+    """
+    if edge is None:
+        return correlation
+    return torch.atanh(correlation / (1 + edge)) / math.atanh(1 / (1 + edge))
+
+
+def gather(variable: Tensor, edge: float | None) -> Tensor:
+    """Return the correlations for which :func:`spread` gives these numbers."""
+    if edge is None:
+        return variable
+    return ((1 + edge) * torch.tanh(variable * math.atanh(1 / (1 + edge)))).clamp(-1, 1)
 
 
 def span(q1: Tensor, q2: Tensor) -> tuple[float, float]:
