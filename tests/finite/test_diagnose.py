@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import json
 import math
 import re
@@ -23,6 +24,7 @@ from embens.finite.diagnosis import command, measurement, stability
 from embens.finite.diagnosis.diagnose import diagnose as diagnose_in_time
 from embens.finite.diagnosis.findings import CHECKS, optimiser_class
 from embens.finite.diagnosis.room import layer_overlaps, room, room_of
+from embens.finite.empirical.samplewise import Samplewise
 from embens.theory.regime import Regime
 
 diagnose = partial(diagnose_in_time, seconds=3600)  # results don't depend on the machine
@@ -119,7 +121,11 @@ TROUBLES = [
     ("large-gamma", lambda: batch_ensemble(p=0.99), {"gamma": lambda members: members}),
     ("decayed-modulations", batch_ensemble, {"optimizer": decayed}),
     ("cancelled-gamma", batch_ensemble, {"optimizer": "Adam"}),
+    ("cancelled-gamma", batch_ensemble, {"optimizer": "SparseAdam"}),
     ("cancelled-gamma", batch_ensemble, {"optimizer": torch.optim.RMSprop, "gamma": 3.0}),
+    ("decayed-modulations", batch_ensemble, {"optimizer": torch.optim.AdamW}),
+    ("decayed-modulations", batch_ensemble, {"optimizer": "adamw"}),
+    ("large-gamma", lambda: batch_ensemble(p=0.8), {"gamma": 8}),
     ("crowded", lambda: batch_ensemble(members=64, width=4), {}),
     ("no-gradient", lambda: embens.mc_dropout(dead(), 4), {}),
 ]
@@ -163,7 +169,21 @@ FINE = [
     ("cancelled-gamma", batch_ensemble, {"optimizer": "SGD"}),
     ("cancelled-gamma", batch_ensemble, {"optimizer": torch.optim.Adam, "gamma": 1.0}),
     ("cancelled-gamma", batch_ensemble, {"optimizer": "LBFGS"}),
+    ("decayed-modulations", batch_ensemble, {"optimizer": torch.optim.Adam}),
+    ("large-gamma", lambda: batch_ensemble(p=0.8), {}),
     ("crowded", lambda: batch_ensemble(members=8), {}),
+    (
+        "crowded",
+        lambda: embens.last_layer_dropout(mlp(width=16), 8, generator=seeded()),
+        {},
+    ),
+    (
+        "crowded",
+        lambda: embens.batch_ensemble(
+            networks.cnn(width=1 / 8, outputs=4, image=8, generator=seeded()), 16
+        ),
+        {},
+    ),
     ("no-gradient", lambda: embens.mc_dropout(mlp(), 4), {}),
 ]
 
@@ -322,6 +342,10 @@ def test_it_is_the_same_every_time():
     ensemble = embens.mc_dropout(mlp(), 4, fresh=True)
     one, other = diagnose(ensemble, X, Y), diagnose(ensemble, X, Y)
     assert torch.equal(one.cosines, other.cosines)
+    assert one.rates == other.rates
+    state = torch.random.get_rng_state()
+    diagnose(ensemble, X, Y)
+    assert torch.equal(state, torch.random.get_rng_state())
     third = diagnose(ensemble, X, Y, generator=seeded(9))
     assert not torch.equal(one.cosines, third.cosines)
 
@@ -337,7 +361,7 @@ def test_it_keeps_its_budget_of_memory():
 
 
 def test_it_keeps_its_budget_of_time(monkeypatch):
-    clock = iter(range(10**6))
+    clock = iter(range(0, 10**7, 5))
     monkeypatch.setattr(measurement.time, "perf_counter", lambda: float(next(clock)))
     report = diagnose(batch_ensemble(members=8), X, Y, seconds=20)
     assert len(report.losses) < 8
@@ -345,6 +369,89 @@ def test_it_keeps_its_budget_of_time(monkeypatch):
     assert any("the budget allowed" in note for note in report.notes)
     assert any("no stable rate" in note for note in report.notes)
     assert report.rates.largest_stable is None
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 64, outputs: int = 10):
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.block = nn.TransformerEncoderLayer(width, 2, 64, dropout=0.0, batch_first=True)
+        self.last = nn.Linear(width, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.first(x)).mean(1))
+
+
+def attention() -> tuple[embens.EmbeddedEnsemble, Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ensemble = embens.batch_ensemble(Attention(), 4, generator=seeded()).eval()
+    return ensemble, torch.randn(16, 3, 4, generator=seeded()), torch.arange(16) % 10
+
+
+def test_attention_keeps_the_budget_of_memory_or_says_what_it_leaves_out(monkeypatch):
+    ensemble, x, y = attention()
+    held: list[int] = []
+    rows = Samplewise.rows
+
+    def counting(self, *args):
+        found = rows(self, *args)
+        held.append(sum(r.numel() * r.element_size() for r in found.values()))
+        return found
+
+    monkeypatch.setattr(Samplewise, "rows", counting)
+    full = diagnose(ensemble, x, y).rates.largest_stable
+    most = max(held)
+    held.clear()
+    tight = diagnose(ensemble, x, y, memory=8e6)
+    assert 4 * max(held) < 8e6 / 2 < 4 * most  # of each of four members
+    assert tight.rates.largest_stable == pytest.approx(full, rel=0.5)  # other, fewer samples
+    tiny = diagnose(ensemble, x, y, memory=1e5)
+    assert tiny.rates.largest_stable is None
+    assert any("no stable rate" in note and "GB" in note for note in tiny.notes)
+
+
+def test_a_dear_kernel_is_that_of_fewer_samples_and_outputs(monkeypatch):
+    ensemble = batch_ensemble()
+    full = diagnose(ensemble, X, Y).rates.largest_stable
+    module = importlib.import_module("embens.finite.diagnosis.diagnose")
+    monkeypatch.setattr(module, "_affordable", lambda rows, outputs, work: (6, 2))
+    report = diagnose(ensemble, X, Y)
+    assert "the stable rate is that of 6 samples, 2 outputs" in report.notes
+    assert report.rates.largest_stable == pytest.approx(full, rel=0.6)
+
+
+def test_values_without_an_axis_of_outputs_are_compared_sample_by_sample():
+    reference = networks.mlp(12, 64, 2, 1, generator=seeded())
+    ensemble = embens.batch_ensemble(reference, 4, generator=seeded())
+    flat, column = (diagnose(ensemble, X, t) for t in (X[:, 0].sin(), X[:, :1].sin()))
+    assert torch.equal(flat.losses, column.losses)
+    assert flat.rates == column.rates
+    with pytest.raises(ValueError, match="expected values of the outputs' shape"):
+        diagnose(ensemble, X, X[:, :2])
+
+
+def test_a_shared_output_bias_is_found_whatever_its_gradient_now_is():
+    for seed in range(3):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            reference = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
+        ensemble = embens.batch_ensemble(reference, 4, generator=seeded(seed))
+        assert codes(ensemble) == ["shared-output-bias"]
+
+
+@pytest.mark.parametrize("options", [{}, {"wanted": "independent"}, {"gamma": 8}])
+def test_a_single_member_is_coupled_to_nobody(options):
+    for p in (0.0, 0.9):
+        assert codes(batch_ensemble(p=p, members=1, bias_std=0.5), **options) == []
+    alone = embens.embed(mlp(), 1, post={"2": laws.Normal()}, generator=seeded())
+    assert codes(alone, **options) == []
+
+
+def test_classes_of_any_whole_dtype_and_with_an_axis_more_are_taken():
+    expected = diagnose(batch_ensemble(), X, Y)
+    for target in (Y.int(), Y.to(torch.uint8), Y[:, None]):
+        assert torch.equal(diagnose(batch_ensemble(), X, target).losses, expected.losses)
 
 
 def test_text_dict_and_picture(tmp_path):
@@ -368,6 +475,10 @@ def test_text_dict_and_picture(tmp_path):
     ("options", "error", "message"),
     [
         ({"wanted": "collective"}, ValueError, "wanted must be"),
+        ({"seconds": "3"}, ValueError, "must be positive, a number; got '3'"),
+        ({"memory": float("nan")}, ValueError, "must be positive"),
+        ({"criterion": "nll"}, TypeError, "expected a function of one member's outputs"),
+        ({"criterion": lambda o, t: (o, t)}, TypeError, "expected a tensor.*got tuple"),
         ({"seconds": 0}, ValueError, "must be positive"),
         ({"gamma": -1}, ValueError, "gamma must be finite"),
         ({"optimizer": "Adm"}, ValueError, "did you mean 'Adam'"),
@@ -379,6 +490,31 @@ def test_a_wrong_call_is_explained_before_any_work(options, error, message):
         diagnose(batch_ensemble(), X, Y, **options)
     with pytest.raises(ValueError, match="at least one sample"):
         diagnose(batch_ensemble(), X[:0], Y[:0])
+
+
+WRONG = [
+    (lambda: (mlp(), X, Y), TypeError, "expected an ensemble; got Sequential"),
+    (lambda: (batch_ensemble(), X.numpy(), Y), TypeError, "expected a tensor.*got ndarray"),
+    (lambda: (batch_ensemble(), X[:0], Y[:0]), ValueError, "at least one sample"),
+    (lambda: (batch_ensemble(), X, Y[:7]), ValueError, "same number of samples; got 60 and 7"),
+    (lambda: (batch_ensemble(), X * math.nan, Y), ValueError, "expected finite numbers"),
+    (lambda: (batch_ensemble(), X, Y + 9), ValueError, "expected classes from 0 to 3"),
+    (lambda: (batch_ensemble(), X, Y[:, None, None]), ValueError, "a class for each"),
+]
+MEASURES = (diagnose, embens.finite.gradient_cosines, embens.finite.gradient_norms)
+
+
+@pytest.mark.parametrize("call", MEASURES, ids=["diagnose", "cosines", "norms"])
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG)
+def test_wrong_samples_are_explained(call, arguments, error, message):
+    with pytest.raises(error, match=message):
+        call(*arguments())
+
+
+@pytest.mark.parametrize("call", MEASURES, ids=["diagnose", "cosines", "norms"])
+def test_inference_mode_is_explained(call):
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        call(batch_ensemble(), X, Y)
 
 
 def test_an_optimiser_is_known_by_its_name():
@@ -615,3 +751,21 @@ def test_the_example_runs_at_its_smallest(capsys):
     assert row["room"] > 1
     assert 0 <= row[2] <= 1
     assert "| width | room | M=1 | M=2 |" in capsys.readouterr().out
+
+
+def test_gaps_in_the_inputs_are_the_networks_own_affair():
+    """A network that knows what NaN means is diagnosed; one that does not is not."""
+
+    class Filled(torch.nn.Module):
+        def forward(self, x):
+            return torch.nan_to_num(x)
+
+    x, target = torch.randn(20, 4), torch.arange(20) % 3
+    x[::3, 1] = math.nan
+    body = [torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3, bias=False)]
+    report = embens.diagnose(
+        embens.batch_ensemble(torch.nn.Sequential(Filled(), *body), 4), x, target
+    )
+    assert math.isfinite(report.pull)
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        embens.diagnose(embens.batch_ensemble(torch.nn.Sequential(*body), 4), x, target)

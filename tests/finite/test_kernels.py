@@ -299,6 +299,89 @@ def test_positions_folded_into_the_batch_and_bare_parameters_are_found_out(time_
     assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
 
 
+@pytest.mark.parametrize("blind", ["first two equal", "first two zero", "all zero", "all equal"])
+def test_positions_before_the_batch_are_found_out_whatever_the_first_samples_are(blind):
+    x = torch.randn(4, 3, 3, dtype=torch.float64)
+    if blind == "first two equal":
+        x[1] = x[0]
+    elif blind == "all equal":
+        x[:] = x[0, 0]
+    else:
+        x[: 2 if blind == "first two zero" else 4] = 0.0
+    ensemble = embens.embed(Strange(True).double(), 2, sites=["input", "mixed"], example_input=x)
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+
+
+def test_equal_samples_of_whole_numbers_leave_nothing_to_structure():
+    architecture = next(a for a in BATCHED if not a.inputs(torch.Generator()).is_floating_point())
+    ensemble, x = build(architecture, "batch_ensemble")
+    x = x[:1, :1].expand(2, *x.shape[1:]).clone()
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+
+
+def test_samples_that_mix_are_refused_also_where_the_first_two_are_equal():
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.first(x))
+            return self.last(x - 0.5 * x.mean(0))
+
+    ensemble, x = embens.batch_ensemble(Mixing(), 2), torch.randn(5, 4)
+    x[1] = x[0]
+    for samples in (x, x[:2]):
+        with pytest.raises(ValueError, match="depend on the samples beside it"):
+            finite.ntk(ensemble, samples)
+
+
+def test_groups_of_parameters_without_structure_do_not_change_the_kernel(monkeypatch):
+    x = torch.randn(4, 3, 3, dtype=torch.float64)
+    ensemble = embens.embed(Strange(True).double(), 2, sites=["input", "mixed"], example_input=x)
+    groups: list[int] = []
+    rows = kernels.Samplewise.rows
+
+    def counting(self, *args):
+        groups.append(len(self.parameters))
+        return rows(self, *args)
+
+    monkeypatch.setattr(kernels.Samplewise, "rows", counting)
+    expected = finite.ntk(ensemble, x, outputs="trace")
+    (together,) = set(groups)
+    groups.clear()
+    monkeypatch.setattr(kernels, "PASS_BYTES", 1)
+    found = finite.ntk(ensemble, x, outputs="trace")
+    assert max(groups) < together
+    assert_equal(found, (expected.shared, expected.individual))
+
+
+def test_a_trace_holds_no_square_of_the_number_of_classes(monkeypatch):
+    sizes: list[int] = []
+    cotangents = kernels._Run._cotangents
+
+    def measuring(self, *args):
+        found = cotangents(self, *args)
+        sizes.append(found.untyped_storage().nbytes() // found.element_size())
+        return found
+
+    monkeypatch.setattr(kernels._Run, "_cotangents", measuring)
+    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 1, 50), 2)
+    finite.ntk(ensemble, torch.randn(2, 4), outputs="trace")
+    assert max(sizes) == kernels.CLASSES_AT_ONCE * 50
+
+
+def test_the_trace_of_some_outputs_is_the_sum_of_theirs():
+    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 5), 2).double()
+    x, chosen = torch.randn(3, 4, dtype=torch.float64), torch.tensor([1, 4])
+    every = finite.ntk(ensemble, x)
+    found = kernels.trace_of(ensemble, x, chosen=chosen, memory=1e9)
+    parts = (part[..., chosen, chosen].sum(-1) for part in (every.shared, every.individual))
+    assert_equal(found, tuple(parts))  # type: ignore[arg-type]
+
+
 class Recomputed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -564,6 +647,17 @@ def test_wrong_arguments_say_what_was_expected():
         finite.ntk(ensemble, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one"):
         finite.ntk(ensemble, x[:0])
+    for kernel in (finite.ntk, finite.nngp):
+        with pytest.raises(TypeError, match="expected an ensemble; got Sequential"):
+            kernel(networks.mlp(4, 6, 2, 3), x)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"got ndarray\. Convert it"):
+            kernel(ensemble, x.numpy())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="expected finite numbers"):
+            kernel(ensemble, x / 0)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        finite.ntk(ensemble, x)
+    column = finite.ntk(ensemble, x, outputs="nll", target=target[:, None].int())
+    assert torch.equal(column.shared, finite.ntk(ensemble, x, outputs="nll", target=target).shared)
     four_axes = embens.batch_ensemble(ARCHITECTURES[1].build(), 2)
     y = torch.randn(2, 3, 2, 5)
     with pytest.raises(ValueError, match="is for classification"):

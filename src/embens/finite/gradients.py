@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
+from embens.finite.checks import check_call, prepared
 from embens.finite.members import Criterion, MemberGradient, for_each_member, norm_of
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def gradient_cosines(
                 [1., 1., 1.],
                 [1., 1., 1.]])
     """
+    check_call(ensemble, x, target, criterion)
+    criterion, target = prepared(criterion, target)
     grams = shared_grams(ensemble, x, target, criterion)
     dtype = working_dtype(ensemble)
     if by_layer:
@@ -91,6 +94,8 @@ def gradient_norms(
         >>> torch.allclose(norms.total**2, norms["0"] ** 2 + norms["2"] ** 2)
         True
     """
+    check_call(ensemble, x, target, criterion)
+    criterion, target = prepared(criterion, target)
     shared: dict[str, list[float]] = {}
     individual: dict[str, list[float]] = {}
 

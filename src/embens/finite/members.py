@@ -79,6 +79,11 @@ def for_each_member(
             outputs = ensemble._run_each(leaves, range(a, a + 1), inputs, {}, "same")
             outputs = tree_map(lambda o: o[0], outputs)
             loss = criterion(outputs, target)
+            if not isinstance(loss, Tensor):
+                raise TypeError(
+                    "criterion: expected a tensor, one member's loss or a vector of losses; got "
+                    f"{type(loss).__name__}. Return the loss alone."
+                )
             loss = loss.mean() if loss.dim() else loss
             mine = [leaf.current for leaf in leaves if leaf.current.requires_grad]
             found = _gradients(loss, [*parameters, *mine])

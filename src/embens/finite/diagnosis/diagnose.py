@@ -14,19 +14,24 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embens import gradient
 from embens.ensemble import EmbeddedEnsemble
+from embens.finite import checks
 from embens.finite.diagnosis import findings, room, stability
 from embens.finite.diagnosis.measurement import Measured, measure, take
 from embens.finite.diagnosis.report import Diagnosis, Rates
 from embens.finite.gradients import cosines, total_gram
-from embens.finite.members import Criterion
+from embens.finite.members import Criterion, unchanged
 from embens.gradient import Gamma
 
 KERNEL_ROWS = 12
 """How many samples are enough for a kernel's largest eigenvalue."""
+KERNEL_OUTPUTS = 8
+"""How many outputs stand for all where all are too dear."""
+SAFE = 0.5
+"""The part of what is left of the time that a kernel may be expected to take."""
 
 
 def diagnose(
@@ -75,15 +80,15 @@ def diagnose(
     """
     if wanted not in (None, "independent"):
         raise ValueError(f"wanted must be 'independent' or None; got {wanted!r}")
-    if not (seconds > 0 and memory > 0):
-        raise ValueError(f"the budget must be positive; got {seconds} seconds, {memory} bytes")
+    checks.check_budget(seconds, memory)
+    checks.check_call(ensemble, x, target, checks.squared_error if criterion is None else criterion)
     if optimizer is not None:
         findings.optimiser_class(optimizer)  # says what is wrong with it before any work
     meant = gradient.gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
     meant *= ensemble.members
     started = time.perf_counter()
     if criterion is None:
-        criterion = default_criterion(target)
+        criterion, target = default_criterion(target), checks.as_classes(target)
     if generator is None:
         generator = torch.Generator().manual_seed(0)
     structure = _Structure(ensemble)
@@ -108,14 +113,17 @@ def diagnose(
         last=structure.last,
         natural=natural,
         gamma=meant,
+        gamma_given=gamma is not None,
         optimiser=optimizer,
         wanted=wanted,
         norms=norms,
         biases=(tuple(structure.biases), through_biases),
         room=limit,
+        most_room=max(interval),
     )
     left = seconds - (time.perf_counter() - started)
-    rates = _rates(ensemble, measured, target, criterion, natural, meant, left)
+    with unchanged(ensemble, generator):
+        rates = _rates(ensemble, measured, criterion, (natural, meant), left, memory)
     matrix = cosines(total_gram(measured.grams, len(measured.losses)))
     report = Diagnosis(
         regime=regime,
@@ -149,11 +157,12 @@ def default_criterion(target: Any) -> Criterion:
     """Return cross-entropy for whole numbers, the mean squared error for others."""
     if not isinstance(target, Tensor):
         raise TypeError(
-            f"pass criterion= for a target that is not one tensor; got {type(target).__name__}"
+            "pass criterion= for a target that is not one tensor, or convert it "
+            f"(torch.as_tensor(target)); got {type(target).__name__}"
         )
     if target.is_floating_point():
-        return nn.functional.mse_loss
-    return nn.functional.cross_entropy
+        return checks.squared_error
+    return checks.cross_entropy
 
 
 class _Structure:
@@ -225,39 +234,76 @@ def _error_of_mean(matrix: Tensor) -> float:
 def _rates(
     ensemble: EmbeddedEnsemble,
     measured: Measured,
-    target: Any,
     criterion: Criterion,
-    natural: float,
-    meant: float,
+    gammas: tuple[float, float],
     seconds: float,
+    memory: float,
 ) -> Rates:
-    """Return the suggested rates, as far as time allows."""
+    """Return the suggested rates, as far as time and memory allow."""
     shared, own = torch.tensor(measured.shared), torch.tensor(measured.individual)
     factor = None
     if ensemble.plan.sites and float(own.sum()) > 0 and float(shared.sum()) > 0:
         factor = float(shared.square().mean().sqrt() / own.square().mean().sqrt())
     outputs = measured.outputs
-    index = torch.arange(min(KERNEL_ROWS, measured.rows))
     if not isinstance(outputs, Tensor) or len(outputs) != measured.rows:
         measured.notes.append("no stable rate: outputs are not one tensor with a row per sample")
         return Rates(modulation_factor=factor)
-    work = 2 * outputs[0].numel() * ensemble.members * measured.pass_seconds
-    work *= len(index) / measured.rows
-    if work > seconds:
-        measured.notes.append(
-            f"no stable rate: its tangent kernel would take about {work:.0f} more seconds"
-        )
-        return Rates(modulation_factor=factor)
-    try:
-        stable = stability.largest_stable_rates(
+    order = torch.randperm(outputs[0].numel())
+
+    def stable(rows: int, chosen: Tensor) -> list[float]:
+        index = torch.arange(rows)
+        return stability.largest_stable_rates(
             ensemble,
             take(measured.x, index),
             take(measured.target, index),
             criterion,
             outputs=outputs[index],
-            gammas=(natural, meant),
+            gammas=gammas,
+            chosen=chosen,
+            memory=memory,
         )
+
+    rows, began = min(2, measured.rows), time.perf_counter()
+    least = 2 * ensemble.members * measured.pass_seconds * rows / measured.rows
+    try:
+        if least < seconds:  # a trial tells what it takes
+            for _ in range(2):  # the second time it is warm
+                stable(rows, order[:2])
+                least = time.perf_counter() - began
+                seconds, began = seconds - least, began + least
+                if 2 * least > seconds:
+                    break
+        tried = rows * min(2, len(order))
+        size = _affordable(measured.rows, len(order), SAFE * seconds * tried / max(least, 1e-9))
+        if size is None:
+            measured.notes.append(
+                f"no stable rate: its tangent kernel would take at least {2 * least:.1g} more "
+                "seconds"
+            )
+            return Rates(modulation_factor=factor)
+        rows, classes = size
+        if (rows, classes) != (min(KERNEL_ROWS, measured.rows), len(order)):
+            measured.notes.append(f"the stable rate is that of {rows} samples, {classes} outputs")
+        found = stable(rows, order[:classes].sort().values)
     except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
         measured.notes.append(f"no stable rate: {str(error).splitlines()[0]}")
         return Rates(modulation_factor=factor)
-    return Rates(stable[0], stable[1], factor)
+    return Rates(found[0], found[1], factor)
+
+
+def _affordable(rows: int, outputs: int, work: float) -> tuple[int, int] | None:
+    """Return for how many samples and outputs there is time; None: not even for few.
+
+    Args:
+        rows: how many samples there are.
+        outputs: how many outputs.
+        work: how many gradients, of one sample and output each, there is time for.
+
+    Example:
+        >>> _affordable(64, 100, 2000.0), _affordable(64, 100, 200.0), _affordable(64, 100, 7.0)
+        ((12, 100), (12, 8), None)
+    """
+    few = min(KERNEL_OUTPUTS, outputs)
+    sizes = [(KERNEL_ROWS, outputs), (KERNEL_ROWS, few), (6, few), (4, min(4, few)), (4, 2)]
+    sizes = [(min(n, rows), min(k, outputs)) for n, k in sizes]
+    return next(((n, k) for n, k in sizes if n * k <= work), None)

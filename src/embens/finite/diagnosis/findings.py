@@ -7,6 +7,7 @@ something and one in which it must not.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +23,10 @@ NARROW = 8
 """Inputs of at most so many channels don't average their modulations out."""
 SPREAD = 10.0
 """Ratio of the longest to the shortest gradient of members that is too large."""
-BIAS = 0.02
-"""Pull of all others through output biases, relative to a member's own, that is worth a word."""
-FAST = 1.5
-"""How many times its natural value a gamma may be."""
-CROWDED = 4.0
-"""How many times the room a number of members may be."""
+FAST, FAST_GIVEN = 1.5, 1.15
+"""How many times its natural value a gamma may be: the default one, and one that is given."""
+CROWDED = 8.0
+"""How many times the upper end of the room's interval a number of members may be."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,14 @@ class Facts:
         last: the last layers and the law of the modulations of their inputs, if they have any.
         natural: the gradient scale that suits it.
         gamma: the one that is to be used.
+        gamma_given: whether it is not the default.
         optimiser: an optimiser, its class or its name; None if it is not known.
         wanted: "independent", or None.
         norms: of each member's shared gradient, ``(member,)``.
         biases: shared output biases that can be trained, and how strongly they couple members: in
             the limit, or as their mean part in the cosine of two members' gradients.
         room: for how many members there is room.
+        most_room: the upper end of its interval.
     """
 
     ensemble: EmbeddedEnsemble
@@ -65,11 +66,13 @@ class Facts:
     last: Mapping[str, Law | None]
     natural: float
     gamma: float
+    gamma_given: bool
     optimiser: Any
     wanted: str | None
     norms: Tensor
     biases: tuple[tuple[str, ...], float]
     room: float
+    most_room: float
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -85,7 +88,8 @@ class Facts:
 
 def find(facts: Facts) -> list[Finding]:
     """Return what the checks find."""
-    found = (check(facts) for check in CHECKS)
+    alone = facts.ensemble.members == 1
+    found = (check(facts) for check in CHECKS if not (alone and check in BETWEEN_MEMBERS))
     return [finding for finding in found if finding is not None]
 
 
@@ -125,12 +129,13 @@ def shared_output_bias(facts: Facts) -> Finding | None:
     """A bias of the output layer that members of an independent ensemble share."""
     layers, part = facts.biases
     centred = facts.last and all(law is not None and law.mean == 0 for law in facts.last.values())
-    if not layers or not centred or part * (facts.ensemble.members - 1) < BIAS:
+    if not layers or not centred or facts.collective:
         return None
+    pull = part * (facts.ensemble.members - 1)
     return Finding(
         "shared-output-bias",
-        f"members are independent but for the shared bias of {_names(layers)}: through it the "
-        f"others pull {part * (facts.ensemble.members - 1):.0%} as strongly as a member itself",
+        f"members are independent but for the shared bias of {_names(layers)}: through it all pull "
+        f"on each other (on these samples, now, {pull:.0%} as strongly as a member on itself)",
         "leave the bias of the output layer out (bias=False), or freeze it "
         "(bias.requires_grad_(False))",
     )
@@ -181,7 +186,8 @@ def converging_modulations(facts: Facts) -> Finding | None:
 
 def large_gamma(facts: Facts) -> Finding | None:
     """A gradient scale for independent members where they pull together."""
-    if not facts.collective or facts.gamma <= FAST * facts.natural:
+    fast = FAST_GIVEN if facts.gamma_given else FAST
+    if not facts.collective or facts.gamma <= fast * facts.natural:
         return None
     return Finding(
         "large-gamma",
@@ -194,14 +200,18 @@ def large_gamma(facts: Facts) -> Finding | None:
 def decayed_modulations(facts: Facts) -> Finding | None:
     """Weight decay on modulations."""
     ensemble = facts.ensemble
-    if not isinstance(facts.optimiser, torch.optim.Optimizer) or not facts.sites:
+    modulations = {id(p) for p in ensemble.individual_parameters() if p.requires_grad}
+    if facts.optimiser is None or not facts.sites or not modulations:
         return None
-    modulations = {id(p) for p in ensemble.individual_parameters()}
-    decay = [
-        float(group.get("weight_decay", 0.0))
-        for group in facts.optimiser.param_groups
-        if any(id(p) in modulations for p in group["params"])
-    ]
+    if isinstance(facts.optimiser, torch.optim.Optimizer):
+        decay = [
+            float(group.get("weight_decay", 0.0))
+            for group in facts.optimiser.param_groups
+            if any(id(p) in modulations for p in group["params"])
+        ]
+    else:  # a class decays all that it is given by its default
+        usual = inspect.signature(optimiser_class(facts.optimiser)).parameters.get("weight_decay")
+        decay = [float(usual.default)] if usual and isinstance(usual.default, (int, float)) else []
     if not any(decay):
         return None
     return Finding(
@@ -235,7 +245,7 @@ def cancelled_gamma(facts: Facts) -> Finding | None:
 def crowded(facts: Facts) -> Finding | None:
     """Far more members than there is room for."""
     members = facts.ensemble.members
-    if members <= CROWDED * facts.room:
+    if members <= CROWDED * max(facts.room, facts.most_room):
         return None
     return Finding(
         "crowded",
@@ -274,6 +284,18 @@ CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (
 )
 
 
+BETWEEN_MEMBERS = (
+    shifted_laws,
+    uncentred_last_layer,
+    shared_output_bias,
+    converging_modulations,
+    large_gamma,
+    decayed_modulations,
+    crowded,
+)
+"""The checks of what members do to each other: a single one has none of these troubles."""
+
+
 def optimiser_class(optimiser: Any) -> type[torch.optim.Optimizer]:
     """Return the class of an optimiser that is given as such, as its class, or by its name."""
     if isinstance(optimiser, torch.optim.Optimizer):
@@ -299,6 +321,8 @@ def _is_scale_free(kind: type[torch.optim.Optimizer]) -> bool:
         return is_scale_free(kind)  # type: ignore[arg-type]
     except TypeError:  # one that needs a closure, such as LBFGS
         return False
+    except RuntimeError:  # one that takes sparse gradients alone: SparseAdam
+        return "Adam" in kind.__name__
 
 
 def output_biases(layers: Mapping[str, nn.Module], ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:

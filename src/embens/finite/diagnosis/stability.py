@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.empirical.kernels import ntk
+from embens.finite.empirical.kernels import trace_of
 from embens.finite.members import Criterion
 
 
@@ -59,6 +59,8 @@ def largest_stable_rates(
     *,
     outputs: Tensor,
     gammas: Sequence[float],
+    chosen: Tensor | None = None,
+    memory: float = 1e9,
 ) -> list[float]:
     """Return the largest stable rate for each gamma.
 
@@ -69,9 +71,13 @@ def largest_stable_rates(
         criterion: of one member.
         outputs: of one member for these samples, ``(batch, …)``.
         gammas: gradient scales.
+        chosen: the outputs that the kernel is averaged over; None: all.
+        memory: budget of bytes; a ValueError where it is too small.
     """
-    kernel = ntk(ensemble, x, outputs="trace").to(torch.float64)
-    count = outputs[0].numel()
+    if chosen is None:
+        chosen = torch.arange(outputs[0].numel())
+    kernel = trace_of(ensemble, x, chosen=chosen, memory=memory).to(torch.float64)
+    count = len(chosen)
     bend = curvature(outputs, target, criterion)
     found = []
     for gamma in gammas:

@@ -96,8 +96,8 @@ def contract(key: tuple, left: Side, right: Side | None) -> Tensor:
 
 
 def contract_rows(parameter: int, left: Side, right: Side | None) -> Tensor:
-    """Return the Gram matrix of gradients without structure."""
-    sides = [torch.cat([s.folded(r[parameter]) for r in s.rows]) for s in _both(left, right)]
+    """Return the Gram matrix of gradients without structure, which are used up."""
+    sides = [torch.cat([s.folded(r.pop(parameter)) for r in s.rows]) for s in _both(left, right)]
     return gram(sides[0], sides[1] if right else None)
 
 

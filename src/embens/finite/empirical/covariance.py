@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from embens import execution, networks
 from embens.ensemble import EmbeddedEnsemble
+from embens.finite.checks import check_ensemble, check_inputs
 from embens.finite.empirical.recording import Inputs, as_inputs, check_modes
 from embens.modulation import Modulated
 
@@ -58,6 +59,10 @@ def nngp(
         >>> covariance.shape, bool((covariance[0, 0] == covariance[0, 1]).all())
         (torch.Size([3, 3, 5, 5]), True)
     """
+    check_ensemble(ensemble)
+    for name, samples in (("x", x), ("x2", x2)):
+        if samples is not None:
+            check_inputs(samples, name, ensemble=ensemble)
     check_modes(ensemble)
     stacks = ensemble._stacks()
     with torch.no_grad(), _Watch(ensemble.network).watching() as watch:

@@ -32,12 +32,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embens.ensemble import EmbeddedEnsemble
+from embens.finite.checks import check_call, check_inputs
 from embens.finite.empirical.contraction import Side, contract, contract_rows, group_uses
-from embens.finite.empirical.recording import Inputs, Recorder, Recording, as_inputs
+from embens.finite.empirical.recording import PROBED, Inputs, Recorder, Recording, as_inputs
 from embens.finite.empirical.samplewise import Samplewise
 from embens.finite.empirical.terms import Term
 from embens.gradient import gradient_factor
@@ -146,6 +147,9 @@ def ntk(
         >>> kernel.shared.shape, kernel.individual.shape
         (torch.Size([3, 3, 5, 5]), torch.Size([3, 5, 5]))
     """
+    check_call(ensemble, x1)
+    if x2 is not None:
+        check_inputs(x2, "x2", ensemble=ensemble)
     if outputs not in OUTPUTS:
         raise ValueError(f"outputs: unknown {outputs!r}{closest(outputs, OUTPUTS)}")
     left = _Samples(as_inputs(x1, "x1"), _check_target(outputs, target, x1, "target"))
@@ -154,15 +158,41 @@ def ntk(
         right = _Samples(as_inputs(x2, "x2"), _check_target(outputs, target2, x2, "target2"))
     elif target2 is not None:
         raise ValueError("target2 belongs to x2; got target2 without x2. Leave it out.")
+    return _compute(ensemble, left, right, outputs, chunk)
+
+
+def trace_of(
+    ensemble: EmbeddedEnsemble, x: Tensor | Inputs, *, chosen: Int[Tensor, " k"], memory: float
+) -> FiniteKernel:
+    """Return the sum of the kernels of some outputs of few samples, within a budget of memory.
+
+    Args:
+        ensemble: see :func:`ntk`, as for x.
+        x: the samples.
+        chosen: which outputs, counted over all axes after the batch.
+        memory: in bytes, roughly; a ValueError where not even one sample fits.
+    """
+    samples = _Samples(as_inputs(x, "x"), None)
+    return _compute(ensemble, samples, None, "trace", None, chosen, memory)
+
+
+def _compute(
+    ensemble: EmbeddedEnsemble,
+    left: _Samples,
+    right: _Samples | None,
+    outputs: Outputs,
+    chunk: int | None,
+    chosen: Tensor | None = None,
+    memory: float | None = None,
+) -> FiniteKernel:
     recorder = Recorder(ensemble)
     with torch.no_grad(), recorder.watching():
         recorder.survey(_probe(left, right))
-        run = _Run(recorder, outputs)
+        run = _Run(recorder, outputs, chosen, memory)
         size = run.chunk_size(left, chunk)
-        kernel = run.kernel(
+        return run.kernel(
             list(left.split(size)), None if right is None else list(right.split(size))
         )
-    return kernel
 
 
 @dataclass(frozen=True)
@@ -185,22 +215,50 @@ class _Samples:
 class _Run:
     """The computation of one kernel."""
 
-    def __init__(self, recorder: Recorder, outputs: Outputs):
+    def __init__(
+        self,
+        recorder: Recorder,
+        outputs: Outputs,
+        chosen: Tensor | None = None,
+        memory: float | None = None,
+    ):
         self.recorder = recorder
         self.ensemble = recorder.ensemble
         self.outputs = outputs
+        self.chosen = torch.arange(recorder.classes) if chosen is None else chosen
+        self.memory = memory
         self._batched = True
-        self.samplewise = Samplewise(self.ensemble, recorder.stacks, recorder.general)
+        self._at_once = CLASSES_AT_ONCE
+        self._samplewise: list[Samplewise] = []
 
     def chunk_size(self, samples: _Samples, chunk: int | None) -> int:
-        if chunk is not None:
-            if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-                raise ValueError(
-                    f"chunk must be a whole number of at least 1, or None; got {chunk!r}"
-                )
-            return chunk
-        size = 8 * self.recorder.numbers * self.ensemble.members
-        return max(1, PASS_BYTES // max(1, size))
+        if isinstance(chunk, bool) or not (chunk is None or (isinstance(chunk, int) and chunk > 0)):
+            raise ValueError(f"chunk must be a whole number of at least 1, or None; got {chunk!r}")
+        limit = PASS_BYTES if self.memory is None else min(PASS_BYTES, self.memory / 2)
+        members, general = self.ensemble.members, self.recorder.general
+        terms = 8 * self.recorder.numbers * members
+        # Rows without structure of both sides: as they are found, and joined for one parameter.
+        largest = max((p.numel() * p.element_size() for p in general.values()), default=0)
+        row = 4 * largest * members
+        count = len(samples) if chunk is None else chunk
+        self._at_once = 1 if self.outputs in ("target", "nll") else len(self.chosen)
+        if self.outputs == "trace":
+            self._at_once = min(CLASSES_AT_ONCE, self._at_once)
+            while self._at_once > 1 and count * (terms + row * self._at_once) > limit:
+                self._at_once //= 2
+        each = max(1, terms + row * self._at_once)
+        if self.memory is not None and each > limit:
+            raise ValueError(
+                f"the gradients of one sample would take about {each / 1e9:.2g} GB; the budget "
+                f"allows {limit / 1e9:.2g} GB. Give a larger one."
+            )
+        size = max(1, int(limit // each)) if chunk is None else chunk
+        at_once = 4 * members * self._at_once * min(size, len(samples))
+        self._samplewise = [
+            Samplewise(self.ensemble, self.recorder.stacks, group)
+            for group in _groups(general, max(largest, limit / at_once))
+        ]
+        return size
 
     def kernel(self, left: list[_Samples], right: list[_Samples] | None) -> FiniteKernel:
         rows = []
@@ -239,7 +297,7 @@ class _Run:
         rows, columns = first.batch * classes, columns * classes
         shared = like.new_zeros(members * rows, members * columns)
         own = like.new_zeros(members, rows, columns)
-        for part in self._parts(first):
+        for part in self._parts():
             left = self._side(samples, first, part)
             right = None if second is None else self._side(others, second, part)  # type: ignore[arg-type]
             for key in left.uses[0]:
@@ -248,38 +306,48 @@ class _Run:
                         own[a] += contract(key, left.of(a), right and right.of(a))
                 else:
                     shared += contract(key, left, right)
-            for parameter in self.recorder.general:
-                if parameter in individual:
-                    for a in range(members):
-                        own[a] += contract_rows(parameter, left.of(a), right and right.of(a))
-                else:
-                    shared += contract_rows(parameter, left, right)
+            for group in self._samplewise:
+                left = self._general(group, samples, first, part)
+                right = None if second is None else self._general(group, others, second, part)  # type: ignore[arg-type]
+                for parameter in group.parameters:
+                    if parameter in individual:
+                        for a in range(members):
+                            own[a] += contract_rows(parameter, left.of(a), right and right.of(a))
+                    else:
+                        shared += contract_rows(parameter, left, right)
+                del left, right
         shape = (rows // classes, classes, columns // classes, classes)
         shared = shared.view(members, *shape[:2], members, *shape[2:]).permute(0, 3, 1, 4, 2, 5)
         return shared, own.view(members, *shape).transpose(2, 3)
 
-    def _parts(self, recording: Recording) -> Iterator[slice]:
+    def _parts(self) -> Iterator[slice]:
         """Yield the outputs whose gradients are in memory together."""
         if self.outputs in ("target", "nll"):
             yield slice(0, 1)
             return
-        count = recording.outputs[0][0].numel()
-        step = count if self.outputs == "all" else CLASSES_AT_ONCE
-        for start in range(0, count, step):
-            yield slice(start, min(start + step, count))
+        count = len(self.chosen)
+        for start in range(0, count, self._at_once):
+            yield slice(start, min(start + self._at_once, count))
 
     def _side(self, samples: _Samples, recording: Recording, part: slice) -> Side:
-        uses, rows = [], []
+        uses = []
         for a, output in enumerate(recording.outputs):
             terms = recording.terms[a]
             cotangents = self._cotangents(output, samples.target, part)
             arrived = self._backward(output, terms, cotangents)
             uses.append(group_uses(terms, arrived, self.recorder.individual))
-            general: dict[int, Tensor] = {}
-            if self.recorder.general:
-                general = self.samplewise.rows(a, samples.inputs, cotangents)
-            rows.append(general)
+        rows: list[dict[int, Tensor]] = [{} for _ in uses]
         return Side(recording.batch, uses, rows, fold=self.outputs == "trace")
+
+    def _general(
+        self, group: Samplewise, samples: _Samples, recording: Recording, part: slice
+    ) -> Side:
+        """Return the gradients of some parameters without structure."""
+        rows = [
+            group.rows(a, samples.inputs, self._cotangents(output, samples.target, part))
+            for a, output in enumerate(recording.outputs)
+        ]
+        return Side(recording.batch, [{} for _ in rows], rows, fold=self.outputs == "trace")
 
     def _backward(self, output: Tensor, terms: list[Term], cotangents: Tensor) -> list[Tensor]:
         """Return the cotangents at all terms, ``(class, …)``."""
@@ -308,8 +376,9 @@ class _Run:
         """Return what the outputs are contracted with, ``(class, batch, …)``."""
         values = output.detach()
         if target is None:
-            count = values[0].numel()
-            chosen = torch.eye(count, dtype=values.dtype, device=values.device)[part]
+            index = self.chosen[part]
+            chosen = values.new_zeros(len(index), values[0].numel())
+            chosen[range(len(index)), index] = 1.0
             return chosen.view(len(chosen), 1, *values.shape[1:]).expand(-1, *values.shape)
         if values.dim() != 2:
             raise ValueError(
@@ -351,6 +420,8 @@ def _check_target(
     if target is None:
         raise ValueError(f"outputs={outputs!r} needs {name}=, the class of each of {count} samples")
     target = torch.as_tensor(target)
+    if target.shape == (count, 1):
+        target = target[:, 0]
     if target.shape != (count,) or target.is_floating_point() or target.dtype == torch.bool:
         raise ValueError(
             f"{name} must hold a class (whole number) for each of {count} samples; got shape "
@@ -360,7 +431,26 @@ def _check_target(
 
 
 def _probe(left: _Samples, right: _Samples | None) -> Inputs:
-    """Return two samples, if there are two."""
-    if right is None or len(left) > 1:
-        return tuple(x[:2] for x in left.inputs)
-    return tuple(torch.cat([x[:1], y[:1]]) for x, y in zip(left.inputs, right.inputs, strict=True))
+    """Return some samples to look at: those of the left, and of the right where they fit."""
+    few = tuple(x[:PROBED] for x in left.inputs)
+    if right is None or any(
+        x.shape[1:] != y.shape[1:] or x.dtype != y.dtype
+        for x, y in zip(left.inputs, right.inputs, strict=True)
+    ):
+        return few
+    return tuple(torch.cat([x, y[:PROBED]]) for x, y in zip(few, right.inputs, strict=True))
+
+
+def _groups(parameters: dict[int, nn.Parameter], limit: float) -> Iterator[dict[int, nn.Parameter]]:
+    """Yield parameters in groups of at most so many bytes; at least one in each."""
+    group: dict[int, nn.Parameter] = {}
+    size = 0
+    for key, parameter in parameters.items():
+        mine = parameter.numel() * parameter.element_size()
+        if group and size + mine > limit:
+            yield group
+            group, size = {}, 0
+        group[key] = parameter
+        size += mine
+    if group:
+        yield group

@@ -1,7 +1,8 @@
 """Recording how parameters are used: a pass over all members, and a survey before it.
 
 A :class:`Recorder` watches the layers that have a :class:`Term` and keeps one
-for each call. The :meth:`~Recorder.survey` tries it on two samples, and on the first alone, to find
+for each call. The :meth:`~Recorder.survey` tries it on two samples that differ, and on the first
+alone, to find
 
 - whether samples keep to themselves at all: batch statistics, a batch that is not the first axis
   or random layers make "the gradient of one sample" meaningless, and are an error;
@@ -35,6 +36,8 @@ from embens.modulation import Modulated, is_linear_in_parameters
 Inputs = tuple[Tensor, ...]
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How much numbers may change, relative to the largest, by running samples together."""
+PROBED = 64
+"""Among how many samples two different ones are looked for."""
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Recorder:
         individual: ids of the individual parameters.
         general: the trainable parameters that have no terms; set by :meth:`survey`.
         numbers: how many numbers one sample's terms hold for one member; set by :meth:`survey`.
+        classes: how many outputs a sample has; set by :meth:`survey`.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble):
@@ -66,9 +70,11 @@ class Recorder:
         self.trainable = {id(p): p for p in ensemble.parameters() if p.requires_grad}
         self.general: dict[int, nn.Parameter] = {}
         self.numbers = 0
+        self.classes = 0
         self._structured: dict[int, nn.Parameter] = dict(self.trainable)
         self._own: list[Term] = []
         self._common: list[Term] = []
+        self._surveyed: list[Term] = []
         self._paused = True
         self._once = {
             id(inner)
@@ -202,10 +208,32 @@ class Recorder:
     def survey(self, inputs: Inputs) -> None:
         """Find out which parameters are structured; raise where samples do not stand alone.
 
+        Two samples of those given are run, as different as there are. Where they are equal in
+        places, they are run again with noise, as what is equal can't be told apart; equal samples
+        of whole numbers leave no way to find structure.
+
         Args:
-            inputs: one or two samples.
+            inputs: samples.
         """
         check_modes(self.ensemble)
+        pair, distinct = _different_pair(inputs)
+        general = self._unstructured(pair)
+        if len(pair[0]) > 1 and not distinct:
+            noisy = _with_noise(pair)
+            if noisy is not None:
+                try:
+                    general |= self._unstructured(noisy)
+                except (RuntimeError, IndexError):  # noise is not in the network's domain
+                    general = set(self.trainable)
+            elif all(torch.equal(x[0], x[1]) for x in pair):
+                general = set(self.trainable)
+        self.general = {k: p for k, p in self.trainable.items() if k in general}
+        self._structured = {k: p for k, p in self.trainable.items() if k not in general}
+        sizes = [2 * t.value.numel() for t in self._surveyed if self._wanted(t.parameters)]
+        self.numbers = math.ceil(sum(sizes) / len(pair[0]))
+
+    def _unstructured(self, inputs: Inputs) -> set[int]:
+        """Return the parameters whose uses by these one or two samples are without structure."""
         batch = len(inputs[0])
         (output,) = self._run(inputs, [0])
         output, together = _checked_output(output, batch), self._own
@@ -225,11 +253,8 @@ class Recorder:
         for term in together:
             for p in term.parameters.values():
                 forms[id(p)].add(term.form)
-        general = unusable | reached | {p for p, found in forms.items() if len(found) > 1}
-        self.general = {k: p for k, p in self.trainable.items() if k in general}
-        self._structured = {k: p for k, p in self.trainable.items() if k not in general}
-        sizes = [2 * t.value.numel() for t in together if self._wanted(t.parameters)]
-        self.numbers = math.ceil(sum(sizes) / batch)
+        self._surveyed, self.classes = together, output[0].numel()
+        return unusable | reached | {p for p, found in forms.items() if len(found) > 1}
 
     def _run_alone(self, sample: Inputs) -> Tensor:
         try:
@@ -241,6 +266,34 @@ class Recorder:
                 "samples needs the batch as the first axis of inputs and outputs."
             ) from error
         return _checked_output(output, 1)
+
+
+def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
+    """Return the first sample and the one that differs from it in most numbers, and if in all.
+
+    A first sample whose numbers are all equal does not count as different from any.
+    """
+    if len(inputs[0]) < 2:
+        return inputs, True
+    few = [x[: 2 * PROBED] for x in inputs]
+    differ = torch.cat([(x[1:] != x[:1]).flatten(1) for x in few], 1)
+    other = 1 + int(differ.sum(1).argmax())
+    varied = all(x[0].numel() < 2 or bool((x[0] != x[0].flatten()[0]).any()) for x in few)
+    distinct = varied and bool(differ[other - 1].all())
+    return tuple(x[[0, other]] for x in inputs), distinct
+
+
+def _with_noise(inputs: Inputs) -> Inputs | None:
+    """Return inputs with a tenth of noise; None where all are whole numbers."""
+    if not any(x.is_floating_point() for x in inputs):
+        return None
+    source = torch.Generator().manual_seed(0)
+
+    def noisy(x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=source, dtype=torch.float64).to(x)
+        return x + 0.1 * (x.abs().amax() + (x.abs().amax() == 0)) * noise
+
+    return tuple(noisy(x) if x.is_floating_point() else x for x in inputs)
 
 
 def as_inputs(x: Tensor | Inputs, name: str) -> Inputs:

@@ -37,6 +37,7 @@ class Samplewise:
     ):
         self.ensemble = ensemble
         self.stacks = stacks
+        self.parameters = parameters
         slots: dict[int, tuple[int, nn.Module]] = {}
         for module in ensemble._individuals:
             tensors = [module.values] if isinstance(module, Modulation) else module.stacks()

@@ -1,0 +1,171 @@
+"""Checks of what a measurement is given, before any work: the ensemble, inputs, and targets.
+
+An error says what was expected, what was got, and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from embens.ensemble import EmbeddedEnsemble
+
+
+def check_call(ensemble: Any, x: Any, target: Any = None, criterion: Any = F.mse_loss) -> None:
+    """Raise where gradients of the members on these samples can't be taken.
+
+    Example:
+        >>> check_call(nn.Linear(2, 1), torch.zeros(3, 2))
+        Traceback (most recent call last):
+        ...
+        TypeError: expected an ensemble; got Linear. Make one of it: embens.batch_ensemble(net, 8)
+    """
+    check_ensemble(ensemble)
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "gradients are needed, which torch.inference_mode() rules out. Leave it for this "
+            "call; torch.no_grad() does no harm."
+        )
+    if not callable(criterion):
+        raise TypeError(
+            "criterion: expected a function of one member's outputs and the target, such as "
+            f"torch.nn.functional.cross_entropy; got {criterion!r}"
+        )
+    check_inputs(x, ensemble=ensemble)
+    counts = {len(v) for v in tree_leaves(x) if isinstance(v, Tensor)}
+    if isinstance(target, Tensor):
+        if target.dim() == 0 or len(target) == 0:
+            raise ValueError(
+                f"target: expected at least one sample; got shape {tuple(target.shape)}"
+            )
+        if len(counts) == 1 and counts != {len(target)}:
+            raise ValueError(
+                "x and target must have the same number of samples; got "
+                f"{counts.pop()} and {len(target)}. Take both from the same batch."
+            )
+        if target.is_floating_point() and not bool(target.isfinite().all()):
+            raise ValueError(
+                "target: expected finite numbers; got some that are infinite or NaN. Leave these "
+                "samples out."
+            )
+
+
+def check_ensemble(ensemble: Any) -> None:
+    """Raise where something else was given."""
+    if isinstance(ensemble, EmbeddedEnsemble):
+        return
+    cure = "Make one of it: embens.batch_ensemble(net, 8)"
+    if not isinstance(ensemble, nn.Module):
+        cure = "Make one of a network: embens.batch_ensemble(net, 8)"
+    raise TypeError(f"expected an ensemble; got {type(ensemble).__name__}. {cure}")
+
+
+def check_inputs(x: Any, name: str = "x", *, ensemble: EmbeddedEnsemble) -> None:
+    """Raise where inputs are no tensors, empty, or not finite.
+
+    A network may take gaps (NaN) for what they are, so that inputs which are not finite are only
+    refused if its outputs are not either.
+    """
+    leaves = tree_leaves(x)
+    if not any(isinstance(v, Tensor) for v in leaves):
+        raise TypeError(
+            f"{name}: expected a tensor with samples along its first axis, or a tuple of them; got "
+            f"{type(x).__name__}. Convert it: torch.as_tensor({name})"
+        )
+    for value in leaves:
+        if not isinstance(value, Tensor):
+            continue
+        if value.dim() and len(value) == 0:
+            raise ValueError(
+                f"{name}: expected at least one sample; got shape {tuple(value.shape)}"
+            )
+        if not value.is_floating_point() or bool(value.isfinite().all()):
+            continue
+        gaps = (~value.reshape(len(value), -1).isfinite()).any(1).nonzero()[:2, 0]
+        rows = tree_map(lambda v, gaps=gaps: v[gaps] if isinstance(v, Tensor) else v, x)
+        if not _takes(ensemble, rows if isinstance(rows, tuple) else (rows,)):
+            raise ValueError(
+                f"{name}: expected finite numbers; got some that are infinite or NaN. Leave these "
+                "samples out, or fill their gaps."
+            )
+
+
+def _takes(ensemble: EmbeddedEnsemble, inputs: tuple) -> bool:
+    """Return whether outputs on some samples are finite; evaluation leaves the ensemble alone."""
+    modes = [(module, module.training) for module in ensemble.modules()]
+    try:
+        ensemble.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            outputs = tree_leaves(ensemble(*inputs))
+    finally:
+        for module, training in modes:
+            module.training = training
+    return all(bool(o.isfinite().all()) for o in outputs if isinstance(o, Tensor))
+
+
+def check_budget(seconds: Any, memory: Any) -> None:
+    """Raise where a budget is not a positive number."""
+    for name, value in (("seconds", seconds), ("memory", memory)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or math.isnan(value) or value <= 0:
+            raise ValueError(f"{name}: the budget must be positive, a number; got {value!r}")
+
+
+def prepared(criterion: Any, target: Any) -> tuple[Any, Any]:
+    """Return torch's cross-entropy and its classes in the forms that are checked and converted."""
+    classes = as_classes(target)
+    if criterion is F.cross_entropy and isinstance(classes, Tensor) and classes.dtype == torch.long:
+        return cross_entropy, classes
+    return criterion, target
+
+
+def as_classes(target: Any) -> Any:
+    """Return whole numbers as int64; others as they are."""
+    whole = isinstance(target, Tensor) and not target.is_floating_point()
+    return target.long() if whole and not target.is_complex() else target
+
+
+def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
+    """Return the mean squared error of values in the outputs' shape, but for axes of length 1.
+
+    Example:
+        >>> squared_error(torch.ones(3, 1), torch.zeros(3)).item()
+        1.0
+    """
+    if outputs.shape != target.shape:
+        if [n for n in outputs.shape if n > 1] != [n for n in target.shape if n > 1]:
+            raise ValueError(
+                f"target: expected values of the outputs' shape {tuple(outputs.shape)}; got "
+                f"{tuple(target.shape)}. Reshape it, or pass criterion=."
+            )
+        target = target.reshape(outputs.shape)
+    return F.mse_loss(outputs, target.to(outputs.dtype))
+
+
+def cross_entropy(outputs: Tensor, target: Tensor) -> Tensor:
+    """Return the cross-entropy of classes, which may have an axis of length 1 in place of theirs.
+
+    Example:
+        >>> cross_entropy(torch.zeros(3, 2), torch.zeros(3, 1).long()).exp().round().item()
+        2.0
+    """
+    expected = (outputs.shape[0], *outputs.shape[2:])
+    if outputs.dim() > 1 and target.shape == (expected[0], 1, *expected[1:]):
+        target = target.reshape(expected)
+    if outputs.dim() < 2 or target.shape != expected:
+        raise ValueError(
+            f"target: expected a class for each of the outputs {tuple(outputs.shape)}, so "
+            f"{expected}; got {tuple(target.shape)}. For regression give floats, or criterion=."
+        )
+    known = target[target != -100]  # what cross-entropy ignores
+    if len(known) and not 0 <= int(known.min()) <= int(known.max()) < outputs.shape[1]:
+        raise ValueError(
+            f"target: expected classes from 0 to {outputs.shape[1] - 1}, as there are outputs; got "
+            f"{int(known.min())} to {int(known.max())}. For regression give floats."
+        )
+    return F.cross_entropy(outputs, target)
