@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -249,3 +250,13 @@ def test_reading_an_example_leaves_the_random_state_and_the_reference_alone():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(v, statistics[k]) for k, v in reference.state_dict().items())
     assert reference.training
+
+
+def test_embed_works_in_several_threads_at_once():
+    """torch.fx changes nn.Module while it traces; that must not be seen by other threads."""
+    call = nn.Module.__call__
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(20)))
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: embens.batch_ensemble(net, 2), range(12)))
+    assert nn.Module.__call__ is call
+    assert all(len(e.plan.sites) == len(made[0].plan.sites) for e in made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from embens.dataflow.flow import Flow, Reader, Trail, copy_structure, is_in_place, is_layer
+
+_TRACING = threading.Lock()
+"""torch.fx replaces ``nn.Module.__call__`` while it traces, for all threads."""
 
 
 class _SymbolicTracer(torch.fx.Tracer):
@@ -102,7 +106,8 @@ def read_symbolically(reference: nn.Module) -> Flow | None:
         reader = Reader(root)
         tracer = _SymbolicTracer(reader, opaque)
         try:
-            tracer.trace(root, concrete_args=defaults)
+            with _TRACING:
+                tracer.trace(root, concrete_args=defaults)
         except Exception:  # any code of the user's may fail on symbolic values
             failed = reader.flow.calls[reader.stack[-1]].name if reader.stack else ""
             if not failed or failed in opaque:
