@@ -53,7 +53,6 @@ def test_an_interrupted_file_goes_on_with_the_blocks_that_are_left(tmp_path, mon
 
     monkeypatch.setattr(theory.Limit, "block", counted)
     monkeypatch.setattr(files, "_FLUSH_SECONDS", 0.0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
         theory.write_kernels(path, ensemble(), points(), block=5)
     assert not path.exists()

@@ -1,17 +1,15 @@
 """All kernels of many inputs, block by block: bounded memory, symmetric work done once.
 
-A block is small enough for the processor's cache, and blocks are computed in as many threads as
-torch uses; on a GPU they are large and come one after another.
+Blocks come one after another; torch's threads share the work inside each. They are large enough for
+that to pay, and small enough that a dozen of them are little beside the kernels of many inputs.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +19,10 @@ from embens.theory.kernel import Kernels, MemberKernel, zero_cross
 from embens.theory.limit import Limit
 
 Block = tuple[slice, slice]
-NUMBERS = {"cpu": 2**15, "cuda": 2**24}
+NUMBERS = {"cpu": 160_000, "cuda": 2**24}
 """Numbers in one kernel of a block, by device."""
+PIXEL_NUMBERS = 2**20
+"""The same, at least, where each pair of inputs has many numbers, as images do."""
 
 
 def kernels(
@@ -77,6 +77,8 @@ def plan_blocks(limit: Limit, block: int | None = None) -> Iterator[Block]:
     side = block
     if side is None:
         numbers = NUMBERS.get(limit.device.type, NUMBERS["cuda"])
+        if limit.numbers > 1:
+            numbers = max(numbers, PIXEL_NUMBERS)
         side = max(1, int((numbers / limit.numbers) ** 0.5))
     for row in range(0, n1, side):
         for column in range(row if limit.symmetric else 0, n2, side):
@@ -86,25 +88,11 @@ def plan_blocks(limit: Limit, block: int | None = None) -> Iterator[Block]:
 def compute_blocks(
     limit: Limit, plan: list[Block], *, progress: bool | None = None
 ) -> Iterator[tuple[Block, Kernels]]:
-    """Yield each block with its kernels, in any order."""
-    threads = torch.get_num_threads() if limit.device.type == "cpu" else 1
+    """Yield each block with its kernels."""
     with progress_bar(len(plan), progress) as advance:
-        if threads == 1:
-            for block in plan:
-                yield block, limit.block(*block)
-                advance()
-            return
-        waiting = iter(plan)
-        with ThreadPoolExecutor(threads) as pool:
-            running = {pool.submit(limit.block, *b): b for b in islice(waiting, 2 * threads)}
-            while running:
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    block = running.pop(future)
-                    for following in islice(waiting, 1):
-                        running[pool.submit(limit.block, *following)] = following
-                    yield block, future.result()
-                    advance()
+        for block in plan:
+            yield block, limit.block(*block)
+            advance()
 
 
 def flatten(kernels: Kernels) -> list[Tensor]:
