@@ -22,7 +22,6 @@ from embens.experiments.figure import Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set, reference
 from embens.experiments.training import Row, evaluate, train
 
-NAME = "ablation"
 LABEL = "fig:ablation"
 TITLE = "Variants of the baseline"
 ABOUT = (

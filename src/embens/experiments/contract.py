@@ -25,13 +25,11 @@ class Experiment(Protocol):
     """A module of this package.
 
     Attributes:
-        NAME: as on the command line.
         LABEL: of the figure in the paper's source.
         TITLE: one line.
         ABOUT: what is swept and shown, and where it differs from the paper.
     """
 
-    NAME: str
     LABEL: str
     TITLE: str
     ABOUT: str

@@ -24,7 +24,6 @@ from embens.experiments.claims import Claim, Table, judge, mean, select, slope
 from embens.experiments.figure import Figure, Panel, curves
 from embens.experiments.setting import PRESETS, Setting, reference
 
-NAME = "cost"
 LABEL = "text, 10 % at M=50"
 TITLE = "Cost against the reference network"
 ABOUT = (

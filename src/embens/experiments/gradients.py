@@ -20,7 +20,6 @@ from embens.experiments.figure import Curve, Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set, reference
 from embens.finite import gradient_cosines, gradient_norms
 
-NAME = "gradients"
 LABEL = "fig:Gradients_at_init"
 TITLE = "Gradients of members at initialisation"
 ABOUT = (

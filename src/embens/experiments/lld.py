@@ -28,7 +28,6 @@ from embens.experiments.figure import Figure, Panel, curves, shades
 from embens.experiments.setting import Setting, data_set, reference
 from embens.experiments.training import Row, evaluate, train
 
-NAME = "lld"
 LABEL = "fig:last_layer_dropout"
 TITLE = "Last-layer dropout"
 ABOUT = (

@@ -19,7 +19,6 @@ from embens.experiments.figure import Curve, Figure, Panel
 from embens.experiments.setting import Setting, data_set, reference
 from embens.experiments.training import Row, evaluate, train
 
-NAME = "lld-rates"
 LABEL = "fig:dropout_last"
 TITLE = "Last-layer dropout and the learning rate"
 ABOUT = (

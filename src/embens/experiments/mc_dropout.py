@@ -32,7 +32,6 @@ from embens.experiments.setting import Setting, data_set, reference
 from embens.experiments.training import Row, score, train
 from embens.prediction import predict
 
-NAME = "mc-dropout"
 LABEL = "fig:gaussian_mc_dropout_shifted"
 TITLE = "MC dropout with Gaussian masks"
 ABOUT = (

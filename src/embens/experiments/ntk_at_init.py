@@ -23,7 +23,6 @@ from embens.experiments.figure import Curve, Figure, Panel, curves, shades
 from embens.experiments.setting import Setting, data_set, reference
 from embens.finite import ntk, ntk_ratio, other_members_weight
 
-NAME = "ntk-at-init"
 LABEL = "fig:NTK_stat_at_init"
 TITLE = "Interaction of members in the tangent kernel"
 ABOUT = (

@@ -19,7 +19,6 @@ from embens.experiments.figure import Curve, Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set, reference
 from embens.experiments.training import Row, evaluate, train
 
-NAME = "parametrization"
 LABEL = "section C"
 TITLE = "Standard and NTK parametrization"
 ABOUT = (

@@ -28,7 +28,6 @@ from embens.finite import nngp, ntk, ntk_drift
 from embens.laws import Law
 from embens.theory import gradient_descent, kernels
 
-NAME = "theorems"
 LABEL = "Theorems 1 and 2, A1–A3"
 TITLE = "The theorems at finite width"
 ABOUT = (

@@ -19,7 +19,6 @@ from embens.experiments.figure import Figure, Panel, curves, shades
 from embens.experiments.setting import Setting, data_set, reference
 from embens.experiments.training import Row, train
 
-NAME = "trajectories"
 LABEL = "fig:trajectories_log"
 TITLE = "Learning curves of members"
 ABOUT = (

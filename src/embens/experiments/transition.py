@@ -32,7 +32,6 @@ from embens.experiments.setting import Setting, data_set, reference
 from embens.experiments.training import Row, evaluate, train
 from embens.theory import regime
 
-NAME = "transition"
 LABEL = "fig:shifting_modulations"
 TITLE = "From the independent to the collective regime"
 ABOUT = (

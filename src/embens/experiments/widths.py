@@ -28,7 +28,6 @@ from embens.experiments.figure import Figure, Panel, curves, shades
 from embens.experiments.setting import Setting, data_set, reference
 from embens.experiments.training import Row, evaluate, train
 
-NAME = "widths"
 LABEL = "fig:many_widths"
 TITLE = "Width of the reference network"
 ABOUT = (

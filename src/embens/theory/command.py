@@ -10,7 +10,8 @@ from torch import nn
 from embens.embed import embed
 from embens.specification import parse_law, parse_reference, read_data
 from embens.theory.files import NAMES, check_path, load_kernels, write_kernels
-from embens.theory.regime import natural_gamma, regime
+from embens.theory.gamma import natural_gamma
+from embens.theory.regime import regime
 
 EXAMPLE = """example:
   embens kernel --network "mlp(inputs=64, depth=3, weight_std=1.414)" --law "Shifted(0.5)" \\

@@ -12,7 +12,7 @@ with ``same`` on its diagonal.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -126,30 +126,20 @@ class Kernels:
     @property
     def mT(self) -> Kernels:
         """The kernels with their inputs exchanged."""
-        return Kernels(**{f.name: getattr(self, f.name).mT for f in fields(self)})
+        return Kernels(self.nngp.mT, self.ntk_shared.mT, self.ntk_individual.mT)
 
     def __getitem__(self, index: tuple) -> Kernels:
         """Return the kernels of a part of the inputs, ``kernels[rows, columns]``."""
         index = (..., *index) if isinstance(index, tuple) else (..., index, slice(None))
-        return Kernels(
-            **{
-                f.name: MemberKernel(kernel.same[index], kernel.cross[index])
-                for f in fields(self)
-                if (kernel := getattr(self, f.name))
-            }
-        )
+        return self._map(lambda block: block[index])
 
     def to(self, *args, **kwargs) -> Kernels:
         """Return the kernels with another dtype or on another device."""
-        return Kernels(
-            **{
-                f.name: MemberKernel(
-                    kernel.same.to(*args, **kwargs), kernel.cross.to(*args, **kwargs)
-                )
-                for f in fields(self)
-                if (kernel := getattr(self, f.name))
-            }
-        )
+        return self._map(lambda block: block.to(*args, **kwargs))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Kernels:
+        parts = (self.nngp, self.ntk_shared, self.ntk_individual)
+        return Kernels(*(MemberKernel(function(p.same), function(p.cross)) for p in parts))
 
 
 def zero_cross(same: Tensor) -> Tensor:

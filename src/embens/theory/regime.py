@@ -28,7 +28,6 @@ from embens import dataflow
 from embens.execution import Wrapper
 from embens.laws import Law
 from embens.networks import Parametrized
-from embens.theory.gamma import natural_gamma, resolve_gamma
 from embens.theory.kernel import MemberKernel
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ ZERO = 1e-12
 """Couplings up to this are 0: exact zeros of the limit, and what quadrature leaves of them."""
 
 
-__all__ = ["Regime", "RegimeReport", "natural_gamma", "regime", "resolve_gamma"]
+__all__ = ["Regime", "RegimeReport", "Structure", "regime"]
 
 
 class Regime(Enum):
@@ -112,7 +111,7 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
     if ensemble.plan.family == "independent":
         reason = "members are separate networks"
         return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)
-    structure = _Structure(ensemble)
+    structure = Structure(ensemble)
     generic = structure.generic_inputs()
     coupling, unknown = _first_coupling(ensemble, generic if x is None else [x])
     if x is not None and unknown and _first_coupling(ensemble, generic)[0] is not None:
@@ -170,7 +169,7 @@ def _overlap(kernel: MemberKernel) -> float:
     return ((ratios.sum() - ratios.trace()) / pairs).item() if pairs else 0.0
 
 
-class _Structure:
+class Structure:
     """What laws and data flow of an ensemble say about its regime."""
 
     def __init__(self, ensemble: EmbeddedEnsemble):

@@ -25,6 +25,9 @@ from embens.finite.diagnosis.report import Diagnosis, Rates
 from embens.finite.gradients import cosines, total_gram
 from embens.finite.members import Criterion, unchanged
 from embens.gradient import Gamma
+from embens.theory.blocks import kernels
+from embens.theory.gamma import natural_gamma
+from embens.theory.regime import Regime, RegimeReport, Structure, regime
 
 KERNEL_ROWS = 12
 """How many samples are enough for a kernel's largest eigenvalue."""
@@ -173,17 +176,13 @@ class _Structure:
         self.biases: dict[str, Tensor] = {}
         if ensemble.plan.family == "independent":
             return
-        from embens.theory.regime import _Structure as Read
-
-        self.read = Read(ensemble)
+        self.read = Structure(ensemble)
         self.last = dict(self.read.last)
         layers = {name: self.read.layers[name] for name in self.last}
         self.biases = findings.output_biases(layers, ensemble)
 
     def regime(self, why: str) -> Any:
         """Return the regime by laws and structure, where the limit is not asked."""
-        from embens.theory.regime import Regime, RegimeReport
-
         coupling = self.read.estimate()
         kind = Regime.COLLECTIVE if coupling > 0 else Regime.INDEPENDENT
         return RegimeReport(kind, coupling, f"{self.read.explain(coupling)} ({why})", exact=False)
@@ -191,9 +190,6 @@ class _Structure:
 
 def _limit(ensemble: EmbeddedEnsemble, x: Any, structure: _Structure) -> tuple[Any, float]:
     """Return the regime, and the gradient scale that suits it."""
-    from embens.theory.blocks import kernels
-    from embens.theory.regime import natural_gamma, regime
-
     members = ensemble.members
     if ensemble.plan.family == "independent":
         return regime(ensemble), ensemble.natural_gamma
