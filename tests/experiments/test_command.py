@@ -44,6 +44,8 @@ def test_running_again_measures_nothing_and_more_seeds_only_the_new_ones(tmp_pat
     assert "0 cells measured" in capsys.readouterr().out
     problem.reproduce("transition", "--out", tmp_path, *SMALL, "--seeds", "3")
     assert "8 cells measured" in capsys.readouterr().out
+    problem.reproduce("transition", "--out", tmp_path, *SMALL, "--first-seed", "2")
+    assert "8 cells measured" in capsys.readouterr().out
 
 
 def test_a_dry_run_counts_and_estimates_and_writes_nothing(tmp_path, capsys):
@@ -93,6 +95,7 @@ def test_a_full_disk_is_told_without_a_traceback(tmp_path, capsys, monkeypatch):
         (["transition", "--all"], "give the NAME of an experiment, or --all"),
         (["transitoin"], "did you mean 'transition'"),
         (["transition", "--seeds", "0"], "--seeds must be at least 1"),
+        (["transition", "--first-seed", "-1"], "--first-seed must not be negative; got -1"),
         (["transition", "--workers", "-1"], "--workers must not be negative"),
         (["transition", "--only", "p"], "--only expects FIELD=VALUE"),
         (["transition", "--members", "3"], "members: expected some of 1, 2, 4, 8, 16, 32; got 3"),

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", help="cpu or cuda (default: cuda for the paper preset, if any)")
     parser.add_argument("--seeds", type=int, help="number of seeds, instead of the preset's")
+    parser.add_argument("--first-seed", type=int, default=0, help="seeds from this one on")
     parser.add_argument("--members", type=int, nargs="+", help="only these numbers of members")
     parser.add_argument("--widths", type=float, nargs="+", help="only these relative widths")
     parser.add_argument(
@@ -90,8 +91,10 @@ def _check(options: argparse.Namespace) -> list[str]:
         value = getattr(options, name)
         if value is not None and value < 1:
             error(f"--{name} must be at least 1; got {value}")
-    if options.workers is not None and options.workers < 0:
-        error(f"--workers must not be negative; got {options.workers}")
+    for name in ("workers", "first_seed"):
+        value = getattr(options, name)
+        if value is not None and value < 0:
+            error(f"--{name.replace('_', '-')} must not be negative; got {value}")
     for item in options.only:
         if "=" not in item:
             error(f"--only expects FIELD=VALUE, for example p=0,0.9; got {item!r}")
@@ -123,6 +126,7 @@ def _setting(options: argparse.Namespace) -> Setting:
 
 def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any]:
     cells = contract.load(name).cells(setting, seeds=options.seeds)
+    cells = [replace(cell, seed=cell.seed + options.first_seed) for cell in cells]
     wanted: dict[str, Any] = {}
     for field, values in (("members", options.members), ("width", options.widths)):
         if values is not None and (options.name or hasattr(cells[0], field)):

@@ -72,7 +72,7 @@ def weight(cell: Any) -> float:
         return float(own)
     setting: Setting = cell.setting
     members, width = getattr(cell, "members", 1), getattr(cell, "width", 1.0)
-    step = 6 + members * width if setting.network == "mlp" else members * width**1.5
+    step = 16 + members * width if setting.network == "mlp" else members * width**1.5
     return step * setting.epochs * setting.train
 
 

@@ -95,7 +95,7 @@ def measure(cell: Cell) -> Row:
     ensemble = batch_ensemble(network, cell.members, p=cell.p, generator=generator)
     data = data_set(cell.setting)
     coupling = math.nan
-    if cell.seed == 0 and cell.members == 2:  # it depends on p alone
+    if cell.members == 2 and cell.gamma == "M":  # it depends on p alone
         coupling = regime(ensemble, data.train.inputs[:8].double().cpu()).coupling
     gamma = float(cell.members) if cell.gamma == "M" else 1.0
     training = train(ensemble, cell.setting, data, seed=cell.seed, gamma=gamma)
