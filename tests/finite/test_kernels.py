@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import embens
 from embens import finite, laws, networks
-from embens.finite.empirical import contraction, kernels
+from embens.finite.empirical import blocks, contraction, kernels
 from embens.finite.empirical.recording import Recorder
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -101,7 +101,7 @@ def test_all_outputs_equal_a_naive_contraction(architecture, family):
 @pytest.mark.parametrize("outputs", ["trace", "target", "nll"])
 @pytest.mark.parametrize("name", ["mlp", "paper's cnn", "transformer", "reused", "grouped"])
 def test_reductions_equal_a_naive_contraction_for_two_sets_of_samples(name, outputs, monkeypatch):
-    monkeypatch.setattr(kernels, "CLASSES_AT_ONCE", 2)
+    monkeypatch.setattr(blocks, "CLASSES_AT_ONCE", 2)
     architecture = next(a for a in ARCHITECTURES if a.name == name)
     ensemble, x = build(architecture, "batch_ensemble")
     x2 = x.flip(0)[:2] * 2 % 7  # tokens stay tokens
@@ -132,7 +132,7 @@ def test_chunks_and_tiles_do_not_change_the_kernel(name, outputs, monkeypatch):
         given = {"target": torch.arange(len(x)) % 2}
     whole = finite.ntk(ensemble, x, outputs=outputs, **given)
     monkeypatch.setattr(contraction, "TILE_BYTES", 1)
-    monkeypatch.setattr(kernels, "SMALL", 0)
+    monkeypatch.setattr(blocks, "SMALL", 0)
     for chunk in (1, 2, 100):
         kernel = finite.ntk(ensemble, x, outputs=outputs, chunk=chunk, **given)
         assert_equal(kernel, (whole.shared, whole.individual))
@@ -157,7 +157,7 @@ def test_memory_of_one_chunk_does_not_grow_with_the_samples(monkeypatch):
     )
     finite.ntk(ensemble, torch.randn(7, 5, dtype=torch.float64), chunk=3)
     assert rows == [3, 3, 1, 3, 1, 1]  # each pair of chunks once
-    monkeypatch.setattr(kernels, "PASS_BYTES", 1)
+    monkeypatch.setattr(blocks, "PASS_BYTES", 1)
     rows.clear()
     finite.ntk(ensemble, torch.randn(3, 5, dtype=torch.float64))
     assert set(rows) == {1}
@@ -166,19 +166,19 @@ def test_memory_of_one_chunk_does_not_grow_with_the_samples(monkeypatch):
 @pytest.mark.parametrize("outputs", ["trace", "target", "nll"])
 def test_reductions_hold_no_more_classes_at_once_than_a_constant(outputs, monkeypatch):
     held: list[int] = []
-    group = kernels.group_uses
+    group = blocks.group_uses
 
     def counting(terms, cotangents, individual):
         held.extend(len(c) for c in cotangents)
         return group(terms, cotangents, individual)
 
-    monkeypatch.setattr(kernels, "group_uses", counting)
+    monkeypatch.setattr(blocks, "group_uses", counting)
     for classes in (3, 40):
         held.clear()
         ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, classes), 2)
         given = {} if outputs == "trace" else {"target": torch.tensor([0, 1])}
         finite.ntk(ensemble, torch.randn(2, 4), outputs=outputs, **given)
-        assert max(held) <= (1 if outputs != "trace" else kernels.CLASSES_AT_ONCE)
+        assert max(held) <= (1 if outputs != "trace" else blocks.CLASSES_AT_ONCE)
 
 
 def test_nll_takes_one_backward_pass_for_each_member_whatever_the_samples(monkeypatch):
@@ -342,17 +342,17 @@ def test_groups_of_parameters_without_structure_do_not_change_the_kernel(monkeyp
     x = torch.randn(4, 3, 3, dtype=torch.float64)
     ensemble = embens.embed(Strange(True).double(), 2, sites=["input", "mixed"], example_input=x)
     groups: list[int] = []
-    rows = kernels.Samplewise.rows
+    rows = blocks.Samplewise.rows
 
     def counting(self, *args):
         groups.append(len(self.parameters))
         return rows(self, *args)
 
-    monkeypatch.setattr(kernels.Samplewise, "rows", counting)
+    monkeypatch.setattr(blocks.Samplewise, "rows", counting)
     expected = finite.ntk(ensemble, x, outputs="trace")
     (together,) = set(groups)
     groups.clear()
-    monkeypatch.setattr(kernels, "PASS_BYTES", 1)
+    monkeypatch.setattr(blocks, "PASS_BYTES", 1)
     found = finite.ntk(ensemble, x, outputs="trace")
     assert max(groups) < together
     assert_equal(found, (expected.shared, expected.individual))
@@ -360,17 +360,17 @@ def test_groups_of_parameters_without_structure_do_not_change_the_kernel(monkeyp
 
 def test_a_trace_holds_no_square_of_the_number_of_classes(monkeypatch):
     sizes: list[int] = []
-    cotangents = kernels._Run._cotangents
+    cotangents = blocks.Run._cotangents
 
     def measuring(self, *args):
         found = cotangents(self, *args)
         sizes.append(found.untyped_storage().nbytes() // found.element_size())
         return found
 
-    monkeypatch.setattr(kernels._Run, "_cotangents", measuring)
+    monkeypatch.setattr(blocks.Run, "_cotangents", measuring)
     ensemble = embens.batch_ensemble(networks.mlp(4, 6, 1, 50), 2)
     finite.ntk(ensemble, torch.randn(2, 4), outputs="trace")
-    assert max(sizes) == kernels.CLASSES_AT_ONCE * 50
+    assert max(sizes) == blocks.CLASSES_AT_ONCE * 50
 
 
 def test_the_trace_of_some_outputs_is_the_sum_of_theirs():

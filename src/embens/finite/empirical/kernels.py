@@ -21,40 +21,28 @@ parameters don't count. Reductions of the class axes, the paper's two among them
 ===========  ==================================================================================
 
 How: one backward pass for each member and class gives the cotangents of all layers for all samples
-at once (``recording``, ``terms``), from which Gram matrices follow (``contraction``).
+at once (``recording``, ``terms``), from which Gram matrices follow (``contraction``), block by
+block (``blocks``).
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call, check_inputs
-from embens.finite.empirical.contraction import Side, contract, contract_rows, group_uses
-from embens.finite.empirical.recording import PROBED, Inputs, Recorder, Recording, as_inputs
-from embens.finite.empirical.samplewise import Samplewise
-from embens.finite.empirical.terms import Term
+from embens.finite.empirical.blocks import OUTPUTS, Outputs, Run, Samples, probe
+from embens.finite.empirical.recording import Inputs, Recorder, as_inputs
 from embens.gradient import gradient_factor
 from embens.plan import closest
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-Outputs = Literal["all", "trace", "target", "nll"]
-OUTPUTS = ("all", "trace", "target", "nll")
-PASS_BYTES = 2**29
-"""What the terms of one chunk of samples may hold, for all members, where no chunk is given."""
-CLASSES_AT_ONCE = 8
-"""How many classes of a trace are in memory together."""
-SMALL = 2**16
-"""Numbers in a backward pass below which classes go through it together, to save overhead."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +140,10 @@ def ntk(
         check_inputs(x2, "x2", ensemble=ensemble)
     if outputs not in OUTPUTS:
         raise ValueError(f"outputs: unknown {outputs!r}{closest(outputs, OUTPUTS)}")
-    left = _Samples(as_inputs(x1, "x1"), _check_target(outputs, target, x1, "target"))
+    left = Samples(as_inputs(x1, "x1"), _check_target(outputs, target, x1, "target"))
     right = None
     if x2 is not None:
-        right = _Samples(as_inputs(x2, "x2"), _check_target(outputs, target2, x2, "target2"))
+        right = Samples(as_inputs(x2, "x2"), _check_target(outputs, target2, x2, "target2"))
     elif target2 is not None:
         raise ValueError("target2 belongs to x2; got target2 without x2. Leave it out.")
     return _compute(ensemble, left, right, outputs, chunk)
@@ -172,14 +160,14 @@ def trace_of(
         chosen: which outputs, counted over all axes after the batch.
         memory: in bytes, roughly; a ValueError where not even one sample fits.
     """
-    samples = _Samples(as_inputs(x, "x"), None)
+    samples = Samples(as_inputs(x, "x"), None)
     return _compute(ensemble, samples, None, "trace", None, chosen, memory)
 
 
 def _compute(
     ensemble: EmbeddedEnsemble,
-    left: _Samples,
-    right: _Samples | None,
+    left: Samples,
+    right: Samples | None,
     outputs: Outputs,
     chunk: int | None,
     chosen: Tensor | None = None,
@@ -187,223 +175,13 @@ def _compute(
 ) -> FiniteKernel:
     recorder = Recorder(ensemble)
     with torch.no_grad(), recorder.watching():
-        recorder.survey(_probe(left, right))
-        run = _Run(recorder, outputs, chosen, memory)
+        recorder.survey(probe(left, right))
+        run = Run(recorder, outputs, chosen, memory)
         size = run.chunk_size(left, chunk)
-        return run.kernel(
+        parts = run.kernel(
             list(left.split(size)), None if right is None else list(right.split(size))
         )
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """Inputs with the classes of their targets."""
-
-    inputs: Inputs
-    target: Tensor | None
-
-    def __len__(self) -> int:
-        return len(self.inputs[0])
-
-    def split(self, size: int) -> Iterator[_Samples]:
-        for start in range(0, len(self), size):
-            part = slice(start, start + size)
-            target = None if self.target is None else self.target[part]
-            yield _Samples(tuple(x[part] for x in self.inputs), target)
-
-
-class _Run:
-    """The computation of one kernel."""
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        outputs: Outputs,
-        chosen: Tensor | None = None,
-        memory: float | None = None,
-    ):
-        self.recorder = recorder
-        self.ensemble = recorder.ensemble
-        self.outputs = outputs
-        self.chosen = torch.arange(recorder.classes) if chosen is None else chosen
-        self.memory = memory
-        self._batched = True
-        self._at_once = CLASSES_AT_ONCE
-        self._samplewise: list[Samplewise] = []
-
-    def chunk_size(self, samples: _Samples, chunk: int | None) -> int:
-        if isinstance(chunk, bool) or not (chunk is None or (isinstance(chunk, int) and chunk > 0)):
-            raise ValueError(f"chunk must be a whole number of at least 1, or None; got {chunk!r}")
-        limit = PASS_BYTES if self.memory is None else min(PASS_BYTES, self.memory / 2)
-        members, general = self.ensemble.members, self.recorder.general
-        terms = 8 * self.recorder.numbers * members
-        # Rows without structure of both sides: as they are found, and joined for one parameter.
-        largest = max((p.numel() * p.element_size() for p in general.values()), default=0)
-        row = 4 * largest * members
-        count = len(samples) if chunk is None else chunk
-        self._at_once = 1 if self.outputs in ("target", "nll") else len(self.chosen)
-        if self.outputs == "trace":
-            self._at_once = min(CLASSES_AT_ONCE, self._at_once)
-            while self._at_once > 1 and count * (terms + row * self._at_once) > limit:
-                self._at_once //= 2
-        each = max(1, terms + row * self._at_once)
-        if self.memory is not None and each > limit:
-            raise ValueError(
-                f"the gradients of one sample would take about {each / 1e9:.2g} GB; the budget "
-                f"allows {limit / 1e9:.2g} GB. Give a larger one."
-            )
-        size = max(1, int(limit // each)) if chunk is None else chunk
-        at_once = 4 * members * self._at_once * min(size, len(samples))
-        self._samplewise = [
-            Samplewise(self.ensemble, self.recorder.stacks, group)
-            for group in _groups(general, max(largest, limit / at_once))
-        ]
-        return size
-
-    def kernel(self, left: list[_Samples], right: list[_Samples] | None) -> FiniteKernel:
-        rows = []
-        for i, samples in enumerate(left):
-            first = self.recorder.record(samples.inputs)
-            row = []
-            for j, others in enumerate(left if right is None else right):
-                if right is None and j < i:
-                    row.append(tuple(_transposed(block) for block in rows[j][i]))
-                elif right is None and j == i:
-                    row.append(self._block(samples, first, None, None))
-                else:
-                    second = self.recorder.record(others.inputs)
-                    row.append(self._block(samples, first, others, second))
-            rows.append(row)
-        shared, individual = (
-            torch.cat([torch.cat([block[part] for block in row], -3) for row in rows], -4)
-            for part in range(2)
-        )
-        if self.outputs != "all":
-            shared, individual = shared[..., 0, 0], individual[..., 0, 0]
-        return FiniteKernel(shared, individual, self.ensemble.natural_gamma)
-
-    def _block(
-        self,
-        samples: _Samples,
-        first: Recording,
-        others: _Samples | None,
-        second: Recording | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return both parts, ``(member[, member], batch, batch, class, class)``."""
-        members, individual = self.ensemble.members, self.recorder.individual
-        like = first.outputs[0].detach()
-        classes = like[0].numel() if self.outputs == "all" else 1
-        columns = first.batch if second is None else second.batch
-        rows, columns = first.batch * classes, columns * classes
-        shared = like.new_zeros(members * rows, members * columns)
-        own = like.new_zeros(members, rows, columns)
-        for part in self._parts():
-            left = self._side(samples, first, part)
-            right = None if second is None else self._side(others, second, part)  # type: ignore[arg-type]
-            for key in left.uses[0]:
-                if key[0][1] in individual:
-                    for a in range(members):
-                        own[a] += contract(key, left.of(a), right and right.of(a))
-                else:
-                    shared += contract(key, left, right)
-            for group in self._samplewise:
-                left = self._general(group, samples, first, part)
-                right = None if second is None else self._general(group, others, second, part)  # type: ignore[arg-type]
-                for parameter in group.parameters:
-                    if parameter in individual:
-                        for a in range(members):
-                            own[a] += contract_rows(parameter, left.of(a), right and right.of(a))
-                    else:
-                        shared += contract_rows(parameter, left, right)
-                del left, right
-        shape = (rows // classes, classes, columns // classes, classes)
-        shared = shared.view(members, *shape[:2], members, *shape[2:]).permute(0, 3, 1, 4, 2, 5)
-        return shared, own.view(members, *shape).transpose(2, 3)
-
-    def _parts(self) -> Iterator[slice]:
-        """Yield the outputs whose gradients are in memory together."""
-        if self.outputs in ("target", "nll"):
-            yield slice(0, 1)
-            return
-        count = len(self.chosen)
-        for start in range(0, count, self._at_once):
-            yield slice(start, min(start + self._at_once, count))
-
-    def _side(self, samples: _Samples, recording: Recording, part: slice) -> Side:
-        uses = []
-        for a, output in enumerate(recording.outputs):
-            terms = recording.terms[a]
-            cotangents = self._cotangents(output, samples.target, part)
-            arrived = self._backward(output, terms, cotangents)
-            uses.append(group_uses(terms, arrived, self.recorder.individual))
-        rows: list[dict[int, Tensor]] = [{} for _ in uses]
-        return Side(recording.batch, uses, rows, fold=self.outputs == "trace")
-
-    def _general(
-        self, group: Samplewise, samples: _Samples, recording: Recording, part: slice
-    ) -> Side:
-        """Return the gradients of some parameters without structure."""
-        rows = [
-            group.rows(a, samples.inputs, self._cotangents(output, samples.target, part))
-            for a, output in enumerate(recording.outputs)
-        ]
-        return Side(recording.batch, [{} for _ in rows], rows, fold=self.outputs == "trace")
-
-    def _backward(self, output: Tensor, terms: list[Term], cotangents: Tensor) -> list[Tensor]:
-        """Return the cotangents at all terms, ``(class, …)``."""
-        edges = [term.edge for term in terms]
-        if not edges:
-            return []
-        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
-        small = sum(term.shape.numel() for term in terms) < SMALL
-        if len(cotangents) > 1 and small and self._batched:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # operations without a batching rule are slow
-                    found = torch.autograd.grad(
-                        output, edges, cotangents, is_grads_batched=True, **options
-                    )
-                return [
-                    output.new_zeros(len(cotangents), *term.shape) if c is None else c
-                    for c, term in zip(found, terms, strict=True)
-                ]
-            except (RuntimeError, NotImplementedError):
-                self._batched = False  # one class after another from now on
-        found = [torch.autograd.grad(output, edges, c, **options) for c in cotangents]
-        return [_stacked([f[i] for f in found], t.shape, output) for i, t in enumerate(terms)]
-
-    def _cotangents(self, output: Tensor, target: Tensor | None, part: slice) -> Tensor:
-        """Return what the outputs are contracted with, ``(class, batch, …)``."""
-        values = output.detach()
-        if target is None:
-            index = self.chosen[part]
-            chosen = values.new_zeros(len(index), values[0].numel())
-            chosen[range(len(index)), index] = 1.0
-            return chosen.view(len(chosen), 1, *values.shape[1:]).expand(-1, *values.shape)
-        if values.dim() != 2:
-            raise ValueError(
-                f"outputs={self.outputs!r} is for classification, with outputs (batch, class); a "
-                f"member's have shape {tuple(values.shape)}. Use 'all' or 'trace'."
-            )
-        if len(target) and not 0 <= int(target.min()) <= int(target.max()) < values.shape[1]:
-            raise ValueError(
-                f"target holds classes from {int(target.min())} to {int(target.max())}; the "
-                f"outputs have {values.shape[1]} classes, counted from 0"
-            )
-        chosen = F.one_hot(target, values.shape[1]).to(values.dtype)
-        return (chosen if self.outputs == "target" else values.softmax(1) - chosen)[None]
-
-
-def _stacked(gradients: list[Tensor | None], shape: torch.Size, like: Tensor) -> Tensor:
-    """Stack the gradients of several classes; there are none where an output is constant."""
-    found = [like.new_zeros(shape) if g is None else g for g in gradients]
-    return found[0].unsqueeze(0) if len(found) == 1 else torch.stack(found)
-
-
-def _transposed(block: Tensor) -> Tensor:
-    """Exchange rows and columns of a block of either part."""
-    block = block.transpose(-3, -4).transpose(-1, -2)
-    return block.transpose(0, 1) if block.dim() == 6 else block
+    return FiniteKernel(*parts, natural_gamma=ensemble.natural_gamma)
 
 
 def _check_target(
@@ -428,29 +206,3 @@ def _check_target(
             f"{tuple(target.shape)} of {target.dtype}"
         )
     return target.long()
-
-
-def _probe(left: _Samples, right: _Samples | None) -> Inputs:
-    """Return some samples to look at: those of the left, and of the right where they fit."""
-    few = tuple(x[:PROBED] for x in left.inputs)
-    if right is None or any(
-        x.shape[1:] != y.shape[1:] or x.dtype != y.dtype
-        for x, y in zip(left.inputs, right.inputs, strict=True)
-    ):
-        return few
-    return tuple(torch.cat([x, y[:PROBED]]) for x, y in zip(few, right.inputs, strict=True))
-
-
-def _groups(parameters: dict[int, nn.Parameter], limit: float) -> Iterator[dict[int, nn.Parameter]]:
-    """Yield parameters in groups of at most so many bytes; at least one in each."""
-    group: dict[int, nn.Parameter] = {}
-    size = 0
-    for key, parameter in parameters.items():
-        mine = parameter.numel() * parameter.element_size()
-        if group and size + mine > limit:
-            yield group
-            group, size = {}, 0
-        group[key] = parameter
-        size += mine
-    if group:
-        yield group
