@@ -10,7 +10,7 @@ PYTEST  := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=agg $(BIN)/python -m p
 WORKERS ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-peers check format demo bench clean
+.PHONY: help venv test browser test-peers check format demo bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,8 +22,16 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(BIN)/python $(PIP) -e '.[dev]' -c constraints.txt
 	@touch $@
 
-test: venv  ## run the tests and doctests (ARGS="-k laws" to choose)
+test: venv browser  ## run the tests and doctests (ARGS="-k laws" to choose)
 	$(PYTEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+
+# The report is tested in a real browser; root on Debian gets one, others see those tests skipped.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& echo "installing Chromium for the tests of the report" \
+		&& { timeout 120 apt-get update -qq >/dev/null 2>&1; DEBIAN_FRONTEND=noninteractive \
+		timeout 300 apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1; }; } \
+		|| echo "no Chromium could be installed: the tests of the report in a browser are skipped"
 
 test-peers: $(BENCH)/.stamp  ## compare kernels with neural-tangents, in the benchmarks' environment
 	$(BENCH)/bin/python -m pytest -q -p no:cacheprovider tests/theory/test_neural_tangents.py $(ARGS)
@@ -37,8 +45,9 @@ format: venv  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: venv  ## compare ensembles on digits: a table and a picture
-	$(BIN)/embens demo
+demo: venv  ## the paper's main figure on digits, its claims, and a page to look at
+	$(BIN)/embens reproduce transition --preset quick
+	$(BIN)/embens report embens-results
 
 bench: $(BENCH)/.stamp  ## compare with other libraries, in an environment of their own
 	$(BENCH)/bin/python -m benchmarks $(ARGS)
@@ -50,5 +59,5 @@ $(BENCH)/.stamp: pyproject.toml constraints.txt benchmarks/requirements.txt
 	@touch $@
 
 clean:  ## remove environments, caches and build products
-	rm -rf $(VENV) $(BENCH) embens-demo build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(BENCH) embens-results build dist .pytest_cache .ruff_cache
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +

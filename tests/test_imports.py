@@ -18,7 +18,7 @@ ORDER = (
     ["finite"],
     ["training", "prediction"],
     ["estimators"],
-    ["experiments", "report", "demo"],
+    ["experiments", "report"],
     ["cli"],
 )
 HEAVY = set(

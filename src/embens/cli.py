@@ -26,7 +26,6 @@ COMMANDS = {
         "predict with a fitted ensemble",
         "estimators",
     ),
-    "demo": ("embens.demo", "compare ensembles on handwritten digits", "demo"),
     "kernel": ("embens.theory.command", "write the kernels of an infinitely wide ensemble", "data"),
 }
 """Name to module, help line, and the extra that installs what it needs."""

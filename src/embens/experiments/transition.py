@@ -371,4 +371,4 @@ def plot(table: Table) -> Figure:
         )
     ]
     panels[1].curves.extend(slow)
-    return Figure(TITLE, panels, columns=5)
+    return Figure(TITLE, panels, columns=3)

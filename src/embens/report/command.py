@@ -1,23 +1,29 @@
-"""``embens report``: one HTML page of the results in a folder."""
+"""``embens report``: one page of the results in a folder."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from embens.report import page
+from embens.report import markdown, page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens report``."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="where embens reproduce wrote")
-    parser.add_argument("--out", type=Path, help="the page (default: DIR/report.html)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the page (default: DIR/report.html); a name that ends in .md gives the claims alone, "
+        "as Markdown",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens report``; return its exit code."""
+    write = markdown.write if options.out and options.out.suffix == ".md" else page.write
     try:
-        print(f"page: {page.write(options.folder, options.out)}")
+        print(f"page: {write(options.folder, options.out)}")
     except FileNotFoundError as problem:
         options.parser.error(str(problem))
     return 0
