@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -26,6 +30,55 @@ def bad(setting=SETTING):
 def slow():
     """Return a cell that takes minutes."""
     return Cell(replace(PRESETS["quick"], epochs=100_000), 0.5, 2, "M", 0)
+
+
+@dataclass(frozen=True)
+class Deadly(Cell):
+    """A cell whose measurement kills the process that it is in, once; never the test's own."""
+
+    mark: str
+    home: int
+
+    def __getattribute__(self, name):
+        if name == "gamma":  # read in the middle of ``transition.measure``
+            mark = Path(object.__getattribute__(self, "mark"))
+            if os.getpid() != object.__getattribute__(self, "home") and not mark.exists():
+                mark.write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGKILL)
+        return object.__getattribute__(self, name)
+
+
+@dataclass(frozen=True)
+class Stuck(Cell):
+    """A cell whose measurement never ends on one node of a Ray cluster."""
+
+    mark: str
+    node: str
+
+    def __getattribute__(self, name):
+        if name == "gamma" and _node() == object.__getattribute__(self, "node"):
+            Path(object.__getattribute__(self, "mark")).write_text(str(os.getpid()))
+            time.sleep(600)
+        return object.__getattribute__(self, name)
+
+
+def _node():
+    import ray
+
+    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
+
+
+def deadly(mark, seed=7):
+    return Deadly(SETTING, 0.5, 2, "M", seed, str(mark), os.getpid())
+
+
+def stuck(mark, node, count=4):
+    return [Stuck(SETTING, 0.5, m, "M", 9, str(mark), node) for m in range(1, count + 1)]
+
+
+def plain(cell):
+    """Return the same cell without its trap."""
+    return Cell(cell.setting, cell.p, cell.members, "M", cell.seed)
 
 
 def reproduce(*arguments):

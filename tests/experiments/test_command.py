@@ -98,6 +98,13 @@ def test_a_full_disk_is_told_without_a_traceback(tmp_path, capsys, monkeypatch):
         (["transition", "--first-seed", "-1"], "--first-seed must not be negative; got -1"),
         (["transition", "--workers", "-1"], "--workers must not be negative"),
         (["transition", "--only", "p"], "--only expects FIELD=VALUE"),
+        (["transition", "--only", "q=1"], "q: this experiment does not sweep it"),
+        (["--all", "--only", "q=1"], "--only q=1: nothing sweeps it; there are"),
+        (["--all", "--members", "3"], "members: expected some of 1, 2, 4, 8, 16, 32; got 3"),
+        (
+            ["transition", "--workers", "0", "--engine", "ray"],
+            "--workers 0 is for the local engine",
+        ),
         (["transition", "--members", "3"], "members: expected some of 1, 2, 4, 8, 16, 32; got 3"),
         (["transition", "--widths", "3"], "does not sweep it"),
         (["transition", "--preset", "cpu"], "pass the folder that has them"),
@@ -123,3 +130,48 @@ def test_the_cpu_preset_takes_a_folder_of_records(tmp_path, capsys, monkeypatch)
     problem.write_cifar(folder, train=41)
     problem.reproduce("transition", *options, "--data", folder, "--out", tmp_path / "out")
     assert "1 cells measured" in capsys.readouterr().out  # other records, another result
+
+
+def test_a_disk_that_is_full_at_the_end_or_a_folder_that_is_none_is_told(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    assert problem.reproduce("transition", "--out", tmp_path / "file", *SMALL) == 1
+    assert "could not write to" in capsys.readouterr().out
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("embens.experiments.table.write_atomically", full)
+        assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 1
+    assert "Results that were written are safe" in capsys.readouterr().out
+    assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 0
+    assert "0 cells measured" in capsys.readouterr().out
+
+
+def test_the_table_has_what_another_run_wrote_in_the_meantime(tmp_path):
+    from rich.console import Console
+
+    from embens.experiments import command, grid
+    from embens.experiments.engines import Inline
+    from embens.experiments.store import Store
+
+    mine, theirs = Store(tmp_path), Store(tmp_path)
+    for store, cells in ((mine, problem.cells(2)), (theirs, problem.cells(4)[2:])):
+        grid.run("transition", cells, store=store, engine=Inline())
+    assert len(mine.records) == 2
+    command.summarise("transition", problem.SETTING, mine, Console(quiet=True))
+    assert list(pandas.read_csv(tmp_path / "table.csv")["members"]) == [1, 2, 3, 4]
+
+
+def test_results_with_other_epochs_are_kept_apart(tmp_path, capsys):
+    problem.reproduce("transition", "--out", tmp_path, *SMALL)
+    problem.reproduce("transition", "--out", tmp_path, *SMALL, "--epochs", "2", "--seeds", "1")
+    folder = tmp_path / "transition" / "quick"
+    assert len(pandas.read_csv(folder / "table.csv")) == 8
+    assert json.loads((folder / "manifest.json").read_text())["cells"] == 8
+    capsys.readouterr()
+    problem.reproduce("transition", "--out", tmp_path, *SMALL)
+    assert "0 cells measured" in capsys.readouterr().out
+    assert len(pandas.read_csv(folder / "table.csv")) == 16

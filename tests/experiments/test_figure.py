@@ -59,3 +59,48 @@ def test_shades_are_colours_in_the_order_of_values():
     found = shades([0.5, 0.0, 1.0, 0.5])
     assert list(found) == [0.0, 0.5, 1.0]
     assert all(len(c) == 7 and c.startswith("#") for c in found.values())
+
+
+def legends(figure, monkeypatch, path):
+    """Return the labels in each panel's legend, and in the common one."""
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+    found = {"panels": [], "common": []}
+    for kind, name in ((Axes, "panels"), (Canvas, "common")):
+        original = kind.legend
+
+        def legend(self, handles, labels, original=original, name=name, **options):
+            found[name].append(list(labels))
+            return original(self, handles, labels, **options)
+
+        monkeypatch.setattr(kind, "legend", legend)
+    draw(figure, path)
+    return found
+
+
+def test_a_label_of_one_panel_is_explained_there_and_of_several_below(tmp_path, monkeypatch):
+    def panel(*labels):
+        return Panel("t", "x", "y", [Curve(label, [1.0, 2.0], [1.0, 2.0]) for label in labels])
+
+    many = [f"m{k}" for k in range(8)]
+    figure = Figure("t", [panel("a", "b"), panel("a", "c"), panel(*many)])
+    found = legends(figure, monkeypatch, tmp_path / "figure.png")
+    assert found == {"panels": [["b"], ["c"]], "common": [["a", *many]]}
+
+
+def test_errors_of_long_curves_are_a_band(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    bands = []
+    original = Axes.fill_between
+    monkeypatch.setattr(
+        Axes, "fill_between", lambda *a, **k: bands.append(a[2:4]) or original(*a, **k)
+    )
+    for count in (5, 60):
+        x = [float(k) for k in range(count)]
+        draw(Figure("t", [Panel("a", "x", "y", [Curve("c", x, x, [0.5] * count)])]),
+             tmp_path / "figure.svg")  # fmt: skip
+    (band,) = bands
+    assert [end[1] for end in band] == [0.5, 1.5]
+    assert b"<svg" in (tmp_path / "figure.svg").read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -9,10 +10,10 @@ from dataclasses import replace
 import pytest
 from experiments import problem
 
-from embens.experiments import grid, lean, setting, task, training, transition
+from embens.experiments import grid, lean, setting, table, task, training, transition
 from embens.experiments.engines import Inline
 from embens.experiments.store import Store
-from embens.experiments.table import tidy
+from embens.experiments.table import manifest, tidy
 from embens.experiments.task import Done, make_task, perform
 
 
@@ -136,7 +137,7 @@ def version_with(monkeypatch):
         (transition, "0.9, 1.0), (1, 2, 4", "0.9), (1, 2, 4"),  # a sweep
         (transition, '"""Train one ensemble."""', '"""Other words."""'),
         (transition, "import math", "import math  # a comment"),
-        (setting, "train=1500", "train=1600"),  # another preset
+        (setting, "train=1000", "train=1600"),  # another preset
     ],
 )
 def test_the_key_does_not_change_with_what_changes_no_number(version_with, module, old, new):
@@ -218,7 +219,56 @@ def test_the_table_holds_what_the_present_code_measured(tmp_path):
     run(problem.cells(2), tmp_path)
     store = Store(tmp_path)
     store.add({**next(iter(store.records.values())), "key": "old", "code": "another"})
-    table = tidy(store, "transition", problem.SETTING)
-    assert list(table["members"]) == [1, 2]
-    assert set(table) >= {"p", "gamma", "seed", "accuracy", "seconds"}
+    found = tidy(store, "transition", problem.SETTING)
+    assert list(found["members"]) == [1, 2]
+    assert set(found) >= {"p", "gamma", "seed", "accuracy", "seconds"}
     assert not len(tidy(store, "transition", replace(problem.SETTING, records="other data")))
+
+
+def test_results_with_other_epochs_stay_out_of_the_table(tmp_path):
+    longer = replace(problem.SETTING, epochs=2)
+    run(problem.cells(3), tmp_path)
+    run(problem.cells(2, longer), tmp_path)
+    store = Store(tmp_path)
+    assert list(tidy(store, "transition", problem.SETTING)["members"]) == [1, 2, 3]
+    assert list(tidy(store, "transition", longer)["members"]) == [1, 2]
+    assert manifest("transition", longer, [], store)["cells"] == 2
+
+
+def test_the_cells_of_another_run_count_as_progress(tmp_path):
+    class Watcher:
+        seen = ()
+
+        def start(self, total, done, cells, finished):
+            other = Store(tmp_path)  # it is faster than this run
+            for cell in problem.cells(2):
+                task = make_task("transition", cell)
+                other.add({"key": task.key, "rows": [{"accuracy": 0.5}]})
+            self.seen = []
+
+        def update(self, task, done, weight):
+            self.seen.append("own")
+
+        def skip(self, weight):
+            assert weight > 0
+            self.seen.append("other's")
+
+    watcher = Watcher()
+    outcome = grid.run(
+        "transition", problem.cells(3), store=Store(tmp_path), engine=Inline(), watcher=watcher
+    )
+    assert sorted(watcher.seen) == ["other's", "other's", "own"]
+    assert (outcome.measured, outcome.known) == (1, 2)
+
+
+def test_the_commit_is_not_that_of_a_repository_in_which_the_library_is_installed(
+    tmp_path, monkeypatch
+):
+    site = tmp_path / "venv" / "lib" / "embens" / "experiments"
+    site.mkdir(parents=True)
+    (site / "table.py").write_text("installed")
+    for arguments in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *author, *arguments], cwd=tmp_path, check=True)
+    monkeypatch.setattr(table, "__file__", str(site / "table.py"))
+    assert table.commit() is None

@@ -58,6 +58,15 @@ def test_a_worker_that_is_killed_is_replaced_and_its_cell_tried_again(local):
     assert local._pool[0].task is task
 
 
+def test_a_cell_whose_worker_died_once_has_the_result_of_this_process(tmp_path, local):
+    lost = problem.deadly(tmp_path / "pid")
+    local.submit(make_task("transition", lost))
+    done = []
+    wait_for(lambda: done.extend(local.wait(0.1)) or done)
+    assert int((tmp_path / "pid").read_text()) != os.getpid()
+    assert str(done[0].rows) == str(perform(make_task("transition", problem.plain(lost))).rows)
+
+
 def test_a_cell_that_kills_its_workers_fails_and_others_go_on(local):
     local.submit(make_task("transition", problem.slow()))
     good = make_task("transition", problem.cells(1)[0])

@@ -69,3 +69,17 @@ def test_a_failure_is_told_by_its_last_line():
         "failed, ValueError: no"
     )
     assert duration(float("nan")) == "?"
+
+
+def test_a_narrow_terminal_shows_count_time_left_and_the_latest_result():
+    shown = Console(file=io.StringIO(), width=80, force_terminal=True)
+    progress = Progress(shown, "parametrization")
+    progress.start(10.0, 0.0, 240, 0)
+    failure = Done("k", None, "Traceback\n[/] ValueError: " + "no " * 50, 1.0)
+    progress.update(tasks(1)[0], failure, 1.0)
+    progress.skip(1.0)
+    shown.print(progress._frame())
+    first, second = shown.file.getvalue().splitlines()
+    assert "2/240 (1 failed)" in first
+    assert "left" in first
+    assert "members=1 gamma=M seed=0: failed, [/] ValueError" in second

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 import warnings
 from dataclasses import replace
@@ -11,10 +10,10 @@ from dataclasses import replace
 import pytest
 from experiments import problem
 
-from embens.experiments import grid, task
+from embens.experiments import grid
 from embens.experiments.engines import Inline
 from embens.experiments.store import Store
-from embens.experiments.task import make_task
+from embens.experiments.task import make_task, perform
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'embens[ray]'")
 
@@ -65,28 +64,12 @@ def test_results_are_identical_to_those_of_this_process(tmp_path, engine):
 
 
 def test_a_worker_that_is_killed_in_the_middle_does_not_lose_its_cell(tmp_path, engine):
-    mark = tmp_path / "pid"
-    cell = problem.cells(1)[0]
-    lost = make_task("transition", replace(cell, seed=7))
-    engine._flying[_die_once.options(num_cpus=1, max_retries=3).remote(str(mark), lost)] = (
-        lost,
-        time.perf_counter(),
-    )
+    lost = problem.deadly(tmp_path / "pid")
+    engine.submit(make_task("transition", lost))
     (done,) = drain(engine, 1)
-    assert mark.exists()
+    assert int((tmp_path / "pid").read_text()) != os.getpid()
     assert done.error is None
-    assert str(done.rows) == str(task.perform(lost).rows)
-
-
-@ray.remote
-def _die_once(mark, lost):
-    from embens.experiments.task import perform
-
-    if not os.path.exists(mark):
-        with open(mark, "w") as file:
-            file.write(str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    return perform(lost)
+    assert str(done.rows) == str(perform(make_task("transition", problem.plain(lost))).rows)
 
 
 def test_a_task_asks_for_the_resources_of_its_cell(engine):
@@ -104,44 +87,30 @@ def test_a_task_asks_for_the_resources_of_its_cell(engine):
 def test_a_node_that_is_lost_in_the_middle_is_made_up_for(tmp_path, engine):
     from ray.cluster_utils import Cluster
 
-    engine.ray.shutdown()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    node = cluster.add_node(num_cpus=1, resources={"second": 1})
     from embens.experiments.engines.ray import Ray
+
+    engine.close()
+    mark = tmp_path / "started"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    node = cluster.add_node(num_cpus=1)
 
     other = Ray(address=cluster.address)
     try:
-        mark = tmp_path / "started"
-        task_ = make_task("transition", replace(problem.cells(1)[0], seed=9))
-        spread = _wait_where_lost.options(num_cpus=1, max_retries=3, scheduling_strategy="SPREAD")
-        for _ in range(2):  # one on each node; the one on the second never ends there
-            other._flying[spread.remote(str(mark), task_)] = (task_, time.perf_counter())
+        cells = problem.stuck(mark, node.node_id)
+        for cell in cells:
+            other.submit(make_task("transition", cell))
         end = time.monotonic() + 60
-        while not mark.exists():
-            assert time.monotonic() < end
+        while not mark.exists():  # until a cell is on the node that will be lost
+            assert time.monotonic() < end, "no cell was started"
             time.sleep(0.1)
+        cluster.add_node(num_cpus=1)  # nodes may join as well
         cluster.remove_node(node, allow_graceful=False)
-        done = drain(other, 2)
-        assert [d.error for d in done] == [None, None]
-        assert str(done[0].rows) == str(done[1].rows) == str(task.perform(task_).rows)
+        done = {d.key: d for d in drain(other, len(cells))}
     finally:
         other.close()
         cluster.shutdown()
-
-
-@ray.remote
-def _wait_where_lost(mark, lost):
-    from embens.experiments.task import perform
-
-    if _is_second():
-        with open(mark, "w") as file:
-            file.write("here")
-        time.sleep(600)
-    return perform(lost)
-
-
-def _is_second():
-    mine = ray.get_runtime_context().get_node_id()
-    return any(
-        n["NodeID"] == mine and n["Alive"] and "second" in n["Resources"] for n in ray.nodes()
-    )
+    for cell in cells:
+        found = done[make_task("transition", cell).key]
+        assert found.error is None
+        here = perform(make_task("transition", problem.plain(cell)))
+        assert str(found.rows) == str(here.rows)

@@ -6,10 +6,16 @@ import errno
 import json
 import multiprocessing
 import os
+import signal
 
 import pytest
 
 from embens.experiments.store import Store, write_atomically
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
 
 
 def record(key, **more):
@@ -146,3 +152,41 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_lines_that_are_no_records_are_skipped(tmp_path):
+    odd = [b"\xff\x00", b"[1]", b'{"key": ["a"], "rows": []}', b'{"key": "b"}', b'{"rows": []}']
+    (tmp_path / "results.jsonl").write_bytes(b"\n".join([*odd, b""]))
+    store = Store(tmp_path)
+    assert store.records == {}
+    store.add(record("a"))
+    assert set(Store(tmp_path).records) == {"a"}
+
+
+def test_what_another_run_took_back_does_not_hide_what_comes_after_it(tmp_path):
+    writer, reader = Store(tmp_path), Store(tmp_path)
+    writer.add(record("a"))
+    size = writer.path.stat().st_size
+    writer.add(record("b", text="x" * 100))
+    reader.refresh()
+    os.truncate(writer.path, size)
+    writer.add(record("c"))
+    reader.refresh()
+    assert "c" in reader.records
+
+
+@pytest.mark.skipif(resource is None, reason="there are no limits on files here")
+def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path):
+    store = Store(tmp_path)
+    store.add(record("a"))
+    before = store.path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            store.add(record("b", text="x" * 20_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert store.path.read_bytes() == before

@@ -48,6 +48,8 @@ PROBE = """
     found.range = range();
     await Plotly.relayout(chart, { "xaxis.range": [0, 0.5] });
     found.zoomed = range();
+    box.click(); await pause(300); box.click(); await pause(300);
+    found.kept = range();
     Plotly.Fx.hover(chart, [{ curveNumber: 0, pointNumber: 1 }]); await pause(300);
     found.hover = chart.querySelectorAll("g.hovertext").length;
     for (const fold of section.querySelectorAll("details")) fold.open = true;
@@ -112,6 +114,7 @@ def test_charts_can_be_zoomed_pointed_at_and_chosen_from_without_errors(probed):
     assert set(found["verdicts"]) <= {"holds", "does not hold", "undecided"}
     assert found["before"] == found["shown"] == found["hidden"] + 1
     assert found["zoomed"] == [0, 0.5] != found["range"]
+    assert found["kept"] == found["zoomed"]  # choosing curves does not undo a zoom
     assert found["hover"] == 1
     assert found["rows"] > 100
     assert found["picture"] > 100

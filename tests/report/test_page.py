@@ -65,6 +65,14 @@ def test_a_half_written_folder_is_left_out(folder, tmp_path):
     assert [entry["name"] for entry in page.collect(tmp_path)] == ["widths"]
 
 
+def test_a_manifest_of_something_else_is_left_out(tmp_path):
+    results.make(tmp_path, "widths")
+    for name, text in (("list", "[1, 2]"), ("object", '{"files": []}'), ("number", "3")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(text)
+    assert [entry["name"] for entry in page.collect(tmp_path)] == ["widths"]
+
+
 def call(*arguments):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

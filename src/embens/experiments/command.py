@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,15 +64,20 @@ def run(options: argparse.Namespace) -> int:
     if options.data is not None:
         os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())  # for workers as well
     setting = _setting(options)
+    sweeps = {name: _cells(options, name, setting) for name in names}  # errors before any work
+    swept = {field.name for cells in sweeps.values() for field in fields(cells[0])} - {"setting"}
+    for item in options.only:
+        if item.partition("=")[0] not in swept:
+            options.parser.error(f"--only {item}: nothing sweeps it; there are {sorted(swept)}")
     if options.dry_run:
-        for name in names:
-            _estimate(console, name, _cells(options, name, setting), options)
+        for name, cells in sweeps.items():
+            _estimate(console, name, cells, options)
         return 0
     engine = _engine(options)
     failed = 0
     try:
-        for name in names:
-            failed += _reproduce(console, options, name, setting, engine)
+        for name, cells in sweeps.items():
+            failed += _reproduce(console, options, name, cells, setting, engine)
     finally:
         engine.close()
     return 1 if failed else 0
@@ -95,6 +100,8 @@ def _check(options: argparse.Namespace) -> list[str]:
         value = getattr(options, name)
         if value is not None and value < 0:
             error(f"--{name.replace('_', '-')} must not be negative; got {value}")
+    if options.engine == "ray" and options.workers == 0:
+        error("--workers 0 is for the local engine; with Ray it must be at least 1")
     for item in options.only:
         if "=" not in item:
             error(f"--only expects FIELD=VALUE, for example p=0,0.9; got {item!r}")
@@ -158,33 +165,39 @@ def _engine(options: argparse.Namespace) -> Engine:
 
 
 def _reproduce(
-    console: Console, options: argparse.Namespace, name: str, setting: Setting, engine: Engine
+    console: Console,
+    options: argparse.Namespace,
+    name: str,
+    cells: list[Any],
+    setting: Setting,
+    engine: Engine,
 ) -> int:
     """Run one experiment; return how many cells have failed."""
     from embens.experiments.progress import Progress, duration
 
-    cells = _cells(options, name, setting)
     folder = grid.folder_of(options.out, name, setting.preset)
-    store = Store(folder)
-    outcome = None
     try:
-        with Progress(console, name) as progress:
-            outcome = grid.run(
-                name, cells, store=store, engine=engine, watcher=progress,
-                retry_failed=options.retry_failed,
-            )  # fmt: skip
+        store = Store(folder)
+        try:
+            with Progress(console, name) as progress:
+                outcome = grid.run(
+                    name, cells, store=store, engine=engine, watcher=progress,
+                    retry_failed=options.retry_failed,
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            summarise(name, setting, store, console)
+            console.print(f"{name}: stopped; the same command goes on from here.")
+            raise
+        summarise(name, setting, store, console, seconds=outcome.seconds)
     except OSError as problem:
         console.print(
-            f"{name}: a result could not be written ({problem}). What was there is safe; make "
-            "room and run the same command again.",
+            f"{name}: could not write to {folder} ({problem}). Results that were written are safe; "
+            "make room there, or choose another folder with --out, and run the same command again.",
             style="red",
+            soft_wrap=True,
+            markup=False,
         )
         return 1
-    except KeyboardInterrupt:
-        summarise(name, setting, store, console)
-        console.print(f"{name}: stopped; the same command goes on from here.")
-        raise
-    summarise(name, setting, store, console, seconds=outcome.seconds)
     console.print(
         f"{name}: {outcome.measured} cells measured in {duration(outcome.seconds)}, "
         f"{outcome.known} known before; results in {folder}",
@@ -210,12 +223,22 @@ def summarise(
     seconds: float | None = None,
 ) -> list[Claim]:
     """Write table, picture, claims and manifest of what is there; print the claims."""
+    with store.alone():  # so that the last of several runs writes what all have measured
+        store.refresh()
+        rows = table.tidy(store, name, setting)
+        if not len(rows):
+            return []
+        claims = _write(name, setting, store, rows, seconds)
+    _show(console, name, claims, rows["seed"].nunique())
+    return claims
+
+
+def _write(
+    name: str, setting: Setting, store: Store, rows: Any, seconds: float | None
+) -> list[Claim]:
     from embens.experiments.figure import draw
 
     experiment = contract.load(name)
-    rows = table.tidy(store, name, setting)
-    if not len(rows):
-        return []
     claims = experiment.claims(rows)
     figure = experiment.plot(rows)
     about = {"label": experiment.LABEL, "title": experiment.TITLE, "about": experiment.ABOUT}
@@ -228,16 +251,16 @@ def summarise(
     }
     table.write(store.folder, rows, contents)
     draw(figure, store.folder / "figure.png")
-    _show(console, name, claims)
     return claims
 
 
-def _show(console: Console, name: str, claims: list[Claim]) -> None:
+def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
     """Print each claim in two lines: the verdict, and the number behind it."""
     from rich.markup import escape
 
     styles = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
-    console.print(f"\n[bold]{name}[/]: claims of the paper, {claims[0].seeds} seeds")
+    many = f"{seeds} seed" + "s" * (seeds != 1)
+    console.print(f"\n[bold]{name}[/]: claims of the paper, {many}", highlight=False)
     for claim in claims:
         number = f"{claim.value:.3g}, 95 % [{claim.low:.3g}, {claim.high:.3g}]"
         number = escape(claim.note or f"{number}, holds if {claim.region}")
@@ -258,7 +281,11 @@ def _estimate(console: Console, name: str, cells: list[Any], options: argparse.N
     done = (
         Store(grid.folder_of(options.out, name, options.preset)) if _exists(options, name) else None
     )
-    known = set(done.records) if done else set()
+    known = {
+        key
+        for key, record in (done.records if done else {}).items()
+        if "rows" in record or not options.retry_failed
+    }
     left = [c for c in cells if make_task(name, c).key not in known]
     smallest = min(cells, key=contract.weight)
     trial, factor = contract.shortened(smallest)
@@ -268,13 +295,14 @@ def _estimate(console: Console, name: str, cells: list[Any], options: argparse.N
         raise RuntimeError(f"{name}: the cell that was timed failed:\n{result.error}")
     unit = result.seconds * factor / contract.weight(smallest)
     costs = sorted(unit * contract.weight(c) for c in cells)
-    workers = options.workers or os.cpu_count() or 1
+    workers = max(1, (os.cpu_count() or 1) if options.workers is None else options.workers)
     total = sum(unit * contract.weight(c) for c in left)
     wall = max([total / workers, *(unit * contract.weight(c) for c in left)] if left else [0.0])
     console.print(
         f"{name} ({options.preset}): {len(cells)} cells, {len(left)} to do; about "
         f"{duration(costs[0])} to {duration(costs[-1])} each (from a timed one), "
-        f"{duration(total)} of work, {duration(wall)} with {workers} workers",
+        f"{duration(total)} of work, {duration(wall)} with {workers} "
+        + ("worker" if workers == 1 else "workers"),
         highlight=False,
         soft_wrap=True,
     )

@@ -6,6 +6,7 @@ means and standard errors over seeds, in :func:`curves`.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,8 @@ PALETTE = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"),
     *("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
 )
+_DENSE = 40  # points of a curve from which on errors are a band
+_CROWDED = 6  # labels of one panel from which on its legend would hide its curves
 
 
 @dataclass(frozen=True)
@@ -131,9 +134,11 @@ def shades(values: Sequence[Any], colours: str = "viridis") -> dict[Any, str]:
 
 
 def draw(figure: Figure, path: str | Path) -> None:
-    """Draw a figure to a file, in the format that its name ends with."""
+    """Draw a figure to a file, in the format that its name ends with; a reader sees it whole."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
+
+    from embens.experiments.store import write_atomically
 
     count = len(figure.panels)
     columns = max(1, min(figure.columns, count))
@@ -141,24 +146,34 @@ def draw(figure: Figure, path: str | Path) -> None:
     canvas = Canvas(figsize=(3.9 * columns, 3.5 * rows), constrained_layout=True)
     FigureCanvasAgg(canvas)
     canvas.suptitle(figure.title, fontsize=11)
-    seen: dict[str, Any] = {}
+    common: dict[str, Any] = {}
     for number, panel in enumerate(figure.panels):
         axis = canvas.add_subplot(rows, columns, number + 1)
+        others = {c.label for p in figure.panels if p is not panel for c in p.curves}
+        own: dict[str, Any] = {}
         for curve in panel.curves:
             handle = _draw_curve(axis, curve)
-            seen.setdefault(curve.label, handle)
+            (common if curve.label in others or count == 1 else own).setdefault(curve.label, handle)
+        if len(own) > _CROWDED:
+            common |= own
+        else:
+            _add_legend(axis, own, loc="best", fontsize=7, framealpha=0.6, handlelength=3)
         axis.set_title(panel.title, fontsize=10)
         axis.set_xlabel(panel.x_label)
         axis.set_ylabel(panel.y_label)
         _set_scales(axis, panel)
         axis.grid(alpha=0.3)
-    shown = {label: handle for label, handle in seen.items() if label}
+    _add_legend(canvas, common, loc="outside lower center", ncols=min(len(common), 8), fontsize=8)
+    content, path = io.BytesIO(), Path(path)
+    canvas.savefig(content, dpi=110, format=path.suffix[1:] or "png")
+    write_atomically(path, content.getvalue())
+
+
+def _add_legend(place: Any, handles: dict[str, Any], **options: Any) -> None:
+    """Add a legend to a panel, or to the whole figure for labels of several panels."""
+    shown = {label: handle for label, handle in handles.items() if label}
     if shown:
-        canvas.legend(
-            shown.values(), shown.keys(), loc="outside lower center", ncols=min(len(shown), 8),
-            fontsize=8,
-        )  # fmt: skip
-    canvas.savefig(path, dpi=110)
+        place.legend(shown.values(), shown.keys(), **options)
 
 
 def _draw_curve(axis: Any, curve: Curve) -> Any:
@@ -166,8 +181,12 @@ def _draw_curve(axis: Any, curve: Curve) -> Any:
         width = min((b - a for a, b in zip(curve.x, curve.x[1:], strict=False)), default=0.8)
         return axis.bar(curve.x, curve.y, width, color=curve.colour, alpha=0.5)
     line = {"line": "-", "dash": "--", "points": ""}[curve.style]
-    marker = "" if len(curve.x) > 40 and curve.style != "points" else "o"
-    error = curve.error or None
+    marker, error = "o", curve.error or None
+    if len(curve.x) > _DENSE and curve.style != "points":  # bars at every point would hide the line
+        if error:
+            ends = [[y + s * e for y, e in zip(curve.y, error, strict=True)] for s in (-1, 1)]
+            axis.fill_between(curve.x, *ends, color=curve.colour, alpha=0.2, linewidth=0)
+        marker, error = "", None
     return axis.errorbar(
         curve.x, curve.y, error, color=curve.colour, linestyle=line, marker=marker, ms=3.5,
         capsize=2, lw=1.4, elinewidth=0.8,

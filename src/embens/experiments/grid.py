@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +32,10 @@ class Watcher(Protocol):
 
     def update(self, task: Task, done: Done, weight: float) -> None:
         """Report a cell."""
+        ...
+
+    def skip(self, weight: float) -> None:
+        """Report a cell that another run has measured meanwhile."""
         ...
 
 
@@ -91,7 +95,10 @@ def run(
     pending, flying = deque(todo), set[str]()
     try:
         while pending or flying:
-            _fill(engine, store, tasks, pending, flying, is_known, outcome)
+            for key in _fill(engine, store, tasks, pending, flying, is_known):
+                outcome.known += 1
+                if watcher is not None:
+                    watcher.skip(weights[key])
             for done in engine.wait(_PATIENCE) if flying else []:
                 if done.key not in flying:
                     continue  # of a run before this one, which ended early
@@ -117,28 +124,28 @@ def _fill(
     tasks: dict[str, Task],
     pending: deque[str],
     flying: set[str],
-    is_known: Any,
-    outcome: Outcome,
-) -> None:
-    """Give the engine as much as it takes; skip what another run has done or is doing."""
+    is_known: Callable[[str], bool],
+) -> list[str]:
+    """Give the engine as much as it takes; return what another run has done in the meantime.
+
+    What another run is doing goes to the end of the queue.
+    """
+    found: list[str] = []
     for _ in range(len(pending)):
         if len(flying) >= engine.slots:
-            return
+            break
         key = pending.popleft()
-        if not store.claim(key):
-            pending.append(key)
-            store.refresh()
-            if is_known(key):
-                pending.pop()
-                outcome.known += 1
-            continue
+        mine = store.claim(key)
         store.refresh()
         if is_known(key):
             store.release(key)
-            outcome.known += 1
-            continue
-        flying.add(key)
-        engine.submit(tasks[key])
+            found.append(key)
+        elif mine:
+            flying.add(key)
+            engine.submit(tasks[key])
+        else:
+            pending.append(key)
+    return found
 
 
 def _record(task: Task, done: Done) -> Record:

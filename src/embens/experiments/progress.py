@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from embens.experiments.task import Done, Task
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 _LINES = 10  # without a terminal
 
@@ -22,59 +22,91 @@ class Progress:
     """Shows a run on a console; a context."""
 
     def __init__(self, console: Console, title: str):
+        from rich.live import Live
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bars
 
         self.console, self.title = console, title
         self.bars = Bars(
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=24),
-            TextColumn("{task.fields[count]}"), TextColumn("{task.fields[left]}"),
-            TextColumn("{task.fields[latest]}"), console=console, transient=True,
+            TextColumn("[bold]{task.description}"), BarColumn(bar_width=20),
+            TextColumn("{task.fields[count]}"), TextColumn("{task.fields[times]}"),
         )  # fmt: skip
-        self.total = self.done = self.began = 0.0
+        self.bar = self.bars.add_task(title, count="", times="")
+        self.total = self.done = self.before = 0.0
+        self.began = time.perf_counter()
         self.cells = self.finished = self.printed = self.failed = 0
+        self.latest = ""
+        self.live = Live(
+            get_renderable=self._frame, console=console, transient=True, refresh_per_second=4
+        )
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal:
-            self.bars.start()
+            self.live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.console.is_terminal:
-            self.bars.stop()
+            self.live.stop()
 
     def start(self, total: float, done: float, cells: int, finished: int) -> None:
         """Begin; see :class:`embens.experiments.grid.Watcher`."""
         self.total, self.done, self.cells, self.finished = total, done, cells, finished
         self.before, self.began = done, time.perf_counter()
-        self.bar = self.bars.add_task(
-            self.title, total=total, count=f"{finished}/{cells}", left="", latest=""
-        )
-        self.bars.update(self.bar, completed=done)
         if finished:
             self.console.print(
-                f"{self.title}: {finished} of {cells} cells are there already", highlight=False
+                f"{self.title}: {finished} of {cells} cells are there already",
+                highlight=False,
+                soft_wrap=True,
             )
 
     def update(self, task: Task, done: Done, weight: float) -> None:
         """Count a cell."""
-        self.finished += 1
         self.failed += done.error is not None
+        self.latest = describe(task, done)
+        self.skip(weight)
+
+    def skip(self, weight: float) -> None:
+        """Count a cell that another run has measured: it is done, whoever did it."""
+        self.finished += 1
         self.done += weight
-        latest = describe(task, done)
-        left = f"{duration(self.time_left())} left"
-        count = f"{self.finished}/{self.cells}" + (f" ({self.failed} failed)" * bool(self.failed))
-        self.bars.update(self.bar, completed=self.done, count=count, left=left, latest=latest)
-        if not self.console.is_terminal:
-            part = int(_LINES * self.finished / max(1, self.cells))
-            if part > self.printed or self.finished == self.cells:
-                self.printed = part
-                self.console.print(f"{self.title} {count}, {left}: {latest}", highlight=False)
+        if self.console.is_terminal:
+            return
+        part = int(_LINES * self.finished / max(1, self.cells))
+        if part > self.printed or self.finished == self.cells:
+            self.printed = part
+            left = f"{duration(self.time_left())} left"
+            self.console.print(
+                f"{self.title} {self._count()}, {left}: {self.latest or 'by another run'}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
     def time_left(self) -> float:
         """Return the seconds that the remaining weight will take at the pace so far."""
         passed, work = time.perf_counter() - self.began, self.done - self.before
         return (self.total - self.done) * passed / work if work > 0 else float("nan")
+
+    def _count(self) -> str:
+        return f"{self.finished}/{self.cells}" + (f" ({self.failed} failed)" * bool(self.failed))
+
+    def _frame(self) -> RenderableType:
+        """Return what is shown now: the bar, and the latest result on a line of its own."""
+        from rich.console import Group
+        from rich.text import Text
+
+        times = duration(time.perf_counter() - self.began)
+        if self.done > self.before:
+            times += f", {duration(self.time_left())} left"
+        self.bars.update(
+            self.bar,
+            total=self.total or None,
+            completed=self.done,
+            count=self._count() if self.cells else "",
+            times=times,
+        )
+        return Group(self.bars, Text(self.latest, no_wrap=True, overflow="ellipsis", style="dim"))
 
 
 def describe(task: Task, done: Done) -> str:
@@ -99,11 +131,13 @@ def duration(seconds: float) -> str:
     """Return a time in words.
 
     Example:
-        >>> duration(5), duration(150), duration(9000)
-        ('5 s', '2.5 min', '2.5 h')
+        >>> duration(0.25), duration(5), duration(150), duration(9000)
+        ('0.25 s', '5 s', '2.5 min', '2.5 h')
     """
     if seconds != seconds:
         return "?"
+    if seconds < 1:
+        return f"{seconds:.1g} s" if seconds < 0.1 else f"{seconds:.2f} s"
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

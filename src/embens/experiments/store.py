@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ class Store:
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._position:
+                self._position = 0  # someone took back what a full disk did not hold
             file.seek(self._position)
             content = file.read()
         whole = content.rfind(b"\n") + 1
@@ -65,20 +68,24 @@ class Store:
     def add(self, record: Record) -> None:
         """Write a record; it is on the disk when this returns, or an ``OSError`` is raised."""
         line = json.dumps(record).encode() + b"\n"
-        with self._lock, self.path.open("ab+") as file:
+        with self._lock, self.path.open("ab+", buffering=0) as file:  # no rest to write at closing
             start = end = file.seek(0, os.SEEK_END)
             if end:
                 file.seek(end - 1)
                 if file.read(1) != b"\n":
                     line = b"\n" + line
             try:
-                file.write(line)
-                file.flush()
+                while line:
+                    line = line[file.write(line) or 0 :]
                 os.fsync(file.fileno())
             except OSError:
                 self._undo(start)
                 raise
         self._keep(record)
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """Return a context in which no other run writes here."""
+        return self._lock
 
     def _undo(self, size: int) -> None:
         with contextlib.suppress(OSError):  # half a line is skipped by whoever reads it
@@ -116,7 +123,9 @@ def _parse(content: bytes) -> Iterator[Record]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and "key" in record:
+        if not isinstance(record, dict) or not isinstance(record.get("key"), str):
+            continue
+        if isinstance(record.get("rows"), list) or isinstance(record.get("error"), str):
             yield record
 
 
@@ -124,7 +133,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old one or the new one, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -2,7 +2,8 @@
 
 A table has a row for each row of a cell, with the cell's swept values and what was measured. It
 holds every result in the folder that was measured with the present code and setting, whichever run
-made it.
+made it. Results with another number of epochs, of other data or on another device are of another
+setting: they stay in the folder and out of the table.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from embens.experiments import contract
 from embens.experiments.claims import Table
 from embens.experiments.setting import Setting
-from embens.experiments.store import Store, write_atomically
+from embens.experiments.store import Record, Store, write_atomically
 from embens.experiments.task import code_version
 
 
@@ -25,16 +27,12 @@ def tidy(store: Store, name: str, setting: Setting) -> Table:
     """Return the table of an experiment, sorted by what is swept."""
     import pandas
 
-    wanted = json.loads(json.dumps(dataclasses.asdict(setting)))
-    code, rows, swept = code_version(name), [], []
-    for record in store.records.values():
-        if "rows" not in record or record["code"] != code:
-            continue
-        cell = json.loads(json.dumps(record["cell"]))
-        if not _agrees(cell.pop("setting"), wanted):
-            continue
-        swept = list(cell)
-        rows += [{**cell, **row, "seconds": record["seconds"]} for row in record["rows"]]
+    rows, swept = [], []
+    for record in records(store, name, setting):
+        if "rows" in record:
+            cell = {k: v for k, v in record["cell"].items() if k != "setting"}
+            swept = list(cell)
+            rows += [{**cell, **row, "seconds": record["seconds"]} for row in record["rows"]]
     table = pandas.DataFrame(rows)
     if not rows:
         return table
@@ -42,17 +40,33 @@ def tidy(store: Store, name: str, setting: Setting) -> Table:
     return table.sort_values([*swept, *extra], kind="stable", ignore_index=True)
 
 
-def _agrees(setting: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether a cell belongs to a preset; experiments may choose epochs and the like themselves."""
-    same = ("preset", "data", "device", "records")
-    return all(setting[name] == wanted[name] for name in same)
+def records(store: Store, name: str, setting: Setting) -> list[Record]:
+    """Return the records of the present code whose setting is one that the sweep has.
+
+    An experiment may give its cells other settings than the preset's; those are asked for, so that
+    nothing else (a trial with fewer epochs, say) can slip in.
+    """
+    settings = {cell.setting for cell in contract.load(name).cells(setting)}
+    wanted = {_text(dataclasses.asdict(one)) for one in settings}
+    code = code_version(name)
+    return [
+        record
+        for record in store.records.values()
+        if record.get("code") == code
+        and {"cell", "seconds"} <= record.keys()
+        and _text(record["cell"]["setting"]) in wanted
+    ]
+
+
+def _text(setting: dict[str, Any]) -> str:
+    return json.dumps(setting, sort_keys=True)
 
 
 def manifest(
     name: str, setting: Setting, table: Table, store: Store, **more: Any
 ) -> dict[str, Any]:
     """Return what is known of where a table comes from."""
-    mine = [r for r in store.records.values() if r["code"] == code_version(name)]
+    mine = records(store, name, setting)
     return {
         "experiment": name,
         "preset": setting.preset,
@@ -70,21 +84,24 @@ def manifest(
 
 
 def commit() -> str | None:
-    """Return the commit of the code, marked if it was changed since; None outside a repository."""
+    """Return the commit of the code, marked if it was changed since; None outside a repository.
+
+    A repository in which the library is merely installed does not count.
+    """
     here = Path(__file__).parent
     try:
+        _git(here, "ls-files", "--error-unmatch", Path(__file__).name)
         found = _git(here, "rev-parse", "--short=12", "HEAD")
-        return found + ("+changes" if _git(here, "status", "--porcelain", "--", "src") else "")
-    except (OSError, subprocess.CalledProcessError):
+        return found + ("+changes" if _git(here.parent, "status", "--porcelain", ".") else "")
+    except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    root = folder.parents[2]
-    result = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=20
-    )
-    return result.stdout.strip()
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=20
+    ).stdout.strip()
 
 
 def versions() -> dict[str, str]:

@@ -5,7 +5,9 @@
   const entries = JSON.parse(document.getElementById("data").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const KINDS = { "holds": "holds", "does not hold": "fails", "undecided": "open" };
+  const MANY = { "holds": "hold", "does not hold": "do not hold", "undecided": "undecided" };
   const charts = [];
+  const swatches = [];
 
   function make(tag, attributes, ...children) {
     const node = document.createElement(tag);
@@ -76,6 +78,7 @@
       paper_bgcolor: colour("--card"), plot_bgcolor: colour("--card"),
       font: { color: colour("--ink"), size: 12 }, barmode: "overlay",
       margin: { l: 55, r: 15, t: 50, b: 45 }, hovermode: "closest", dragmode: "zoom",
+      uirevision: "kept",  // choosing curves leaves the zoom alone
       xaxis: axis(panel.x_label, panel.x_log, panel.curves.flatMap((c) => c.x)),
       yaxis: axis(panel.y_label, panel.y_log, []),
     };
@@ -127,6 +130,7 @@
       });
       const swatch = make("span", { class: "swatch" + (c.style === "dash" ? " dash" : "") });
       swatch.style.borderColor = visible(c.colour);
+      swatches.push(() => { swatch.style.borderColor = visible(c.colour); });
       choices.append(make("label", {}, box, swatch, label));
     }
     const grid = make("div", { class: "charts" }, ...mine.map((chart) => chart.node));
@@ -179,7 +183,8 @@
     const node = make("span", {});
     for (const [verdict, kind] of Object.entries(KINDS)) {
       const count = claims.filter((c) => c.verdict === verdict).length;
-      if (count) node.append(make("span", { class: "verdict " + kind }, count + " " + verdict), " ");
+      const word = count === 1 ? verdict : MANY[verdict];
+      if (count) node.append(make("span", { class: "verdict " + kind }, count + " " + word), " ");
     }
     return node;
   }
@@ -208,6 +213,9 @@
   document.getElementById("summary").append(
     "Each claim is a statistic with a 95 % interval over seeds; its verdict is computed. ",
     counts(entries.flatMap((entry) => entry.claims)));
-  dark.addEventListener("change", () => charts.filter((c) => c.drawn).forEach(draw));
+  dark.addEventListener("change", () => {
+    charts.filter((c) => c.drawn).forEach(draw);
+    swatches.forEach((paint) => paint());
+  });
   document.documentElement.dataset.ready = "yes";
 })();

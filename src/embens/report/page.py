@@ -53,8 +53,8 @@ def _read(folder: Path) -> dict[str, Any] | None:
         }
         with (folder / "table.csv").open(newline="") as file:
             columns, *rows = csv.reader(file)
-    except (OSError, ValueError, KeyError):
-        return None  # a run that has not come to its first table
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a run that has not come to its first table, or a manifest of something else
     entry["table"] = {"columns": columns, "rows": rows}
     picture = folder / "figure.png"
     if picture.exists():
