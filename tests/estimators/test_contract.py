@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 from estimators.problems import classes_of, classifier, mixed_table, regressor
@@ -100,6 +101,40 @@ class TestEveryKindOfInput:
         rows = np.repeat(np.arange(20), weights)
         repeated = classifier().fit(X.iloc[rows], y[rows])
         np.testing.assert_allclose(weighted.predict_proba(X), repeated.predict_proba(X), rtol=1e-7)
+
+    def test_weights_that_are_all_equal_change_nothing(self):
+        plain = regressor().fit(self.X, self.target)
+        heavy = regressor().fit(self.X, self.target, sample_weight=np.full(len(self.X), 7.0))
+        np.testing.assert_allclose(heavy.predict(self.X), plain.predict(self.X), rtol=1e-4)
+
+    def test_a_target_may_be_a_column_of_pyarrow(self):
+        table = pa.Table.from_pandas(self.X)
+        first = classifier().fit(self.X, self.y).predict_proba(self.X)
+        for y in (pa.array(self.y), pa.chunked_array([self.y])):
+            found = classifier().fit(table, y).predict_proba(table)
+            np.testing.assert_array_equal(found, first)
+
+    @pytest.mark.parametrize("missing", [None, np.nan, pd.NA])
+    def test_a_missing_target_is_an_error_that_counts_the_rows(self, missing):
+        labels = self.y.astype(object)
+        numbers = pd.Series(self.target, dtype="Float64")
+        labels[3] = labels[5] = missing
+        numbers[3] = numbers[5] = pd.NA
+        with pytest.raises(ValueError, match="Input y contains NaN: the target of 2 rows"):
+            classifier().fit(self.X, labels)
+        with pytest.raises(ValueError, match="Input y contains NaN: the target of 2 rows"):
+            regressor().fit(self.X, numbers)
+
+    def test_a_lazy_frame_is_refused_with_what_to_do(self):
+        with pytest.raises(TypeError, match=r"X\.collect\(\)"):
+            classifier().fit(pl.from_pandas(self.X).lazy(), self.y)
+
+    def test_whole_numbers_of_numpy_are_as_good_as_pythons(self):
+        names = ("members", "width", "depth", "max_epochs", "patience", "batch_size", "bins")
+        model = classifier(n_jobs=np.int64(1), **dict.fromkeys(names, np.int64(2)))
+        same = classifier(n_jobs=1, **dict.fromkeys(names, 2))
+        pairs = (m.fit(self.X, self.y).predict_proba(self.X) for m in (model, same))
+        np.testing.assert_array_equal(*pairs)
 
     def test_weights_change_what_is_learnt(self):
         X = self.X[["open"]]

@@ -185,6 +185,16 @@ class TestTheCommands:
                 "30 classes in 30 rows",
             ),
             ("a,b\n" + "1,2\n" * 30, ("--target", "b", "--drop", "x"), "--drop: there is no"),
+            (
+                "a,b\n" + "1,x\n2,y\n" * 30,
+                ("--target", "b", "--task", "regression"),
+                "regression needs numbers",
+            ),
+            (
+                "a,b\n" + "1,2.5\n2,inf\n" * 30,
+                ("--target", "b", "--task", "regression", "--stream"),
+                "not finite",
+            ),
         ],
     )
     def test_bad_files_end_with_a_clear_message(
@@ -194,6 +204,19 @@ class TestTheCommands:
         with pytest.raises(SystemExit):
             run(fit_command, tmp_path / "bad.csv", *arguments, "--out", tmp_path / "o", *QUICK)
         assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize("more", [(), ("--stream",)])
+    def test_a_file_that_is_not_there_and_a_folder_that_can_not_be_made_are_said(
+        self, more, path, tmp_path, capsys
+    ):
+        with pytest.raises(SystemExit):
+            run(fit_command, tmp_path / "no.csv", "--target", "y", "--out", tmp_path / "o", *more)
+        assert "there is no file" in capsys.readouterr().err
+        (tmp_path / "taken").write_text("a file")
+        out = tmp_path / "taken" / "o"
+        with pytest.raises(SystemExit):
+            run(fit_command, path, "--target", "kind", "--out", out, *more, *QUICK)
+        assert "taken" in capsys.readouterr().err
 
     def test_predict_names_the_column_that_is_missing(self, path, tmp_path, capsys):
         model = regressor(max_epochs=1).fit(pd.DataFrame({"a": np.arange(60.0)}), np.arange(60.0))

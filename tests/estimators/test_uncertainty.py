@@ -10,7 +10,7 @@ import torch
 from estimators.problems import classes_of, classifier, fitted, mixed_table, regressor
 from scipy import integrate, stats
 
-from embens.estimators import mixture
+from embens.estimators import mixture, neg_crps, neg_nll
 from embens.estimators.calibration import best_scale, conformal_quantile
 from embens.estimators.heads import Classes, Gaussians
 
@@ -205,3 +205,34 @@ class TestTheRegressor:
         with pytest.raises(ValueError, match="held out none"):
             model.predict_interval(self.X)
         assert model.held_out_ is None
+
+
+def test_a_classifier_that_is_right_on_all_held_out_rows_is_not_made_more_certain_without_bound():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(300, 2))
+    X[:, 0] += 4 * np.sign(X[:, 0])
+    model = classifier(max_epochs=40).fit(X, X[:, 0] > 0)
+    assert model.score(X, X[:, 0] > 0) == 1.0
+    assert model.temperature_ > 0.5
+    assert model.predict_proba(X).max(1).mean() > 0.95
+
+
+def test_one_quantile_is_a_vector():
+    model, X, _ = fitted("regressor")
+    both = model.predict_quantiles(X, (0.3, 0.5))
+    np.testing.assert_array_equal(model.predict_quantiles(X, 0.3), both[:, 0])
+
+
+@pytest.mark.parametrize("scorer", [neg_nll, neg_crps])
+def test_a_weight_counts_like_equal_rows_in_a_score(scorer):
+    model, X, y = fitted("regressor")
+    weights = np.arange(len(y)) % 3
+    rows = np.repeat(np.arange(len(y)), weights)
+    repeated = scorer(model, X.iloc[rows], y[rows])
+    assert scorer(model, X, y, sample_weight=weights) == pytest.approx(repeated, rel=1e-6)
+
+
+def test_a_classifier_is_told_which_scorer_is_its_own():
+    model, X, y = fitted("classifier")
+    with pytest.raises(TypeError, match="neg_log_loss"):
+        neg_crps(model, X, y)

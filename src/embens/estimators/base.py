@@ -47,6 +47,7 @@ class TableEnsemble(BaseEstimator):
     run_: History
     diagnosis_: Any
     gamma_: float
+    p_: float
     width_: int
     dropout_: float
     held_out_: dict[str, Any] | None
@@ -72,7 +73,7 @@ class TableEnsemble(BaseEstimator):
         weight_decay: float = 3e-4,
         batch_size: Any = "auto",
         max_epochs: Any = "auto",
-        patience: int = 16,
+        patience: int = 10,
         validation_fraction: Any = "auto",
         calibrate: bool = True,
         warm_start: bool = False,
@@ -202,7 +203,7 @@ class TableEnsemble(BaseEstimator):
             self.preprocessing_,
             outputs,
             width=self.width_,
-            depth=self.depth,
+            depth=int(self.depth),
             dropout=self.dropout_,
             embedding=self.numerical_embedding,
             generator=generator,

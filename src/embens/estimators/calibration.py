@@ -1,7 +1,9 @@
 r"""Calibration on rows that training did not see.
 
 **Temperature.** Logits divided by one number, or members' standard deviations multiplied by one,
-chosen to minimise the mixture's negative log-likelihood.
+chosen to minimise the mixture's negative log-likelihood. Where a classifier is right on all of a
+few held-out rows, the best temperature would be 0, and the first error on new rows infinitely
+dear; so one more row is added to them, of which every class is as likely (as Platt, 1999).
 
 **Conformal intervals.** With scores :math:`r_i = |y_i - \mu_i| / \sigma_i` of :math:`n` rows that
 played no part in training, and :math:`Q` the :math:`\lceil (n+1)\,c \rceil`-th smallest of them,

@@ -19,8 +19,9 @@ HELD_OUT = 10_000
 """Rows that are held out at most."""
 BLIND = 100
 """Epochs at most where nothing is held out to stop by."""
-P = 0.5
-"""Mean of the modulations of a BatchEnsemble, N(p, 1 − p²)."""
+P = (0.25, 0.5)
+"""Means of the modulations of a BatchEnsemble, N(p, 1 − p²): the first with room for all members,
+else the last."""
 LR = 2e-3
 """Rate of AdamW."""
 MODULATION_FACTOR = 1.0
@@ -61,10 +62,10 @@ def choose_sizes(rows: int, members: Any, width: Any, batch_size: Any, epochs: A
         large = rows
     most = 200 if rows <= 100_000 else max(20, 20_000_000 // rows)
     return Sizes(
-        members=16 if members == "auto" else members,
-        width=wide if width == "auto" else width,
-        batch_size=large if batch_size == "auto" else batch_size,
-        epochs=most if epochs == "auto" else epochs,
+        members=16 if members == "auto" else int(members),
+        width=wide if width == "auto" else int(width),
+        batch_size=large if batch_size == "auto" else int(batch_size),
+        epochs=most if epochs == "auto" else int(epochs),
         dropout=0.0 if rows < TINY else 0.1,
     )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from embens.estimators.base import TableEnsemble
 from embens.estimators.calibration import best_scale
 from embens.estimators.heads import Classes
+from embens.estimators.inputs import read_target
 
 try:
     from sklearn.base import ClassifierMixin
@@ -39,7 +40,8 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
     Args:
         family: "batch_ensemble", "last_layer_dropout", "mc_dropout" or "independent".
         members: how many; "auto": 16, or less where the diagnosis finds less room, at least 8.
-        p: of ``batch_ensemble``: from 0, independent members, to 1, equal ones; "auto".
+        p: of ``batch_ensemble``: from 0, independent members, to 1, equal ones; "auto": 0.25, or
+            0.5 where the diagnosis finds no room for all members at 0.25.
         law: of the masks of the dropout families; None: theirs.
         width: of the hidden layers; "auto": 64 to 256 by the number of rows.
         depth: how many hidden layers.
@@ -68,7 +70,8 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         classes_: the classes, or a list of them for several labels.
         ensemble_: the :class:`embens.EmbeddedEnsemble`.
         preprocessing_: what was learnt about the columns; its ``notes`` say what to know of them.
-        diagnosis_: the library's own diagnosis of the ensemble before training.
+        diagnosis_: the library's own diagnosis of the ensemble before training; ``p_`` and
+            ``gamma_`` are what was made of it.
         history_: the course of training as a data frame; ``members_``: of the members.
         temperature_: what logits are divided by.
 
@@ -85,11 +88,9 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         from sklearn.utils import column_or_1d
         from sklearn.utils.multiclass import check_classification_targets
 
-        if hasattr(y, "to_numpy"):
-            y = y.to_numpy()
-        y = np.asarray(y)
+        y = read_target(y)
         if y.dtype.kind == "f" and not np.isfinite(y).all():
-            raise ValueError("Input y contains NaN or infinity.")
+            raise ValueError("Input y contains infinity.")
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
         check_classification_targets(y)
@@ -133,7 +134,12 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         if self.calibrate:
             outputs, head = stop[0].double(), self._make_head(weights is not None)
             target = head.pack(stop[1], weights, outputs.dtype)
-            self.temperature_ = best_scale(lambda t: head.metric(outputs / t, target))
+            rows = outputs.shape[1]
+
+            def loss(t: float) -> Tensor:
+                return rows * head.metric(outputs / t, target) + head.any_class(outputs / t)
+
+            self.temperature_ = best_scale(loss)
 
     def _forget_calibration(self) -> None:
         self.temperature_ = 1.0

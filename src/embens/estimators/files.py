@@ -114,6 +114,8 @@ def first_pass(source: Source, classify: bool) -> Look:
                 raise ValueError(f"the target {name!r} has missing values; remove those rows")
             if classify:
                 known.update(pc.unique(column).to_pylist())
+            elif not np.isfinite(_plain(column).astype("float64")).all():
+                raise ValueError(f"the target {name!r} is not finite everywhere; remove those rows")
         draws = draws.numpy()
         held.append(table.filter(pa.array(draws < source.held)))
         chosen = (draws >= source.held) & (draws < source.looked)

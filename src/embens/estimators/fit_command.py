@@ -54,8 +54,9 @@ def run(options: argparse.Namespace) -> int:
     if not 0 < options.coverage < 1:
         options.parser.error(f"--coverage lies between 0 and 1; got {options.coverage}")
     try:
+        options.out.mkdir(parents=True, exist_ok=True)  # before anything is spent
         return fit_streaming(options) if options.stream else fit_in_memory(options)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         options.parser.error(str(error))
         return 2
 
@@ -127,11 +128,10 @@ def finish(
 ) -> int:
     """Print the scores, and write model, scores and predictions."""
     width = max(map(len, scores))
-    print("on rows that were set aside (95 % interval):")
+    print("on rows that were set aside" + (":" if columns is None else " (95 % interval):"))
     for name, (value, low, high) in scores.items():
         reach = "" if math.isnan(low) else f"   {low:.4g} to {high:.4g}"
         print(f"  {name:<{width}}  {value:.4g}{reach}")
-    options.out.mkdir(parents=True, exist_ok=True)
     estimator.save(options.out / "model.safetensors")
     (options.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
     written = ["model.safetensors", "scores.json"]

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,22 +98,28 @@ def learn_columns(estimator: TableEnsemble, table: Table, weights: Tensor | None
         None if weights is None else weights.numpy(),
         categorical=estimator.categorical_features,
         scaling=estimator.scaling,
-        bins=estimator.bins,
-        max_categories=estimator.max_categories,
+        bins=int(estimator.bins),
+        max_categories=int(estimator.max_categories),
     )
 
 
 def build(
-    estimator: TableEnsemble, head: Head, sizes: choices.Sizes, dtype: torch.dtype, seed: int
+    estimator: TableEnsemble,
+    head: Head,
+    sizes: choices.Sizes,
+    dtype: torch.dtype,
+    seed: int,
+    p: float = choices.P[0],
 ) -> None:
-    """Build the reference network and embed the members."""
+    """Build the reference network and embed the members; p where it is "auto"."""
     generator = torch.Generator().manual_seed(seed)
     estimator.width_ = sizes.width
     dropout = estimator.dropout
     estimator.dropout_ = sizes.dropout if dropout == "auto" else float(dropout)
+    estimator.p_ = p if estimator.p == "auto" else float(estimator.p)
     reference = estimator._reference(head.outputs, generator).to(dtype)
     estimator.ensemble_ = embed_family(
-        reference, estimator.family, sizes.members, estimator.p, estimator.law, generator
+        reference, estimator.family, sizes.members, estimator.p_, estimator.law, generator
     )
 
 
@@ -120,13 +127,12 @@ def embed_family(
     reference: torch.nn.Module,
     family: str,
     members: int,
-    p: Any,
+    p: float,
     law: Any,
     generator: torch.Generator | None,
 ) -> EmbeddedEnsemble:
     """Embed members of a family into a reference network."""
     if family == "batch_ensemble":
-        p = choices.P if p == "auto" else float(p)
         return embens.batch_ensemble(reference, members, p=p, generator=generator)
     if family == "last_layer_dropout":
         return embens.last_layer_dropout(reference, members, law, generator=generator)
@@ -141,9 +147,16 @@ def diagnose(
     """Diagnose the ensemble on a few rows, and follow what that says where it is "auto"."""
     few = [tensor[: choices.diagnosed_rows(head.outputs)] for tensor in rows]
     estimator.diagnosis_ = _diagnosis(estimator, head, few)
+    if estimator.p == "auto" and estimator.family == "batch_ensemble":
+        for p in choices.P[1:]:
+            if estimator.diagnosis_.room >= sizes.members:
+                break
+            build(estimator, head, sizes, few[0].dtype, seed, p)
+            estimator.diagnosis_ = _diagnosis(estimator, head, few)
     fewer = choices.members_with_room(estimator.diagnosis_.room, sizes.members, len(rows[0]))
     if estimator.members == "auto" and fewer < sizes.members:
-        build(estimator, head, sizes._replace(members=fewer), few[0].dtype, seed)
+        fewer_sizes = sizes._replace(members=fewer)
+        build(estimator, head, fewer_sizes, few[0].dtype, seed, estimator.p_)
         estimator.diagnosis_ = _diagnosis(estimator, head, few)
     estimator.gamma_ = float(estimator.diagnosis_.gamma)
 
@@ -186,7 +199,7 @@ def run(
                 schedule=constant,
                 metric=head.metric if stop is not None else None,
                 maximise=False,
-                patience=estimator.patience if stop is not None else None,
+                patience=int(estimator.patience) if stop is not None else None,
                 seed=seed,
                 progress=bool(estimator.verbose),
             )
@@ -241,10 +254,10 @@ def threads(n_jobs: int | None) -> Iterator[None]:
     if n_jobs is None:
         yield
         return
-    if isinstance(n_jobs, bool) or not isinstance(n_jobs, int) or n_jobs == 0:
+    if isinstance(n_jobs, bool) or not isinstance(n_jobs, Integral) or n_jobs == 0:
         raise ValueError(f"n_jobs: expected a number of threads, -1 for all, or None; got {n_jobs}")
     before = torch.get_num_threads()
-    count = n_jobs if n_jobs > 0 else max(1, (os.cpu_count() or 1) + 1 + n_jobs)
+    count = int(n_jobs) if n_jobs > 0 else max(1, (os.cpu_count() or 1) + 1 + n_jobs)
     torch.set_num_threads(count)
     try:
         yield

@@ -55,11 +55,15 @@ class Classes:
         return columns if weights is None else torch.cat([columns, weights[:, None].to(dtype)], 1)
 
     def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the losses of one member, by row."""
+        """Return the losses by row, of one member or of all at once."""
         if self.simple:
-            return F.cross_entropy(outputs, target)
+            rows = outputs.shape[:-1]
+            flat, wanted = outputs.reshape(-1, self.outputs), target.expand(rows).reshape(-1)
+            return F.cross_entropy(flat, wanted, reduction="none").view(rows)
         losses = -torch.stack(self.right(outputs, target)).sum(0)
         return losses * target[..., -1] if self.weighted else losses
+
+    criterion.over_members = True  # type: ignore[attr-defined]
 
     def right(self, outputs: Tensor, target: Tensor) -> list[Tensor]:
         """Return the log-probabilities of the right classes, ``(…, row)`` for each label."""
@@ -78,6 +82,11 @@ class Classes:
         if self.weighted:
             return (losses * target[:, -1]).sum() / target[:, -1].sum()
         return losses.mean()
+
+    def any_class(self, outputs: Tensor) -> Tensor:
+        """Return what :meth:`metric` would be if every class were as likely as the others."""
+        labels = outputs.split(self.sizes, dim=-1)
+        return -torch.stack([_log_mean(x.log_softmax(-1)).mean() for x in labels]).sum()
 
 
 @dataclass(frozen=True)

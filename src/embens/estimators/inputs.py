@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from embens.estimators.tables import ArrayTable, Table, from_frame, is_frame
+from embens.estimators.tables import ArrayTable, Table, from_frame, is_frame, is_missing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +18,8 @@ def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
     from sklearn.utils import assert_all_finite
     from sklearn.utils.validation import check_array, validate_data
 
+    if type(X).__name__ == "LazyFrame":
+        raise TypeError("X: expected an array or a data frame; got a LazyFrame. Pass X.collect().")
     if is_frame(X):
         validate_data(estimator, X, skip_check_array=True, reset=reset)
         table = from_frame(X)
@@ -40,6 +42,24 @@ def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
 
 def _has_text(array: np.ndarray) -> bool:
     return any(isinstance(v, (str, bytes)) for v in array.flat)
+
+
+def read_target(y: Any) -> np.ndarray:
+    """Return a target as numpy's array; a missing value is an error."""
+    import narwhals.stable.v2 as nw
+    import numpy as np
+
+    if type(y).__module__.startswith("pyarrow") and not is_frame(y):
+        y = np.array(y.to_pylist())
+    y = nw.from_native(y, allow_series=True, pass_through=True)
+    y = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
+    missing = [is_missing(v) for v in y.flat] if y.dtype.kind == "O" else y != y
+    if np.any(missing):
+        raise ValueError(
+            f"Input y contains NaN: the target of {int(np.sum(missing))} rows is missing. Leave "
+            "these rows out."
+        )
+    return y
 
 
 def read_weights(sample_weight: Any, rows: int) -> Tensor | None:

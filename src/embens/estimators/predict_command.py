@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
         options.parser.error(f"--coverage lies between 0 and 1; got {options.coverage}")
     try:
         return predict(options)
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (ValueError, TypeError, OSError) as error:
         options.parser.error(str(error))
         return 2
 

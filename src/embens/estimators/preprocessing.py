@@ -209,12 +209,12 @@ def _bins(
     import numpy as np
     from scipy.special import ndtri
 
+    values = values.astype("float32").astype("float64")  # so that edges are values of rows
     distinct = np.unique(values)
     if len(distinct) <= bins + 1:
         edges = distinct
     else:
         edges = np.unique(_quantiles(values, weights, np.linspace(0, 1, bins + 1)))
-    edges = np.unique(edges.astype("float32").astype("float64"))
     if scaling == "standard":
         scores = edges
     else:
@@ -222,8 +222,7 @@ def _bins(
         mass = np.concatenate([[0.0], np.cumsum(weights[order])])
         ordered = values[order]
         below, upto = (mass[np.searchsorted(ordered, edges, side=s)] for s in ("left", "right"))
-        least = 0.5 / (mass[-1] + 1)
-        scores = ndtri(np.clip((below + upto) / (2 * mass[-1]), least, 1 - least))
+        scores = ndtri((below + upto) / (2 * mass[-1]))
     at = np.interp(values, edges, scores)
     mean = np.average(at, weights=weights)
     return edges, (scores - mean) / (math.sqrt(np.average((at - mean) ** 2, weights=weights)) or 1)

@@ -25,7 +25,7 @@ def read(path: Path) -> Any:
         raise ValueError(f"there is no file {str(path)!r}") from None
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{path.name} can't be read: {reason}") from None
+        raise ValueError(f"{path} can't be read: {reason}") from None
     names = table.schema.names
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
@@ -68,9 +68,10 @@ def choose_task(column: Any, task: str) -> tuple[str, str]:
 
     values = len(pc.unique(column))
     kind = column.type
+    numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if task == "auto":
         whole = pa.types.is_integer(kind)
-        if not (whole or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
+        if not numbers:
             task, why = "classification", f"the target's type is {kind}"
         elif whole and values <= CLASSES:
             task, why = "classification", f"the target has {values} whole values"
@@ -78,6 +79,11 @@ def choose_task(column: Any, task: str) -> tuple[str, str]:
             task, why = "regression", f"the target's type is {kind}, with {values} values"
     else:
         why = "as asked for"
+    if task == "regression" and not numbers:
+        raise ValueError(
+            f"the target's type is {kind}: regression needs numbers. Pass --task classification, "
+            "or another --target"
+        )
     if values < 2:
         only = column[0].as_py()
         raise ValueError(f"the target is {only!r} in every row: there is nothing to learn")

@@ -7,7 +7,7 @@ epistemic; see :mod:`embens.prediction`. Intervals are conformal:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from embens.estimators.base import TableEnsemble
 from embens.estimators.calibration import best_scale, conformal_quantile
 from embens.estimators.classifier import Uncertainty
 from embens.estimators.heads import LOG_VARIANCES, Gaussians
+from embens.estimators.inputs import read_target
 
 try:
     from sklearn.base import RegressorMixin
@@ -81,8 +82,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
         import numpy as np
         from sklearn.utils.validation import check_array
 
-        if hasattr(y, "to_numpy"):
-            y = y.to_numpy()
+        y = read_target(y)
         y = check_array(y, ensure_2d=False, dtype="float64", input_name="y", estimator=self)
         if y.ndim == 2 and y.shape[1] == 1:
             import warnings
@@ -184,9 +184,14 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
         return Uncertainty(*(self._shaped(torch.cat(parts)) for parts in zip(*found, strict=True)))
 
     def predict_quantiles(
-        self, X: Any, quantiles: Sequence[float] = (0.05, 0.5, 0.95)
+        self, X: Any, quantiles: float | Sequence[float] = (0.05, 0.5, 0.95)
     ) -> np.ndarray:
-        """Return quantiles of the mixture, ``(row, quantile)``; not conformal."""
+        """Return quantiles of the mixture, ``(row, quantile)``; not conformal.
+
+        Of a single number ``(row,)``.
+        """
+        if not isinstance(quantiles, Iterable):
+            return self.predict_quantiles(X, (float(quantiles),))[:, 0]
         found = []
         for outputs in self._blocks(X):
             mean, std = self._gaussians(outputs)

@@ -26,7 +26,16 @@ if TYPE_CHECKING:
 FORMAT = "embens estimator"
 VERSION = 1
 _TENSORS = ("temperature_", "scores_", "y_mean_", "y_std_")
-_VALUES = ("multilabel_", "single_", "width_", "dropout_", "gamma_", "held_out_", "n_features_in_")
+_VALUES = (
+    "multilabel_",
+    "single_",
+    "width_",
+    "dropout_",
+    "gamma_",
+    "p_",
+    "held_out_",
+    "n_features_in_",
+)
 
 
 def save(estimator: TableEnsemble, path: str | os.PathLike[str]) -> None:

@@ -61,7 +61,7 @@ def load(name: str) -> Experiment:
     if name not in NAMES:
         close = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown experiment {name!r}{hint} There are: {', '.join(NAMES)}.")
+        raise ValueError(f"unknown experiment {name!r}{hint or '.'} There are: {', '.join(NAMES)}.")
     return importlib.import_module(f"embens.experiments.{name.replace('-', '_')}")  # type: ignore[return-value]
 
 

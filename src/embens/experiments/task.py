@@ -73,9 +73,9 @@ def make_task(name: str, cell: Any) -> Task:
 def code_version(name: str) -> str:
     """Return a hash of the code that a measurement runs through.
 
-    That is the library's version, the shared modules that train and evaluate, and whatever
-    ``measure`` reaches in its own module; not sweeps, presets, claims, figures, comments and
-    docstrings, which change no number.
+    That is the library's version and torch's, the shared modules that train and evaluate, and
+    whatever ``measure`` reaches in its own module; not sweeps, presets, claims, figures, comments
+    and docstrings, which change no number.
     """
     from importlib.metadata import version
 
@@ -84,6 +84,7 @@ def code_version(name: str) -> str:
     experiment = sys.modules[contract.load(name).measure.__module__]
     parts = [
         version("embens"),
+        torch.__version__,
         reached_code(experiment, ("measure", "Cell")),
         reached_code(setting, ("Setting", "reference", "data_set")),
         reached_code(lean, ("lean", "Steps")),

@@ -151,8 +151,8 @@ def _sharpness(table: Table) -> float:
     shifts, values = curve(rows, "p", "member_train_accuracy")
     below = [v for p, v in zip(shifts, values, strict=True) if p <= LOW]
     above = [v for p, v in zip(shifts, values, strict=True) if p >= HIGH]
-    if not below or not above:
-        raise Missing(f"p on both sides of {LOW} and {HIGH}")
+    if not below or not above or len(below) + len(above) < 3:
+        raise Missing(f"several p on both sides of {LOW} and {HIGH}")
     return (above[0] - below[-1]) / (above[-1] - below[0])
 
 
@@ -164,7 +164,10 @@ def _early_growth(table: Table) -> float:
 
 
 def _best_members(table: Table) -> float:
-    return per_seed(_below(table), lambda t: best(t, "members", "accuracy"))
+    rows = _below(table)
+    if rows["members"].min() > 3 or rows["members"].max() < 14:
+        raise Missing("numbers of members from 3 or fewer to 14 or more")
+    return per_seed(rows, lambda t: best(t, "members", "accuracy"))
 
 
 def _lowest_train(table: Table) -> float:
