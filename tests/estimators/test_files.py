@@ -109,6 +109,11 @@ class TestASource:
         assert peaks[2] - peaks[1] < more / 3
 
 
+def test_a_data_frame_is_not_a_file():
+    with pytest.raises(TypeError, match=r"a data frame is for fit\(X, y\)"):
+        classifier().fit_files(pd.DataFrame({"a": [1.0], "y": [0]}), "y")
+
+
 def run(command, *arguments):
     parser = ArgumentParser(prog="embens")
     command.add_arguments(parser)

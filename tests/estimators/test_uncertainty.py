@@ -236,3 +236,20 @@ def test_a_classifier_is_told_which_scorer_is_its_own():
     model, X, y = fitted("classifier")
     with pytest.raises(TypeError, match="neg_log_loss"):
         neg_crps(model, X, y)
+
+
+def test_a_few_held_out_rows_hardly_change_the_standard_deviations_and_many_do():
+    rng = np.random.default_rng(0)
+    model = regressor(max_epochs=1)
+    model.single_, model.y_mean_, model.y_std_ = True, torch.zeros(1).double(), torch.ones(1)
+    factors = []
+    for rows in (7, 10_000):
+        model._forget_calibration()
+        near = torch.from_numpy(0.25 * rng.normal(size=(rows, 1)))
+        outputs = torch.zeros(4, rows, 2)
+        model._calibrate((outputs, near), (outputs, near), None)
+        factors.append(float(model.temperature_[0]))
+        by_hand = math.sqrt((float((near**2).sum()) + 30) / (rows + 30))
+        assert factors[-1] == pytest.approx(by_hand, abs=1e-3)
+    assert factors[0] > 0.85
+    assert factors[1] < 0.3

@@ -3,7 +3,8 @@ r"""Calibration on rows that training did not see.
 **Temperature.** Logits divided by one number, or members' standard deviations multiplied by one,
 chosen to minimise the mixture's negative log-likelihood. Where a classifier is right on all of a
 few held-out rows, the best temperature would be 0, and the first error on new rows infinitely
-dear; so one more row is added to them, of which every class is as likely (as Platt, 1999).
+dear; so one more row is added to them, of which every class is as likely (as Platt, 1999). To the
+rows of a regressor thirty are added that are exactly as far off as the model says.
 
 **Conformal intervals.** With scores :math:`r_i = |y_i - \mu_i| / \sigma_i` of :math:`n` rows that
 played no part in training, and :math:`Q` the :math:`\lceil (n+1)\,c \rceil`-th smallest of them,
@@ -22,6 +23,20 @@ from torch import Tensor
 
 RANGE = (0.05, 20.0)
 """Temperatures that are tried."""
+
+
+ADDED = 30
+"""Rows that are added where a factor of standard deviations is chosen."""
+
+
+def as_far_off_as_said(factor: float) -> float:
+    r"""Return the loss of a row one standard deviation off, up to a constant: least at 1.
+
+    Example:
+        >>> [round(as_far_off_as_said(t), 3) for t in (0.5, 1.0, 2.0)]
+        [1.307, 0.5, 0.818]
+    """
+    return math.log(factor) + 0.5 / factor**2
 
 
 def best_scale(loss: Callable[[float], Tensor]) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from embens.estimators import choices, fitting
-from embens.estimators.tables import FrameTable, Table, from_frame
+from embens.estimators.tables import FrameTable, Table, from_frame, is_frame
 from embens.plan import closest
 from embens.training import randomness
 
@@ -227,6 +227,8 @@ def open_dataset(source: Any) -> Any:
         return source
     if isinstance(source, pa.Table):
         return ds.dataset(source)
+    if is_frame(source):
+        raise TypeError("expected files, or a table of pyarrow; a data frame is for fit(X, y)")
     paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     paths = [os.fspath(p) for p in paths]
     for path in paths:

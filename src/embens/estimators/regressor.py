@@ -15,7 +15,12 @@ from torch import Tensor
 
 from embens.estimators import mixture
 from embens.estimators.base import TableEnsemble
-from embens.estimators.calibration import best_scale, conformal_quantile
+from embens.estimators.calibration import (
+    ADDED,
+    as_far_off_as_said,
+    best_scale,
+    conformal_quantile,
+)
 from embens.estimators.classifier import Uncertainty
 from embens.estimators.heads import LOG_VARIANCES, Gaussians
 from embens.estimators.inputs import read_target
@@ -138,9 +143,14 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
             mean, std = self._gaussians(stop[0])
             share = torch.ones(len(stop[1])).double() if weights is None else weights
             share = share / share.sum()
-            found = []
+            found, rows = [], len(stop[1])
             for m, s, y in zip(mean.unbind(-1), std.unbind(-1), stop[1].unbind(-1), strict=True):
-                found.append(best_scale(lambda t: -share @ mixture.log_density(m, t * s, y)))  # noqa: B023
+
+                def loss(t: float, m: Tensor = m, s: Tensor = s, y: Tensor = y) -> Tensor:
+                    mine = -rows * (share @ mixture.log_density(m, t * s, y))
+                    return mine + ADDED * as_far_off_as_said(t)
+
+                found.append(best_scale(loss))
             self.temperature_ = torch.tensor(found, dtype=torch.float64)
         mean, std = self._gaussians(calibrate[0])
         centre, width = _moments(mean, std)
