@@ -166,8 +166,16 @@ class TestTheCommands:
     def test_fit_can_read_a_file_in_parts(self, path, tmp_path, capsys):
         out = tmp_path / "out"
         run(fit_command, path, "--target", "kind", "--stream", "--out", out, *QUICK)
-        assert "held-out loss" in capsys.readouterr().out
-        assert load(out / "model.safetensors").n_features_in_ == 7
+        assert "log loss" in capsys.readouterr().out
+        model = load(out / "model.safetensors")
+        assert model.n_features_in_ == 7
+        rows = pd.read_csv(out / "predictions.csv")
+        scores = json.loads((out / "scores.json").read_text())
+        right = (rows["prediction"] == rows["target"]).mean()
+        low, high = scores["accuracy"][1:]
+        assert scores["accuracy"][0] == pytest.approx(right)
+        assert low <= right <= high
+        assert low < high
 
     @pytest.mark.parametrize(
         ("content", "arguments", "message"),

@@ -179,8 +179,7 @@ def fit_files(estimator: TableEnsemble, source: Any, target: Any, weight: str | 
     from sklearn.utils.validation import validate_data
 
     seed = fitting.draw_seed(estimator)
-    share = estimator.validation_fraction
-    rows = Source(source, target, weight, seed=seed, held=None if share == "auto" else share)
+    rows = _open(estimator, source, target, weight, seed)
     look = first_pass(rows, is_classifier(estimator))
     columns, sample_target, weights = rows.parts(look.sample)
     assert isinstance(columns, FrameTable)
@@ -214,6 +213,29 @@ def fit_files(estimator: TableEnsemble, source: Any, target: Any, weight: str | 
         None if held_values is None else held_values[:: 2 if calibrate else 1],
         None if held_values is None else held_values[1::2],
     )
+
+
+def held_out_rows(estimator: TableEnsemble, source: Any, target: Any) -> tuple[Any, Any]:
+    """Return the columns and the target that :func:`fit_files` held out, read again.
+
+    Args:
+        estimator: with a whole number as ``random_state``.
+        source: as it was fitted to.
+        target: the same.
+    """
+    import pyarrow as pa
+
+    rows = _open(estimator, source, target, None, fitting.draw_seed(estimator))
+    parts = [t.filter(pa.array((d < rows.held).numpy())) for t, d in rows.blocks()]
+    table = pa.concat_tables(parts).combine_chunks()
+    return table.select(rows.columns), table.column(rows.targets[0])
+
+
+def _open(
+    estimator: TableEnsemble, source: Any, target: Any, weight: str | None, seed: int
+) -> Source:
+    share = estimator.validation_fraction
+    return Source(source, target, weight, seed=seed, held=None if share == "auto" else share)
 
 
 def open_dataset(source: Any) -> Any:

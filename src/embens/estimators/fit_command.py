@@ -16,6 +16,7 @@ import torch
 
 from embens.estimators import reading
 from embens.estimators.choices import FAMILIES
+from embens.estimators.files import held_out_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,29 +117,31 @@ def fit_streaming(options: argparse.Namespace) -> int:
     estimator.fit_files(options.data, options.target)
     for note in estimator.preprocessing_.notes:
         print(f"note: {note}")
-    loss = estimator.held_out_["ensemble"]
-    return finish(options, estimator, {"held-out loss": (loss, math.nan, math.nan)}, None)
+    table, target = held_out_rows(estimator, options.data, options.target)
+    y = _values(target)
+    columns = reading.predictions(estimator, table, options.coverage) if len(y) else {}
+    scores = score(estimator, table, y, columns, options) if len(y) else {}
+    where = "rows that the fit held out, and stopped and calibrated by"
+    return finish(options, estimator, scores, {"target": y, **columns}, where=where)
 
 
 def finish(
     options: argparse.Namespace,
     estimator: Any,
     scores: dict[str, tuple[float, float, float]],
-    columns: dict[str, Any] | None,
+    columns: dict[str, Any],
+    *,
+    where: str = "rows that were set aside",
 ) -> int:
     """Print the scores, and write model, scores and predictions."""
-    width = max(map(len, scores))
-    print("on rows that were set aside" + (":" if columns is None else " (95 % interval):"))
+    width = max(map(len, scores), default=0)
+    print(f"on {where} (95 % interval):" if scores else "too few rows to score with")
     for name, (value, low, high) in scores.items():
-        reach = "" if math.isnan(low) else f"   {low:.4g} to {high:.4g}"
-        print(f"  {name:<{width}}  {value:.4g}{reach}")
+        print(f"  {name:<{width}}  {value:.4g}   {low:.4g} to {high:.4g}")
     estimator.save(options.out / "model.safetensors")
     (options.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
-    written = ["model.safetensors", "scores.json"]
-    if columns is not None:
-        reading.write(columns, options.out / "predictions.csv")
-        written.append("predictions.csv")
-    print(f"wrote {', '.join(written)} to {options.out}")
+    reading.write(columns, options.out / "predictions.csv")
+    print(f"wrote model.safetensors, scores.json, predictions.csv to {options.out}")
     return 0
 
 
