@@ -124,6 +124,17 @@ def test_a_run_that_diverges_is_marked_and_keeps_finite_weights(network):
     assert 0 <= evaluate(ensemble, data)["accuracy"] <= 1
 
 
+def test_outputs_that_overflow_say_nothing():
+    ensemble = embens.batch_ensemble(reference(SETTING), 2)
+    data = data_set(SETTING)
+    with torch.no_grad():
+        next(ensemble.shared_parameters()).mul_(1e38)
+    assert not lean(ensemble)(data.test.inputs).isfinite().all()
+    found = evaluate(ensemble, data)
+    assert math.isfinite(found["nll"])
+    assert found["accuracy"] < 0.5
+
+
 def test_members_that_are_always_right_have_no_correlation():
     outputs = torch.tensor([[[1.0, 0.0]], [[2.0, 0.0]]])
     found = score(outputs, torch.tensor([0]))

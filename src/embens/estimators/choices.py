@@ -56,7 +56,7 @@ def choose_sizes(rows: int, members: Any, width: Any, batch_size: Any, epochs: A
         >>> choose_sizes(300, 4, "auto", "auto", "auto")
         Sizes(members=4, width=64, batch_size=64, epochs=200, dropout=0.1)
     """
-    wide = 64 if rows < 500 else 128 if rows < 2000 else 256
+    wide = 64 if rows < 500 else 256
     large = next(size for size, below in _BATCHES if rows < below)
     if rows < TINY:
         large = rows

@@ -168,9 +168,14 @@ def _train_lean(
 
 @torch.no_grad()
 def run(ensemble: EmbeddedEnsemble, inputs: Tensor, form: Lean | None = None) -> Tensor:
-    """Return the outputs in evaluation mode, ``(member, batch, class)``."""
+    """Return the outputs in evaluation mode, ``(member, batch, class)``.
+
+    Weights may be finite and so large that outputs are not; such an output says nothing, and all
+    its classes become equal.
+    """
     form = lean(ensemble) if form is None else form
-    return predict(ensemble, inputs).members if form is None else form(inputs)
+    outputs = predict(ensemble, inputs).members if form is None else form(inputs)
+    return outputs.where(outputs.isfinite().all(-1, keepdim=True), 0.0)
 
 
 def evaluate(ensemble: EmbeddedEnsemble, data: DataSet) -> Row:

@@ -1,0 +1,42 @@
+"""What docs/reproduction says is what its tables give."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from embens.experiments import NAMES, contract
+from embens.report import markdown
+
+FOLDER = Path(__file__).parents[2] / "docs" / "reproduction"
+PUBLISHED = sorted(path.parent for path in FOLDER.rglob("manifest.json"))
+
+
+def test_every_experiment_was_run():
+    assert {path.parent.name for path in PUBLISHED if path.name == "quick"} == set(NAMES)
+
+
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_the_verdicts_follow_from_the_table(folder):
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
+    written = json.loads((folder / "claims.json").read_text())
+    found = [claim.to_dict() for claim in contract.load(folder.parent.name).claims(table)]
+    assert [c["name"] for c in found] == [c["name"] for c in written]
+    for ours, theirs in zip(found, written, strict=True):
+        assert ours["verdict"] == theirs["verdict"], ours["name"]
+        for end in ("value", "low", "high"):
+            assert ours[end] == pytest.approx(theirs[end], rel=1e-2, abs=1e-4), ours["name"]
+
+
+def test_the_page_of_claims_is_the_one_that_the_results_give():
+    assert (FOLDER / "claims.md").read_text() == markdown.text(FOLDER, FOLDER)
+
+
+def test_tables_are_small_and_name_no_machine():
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*.csv")) < 4_000_000
+    for path in FOLDER.rglob("*.json"):
+        assert not re.search(r"/(?:home|root|tmp|work|Users)/", path.read_text()), path
