@@ -11,7 +11,7 @@ which flatten the paper's ratio.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from embens.embed import batch_ensemble
 from embens.experiments.claims import Claim, Table, judge, select, slope
 from embens.experiments.figure import Curve, Figure, Panel, curves, shades
+from embens.experiments.gradients import WIDTHS, Cell
 from embens.experiments.setting import Setting, data_set, reference
 from embens.finite import ntk, ntk_ratio, other_members_weight
 
@@ -31,30 +32,6 @@ ABOUT = (
     "change of a member's loss (nll) and target outputs."
 )
 KINDS = {"centred": 0.0, "shifted": math.sqrt(0.5)}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One initialisation."""
-
-    setting: Setting
-    kind: str
-    width: float
-    members: int
-    samples: int
-    seed: int
-
-    @property
-    def weight(self) -> float:
-        """See :func:`embens.experiments.contract.weight`."""
-        return 1 + self.width**2 / 16
-
-
-WIDTHS = {
-    "quick": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
-    "cpu": (0.5, 1.0, 2.0, 4.0, 8.0),
-    "paper": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0),
-}
 SEEDS = {"quick": 10, "cpu": 6, "paper": 10}
 SAMPLES = {"quick": 20, "cpu": 12, "paper": 16}
 MEMBERS = 15
