@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from embens import EmbeddedEnsemble
-from embens.modulation import Modulated, ModulatedAttention, Modulation
+from embens.ensemble.layers import Modulated, ModulatedAttention, Modulation
 
 
 def modulations(ensemble: EmbeddedEnsemble) -> dict[tuple[str, str], Modulation]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "embens"
 ORDER = (
-    ["laws", "networks", "download", "data", "metrics"],
-    ["dataflow", "execution", "gradient"],
-    ["modulation", "plan", "sites"],
+    ["checks", "laws", "metrics"],
+    ["networks", "data"],
+    ["reading", "gradient"],
     ["ensemble"],
-    ["embed", "storage", "specification"],
+    ["embedding"],
     ["theory"],
     ["finite"],
     ["training", "prediction"],

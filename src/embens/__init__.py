@@ -3,11 +3,17 @@
 from importlib import import_module as _import_module
 
 from embens import data, finite, laws, metrics, networks, theory
-from embens.embed import batch_ensemble, embed, independent, last_layer_dropout, mc_dropout
+from embens.embedding.families import (
+    batch_ensemble,
+    embed,
+    independent,
+    last_layer_dropout,
+    mc_dropout,
+)
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.storage import load
 from embens.finite import diagnose
 from embens.prediction import Prediction, predict
-from embens.storage import load
 from embens.training import Divergence, History, fit, objective
 
 __all__ = [

@@ -10,7 +10,6 @@ parameters themselves is never scaled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -206,20 +205,3 @@ def find_scales(outputs: Any) -> list[GradientScale]:
         else:
             level.extend(parent for parent, _ in node.next_functions)
     return list(found.values())
-
-
-Gamma = float | int | Callable[[int], float] | None
-
-
-def gradient_factor(gamma: Gamma, members: int, natural: float) -> float:
-    r"""Return :math:`\gamma(M)/M`."""
-    value = natural if gamma is None else gamma(members) if callable(gamma) else gamma
-    try:
-        value = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"gamma must be a number, a function of the number of members, or None; got {gamma!r}"
-        ) from None
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"gamma must be finite and not negative; got {value}")
-    return value / members

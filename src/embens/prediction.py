@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from embens import metrics
+from embens.checks import closest
 from embens.ensemble import EmbeddedEnsemble
-from embens.plan import closest
 
 if TYPE_CHECKING:
     from jaxtyping import Float

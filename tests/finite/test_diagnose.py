@@ -52,7 +52,7 @@ def batch_ensemble(p: float = 0.0, members: int = 8, **kwargs) -> embens.Embedde
 
 
 def codes(ensemble: embens.EmbeddedEnsemble, **kwargs) -> list[str]:
-    image = isinstance(next(iter(embens.dataflow.parameter_layers(ensemble).values())), nn.Conv2d)
+    image = isinstance(next(iter(embens.reading.parameter_layers(ensemble).values())), nn.Conv2d)
     return diagnose(ensemble, *((IMAGES, LABELS) if image else (X, Y)), **kwargs).codes
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from embens.checks import closest
 from embens.estimators import choices, fitting
 from embens.estimators.tables import FrameTable, Table, from_frame, is_frame
-from embens.plan import closest
 from embens.training import randomness
 
 if TYPE_CHECKING:

@@ -107,7 +107,7 @@ def to_onnx(estimator: TableEnsemble, path: str | os.PathLike[str]) -> Path:
     row = torch.export.Dim("row")
     path = Path(path)
     with _quiet(), torch.no_grad():
-        module.ensemble.chunk = 1 if module.ensemble.plan.family == "independent" else None
+        module.ensemble.chunk = 1 if module.ensemble.plan.separate else None
         program = torch.onnx.export(
             module,
             arguments,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from embens.checks import closest
 from embens.estimators.files import open_dataset
-from embens.plan import closest
 
 CLASSES = 20
 """Whole numbers with at most so many values are taken for classes."""

@@ -6,10 +6,10 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
+from embens.checks import closest
 from embens.estimators.choices import FAMILIES
 from embens.estimators.network import EMBEDDINGS
 from embens.laws import Law
-from embens.plan import closest
 
 _CHOICES = {
     "family": FAMILIES,

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from embens import laws, storage
-from embens.embed import operate
+from embens import laws
+from embens.embedding.families import operate
+from embens.ensemble import storage
 from embens.estimators.preprocessing import Preprocessing
 from embens.laws import Law
 from embens.training import History

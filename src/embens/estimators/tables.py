@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from embens.plan import closest
+from embens.checks import closest
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from embens import laws
-from embens.embed import batch_ensemble, embed, last_layer_dropout
+from embens.embedding.families import batch_ensemble, embed, last_layer_dropout
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Table, judge, mean, select
 from embens.experiments.figure import Figure, Panel, curves

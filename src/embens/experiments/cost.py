@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from embens import laws
-from embens.embed import batch_ensemble, independent, last_layer_dropout, mc_dropout
+from embens.embedding.families import batch_ensemble, independent, last_layer_dropout, mc_dropout
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Table, judge, mean, select, slope
 from embens.experiments.figure import Figure, Panel, curves

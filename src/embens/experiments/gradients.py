@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from embens.embed import batch_ensemble
+from embens.embedding.families import batch_ensemble
 from embens.experiments.claims import Claim, Table, curve, judge, line, select, slope
 from embens.experiments.figure import Curve, Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set, reference

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.execution import PerMember, Shared
-from embens.modulation import Modulated, Modulation
+from embens.ensemble.layers import Modulated, Modulation, Once, Own
 from embens.networks import Linear as ParametrizedLinear
 
 _ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Identity)
@@ -65,7 +64,7 @@ class Lean:
 def lean(ensemble: EmbeddedEnsemble) -> Lean | None:
     """Return the lean form of an ensemble, None if it has none."""
     network, own = ensemble.network, False
-    if isinstance(network, PerMember):
+    if isinstance(network, Own):
         network, own = network.module, True
     if not isinstance(network, nn.Sequential):
         return None
@@ -82,7 +81,7 @@ def _step(form: Lean, module: nn.Module, own: bool) -> Callable[[Tensor], Tensor
     pre = post = None
     if isinstance(module, Modulated):
         pre, post, module = module.pre, module.post, module.layer
-    if isinstance(module, Shared):
+    if isinstance(module, Once):
         module = module.module
     if isinstance(module, nn.ReLU):
         return torch.relu

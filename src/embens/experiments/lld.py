@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from embens import laws
-from embens.embed import last_layer_dropout
+from embens.embedding.families import last_layer_dropout
 from embens.experiments.claims import (
     Claim,
     Table,

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from embens.embed import batch_ensemble, last_layer_dropout
+from embens.embedding.families import batch_ensemble, last_layer_dropout
 from embens.experiments.claims import Claim, Missing, Table, judge, select
 from embens.experiments.figure import Curve, Figure, Panel
 from embens.experiments.setting import Setting, data_set, reference

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from embens import laws
-from embens.embed import mc_dropout
+from embens.embedding.families import mc_dropout
 from embens.experiments.claims import (
     Claim,
     Missing,

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from embens.embed import batch_ensemble
+from embens.embedding.families import batch_ensemble
 from embens.experiments.claims import Claim, Table, judge, select, slope
 from embens.experiments.figure import Curve, Figure, Panel, curves, shades
 from embens.experiments.gradients import WIDTHS, Cell

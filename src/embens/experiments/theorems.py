@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from embens import laws, networks
-from embens.embed import batch_ensemble, embed
+from embens.embedding.families import batch_ensemble, embed
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Table, judge, mean, select, slope
 from embens.experiments.figure import Curve, Figure, Panel, curves

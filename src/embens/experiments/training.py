@@ -136,7 +136,7 @@ def _train_lean(
         form,
         factor=gamma / form.members,
         weight_decay=setting.weight_decay,
-        separate=ensemble.plan.family == "independent",
+        separate=ensemble.plan.separate,
     )
     batches = Shuffled(
         lambda index: (), len(targets), size, seed=seed, own=None, part=ALONE

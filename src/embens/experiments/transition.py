@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from embens.embed import batch_ensemble
+from embens.embedding.families import batch_ensemble
 from embens.experiments.claims import (
     Claim,
     Missing,

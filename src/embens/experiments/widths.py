@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from embens.embed import batch_ensemble, independent
+from embens.embedding.families import batch_ensemble, independent
 from embens.experiments.claims import (
     Claim,
     Missing,

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from embens import execution
 from embens.ensemble import EmbeddedEnsemble
-from embens.execution import Individual, PerMember, Shared
-from embens.modulation import Modulated, ModulatedAttention, Modulation
+from embens.ensemble import run as execution
+from embens.ensemble.layers import Modulation
+from embens.ensemble.plain import walk
+from embens.ensemble.run import Individual
 
 Criterion = Callable[[Any, Any], Tensor]
 
@@ -150,29 +151,9 @@ def unchanged(ensemble: nn.Module, generator: torch.Generator | None = None) -> 
                         buffer.copy_(before)
 
 
-def named_inside(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules of an ensemble's network by the names that they have in the reference."""
-    yield name, module
-    inside: list[tuple[nn.Module | None, str]]
-    if isinstance(module, Modulated):
-        inside = [(module.layer, name), (module.pre, f"{name}.pre"), (module.post, f"{name}.post")]
-    elif isinstance(module, ModulatedAttention):
-        inside = [(module.attention, name)]
-        for key, modulation in module.modulations.items():
-            projection, _, kind = key.rpartition("_")
-            inside.append((modulation, f"{name}.{projection}.{kind}"))
-    elif isinstance(module, (Shared, PerMember)):
-        inside = [(module.module, name)]
-    else:
-        inside = [(child, f"{name}.{key}") for key, child in module.named_children()]
-    for child, path in inside:
-        if child is not None:
-            yield from named_inside(child, path.lstrip("."))
-
-
 def individual_modules(ensemble: EmbeddedEnsemble) -> list[tuple[str, Individual]]:
     """Return the modules with numbers for each member, in the order of the ensemble's stacks."""
-    names = {id(module): name for name, module in named_inside(ensemble.network)}
+    names = {id(module): name for name, module in walk(ensemble.network)}
     return [(names[id(module)], module) for module in ensemble._individuals]
 
 
@@ -180,7 +161,7 @@ def shared_layers(ensemble: EmbeddedEnsemble) -> dict[str, list[nn.Parameter]]:
     """Return the trainable shared parameters by the layer that holds them, each once."""
     left = {id(p): p for p in ensemble.shared_parameters() if p.requires_grad}
     layers: dict[str, list[nn.Parameter]] = {}
-    for name, module in named_inside(ensemble.network):
+    for name, module in walk(ensemble.network):
         for parameter in module.parameters(recurse=False):
             if left.pop(id(parameter), None) is not None:
                 layers.setdefault(name, []).append(parameter)

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from embens.gradient import Gamma
-from embens.plan import check_members
+from embens.checks import Gamma, check_members
 from embens.theory.kernel import Kernels
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from 0 to 1, sets the gradient scale that suits the ensemble (:mod:`embens.theor
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from embens import dataflow
-from embens.execution import Wrapper
+from embens import reading as dataflow
+from embens.ensemble.plain import without_members
 from embens.laws import Law
 from embens.networks import Parametrized
 from embens.theory.kernel import MemberKernel
@@ -108,7 +107,7 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
     laws and structure: independent if modulations are centred in the inputs of all last layers
     and no shared bias follows.
     """
-    if ensemble.plan.family == "independent":
+    if ensemble.plan.separate:
         reason = "members are separate networks"
         return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)
     structure = Structure(ensemble)
@@ -174,7 +173,7 @@ class Structure:
 
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.ensemble = ensemble
-        self.reference = _without_members(ensemble.network)
+        self.reference = without_members(ensemble.network)
         self.flow = dataflow.read(self.reference)
         self.layers = dataflow.parameter_layers(self.reference)
         posts = {s.layer: s.law for s in ensemble.plan.sites if s.kind == "post"}
@@ -247,18 +246,6 @@ class Structure:
             for size in (8, 32, 28, 16, 64):
                 shape = (2, first.in_channels, *(size,) * axes)
                 yield torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def _without_members(network: nn.Module) -> nn.Module:
-    """Return the network without its modulations, in which layers have the reference's names.
-
-    Parameters are not copied; where members have tensors of their own, these stay stacked.
-    """
-    memo: dict[int, object] = {id(p): p for p in network.parameters()}
-    for module in reversed(list(network.modules())):
-        if isinstance(module, Wrapper):
-            memo[id(module)] = copy.deepcopy(module.inner(), memo)
-    return copy.deepcopy(network, memo)
 
 
 def _name(layers: list[str]) -> str:

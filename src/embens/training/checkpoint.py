@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embens.storage import write_atomically
+from embens.ensemble.storage import write_atomically
 
 FORMAT = "embens checkpoint"
 VERSION = 1

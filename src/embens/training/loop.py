@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from embens.checks import Gamma
 from embens.ensemble import EmbeddedEnsemble
-from embens.gradient import Gamma
 from embens.training import parallel, randomness
 from embens.training.batches import Part, training_batches, validation_batches
 from embens.training.checkpoint import Checkpoints

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens import execution, gradient
-from embens.gradient import Gamma, GradientScale
-from embens.plan import closest
+from embens import checks, gradient
+from embens.checks import Gamma, closest
+from embens.ensemble import run as execution
+from embens.gradient import GradientScale
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
@@ -102,7 +103,7 @@ def _combine(
     batch: Batch,
     of: Of,
 ) -> tuple[Tensor, Tensor]:
-    factor = gradient.gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
+    factor = checks.gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
     outputs = gradient.watch(outputs, factor)
     losses = member_losses(outputs, target, criterion, ensemble.members, batch, of)
     return gradient.combine_losses(losses, scales, factor), losses
@@ -193,7 +194,7 @@ def backward_in_chunks(
 
     ``observe`` is called with the outputs and the losses of every chunk, detached.
     """
-    factor = gradient.gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
+    factor = checks.gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
     chunk = ensemble._chunk_size(inputs, chunk)
     scale = GradientScale(ensemble)
     scale.value = factor

@@ -32,8 +32,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from embens import gradient
-from embens.gradient import Gamma
+from embens import checks
+from embens.checks import Gamma
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
@@ -74,7 +74,7 @@ def sgd(groups: list[dict[str, Any]]) -> Optimizer:
 def shared_rate_factor(ensemble: EmbeddedEnsemble, gamma: Gamma = None) -> float:
     r"""Return :math:`\gamma/\gamma^*`, for the shared rate of a scale-free optimiser."""
     natural, members = ensemble.natural_gamma, ensemble.members
-    return gradient.gradient_factor(gamma, members, natural) * members / natural
+    return checks.gradient_factor(gamma, members, natural) * members / natural
 
 
 def is_scale_free(optimiser: Optimiser) -> bool:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embens import gradient, metrics
-from embens.gradient import Gamma
-from embens.plan import closest
+from embens import checks, metrics
+from embens.checks import Gamma, closest
 from embens.training import rates
 from embens.training.objective import OPTIONS, Batch, Criterion, Of
 
@@ -118,7 +117,7 @@ class Settings:
     ) -> dict[str, Any]:
         """Return what identifies a run, for its checkpoints."""
         members, natural = ensemble.members, ensemble.natural_gamma
-        factor = gradient.gradient_factor(self.gamma, members, natural)
+        factor = checks.gradient_factor(self.gamma, members, natural)
         hidden = ("lr", "initial_lr")
         groups = [
             {k: v for k, v in group.items() if k not in hidden and _is_plain(v)}

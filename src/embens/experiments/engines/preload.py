@@ -5,7 +5,7 @@ Nothing is computed here: a fork must not find threads.
 
 import contextlib
 
-import embens.embed
+import embens.embedding.families
 import embens.experiments.task
 import embens.experiments.training  # noqa: F401
 

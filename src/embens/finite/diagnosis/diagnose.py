@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embens import gradient
+from embens.checks import Gamma, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite import checks
 from embens.finite.diagnosis import findings, room, stability
@@ -24,7 +24,6 @@ from embens.finite.diagnosis.measurement import Measured, measure, take
 from embens.finite.diagnosis.report import Diagnosis, Rates
 from embens.finite.gradients import cosines, total_gram
 from embens.finite.members import Criterion, unchanged
-from embens.gradient import Gamma
 from embens.theory.blocks import kernels
 from embens.theory.gamma import natural_gamma
 from embens.theory.regime import Regime, RegimeReport, Structure, regime
@@ -87,7 +86,7 @@ def diagnose(
     checks.check_call(ensemble, x, target, checks.squared_error if criterion is None else criterion)
     if optimizer is not None:
         findings.optimiser_class(optimizer)  # says what is wrong with it before any work
-    meant = gradient.gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
+    meant = gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
     meant *= ensemble.members
     started = time.perf_counter()
     if criterion is None:
@@ -174,7 +173,7 @@ class _Structure:
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.last: dict[str, Any] = {}
         self.biases: dict[str, Tensor] = {}
-        if ensemble.plan.family == "independent":
+        if ensemble.plan.separate:
             return
         self.read = Structure(ensemble)
         self.last = dict(self.read.last)
@@ -191,7 +190,7 @@ class _Structure:
 def _limit(ensemble: EmbeddedEnsemble, x: Any, structure: _Structure) -> tuple[Any, float]:
     """Return the regime, and the gradient scale that suits it."""
     members = ensemble.members
-    if ensemble.plan.family == "independent":
+    if ensemble.plan.separate:
         return regime(ensemble), ensemble.natural_gamma
     rows = _few(x)
     if any(not site.hidden and site.law.variance > 0 for site in ensemble.plan.sites):

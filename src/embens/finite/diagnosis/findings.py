@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embens.checks import closest
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.plan import Site
 from embens.laws import Law
-from embens.plan import Site, closest
 
 NARROW = 8
 """Inputs of at most so many channels don't average their modulations out."""
@@ -225,7 +226,7 @@ def decayed_modulations(facts: Facts) -> Finding | None:
 
 def cancelled_gamma(facts: Facts) -> Finding | None:
     """An optimiser that divides by the size of the gradient, and gamma with it."""
-    if facts.optimiser is None or facts.gamma == 1.0 or facts.ensemble.plan.family == "independent":
+    if facts.optimiser is None or facts.gamma == 1.0 or facts.ensemble.plan.separate:
         return None
     kind = optimiser_class(facts.optimiser)
     if not _is_scale_free(kind):
@@ -259,7 +260,7 @@ def no_gradient(facts: Facts) -> Finding | None:
     """Members that can't learn."""
     norms = facts.norms
     dead = [a for a, norm in enumerate(norms.tolist()) if not 0 < norm < float("inf")]
-    if not dead or facts.ensemble.plan.family == "independent":
+    if not dead or facts.ensemble.plan.separate:
         return None
     if not bool(torch.isfinite(norms).all()):
         what, cure = "not finite", "check the inputs, the target and the scale of the weights"

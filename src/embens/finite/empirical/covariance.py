@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from embens import execution, networks
+from embens import networks
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble import run as execution
+from embens.ensemble.layers import Modulated
 from embens.finite.checks import check_ensemble, check_inputs
 from embens.finite.empirical.recording import Inputs, as_inputs, check_modes
-from embens.modulation import Modulated
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -34,12 +34,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from embens.checks import closest, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call, check_inputs
 from embens.finite.empirical.blocks import OUTPUTS, Outputs, Run, Samples, probe
 from embens.finite.empirical.recording import Inputs, Recorder, as_inputs
-from embens.gradient import gradient_factor
-from embens.plan import closest
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

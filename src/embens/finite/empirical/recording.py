@@ -26,12 +26,12 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from embens import execution, networks
-from embens.dataflow import NORMS
+from embens import networks
 from embens.ensemble import EmbeddedEnsemble
-from embens.execution import Shared
+from embens.ensemble import run as execution
+from embens.ensemble.layers import Modulated, Once, is_linear_in_parameters
 from embens.finite.empirical.terms import Affine, Lookup, Scale, Term
-from embens.modulation import Modulated, is_linear_in_parameters
+from embens.reading import NORMS
 
 Inputs = tuple[Tensor, ...]
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
@@ -79,7 +79,7 @@ class Recorder:
         self._once = {
             id(inner)
             for module in ensemble.modules()
-            if isinstance(module, Shared) and not (module.random and module.training)
+            if isinstance(module, Once) and not (module.random and module.training)
             for inner in module.modules()
         }
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embens import execution
 from embens.ensemble import EmbeddedEnsemble
-from embens.modulation import Modulation
+from embens.ensemble import run as execution
+from embens.ensemble.layers import Modulation
 
 Rows = dict[int, Tensor]
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from embens.gradient import Gamma
-from embens.plan import check_members
+from embens.checks import Gamma, check_members
 from embens.theory.flow.draws import draw_prior
 from embens.theory.flow.problem import check_kernels
 from embens.theory.gamma import check_rates, resolve_gamma

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from embens.gradient import Gamma
-from embens.plan import check_members
+from embens.checks import Gamma, check_members
 from embens.theory.flow.draws import draw_members
 from embens.theory.flow.mode import Mode, Schedule
 from embens.theory.flow.problem import check_kernels, check_targets

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.execution import PerMember, Shared
-from embens.modulation import Modulated, Modulation
+from embens.ensemble.layers import Modulated, Modulation, Once, Own
 from embens.theory.kernel import Kernels, MemberKernel, zero_cross
 from embens.theory.limit import convolution
 from embens.theory.limit.rules import is_trainable, propagate
@@ -57,8 +56,8 @@ class Limit:
             if name == "x1" or x is not None:
                 _check_inputs(name, x)
         network = ensemble.network if isinstance(ensemble, EmbeddedEnsemble) else ensemble
-        self.separate = isinstance(network, PerMember)
-        if isinstance(network, PerMember):
+        self.separate = isinstance(network, Own)
+        if isinstance(network, Own):
             network = network.plain(0, {})
         steps = list(_steps(network))
         first = next((i for i, (_, m) in enumerate(steps) if _starts(m)), None)
@@ -358,7 +357,7 @@ def _load_rules_of_jvp() -> None:
 
 def _steps(module: nn.Module, path: str = "") -> Iterator[Step]:
     """Yield the modules of nested sequences in their order."""
-    if isinstance(module, Shared):
+    if isinstance(module, Once):
         yield from _steps(module.module, path)
     elif type(module) is nn.Sequential:
         for name, child in module.named_children():

@@ -34,9 +34,8 @@ from functools import singledispatch
 import torch
 from torch import Tensor, nn
 
-from embens.execution import Shared
+from embens.ensemble.layers import Modulated, Modulation, Once
 from embens.laws import Law
-from embens.modulation import Modulated, Modulation
 from embens.theory import duals
 from embens.theory.duals.expectations import Dual
 from embens.theory.limit.pixels import PixelMap, open_inputs, pixel_map
@@ -67,7 +66,7 @@ def _(module: nn.Sequential, state: State) -> State:
 
 
 @propagate.register
-def _(module: Shared, state: State) -> State:
+def _(module: Once, state: State) -> State:
     return propagate(module.module, state)
 
 

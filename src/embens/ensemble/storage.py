@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from embens import laws as embens_laws
-from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.module import EmbeddedEnsemble
+from embens.ensemble.plan import Plan, Site, check_plan
+from embens.ensemble.surgery import operate
 from embens.laws import Law
-from embens.plan import Plan, Site, check_plan
 
 FORMAT = "embens ensemble"
 VERSION = 1
@@ -129,8 +130,6 @@ def load(
         laws: classes of laws that are not embens' own.
     """
     from safetensors import SafetensorError, safe_open
-
-    from embens.embed import operate
 
     path = Path(path)
     if not path.is_file():

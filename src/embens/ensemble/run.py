@@ -6,7 +6,7 @@ into the :class:`Cursor`, which all modules of an ensemble share, and they read 
 of several members is *folded* (``torch.func.vmap`` over the members' numbers, shared weights
 unbatched) or goes member by member; the results are the same.
 
-What no modulation lies before is the same for all members: a :class:`Shared` module is computed in
+What no modulation lies before is the same for all members: a :class:`Once` module is computed in
 the first chunk and remembered for the others, unless a random module before it draws separately
 for each member.
 """
@@ -92,7 +92,7 @@ class Store:
         """Begin the next chunk."""
         self.counts.clear()
 
-    def once(self, shared: Shared, args: tuple, kwargs: dict) -> Any:
+    def once(self, shared: Once, args: tuple, kwargs: dict) -> Any:
         """Return the module's output, computed at the first call of this kind in the pass."""
         count = self.counts.get(id(shared), 0)
         self.counts[id(shared)] = count + 1
@@ -181,7 +181,7 @@ class Wrapper(nn.Module):
         return getattr(self.inner(), name)
 
 
-class Shared(Wrapper):
+class Once(Wrapper):
     """A module whose output is the same for all members, computed once in a pass.
 
     Args:
@@ -226,7 +226,7 @@ class Shared(Wrapper):
         return self.module[index]  # type: ignore[index]
 
 
-class PerMember(Individual):
+class Own(Individual):
     """A module some of whose tensors (given by name) have one value for every member.
 
     The module's own tensors of these names are stacks with the members first; a call puts the
@@ -414,7 +414,7 @@ def updates_shared_statistics(module: nn.Module) -> bool:
 def dependent_modules(network: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that run for every member, rather than once."""
     yield network
-    if isinstance(network, Shared) and not network.random:
+    if isinstance(network, Once) and not network.random:
         return
     for child in network.children():
         yield from dependent_modules(child)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens.dataflow.flow import (
+from embens.reading.flow import (
     RANDOM,
     Flow,
     Reader,

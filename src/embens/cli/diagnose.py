@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from embens import storage
+from embens.cli.specification import parse_reference, read_data
+from embens.ensemble import storage
 from embens.finite.diagnosis.diagnose import diagnose
-from embens.specification import parse_reference, read_data
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

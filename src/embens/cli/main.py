@@ -14,19 +14,19 @@ from importlib.metadata import version
 
 COMMANDS = {
     "diagnose": (
-        "embens.finite.diagnosis.command",
+        "embens.cli.diagnose",
         "say before training whether members will differ",
         "plot",
     ),
-    "reproduce": ("embens.experiments.command", "run an experiment of the paper", "experiments"),
-    "report": ("embens.report.command", "make one page of the results in a folder", "experiments"),
-    "fit": ("embens.estimators.fit_command", "fit an ensemble to a table", "estimators"),
+    "reproduce": ("embens.cli.reproduce", "run an experiment of the paper", "experiments"),
+    "report": ("embens.cli.report", "make one page of the results in a folder", "experiments"),
+    "fit": ("embens.cli.fit", "fit an ensemble to a table", "estimators"),
     "predict": (
-        "embens.estimators.predict_command",
+        "embens.cli.predict",
         "predict with a fitted ensemble",
         "estimators",
     ),
-    "kernel": ("embens.theory.command", "write the kernels of an infinitely wide ensemble", "data"),
+    "kernel": ("embens.cli.kernel", "write the kernels of an infinitely wide ensemble", "data"),
 }
 """Name to module, help line, and the extra that installs what it needs."""
 
@@ -60,7 +60,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from embens.checks import closest
 from embens.estimators import reading
-from embens.plan import closest
 
 BLOCK = 65_536
 

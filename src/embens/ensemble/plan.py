@@ -6,17 +6,17 @@ besides its tensors. Here: what it holds, what members share, and its check agai
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
-from embens import dataflow
-from embens.dataflow import PROJECTIONS, Flow, parameter_layers
+from embens import reading as dataflow
+from embens.checks import check_members, closest
+from embens.ensemble.layers import channels
 from embens.laws import Law
-from embens.modulation import channels
+from embens.reading import PROJECTIONS, Flow, parameter_layers
 
 Kind = Literal["pre", "post"]
 UNFOLDABLE = frozenset(
@@ -52,7 +52,7 @@ class Plan:
         members: how many.
         sites: where they differ.
         own: modules with some tensors of their own for each member: name to tensor names.
-        shared: modules computed once for all members: name to (random, keep), see ``Shared``.
+        shared: modules computed once for all members: name to (random, keep), see ``Once``.
         copies: whether code may change what members share in place, so that each gets a copy.
         overwriting: ReLU modules that may work in place, because nothing else uses what a
             modulation just made for them.
@@ -77,22 +77,10 @@ class Plan:
     widths: tuple[int, int] = (0, 0)
     input_channels: int = 1
 
-
-def check_members(members: Any) -> int:
-    """Return ``members`` if it is a whole number of at least one."""
-    if isinstance(members, bool) or not isinstance(members, int):
-        raise TypeError(f"members must be a whole number; got {members!r}")
-    if members < 1:
-        raise ValueError(f"members must be at least 1; got {members}")
-    return members
-
-
-def closest(name: str, candidates: Iterable[str]) -> str:
-    """Return "; did you mean …?" and the candidates, for an error message."""
-    candidates = list(candidates)
-    near = difflib.get_close_matches(str(name), candidates, n=1, cutoff=0.5)
-    shown = ", ".join(map(repr, candidates[:20])) + (", …" if len(candidates) > 20 else "")
-    return (f"; did you mean {near[0]!r}?" if near else ".") + f" Candidates: {shown}"
+    @property
+    def separate(self) -> bool:
+        """Whether members share nothing: they are networks of their own."""
+        return self.family == "independent"
 
 
 def layer_sizes(name: str, layers: dict[str, nn.Module]) -> tuple[int | None, int]:

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from embens.dataflow import PROJECTIONS
-from embens.execution import Cursor, Individual, Shared, Wrapper
+from embens.ensemble.run import Cursor, Individual, Once, Own, Wrapper
 from embens.laws import Law
+from embens.reading import PROJECTIONS
+
+__all__ = ["Modulated", "ModulatedAttention", "Modulation", "Once", "Own", "Scaled", "Wrapper"]
 
 
 class Modulation(Individual):
@@ -202,7 +204,7 @@ class Modulated(Modulates):
     @property
     def plain_layer(self) -> nn.Module:
         """The layer itself, without what computes it once for all members."""
-        return self.layer.module if isinstance(self.layer, Shared) else self.layer
+        return self.layer.module if isinstance(self.layer, Once) else self.layer
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the running member's output; input is the name in torch's own layers."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from embens import data, laws, networks
-from embens.dataflow import parameter_layers
+from embens.checks import closest
 from embens.laws import Law
-from embens.plan import closest
+from embens.reading import parameter_layers
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {"mlp": networks.mlp, "cnn": networks.cnn}
 LAWS: dict[str, Callable[..., Law]] = {

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -296,7 +297,7 @@ def test_two_processes_under_ddp_have_the_gradients_of_one(tmp_path):
     script.write_text(WORKER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
-        [*command, str(script), os.path.dirname(__file__)],
+        [*command, str(script), str(Path(__file__).parents[1])],
         capture_output=True,
         text=True,
         timeout=240,

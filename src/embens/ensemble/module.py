@@ -5,7 +5,6 @@ Made by :func:`embens.embed` and the named families. Axis order is ``(member, ba
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -16,11 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens import execution, gradient
-from embens.execution import Cursor, PerMember, Shared, Store
-from embens.gradient import Gamma, GradientScale
-from embens.modulation import Modulated, ModulatedAttention, Modulates
-from embens.plan import Plan, closest
+from embens import gradient
+from embens.checks import Gamma, closest
+from embens.ensemble import run as execution
+from embens.ensemble.layers import Modulates
+from embens.ensemble.plain import plain
+from embens.ensemble.plan import Plan
+from embens.ensemble.run import Cursor, Own, Store
+from embens.gradient import GradientScale
 
 Batch = Literal["same", "own", "split"]
 BATCHES = ("same", "own", "split")
@@ -55,7 +57,7 @@ class EmbeddedEnsemble(nn.Module):
             if parameter is not None and id(parameter) not in individual
         ]
         dependent = list(execution.dependent_modules(network))
-        separate = plan.family == "independent"
+        separate = plan.separate
         self._unfoldable = not plan.foldable or not all(
             execution.is_foldable(m) and not (separate and isinstance(m, nn.modules.conv._ConvNd))
             for m in dependent
@@ -71,7 +73,7 @@ class EmbeddedEnsemble(nn.Module):
     def individual_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of which every member has its own (trainable modulations)."""
         for module in self._individuals:
-            tensors = module.stacks() if isinstance(module, PerMember) else module.parameters()
+            tensors = module.stacks() if isinstance(module, Own) else module.parameters()
             yield from (t for t in tensors if isinstance(t, nn.Parameter))
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
@@ -98,7 +100,7 @@ class EmbeddedEnsemble(nn.Module):
         for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and not negative; got {value}")
-        separate = self.plan.family == "independent"
+        separate = self.plan.separate
         groups = [
             {"params": list(self.shared_parameters()), "lr": lr, "weight_decay": weight_decay},
             {
@@ -354,7 +356,7 @@ class EmbeddedEnsemble(nn.Module):
                 "masks that are drawn anew at each pass belong to no member; use fresh=False for a "
                 "fixed set"
             )
-        return self._plain(a % self.members)
+        return plain(self.network, a % self.members, self.plan)
 
     def collapse(self) -> nn.Module:
         """Return one plain network whose output is the mean of the members' outputs.
@@ -367,29 +369,11 @@ class EmbeddedEnsemble(nn.Module):
                 "output is linear in the modulations (last-layer dropout) is the mean of the "
                 "members one network."
             )
-        return self._plain(None)
-
-    def _plain(self, member: int | None) -> nn.Module:
-        memo: dict[int, Any] = {}
-        for module in reversed(list(self.network.modules())):
-            if isinstance(module, (Modulated, ModulatedAttention)):
-                memo[id(module)] = module.plain(member)
-            elif isinstance(module, Shared):
-                memo[id(module)] = copy.deepcopy(module.module, memo)
-            elif isinstance(module, PerMember):
-                assert member is not None
-                memo[id(module)] = module.plain(member, memo)
-        network = copy.deepcopy(self.network, memo)
-        for name in self.plan.overwriting:
-            network.get_submodule(name).inplace = False  # type: ignore[assignment]
-        for module in network.modules():
-            if isinstance(module, nn.TransformerEncoderLayer):
-                module.activation_relu_or_gelu = _fast_activation(module.activation)
-        return network
+        return plain(self.network, None, self.plan)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ensemble to one file, masks and laws included; see :func:`embens.load`."""
-        from embens.storage import save
+        from embens.ensemble.storage import save
 
         save(self, path)
 
@@ -407,12 +391,3 @@ class EmbeddedEnsemble(nn.Module):
 def _autocasting() -> bool:
     """Return whether autocast is on; under vmap it gives other dtypes than it does alone."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
-def _fast_activation(activation: Any) -> int:
-    """Return torch's own code for the activations that its fast path knows."""
-    if activation is nn.functional.relu or isinstance(activation, nn.ReLU):
-        return 1
-    if activation is nn.functional.gelu or isinstance(activation, nn.GELU):
-        return 2
-    return 0

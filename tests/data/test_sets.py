@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from embens import data
 from embens.data import DataSet, Part
+from embens.data import sets as data
 
 
 def seeded(seed=0):

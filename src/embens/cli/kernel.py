@@ -7,8 +7,8 @@ import argparse
 import torch
 from torch import nn
 
-from embens.embed import embed
-from embens.specification import parse_law, parse_reference, read_data
+from embens.cli.specification import parse_law, parse_reference, read_data
+from embens.embedding.families import embed
 from embens.theory.files import NAMES, check_path, load_kernels, write_kernels
 from embens.theory.gamma import natural_gamma
 from embens.theory.regime import regime

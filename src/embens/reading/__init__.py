@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from embens.dataflow.flow import (
+from embens.reading.flow import (
     NORMS,
     PROJECTIONS,
     Call,
@@ -28,8 +28,8 @@ from embens.dataflow.flow import (
     mentions,
     parameter_layers,
 )
-from embens.dataflow.symbolic import read_symbolically
-from embens.dataflow.watched import read_from_run
+from embens.reading.symbolic import read_symbolically
+from embens.reading.watched import read_from_run
 
 __all__ = [
     "NORMS",

@@ -11,7 +11,7 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from embens.dataflow.flow import Flow, Reader, Trail, copy_structure, is_in_place, is_layer
+from embens.reading.flow import Flow, Reader, Trail, copy_structure, is_in_place, is_layer
 
 _TRACING = threading.Lock()
 """torch.fx replaces ``nn.Module.__call__`` while it traces, for all threads."""

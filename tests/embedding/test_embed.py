@@ -42,7 +42,7 @@ def assert_close(actual, expected, tolerance: float = 1e-12) -> None:
 @pytest.mark.parametrize("read_from", ["code", "example"])
 def test_first_and_last_layers_are_those_of_the_data_flow(case, read_from):
     reference, x = build(case)
-    flow = embens.dataflow.read(reference, x if read_from == "example" else None)
+    flow = embens.reading.read(reference, x if read_from == "example" else None)
     assert flow.first == case.first
     assert flow.last == case.last
     assert not flow.guesses

@@ -8,7 +8,7 @@ indices. What prepares them is a method that returns a new data set, to be chain
 
 Files are looked for in the folder that is passed as ``root``, or in one named after the data set
 within it; without ``root``, in :func:`cache_folder`. Nothing is downloaded unless asked for, and
-nothing downloaded is used before its checksum is right (:mod:`embens.download`).
+nothing downloaded is used before its checksum is right (:mod:`embens.data.download`).
 
 Not here: augmentation, and data too large for memory; ``embens.fit`` takes any ``DataLoader``.
 """
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from embens.download import fetch, unpack
+from embens.data.download import fetch, unpack
 
 _CIFAR100 = (
     "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",

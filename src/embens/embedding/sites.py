@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from embens.dataflow import Flow, parameter_layers
+from embens.checks import closest
+from embens.ensemble.plan import Kind, Site, layer_sizes
 from embens.laws import Law
-from embens.plan import Kind, Site, closest, layer_sizes
+from embens.reading import Flow, parameter_layers
 
 Laws = Law | Mapping[str, Law | None] | None
 Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]

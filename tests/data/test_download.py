@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from embens.download import fetch, unpack
+from embens.data.download import fetch, unpack
 
 CONTENT = bytes(range(256)) * 40
 MD5 = hashlib.md5(CONTENT).hexdigest()
