@@ -84,7 +84,13 @@ class FoldingChoice:
     def _kind_of(self, run: Run) -> Any:
         modes = tuple(m.training for m in self.network.modules())
         names = tuple(sorted(k for k, v in run.kwargs.items() if v is not None))
-        return run.batch, batch_size(run.inputs), names, hash(modes), torch.is_autocast_enabled("cpu")
+        return (
+            run.batch,
+            batch_size(run.inputs),
+            names,
+            hash(modes),
+            torch.is_autocast_enabled("cpu"),
+        )
 
     def _suspects(self) -> list[str]:
         return [*self.plan.folding.unclear[:4]] or ["tensors passed by keyword"]

@@ -174,7 +174,9 @@ class Sealed:
     def _refuse(self, *arguments: Any, **options: Any) -> Any:
         raise AttributeError(self._why)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = (
+        _refuse
+    )
     __truediv__ = __rtruediv__ = __neg__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
 
     @classmethod
@@ -443,11 +445,15 @@ class Own(Wrapper, Individual):
             if id(tensor) not in stacks:
                 stack = tensor.detach().expand(members, *tensor.shape).clone()
                 is_parameter = isinstance(tensor, nn.Parameter)
-                stacks[id(tensor)] = nn.Parameter(stack, tensor.requires_grad) if is_parameter else stack
+                stacks[id(tensor)] = (
+                    nn.Parameter(stack, tensor.requires_grad) if is_parameter else stack
+                )
             setattr(module, name, stacks[id(tensor)])
         linear = isinstance(module, nn.Linear) and {"weight"} <= set(self.names)
         stock = type(module).forward in _STOCK or hasattr(module, "effective_parameters")
-        self._batched = linear and stock and not (module._forward_hooks or module._forward_pre_hooks)
+        self._batched = (
+            linear and stock and not (module._forward_hooks or module._forward_pre_hooks)
+        )
         self.train(module.training)
 
     def inner(self) -> nn.Module:
@@ -475,9 +481,7 @@ class Own(Wrapper, Individual):
             present = range(min(run.members, len(run.index)))
         outputs = []
         for a in present:
-            mine = tree_map(
-                lambda x, a=a: run.rows_of(x, a, common=self.border), (args, kwargs)
-            )
+            mine = tree_map(lambda x, a=a: run.rows_of(x, a, common=self.border), (args, kwargs))
             with run.only(a):
                 outputs.append(self._alone(run, *mine))
         if run.index is None:

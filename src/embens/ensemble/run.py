@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
@@ -207,7 +207,11 @@ class Run:
 
     def rows_of(self, value: Any, a: int, *, common: bool) -> Any:
         """Return the rows of one of the members that run now, of a tensor."""
-        if not isinstance(value, Tensor) or not value.dim() or (common and self.results is not None):
+        if (
+            not isinstance(value, Tensor)
+            or not value.dim()
+            or (common and self.results is not None)
+        ):
             return value
         if self.index is None:
             if value.shape[0] % self.count:
