@@ -367,7 +367,7 @@ class TestYourOwnLaw:
         assert type(laws.from_dict({"law": "Twin"}, [first])) is first
 
     def test_is_written_to_a_file_only_with_fields_and_a_name_of_its_own(self):
-        with pytest.raises(TypeError, match="Uniform has no fields .* frozen dataclass"):
+        with pytest.raises(TypeError, match=r"Uniform has no fields .* frozen dataclass"):
             self.Uniform().to_dict()
 
         @dataclass(frozen=True)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +19,7 @@ from torch import nn
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.plan import Plan, Site, check_plan
 from embens.ensemble.surgery import operate
+from embens.files import write_atomically
 from embens.laws import Law, from_dict
 
 FORMAT = "embens ensemble"
@@ -56,27 +55,6 @@ def plan_from_json(text: str, laws: Iterable[type[Law]] = ()) -> Plan:
             "overwriting": tuple(data["overwriting"]),
         }
     )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def write_atomically(path: Path, write: Any) -> None:
-    """Write a file under a temporary name beside ``path``, sync it, and rename it into place."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        write(temporary)
-        os.chmod(temporary, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def save(ensemble: EmbeddedEnsemble, path: str | os.PathLike[str]) -> None:

@@ -17,6 +17,7 @@ import torch
 from embens.embedding.families import operate
 from embens.ensemble import storage
 from embens.estimators.preprocessing import Preprocessing
+from embens.files import write_atomically
 from embens.laws import Law, from_dict
 from embens.training import History
 
@@ -71,7 +72,7 @@ def save(estimator: TableEnsemble, path: str | os.PathLike[str]) -> None:
     }
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
     metadata = {"embens_estimator": json.dumps(header)}
-    storage.write_atomically(path, lambda name: save_file(tensors, name, metadata))
+    write_atomically(path, lambda name: save_file(tensors, name, metadata))
 
 
 _COLUMN_TENSORS = ("centre", "scale", "edges", "scores")
