@@ -16,16 +16,15 @@ import dataclasses
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from numbers import Real
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from embens.checks import closest
+from embens.checks import check_number, closest
 
 
 class Law(ABC):
@@ -361,16 +360,10 @@ def _place(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _check(law: Law, name: str, expected: str, valid: Callable[[float], bool] = math.isfinite):
+def _check(law: Law, name: str, *valid: Any) -> None:
     """Make a parameter a float, or say what it should have been."""
-    given = getattr(law, name)
-    value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
-    message = f"{type(law).__name__}: {name} must be {expected}; got {given!r}."
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(message)
-    if not (math.isfinite(value) and valid(float(value))):
-        raise ValueError(message)
-    object.__setattr__(law, name, float(value))
+    value = check_number(f"{type(law).__name__}: {name}", getattr(law, name), *valid)
+    object.__setattr__(law, name, value)
 
 
 def _check_half_moment(k: int, sign: int):
