@@ -177,7 +177,7 @@ class TestTheLawOfWeights:
             mlp(weight_std="1")
 
     def test_refuses_unknown_parametrizations(self):
-        with pytest.raises(ValueError, match=r"parametrization: unknown 'standart'; did you mean 'st"):
+        with pytest.raises(ValueError, match=r"parametrization: unknown 'standart'; did you m"):
             Linear(2, 2, parametrization="standart")
 
 
