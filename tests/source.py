@@ -24,7 +24,7 @@ def syntax(name: str) -> ast.Module:
 
 
 def imports(name: str, *, inner: bool) -> set[str]:
-    """Return what a module imports, within its functions too if ``inner``; not for types alone."""
+    """Return what a module imports, and within its blocks and functions; not for types alone."""
     found: set[str] = set()
     nodes: list[ast.AST] = list(syntax(name).body)
     for node in nodes:  # grows as it is read
@@ -35,7 +35,7 @@ def imports(name: str, *, inner: bool) -> set[str]:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             nodes += node.orelse
-        elif inner or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        elif inner:
             nodes += ast.iter_child_nodes(node)
     return found
 
