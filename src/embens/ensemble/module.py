@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from embens.checks import Gamma, closest
-from embens.ensemble import rates
+from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.layers import Individual, Modulated, Once
@@ -286,9 +286,7 @@ class EmbeddedEnsemble(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ensemble to one file, masks and laws included; see :func:`embens.load`."""
-        from embens.ensemble.storage import save
-
-        save(self, path)
+        storage.write(path, self.plan, self.state_dict())
 
     def extra_repr(self) -> str:
         """Return the line that ``repr`` shows."""

@@ -1,21 +1,24 @@
 """The plan of an ensemble: everything that makes it out of a reference network.
 
 A plan is all that ``embed`` decides before it changes anything, and all that a saved ensemble needs
-besides its tensors. :mod:`embens.embedding` makes it, :mod:`embens.ensemble.surgery` carries it out.
+besides its tensors. :mod:`embens.embedding` makes it, :mod:`embens.ensemble.surgery` carries it
+out.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from torch import nn
 
 from embens import reading
 from embens.checks import check_members, closest
-from embens.laws import Law
+from embens.laws import Law, from_dict
 
+FORMAT, VERSION = "embens ensemble", 2
 Side = Literal["pre", "post"]
 
 
@@ -121,6 +124,39 @@ class Plan:
     recompute: bool = False
     widths: tuple[int, int] = (0, 0)
     input_channels: int = 1
+
+    def to_json(self) -> str:
+        """Return the plan as text."""
+        sites = [{**asdict(site), "law": site.law.to_dict()} for site in self.sites]
+        return json.dumps(
+            {"format": FORMAT, "version": VERSION, "plan": asdict(self) | {"sites": sites}}
+        )
+
+    @classmethod
+    def from_json(cls, text: str, laws: Iterable[type[Law]] = ()) -> Plan:
+        """Return the plan that :meth:`to_json` wrote; ``laws`` are those that can't be found."""
+        content = json.loads(text)
+        if content.get("format") != FORMAT:
+            raise ValueError("not an ensemble's header")
+        if content.get("version") != VERSION:
+            newer = content.get("version", 0) > VERSION
+            raise ValueError(
+                f"the file has format version {content.get('version')}, this embens reads "
+                f"{VERSION}; "
+                + (
+                    "use a newer embens"
+                    if newer
+                    else "save it again: embed the "
+                    "reference anew and load the tensors by hand, or use embens 0.1"
+                )
+            )
+        data = dict(content["plan"])
+        data["sites"] = [Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"]]
+        data["own"] = [OwnTensors(o["module"], tuple(o["tensors"])) for o in data["own"]]
+        data["shared"] = [SharedModule(**s) for s in data["shared"]]
+        folding = {k: tuple(v) if isinstance(v, list) else v for k, v in data["folding"].items()}
+        data["folding"] = Folding(**folding)
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
 
     def check(self, reference: nn.Module) -> None:
         """Check a plan from outside against a reference, before anything is built from it."""

@@ -1,4 +1,4 @@
-"""Carry out a plan on a copy of the reference.
+"""Carry out a plan, a new one or that of a file, on a copy of the reference.
 
 A deep copy looks every object up in a memo first; putting the replacements there puts them wherever
 the reference holds the originals, in lists and attributes as well.
@@ -7,16 +7,21 @@ the reference holds the originals, in lists and attributes as well.
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from embens import reading
+from embens.ensemble import storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.layers import Modulated, Modulation, Once, Own
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.plan import Plan, site_module
+from embens.laws import Law
 
 
 def operate(
@@ -50,6 +55,32 @@ def operate(
     ensemble = EmbeddedEnsemble(network, plan)
     for name in plan.overwriting:
         network.get_submodule(name).inplace = True  # type: ignore[assignment]
+    return ensemble
+
+
+def load(
+    path: str | os.PathLike[str],
+    reference: nn.Module,
+    *,
+    laws: Iterable[type[Law]] = (),
+) -> EmbeddedEnsemble:
+    """Read an ensemble that :meth:`EmbeddedEnsemble.save` wrote.
+
+    Args:
+        path: the file.
+        reference: a network of the same architecture; its weights are not used, and it is not
+            changed.
+        laws: classes of laws that are defined nowhere yet, or that share a name with others.
+    """
+    plan, tensors = storage.read(path, laws)
+    name = Path(path).name
+    try:
+        plan.check(reference)
+    except TypeError as error:
+        raise ValueError(f"{name} has a damaged embens header: {error}") from None
+    ensemble = operate(reference, plan)
+    storage.check_tensors(name, tensors, ensemble.state_dict())
+    ensemble.load_state_dict(tensors)
     return ensemble
 
 
