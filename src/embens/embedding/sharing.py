@@ -18,12 +18,21 @@ from embens import reading
 from embens.ensemble.plan import Folding, OwnTensors, SharedModule, Site, site_module
 from embens.reading import Call, Flow
 
+LOOKING = frozenset(
+    "__bool__ __int__ __float__ __index__ item tolist numpy nonzero unique unique_consecutive "
+    "masked_select argwhere equal allclose is_nonzero".split()
+)
+"""Operations that look at the values of tensors, so that the code may branch on them."""
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _within(name: str, outer: Iterable[str]) -> bool:
     """Return whether a module is one of these, or lies inside one."""
     return any(name == o or not o or name.startswith(o + ".") for o in outer)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class Sharing:
@@ -149,25 +158,32 @@ class Sharing:
     def folding(self) -> Folding:
         """Return how several members run as one larger batch."""
         calls = self.flow.calls
-        dependent = [n for n in self.modules if not _within(n, self._surely_once())]
+        dependent = [n for n in self.modules if not _within(n, self.once)]
         first = next((n for n in dependent if reading.time_first(self._alone(n)) is not None), None)
         if first is not None:
             return Folding(f"the batch is not the first axis in {first!r}")
+        looking = sorted(self.flow.operations & LOOKING)
+        if looking:
+            return Folding(f"the code looks at values ({', '.join(looking)})")
         if not calls:
             return Folding(unclear=("the code could not be read",))
-        hidden = [o for o in self.flow.opaque if not _within(o, self._surely_once())]
-        names = {name for name, chain in self.flow.unclear if not self._in_once(chain)}
+        unclear = {name for name, chain in self.flow.unclear if not self._in_once(chain)}
+        unclear |= {f"a hook of {n!r}" for n in dependent if _is_hooked(self.modules[n])}
+        unclear |= {o for o in self.flow.opaque if not _within(o, self.once)}
+        before = {name for name, chain in self.flow.unclear if self._in_once(chain)}
+        before |= {o for o in self.flow.opaque if _within(o, self.once)}
         border = self._border()
-        unclear = (*sorted(names), *hidden)
-        return Folding("", unclear, border is not None, tuple(sorted(border or ())))
+        return Folding(
+            unclear=tuple(sorted(unclear)),
+            unclear_before=tuple(sorted(before)),
+            shares=border is not None,
+            border=tuple(sorted(border or ())),
+        )
 
     def _alone(self, name: str) -> nn.Module:
         module = self.modules[name]
         kinds = (nn.MultiheadAttention, nn.RNNBase)
         return module if isinstance(module, kinds) else nn.Identity()
-
-    def _surely_once(self) -> list[str]:
-        return [n for n, random in self.once.items() if not random]
 
     def _in_once(self, chain: tuple[int, ...]) -> bool:
         return any(self.flow.calls[i].name in self.once for i in chain)

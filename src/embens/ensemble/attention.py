@@ -1,7 +1,8 @@
 """Attention whose four projections are modulated.
 
-``nn.MultiheadAttention`` never calls its projections, so what it does with their results is written
-out here, option by option as in torch; members can then differ by rows like everywhere else.
+``nn.MultiheadAttention`` never calls its projections. One member runs as torch's own attention with
+modulated weights. For several at once, what torch does with the projections is written out here,
+option by option, so that members can differ by rows like everywhere else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens.ensemble.layers import Modulation, Wrapper
+from embens.ensemble.layers import Modulation, Wrapper, call_with
 from embens.ensemble.run import Current, Run, Unfoldable
 from embens.reading.layers import PROJECTIONS
 
@@ -46,21 +47,29 @@ class ModulatedAttention(Wrapper):
     ) -> tuple[Tensor, Tensor | None]:
         """Return what ``nn.MultiheadAttention`` does, for the running members."""
         run, attention = self.current.get(), self.attention
-        batched = query.dim() == 3
-        if (run.count > 1 or run.index is not None) and not (batched and attention.batch_first):
+        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        if run.count == 1 and run.index is None:
+            options = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+            return call_with(
+                attention,
+                self._weights(run),
+                (query, key, value),
+                {**masks, **options, "is_causal": is_causal},
+            )
+        if query.dim() != 3 or not attention.batch_first:
             raise Unfoldable("the batch is not the first axis of an attention")
         inputs = zip((query, key, value), PROJECTIONS, strict=False)
-        q, k, v = (_batch_first(self._project(run, x, p), attention, batched) for x, p in inputs)
+        q, k, v = (self._project(run, x, projection) for x, projection in inputs)
         if attention.bias_k is not None:
             k = torch.cat([k, attention.bias_k.expand(len(k), -1, -1)], 1)
             v = torch.cat([v, attention.bias_v.expand(len(v), -1, -1)], 1)  # type: ignore[union-attr]
-        added = k.shape[1] - _times(key, attention, batched)
+        added = k.shape[1] - key.shape[1]
         if attention.add_zero_attn:
             k, v = (torch.cat([x, x.new_zeros(len(x), 1, x.shape[2])], 1) for x in (k, v))
             added += 1
         heads = attention.num_heads
         q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-        mask = _joint_mask(attn_mask, key_padding_mask, q, added, batched=batched)
+        mask = _joint_mask(attn_mask, key_padding_mask, q, added)
         dropout = attention.dropout if attention.training else 0.0
         weights = None
         if need_weights:
@@ -69,18 +78,32 @@ class ModulatedAttention(Wrapper):
             weights = F.dropout(weights, dropout) if dropout else weights
             result = weights @ v
             weights = weights.mean(1) if average_attn_weights else weights
-            weights = weights if batched else weights.squeeze(0)
         else:
             causal = is_causal and key_padding_mask is None and not added
             result = F.scaled_dot_product_attention(
                 *(q, k, v), None if causal else mask, dropout, is_causal=causal
             )
-        result = result.transpose(1, 2).flatten(2)
-        if not batched:
-            result = result.squeeze(0)
-        elif not attention.batch_first:
-            result = result.transpose(0, 1)
-        return self._project(run, result, "out_proj"), weights
+        return self._project(run, result.transpose(1, 2).flatten(2), "out_proj"), weights
+
+    def _weights(self, run: Run) -> dict[str, Tensor]:
+        """Return all parameters by name, with the one running member's modulations in them."""
+        found: dict[str, list[Tensor]] = {}
+        for projection in PROJECTIONS:
+            weight, bias = projection_parameters(self.attention, projection)
+            pre, post = (self._find(projection, kind) for kind in ("pre", "post"))
+            if pre is not None:
+                v = pre.now(run)[0]
+                weight, bias = weight * v[:, None], None if bias is None else bias * v
+            if post is not None:
+                weight = weight * post.now(run)[0]
+            packed = projection != "out_proj" and self.attention.in_proj_weight is not None
+            name = "in_proj_weight" if packed else f"{projection}_weight"
+            found.setdefault(name, []).append(weight)
+            if bias is not None:
+                name = "out_proj_bias" if projection == "out_proj" else "in_proj_bias"
+                found.setdefault(name, []).append(bias)
+        joined = {k: v[0] if len(v) == 1 else torch.cat(v) for k, v in found.items()}
+        return {k.replace("out_proj_", "out_proj."): v for k, v in joined.items()}
 
     def _project(self, run: Run, x: Tensor, projection: str) -> Tensor:
         pre, post = (self._find(projection, kind) for kind in ("pre", "post"))
@@ -90,8 +113,7 @@ class ModulatedAttention(Wrapper):
         return x if pre is None else run.scale(x, pre.now(run), 0, common=False)
 
     def _find(self, projection: str, kind: str) -> Modulation | None:
-        key = f"{projection}_{kind}"
-        return self.modulations[key] if key in self.modulations else None  # type: ignore[return-value]
+        return self.modulations._modules.get(f"{projection}_{kind}")  # type: ignore[return-value]
 
     def plain(self, member: int | None) -> nn.Module:
         """Return a plain attention with one member's weights."""
@@ -125,25 +147,15 @@ def projection_parameters(
     return attention.in_proj_weight[rows], bias
 
 
-def _batch_first(x: Tensor, attention: nn.MultiheadAttention, batched: bool) -> Tensor:
-    if not batched:
-        return x.unsqueeze(0)
-    return x if attention.batch_first else x.transpose(0, 1)
-
-
-def _times(x: Tensor, attention: nn.MultiheadAttention, batched: bool) -> int:
-    return x.shape[1 if batched and attention.batch_first else 0]
-
-
 def _joint_mask(
-    attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, added: int, *, batched: bool
+    attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, added: int
 ) -> Tensor | None:
     """Return what is added to the scores ``(batch, head, time, source)``; None: nothing."""
     mask = None if attn_mask is None else _additive(attn_mask, q)
     if mask is not None and mask.dim() == 3:
         mask = mask.unflatten(0, (-1, q.shape[1]))
     if padding is not None:
-        padding = _additive(padding if batched else padding.unsqueeze(0), q)[:, None, None, :]
+        padding = _additive(padding, q)[:, None, None, :]
         mask = padding if mask is None else mask + padding
     return F.pad(mask, (0, added)) if mask is not None and added else mask
 

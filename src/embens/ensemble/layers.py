@@ -144,46 +144,35 @@ class Wrapper(nn.Module):
     def _inner_attribute(self, name: str) -> Any:
         return getattr(self.inner(), name)
 
-    def __iter__(self) -> Iterator:
-        return iter(self.inner())  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(self.inner())  # type: ignore[arg-type]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.inner()[index]  # type: ignore[index]
-
 
 class Sealed:
     """The weight of a modulated layer, seen from outside: what it is, but not its values."""
 
     _ANSWERS = frozenset(
-        "dtype device shape ndim size dim numel nelement element_size layout requires_grad "
-        "is_floating_point is_complex is_cuda is_cpu is_meta is_sparse is_quantized itemsize nbytes "
-        "stride is_contiguous grad_fn names".split()
+        "dtype device shape ndim size dim numel nelement element_size itemsize nbytes layout "
+        "stride is_contiguous requires_grad is_floating_point is_complex is_cuda is_cpu is_meta "
+        "is_sparse is_quantized".split()
     )
 
-    def __init__(self, tensor: Tensor, why: str):
-        self._tensor, self._why = tensor, why
+    def __init__(self, tensor: Tensor, error: Exception):
+        self._tensor, self._error = tensor, error
 
     def __getattr__(self, name: str) -> Any:
         if name in Sealed._ANSWERS:
             return getattr(self._tensor, name)
-        raise AttributeError(self._why)
+        raise self._error
 
     def _refuse(self, *arguments: Any, **options: Any) -> Any:
-        raise AttributeError(self._why)
+        raise self._error
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = (
-        _refuse
-    )
-    __truediv__ = __rtruediv__ = __neg__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __matmul__ = __rmatmul__ = __neg__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sealed = next((a for a in args if isinstance(a, Sealed)), None)
         found = sealed or next(v for v in (kwargs or {}).values() if isinstance(v, Sealed))
-        raise AttributeError(found._why)
+        raise found._error
 
     def __repr__(self) -> str:
         return f"Sealed({tuple(self.shape)}, {self.dtype})"
@@ -301,7 +290,7 @@ class Modulated(Wrapper):
         layer = self.layer
         return (
             run.count > 1
-            and run.results is not None
+            and run.common
             and x.dim() == 2
             and x.shape[0] > layer.out_features  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
@@ -322,12 +311,12 @@ class Modulated(Wrapper):
     def _inner_attribute(self, name: str) -> Any:
         layer = self.plain_layer
         if name in layer._parameters and layer._parameters[name] is not None:
-            return Sealed(
-                getattr(layer, name),
+            error = AttributeError(
                 f"the code reads the {name} of a modulated {type(layer).__name__} without "
                 "calling the layer, which would leave its modulations out. Leave this layer "
-                "out of embed's sites, or call it.",
+                "out of embed's sites, or call it."
             )
+            return Sealed(getattr(layer, name), error)
         return getattr(layer, name)
 
     def plain(self, member: int | None) -> nn.Module:
@@ -410,6 +399,15 @@ class Once(Wrapper):
             lambda x: repeat_rows(x, run.count) if isinstance(x, Tensor) and x.dim() else x, result
         )
 
+    def __iter__(self) -> Iterator:
+        return iter(self.module)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]  # type: ignore[index]
+
 
 class Own(Wrapper, Individual):
     """A module some of whose tensors have one value for every member.
@@ -444,16 +442,14 @@ class Own(Wrapper, Individual):
             tensor = getattr(module, name)
             if id(tensor) not in stacks:
                 stack = tensor.detach().expand(members, *tensor.shape).clone()
-                is_parameter = isinstance(tensor, nn.Parameter)
-                stacks[id(tensor)] = (
-                    nn.Parameter(stack, tensor.requires_grad) if is_parameter else stack
-                )
+                if isinstance(tensor, nn.Parameter):
+                    stack = nn.Parameter(stack, tensor.requires_grad)
+                stacks[id(tensor)] = stack
             setattr(module, name, stacks[id(tensor)])
         linear = isinstance(module, nn.Linear) and {"weight"} <= set(self.names)
         stock = type(module).forward in _STOCK or hasattr(module, "effective_parameters")
-        self._batched = (
-            linear and stock and not (module._forward_hooks or module._forward_pre_hooks)
-        )
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        self._batched = linear and stock and not hooked
         self.train(module.training)
 
     def inner(self) -> nn.Module:
@@ -493,9 +489,7 @@ class Own(Wrapper, Individual):
         if not self.names:
             return self.module(*args, **kwargs)
         mine = {name: run.of(self, i)[0] for i, name in enumerate(self.names)}
-        if torch.compiler.is_compiling():
-            return torch.func.functional_call(self.module, mine, args, kwargs)
-        return _twin(self.module, mine)(*args, **kwargs)
+        return call_with(self.module, mine, args, kwargs)
 
     def _together(self, run: Run, x: Tensor) -> Tensor:
         """Return a Linear layer's output for all members that run, as one product."""
@@ -504,7 +498,7 @@ class Own(Wrapper, Individual):
         effective = getattr(module, "effective_parameters", None)
         if effective is not None:
             weight, bias = effective(weight, bias)
-        if self.border and run.results is not None:
+        if self.border and run.common:
             products = F.linear(x, weight.flatten(0, 1))
             products = products.unflatten(-1, weight.shape[:2]).movedim(-2, 0)
         else:
@@ -512,7 +506,8 @@ class Own(Wrapper, Individual):
             products = torch.matmul(x.flatten(1, -2), weight.mT).unflatten(1, x.shape[1:-1])
         if bias is not None:
             bias = bias if bias.dim() == 2 else bias.expand(run.count, -1)  # type: ignore[union-attr]
-            products = products + bias.reshape(run.count, *(1,) * (products.dim() - 2), -1)
+            shape = (run.count, *(1,) * (products.dim() - 2), -1)
+            products = products + bias.reshape(shape).to(products.dtype)
         return products.flatten(0, 1)
 
     def _inner_attribute(self, name: str) -> Any:
@@ -520,7 +515,8 @@ class Own(Wrapper, Individual):
         if name not in self.names or run is None or not run.open:
             return getattr(self.module, name)
         if run.count > 1 or run.index is not None:
-            raise Unfoldable(f"the code reads {name!r}, of which every member has its own")
+            why = f"the code reads {name!r}, of which every member has its own"
+            return Sealed(getattr(self.module, name)[0], Unfoldable(why))
         return run.of(self, self.names.index(name))[0]
 
     def plain(self, member: int, memo: dict[int, Any]) -> nn.Module:
@@ -536,12 +532,30 @@ class Own(Wrapper, Individual):
         return copy.deepcopy(self.module, memo)
 
 
+def call_with(module: nn.Module, tensors: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
+    """Call a module with other tensors in place of some of its own.
+
+    Unlike ``torch.func.functional_call`` it does not touch the module, which other threads may be
+    running; names may lead into modules inside it.
+    """
+    if torch.compiler.is_compiling():
+        return torch.func.functional_call(module, tensors, args, kwargs)
+    return _twin(module, tensors)(*args, **kwargs)
+
+
 def _twin(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
-    """Return a module that is another but for some tensors; the other is not touched."""
+    """Return a module that is another but for some tensors."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     parameters, buffers = dict(module._parameters), dict(module._buffers)
+    inside: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        (parameters if name in parameters else buffers)[name] = tensor  # type: ignore[assignment]
-    twin.__dict__.update(_parameters=parameters, _buffers=buffers)
+        child, _, rest = name.partition(".")
+        if rest:
+            inside.setdefault(child, {})[rest] = tensor
+        else:
+            (parameters if name in parameters else buffers)[name] = tensor  # type: ignore[assignment]
+    children = {n: _twin(module.get_submodule(n), inside[n]) for n in inside}
+    modules = {**module._modules, **children}
+    twin.__dict__.update(_parameters=parameters, _buffers=buffers, _modules=modules)
     return twin

@@ -233,11 +233,10 @@ class EmbeddedEnsemble(nn.Module):
         *inputs, target = inputs_and_target
         total: Any = 0.0
         with torch.enable_grad(), self.run(tuple(inputs), kwargs, chunk=chunk, cut=True) as run:
-            for i, outputs in enumerate(run.chunks()):
+            for outputs in run.chunks():
                 loss = objective(outputs, target, criterion)
                 # What members share is computed in the first chunk, and backpropagated last.
-                retain = i == 0 and run.results is not None and run.results.meet(loss)
-                loss.backward(retain_graph=retain)
+                loss.backward(retain_graph=run.results is not None and run.results.meet(loss))
                 total = total + loss.detach()
             run.finish()
         return total
@@ -293,7 +292,9 @@ class EmbeddedEnsemble(nn.Module):
         shared = sum(p.numel() for p in self.shared_parameters())
         own = sum(p.numel() for p in self.individual_parameters())
         recompute = ", recompute" if self.plan.recompute else ""
+        why = self.folding.reason
         return (
             f"{self.plan.family}, members={self.members}, shared parameters={shared:,}, "
             f"individual parameters={own:,}{recompute}"
+            + (f", one member after another because {why}" if why else "")
         )

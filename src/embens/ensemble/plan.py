@@ -76,6 +76,7 @@ class Folding:
     Attributes:
         impossible: why they can't; empty where they can.
         unclear: the operations that may mix samples; empty where it is known that none does.
+        unclear_before: the same among what members share, if it is repeated for each of them.
         shares: whether what members share can stay as it is up to the first modulations, the
             ``border``; otherwise the inputs are repeated for each member.
         border: the modules whose input is still the same for all members.
@@ -83,6 +84,7 @@ class Folding:
 
     impossible: str = ""
     unclear: tuple[str, ...] = ()
+    unclear_before: tuple[str, ...] = ()
     shares: bool = False
     border: tuple[str, ...] = ()
 
@@ -128,9 +130,8 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as text."""
         sites = [{**asdict(site), "law": site.law.to_dict()} for site in self.sites]
-        return json.dumps(
-            {"format": FORMAT, "version": VERSION, "plan": asdict(self) | {"sites": sites}}
-        )
+        plan = {**asdict(self), "sites": sites}
+        return json.dumps({"format": FORMAT, "version": VERSION, "plan": plan})
 
     @classmethod
     def from_json(cls, text: str, laws: Iterable[type[Law]] = ()) -> Plan:
@@ -140,15 +141,10 @@ class Plan:
             raise ValueError("not an ensemble's header")
         if content.get("version") != VERSION:
             newer = content.get("version", 0) > VERSION
+            advice = "use a newer embens" if newer else "read it with embens 0.1"
             raise ValueError(
-                f"the file has format version {content.get('version')}, this embens reads "
-                f"{VERSION}; "
-                + (
-                    "use a newer embens"
-                    if newer
-                    else "save it again: embed the "
-                    "reference anew and load the tensors by hand, or use embens 0.1"
-                )
+                f"the header has format version {content.get('version')}, this embens reads "
+                f"{VERSION}; {advice}"
             )
         data = dict(content["plan"])
         data["sites"] = [Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"]]

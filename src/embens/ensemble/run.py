@@ -1,9 +1,8 @@
 """One pass of an ensemble: which members run now, with which numbers, on which rows.
 
 A pass goes through the network once for each chunk of members. Modules that differ between members
-find the :class:`Run` that is open in their thread and ask it for their numbers. A chunk of m members
-runs *folded*, as one batch of m·B rows, member after member, or member by member; the results are
-the same.
+find the :class:`Run` that is open in their thread and ask it for their numbers. A chunk of m
+members runs *folded*, as one batch of m·B rows, or member by member; the results are the same.
 
 What no modulation lies before is the same for all members: it is computed in the first chunk and
 kept for the others (:class:`SharedResults`), and rows are repeated where members begin to differ.
@@ -82,7 +81,9 @@ class Run:
         start: the first member of the chunk that runs.
         count: how many run now.
         index: the member of each row, in a batch that members split.
-        results: what members share; None where rows are each member's own from the start.
+        common: whether rows are those of the input up to the first modulations, rather than each
+            member's own from the start.
+        results: what members share; None where nothing is kept.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Run:
         self.start, self.count = 0, 1
         self.index: Tensor | None = None
         self.fresh: dict[int, Tensor] = {}
+        self.common = False
         self.results = self._new_results()
 
     def _new_results(self) -> SharedResults | None:
@@ -181,14 +183,11 @@ class Run:
             if spatial or x.dim() == 1:
                 numbers = numbers.view(-1, *(1,) * spatial)
             return x * numbers
-        shape = (self.count, *(1,) * (x.dim() - 1 - spatial), numbers.shape[1], *(1,) * spatial)
         if x.dim() < 2 + spatial:
             raise Unfoldable("an input has no batch axis")
-        if x.dim() > 2:
-            numbers = numbers.view(shape)
-        else:
-            numbers = numbers.unsqueeze(1)
-        if common and self.results is not None:
+        axes = (*(1,) * (x.dim() - 1 - spatial), numbers.shape[1], *(1,) * spatial)
+        numbers = numbers.unsqueeze(1) if x.dim() == 2 else numbers.view(self.count, *axes)
+        if common and self.common:
             return (x * numbers).flatten(0, 1)
         return (self.apart(x) * numbers).flatten(0, 1)
 
@@ -207,11 +206,7 @@ class Run:
 
     def rows_of(self, value: Any, a: int, *, common: bool) -> Any:
         """Return the rows of one of the members that run now, of a tensor."""
-        if (
-            not isinstance(value, Tensor)
-            or not value.dim()
-            or (common and self.results is not None)
-        ):
+        if not isinstance(value, Tensor) or not value.dim() or (common and self.common):
             return value
         if self.index is None:
             if value.shape[0] % self.count:
@@ -281,7 +276,7 @@ class Run:
 
     def folded(self, start: int, count: int, way: Way) -> Any:
         """Return the outputs of some members that run as one batch."""
-        self.start, self.count = start, count
+        self.start, self.count, self.common = start, count, way is Way.SHARED
         inputs, kwargs = self.inputs, self.kwargs
         results = self.results
         if self.batch == "own":
@@ -312,8 +307,8 @@ class Run:
 
     def split(self) -> Any:
         """Return the outputs of a batch whose row i belongs to member i mod M."""
-        way = Way.EACH if self.members == 1 else self.ensemble.folding.choose(self)
-        if way is Way.EACH:
+        alone = self.members == 1 or batch_size(self.inputs) == 0
+        if alone or self.ensemble.folding.choose(self) is Way.EACH:
             return self.split_each()
         try:
             return self.split_folded()
@@ -439,6 +434,7 @@ class SharedResults:
         self.found: dict[tuple[int, int], Any] = {}
         self.counts: dict[int, int] = {}
         self.edges: list[tuple[Tensor, Tensor]] = []
+        self.met = 0
 
     def restart(self) -> None:
         """Begin the next chunk."""
@@ -481,7 +477,10 @@ class SharedResults:
                 torch.autograd.backward(values, gradients)
 
     def meet(self, losses: Tensor) -> bool:
-        """Return whether losses and the cut results share a part of the graph that is freed."""
+        """Return whether losses and new cut results share a part of the graph that is freed."""
+        if len(self.edges) == self.met:
+            return False
+        self.met = len(self.edges)
         common = set().union(*(_nodes_before(value) for value, _ in self.edges))
         common &= _nodes_before(losses)
         return any(not node.name().endswith("AccumulateGrad") for node in common)

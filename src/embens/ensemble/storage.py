@@ -65,6 +65,7 @@ def read(
 def check_tensors(
     name: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> None:
+    """Check the tensors of a file against those that the ensemble needs."""
     for missing in expected.keys() - found.keys():
         raise ValueError(f"{name} has no tensor {missing!r}, which the reference needs")
     for extra in found.keys() - expected.keys():

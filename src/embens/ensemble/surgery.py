@@ -50,7 +50,7 @@ def operate(
         elif mine:
             copied = Modulated(copied, mine.get("pre"), mine.get("post"), border=name in border)
         memo[id(module)] = copied
-    network = memo.get(id(reference)) or copy.deepcopy(reference, memo)
+    network = copy.deepcopy(reference, memo)
     reading.disable_fast_paths(network)
     ensemble = EmbeddedEnsemble(network, plan)
     for name in plan.overwriting:
