@@ -71,13 +71,6 @@ def objective(
         name = next(iter(unknown))
         known = ("criterion", "batch", "of", "members")
         raise TypeError(f"objective has no argument {name!r}{closest(name, known)}")
-    if batch == "same" and of == "members" and isinstance(outputs, Tensor):
-        if criterion is None:
-            criterion = default_criterion(outputs, target)
-        if criterion is F.cross_entropy and outputs.dim() == 3 and members in (None, len(outputs)):
-            labels = target.repeat(len(outputs), *(1,) * (target.dim() - 1))
-            labels = labels if labels.is_floating_point() else labels.long()
-            return F.cross_entropy(outputs.flatten(0, 1), labels) * len(outputs)
     return member_losses(outputs, target, criterion, batch=batch, of=of, members=members).sum()
 
 

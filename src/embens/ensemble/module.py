@@ -176,7 +176,8 @@ class EmbeddedEnsemble(nn.Module):
         )
         budget = FOLDED_BYTES.get(x.device.type, FOLDED_BYTES["cuda"])
         itemsize = 4 if not x.is_floating_point() else x.element_size()
-        return max(1, min(self.members, budget // max(1, numbers * itemsize)))
+        most = max(1, min(self.members, budget // max(1, numbers * itemsize)))
+        return math.ceil(self.members / math.ceil(self.members / most))  # chunks of one size
 
     def _check_batch(self, inputs: tuple, batch: BatchKind) -> None:
         if batch == "same":
