@@ -26,6 +26,8 @@ Of = Literal["members", "mean"]
 OPTIONS = {"batch": ("same", "own", "split"), "of": ("members", "mean")}
 IGNORED = -100
 """The label that cross-entropy leaves out, as torch's does."""
+FEW_CLASSES = 32
+"""Up to here a softmax over the last but one axis is faster, above it one over the last axis."""
 
 
 def objective(
@@ -140,9 +142,9 @@ def default_criterion(outputs: Any, target: Any, batch: BatchKind = "same") -> C
             f"criterion: there is a default for tensors of outputs and targets; got a {kind}. Pass "
             "a function of (outputs, target) of one member."
         )
-    shape = outputs.shape[1:]
+    shape = outputs.shape if batch == "split" else outputs.shape[1:]
     if target.is_floating_point():
-        rows = target.shape if batch == "same" else target.shape[1:]
+        rows = target.shape[1:] if batch == "own" else target.shape
         soft = len(shape) == 2 and shape == rows and shape[1] > 1 and _are_probabilities(target)
         return F.cross_entropy if soft else F.mse_loss
     if target.dtype == torch.bool or target.is_complex():
@@ -167,15 +169,20 @@ def _are_probabilities(target: Tensor) -> bool:
 
 def _cross_entropies(outputs: Tensor, target: Tensor, batch: BatchKind) -> Tensor:
     """Return ``cross_entropy`` of each member, in one call."""
-    targets = target.unsqueeze(0) if batch == "same" else target
-    if not targets.is_floating_point():
-        targets = targets.long()
-    labels = targets.expand(len(outputs), *targets.shape[1:]).flatten(0, 1)
-    losses = F.cross_entropy(outputs.flatten(0, 1), labels, reduction="none")
-    losses = losses.view(len(outputs), -1)
-    if target.is_floating_point():
+    members, classes = len(outputs), outputs.shape[2]
+    soft = target.is_floating_point()
+    target = target if soft else target.long()
+    targets = target.expand(members, *target.shape) if batch == "same" else target
+    if classes <= FEW_CLASSES:  # members are torch's batch, their rows its positions
+        targets = targets.movedim(2, 1) if soft else targets
+        losses = F.cross_entropy(outputs.movedim(2, 1), targets, reduction="none").flatten(1)
+    else:
+        losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(0, 1), reduction="none")
+        losses = losses.view(members, -1)
+    if soft:
         return losses.mean(1)
-    return losses.sum(1) / (targets != IGNORED).flatten(1).sum(1)
+    rated = target != IGNORED
+    return losses.sum(1) / (rated.sum() if batch == "same" else rated.flatten(1).sum(1))
 
 
 def _squared_errors(outputs: Tensor, target: Tensor, batch: BatchKind) -> Tensor:
@@ -196,7 +203,7 @@ def _squared_errors(outputs: Tensor, target: Tensor, batch: BatchKind) -> Tensor
 
 def _split_losses(outputs: Any, target: Any, criterion: Criterion | None, members: int) -> Tensor:
     if criterion is None:
-        criterion = default_criterion(_add_axis(outputs), _add_axis(target), "own")
+        criterion = default_criterion(outputs, target, "split")
     losses = []
     for a in range(min(members, _length(outputs))):
         mine, wanted = (_add_axis(_rows(value, a, members)) for value in (outputs, target))

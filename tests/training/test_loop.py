@@ -49,7 +49,7 @@ WHOLE = data.DataSet(
 def bare_loop(ensemble, x, y, *, epochs, batch_size, lr=0.01, gamma=None, members=None, **kwargs):
     """Train as ``fit`` does by default, in the same order."""
     groups = ensemble.parameter_groups(lr, gamma=gamma, **kwargs)
-    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    optimizer = torch.optim.SGD(groups, momentum=0.9, fused=True)
     scheduler = linear_decay(epochs)(optimizer)
     for epoch in range(epochs):
         order = training_batches((x, y), batch_size, seed=0).order(epoch)
@@ -137,7 +137,7 @@ def test_a_loader_is_used_as_it_is():
     loader = DataLoader(TensorDataset(x, y), batch_size=20)
     ensemble, expected = problem.ensemble(), problem.ensemble()
     fit(ensemble, loader, DataLoader(TensorDataset(x, y), 7), epochs=2, keep="last")
-    optimizer = torch.optim.SGD(expected.parameter_groups(), momentum=0.9)
+    optimizer = torch.optim.SGD(expected.parameter_groups(), momentum=0.9, fused=True)
     scheduler = linear_decay(2)(optimizer)
     for _ in range(2):
         for inputs, target in loader:

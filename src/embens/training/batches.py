@@ -3,7 +3,7 @@
 A batch is ``(*inputs, target)``. Tensors and map-style data sets are shuffled by the run's seed and
 the number of the epoch alone, so that any batch can be had without those before it; a
 ``DataLoader`` is iterated as it is, and can only start an epoch anew. With several processes each
-takes its :class:`Part` of every batch; a loader has to deal out different rows itself
+takes its part of every batch; a loader has to deal out different rows itself
 (``DistributedSampler``).
 """
 
@@ -18,23 +18,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from embens.training import randomness
+from embens.training.parallel import ALONE, World
 
 EXPECTED = (
     "expected tensors (inputs, targets), a torch Dataset of such pairs, or a DataLoader of batches"
 )
+_BLOCK = 2**24  # bytes of tensors that are put into a new order at once
 
 
-class Part(NamedTuple):
-    """This process's part of the work: the number of the process, and how many there are."""
-
-    rank: int = 0
-    of: int = 1
-
-
-ALONE = Part()
-
-
-class Batch(NamedTuple):
+class Minibatch(NamedTuple):
     """One step's data: how many rows are here, of how many in all processes (None: not known)."""
 
     inputs: tuple[Any, ...]
@@ -43,61 +35,83 @@ class Batch(NamedTuple):
     total: int | None
 
 
+class Samples(NamedTuple):
+    """Samples that are found by number.
+
+    Attributes:
+        fetch: returns ``(*inputs, target)`` of some of them.
+        count: how many there are.
+        together: how many may be fetched at once; 0: one batch at a time, since items that are
+            random must be drawn in the order of the batches.
+    """
+
+    fetch: Callable[[Tensor], Sequence[Any]]
+    count: int
+    together: int = 0
+
+
 class Shuffled:
-    """Batches of rows that are found by number.
+    """Batches of samples that are found by number.
 
     Args:
-        fetch: returns ``(*inputs, target)`` of some rows.
-        rows: how many there are.
+        samples: what to take them from.
         batch_size: rows a batch has in all processes.
         seed: of the order.
         own: a different order, and a leading axis, for each of so many members.
-        part: this process's.
+        world: this process's place.
     """
 
     resumable = True
 
     def __init__(
         self,
-        fetch: Callable[[Tensor], Sequence[Any]],
-        rows: int,
+        samples: Samples,
         batch_size: int,
         *,
         seed: int,
-        own: int | None,
-        part: Part,
+        own: int | None = None,
+        world: World = ALONE,
     ):
-        self.fetch, self.rows, self.batch_size = fetch, rows, batch_size
-        self.seed, self.own, self.part = seed, own, part
+        self.samples, self.count, self.batch_size = samples, samples.count, batch_size
+        self.seed, self.own, self.world = seed, own, world
 
     def __len__(self) -> int:
-        return -(-self.rows // self.batch_size)
+        return -(-self.count // self.batch_size)
 
     def order(self, epoch: int) -> Tensor:
         """Return the order of the rows in an epoch; with ``own``, one for each member."""
         generator = torch.Generator().manual_seed(randomness.combine(self.seed, epoch))
-        orders = [torch.randperm(self.rows, generator=generator) for _ in range(self.own or 1)]
+        orders = [torch.randperm(self.count, generator=generator) for _ in range(self.own or 1)]
         return torch.stack(orders) if self.own else orders[0]
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
         """Yield the batches of an epoch from one on."""
-        order = self.order(epoch)
-        for step in range(start, len(self)):
-            index = order[..., step * self.batch_size : (step + 1) * self.batch_size]
-            total = rows = index.shape[-1]
-            if self.part.of > 1:
-                index = index.tensor_split(self.part.of, dim=-1)[self.part.rank]
-                rows = index.shape[-1]
-                if rows == 0:  # too few to share: run any row, and count it as none
-                    index = order[..., :1]
-            *inputs, target = self._fetch(index)
-            yield Batch(tuple(inputs), target, rows, total)
+        indices = self.order(epoch).split(self.batch_size, -1)
+        if self.own or self.world.size > 1:
+            yield from map(self._part, indices[start:])
+            return
+        block = max(1, self.samples.together // self.batch_size)
+        for first in range(start - start % block, len(self), block):
+            several = indices[first : first + block]
+            sizes = [len(index) for index in several]
+            values = self.samples.fetch(torch.cat(several))
+            columns = [v.split(sizes) for v in values] if block > 1 else [[v] for v in values]
+            for step, (*inputs, target) in enumerate(zip(*columns, strict=True)):
+                if first + step >= start:
+                    yield Minibatch(tuple(inputs), target, sizes[step], sizes[step])
 
-    def _fetch(self, index: Tensor) -> Sequence[Any]:
-        if self.own is None:
-            return self.fetch(index)
-        values = self.fetch(index.flatten())
-        return [tree_map(lambda v: v.unflatten(0, index.shape), v) for v in values]
+    def _part(self, index: Tensor) -> Minibatch:
+        """Return this process's part of a batch."""
+        total = index.shape[-1]
+        mine = index.tensor_split(self.world.size, -1)[self.world.rank]
+        rows = mine.shape[-1]
+        if rows == 0:  # too few to share: run any row, and count it as none
+            mine = index[..., :1]
+        values = self.samples.fetch(mine.flatten())
+        if self.own:
+            values = [tree_map(lambda v: v.unflatten(0, mine.shape), v) for v in values]
+        *inputs, target = values
+        return Minibatch(tuple(inputs), target, rows, total)
 
     def state(self) -> dict[str, Any]:
         """Return what is needed to go on after a restart, besides the epoch's number."""
@@ -114,6 +128,7 @@ class Loaded:
 
     def __init__(self, loader: DataLoader, own: int | None):
         self.loader, self.own = loader, own
+        self.count = len(self)
 
     def __len__(self) -> int:
         try:
@@ -121,7 +136,7 @@ class Loaded:
         except TypeError:  # of an iterable data set without a length
             return 0
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
         """Yield the batches of an epoch."""
         if hasattr(self.loader.sampler, "set_epoch"):
             self.loader.sampler.set_epoch(epoch)  # type: ignore[union-attr]
@@ -132,7 +147,7 @@ class Loaded:
                     "Give the data set or the collate_fn that form."
                 )
             *inputs, target = values
-            yield Batch(tuple(inputs), target, count_rows(target, self.own), None)
+            yield Minibatch(tuple(inputs), target, count_rows(target, self.own), None)
 
     def _generators(self) -> list[torch.Generator]:
         found = (self.loader.generator, getattr(self.loader.sampler, "generator", None))
@@ -157,15 +172,14 @@ def count_rows(target: Any, own: int | None = None) -> int:
 
 
 def training_batches(
-    data: Any, batch_size: int, *, seed: int, own: int | None = None, part: Part = ALONE
+    data: Any, batch_size: int, *, seed: int, own: int | None = None, world: World = ALONE
 ) -> Shuffled | Loaded:
     """Return the batches to train on."""
+    if isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size)
     if isinstance(data, DataLoader):
         return Loaded(data, own)
-    if isinstance(data, IterableDataset):
-        return Loaded(DataLoader(data, batch_size), own)
-    fetch, rows = _rows_of(data, "train")
-    return Shuffled(fetch, rows, batch_size, seed=seed, own=own, part=part)
+    return Shuffled(samples_of(data, "train"), batch_size, seed=seed, own=own, world=world)
 
 
 def validation_batches(data: Any, batch_size: int) -> Callable[[], Iterator[tuple[tuple, Any]]]:
@@ -173,39 +187,47 @@ def validation_batches(data: Any, batch_size: int) -> Callable[[], Iterator[tupl
     if isinstance(data, (DataLoader, IterableDataset)):
         loaded = training_batches(data, batch_size, seed=0)
         return lambda: ((batch.inputs, batch.target) for batch in loaded.epoch(0))
-    fetch, rows = _rows_of(data, "validation")
+    samples = samples_of(data, "validation")
 
     def batches() -> Iterator[tuple[tuple, Any]]:
-        for index in torch.arange(rows).split(batch_size):
-            *inputs, target = fetch(index)
+        for index in torch.arange(samples.count).split(batch_size):
+            *inputs, target = samples.fetch(index)
             yield tuple(inputs), target
 
     return batches
 
 
-def _rows_of(data: Any, name: str) -> tuple[Callable[[Tensor], Sequence[Any]], int]:
-    """Return a function from numbers of rows to ``(*inputs, target)``, and how many there are."""
+def samples_of(data: Any, name: str) -> Samples:
+    """Return the samples in tensors or in a map-style data set; ``name`` is for messages."""
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, (tuple, list)):
-        if len(data) < 2 or not all(isinstance(t, Tensor) and t.dim() for t in data):
-            got = ", ".join(type(t).__name__ for t in data)
-            raise TypeError(f"{name}: {EXPECTED}; got ({got})")
-        rows = len(data[-1])
-        if any(len(t) != rows for t in data):
-            shapes = ", ".join(str(tuple(t.shape)) for t in data)
-            raise ValueError(f"{name}: expected as many inputs as targets; got shapes {shapes}")
-        fetch = _fetch_tensors(data)
+        samples = _samples_of_tensors(data, name)
     elif isinstance(data, Dataset) or _is_map(data):
-        rows = len(data)  # type: ignore[arg-type]
-        fetch = _fetch_items(data)
+        samples = Samples(lambda index: _collate(data, index.tolist()), len(data))  # type: ignore[arg-type]
     else:
         parts = hasattr(data, "train") and hasattr(data, "test")
         hint = ". Pass one part: data.train" if parts else ""
         raise TypeError(f"{name}: {EXPECTED}; got {type(data).__name__}{hint}")
-    if rows == 0:
+    if samples.count == 0:
         raise ValueError(f"{name}: expected at least one sample; got none")
-    return fetch, rows
+    return samples
+
+
+def _samples_of_tensors(tensors: Sequence[Any], name: str) -> Samples:
+    if len(tensors) < 2 or not all(isinstance(t, Tensor) and t.dim() for t in tensors):
+        got = ", ".join(type(t).__name__ for t in tensors)
+        raise TypeError(f"{name}: {EXPECTED}; got ({got})")
+    count = len(tensors[-1])
+    if any(len(t) != count for t in tensors):
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise ValueError(f"{name}: expected as many inputs as targets; got shapes {shapes}")
+    size = sum(t.nbytes for t in tensors) // max(1, count)
+    return Samples(
+        lambda index: [t.index_select(0, index.to(t.device)) for t in tensors],
+        count,
+        _BLOCK // max(1, size),
+    )
 
 
 def _is_map(data: Any) -> bool:
@@ -217,24 +239,13 @@ def _is_map(data: Any) -> bool:
     )
 
 
-def _fetch_tensors(tensors: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Any]]:
-    def fetch(index: Tensor) -> Sequence[Tensor]:
-        return [t.index_select(0, index.to(t.device)) for t in tensors]
-
-    return fetch
-
-
-def _fetch_items(data: Any) -> Callable[[Tensor], Sequence[Any]]:
-    def fetch(index: Tensor) -> Sequence[Any]:
-        numbers = index.tolist()
-        many = getattr(data, "__getitems__", None)
-        items = many(numbers) if many else [data[i] for i in numbers]
-        values = default_collate(items)
-        if not isinstance(values, (tuple, list)) or len(values) < 2:
-            raise TypeError(
-                "the data set: expected items (input, target); got "
-                f"{type(items[0]).__name__}. Wrap it in one that returns such pairs."
-            )
-        return values
-
-    return fetch
+def _collate(data: Any, numbers: list[int]) -> Sequence[Any]:
+    many = getattr(data, "__getitems__", None)
+    items = many(numbers) if many else [data[i] for i in numbers]
+    values = default_collate(items)
+    if not isinstance(values, (tuple, list)) or len(values) < 2:
+        raise TypeError(
+            f"the data set: expected items (input, target); got {type(items[0]).__name__}. Wrap it "
+            "in one that returns such pairs."
+        )
+    return values

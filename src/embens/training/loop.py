@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -24,13 +25,14 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import BatchKind, Criterion, Of
 from embens.training import parallel, randomness
-from embens.training.batches import Part, training_batches, validation_batches
+from embens.training.batches import training_batches, validation_batches
 from embens.training.checkpoint import Checkpoints
 from embens.training.history import History
+from embens.training.parallel import World
 from embens.training.progress import Silent, make_progress
 from embens.training.rates import MakeScheduler
-from embens.training.run import Run
 from embens.training.settings import Metric, Settings
+from embens.training.trainer import Trainer
 
 
 def fit(
@@ -120,39 +122,21 @@ def fit(
         >>> history.epochs[-1]["ensemble_accuracy"] > 0.9
         True
     """
+    given = locals()
     if unknown:
         name = next(iter(unknown))
         known = [k for k in inspect.signature(fit).parameters if k != "unknown"]
         raise TypeError(f"fit has no argument {name!r}{closest(name, known)}")
     _check_ensemble(ensemble)
-    settings = Settings(
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        modulation_lr=modulation_lr,
-        weight_decay=weight_decay,
-        modulation_weight_decay=modulation_weight_decay,
-        gamma=gamma,
-        criterion=criterion,
-        batch=batch,
-        of=of,
-        chunk=chunk,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        metric=metric,
-        maximise=maximise,
-        patience=patience,
-        keep=keep,
-        seed=seed,
-    )
+    settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
     settings.check(validation is not None)
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise ValueError(f"every: expected a whole number of steps of at least 1; got {every!r}")
     modes = [(module, module.training) for module in ensemble.modules()]
     try:
-        part = parallel.join(next(ensemble.parameters()).device)
+        world = parallel.join(next(ensemble.parameters()).device)
         with randomness.seeded(seed), torch.enable_grad():
-            return _fit(ensemble, train, validation, settings, part, checkpoint, every, progress)
+            return _fit(ensemble, train, validation, settings, world, checkpoint, every, progress)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -163,32 +147,32 @@ def _fit(
     train: Any,
     validation: Any,
     settings: Settings,
-    part: Part,
+    world: World,
     checkpoint: str | os.PathLike[str] | None,
     every: int | None,
     progress: bool | None,
 ) -> History:
-    if part.of > 1 and settings.batch == "split":
+    if world.size > 1 and settings.batch == "split":
         raise ValueError(
             "batch='split' deals out the rows of one batch to members, which several processes "
             "can't do for each other; use one process, or batch='same' or 'own'"
         )
     own = ensemble.members if settings.batch == "own" else None
-    batches = training_batches(train, settings.batch_size, seed=settings.seed, own=own, part=part)
+    batches = training_batches(train, settings.batch_size, seed=settings.seed, own=own, world=world)
     held = None if validation is None else validation_batches(validation, settings.batch_size)
-    show = make_progress(progress, settings.epochs, len(batches)) if part.rank == 0 else Silent()
-    parallel.broadcast_(part, ensemble.state_dict().values())
-    run = Run(ensemble, settings, batches, held, part, show)
+    show = make_progress(progress, settings.epochs, len(batches)) if world.rank == 0 else Silent()
+    parallel.broadcast_(world, ensemble.state_dict().values())
+    run = Trainer(ensemble, settings, batches, held, world, show)
     checkpoints = None
     if checkpoint is not None:
-        rows = getattr(batches, "rows", len(batches))
+        rows = batches.count
         description = settings.describe(ensemble, run.optimizer, rows)
         checkpoints = Checkpoints(checkpoint, description)
         state = checkpoints.load_last()
         if state is not None:
             run.load(state)
-    parallel.broadcast_(part, ensemble.state_dict().values())  # nobody starts before all have read
-    if checkpoints is not None and part.rank == 0:
+    parallel.broadcast_(world, ensemble.state_dict().values())  # nobody starts before all have read
+    if checkpoints is not None and world.rank == 0:
         checkpoints.remove_leftovers()
     with show:
         return run.train(checkpoints, every)

@@ -9,6 +9,8 @@ import sys
 import time
 from typing import Any
 
+from torch import Tensor
+
 _INTERVAL = 0.1  # seconds between updates of the bar
 
 
@@ -24,8 +26,8 @@ class Silent:
     def start(self, done: int) -> None:
         """Say that so many steps were done before."""
 
-    def step(self, loss: float) -> None:
-        """Show that a step was done."""
+    def step(self, loss: Tensor, members: int) -> None:
+        """Show that a step was done, and the sum of the members' losses in it."""
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Show how an epoch ended."""
@@ -83,14 +85,16 @@ class Bar(Silent):
         """Say that so many steps were done before."""
         self.done = self.before = done
 
-    def step(self, loss: float) -> None:
+    def step(self, loss: Tensor, members: int) -> None:
         """Move the bar, a few times a second."""
         self.done += 1
         now = time.monotonic()
         if now - self.shown > _INTERVAL:
             self.shown = now
             rate = f"{(self.done - self.before) / max(now - self.began, 1e-9):.1f} steps/s"
-            self.bar.update(self.task, completed=self.done, loss=f"{loss:.4g}", rate=rate)
+            self.bar.update(
+                self.task, completed=self.done, loss=f"{float(loss) / members:.4g}", rate=rate
+            )
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Show the last epoch beside the bar."""

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from embens import checks, metrics
-from embens.checks import Gamma, closest
+from embens import metrics
+from embens.checks import Gamma, closest, gradient_factor
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import OPTIONS, BatchKind, Criterion, Of
-from embens.training import rates
+from embens.training.rates import MakeScheduler, linear_decay
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
@@ -47,7 +48,7 @@ class Settings:
     of: Of
     chunk: int | None
     optimizer: MakeOptimizer | None
-    scheduler: rates.MakeScheduler | None
+    scheduler: MakeScheduler | None
     metric: Metric
     maximise: bool | None
     patience: int | None
@@ -100,22 +101,29 @@ class Settings:
         return known
 
     def make_optimizer(self, ensemble: EmbeddedEnsemble) -> Optimizer:
-        """Return the optimizer, gamma in its rates."""
-        make = rates.sgd if self.optimizer is None else self.optimizer
+        """Return the optimizer, with gamma in its rates; None: SGD with momentum 0.9."""
+        make = self.optimizer or functools.partial(SGD, momentum=0.9, fused=_can_fuse(ensemble))
         groups = ensemble.parameter_groups(
             *(self.lr, self.modulation_lr, self.weight_decay),
             gamma=self.gamma,
-            optimizer=SGD if self.optimizer is None else make,
+            optimizer=make,
             modulation_weight_decay=self.modulation_weight_decay,
         )
         return make(groups)
+
+    def make_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        """Return the scheduler; None: the paper's."""
+        return (self.scheduler or linear_decay(self.epochs))(optimizer)
+
+    def gamma_of(self, ensemble: EmbeddedEnsemble) -> float:
+        """Return the number that gamma stands for."""
+        members = ensemble.members
+        return members * gradient_factor(self.gamma, members, ensemble.natural_gamma)
 
     def describe(
         self, ensemble: EmbeddedEnsemble, optimizer: Optimizer, rows: int
     ) -> dict[str, Any]:
         """Return what identifies a run, for its checkpoints."""
-        members, natural = ensemble.members, ensemble.natural_gamma
-        factor = checks.gradient_factor(self.gamma, members, natural)
         hidden = ("lr", "initial_lr")
         groups = [
             {k: v for k, v in group.items() if k not in hidden and _is_plain(v)}
@@ -126,7 +134,7 @@ class Settings:
         sites = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in ensemble.plan.sites]
         return {
             "family": ensemble.plan.family,
-            "members": members,
+            "members": ensemble.members,
             "sites": sites,
             **{
                 f"shape of {name}": [list(tensor.shape), str(tensor.dtype)]
@@ -134,10 +142,20 @@ class Settings:
             },
             **plain,
             **{name: describe(getattr(self, name)) for name in named},
-            "gamma": factor * members,
+            "gamma": self.gamma_of(ensemble),
             "optimizer": {"name": type(optimizer).__name__, "groups": groups},
             "batches or rows": rows,
         }
+
+
+def _can_fuse(ensemble: EmbeddedEnsemble) -> bool:
+    """Return whether one fused kernel may update all parameters.
+
+    On the CPU torch's takes any memory for contiguous, and it has none for sparse gradients.
+    """
+    return all(
+        p.is_contiguous() and p.device.type == "cpu" for p in ensemble.parameters()
+    ) and not (any(getattr(module, "sparse", False) for module in ensemble.modules()))
 
 
 def _is_plain(value: Any) -> bool:
