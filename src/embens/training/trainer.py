@@ -123,11 +123,10 @@ class Trainer:
         for parameter in self.parameters:
             parameter.grad = None
         try:
-            losses, outputs = self._backward(inputs, target)
+            loss, losses, outputs = self._backward(inputs, target)
         except (RuntimeError, ValueError):  # what is not finite may be refused somewhere
             self.check_losses()
             raise
-        loss = losses.detach().sum()
         loss = parallel.average_(self.world, loss, self.parameters, batch.rows, batch.total)
         if self.norms is None:
             self.norms = [gradient_norm(self.shared), gradient_norm(self.individual)]
@@ -141,13 +140,14 @@ class Trainer:
             self.check_losses()
         self.progress.step(loss, len(losses))
 
-    def _backward(self, inputs: tuple, target: Any) -> tuple[Tensor, Any]:
-        """Run forward and backward; return the members' losses and outputs."""
+    def _backward(self, inputs: tuple, target: Any) -> tuple[Tensor, Tensor, Any]:
+        """Run forward and backward; return the objective, the members' losses, their outputs."""
         if self.settings.chunk is None:
             outputs = self.ensemble(*inputs, batch=self.settings.batch)
             losses = self._losses(outputs, target, self.settings.batch)
-            losses.sum().backward()
-            return losses, outputs
+            loss = losses.sum()
+            loss.backward()
+            return loss.detach(), losses, outputs
         seen: list[tuple[Any, Tensor]] = []
 
         def watched(outputs: Any, target: Any) -> Tensor:
@@ -156,10 +156,10 @@ class Trainer:
             return losses[:, None]
 
         watched.over_members = True  # type: ignore[attr-defined]
-        self.ensemble.backward(*inputs, target, criterion=watched, chunk=self.settings.chunk)
+        loss = self.ensemble.backward(*inputs, target, criterion=watched, chunk=self.settings.chunk)
         whole = all(isinstance(outputs, Tensor) for outputs, _ in seen)
         outputs = torch.cat([outputs for outputs, _ in seen]) if whole else None
-        return torch.cat([losses for _, losses in seen]), outputs
+        return loss, torch.cat([losses for _, losses in seen]), outputs
 
     def _losses(self, outputs: Any, target: Any, batch: BatchKind = "same") -> Tensor:
         if self.criterion is None:
