@@ -376,9 +376,9 @@ def test_no_epochs_change_nothing():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"epochs": -1}, ValueError, "epochs: expected a whole number of at least 0; got -1"),
-        ({"batch_size": 0}, ValueError, "batch_size: expected a whole number of at least 1"),
-        ({"every": 0}, ValueError, "every: expected a whole number of steps"),
+        ({"epochs": -1}, ValueError, "epochs must be at least 0; got -1"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
+        ({"every": 0}, ValueError, "every must be at least 1"),
         ({"patience": 3}, ValueError, "patience: early stopping needs validation data"),
         ({"keep": "bets"}, ValueError, "keep: unknown 'bets'; did you mean 'best'"),
         ({"batch": "spilt"}, ValueError, "batch: unknown 'spilt'; did you mean 'split'"),

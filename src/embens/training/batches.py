@@ -74,6 +74,7 @@ class Shuffled:
     ):
         self.samples, self.count, self.batch_size = samples, samples.count, batch_size
         self.seed, self.own, self.world = seed, own, world
+        self.generators: list[torch.Generator] = []
 
     def __len__(self) -> int:
         return -(-self.count // self.batch_size)
@@ -113,22 +114,18 @@ class Shuffled:
         *inputs, target = values
         return Minibatch(tuple(inputs), target, rows, total)
 
-    def state(self) -> dict[str, Any]:
-        """Return what is needed to go on after a restart, besides the epoch's number."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-
 
 class Loaded:
-    """Batches of a user's loader."""
+    """Batches of a user's loader, which may draw from generators of its own."""
 
     resumable = False
 
     def __init__(self, loader: DataLoader, own: int | None):
         self.loader, self.own = loader, own
         self.count = len(self)
+        found = (loader.generator, getattr(loader.sampler, "generator", None))
+        found = {id(g): g for g in found if isinstance(g, torch.Generator)}
+        self.generators = list(found.values())
 
     def __len__(self) -> int:
         try:
@@ -148,19 +145,6 @@ class Loaded:
                 )
             *inputs, target = values
             yield Minibatch(tuple(inputs), target, count_rows(target, self.own), None)
-
-    def _generators(self) -> list[torch.Generator]:
-        found = (self.loader.generator, getattr(self.loader.sampler, "generator", None))
-        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-    def state(self) -> dict[str, Any]:
-        """Return the states of the loader's own generators."""
-        return {"generators": [g.get_state() for g in self._generators()]}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        for generator, value in zip(self._generators(), state["generators"], strict=True):
-            generator.set_state(value)
 
 
 def count_rows(target: Any, own: int | None = None) -> int:
@@ -203,7 +187,11 @@ def samples_of(data: Any, name: str) -> Samples:
         data = data.tensors
     if isinstance(data, (tuple, list)):
         samples = _samples_of_tensors(data, name)
-    elif isinstance(data, Dataset) or _is_map(data):
+    elif isinstance(data, Dataset) or (
+        hasattr(data, "__getitem__")
+        and hasattr(data, "__len__")
+        and not isinstance(data, (Tensor, dict, str))
+    ):
         samples = Samples(lambda index: _collate(data, index.tolist()), len(data))  # type: ignore[arg-type]
     else:
         parts = hasattr(data, "train") and hasattr(data, "test")
@@ -227,15 +215,6 @@ def _samples_of_tensors(tensors: Sequence[Any], name: str) -> Samples:
         lambda index: [t.index_select(0, index.to(t.device)) for t in tensors],
         count,
         _BLOCK // max(1, size),
-    )
-
-
-def _is_map(data: Any) -> bool:
-    """Return whether an object, not derived from torch's ``Dataset``, can be used like one."""
-    return (
-        hasattr(data, "__getitem__")
-        and hasattr(data, "__len__")
-        and not isinstance(data, (Tensor, dict, str))
     )
 
 

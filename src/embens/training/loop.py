@@ -13,14 +13,13 @@ What ``fit`` adds is around it: validation, a history, checkpoints, several proc
 
 from __future__ import annotations
 
-import inspect
 import os
 from dataclasses import fields
 from typing import Any
 
 import torch
 
-from embens.checks import Gamma, closest
+from embens.checks import Gamma, check_whole, closest
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import BatchKind, Criterion, Of
@@ -123,15 +122,14 @@ def fit(
         True
     """
     given = locals()
-    if unknown:
-        name = next(iter(unknown))
-        known = [k for k in inspect.signature(fit).parameters if k != "unknown"]
-        raise TypeError(f"fit has no argument {name!r}{closest(name, known)}")
+    for name in unknown:
+        known = given.keys() - {"unknown"}
+        raise TypeError(f"fit has no argument {name!r}{closest(name, sorted(known))}")
     _check_ensemble(ensemble)
     settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
     settings.check(validation is not None)
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise ValueError(f"every: expected a whole number of steps of at least 1; got {every!r}")
+    if every is not None:
+        check_whole("every", every)
     modes = [(module, module.training) for module in ensemble.modules()]
     try:
         world = parallel.join(next(ensemble.parameters()).device)
@@ -165,11 +163,9 @@ def _fit(
     run = Trainer(ensemble, settings, batches, held, world, show)
     checkpoints = None
     if checkpoint is not None:
-        rows = batches.count
-        description = settings.describe(ensemble, run.optimizer, rows)
+        description = settings.describe(ensemble, run.optimizer, batches.count)
         checkpoints = Checkpoints(checkpoint, description)
-        state = checkpoints.load_last()
-        if state is not None:
+        if (state := checkpoints.load_last()) is not None:
             run.load(state)
     parallel.broadcast_(world, ensemble.state_dict().values())  # nobody starts before all have read
     if checkpoints is not None and world.rank == 0:

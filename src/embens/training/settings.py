@@ -6,16 +6,16 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from embens import metrics
-from embens.checks import Gamma, closest, gradient_factor
+from embens.checks import Gamma, check_choice, check_whole, closest, gradient_factor
 from embens.ensemble.rates import MakeOptimizer
-from embens.objective import OPTIONS, BatchKind, Criterion, Of
+from embens.objective import BatchKind, Criterion, Of
 from embens.training.rates import MakeScheduler, linear_decay
 
 if TYPE_CHECKING:
@@ -59,18 +59,11 @@ class Settings:
         """Raise where a value, or a combination, has no meaning."""
         least = {"epochs": 0, "batch_size": 1, "chunk": 1, "patience": 1, "seed": 0}
         for name, low in least.items():
-            value = getattr(self, name)
-            if value is None and name in ("chunk", "patience"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(
-                    f"{name}: expected a whole number of at least {low}; got {value!r}"
-                )
-        choices = {**OPTIONS, "keep": ("best", "last")}
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name}: unknown {value!r}{closest(value, allowed)}")
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), low)
+        check_choice("batch", self.batch, get_args(BatchKind))
+        check_choice("of", self.of, get_args(Of))
+        check_choice("keep", self.keep, ("best", "last"))
         if self.chunk is not None and (self.batch != "same" or self.of != "members"):
             raise ValueError(
                 "chunk= runs members one group after another on the same batch; it can't be "
@@ -124,24 +117,19 @@ class Settings:
         self, ensemble: EmbeddedEnsemble, optimizer: Optimizer, rows: int
     ) -> dict[str, Any]:
         """Return what identifies a run, for its checkpoints."""
-        hidden = ("lr", "initial_lr")
+        hidden = ("params", "lr", "initial_lr")
         groups = [
-            {k: v for k, v in group.items() if k not in hidden and _is_plain(v)}
+            {k: describe(v) for k, v in group.items() if k not in hidden}
             for group in optimizer.param_groups
         ]
-        plain = {k: v for k, v in vars(self).items() if v is None or _is_plain(v)}
-        named = ("criterion", "scheduler", "metric")
         sites = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in ensemble.plan.sites]
+        tensors = ensemble.state_dict().items()
         return {
             "family": ensemble.plan.family,
             "members": ensemble.members,
             "sites": sites,
-            **{
-                f"shape of {name}": [list(tensor.shape), str(tensor.dtype)]
-                for name, tensor in ensemble.state_dict().items()
-            },
-            **plain,
-            **{name: describe(getattr(self, name)) for name in named},
+            **{f"shape of {name}": [list(t.shape), str(t.dtype)] for name, t in tensors},
+            **{name: describe(value) for name, value in vars(self).items()},
             "gamma": self.gamma_of(ensemble),
             "optimizer": {"name": type(optimizer).__name__, "groups": groups},
             "batches or rows": rows,
@@ -153,31 +141,25 @@ def _can_fuse(ensemble: EmbeddedEnsemble) -> bool:
 
     On the CPU torch's takes any memory for contiguous, and it has none for sparse gradients.
     """
-    return all(
-        p.is_contiguous() and p.device.type == "cpu" for p in ensemble.parameters()
-    ) and not (any(getattr(module, "sparse", False) for module in ensemble.modules()))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(_is_plain(v) for v in value)
-    return isinstance(value, (bool, int, str)) or (
-        isinstance(value, float) and not math.isnan(value)
-    )
+    sparse = any(getattr(module, "sparse", False) for module in ensemble.modules())
+    dense = (p.is_contiguous() and p.device.type == "cpu" for p in ensemble.parameters())
+    return not sparse and all(dense)
 
 
 def describe(value: Any) -> Any:
-    """Return a name for a function, a module or a number that is the same in every process."""
-    if value is None or _is_plain(value):
+    """Return JSON for a function, a module or a number that is the same in every process."""
+    if isinstance(value, (tuple, list)):
+        return [describe(v) for v in value]
+    if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, float):
+        return str(value) if math.isnan(value) else value
     if isinstance(value, functools.partial):
-        return [describe(value.func), *map(describe, value.args)] + [
-            [key, describe(v)] for key, v in sorted(value.keywords.items())
-        ]
+        return describe([value.func, value.args, sorted(value.keywords.items())])
     if isinstance(value, Tensor):
         return value.tolist() if value.numel() < 1000 else list(value.shape)
     if isinstance(value, nn.Module):
-        return [repr(value), *(describe(t) for t in value.state_dict().values())]
+        return [repr(value), *map(describe, value.state_dict().values())]
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return type(value).__name__

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
-from embens.objective import BatchKind, default_criterion, member_losses
+from embens.objective import BatchKind, default_criterion, member_losses, squared_error
 from embens.prediction import evaluating
 from embens.training import parallel, randomness
 from embens.training.batches import Loaded, Minibatch, Shuffled, count_rows
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
 
 _CHECK_EVERY = 64  # steps between looks at whether losses are finite
-_DEFAULTS = {f.__name__: f for f in (F.cross_entropy, F.mse_loss)}
+_DEFAULTS = {f.__name__: f for f in (torch.nn.functional.cross_entropy, squared_error)}
 
 
 class Divergence(ArithmeticError):
@@ -303,7 +302,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "random": randomness.get_states(),
-            "batches": self.batches.state(),
+            "generators": [g.get_state() for g in self.batches.generators],
             "tally": sums,
             "criterion": self.criterion.__name__ if default else None,
             **{name: getattr(self, name) for name in _POSITION},
@@ -319,7 +318,8 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         randomness.set_states(state["random"])
-        self.batches.load_state(state["batches"])
+        for generator, value in zip(self.batches.generators, state["generators"], strict=True):
+            generator.set_state(value)
         self.criterion = _DEFAULTS.get(state["criterion"], self.criterion)
         if self.world.rank == 0:
             for name, value in state["tally"].items():
