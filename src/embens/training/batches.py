@@ -1,10 +1,10 @@
 """Where batches come from: tensors, data sets or loaders.
 
-A batch is ``(*inputs, target)``. Tensors and map-style data sets are shuffled by the run's seed and
-the number of the epoch alone, so that any batch can be had without those before it; a
-``DataLoader`` is iterated as it is, and can only start an epoch anew. With several processes each
-takes its part of every batch; a loader has to deal out different rows itself
-(``DistributedSampler``).
+A batch is ``(*inputs, target)``, or ``(inputs, target)`` with a tuple of several inputs. Tensors
+and map-style data sets are shuffled by the run's seed and the number of the epoch alone, so that
+any batch can be had without those before it; a ``DataLoader`` is iterated as it is, and can only
+start an epoch anew. With several processes each takes its part of every batch; a loader has to deal
+out different rows itself (``DistributedSampler``).
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Shuffled:
             sizes = [len(index) for index in several]
             values = self.samples.fetch(torch.cat(several))
             columns = [v.split(sizes) for v in values] if block > 1 else [[v] for v in values]
-            for step, (*inputs, target) in enumerate(zip(*columns, strict=True)):
+            for step, batch in enumerate(zip(*columns, strict=True)):
                 if first + step >= start:
-                    yield Minibatch(tuple(inputs), target, sizes[step], sizes[step])
+                    yield Minibatch(*parts_of(batch), sizes[step], sizes[step])
 
     def _part(self, index: Tensor) -> Minibatch:
         """Return this process's part of a batch."""
@@ -111,8 +111,7 @@ class Shuffled:
         values = self.samples.fetch(mine.flatten())
         if self.own:
             values = [tree_map(lambda v: v.unflatten(0, mine.shape), v) for v in values]
-        *inputs, target = values
-        return Minibatch(tuple(inputs), target, rows, total)
+        return Minibatch(*parts_of(values), rows, total)
 
 
 class Loaded:
@@ -143,8 +142,15 @@ class Loaded:
                     f"the loader: expected batches (inputs, targets); got {type(values).__name__}. "
                     "Give the data set or the collate_fn that form."
                 )
-            *inputs, target = values
-            yield Minibatch(tuple(inputs), target, count_rows(target, self.own), None)
+            inputs, target = parts_of(values)
+            yield Minibatch(inputs, target, count_rows(target, self.own), None)
+
+
+def parts_of(values: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    """Return the inputs and the target of a batch."""
+    *inputs, target = values
+    several = len(inputs) == 1 and isinstance(inputs[0], (tuple, list))
+    return tuple(inputs[0] if several else inputs), target
 
 
 def count_rows(target: Any, own: int | None = None) -> int:
@@ -175,8 +181,7 @@ def validation_batches(data: Any, batch_size: int) -> Callable[[], Iterator[tupl
 
     def batches() -> Iterator[tuple[tuple, Any]]:
         for index in torch.arange(samples.count).split(batch_size):
-            *inputs, target = samples.fetch(index)
-            yield tuple(inputs), target
+            yield parts_of(samples.fetch(index))
 
     return batches
 
@@ -186,7 +191,8 @@ def samples_of(data: Any, name: str) -> Samples:
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, (tuple, list)):
-        samples = _samples_of_tensors(data, name)
+        several = len(data) == 2 and isinstance(data[0], (tuple, list))
+        samples = _samples_of_tensors((*data[0], data[1]) if several else data, name)
     elif isinstance(data, Dataset) or (
         hasattr(data, "__getitem__")
         and hasattr(data, "__len__")

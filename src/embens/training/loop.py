@@ -14,6 +14,7 @@ What ``fit`` adds is around it: validation, a history, checkpoints, several proc
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -31,7 +32,7 @@ from embens.training.parallel import World
 from embens.training.progress import Silent, make_progress
 from embens.training.rates import MakeScheduler
 from embens.training.settings import Metric, Settings
-from embens.training.trainer import Trainer
+from embens.training.trainer import Callback, Trainer
 
 
 def fit(
@@ -52,6 +53,7 @@ def fit(
     chunk: int | None = None,
     optimizer: MakeOptimizer | None = None,
     scheduler: MakeScheduler | None = None,
+    callbacks: Sequence[Callback] = (),
     metric: Metric = None,
     maximise: bool | None = None,
     patience: int | None = None,
@@ -75,7 +77,8 @@ def fit(
 
     Args:
         ensemble: of any family; ``embens.independent(reference, members)`` are separate networks.
-        train: tensors ``(inputs, targets)``, a ``Dataset`` of such pairs, or a ``DataLoader``.
+        train: tensors ``(inputs, targets)``, a ``Dataset`` of such pairs, or a ``DataLoader``;
+            several inputs are ``((x, z), y)`` or ``(x, z, y)``.
         validation: the same, to be evaluated after each epoch.
         epochs: how many.
         batch_size: samples in a step, in all processes together; a loader has its own.
@@ -96,6 +99,8 @@ def fit(
         scheduler: a function from the optimizer to a torch scheduler, which makes a step after each
             epoch (``ReduceLROnPlateau`` by the metric; choose its mode for it); None: the
             paper's, constant for half the epochs, then linearly to 1 % (``linear_decay``).
+        callbacks: called after each epoch with the ensemble and the epoch's record, a dict like
+            the rows of ``history.epochs``; what they draw at random does not change the run.
         metric: what is best on the validation data: "accuracy" (of the ensemble), "loss" (mean of
             the members'), or a function of ``(outputs, target)`` such as ``embens.metrics.nll``;
             None: "accuracy" for classes, otherwise "loss".
@@ -134,22 +139,23 @@ def fit(
     try:
         world = parallel.join(next(ensemble.parameters()).device)
         with randomness.seeded(seed), torch.enable_grad():
-            return _fit(ensemble, train, validation, settings, world, checkpoint, every, progress)
+            run = _prepare(ensemble, train, validation, settings, world, progress)
+            run.callbacks = tuple(callbacks)
+            return _continue(run, checkpoint, every)
     finally:
         for module, mode in modes:
             module.training = mode
 
 
-def _fit(
+def _prepare(
     ensemble: EmbeddedEnsemble,
     train: Any,
     validation: Any,
     settings: Settings,
     world: World,
-    checkpoint: str | os.PathLike[str] | None,
-    every: int | None,
     progress: bool | None,
-) -> History:
+) -> Trainer:
+    """Return the run at its beginning."""
     if world.size > 1 and settings.batch == "split":
         raise ValueError(
             "batch='split' deals out the rows of one batch to members, which several processes "
@@ -160,17 +166,21 @@ def _fit(
     held = None if validation is None else validation_batches(validation, settings.batch_size)
     show = make_progress(progress, settings.epochs, len(batches)) if world.rank == 0 else Silent()
     parallel.broadcast_(world, ensemble.state_dict().values())
-    run = Trainer(ensemble, settings, batches, held, world, show)
+    return Trainer(ensemble, settings, batches, held, world, show)
+
+
+def _continue(run: Trainer, folder: str | os.PathLike[str] | None, every: int | None) -> History:
+    """Train from the last checkpoint, if there is one."""
     checkpoints = None
-    if checkpoint is not None:
-        description = settings.describe(ensemble, run.optimizer, batches.count)
-        checkpoints = Checkpoints(checkpoint, description)
+    if folder is not None:
+        checkpoints = Checkpoints(folder, run.describe())
         if (state := checkpoints.load_last()) is not None:
             run.load(state)
-    parallel.broadcast_(world, ensemble.state_dict().values())  # nobody starts before all have read
-    if checkpoints is not None and world.rank == 0:
+    tensors = run.ensemble.state_dict().values()
+    parallel.broadcast_(run.world, tensors)  # nobody starts before all have read
+    if checkpoints is not None and run.world.rank == 0:
         checkpoints.remove_leftovers()
-    with show:
+    with run.progress:
         return run.train(checkpoints, every)
 
 

@@ -22,6 +22,7 @@ def linear_decay(epochs: int, *, hold: float = 0.5, final: float = 0.01) -> Make
         final: fraction of the rate at the end; the last epoch comes one step short of it.
 
     Example:
+        >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         >>> scheduler = linear_decay(8, final=0.0)(optimizer)
         >>> [scheduler.lr_lambdas[0](epoch) for epoch in range(8)]

@@ -30,6 +30,7 @@ from embens.training.settings import Settings
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
 
+Callback = Callable[["EmbeddedEnsemble", dict[str, Any]], object]
 _CHECK_EVERY = 64  # steps between looks at whether losses are finite
 _DEFAULTS = {f.__name__: f for f in (torch.nn.functional.cross_entropy, squared_error)}
 
@@ -54,6 +55,7 @@ class Trainer:
         step: how many steps of the next one are done.
         steps: how many steps are done in all.
         criterion: the settings', or what its default turned out to be on the first batch.
+        callbacks: called with the ensemble and its record at the end of each epoch.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Trainer:
         self.optimizer = settings.make_optimizer(ensemble)
         self.scheduler = settings.make_scheduler(self.optimizer)
         self.criterion = settings.criterion
+        self.callbacks: tuple[Callback, ...] = ()
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
         self.parameters = [*self.shared, *self.individual]
@@ -208,6 +211,9 @@ class Trainer:
             self.stopped = "epochs"
         self._begin_epoch()
         self.progress.epoch(record)
+        for callback in self.callbacks:
+            with randomness.seeded(self.settings.seed):
+                callback(self.ensemble, history_of([record], None, None).epochs[0])
 
     @torch.no_grad()
     def _validate(self, record: dict[str, Any]) -> float:
@@ -285,6 +291,10 @@ class Trainer:
             "loop of your own.",
             self.history(),
         )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the run, for its checkpoints."""
+        return self.settings.describe(self.ensemble, self.optimizer, self.batches.count)
 
     def save(self, checkpoints: Checkpoints) -> None:
         """Write a checkpoint, from the first process."""
