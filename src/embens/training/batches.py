@@ -40,13 +40,13 @@ class Samples(NamedTuple):
 
     Attributes:
         fetch: returns ``(*inputs, target)`` of some of them.
-        count: how many there are.
+        size: how many there are.
         together: how many may be fetched at once; 0: one batch at a time, since items that are
             random must be drawn in the order of the batches.
     """
 
     fetch: Callable[[Tensor], Sequence[Any]]
-    count: int
+    size: int
     together: int = 0
 
 
@@ -72,7 +72,7 @@ class Shuffled:
         own: int | None = None,
         world: World = ALONE,
     ):
-        self.samples, self.count, self.batch_size = samples, samples.count, batch_size
+        self.samples, self.count, self.batch_size = samples, samples.size, batch_size
         self.seed, self.own, self.world = seed, own, world
         self.generators: list[torch.Generator] = []
 
@@ -180,7 +180,7 @@ def validation_batches(data: Any, batch_size: int) -> Callable[[], Iterator[tupl
     samples = samples_of(data, "validation")
 
     def batches() -> Iterator[tuple[tuple, Any]]:
-        for index in torch.arange(samples.count).split(batch_size):
+        for index in torch.arange(samples.size).split(batch_size):
             yield parts_of(samples.fetch(index))
 
     return batches
@@ -203,7 +203,7 @@ def samples_of(data: Any, name: str) -> Samples:
         parts = hasattr(data, "train") and hasattr(data, "test")
         hint = ". Pass one part: data.train" if parts else ""
         raise TypeError(f"{name}: {EXPECTED}; got {type(data).__name__}{hint}")
-    if samples.count == 0:
+    if samples.size == 0:
         raise ValueError(f"{name}: expected at least one sample; got none")
     return samples
 

@@ -24,12 +24,8 @@ from embens.checks import Gamma, check_whole, closest
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import BatchKind, Criterion, Of
-from embens.training import parallel, randomness
-from embens.training.batches import training_batches, validation_batches
-from embens.training.checkpoint import Checkpoints
+from embens.training import randomness
 from embens.training.history import History
-from embens.training.parallel import World
-from embens.training.progress import Silent, make_progress
 from embens.training.rates import MakeScheduler
 from embens.training.settings import Metric, Settings
 from embens.training.trainer import Callback, Trainer
@@ -137,51 +133,12 @@ def fit(
         check_whole("every", every)
     modes = [(module, module.training) for module in ensemble.modules()]
     try:
-        world = parallel.join(next(ensemble.parameters()).device)
         with randomness.seeded(seed), torch.enable_grad():
-            run = _prepare(ensemble, train, validation, settings, world, progress)
-            run.callbacks = tuple(callbacks)
-            return _continue(run, checkpoint, every)
+            run = Trainer(ensemble, train, validation, settings, callbacks, progress)
+            return run.train(checkpoint, every)
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _prepare(
-    ensemble: EmbeddedEnsemble,
-    train: Any,
-    validation: Any,
-    settings: Settings,
-    world: World,
-    progress: bool | None,
-) -> Trainer:
-    """Return the run at its beginning."""
-    if world.size > 1 and settings.batch == "split":
-        raise ValueError(
-            "batch='split' deals out the rows of one batch to members, which several processes "
-            "can't do for each other; use one process, or batch='same' or 'own'"
-        )
-    own = ensemble.members if settings.batch == "own" else None
-    batches = training_batches(train, settings.batch_size, seed=settings.seed, own=own, world=world)
-    held = None if validation is None else validation_batches(validation, settings.batch_size)
-    show = make_progress(progress, settings.epochs, len(batches)) if world.rank == 0 else Silent()
-    parallel.broadcast_(world, ensemble.state_dict().values())
-    return Trainer(ensemble, settings, batches, held, world, show)
-
-
-def _continue(run: Trainer, folder: str | os.PathLike[str] | None, every: int | None) -> History:
-    """Train from the last checkpoint, if there is one."""
-    checkpoints = None
-    if folder is not None:
-        checkpoints = Checkpoints(folder, run.describe())
-        if (state := checkpoints.load_last()) is not None:
-            run.load(state)
-    tensors = run.ensemble.state_dict().values()
-    parallel.broadcast_(run.world, tensors)  # nobody starts before all have read
-    if checkpoints is not None and run.world.rank == 0:
-        checkpoints.remove_leftovers()
-    with run.progress:
-        return run.train(checkpoints, every)
 
 
 def _check_ensemble(ensemble: Any) -> None:

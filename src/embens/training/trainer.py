@@ -8,8 +8,9 @@ found a little later than it happens, and the run goes back to the weights of th
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,15 @@ from torch.utils._pytree import tree_map
 from embens.objective import BatchKind, default_criterion, member_losses, squared_error
 from embens.prediction import evaluating
 from embens.training import parallel, randomness
-from embens.training.batches import Loaded, Minibatch, Shuffled, count_rows
+from embens.training.batches import (
+    Minibatch,
+    count_rows,
+    training_batches,
+    validation_batches,
+)
 from embens.training.checkpoint import Checkpoints
 from embens.training.history import History, Tally, history_of
-from embens.training.parallel import World
-from embens.training.progress import Silent
+from embens.training.progress import make_progress
 from embens.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -61,20 +66,32 @@ class Trainer:
     def __init__(
         self,
         ensemble: EmbeddedEnsemble,
+        train: Any,
+        validation: Any,
         settings: Settings,
-        batches: Shuffled | Loaded,
-        validation: Callable[[], Iterator[tuple[tuple, Any]]] | None,
-        world: World,
-        progress: Silent,
+        callbacks: Sequence[Callback] = (),
+        progress: bool | None = False,
     ):
-        self.ensemble, self.settings = ensemble, settings
-        self.world, self.progress = world, progress
-        self.batches, self.validation = batches, validation
+        self.ensemble, self.settings, self.callbacks = ensemble, settings, callbacks
         self.device = next(ensemble.parameters()).device
+        self.world = parallel.join(self.device)
+        if self.world.size > 1 and settings.batch == "split":
+            raise ValueError(
+                "batch='split' deals out the rows of one batch to members, which several processes "
+                "can't do for each other; use one process, or batch='same' or 'own'"
+            )
+        own = ensemble.members if settings.batch == "own" else None
+        options = {"seed": settings.seed, "own": own, "world": self.world}
+        self.batches = training_batches(train, settings.batch_size, **options)
+        self.validation = None
+        if validation is not None:
+            self.validation = validation_batches(validation, settings.batch_size)
+        progress = progress if self.world.rank == 0 else False
+        self.progress = make_progress(progress, settings.epochs, len(self.batches))
+        parallel.broadcast_(self.world, ensemble.state_dict().values())
         self.optimizer = settings.make_optimizer(ensemble)
         self.scheduler = settings.make_scheduler(self.optimizer)
         self.criterion = settings.criterion
-        self.callbacks: tuple[Callback, ...] = ()
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
         self.parameters = [*self.shared, *self.individual]
@@ -94,10 +111,24 @@ class Trainer:
 
     # Steps
 
-    def train(self, checkpoints: Checkpoints | None, every: int | None) -> History:
-        """Run until the end, from wherever the state is."""
+    def train(self, folder: str | os.PathLike[str] | None, every: int | None) -> History:
+        """Run until the end, from the last checkpoint in the folder if there is one."""
+        checkpoints = None if folder is None else Checkpoints(folder, self.describe())
+        if checkpoints and (state := checkpoints.load_last()):
+            self.load(state)
+        tensors = self.ensemble.state_dict().values()
+        parallel.broadcast_(self.world, tensors)  # nobody starts before all have read
+        if checkpoints and self.world.rank == 0:
+            checkpoints.remove_leftovers()
+        with self.progress:
+            self._train(checkpoints, every if self.batches.resumable else None)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.best is not None:
+            self.ensemble.load_state_dict(self.best)
+        return self.history()
+
+    def _train(self, checkpoints: Checkpoints | None, every: int | None) -> None:
         self.progress.start(self.steps)
-        every = every if self.batches.resumable else None
         if self.settings.epochs == 0:
             self.stopped = "epochs"
         while self.stopped is None:
@@ -114,10 +145,6 @@ class Trainer:
             self.end_epoch()
             if checkpoints and (not every or self.stopped):
                 self.save(checkpoints)
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.best is not None:
-            self.ensemble.load_state_dict(self.best)
-        return self.history()
 
     def take_step(self, batch: Minibatch) -> None:
         """Forward, backward, update."""
@@ -304,7 +331,6 @@ class Trainer:
         parallel.sum_(self.world, sums.values())
         if self.world.rank > 0 or not all_finite(self.ensemble.parameters()):
             return
-        default = self.settings.criterion is None and self.criterion is not None
         state = {
             "model": self.ensemble.state_dict(),
             "good": None if self.step == 0 else self.good,
@@ -314,7 +340,7 @@ class Trainer:
             "random": randomness.get_states(),
             "generators": [g.get_state() for g in self.batches.generators],
             "tally": sums,
-            "criterion": self.criterion.__name__ if default else None,
+            "criterion": next((k for k, v in _DEFAULTS.items() if v is self.criterion), None),
             **{name: getattr(self, name) for name in _POSITION},
         }
         checkpoints.save(self.steps, state)
