@@ -60,7 +60,7 @@ def parameter_groups(
     modulation_lr = lr if modulation_lr is None else modulation_lr
     for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
         check_number(name, value, "finite and not negative", lambda rate: rate >= 0)
-    own = {id(p) for m in ensemble.modules() if isinstance(m, Own) for p in m.stacks()}
+    own = {id(p) for m in ensemble.modules() if isinstance(m, Own) for p in m.tensors()}
     individual = list(ensemble.individual_parameters())
     factor, decay_factor = shared_factors(ensemble, gamma, optimizer)
     groups = [
