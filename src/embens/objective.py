@@ -23,6 +23,7 @@ from embens.checks import check_choice, closest
 Criterion = Callable[[Any, Any], Tensor]
 BatchKind = Literal["same", "own", "split"]
 Of = Literal["members", "mean"]
+OPTIONS = {"batch": get_args(BatchKind), "of": get_args(Of)}
 IGNORED = -100
 """The label that cross-entropy leaves out, as torch's does."""
 FEW_CLASSES = 32
@@ -87,8 +88,8 @@ def member_losses(
 
     Members without rows in a split batch are left out.
     """
-    check_choice("batch", batch, get_args(BatchKind))
-    check_choice("of", of, get_args(Of))
+    check_choice("batch", batch, OPTIONS["batch"])
+    check_choice("of", of, OPTIONS["of"])
     length = len(outputs) if isinstance(outputs, Tensor) else len(tree_leaves(outputs)[0])
     if batch == "split" and members is None:
         raise TypeError(

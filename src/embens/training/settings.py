@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from embens import metrics
 from embens.checks import Gamma, check_choice, check_whole, closest, gradient_factor
 from embens.ensemble.rates import MakeOptimizer
-from embens.objective import BatchKind, Criterion, Of
+from embens.objective import OPTIONS, BatchKind, Criterion, Of
 from embens.training.rates import MakeScheduler, linear_decay
 
 if TYPE_CHECKING:
@@ -61,9 +61,8 @@ class Settings:
         for name, low in least.items():
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), low)
-        check_choice("batch", self.batch, get_args(BatchKind))
-        check_choice("of", self.of, get_args(Of))
-        check_choice("keep", self.keep, ("best", "last"))
+        for name, choices in {**OPTIONS, "keep": ("best", "last")}.items():
+            check_choice(name, getattr(self, name), choices)
         if self.chunk is not None and (self.batch != "same" or self.of != "members"):
             raise ValueError(
                 "chunk= runs members one group after another on the same batch; it can't be "
