@@ -72,7 +72,6 @@ WITHOUT_TESTS = {
     "finite/empirical/samplewise.py",
     "finite/empirical/terms.py",
     "finite/members.py",
-    "gradient.py",
     "reading/flow.py",
     "reading/symbolic.py",
     "reading/watched.py",
@@ -99,11 +98,6 @@ WITHOUT_TESTS = {
     "theory/limit/rules.py",
     "theory/limit/state.py",
     "theory/limit/weights.py",
-    "training/batches.py",
-    "training/progress.py",
-    "training/randomness.py",
-    "training/run.py",
-    "training/settings.py",
 }
 """Files of the source that have no test file of their name yet."""
 
@@ -141,13 +135,6 @@ PRIVATE_READS = {
     ("embens.finite.members", "_individuals"),
     ("embens.finite.members", "_new_store"),
     ("embens.finite.members", "_run_each"),
-    ("embens.training.objective", "_chunk_size"),
-    ("embens.training.objective", "_compiled_scale"),
-    ("embens.training.objective", "_cursor"),
-    ("embens.training.objective", "_holders"),
-    ("embens.training.objective", "_new_store"),
-    ("embens.training.objective", "_run"),
-    ("embens.training.objective", "_stacks"),
 }
 """Private names of other files that a file still reads."""
 
