@@ -360,14 +360,14 @@ def test_groups_of_parameters_without_structure_do_not_change_the_kernel(monkeyp
 
 def test_a_trace_holds_no_square_of_the_number_of_classes(monkeypatch):
     sizes: list[int] = []
-    cotangents = blocks.Run._cotangents
+    cotangents = blocks.Blocks._cotangents
 
     def measuring(self, *args):
         found = cotangents(self, *args)
         sizes.append(found.untyped_storage().nbytes() // found.element_size())
         return found
 
-    monkeypatch.setattr(blocks.Run, "_cotangents", measuring)
+    monkeypatch.setattr(blocks.Blocks, "_cotangents", measuring)
     ensemble = embens.batch_ensemble(networks.mlp(4, 6, 1, 50), 2)
     finite.ntk(ensemble, torch.randn(2, 4), outputs="trace")
     assert max(sizes) == blocks.CLASSES_AT_ONCE * 50

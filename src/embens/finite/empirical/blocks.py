@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens.finite.empirical.contraction import Side, contract, contract_rows, group_uses
+from embens.finite.empirical.contraction import Gradients, contract, group_uses
 from embens.finite.empirical.recording import PROBED, Inputs, Recorder, Recording
 from embens.finite.empirical.samplewise import Samplewise
-from embens.finite.empirical.terms import Term
+from embens.finite.empirical.terms import Given, Term
 
 Outputs = Literal["all", "trace", "target", "nll"]
 OUTPUTS = ("all", "trace", "target", "nll")
@@ -48,7 +48,7 @@ class Samples:
             yield Samples(tuple(x[part] for x in self.inputs), target)
 
 
-class Run:
+class Blocks:
     """The computation of one kernel."""
 
     def __init__(
@@ -136,24 +136,17 @@ class Run:
         shared = like.new_zeros(members * rows, members * columns)
         own = like.new_zeros(members, rows, columns)
         for part in self._parts():
-            left = self._side(samples, first, part)
-            right = None if second is None else self._side(others, second, part)  # type: ignore[arg-type]
-            for key in left.uses[0]:
-                if key[0][1] in individual:
-                    for a in range(members):
-                        own[a] += contract(key, left.of(a), right and right.of(a))
-                else:
-                    shared += contract(key, left, right)
-            for group in self._samplewise:
-                left = self._general(group, samples, first, part)
-                right = None if second is None else self._general(group, others, second, part)  # type: ignore[arg-type]
-                for parameter in group.parameters:
-                    if parameter in individual:
+            for group in (None, *self._samplewise):
+                left = self._gradients(group, samples, first, part)
+                right = None if second is None else self._gradients(group, others, second, part)  # type: ignore[arg-type]
+                for key in list(left.uses[0]):
+                    if key[0][1] in individual:
                         for a in range(members):
-                            own[a] += contract_rows(parameter, left.of(a), right and right.of(a))
+                            own[a] += contract(key, left.of(a), right and right.of(a))
                     else:
-                        shared += contract_rows(parameter, left, right)
-                del left, right
+                        shared += contract(key, left, right)
+                    for uses in (*left.uses, *(right.uses if right else ())):
+                        del uses[key]  # they may be large
         shape = (rows // classes, classes, columns // classes, classes)
         shared = shared.view(members, *shape[:2], members, *shape[2:]).permute(0, 3, 1, 4, 2, 5)
         return shared, own.view(members, *shape).transpose(2, 3)
@@ -167,25 +160,20 @@ class Run:
         for start in range(0, count, self._at_once):
             yield slice(start, min(start + self._at_once, count))
 
-    def _side(self, samples: Samples, recording: Recording, part: slice) -> Side:
+    def _gradients(
+        self, group: Samplewise | None, samples: Samples, recording: Recording, part: slice
+    ) -> Gradients:
+        """Return the gradients of parameters with structure, or of a group of those without."""
         uses = []
         for a, output in enumerate(recording.outputs):
-            terms = recording.terms[a]
-            cotangents = self._cotangents(output, samples.target, part)
-            arrived = self._backward(output, terms, cotangents)
-            uses.append(group_uses(terms, arrived, self.recorder.individual))
-        rows: list[dict[int, Tensor]] = [{} for _ in uses]
-        return Side(recording.batch, uses, rows, fold=self.outputs == "trace")
-
-    def _general(
-        self, group: Samplewise, samples: Samples, recording: Recording, part: slice
-    ) -> Side:
-        """Return the gradients of some parameters without structure."""
-        rows = [
-            group.rows(a, samples.inputs, self._cotangents(output, samples.target, part))
-            for a, output in enumerate(recording.outputs)
-        ]
-        return Side(recording.batch, [{} for _ in rows], rows, fold=self.outputs == "trace")
+            terms, cotangents = recording.terms[a], self._cotangents(output, samples.target, part)
+            if group is None:
+                arrived = self._backward(output, terms, cotangents)
+                uses.append(group_uses(terms, arrived, self.recorder.individual))
+            else:
+                rows = group.rows(a, samples.inputs, cotangents)
+                uses.append({(("given", key),): [(Given(), row)] for key, row in rows.items()})
+        return Gradients(recording.batch, uses, fold=self.outputs == "trace")
 
     def _backward(self, output: Tensor, terms: list[Term], cotangents: Tensor) -> list[Tensor]:
         """Return the cotangents at all terms, ``(class, …)``."""

@@ -37,7 +37,7 @@ from torch import Tensor
 from embens.checks import closest, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call, check_inputs
-from embens.finite.empirical.blocks import OUTPUTS, Outputs, Run, Samples, probe
+from embens.finite.empirical.blocks import OUTPUTS, Blocks, Outputs, Samples, probe
 from embens.finite.empirical.recording import Inputs, Recorder, as_inputs
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _compute(
     recorder = Recorder(ensemble)
     with torch.no_grad(), recorder.watching():
         recorder.survey(probe(left, right))
-        run = Run(recorder, outputs, chosen, memory)
+        run = Blocks(recorder, outputs, chosen, memory)
         size = run.chunk_size(left, chunk)
         parts = run.kernel(
             list(left.split(size)), None if right is None else list(right.split(size))

@@ -98,6 +98,9 @@ class Recorder:
 
     def _run(self, inputs: Inputs, members: Sequence[int], store: Any = None) -> Iterator[Any]:
         cursor = self.ensemble._cursor
+        inputs = tuple(
+            x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs
+        )
         with execution.Pass(cursor, store), torch.enable_grad():
             for a in members:
                 self._own, self._paused = [], False
