@@ -1,4 +1,5 @@
 """Stands in for ensemble.run until it is there."""
+
 from contextlib import contextmanager
 from embens.ensemble import run as execution
 from embens.ensemble.plain import walk

@@ -5,7 +5,6 @@ An error says what was expected, what was got, and what to do.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -106,14 +105,6 @@ def _takes(ensemble: EmbeddedEnsemble, inputs: tuple) -> bool:
         for module, training in modes:
             module.training = training
     return all(bool(o.isfinite().all()) for o in outputs if isinstance(o, Tensor))
-
-
-def check_budget(seconds: Any, memory: Any) -> None:
-    """Raise where a budget is not a positive number."""
-    for name, value in (("seconds", seconds), ("memory", memory)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or math.isnan(value) or value <= 0:
-            raise ValueError(f"{name}: the budget must be positive, a number; got {value!r}")
 
 
 def prepared(criterion: Any, target: Any) -> tuple[Any, Any]:

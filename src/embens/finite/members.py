@@ -60,7 +60,10 @@ def member_gradients(
     layers = shared_layers(ensemble)
     parameters = [p for found in layers.values() for p in found]
     modules = dict(walk(ensemble.network))
-    with unchanged(ensemble, generator), open_run(ensemble, x if isinstance(x, tuple) else (x,)) as run:
+    with (
+        unchanged(ensemble, generator),
+        open_run(ensemble, x if isinstance(x, tuple) else (x,)) as run,
+    ):
         for a in range(min(members or ensemble.members, ensemble.members)):
             leaves = [s[a].detach().requires_grad_(s.requires_grad) for s in run.numbers]
             with torch.enable_grad():

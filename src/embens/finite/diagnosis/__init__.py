@@ -2,6 +2,7 @@
 
 from embens.finite.diagnosis.diagnose import diagnose
 from embens.finite.diagnosis.findings import Finding
+from embens.finite.diagnosis.measurement import Budget
 from embens.finite.diagnosis.report import Diagnosis
 
-__all__ = ["Diagnosis", "Finding", "diagnose"]
+__all__ = ["Budget", "Diagnosis", "Finding", "diagnose"]

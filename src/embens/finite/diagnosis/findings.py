@@ -7,6 +7,7 @@ something and one in which it must not.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.plan import Site
 from embens.ensemble.rates import kind_of
 from embens.laws import Law
+from embens.theory.regime import Structure
 
 NARROW = 8
 """Inputs of at most so many channels don't average their modulations out."""
@@ -54,7 +56,7 @@ class Facts:
         natural: the gradient scale that suits it.
         gamma: the one that is to be used.
         gamma_given: whether it is not the default.
-        optimiser: an optimiser, its class or its name; None if it is not known.
+        optimizer: an optimizer, its class or its name; None if it is not known.
         wanted: "independent", or None.
         norms: of each member's shared gradient, ``(member,)``.
         biases: shared output biases that can be trained, and how strongly they couple members: in
@@ -69,7 +71,7 @@ class Facts:
     natural: float
     gamma: float
     gamma_given: bool
-    optimiser: Any
+    optimizer: Any
     wanted: str | None
     norms: Tensor
     biases: tuple[tuple[str, ...], float]
@@ -90,11 +92,23 @@ class Facts:
 
 def find(facts: Facts) -> list[Finding]:
     """Return what the checks find."""
-    alone = facts.ensemble.members == 1
-    found = (check(facts) for check in CHECKS if not (alone and check in BETWEEN_MEMBERS))
-    return [finding for finding in found if finding is not None]
+    return [finding for check in CHECKS if (finding := check(facts)) is not None]
 
 
+Check = Callable[[Facts], Finding | None]
+
+
+def between_members(check: Check) -> Check:
+    """Mark a check of what members do to each other: a single one has no such trouble."""
+
+    @functools.wraps(check)
+    def checked(facts: Facts) -> Finding | None:
+        return None if facts.ensemble.members == 1 else check(facts)
+
+    return checked
+
+
+@between_members
 def shifted_laws(facts: Facts) -> Finding | None:
     """Laws with a mean where independent members were wanted."""
     shifted = [n for n, law in facts.last.items() if law is not None and law.mean != 0]
@@ -108,6 +122,7 @@ def shifted_laws(facts: Facts) -> Finding | None:
     )
 
 
+@between_members
 def uncentred_last_layer(facts: Facts) -> Finding | None:
     """Centred modulations everywhere but where it matters."""
     if not facts.collective or not facts.sites:
@@ -127,6 +142,7 @@ def uncentred_last_layer(facts: Facts) -> Finding | None:
     )
 
 
+@between_members
 def shared_output_bias(facts: Facts) -> Finding | None:
     """A bias of the output layer that members of an independent ensemble share."""
     layers, part = facts.biases
@@ -172,10 +188,11 @@ def output_modulations(facts: Facts) -> Finding | None:
     )
 
 
+@between_members
 def converging_modulations(facts: Facts) -> Finding | None:
     """Members that differ in the last layer alone, by numbers that are trained."""
     alone = facts.sites and all(s.kind == "post" and s.layer in facts.last for s in facts.sites)
-    if not alone or not any(s.trainable for s in facts.sites) or facts.ensemble.members == 1:
+    if not alone or not any(s.trainable for s in facts.sites):
         return None
     return Finding(
         "converging-modulations",
@@ -186,6 +203,7 @@ def converging_modulations(facts: Facts) -> Finding | None:
     )
 
 
+@between_members
 def large_gamma(facts: Facts) -> Finding | None:
     """A gradient scale for independent members where they pull together."""
     fast = FAST_GIVEN if facts.gamma_given else FAST
@@ -199,20 +217,21 @@ def large_gamma(facts: Facts) -> Finding | None:
     )
 
 
+@between_members
 def decayed_modulations(facts: Facts) -> Finding | None:
     """Weight decay on modulations."""
     ensemble = facts.ensemble
     modulations = {id(p) for p in ensemble.individual_parameters() if p.requires_grad}
-    if facts.optimiser is None or not facts.sites or not modulations:
+    if facts.optimizer is None or not facts.sites or not modulations:
         return None
-    if isinstance(facts.optimiser, torch.optim.Optimizer):
+    if isinstance(facts.optimizer, torch.optim.Optimizer):
         decay = [
             float(group.get("weight_decay", 0.0))
-            for group in facts.optimiser.param_groups
+            for group in facts.optimizer.param_groups
             if any(id(p) in modulations for p in group["params"])
         ]
     else:  # a class decays all that it is given by its default
-        usual = inspect.signature(optimiser_class(facts.optimiser)).parameters.get("weight_decay")
+        usual = inspect.signature(optimizer_class(facts.optimizer)).parameters.get("weight_decay")
         decay = [float(usual.default)] if usual and isinstance(usual.default, (int, float)) else []
     if not any(decay):
         return None
@@ -220,16 +239,16 @@ def decayed_modulations(facts: Facts) -> Finding | None:
         "decayed-modulations",
         f"the modulations have a weight decay of {max(decay):g}, which pulls all members to the "
         "same point",
-        "give the optimiser ensemble.parameter_groups(lr=…, weight_decay=…), which decays the "
+        "give the optimizer ensemble.parameter_groups(lr=…, weight_decay=…), which decays the "
         "shared parameters alone",
     )
 
 
 def cancelled_gamma(facts: Facts) -> Finding | None:
-    """An optimiser that divides by the size of the gradient, and gamma with it."""
-    if facts.optimiser is None or facts.gamma == 1.0 or facts.ensemble.plan.separate:
+    """An optimizer that divides by the size of the gradient, and gamma with it."""
+    if facts.optimizer is None or facts.gamma == 1.0 or facts.ensemble.plan.separate:
         return None
-    kind = optimiser_class(facts.optimiser)
+    kind = optimizer_class(facts.optimizer)
     if not _is_scale_free(kind):
         return None
     factor = facts.gamma / facts.natural
@@ -244,6 +263,7 @@ def cancelled_gamma(facts: Facts) -> Finding | None:
     )
 
 
+@between_members
 def crowded(facts: Facts) -> Finding | None:
     """Far more members than there is room for."""
     members = facts.ensemble.members
@@ -271,7 +291,7 @@ def no_gradient(facts: Facts) -> Finding | None:
     return Finding("no-gradient", f"the shared gradient of members {dead} is {what}", cure)
 
 
-CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (
+CHECKS: tuple[Check, ...] = (
     shifted_laws,
     uncentred_last_layer,
     shared_output_bias,
@@ -286,33 +306,21 @@ CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (
 )
 
 
-BETWEEN_MEMBERS = (
-    shifted_laws,
-    uncentred_last_layer,
-    shared_output_bias,
-    converging_modulations,
-    large_gamma,
-    decayed_modulations,
-    crowded,
-)
-"""The checks of what members do to each other: a single one has none of these troubles."""
-
-
-def optimiser_class(optimiser: Any) -> type[torch.optim.Optimizer]:
-    """Return the class of an optimiser that is given as such, as its class, or by its name."""
-    if isinstance(optimiser, torch.optim.Optimizer):
-        return type(optimiser)
-    if isinstance(optimiser, str):
+def optimizer_class(optimizer: Any) -> type[torch.optim.Optimizer]:
+    """Return the class of an optimizer that is given as such, as its class, or by its name."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer)
+    if isinstance(optimizer, str):
         names = {n.lower(): n for n in torch.optim.__all__ if n[0].isupper() and n != "Optimizer"}
-        if optimiser.lower() not in names:
+        if optimizer.lower() not in names:
             raise ValueError(
-                f"optimiser: unknown {optimiser!r}{closest(optimiser, names.values())}"
+                f"optimizer: unknown {optimizer!r}{closest(optimizer, names.values())}"
             )
-        return getattr(torch.optim, names[optimiser.lower()])
-    if isinstance(optimiser, type) and issubclass(optimiser, torch.optim.Optimizer):
-        return optimiser
+        return getattr(torch.optim, names[optimizer.lower()])
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        return optimizer
     raise TypeError(
-        f"optimizer: expected a torch optimiser, its class or its name; got {optimiser!r}"
+        f"optimizer: expected a torch optimizer, its class or its name; got {optimizer!r}"
     )
 
 
@@ -325,11 +333,12 @@ def _is_scale_free(kind: type[torch.optim.Optimizer]) -> bool:
         return "Adam" in kind.__name__
 
 
-def output_biases(layers: Mapping[str, nn.Module], ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
-    """Return the biases of these layers that members share and that can be trained."""
+def output_biases(ensemble: EmbeddedEnsemble, structure: Structure | None) -> dict[str, Tensor]:
+    """Return the biases of the last layers that members share and that can be trained."""
     shared = {id(p) for p in ensemble.shared_parameters() if p.requires_grad}
     found = {}
-    for name, layer in layers.items():
+    for name in () if structure is None else structure.last:
+        layer = structure.layers[name]
         owner = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
         bias = getattr(owner, "bias", None)
         if isinstance(bias, Tensor) and id(bias) in shared:

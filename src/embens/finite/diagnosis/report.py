@@ -62,7 +62,7 @@ class Diagnosis:
         members: how many the ensemble has.
         rows: how many samples were used.
         family: which function made the ensemble.
-        seconds: what it took.
+        separate: whether members are separate networks.
     """
 
     regime: RegimeReport
@@ -84,7 +84,7 @@ class Diagnosis:
     members: int
     rows: int
     family: str
-    seconds: float
+    separate: bool
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -112,7 +112,7 @@ class Diagnosis:
 
         say("regime", f"{self.regime.value}: {self.regime.reason}")
         say("", f"coupling {self.coupling:.3g} ({source})")
-        if self.family == "independent":
+        if self.separate:
             say("pull", "none: members share no parameters")
         else:
             about = "" if math.isnan(error) else f" ± {error:.2g}"
@@ -128,7 +128,7 @@ class Diagnosis:
                     f"share {overlap.share:4.0%}  {bar}"
                 )
         say("room", self._room_in_words())
-        if self.family != "independent":
+        if not self.separate:
             say("gamma", f"{self.gamma:.3g}" + self._meant())
         say("rates", self._rates_in_words())
         for note in self.notes:
@@ -140,7 +140,7 @@ class Diagnosis:
         return "\n".join(line.rstrip() for line in lines)
 
     def _room_in_words(self) -> str:
-        if self.family == "independent":
+        if self.separate:
             return "any number: each has its own parameters"
         if math.isinf(self.room):
             return "no limit: what others add helps a member more than it disturbs"
