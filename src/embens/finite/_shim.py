@@ -1,9 +1,10 @@
 """Stands in for ensemble.run until it is there."""
 
 from contextlib import contextmanager
+
 from embens.ensemble import run as execution
-from embens.ensemble.plain import walk
 from embens.ensemble.layers import Own
+from embens.ensemble.plain import walk
 
 
 class _Run:

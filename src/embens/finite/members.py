@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +59,6 @@ def member_gradients(
     """
     layers = shared_layers(ensemble)
     parameters = [p for found in layers.values() for p in found]
-    modules = dict(walk(ensemble.network))
     with (
         unchanged(ensemble, generator),
         open_run(ensemble, x if isinstance(x, tuple) else (x,)) as run,
@@ -69,16 +68,14 @@ def member_gradients(
             with torch.enable_grad():
                 outputs = run.member(a, numbers=leaves)
                 loss = member_loss(criterion, outputs, target)
-            trained = [(n, v) for n, v in zip(run.names, leaves, strict=True) if v.requires_grad]
-            found = iter(_gradients(loss, [*parameters, *(leaf for _, leaf in trained)]))
+            stacks = individual_tensors(ensemble, run.names)
+            trained = [v for v in leaves if v.requires_grad]
+            found = iter(_gradients(loss, [*parameters, *trained]))
             shared = {layer: [next(found) for _ in ps] for layer, ps in layers.items()}
             individual: dict[str, list[Tensor]] = defaultdict(list)
-            for (name, _), gradient in zip(trained, found, strict=True):
-                site = modules.get(name)
-                if isinstance(site, Modulation):  # several features may have one number
-                    individual[name].append(gradient.reshape(site.size, -1).sum(1))
-                else:
-                    individual[name.rpartition(".")[0]].append(gradient)
+            for (site, stack), leaf in zip(stacks, leaves, strict=True):
+                if leaf.requires_grad:  # several features may have one number
+                    individual[site].append(next(found).reshape(stack[0].numel(), -1).sum(1))
             outputs = tree_map(lambda o: o.detach(), outputs)
             yield MemberGradient(float(loss.detach()), outputs, shared, dict(individual))
 
@@ -128,6 +125,20 @@ def shared_layers(ensemble: EmbeddedEnsemble) -> dict[str, list[nn.Parameter]]:
             if left.pop(id(parameter), None) is not None:
                 layers.setdefault(name, []).append(parameter)
     return layers
+
+
+def individual_tensors(
+    ensemble: EmbeddedEnsemble, names: Iterable[str]
+) -> list[tuple[str, Tensor]]:
+    """Return the site or layer of each of a pass's numbers, and the ensemble's tensor behind it."""
+    modules = dict(walk(ensemble.network))
+    found = []
+    for name in names:
+        layer, _, key = name.rpartition(".")
+        site = modules.get(name)
+        modulated = isinstance(site, Modulation)
+        found.append((name, site.values) if modulated else (layer, getattr(modules[layer], key)))
+    return found
 
 
 def flat(gradients: Sequence[Tensor]) -> Tensor:

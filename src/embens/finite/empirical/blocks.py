@@ -73,7 +73,7 @@ class Blocks:
             raise ValueError(f"chunk must be a whole number of at least 1, or None; got {chunk!r}")
         limit = PASS_BYTES if self.memory is None else min(PASS_BYTES, self.memory / 2)
         members, general = self.ensemble.members, self.recorder.general
-        terms = 8 * self.recorder.numbers * members
+        terms = 8 * self.recorder.size * members
         # Rows without structure of both sides: as they are found, and joined for one parameter.
         largest = max((p.numel() * p.element_size() for p in general.values()), default=0)
         row = 4 * largest * members
@@ -92,7 +92,7 @@ class Blocks:
         size = max(1, int(limit // each)) if chunk is None else chunk
         at_once = 4 * members * self._at_once * min(size, len(samples))
         self._samplewise = [
-            Samplewise(self.ensemble, self.recorder.stacks, group)
+            Samplewise(self.ensemble, self.recorder.numbers, group)
             for group in _groups(general, max(largest, limit / at_once))
         ]
         return size

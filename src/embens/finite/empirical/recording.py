@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +28,13 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble import run as execution
-from embens.ensemble.layers import Modulated, Once, is_linear_in_parameters
+from embens.ensemble.layers import Modulated, is_linear_in_parameters
+from embens.finite._shim import open_run
 from embens.finite.empirical.terms import Affine, Lookup, Scale, Term
 from embens.reading import NORMS
 
 Inputs = tuple[Tensor, ...]
+Call = tuple[nn.Module, Term]
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How much numbers may change, relative to the largest, by running samples together."""
 PROBED = 64
@@ -56,60 +57,55 @@ class Recorder:
         ensemble: is left as it is, but for hooks while :meth:`watching`.
 
     Attributes:
-        stacks: the members' own numbers, drawn once where they are fresh.
+        numbers: the members' own numbers by name, as they are in the first pass.
         individual: ids of the individual parameters.
         general: the trainable parameters that have no terms; set by :meth:`survey`.
-        numbers: how many numbers one sample's terms hold for one member; set by :meth:`survey`.
+        size: how many numbers one sample's terms hold for one member; set by :meth:`survey`.
         classes: how many outputs a sample has; set by :meth:`survey`.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.ensemble = ensemble
-        self.stacks = ensemble._stacks()
+        self.numbers: dict[str, Tensor] = {}
         self.individual = {id(p) for p in ensemble.individual_parameters()}
         self.trainable = {id(p): p for p in ensemble.parameters() if p.requires_grad}
         self.general: dict[int, nn.Parameter] = {}
-        self.numbers = 0
+        self.size = 0
         self.classes = 0
         self._structured: dict[int, nn.Parameter] = dict(self.trainable)
-        self._own: list[Term] = []
-        self._common: list[Term] = []
-        self._surveyed: list[Term] = []
-        self._paused = True
-        self._once = {
-            id(inner)
-            for module in ensemble.modules()
-            if isinstance(module, Once) and not (module.random and module.training)
-            for inner in module.modules()
-        }
+        self._channels_last = True
+        self._calls: list[Call] | None = None
 
     # Passes
 
     def record(self, inputs: Inputs) -> Recording:
         """Run all members and keep their terms."""
-        batch = len(inputs[0])
-        outputs, own = [], []
-        self._common = []
-        store = self.ensemble._new_store("same", 1)
-        for output in self._run(inputs, range(self.ensemble.members), store):
-            outputs.append(_checked_output(output, batch))
-            own.append(self._own)
-        return Recording(batch, outputs, [[*self._common, *terms] for terms in own])
+        passes = self._run(inputs, range(self.ensemble.members))
+        outputs, calls = [output for output, _ in passes], [found for _, found in passes]
+        if len(calls) > 1:  # what ran for the first member alone is computed once for all
+            again = {id(module) for module, _ in calls[1]}
+            once = [call for call in calls[0] if id(call[0]) not in again]
+            calls = [calls[0], *([*once, *found] for found in calls[1:])]
+        return Recording(len(inputs[0]), outputs, [[term for _, term in found] for found in calls])
 
-    def _run(self, inputs: Inputs, members: Sequence[int], store: Any = None) -> Iterator[Any]:
-        cursor = self.ensemble._cursor
-        inputs = tuple(
-            x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs
-        )
-        with execution.Pass(cursor, store), torch.enable_grad():
+    def _run(self, inputs: Inputs, members: Iterable[int]) -> list[tuple[Tensor, list[Call]]]:
+        """Return the outputs of some members and their terms, with the modules that they are of."""
+        if self._channels_last:  # faster for images, the same for all else
+            inputs = tuple(
+                x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+                for x in inputs
+            )
+        found = []
+        with torch.enable_grad(), open_run(self.ensemble, inputs) as run:
+            self.numbers = self.numbers or dict(zip(run.names, run.numbers, strict=True))
             for a in members:
-                self._own, self._paused = [], False
+                self._calls = calls = []
                 try:
-                    values = [stack[a] for stack in self.stacks]
-                    output = self.ensemble._run_member(values, inputs, {})
+                    output = run.member(a, numbers=[stack[a] for stack in self.numbers.values()])
                 finally:
-                    self._paused = True
-                yield output
+                    self._calls = None
+                found.append((_checked_output(output, len(inputs[0])), calls))
+        return found
 
     # Hooks
 
@@ -124,57 +120,38 @@ class Recorder:
                 if isinstance(module, Modulated):
                     handles += self._watch_modulated(module)
             for module in layers:
-                roles = self._roles(module)
+                roles = {r: p for r, p in module._parameters.items() if id(p) in self.trainable}
                 if roles:
-                    hook = self._keep_layer(roles)
+                    hook = self._keep_layer(roles)  # type: ignore[arg-type]
                     handles.append(module.register_forward_hook(hook, with_kwargs=True))
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _roles(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        return {
-            role: p
-            for role, p in module._parameters.items()
-            if p is not None and id(p) in self.trainable
-        }
-
-    def _keep(self, term: Term, *, common: bool) -> None:
-        if term.parameters:
-            (self._common if common else self._own).append(term)
-
     def _keep_layer(self, roles: dict[str, nn.Parameter]) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            if self._paused or not (isinstance(output, Tensor) and output.requires_grad):
-                return
-            value = args[0] if args else next(iter(kwargs.values()))
-            with torch.no_grad(), self._pause():
-                term = _term(module, self._wanted(roles), value, output)
-            once = self.ensemble._cursor.store is not None and id(module) in self._once
-            self._keep(term, common=once)
+            calls, self._calls = self._calls, None  # a term may call the layer itself
+            if calls is not None and isinstance(output, Tensor) and output.requires_grad:
+                value = args[0] if args else next(iter(kwargs.values()))
+                with torch.no_grad():
+                    term = _term(module, self._wanted(roles), value, output)
+                if term.parameters:
+                    calls.append((module, term))
+            self._calls = calls
 
         return hook
 
     def _wanted(self, roles: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         return {role: p for role, p in roles.items() if id(p) in self._structured}
 
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
     def _watch_modulated(self, module: Modulated) -> list[Any]:
         """Keep what the two modulations of a layer multiply."""
-        numbers = {"post": module.post, "pre": module.pre}
         trainable = {
-            k: m for k, m in numbers.items() if m is not None and id(m.values) in self.trainable
+            kind: modulation
+            for kind, modulation in (("post", module.post), ("pre", module.pre))
+            if modulation is not None and id(modulation.values) in self.trainable
         }
-        if not trainable:
-            return []
         seen: dict[str, Any] = {}
 
         def scale(kind: str, value: Tensor, product: Tensor, source: Any) -> None:
@@ -184,27 +161,32 @@ class Recorder:
             wanted = self._wanted({"weight": modulation.values})  # type: ignore[dict-item]
             edge = torch.autograd.graph.get_gradient_edge(product)
             shape = (modulation.size * modulation.repeat, *(1,) * modulation.trailing)
-            common = (wanted, value.detach(), edge, source, product.shape)
-            self._keep(Scale(*common, shape, modulation.repeat), common=False)
+            use = (wanted, value.detach(), edge, source, product.shape)
+            if wanted and self._calls is not None:
+                self._calls.append((module, Scale(*use, shape, modulation.repeat)))
 
         def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
             seen["input"] = args[0] if args else kwargs["input"]
 
         def inside(_: nn.Module, args: tuple, output: Tensor) -> None:
-            if not self._paused:
+            if self._calls is not None:
                 scale("post", seen["input"], args[0], seen["input"].grad_fn)
                 seen["output"], seen["source"] = output, output.grad_fn
 
         def after(_: nn.Module, args: tuple, output: Tensor) -> None:
-            if not self._paused:
+            if self._calls is not None and "output" in seen:
                 scale("pre", seen["output"], output, seen["source"])
             seen.clear()
 
-        return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.layer.register_forward_hook(inside),
-            module.register_forward_hook(after),
-        ]
+        return (
+            []
+            if not trainable
+            else [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.layer.register_forward_hook(inside),
+                module.register_forward_hook(after),
+            ]
+        )
 
     # Survey
 
@@ -220,29 +202,35 @@ class Recorder:
         """
         check_modes(self.ensemble)
         pair, distinct = _different_pair(inputs)
-        general = self._unstructured(pair)
+        try:
+            general, terms = self._unstructured(pair)
+        except RuntimeError:  # the network's code may need images to be contiguous
+            if not any(x.dim() == 4 for x in inputs):
+                raise
+            self._channels_last = False
+            general, terms = self._unstructured(pair)
         if len(pair[0]) > 1 and not distinct:
             noisy = _with_noise(pair)
             if noisy is not None:
                 try:
-                    general |= self._unstructured(noisy)
+                    general |= self._unstructured(noisy)[0]
                 except (RuntimeError, IndexError):  # noise is not in the network's domain
                     general = set(self.trainable)
             elif all(torch.equal(x[0], x[1]) for x in pair):
                 general = set(self.trainable)
         self.general = {k: p for k, p in self.trainable.items() if k in general}
         self._structured = {k: p for k, p in self.trainable.items() if k not in general}
-        sizes = [2 * t.value.numel() for t in self._surveyed if self._wanted(t.parameters)]
-        self.numbers = math.ceil(sum(sizes) / len(pair[0]))
+        sizes = [2 * term.value.numel() for term in terms if self._wanted(term.parameters)]
+        self.size = math.ceil(sum(sizes) / len(pair[0]))
 
-    def _unstructured(self, inputs: Inputs) -> set[int]:
-        """Return the parameters whose uses by these one or two samples are without structure."""
+    def _unstructured(self, inputs: Inputs) -> tuple[set[int], list[Term]]:
+        """Return the parameters that these one or two samples use without structure; all terms."""
         batch = len(inputs[0])
-        (output,) = self._run(inputs, [0])
-        output, together = _checked_output(output, batch), self._own
-        unusable: set[int] = set()
+        ((output, calls),) = self._run(inputs, [0])
+        terms, self.classes = [term for _, term in calls], output[0].numel()
+        found = _leaves(output, terms)
         if batch > 1:
-            first = self._run_alone(tuple(x[:1] for x in inputs))
+            first, alone = self._run_alone(tuple(x[:1] for x in inputs))
             if not _begins_with(output, first, batch):
                 raise ValueError(
                     "a sample's outputs depend on the samples beside it, or are random: a kernel "
@@ -250,25 +238,22 @@ class Recorder:
                     "ensemble.eval() for Dropout and batch statistics, and let the batch be the "
                     "first axis of inputs and outputs."
                 )
-            unusable = _misplaced(together, self._own, batch)
-        reached = _leaves(output, together)
+            found |= _misplaced(terms, [term for _, term in alone], batch)
         forms: dict[int, set] = defaultdict(set)
-        for term in together:
+        for term in terms:
             for p in term.parameters.values():
                 forms[id(p)].add(term.form)
-        self._surveyed, self.classes = together, output[0].numel()
-        return unusable | reached | {p for p, found in forms.items() if len(found) > 1}
+        return found | {p for p, different in forms.items() if len(different) > 1}, terms
 
-    def _run_alone(self, sample: Inputs) -> Tensor:
+    def _run_alone(self, sample: Inputs) -> tuple[Tensor, list[Call]]:
         try:
-            (output,) = self._run(sample, [0])
+            return self._run(sample, [0])[0]
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 "the network can't run on a batch of one sample, of shape "
                 f"{', '.join(str(tuple(x.shape)) for x in sample)} ({error}). A kernel between "
                 "samples needs the batch as the first axis of inputs and outputs."
             ) from error
-        return _checked_output(output, 1)
 
 
 def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
