@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from embens.finite.jackknife import jackknife_error
 from embens.finite.members import Criterion
 
 Measure = Callable[[int, torch.Generator], float]
+COLUMNS = ("width", "mean", "error", "slope", "values")
 Build = Callable[[int, torch.Generator], EmbeddedEnsemble]
 
 
@@ -142,19 +142,10 @@ def fit_exponent(
     reach = float(t.ppf((1 + level) / 2, seeds - 1)) * jackknife_error(estimates)
     reach += 1e-12 * (1 + abs(float(exponent)))  # a quantity without chance is exact to rounding
     errors = values.std(1) / math.sqrt(seeds)
-    slopes = (means[1:] / means[:-1]).log() / torch.tensor(
-        [math.log(b / a) if a != b else math.nan for a, b in pairwise(widths)]
-    )
-    table = tuple(
-        {
-            "width": int(width),
-            "mean": float(means[i]),
-            "error": float(errors[i]),
-            "slope": float(slopes[i - 1]) if i else None,
-            "values": values[i].tolist(),
-        }
-        for i, width in enumerate(widths)
-    )
+    steps = torch.tensor(widths, dtype=torch.float64).log().diff()
+    slopes = [None, *(means.log().diff() / steps).tolist()]  # NaN or infinite for equal widths
+    columns = zip(widths, means.tolist(), errors.tolist(), slopes, values.tolist(), strict=True)
+    table = tuple(dict(zip(COLUMNS, row, strict=True)) for row in columns)
     interval = (float(exponent) - reach, float(exponent) + reach)
     return ScalingLaw(float(exponent), interval, level, table, predicted)
 

@@ -21,7 +21,7 @@ def test_memory_of_one_chunk_does_not_grow_with_the_samples(monkeypatch):
     rows: list[int] = []
     record = Recorder.record
     monkeypatch.setattr(
-        Recorder, "record", lambda self, inputs: rows.append(len(inputs[0])) or record(self, inputs)
+        Recorder, "record", lambda self, samples: rows.append(len(samples)) or record(self, samples)
     )
     finite.ntk(ensemble, torch.randn(7, 5, dtype=torch.float64), chunk=3)
     assert rows == [3, 3, 1, 3, 1, 1]  # each pair of chunks once

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embens.finite.empirical.contraction import Gradients, contract, group_uses
-from embens.finite.empirical.recording import PROBED, Inputs, Recorder, Recording
+from embens.finite.empirical.recording import PROBED, Inputs, Recorder, Recording, Samples
 from embens.finite.empirical.samplewise import Samplewise
 from embens.finite.empirical.terms import Given, Term
 
@@ -28,24 +27,6 @@ CLASSES_AT_ONCE = 8
 """How many classes of a trace are in memory together."""
 SMALL = 2**16
 """Numbers in a backward pass below which classes go through it together, to save overhead."""
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Inputs with the classes of their targets."""
-
-    inputs: Inputs
-    target: Tensor | None
-
-    def __len__(self) -> int:
-        return len(self.inputs[0])
-
-    def split(self, size: int) -> Iterator[Samples]:
-        """Yield them in chunks."""
-        for start in range(0, len(self), size):
-            part = slice(start, start + size)
-            target = None if self.target is None else self.target[part]
-            yield Samples(tuple(x[part] for x in self.inputs), target)
 
 
 class Blocks:
@@ -101,16 +82,13 @@ class Blocks:
         """Return the shared and the individual part for all pairs of samples."""
         rows = []
         for i, samples in enumerate(left):
-            first = self.recorder.record(samples.inputs)
-            row = []
+            first, row = self.recorder.record(samples), []
             for j, others in enumerate(left if right is None else right):
                 if right is None and j < i:
                     row.append(tuple(_transposed(block) for block in rows[j][i]))
-                elif right is None and j == i:
-                    row.append(self._block(samples, first, None, None))
                 else:
-                    second = self.recorder.record(others.inputs)
-                    row.append(self._block(samples, first, others, second))
+                    itself = right is None and j == i
+                    row.append(self._block(first, None if itself else self.recorder.record(others)))
             rows.append(row)
         shared, individual = (
             torch.cat([torch.cat([block[part] for block in row], -3) for row in rows], -4)
@@ -120,25 +98,18 @@ class Blocks:
             shared, individual = shared[..., 0, 0], individual[..., 0, 0]
         return shared, individual
 
-    def _block(
-        self,
-        samples: Samples,
-        first: Recording,
-        others: Samples | None,
-        second: Recording | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _block(self, first: Recording, second: Recording | None) -> tuple[Tensor, Tensor]:
         """Return both parts, ``(member[, member], batch, batch, class, class)``."""
         members, individual = self.ensemble.members, self.recorder.individual
         like = first.outputs[0].detach()
         classes = like[0].numel() if self.outputs == "all" else 1
-        columns = first.batch if second is None else second.batch
-        rows, columns = first.batch * classes, columns * classes
+        rows, columns = (classes * len(side.samples) for side in (first, second or first))
         shared = like.new_zeros(members * rows, members * columns)
         own = like.new_zeros(members, rows, columns)
         for part in self._parts():
             for group in (None, *self._samplewise):
-                left = self._gradients(group, samples, first, part)
-                right = None if second is None else self._gradients(group, others, second, part)  # type: ignore[arg-type]
+                left = self._gradients(group, first, part)
+                right = None if second is None else self._gradients(group, second, part)
                 for key in list(left.uses[0]):
                     if key[0][1] in individual:
                         for a in range(members):
@@ -153,18 +124,13 @@ class Blocks:
 
     def _parts(self) -> Iterator[slice]:
         """Yield the outputs whose gradients are in memory together."""
-        if self.outputs in ("target", "nll"):
-            yield slice(0, 1)
-            return
-        count = len(self.chosen)
+        count = 1 if self.outputs in ("target", "nll") else len(self.chosen)
         for start in range(0, count, self._at_once):
             yield slice(start, min(start + self._at_once, count))
 
-    def _gradients(
-        self, group: Samplewise | None, samples: Samples, recording: Recording, part: slice
-    ) -> Gradients:
+    def _gradients(self, group: Samplewise | None, recording: Recording, part: slice) -> Gradients:
         """Return the gradients of parameters with structure, or of a group of those without."""
-        uses = []
+        uses, samples = [], recording.samples
         for a, output in enumerate(recording.outputs):
             terms, cotangents = recording.terms[a], self._cotangents(output, samples.target, part)
             if group is None:
@@ -173,30 +139,32 @@ class Blocks:
             else:
                 rows = group.rows(a, samples.inputs, cotangents)
                 uses.append({(("given", key),): [(Given(), row)] for key, row in rows.items()})
-        return Gradients(recording.batch, uses, fold=self.outputs == "trace")
+        return Gradients(len(samples), uses, fold=self.outputs == "trace")
 
     def _backward(self, output: Tensor, terms: list[Term], cotangents: Tensor) -> list[Tensor]:
-        """Return the cotangents at all terms, ``(class, …)``."""
-        edges = [term.edge for term in terms]
-        if not edges:
+        """Return the cotangents at all terms, ``(class, …)``; zero where an output is constant."""
+        if not terms:
             return []
-        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+
+        def gradients(cotangent: Tensor, **options: Any) -> list[Tensor]:
+            edges = [term.edge for term in terms]
+            options |= {"retain_graph": True, "allow_unused": True}
+            found = torch.autograd.grad(output, edges, cotangent, **options)
+            return [
+                output.new_zeros(*cotangent.shape[: -output.dim()], *term.shape) if g is None else g
+                for g, term in zip(found, terms, strict=True)
+            ]
+
         small = sum(term.shape.numel() for term in terms) < SMALL
         if len(cotangents) > 1 and small and self._batched:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # operations without a batching rule are slow
-                    found = torch.autograd.grad(
-                        output, edges, cotangents, is_grads_batched=True, **options
-                    )
-                return [
-                    output.new_zeros(len(cotangents), *term.shape) if c is None else c
-                    for c, term in zip(found, terms, strict=True)
-                ]
+                    return gradients(cotangents, is_grads_batched=True)
             except (RuntimeError, NotImplementedError):
                 self._batched = False  # one class after another from now on
-        found = [torch.autograd.grad(output, edges, c, **options) for c in cotangents]
-        return [_stacked([f[i] for f in found], t.shape, output) for i, t in enumerate(terms)]
+        found = zip(*(gradients(c) for c in cotangents), strict=True)
+        return [torch.stack(g) if len(g) > 1 else g[0].unsqueeze(0) for g in found]
 
     def _cotangents(self, output: Tensor, target: Tensor | None, part: slice) -> Tensor:
         """Return what the outputs are contracted with, ``(class, batch, …)``."""
@@ -220,12 +188,6 @@ class Blocks:
         return (chosen if self.outputs == "target" else values.softmax(1) - chosen)[None]
 
 
-def _stacked(gradients: list[Tensor | None], shape: torch.Size, like: Tensor) -> Tensor:
-    """Stack the gradients of several classes; there are none where an output is constant."""
-    found = [like.new_zeros(shape) if g is None else g for g in gradients]
-    return found[0].unsqueeze(0) if len(found) == 1 else torch.stack(found)
-
-
 def _transposed(block: Tensor) -> Tensor:
     """Exchange rows and columns of a block of either part."""
     block = block.transpose(-3, -4).transpose(-1, -2)
@@ -243,16 +205,15 @@ def probe(left: Samples, right: Samples | None) -> Inputs:
     return tuple(torch.cat([x, y[:PROBED]]) for x, y in zip(few, right.inputs, strict=True))
 
 
-def _groups(parameters: dict[int, nn.Parameter], limit: float) -> Iterator[dict[int, nn.Parameter]]:
-    """Yield parameters in groups of at most so many bytes; at least one in each."""
-    group: dict[int, nn.Parameter] = {}
-    size = 0
+def _groups(parameters: dict[int, nn.Parameter], limit: float) -> list[dict[int, nn.Parameter]]:
+    """Return parameters in groups of at most so many bytes; at least one in each."""
+    groups: list[dict[int, nn.Parameter]] = []
+    left = 0.0
     for key, parameter in parameters.items():
-        mine = parameter.numel() * parameter.element_size()
-        if group and size + mine > limit:
-            yield group
-            group, size = {}, 0
-        group[key] = parameter
-        size += mine
-    if group:
-        yield group
+        size = parameter.numel() * parameter.element_size()
+        if not groups or size > left:
+            groups.append({})
+            left = limit
+        groups[-1][key] = parameter
+        left -= size
+    return groups

@@ -37,8 +37,8 @@ from torch import Tensor
 from embens.checks import closest, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call, check_inputs
-from embens.finite.empirical.blocks import OUTPUTS, Blocks, Outputs, Samples, probe
-from embens.finite.empirical.recording import Inputs, Recorder, as_inputs
+from embens.finite.empirical.blocks import OUTPUTS, Blocks, Outputs, probe
+from embens.finite.empirical.recording import Inputs, Recorder, Samples, as_inputs
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -177,9 +177,7 @@ def _compute(
         recorder.survey(probe(left, right))
         run = Blocks(recorder, outputs, chosen, memory)
         size = run.chunk_size(left, chunk)
-        parts = run.kernel(
-            list(left.split(size)), None if right is None else list(right.split(size))
-        )
+        parts = run.kernel(left.split(size), None if right is None else right.split(size))
     return FiniteKernel(*parts, natural_gamma=ensemble.natural_gamma)
 
 

@@ -28,7 +28,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.layers import Modulated, is_linear_in_parameters
+from embens.ensemble.layers import Modulated, Modulation, is_linear_in_parameters
 from embens.finite._shim import open_run
 from embens.finite.empirical.terms import Affine, Lookup, Scale, Term
 from embens.reading import NORMS
@@ -41,11 +41,31 @@ PROBED = 64
 """Among how many samples two different ones are looked for."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class Samples:
+    """Inputs, with the classes of their targets."""
+
+    inputs: Inputs
+    target: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs[0])
+
+    def split(self, size: int) -> list[Samples]:
+        """Return them in chunks."""
+        parts = [slice(start, start + size) for start in range(0, len(self), size)]
+        target = self.target
+        return [
+            Samples(tuple(x[p] for x in self.inputs), None if target is None else target[p])
+            for p in parts
+        ]
+
+
+@dataclass(frozen=True)
 class Recording:
     """One pass of all members: outputs ``(batch, …)`` and terms of each."""
 
-    batch: int
+    samples: Samples
     outputs: list[Tensor]
     terms: list[list[Term]]
 
@@ -78,15 +98,15 @@ class Recorder:
 
     # Passes
 
-    def record(self, inputs: Inputs) -> Recording:
+    def record(self, samples: Samples) -> Recording:
         """Run all members and keep their terms."""
-        passes = self._run(inputs, range(self.ensemble.members))
+        passes = self._run(samples.inputs, range(self.ensemble.members))
         outputs, calls = [output for output, _ in passes], [found for _, found in passes]
         if len(calls) > 1:  # what ran for the first member alone is computed once for all
             again = {id(module) for module, _ in calls[1]}
             once = [call for call in calls[0] if id(call[0]) not in again]
             calls = [calls[0], *([*once, *found] for found in calls[1:])]
-        return Recording(len(inputs[0]), outputs, [[term for _, term in found] for found in calls])
+        return Recording(samples, outputs, [[term for _, term in found] for found in calls])
 
     def _run(self, inputs: Inputs, members: Iterable[int]) -> list[tuple[Tensor, list[Call]]]:
         """Return the outputs of some members and their terms, with the modules that they are of."""
@@ -147,46 +167,34 @@ class Recorder:
 
     def _watch_modulated(self, module: Modulated) -> list[Any]:
         """Keep what the two modulations of a layer multiply."""
-        trainable = {
-            kind: modulation
-            for kind, modulation in (("post", module.post), ("pre", module.pre))
-            if modulation is not None and id(modulation.values) in self.trainable
-        }
         seen: dict[str, Any] = {}
 
-        def scale(kind: str, value: Tensor, product: Tensor, source: Any) -> None:
-            modulation = trainable.get(kind)
-            if modulation is None or not product.requires_grad:
+        def scale(numbers: Modulation | None, value: Tensor, product: Tensor, source: Any) -> None:
+            if numbers is None or id(numbers.values) not in self._structured:
                 return
-            wanted = self._wanted({"weight": modulation.values})  # type: ignore[dict-item]
             edge = torch.autograd.graph.get_gradient_edge(product)
-            shape = (modulation.size * modulation.repeat, *(1,) * modulation.trailing)
-            use = (wanted, value.detach(), edge, source, product.shape)
-            if wanted and self._calls is not None:
-                self._calls.append((module, Scale(*use, shape, modulation.repeat)))
+            shape = (numbers.size * numbers.repeat, *(1,) * numbers.trailing)
+            use = ({"weight": numbers.values}, value.detach(), edge, source, product.shape)
+            self._calls.append((module, Scale(*use, shape, numbers.repeat)))  # type: ignore[union-attr, arg-type]
 
         def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
             seen["input"] = args[0] if args else kwargs["input"]
 
         def inside(_: nn.Module, args: tuple, output: Tensor) -> None:
             if self._calls is not None:
-                scale("post", seen["input"], args[0], seen["input"].grad_fn)
+                scale(module.post, seen["input"], args[0], seen["input"].grad_fn)
                 seen["output"], seen["source"] = output, output.grad_fn
 
         def after(_: nn.Module, args: tuple, output: Tensor) -> None:
             if self._calls is not None and "output" in seen:
-                scale("pre", seen["output"], output, seen["source"])
+                scale(module.pre, seen["output"], output, seen["source"])
             seen.clear()
 
-        return (
-            []
-            if not trainable
-            else [
-                module.register_forward_pre_hook(before, with_kwargs=True),
-                module.layer.register_forward_hook(inside),
-                module.register_forward_hook(after),
-            ]
-        )
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.layer.register_forward_hook(inside),
+            module.register_forward_hook(after),
+        ]
 
     # Survey
 
@@ -209,14 +217,12 @@ class Recorder:
                 raise
             self._channels_last = False
             general, terms = self._unstructured(pair)
-        if len(pair[0]) > 1 and not distinct:
-            noisy = _with_noise(pair)
-            if noisy is not None:
-                try:
-                    general |= self._unstructured(noisy)[0]
-                except (RuntimeError, IndexError):  # noise is not in the network's domain
-                    general = set(self.trainable)
-            elif all(torch.equal(x[0], x[1]) for x in pair):
+        if not distinct:
+            try:
+                general |= self._unstructured(_with_noise(pair))[0]
+            except (RuntimeError, IndexError):  # noise is not in the network's domain
+                general = set(self.trainable)
+            if all(torch.equal(x[0], x[1]) and not x.is_floating_point() for x in pair):
                 general = set(self.trainable)
         self.general = {k: p for k, p in self.trainable.items() if k in general}
         self._structured = {k: p for k, p in self.trainable.items() if k not in general}
@@ -230,7 +236,15 @@ class Recorder:
         terms, self.classes = [term for _, term in calls], output[0].numel()
         found = _leaves(output, terms)
         if batch > 1:
-            first, alone = self._run_alone(tuple(x[:1] for x in inputs))
+            sample = tuple(x[:1] for x in inputs)
+            try:
+                ((first, alone),) = self._run(sample, [0])
+            except (RuntimeError, ValueError) as error:
+                raise ValueError(
+                    "the network can't run on a batch of one sample, of shape "
+                    f"{', '.join(str(tuple(x.shape)) for x in sample)} ({error}). A kernel between "
+                    "samples needs the batch as the first axis of inputs and outputs."
+                ) from error
             if not _begins_with(output, first, batch):
                 raise ValueError(
                     "a sample's outputs depend on the samples beside it, or are random: a kernel "
@@ -244,16 +258,6 @@ class Recorder:
             for p in term.parameters.values():
                 forms[id(p)].add(term.form)
         return found | {p for p, different in forms.items() if len(different) > 1}, terms
-
-    def _run_alone(self, sample: Inputs) -> tuple[Tensor, list[Call]]:
-        try:
-            return self._run(sample, [0])[0]
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                "the network can't run on a batch of one sample, of shape "
-                f"{', '.join(str(tuple(x.shape)) for x in sample)} ({error}). A kernel between "
-                "samples needs the batch as the first axis of inputs and outputs."
-            ) from error
 
 
 def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
@@ -271,10 +275,8 @@ def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
     return tuple(x[[0, other]] for x in inputs), distinct
 
 
-def _with_noise(inputs: Inputs) -> Inputs | None:
-    """Return inputs with a tenth of noise; None where all are whole numbers."""
-    if not any(x.is_floating_point() for x in inputs):
-        return None
+def _with_noise(inputs: Inputs) -> Inputs:
+    """Return inputs with a tenth of noise, but for whole numbers."""
     source = torch.Generator().manual_seed(0)
 
     def noisy(x: Tensor) -> Tensor:
@@ -334,10 +336,8 @@ def _term(
         return Lookup(parameters, value.detach(), *use, module.padding_idx)
     scales = {"weight": 1.0, "bias": 1.0}
     if isinstance(module, networks.Parametrized) and module.parametrization == "ntk":
-        scales = {
-            "weight": module.weight_std / math.sqrt(module.fan_in),
-            "bias": module.bias_std,
-        }
+        weight_scale = module.weight_std / math.sqrt(module.fan_in)
+        scales = {"weight": weight_scale, "bias": module.bias_std}
     return Affine(parameters, value.detach(), *use, module, scales)
 
 
@@ -388,16 +388,13 @@ def _begins_with(together: Tensor, first: Tensor, batch: int) -> bool:
 
 def _misplaced(together: list[Term], alone: list[Term], batch: int) -> set[int]:
     """Return the parameters of uses whose first axis is not the batch, sample after sample."""
-    used = [{id(p) for p in term.parameters.values()} for term in together]
-    if used != [{id(p) for p in term.parameters.values()} for term in alone]:
-        return set().union(*used)
-    return set().union(
-        *(
-            parameters
-            for parameters, term, single in zip(used, together, alone, strict=True)
-            if not _begins_with(term.value, single.value, batch)
-        )
-    )
+    same = [term.key for term in together] == [term.key for term in alone]
+    return {
+        parameter
+        for i, term in enumerate(together)
+        if not (same and _begins_with(term.value, alone[i].value, batch))
+        for _, parameter in term.key
+    }
 
 
 def _leaves(output: Tensor, terms: list[Term]) -> set[int]:
