@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call, prepared
-from embens.finite.members import Criterion, flat, member_gradients, norm_of
+from embens.finite.members import flat, member_gradients, norm_of
+from embens.objective import Criterion
 
 if TYPE_CHECKING:
     from jaxtyping import Float

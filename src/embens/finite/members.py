@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,7 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulation
 from embens.ensemble.plain import walk
 from embens.finite._shim import open_run
-
-Criterion = Callable[[Any, Any], Tensor]
+from embens.objective import Criterion
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from embens.finite.dependence import ntk_ratio
 from embens.finite.empirical.kernels import Outputs, ntk
 from embens.finite.gradients import cosines, off_diagonal, shared_grams, total_gram
 from embens.finite.jackknife import jackknife_error
-from embens.finite.members import Criterion
+from embens.objective import Criterion
 
 Measure = Callable[[int, torch.Generator], float]
 COLUMNS = ("width", "mean", "error", "slope", "values")

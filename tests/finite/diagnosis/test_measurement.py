@@ -38,15 +38,15 @@ def test_what_is_measured_does_not_depend_on_the_clock(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("counts", "message"),
+    ("counts", "error", "message"),
     [
-        ({"samples": 0}, "samples: expected a count of at least 1; got 0"),
-        ({"members": 2.0}, "members: expected a count of at least 1; got 2.0"),
-        ({"rate_samples": -1}, "rate_samples: expected a count of at least 0"),
-        ({"memory": float("nan")}, "memory: expected a count"),
-        ({"memory": "3"}, "memory: expected a count of at least 1; got '3'"),
+        ({"samples": 0}, ValueError, "samples must be at least 1; got 0"),
+        ({"members": 2.0}, TypeError, "members must be a whole number; got 2.0"),
+        ({"rate_samples": -1}, ValueError, "rate_samples must be at least 0"),
+        ({"memory": float("nan")}, ValueError, "memory must be a number of bytes"),
+        ({"memory": "3"}, TypeError, "memory must be a number of bytes; got '3'"),
     ],
 )
-def test_a_budget_that_is_no_count_is_refused(counts, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_budget_that_is_no_count_is_refused(counts, error, message):
+    with pytest.raises(error, match=message):
         Budget(**counts)

@@ -8,6 +8,7 @@ scale and rates, and the findings (``room``, ``stability``, ``findings``).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from embens.finite.diagnosis.room import layer_overlaps, overlap, room
 from embens.finite.diagnosis.stability import largest_stable_rates
 from embens.finite.gradients import cosines, total_gram
 from embens.finite.jackknife import pair_error
-from embens.finite.members import Criterion, unchanged
+from embens.finite.members import unchanged
+from embens.objective import Criterion
 from embens.theory.blocks import kernels
 from embens.theory.gamma import natural_gamma
 from embens.theory.regime import Regime, RegimeReport, Structure, regime
@@ -88,29 +90,12 @@ def diagnose(
     if structure is not None and biases and not structure.open:  # only biases couple members
         coupling, through_biases = 0.0, max(coupling, through_biases)
     space = room(measured.unbiased(), coupling)
-    norms = torch.tensor(measured.shared)
-    facts = findings.Facts(
-        ensemble=ensemble,
-        collective=coupling > 0,
-        last={} if structure is None else dict(structure.last),
-        natural=natural,
-        gamma=meant,
-        gamma_given=gamma is not None,
-        optimizer=optimizer,
-        wanted=wanted,
-        norms=norms,
-        biases=(tuple(biases), through_biases),
-        room=space.members,
-        most_room=max(space.interval),
-    )
     with unchanged(ensemble, generator):
         rates = _rates(ensemble, measured, criterion, (natural, meant), budget)
     gram = total_gram(measured.grams, len(measured.losses))
     matrix = cosines(gram)
-    return Diagnosis(
+    report = Diagnosis(
         regime=found,
-        coupling=found.coupling,
-        exact=found.exact,
         pull=overlap(gram, coupling),
         pull_error=pair_error(matrix),
         overlap=layer_overlaps(measured.grams, coupling),
@@ -120,9 +105,8 @@ def diagnose(
         gamma=natural,
         gamma_as_meant=meant,
         rates=rates,
-        warnings=findings.find(facts),
         cosines=matrix,
-        norms=norms,
+        norms=torch.tensor(measured.shared),
         losses=torch.tensor(measured.losses),
         members=ensemble.members,
         rows=measured.rows,
@@ -130,6 +114,17 @@ def diagnose(
         separate=ensemble.plan.separate,
         notes=measured.notes,
     )
+    facts = findings.Facts(
+        ensemble=ensemble,
+        report=report,
+        last={} if structure is None else dict(structure.last),
+        collective=coupling > 0,
+        biases=(tuple(biases), through_biases),
+        gamma_given=gamma is not None,
+        optimizer=optimizer,
+        wanted=wanted,
+    )
+    return replace(report, warnings=findings.find(facts))
 
 
 def default_criterion(target: Any) -> Criterion:

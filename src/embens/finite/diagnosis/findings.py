@@ -20,6 +20,7 @@ from embens.checks import closest
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.plan import Site
 from embens.ensemble.rates import kind_of
+from embens.finite.diagnosis.report import Diagnosis, Finding
 from embens.laws import Law
 from embens.theory.regime import Structure
 
@@ -34,49 +35,29 @@ CROWDED = 8.0
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Something that will go wrong: its code, what it is, and what to do."""
-
-    code: str
-    message: str
-    what_to_do: str
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.message} → {self.what_to_do}"
-
-
-@dataclass(frozen=True)
 class Facts:
-    """What is known of an ensemble.
+    """What is known of an ensemble, and what is meant to be done with it.
 
     Attributes:
         ensemble: itself.
-        collective: whether its members are coupled in the limit by more than output biases.
+        report: what was measured of it.
         last: the last layers and the law of the modulations of their inputs, if they have any.
-        natural: the gradient scale that suits it.
-        gamma: the one that is to be used.
-        gamma_given: whether it is not the default.
-        optimizer: an optimizer, its class or its name; None if it is not known.
-        wanted: "independent", or None.
-        norms: of each member's shared gradient, ``(member,)``.
+        collective: whether its members are coupled in the limit by more than output biases.
         biases: shared output biases that can be trained, and how strongly they couple members: in
             the limit, or as their mean part in the cosine of two members' gradients.
-        room: for how many members there is room.
-        most_room: the upper end of its interval.
+        gamma_given: whether the gradient scale is not the default one.
+        optimizer: an optimizer, its class or its name; None if it is not known.
+        wanted: "independent", or None.
     """
 
     ensemble: EmbeddedEnsemble
-    collective: bool
+    report: Diagnosis
     last: Mapping[str, Law | None]
-    natural: float
-    gamma: float
+    collective: bool
+    biases: tuple[tuple[str, ...], float]
     gamma_given: bool
     optimizer: Any
     wanted: str | None
-    norms: Tensor
-    biases: tuple[tuple[str, ...], float]
-    room: float
-    most_room: float
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -86,7 +67,7 @@ class Facts:
     @property
     def spread(self) -> float:
         """Ratio of the longest to the shortest gradient of a member."""
-        alive = self.norms[self.norms > 0]
+        alive = self.report.norms[self.report.norms > 0]
         return float(alive.max() / alive.min()) if len(alive) else 1.0
 
 
@@ -206,14 +187,14 @@ def converging_modulations(facts: Facts) -> Finding | None:
 @between_members
 def large_gamma(facts: Facts) -> Finding | None:
     """A gradient scale for independent members where they pull together."""
-    fast = FAST_GIVEN if facts.gamma_given else FAST
-    if not facts.collective or facts.gamma <= fast * facts.natural:
+    natural, meant = facts.report.gamma, facts.report.gamma_as_meant
+    if not facts.collective or meant <= (FAST_GIVEN if facts.gamma_given else FAST) * natural:
         return None
     return Finding(
         "large-gamma",
-        f"gamma={facts.gamma:g}, but members pull together: the effective rate of what they have "
-        f"in common is {facts.gamma / facts.natural:.3g} times too large",
-        f"use gamma={facts.natural:.3g}, or divide the rate of the shared parameters",
+        f"gamma={meant:g}, but members pull together: the effective rate of what they have in "
+        f"common is {meant / natural:.3g} times too large",
+        f"use gamma={natural:.3g}, or divide the rate of the shared parameters",
     )
 
 
@@ -246,17 +227,17 @@ def decayed_modulations(facts: Facts) -> Finding | None:
 
 def cancelled_gamma(facts: Facts) -> Finding | None:
     """An optimizer that divides by the size of the gradient, and gamma with it."""
-    if facts.optimizer is None or facts.gamma == 1.0 or facts.ensemble.plan.separate:
+    meant = facts.report.gamma_as_meant
+    if facts.optimizer is None or meant == 1.0 or facts.ensemble.plan.separate:
         return None
     kind = optimizer_class(facts.optimizer)
     if not _is_scale_free(kind):
         return None
-    factor = facts.gamma / facts.natural
+    factor = meant / facts.report.gamma
     rate = "as it is" if abs(factor - 1) < 1e-9 else f"times {factor:.3g}"
     return Finding(
         "cancelled-gamma",
-        f"{kind.__name__} divides by the size of the gradient, and so cancels "
-        f"gamma={facts.gamma:.3g}",
+        f"{kind.__name__} divides by the size of the gradient, and so cancels gamma={meant:.3g}",
         f"put it into the rate of the shared parameters instead (the natural one {rate}): "
         "embens.fit does, in your own loop ensemble.parameter_groups(…, "
         f"optimizer=torch.optim.{kind.__name__}) does; or use SGD",
@@ -266,20 +247,20 @@ def cancelled_gamma(facts: Facts) -> Finding | None:
 @between_members
 def crowded(facts: Facts) -> Finding | None:
     """Far more members than there is room for."""
-    members = facts.ensemble.members
-    if members <= CROWDED * max(facts.room, facts.most_room):
+    members, room = facts.ensemble.members, facts.report.room
+    if members <= CROWDED * max(room, *facts.report.room_interval):
         return None
     return Finding(
         "crowded",
-        f"{members} members in a network with room for about {facts.room:.0f}: they disturb each "
-        "other more than the ensemble gains",
-        f"take about {max(1, round(facts.room))} members, or a wider network",
+        f"{members} members in a network with room for about {room:.0f}: they disturb each other "
+        "more than the ensemble gains",
+        f"take about {max(1, round(room))} members, or a wider network",
     )
 
 
 def no_gradient(facts: Facts) -> Finding | None:
     """Members that can't learn."""
-    norms = facts.norms
+    norms = facts.report.norms
     dead = [a for a, norm in enumerate(norms.tolist()) if not 0 < norm < float("inf")]
     if not dead or facts.ensemble.plan.separate:
         return None

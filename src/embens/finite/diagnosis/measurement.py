@@ -7,16 +7,18 @@ depends on nothing but its arguments. What was left out is said in ``notes``.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from embens.checks import check_number, check_whole
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.gradients import gram_of, off_diagonal, total_gram
-from embens.finite.members import Criterion, flat, member_gradients, norm_of, shared_layers
+from embens.finite.members import flat, member_gradients, norm_of, shared_layers
+from embens.objective import Criterion
 
 TRIED = 16
 """With how many samples the memory of a pass is counted."""
@@ -44,11 +46,10 @@ class Budget:
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self) if f.name != "generator"):
-            value, least = getattr(self, name), 0 if name == "rate_samples" else 1
-            whole = isinstance(value, int) or (name == "memory" and isinstance(value, float))
-            if not whole or isinstance(value, bool) or not value >= least:
-                raise ValueError(f"{name}: expected a count of at least {least}; got {value!r}")
+        for name in ("samples", "members", "rate_outputs"):
+            check_whole(name, getattr(self, name))
+        check_whole("rate_samples", self.rate_samples, least=0)
+        check_number("memory", self.memory, "a number of bytes", lambda bytes: bytes >= 1)
 
     def source(self) -> torch.Generator:
         """Return the generator."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.empirical.kernels import trace_of
-from embens.finite.members import Criterion
+from embens.objective import Criterion
 
 
 def curvature(outputs: Tensor, target: Any, criterion: Criterion, *, steps: int = 30) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embens.checks import check_whole
 from embens.finite.empirical.contraction import Gradients, contract, group_uses
 from embens.finite.empirical.recording import PROBED, Inputs, Recorder, Recording, Samples
 from embens.finite.empirical.samplewise import Samplewise
@@ -50,8 +51,8 @@ class Blocks:
 
     def chunk_size(self, samples: Samples, chunk: int | None) -> int:
         """Return how many samples run at once, as given or as memory allows."""
-        if isinstance(chunk, bool) or not (chunk is None or (isinstance(chunk, int) and chunk > 0)):
-            raise ValueError(f"chunk must be a whole number of at least 1, or None; got {chunk!r}")
+        if chunk is not None:
+            check_whole("chunk", chunk)
         limit = PASS_BYTES if self.memory is None else min(PASS_BYTES, self.memory / 2)
         members, general = self.ensemble.members, self.recorder.general
         terms = 8 * self.recorder.size * members

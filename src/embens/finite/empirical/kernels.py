@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from embens.checks import closest, gradient_factor
+from embens.checks import check_choice, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call, check_inputs
 from embens.finite.empirical.blocks import OUTPUTS, Blocks, Outputs, probe
@@ -137,8 +137,7 @@ def ntk(
     check_call(ensemble, x1)
     if x2 is not None:
         check_inputs(x2, "x2", ensemble=ensemble)
-    if outputs not in OUTPUTS:
-        raise ValueError(f"outputs: unknown {outputs!r}{closest(outputs, OUTPUTS)}")
+    check_choice("outputs", outputs, OUTPUTS)
     left = Samples(as_inputs(x1, "x1"), _check_target(outputs, target, x1, "target"))
     right = None
     if x2 is not None:
