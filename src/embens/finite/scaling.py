@@ -32,7 +32,7 @@ from embens.finite.jackknife import jackknife_error
 from embens.objective import Criterion
 
 Measure = Callable[[int, torch.Generator], float]
-COLUMNS = ("width", "mean", "error", "slope", "values")
+COLUMNS: tuple[str, ...] = ("width", "mean", "error", "slope", "values")
 Build = Callable[[int, torch.Generator], EmbeddedEnsemble]
 
 

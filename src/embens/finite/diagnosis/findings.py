@@ -317,8 +317,10 @@ def _is_scale_free(kind: type[torch.optim.Optimizer]) -> bool:
 def output_biases(ensemble: EmbeddedEnsemble, structure: Structure | None) -> dict[str, Tensor]:
     """Return the biases of the last layers that members share and that can be trained."""
     shared = {id(p) for p in ensemble.shared_parameters() if p.requires_grad}
-    found = {}
-    for name in () if structure is None else structure.last:
+    found: dict[str, Tensor] = {}
+    if structure is None:
+        return found
+    for name in structure.last:
         layer = structure.layers[name]
         owner = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
         bias = getattr(owner, "bias", None)

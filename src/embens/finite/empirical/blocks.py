@@ -164,8 +164,10 @@ class Blocks:
                     return gradients(cotangents, is_grads_batched=True)
             except (RuntimeError, NotImplementedError):
                 self._batched = False  # one class after another from now on
-        found = zip(*(gradients(c) for c in cotangents), strict=True)
-        return [torch.stack(g) if len(g) > 1 else g[0].unsqueeze(0) for g in found]
+        found = [gradients(c) for c in cotangents]
+        if len(found) == 1:
+            return [gradient.unsqueeze(0) for gradient in found[0]]
+        return [torch.stack(each) for each in zip(*found, strict=True)]
 
     def _cotangents(self, output: Tensor, target: Tensor | None, part: slice) -> Tensor:
         """Return what the outputs are contracted with, ``(class, batch, …)``."""

@@ -101,7 +101,7 @@ class _Ending:
         self.own = {id(p) for p in ensemble.individual_parameters()}
         self.names = {id(module): name for name, module in walk(ensemble.network)}
         known = (nn.Linear.forward, networks.Linear.forward)
-        self.layers = {
+        self.layers: dict[nn.Module, set[int]] = {
             module: {id(p) for p in module.parameters(recurse=False)}
             for module in ensemble.network.modules()
             if (isinstance(module, nn.Linear) and type(module).forward in known)
