@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.layers import Modulation
 from embens.ensemble.plain import walk
-from embens.finite._shim import open_run
 from embens.objective import Criterion
 
 
@@ -58,23 +56,21 @@ def member_gradients(
     """
     layers = shared_layers(ensemble)
     parameters = [p for found in layers.values() for p in found]
-    with (
-        unchanged(ensemble, generator),
-        open_run(ensemble, x if isinstance(x, tuple) else (x,)) as run,
-    ):
+    inputs = x if isinstance(x, tuple) else (x,)
+    with unchanged(ensemble, generator), ensemble.run(inputs, chunk=1) as run:
+        stacks = {id(stack): stack for stack in run.numbers}  # tied ones once
+        sites = {id(stack): name for stack, name in zip(run.numbers, run.names, strict=True)}
         for a in range(min(members or ensemble.members, ensemble.members)):
-            leaves = [s[a].detach().requires_grad_(s.requires_grad) for s in run.numbers]
+            own = {k: s[a].detach().requires_grad_(s.requires_grad) for k, s in stacks.items()}
             with torch.enable_grad():
-                outputs = run.member(a, numbers=leaves)
+                outputs = run.member(a, numbers=[own[id(stack)] for stack in run.numbers])
                 loss = member_loss(criterion, outputs, target)
-            stacks = individual_tensors(ensemble, run.names)
-            trained = [v for v in leaves if v.requires_grad]
-            found = iter(_gradients(loss, [*parameters, *trained]))
+            trained = {key: leaf for key, leaf in own.items() if leaf.requires_grad}
+            found = iter(_gradients(loss, [*parameters, *trained.values()]))
             shared = {layer: [next(found) for _ in ps] for layer, ps in layers.items()}
             individual: dict[str, list[Tensor]] = defaultdict(list)
-            for (site, stack), leaf in zip(stacks, leaves, strict=True):
-                if leaf.requires_grad:  # several features may have one number
-                    individual[site].append(next(found).reshape(stack[0].numel(), -1).sum(1))
+            for key, gradient in zip(trained, found, strict=True):
+                individual[site_of(ensemble, sites[key])].append(gradient)
             outputs = tree_map(lambda o: o.detach(), outputs)
             yield MemberGradient(float(loss.detach()), outputs, shared, dict(individual))
 
@@ -126,18 +122,9 @@ def shared_layers(ensemble: EmbeddedEnsemble) -> dict[str, list[nn.Parameter]]:
     return layers
 
 
-def individual_tensors(
-    ensemble: EmbeddedEnsemble, names: Iterable[str]
-) -> list[tuple[str, Tensor]]:
-    """Return the site or layer of each of a pass's numbers, and the ensemble's tensor behind it."""
-    modules = dict(walk(ensemble.network))
-    found = []
-    for name in names:
-        layer, _, key = name.rpartition(".")
-        site = modules.get(name)
-        modulated = isinstance(site, Modulation)
-        found.append((name, site.values) if modulated else (layer, getattr(modules[layer], key)))
-    return found
+def site_of(ensemble: EmbeddedEnsemble, name: str) -> str:
+    """Return the site or layer that one of a pass's numbers belongs to."""
+    return name if name in ensemble.individuals else name.rpartition(".")[0]
 
 
 def flat(gradients: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +18,14 @@ from torch import Tensor, nn
 
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.layers import Modulated
-from embens.ensemble.plain import walk
-from embens.finite._shim import open_run
+from embens.ensemble.layers import Modulated, Modulation
 from embens.finite.checks import check_ensemble, check_inputs
 from embens.finite.empirical.recording import Inputs, as_inputs, check_modes
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+KNOWN = (nn.Linear.forward, networks.Linear.forward)
 
 
 def nngp(
@@ -97,28 +98,23 @@ class _Ending:
 
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.ensemble = ensemble
-        self.numbers: dict[str, Tensor] = {}
+        self.numbers: list[Tensor] = []
         self.own = {id(p) for p in ensemble.individual_parameters()}
-        self.names = {id(module): name for name, module in walk(ensemble.network)}
-        known = (nn.Linear.forward, networks.Linear.forward)
-        self.layers: dict[nn.Module, set[int]] = {
-            module: {id(p) for p in module.parameters(recurse=False)}
-            for module in ensemble.network.modules()
-            if (isinstance(module, nn.Linear) and type(module).forward in known)
-            or isinstance(module, Modulated)
-        }
         self.calls: list[tuple[nn.Module, Tensor, Tensor, tuple[float, float]]] = []
 
     def run(self, inputs: Inputs) -> list[tuple[Tensor, _Head | None]]:
         """Return the output and the last layer of each member."""
         found = []
         with torch.no_grad(), ExitStack() as stack:
-            for module in self.layers:
-                stack.callback(module.register_forward_hook(self._keep).remove)
-            run = stack.enter_context(open_run(self.ensemble, inputs))
-            self.numbers = self.numbers or dict(zip(run.names, run.numbers, strict=True))
+            for module in self.ensemble.network.modules():
+                linear = isinstance(module, nn.Linear) and type(module).forward in KNOWN
+                if linear or isinstance(module, Modulated):
+                    hook = partial(self._keep, module)
+                    stack.callback(module.register_forward_hook(hook).remove)
+            run = stack.enter_context(self.ensemble.run(inputs, chunk=1))
+            self.numbers = self.numbers or run.numbers  # fresh ones are drawn once
             for a in range(self.ensemble.members):
-                output = run.member(a, numbers=[v[a] for v in self.numbers.values()])
+                output = run.member(a, numbers=[numbers[a] for numbers in self.numbers])
                 if not isinstance(output, Tensor):
                     raise TypeError(
                         "a covariance needs a network whose output is one tensor; got "
@@ -128,25 +124,24 @@ class _Ending:
                 self.calls.clear()
         return found
 
-    def _keep(self, module: nn.Module, args: tuple, output: Any) -> None:
-        stds = _stds(module) if isinstance(module, nn.Linear) else (0.0, 0.0)
-        self.calls = [*self.calls[-1:], (module, args[0] if args else output, output, stds)]
+    def _keep(self, layer: nn.Module, now: nn.Module, args: tuple, output: Any) -> None:
+        """Note a call of a layer; ``now`` is the same, or its copy with a member's weights."""
+        stds = _stds(now) if isinstance(now, nn.Linear) else (0.0, 0.0)
+        self.calls = [*self.calls[-1:], (layer, args[0] if args else output, output, stds)]
 
     def _head(self, output: Tensor, a: int) -> _Head | None:
         """Return the layer whose output this is, if it is a Linear layer's."""
         calls, pre = list(self.calls), None
         if calls and isinstance(calls[-1][0], Modulated) and calls[-1][2] is output:
-            modulated = calls.pop()[0]
-            if modulated.pre is not None and calls:
-                pre, output = self.numbers[self.names[id(modulated.pre)]][a], calls[-1][2]
+            site = calls.pop()[0].pre
+            if isinstance(site, Modulation) and calls:
+                pre, output = self.numbers[site.slot][a], calls[-1][2]
         if not calls or calls[-1][2] is not output or not isinstance(calls[-1][0], nn.Linear):
             return None
         layer, features, _, (weight_std, bias_std) = calls[-1]
         if features.dim() != 2:
             return None
-        return _Head(
-            features * weight_std, bias_std, pre, not self.layers[layer].isdisjoint(self.own)
-        )
+        return _Head(features * weight_std, bias_std, pre, id(layer.weight) in self.own)
 
 
 def _stds(layer: nn.Linear) -> tuple[float, float]:

@@ -29,9 +29,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation, is_linear_in_parameters
-from embens.finite._shim import open_run
 from embens.finite.empirical.terms import Affine, Lookup, Scale, Term
 from embens.reading import NORMS
+from embens.reading.layers import spatial_axes
 
 Inputs = tuple[Tensor, ...]
 Call = tuple[nn.Module, Term]
@@ -77,7 +77,7 @@ class Recorder:
         ensemble: is left as it is, but for hooks while :meth:`watching`.
 
     Attributes:
-        numbers: the members' own numbers by name, as they are in the first pass.
+        numbers: the members' own numbers, as they are in the first pass.
         individual: ids of the individual parameters.
         general: the trainable parameters that have no terms; set by :meth:`survey`.
         size: how many numbers one sample's terms hold for one member; set by :meth:`survey`.
@@ -86,7 +86,7 @@ class Recorder:
 
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.ensemble = ensemble
-        self.numbers: dict[str, Tensor] = {}
+        self.numbers: list[Tensor] = []
         self.individual = {id(p) for p in ensemble.individual_parameters()}
         self.trainable = {id(p): p for p in ensemble.parameters() if p.requires_grad}
         self.general: dict[int, nn.Parameter] = {}
@@ -116,12 +116,12 @@ class Recorder:
                 for x in inputs
             )
         found = []
-        with torch.enable_grad(), open_run(self.ensemble, inputs) as run:
-            self.numbers = self.numbers or dict(zip(run.names, run.numbers, strict=True))
+        with torch.enable_grad(), self.ensemble.run(inputs, chunk=1) as run:
+            self.numbers = self.numbers or run.numbers  # fresh ones are drawn once
             for a in members:
                 self._calls = calls = []
                 try:
-                    output = run.member(a, numbers=[stack[a] for stack in self.numbers.values()])
+                    output = run.member(a, numbers=[stack[a] for stack in self.numbers])
                 finally:
                     self._calls = None
                 found.append((_checked_output(output, len(inputs[0])), calls))
@@ -142,14 +142,14 @@ class Recorder:
             for module in layers:
                 roles = {r: p for r, p in module._parameters.items() if id(p) in self.trainable}
                 if roles:
-                    hook = self._keep_layer(roles)  # type: ignore[arg-type]
+                    hook = self._keep_layer(module, roles)  # type: ignore[arg-type]
                     handles.append(module.register_forward_hook(hook, with_kwargs=True))
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _keep_layer(self, roles: dict[str, nn.Parameter]) -> Callable:
+    def _keep_layer(self, layer: nn.Module, roles: dict[str, nn.Parameter]) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             calls, self._calls = self._calls, None  # a term may call the layer itself
             if calls is not None and isinstance(output, Tensor) and output.requires_grad:
@@ -157,7 +157,7 @@ class Recorder:
                 with torch.no_grad():
                     term = _term(module, self._wanted(roles), value, output)
                 if term.parameters:
-                    calls.append((module, term))
+                    calls.append((layer, term))  # the module may be a copy for one member
             self._calls = calls
 
         return hook
@@ -173,7 +173,7 @@ class Recorder:
             if numbers is None or id(numbers.values) not in self._structured:
                 return
             edge = torch.autograd.graph.get_gradient_edge(product)
-            shape = (numbers.size * numbers.repeat, *(1,) * numbers.trailing)
+            shape = (numbers.size * numbers.repeat, *(1,) * spatial_axes(module.plain_layer))
             use = ({"weight": numbers.values}, value.detach(), edge, source, product.shape)
             self._calls.append((module, Scale(*use, shape, numbers.repeat)))  # type: ignore[union-attr, arg-type]
 

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite._shim import open_run
-from embens.finite.members import individual_tensors
 
 Rows = dict[int, Tensor]
 """Tensors by the id of a parameter."""
@@ -29,7 +27,7 @@ class OneMember(nn.Module):
 
     def forward(self, a: int, numbers: list[Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         """Return the member's output."""
-        with open_run(self.ensemble, inputs) as run:
+        with self.ensemble.run(inputs, chunk=1) as run:
             return run.member(a, numbers=numbers)
 
 
@@ -38,23 +36,22 @@ class Samplewise:
 
     Args:
         ensemble: any.
-        numbers: the members' own numbers, as a pass gives them, with their names.
+        numbers: the members' own numbers, as a pass gives them.
         parameters: whose gradients; shared or individual ones.
     """
 
     def __init__(
         self,
         ensemble: EmbeddedEnsemble,
-        numbers: dict[str, Tensor],
+        numbers: list[Tensor],
         parameters: dict[int, nn.Parameter],
     ):
         self.network = OneMember(ensemble)
-        self.numbers = list(numbers.values())
+        self.numbers = numbers
         self.parameters = parameters
-        stacks = individual_tensors(ensemble, numbers)
-        self.slots = {id(p): i for i, (_, p) in enumerate(stacks) if id(p) in parameters}
+        self.slots = {i: id(stack) for i, stack in enumerate(numbers) if id(stack) in parameters}
         names = {id(p): name for name, p in self.network.named_parameters()}
-        self.names = {key: names[key] for key in parameters if key not in self.slots}
+        self.names = {key: names[key] for key in parameters.keys() - self.slots.values()}
         self._vectorised = not ensemble.plan.recompute
 
     def rows(self, a: int, inputs: tuple[Tensor, ...], cotangents: Tensor) -> Rows:
@@ -70,12 +67,10 @@ class Samplewise:
         """
         numbers = [stack[a].detach() for stack in self.numbers]
         leaves = {key: p.detach() for key, p in self.parameters.items()}
-        leaves |= {key: numbers[slot] for key, slot in self.slots.items()}
+        leaves |= {key: numbers[slot] for slot, key in self.slots.items()}
 
         def output(leaves: Rows, sample: tuple[Tensor, ...], cotangent: Tensor) -> Tensor:
-            mine = list(numbers)
-            for key, slot in self.slots.items():
-                mine[slot] = leaves[key]
+            mine = [leaves.get(self.slots.get(i, 0), n) for i, n in enumerate(numbers)]
             shared = {name: leaves[key] for key, name in self.names.items()}
             one = tuple(x.unsqueeze(0) for x in sample)
             result = torch.func.functional_call(self.network, shared, (a, mine, one))
@@ -83,11 +78,7 @@ class Samplewise:
 
         with torch.enable_grad():
             found = self._gradients(output, leaves, inputs, cotangents)
-        rows = {key: gradient.flatten(2) for key, gradient in found.items()}
-        for key in self.slots:  # several features may have one number
-            count = self.parameters[key][0].numel()
-            rows[key] = rows[key].unflatten(-1, (count, -1)).sum(-1)
-        return rows
+        return {key: gradient.flatten(2) for key, gradient in found.items()}
 
     def _gradients(
         self,
