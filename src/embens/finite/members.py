@@ -43,16 +43,10 @@ def member_gradients(
     members: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[MemberGradient]:
-    """Yield the gradients of one member after another.
+    """Yield the gradients of one member after another, or of the first ``members`` alone.
 
-    Args:
-        ensemble: see :func:`embens.finite.gradient_cosines`, as for x, target and criterion.
-        x: the batch.
-        target: what the criterion takes.
-        criterion: of one member.
-        members: only so many, the first ones; None: all.
-        generator: seeds what the network draws itself (fresh masks, Dropout); None: as the global
-            random state has it, which is put back.
+    The generator seeds what the network draws itself (fresh masks, Dropout); without one it is as
+    the global random state has it. Other arguments as in :func:`embens.finite.gradient_cosines`.
     """
     layers = shared_layers(ensemble)
     parameters = [p for found in layers.values() for p in found]

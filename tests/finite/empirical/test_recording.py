@@ -136,3 +136,26 @@ def test_a_transformer_uses_terms_for_all_but_its_attention():
         recorder.survey((x[:2],))
     names = {id(p): name for name, p in ensemble.named_parameters()}
     assert all("self_attn" in names[p] for p in recorder.general)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_images_in_any_memory_format_give_the_same_kernel(contiguous):
+    class Viewing(nn.Module):
+        """Code that needs images to be contiguous, or does not."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(2, 3, 3), nn.Linear(3 * 16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            return self.last(x.view(len(x), -1) if contiguous else x.flatten(1))
+
+    x = torch.randn(3, 2, 6, 6, dtype=torch.float64)
+    ensemble = embens.embed(Viewing().double(), 2, example_input=x)
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    recorder = Recorder(ensemble)
+    with recorder.watching():
+        recorder.survey((x,))
+    assert recorder.general == {}
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))

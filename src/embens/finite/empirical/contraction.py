@@ -114,10 +114,7 @@ def group_uses(
 def contract(key: Key, left: Gradients, right: Gradients | None) -> Tensor:
     """Return the Gram matrix of the gradients of one group, over rows (member, batch, class).
 
-    Args:
-        key: of the group.
-        left: the rows.
-        right: the columns; None: the same, and the matrix is symmetric.
+    Without ``right`` columns are rows, and the matrix is symmetric.
     """
     sides = [left] if right is None else [left, right]
     term, roles = left.term(key), dict(key)
@@ -188,9 +185,7 @@ def _multiply_grams(inputs: Factors, outputs: Factors, weight: float, bias: floa
 def _multiply_over_positions(meet: Callable[[slice], Tensor], outputs: Factors) -> Tensor:
     """Return the sum over pairs of positions, with rows of the left side in blocks.
 
-    Args:
-        meet: gives the scalar products of inputs of some rows with all, ``(row, p, row, q)``.
-        outputs: cotangents ``(batch, class, 1, position, channel)``.
+    ``meet`` gives the scalar products of inputs of some rows with all, ``(row, p, row, q)``.
     """
     cotangents = [torch.cat(found)[:, :, 0] for found in outputs]
     left, right = cotangents[0], cotangents[-1]

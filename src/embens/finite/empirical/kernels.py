@@ -150,13 +150,9 @@ def ntk(
 def trace_of(
     ensemble: EmbeddedEnsemble, x: Tensor | Inputs, *, chosen: Int[Tensor, " k"], memory: float
 ) -> FiniteKernel:
-    """Return the sum of the kernels of some outputs of few samples, within a budget of memory.
+    """Return the sum of the kernels of chosen outputs, counted over all axes after the batch.
 
-    Args:
-        ensemble: see :func:`ntk`, as for x.
-        x: the samples.
-        chosen: which outputs, counted over all axes after the batch.
-        memory: in bytes, roughly; a ValueError where not even one sample fits.
+    ``memory`` is in bytes, roughly; a ValueError where not even one sample fits.
     """
     samples = Samples(as_inputs(x, "x"), None)
     return _compute(ensemble, samples, None, "trace", None, chosen, memory)

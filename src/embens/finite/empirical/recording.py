@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,10 @@ class Samples:
 
     def split(self, size: int) -> list[Samples]:
         """Return them in chunks."""
-        parts = [slice(start, start + size) for start in range(0, len(self), size)]
-        target = self.target
-        return [
-            Samples(tuple(x[p] for x in self.inputs), None if target is None else target[p])
-            for p in parts
-        ]
+        inputs = zip(*(x.split(size) for x in self.inputs), strict=True)
+        if self.target is None:
+            return [Samples(chunk) for chunk in inputs]
+        return [Samples(*chunk) for chunk in zip(inputs, self.target.split(size), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,7 @@ class Recording:
 class Recorder:
     """Runs an ensemble and keeps the terms of its trainable parameters.
 
-    Args:
-        ensemble: is left as it is, but for hooks while :meth:`watching`.
+    The ensemble is left as it is, but for hooks while :meth:`watching`.
 
     Attributes:
         numbers: the members' own numbers, as they are in the first pass.
@@ -132,22 +129,19 @@ class Recorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Keep hooks on all layers that have terms."""
-        handles: list[Any] = []
         modules = [] if self.ensemble.plan.recompute else list(self.ensemble.network.modules())
         layers = [m for m in modules if _is_known(m)]  # before there are hooks of ours
-        try:
+        with ExitStack() as stack:
             for module in modules:
                 if isinstance(module, Modulated):
-                    handles += self._watch_modulated(module)
+                    for handle in self._watch_modulated(module):
+                        stack.callback(handle.remove)
             for module in layers:
                 roles = {r: p for r, p in module._parameters.items() if id(p) in self.trainable}
                 if roles:
                     hook = self._keep_layer(module, roles)  # type: ignore[arg-type]
-                    handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                    stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _keep_layer(self, layer: nn.Module, roles: dict[str, nn.Parameter]) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -204,9 +198,6 @@ class Recorder:
         Two samples of those given are run, as different as there are. Where they are equal in
         places, they are run again with noise, as what is equal can't be told apart; equal samples
         of whole numbers leave no way to find structure.
-
-        Args:
-            inputs: samples.
         """
         check_modes(self.ensemble)
         pair, distinct = _different_pair(inputs)

@@ -55,15 +55,10 @@ class Samplewise:
         self._vectorised = not ensemble.plan.recompute
 
     def rows(self, a: int, inputs: tuple[Tensor, ...], cotangents: Tensor) -> Rows:
-        """Return gradients of ``(cotangent * output).sum()``.
+        """Return gradients of ``(cotangent * output).sum()`` of one member.
 
-        Args:
-            a: the member.
-            inputs: the batch first.
-            cotangents: ``(class, batch, …)``.
-
-        Returns:
-            Tensors ``(batch, class, number)``.
+        From inputs with the batch first and cotangents ``(class, batch, …)``: tensors ``(batch,
+        class, number)``.
         """
         numbers = [stack[a].detach() for stack in self.numbers]
         leaves = {key: p.detach() for key, p in self.parameters.items()}
