@@ -218,7 +218,8 @@ def _build_rows(inputs: Factors, outputs: Factors) -> Tensor:
     features = first.shape[-1]
     counts = [classes * sum(map(len, found)) for found in inputs]
     whole, piece = (groups, channels * features) if groups > 1 else (channels, features)
-    tile = min(whole, max(1, TILE_BYTES // (piece * sum(counts) * first.element_size())))
+    tile = max(1, TILE_BYTES // (piece * sum(counts) * first.element_size()))
+    tile = -(-whole // -(-whole // tile))  # all of them about equal
     buffers = [first.new_empty(count * piece * tile) for count in counts]
     total: Tensor | None = None
     for start in range(0, whole, tile):
