@@ -61,7 +61,7 @@ class FoldingChoice:
             return Way.EACH
         if not self._suspects(run, candidates[0]):
             return candidates[0]
-        mode, rows = self._mode(run), batch_size(run.inputs)
+        mode, rows = self._mode(run), batch_size((run.inputs, run.kwargs))
         known = self.known.setdefault(mode, {})
         if Way.EACH in known.values():
             return Way.EACH

@@ -215,6 +215,10 @@ _STOCK = {cls.forward for cls in _STOCK_LAYERS} | {
 }
 
 
+def _like(numbers: Tensor, x: Tensor) -> Tensor:
+    return numbers if numbers.dtype is x.dtype else numbers.to(x.dtype)
+
+
 class Modulated(Wrapper):
     r"""A shared layer between two modulations: :math:`v \circ \mathrm{layer}(u \circ x)`.
 
@@ -242,7 +246,7 @@ class Modulated(Wrapper):
         self._effective = getattr(plain, "effective_parameters", None) is not None
         known = type(plain).forward in _STOCK or self._effective
         self._convolution = isinstance(plain, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and known
-        self._product = isinstance(plain, nn.Linear) and known and border
+        self._linear = isinstance(plain, nn.Linear) and known
         self.train(layer.training)
 
     @property
@@ -259,18 +263,31 @@ class Modulated(Wrapper):
         run = self.current.run or self.current.get()
         parts = self._modules  # looked up directly: attributes of modules are slow
         pre, post, layer = parts.get("pre"), parts.get("post"), parts["layer"]
-        x, common = input, self.border
+        x, common = input, self.border and run.common
         if post is not None:
             if self._convolution and self._weights_are_cheaper(run, x):
                 return self._through_weights(run, x)
-            if self._product and self._heads_are_cheaper(run, x):
-                return self._through_heads(run, x)
+            if self._linear and run.count > 1 and run.index is None and x.dim() == 2:
+                if not common:
+                    return self._stacked(run, x)
+                if self._heads_are_cheaper(x):
+                    return self._through_heads(run, x)
             x = run.scale(x, post.now(run), self._spatial, common=common)  # type: ignore[operator]
             common = False
         x = layer(x, *args, **kwargs)  # type: ignore[misc]
         if pre is None:
             return x
         return run.scale(x, pre.now(run), self._spatial, common=common)  # type: ignore[operator]
+
+    def _stacked(self, run: Run, x: Tensor) -> Tensor:
+        """Return a Linear's output for several members, ``(member, row, feature)`` throughout."""
+        parts = self._modules
+        pre, post, layer = parts.get("pre"), parts["post"], parts["layer"]
+        x = run.apart(x)
+        x = layer(x * _like(post.now(run), x).unsqueeze(1))  # type: ignore[operator,misc,union-attr]
+        if pre is not None:
+            x = x * _like(pre.now(run), x).unsqueeze(1)  # type: ignore[operator]
+        return x.flatten(0, 1)
 
     def _parameters_of(self, layer: nn.Module) -> tuple[Tensor, Tensor | None]:
         return layer.effective_parameters() if self._effective else (layer.weight, layer.bias)  # type: ignore[return-value,operator]
@@ -294,14 +311,11 @@ class Modulated(Wrapper):
             bias = bias * pre
         return layer._conv_forward(x, weight, bias)  # type: ignore[operator]
 
-    def _heads_are_cheaper(self, run: Run, x: Tensor) -> bool:
+    def _heads_are_cheaper(self, x: Tensor) -> bool:
         """Return whether common inputs are better multiplied by every member's weight."""
         layer = self.layer
         return (
-            run.count > 1
-            and run.common
-            and x.dim() == 2
-            and x.shape[0] > layer.out_features  # type: ignore[operator]
+            x.shape[0] > layer.out_features  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
             and is_linear_in_parameters(layer)
         )
@@ -496,12 +510,13 @@ class Own(Wrapper, Individual):
                 return self._alone(run, args, kwargs)
             if self._batched and not kwargs and args[0].dim() > 1:
                 return self._together(run, args[0])
+        common = self.border and run.common
         present = range(run.count)
         if run.index is not None:
             present = range(min(run.members, len(run.index)))
         outputs = []
         for a in present:
-            mine = tree_map(lambda x, a=a: run.rows_of(x, a, common=self.border), (args, kwargs))
+            mine = tree_map(lambda x, a=a: run.rows_of(x, a, common=common), (args, kwargs))
             with run.only(a):
                 outputs.append(self._alone(run, *mine))
         if run.index is None:

@@ -151,7 +151,7 @@ class EmbeddedEnsemble(nn.Module):
             torch.Size([5, 1])
         """
         self._check_batch(inputs, batch)
-        size = self.chunk_size(inputs, chunk)
+        size = self.chunk_size(inputs or (kwargs,), chunk)
         return Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
 
     def chunk_size(self, inputs: tuple, chunk: int | None = None) -> int:

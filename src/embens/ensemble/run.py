@@ -80,6 +80,7 @@ class Run:
         members: how many there are.
         start: the first member of the chunk that runs.
         count: how many run now.
+        rows: how many samples a member has in a folded chunk.
         index: the member of each row, in a batch that members split.
         common: whether rows are those of the input up to the first modulations, rather than each
             member's own from the start.
@@ -102,6 +103,7 @@ class Run:
         self.given = numbers
         self.members = ensemble.members if numbers is None else len(numbers[0])
         self.open = False
+        self.rows = 0
         self.start, self.count = 0, 1
         self.index: Tensor | None = None
         self.fresh: dict[int, Tensor] = {}
@@ -171,7 +173,7 @@ class Run:
             x: features after the batch, at the end but for ``spatial`` axes.
             numbers: ``(member, feature)``, of the members that run now.
             spatial: how many axes follow the features.
-            common: whether the rows of x are the same for all members.
+            common: whether the rows of x are the same for all members, in this pass.
         """
         if numbers.dtype is not x.dtype:
             numbers = numbers.to(x.dtype)
@@ -189,7 +191,7 @@ class Run:
         else:
             ones = (1,) * (axes - 1 - spatial)
             numbers = numbers.view(self.count, *ones, numbers.shape[1], *(1,) * spatial)
-        if common and self.common:
+        if common:
             return (x * numbers).flatten(0, 1)
         return (self.apart(x) * numbers).flatten(0, 1)
 
@@ -202,13 +204,17 @@ class Run:
         return numbers.view(len(x), *(1,) * (x.dim() - 2 - spatial), features, *(1,) * spatial)
 
     def apart(self, x: Tensor) -> Tensor:
-        """Return ``(member, row, …)`` for the rows of all members that run now."""
-        rows = x.shape[0] // self.count
-        return x.view(self.count, rows, *x.shape[1:])
+        """Return ``(member, row, …)`` for the rows of all members that run now.
+
+        A single row (positions, say) stands for every sample of every member.
+        """
+        if x.shape[0] == 1:
+            return x.expand(self.count, self.rows, *x.shape[1:])
+        return x.view(self.count, x.shape[0] // self.count, *x.shape[1:])
 
     def rows_of(self, value: Any, a: int, *, common: bool) -> Any:
         """Return the rows of one of the members that run now, of a tensor."""
-        if not isinstance(value, Tensor) or not value.dim() or (common and self.common):
+        if not isinstance(value, Tensor) or not value.dim() or common:
             return value
         if self.index is None:
             if value.shape[0] % self.count:
@@ -280,6 +286,8 @@ class Run:
         """Return the outputs of some members that run as one batch."""
         self.start, self.count, self.common = start, count, way is Way.SHARED
         inputs, kwargs = self.inputs, self.kwargs
+        self.rows = batch_size(tree_map(_first, inputs) if self.batch == "own" else inputs)
+        self.rows = self.rows or batch_size(kwargs)
         results = self.results
         if self.batch == "own":
             inputs = tree_map(
@@ -288,11 +296,10 @@ class Run:
             )
         if way is not Way.SHARED:
             self.results = None
-            rows = batch_size(inputs) // (count if self.batch == "own" else 1)
             if self.batch == "same":
-                inputs = _repeated(inputs, count, rows)
+                inputs = _repeated(inputs, count, self.rows)
             if way is Way.REPEATED:
-                kwargs = _repeated(kwargs, count, rows)
+                kwargs = _repeated(kwargs, count, self.rows)
         try:
             outputs = self._call(inputs, kwargs)
         finally:
@@ -379,6 +386,10 @@ class Run:
         """Backpropagate what the chunks left at the cuts, each part of the graph once."""
         if self.results is not None:
             self.results.backward()
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, Tensor) else value
 
 
 def _repeated(values: Any, count: int, rows: int) -> Any:
