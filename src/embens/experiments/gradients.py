@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from embens.embedding.families import batch_ensemble
-from embens.experiments.claims import Claim, Table, curve, judge, line, select, slope
+from embens.experiments.claims import Claim, Frame, curve, judge, line, select, slope
+from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Curve, Figure, Panel, curves
-from embens.experiments.setting import Setting, data_set, reference
+from embens.experiments.setting import Setting, data_set
 from embens.finite import gradient_cosines, gradient_norms
 
 LABEL = "fig:Gradients_at_init"
@@ -31,23 +33,6 @@ KINDS = {"centred": 0.0, "shifted": math.sqrt(0.5), "input and output": 0.0}
 PARTS = {"total": "#1f77b4", "first": "#2ca02c", "inner": "#d62728", "last": "#9467bd"}
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One initialisation."""
-
-    setting: Setting
-    kind: str
-    width: float
-    members: int
-    samples: int
-    seed: int
-
-    @property
-    def weight(self) -> float:
-        """See :func:`embens.experiments.contract.weight`."""
-        return 1 + self.width**2 / 16
-
-
 WIDTHS = {
     "quick": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
     "cpu": (0.5, 1.0, 2.0, 4.0, 8.0),
@@ -56,46 +41,62 @@ WIDTHS = {
 SEEDS = {"quick": 30, "cpu": 10, "paper": 20}
 
 
-def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
+@dataclass(frozen=True)
+class Cell(CellBase):
+    """One initialisation."""
+
+    kind: str
+    width: float
+    members: int
+    samples: int
+
+    @property
+    def weight(self) -> float:
+        """See :class:`~embens.experiments.contract.CellBase`."""
+        return 1 + self.width**2 / 16
+
+
+def cells(setting: Setting) -> list[Cell]:
     """Return initialisations of both laws at all widths, and with modulated inputs at width 1."""
+    both = {"members": [8], "samples": [64]}
     return [
-        Cell(setting, kind, width, 8, 64, seed)
-        for seed in range(seeds or SEEDS[setting.preset])
-        for kind in KINDS
-        for width in WIDTHS[setting.preset]
-        if kind != "input and output" or width == 1.0
+        *product(Cell, setting, kind=["centred", "shifted"], width=WIDTHS[setting.preset], **both),
+        *product(Cell, setting, kind=["input and output"], width=[1.0], **both),
     ]
 
 
-def measure(cell: Cell) -> list[dict[str, float]]:
+def some_samples(cell: Cell, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return as many train samples as the cell says, drawn at random."""
+    inputs, targets = data_set(cell.setting).train
+    chosen = torch.randperm(len(targets), generator=generator)[: cell.samples]
+    return inputs[chosen], targets[chosen]
+
+
+def measure(cell: Cell) -> list[Row]:
     """Return a row for each member: its gradient's norm, and its cosines with the others."""
-    generator = torch.Generator().manual_seed(cell.seed)
-    network = reference(cell.setting, cell.width, generator=generator)
+    network, generator = cell.draw()
     sites = "all" if cell.kind == "input and output" else "hidden"
     ensemble = batch_ensemble(
         network, cell.members, p=KINDS[cell.kind], sites=sites, generator=generator
     )
-    data = data_set(cell.setting)
-    chosen = torch.randperm(len(data.train.targets), generator=generator)[: cell.samples]
-    x, y = data.train.inputs[chosen], data.train.targets[chosen]
+    x, y = some_samples(cell, generator)
     norms = gradient_norms(ensemble, x, y).total
-    found = gradient_cosines(ensemble, x, y, by_layer=True)
-    layers = list(found.values())  # type: ignore[union-attr]
+    layers: list[Tensor] = list(gradient_cosines(ensemble, x, y, by_layer=True).values())  # type: ignore
     total = gradient_cosines(ensemble, x, y)
     parts = {"total": [total], "first": layers[:1], "inner": layers[1:-1], "last": layers[-1:]}
     rows = []
-    others = 1 - torch.eye(cell.members)
-    for a in range(cell.members):
-        row = {"member": float(a), "norm": float(norms[a])}
+    for a, norm in enumerate(norms):
+        row = {"member": float(a), "norm": float(norm)}
+        others = torch.arange(cell.members) != a
         for part, matrices in parts.items():
-            cosines = torch.stack([m[a].cpu()[others[a] > 0] for m in matrices])  # type: ignore
+            cosines = torch.stack([matrix[a].cpu()[others] for matrix in matrices])
             row[f"cos_{part}"] = float(cosines.abs().mean())
             row[f"cos2_{part}"] = float(cosines.square().mean())
         rows.append(row)
     return rows
 
 
-def _spread(table: Table, kind: str) -> float:
+def _spread(table: Frame, kind: str) -> float:
     """Return the decades between the 5 % and 95 % quantiles of norms."""
     import numpy
 
@@ -103,11 +104,11 @@ def _spread(table: Table, kind: str) -> float:
     return float(norms.quantile(0.95) - norms.quantile(0.05))
 
 
-def _exponent(table: Table, kind: str, column: str) -> float:
+def _exponent(table: Frame, kind: str, column: str) -> float:
     return slope(select(table, kind=kind), "width", column, log_y=True)
 
 
-def _exponent_of_deviation(table: Table) -> float:
+def _exponent_of_deviation(table: Frame) -> float:
     """Return the exponent of the standard deviation of |cos| in the width."""
     rows = select(table, kind="centred")
     widths, means = curve(rows, "width", "cos_total")
@@ -116,7 +117,7 @@ def _exponent_of_deviation(table: Table) -> float:
     return line([math.log2(w) for w in widths], [math.log2(d) for d in deviations])
 
 
-def claims(table: Table) -> list[Claim]:
+def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations, and the theory's exponents beside them."""
     test = partial(judge, table)
     power = "falls as 1/width"
@@ -179,7 +180,7 @@ def claims(table: Table) -> list[Claim]:
     ]  # fmt: skip
 
 
-def _histogram(table: Table, kind: str, colour: str) -> Curve:
+def _histogram(table: Frame, kind: str, colour: str) -> Curve:
     import numpy
 
     norms = numpy.log10(table[(table["kind"] == kind) & (table["width"] == 1.0)]["norm"])
@@ -190,23 +191,25 @@ def _histogram(table: Table, kind: str, colour: str) -> Curve:
     return Curve(kind, centres.tolist(), (counts / len(norms)).tolist(), [], colour, "bars")
 
 
-def plot(table: Table) -> Figure:
+def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
-    names = (("centred", "#1f77b4"), ("input and output", "#bcbd22"))
     panels = [
         Panel(
             "gradient norms at width 1",
             "log10 of the norm",
             "part of members",
-            [_histogram(table, kind, colour) for kind, colour in names],
+            [
+                _histogram(table, "centred", "#1f77b4"),
+                _histogram(table, "input and output", "#bcbd22"),
+            ],
         )
     ]
     for kind in ("centred", "shifted"):
         rows = table[table["kind"] == kind]
         found = [
-            Curve(part, c.x, c.y, c.error, c.colour)
+            c
             for part, colour in PARTS.items()
-            for c in curves(rows, "width", f"cos_{part}", colours=[colour])
+            for c in curves(rows, "width", f"cos_{part}", label=part, colours=colour)
         ]
-        panels.append(Panel(kind, "relative width", "mean |cos|", found, x_log=True, y_log=True))
+        panels.append(Panel(kind, "relative width", "mean |cos|", found, x_log=10, y_log=10))
     return Figure(TITLE, panels, columns=3)

@@ -11,8 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from embens.experiments.grid import folder_of
-from embens.experiments.store import write_atomically
+from embens.experiments.results import folder_of, write_file
 from embens.report.page import collect
 
 _VERDICTS = ("holds", "does not hold", "undecided")
@@ -94,5 +93,5 @@ def write(folder: str | Path, path: str | Path) -> Path:
     path = Path(path)
     page = text(folder, path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, page)
+    write_file(path, page)
     return path

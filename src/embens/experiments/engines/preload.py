@@ -6,7 +6,7 @@ Nothing is computed here: a fork must not find threads.
 import contextlib
 
 import embens.embedding.families
-import embens.experiments.task
+import embens.experiments.job
 import embens.experiments.training  # noqa: F401
 
 with contextlib.suppress(ImportError):

@@ -18,10 +18,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from embens.ensemble.storage import write_atomically
+
 Record = dict[str, Any]
 
 
-class Store:
+class Results:
     """The results of one experiment in one folder.
 
     Args:
@@ -29,9 +31,9 @@ class Store:
 
     Example:
         >>> import tempfile
-        >>> store = Store(Path(tempfile.mkdtemp()))
-        >>> store.add({"key": "a", "rows": [{"accuracy": 0.5}]})
-        >>> Store(store.folder).records["a"]["rows"]
+        >>> results = Results(tempfile.mkdtemp())
+        >>> results.add({"key": "a", "rows": [{"accuracy": 0.5}]})
+        >>> Results(results.folder).records["a"]["rows"]
         [{'accuracy': 0.5}]
     """
 
@@ -67,7 +69,7 @@ class Store:
 
     def add(self, record: Record) -> None:
         """Write a record; it is on the disk when this returns, or an ``OSError`` is raised."""
-        line = json.dumps(record).encode() + b"\n"
+        line = whole = json.dumps(record).encode() + b"\n"
         with self._lock, self.path.open("ab+", buffering=0) as file:  # no rest to write at closing
             start = end = file.seek(0, os.SEEK_END)
             if end:
@@ -79,17 +81,14 @@ class Store:
                     line = line[file.write(line) or 0 :]
                 os.fsync(file.fileno())
             except OSError:
-                self._undo(start)
+                with contextlib.suppress(OSError):  # half a line is skipped by whoever reads it
+                    os.truncate(self.path, start)
                 raise
-        self._keep(record)
+        self._keep(json.loads(whole))
 
     def alone(self) -> AbstractContextManager[Any]:
         """Return a context in which no other run writes here."""
         return self._lock
-
-    def _undo(self, size: int) -> None:
-        with contextlib.suppress(OSError):  # half a line is skipped by whoever reads it
-            os.truncate(self.path, size)
 
     def claim(self, key: str) -> bool:
         """Take a cell for this run; False if another run has it."""
@@ -117,6 +116,11 @@ class Store:
             (self.folder / "claims").rmdir()
 
 
+def folder_of(out: str | Path, name: str, preset: str) -> Path:
+    """Return the folder of an experiment's results."""
+    return Path(out) / name / preset
+
+
 def _parse(content: bytes) -> Iterator[Record]:
     for line in content.splitlines():
         try:
@@ -129,14 +133,7 @@ def _parse(content: bytes) -> Iterator[Record]:
             yield record
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old one or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    write_atomically(path, lambda name: Path(name).write_bytes(data))
