@@ -77,7 +77,7 @@ class Progress(Watcher):
         bar = ProgressBar(total=self.total or 1.0, completed=self.done, width=20)
         passed, left = time.perf_counter() - self.began, self.time_left()
         times = f"{duration(passed)}, {duration(left)} left"
-        line = Columns([Text(self.title, style="bold"), bar, self._count(), times])
+        line = Columns([Text(self.title, style="bold"), bar, Text(self._count()), Text(times)])
         return Group(line, Text(self.latest, no_wrap=True, overflow="ellipsis", style="dim"))
 
     def _count(self) -> str:

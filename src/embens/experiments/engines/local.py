@@ -24,7 +24,8 @@ from embens.experiments.job import Done, Job, perform
 
 ATTEMPTS = 2
 _PASSED_ON = ("EMBENS_DATA",)
-_PRELOAD = ["embens.experiments.engines.preload"]
+_PRELOAD = ["embens.experiments.training", "embens.embedding.families", "sklearn.datasets"]
+"""Imported once, in the process that workers are forked from; what is missing is skipped."""
 
 
 @dataclass(eq=False)
