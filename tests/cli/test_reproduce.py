@@ -143,7 +143,7 @@ def test_a_disk_that_is_full_at_the_end_or_a_folder_that_is_none_is_told(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("embens.experiments.table.write_file", full)
+        patch.setattr("embens.experiments.table.write_atomically", full)
         assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 1
     assert "Results that were written are safe" in capsys.readouterr().out
     assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 0

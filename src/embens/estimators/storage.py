@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from embens import laws
 from embens.embedding.families import operate
 from embens.ensemble import storage
 from embens.estimators.preprocessing import Preprocessing
-from embens.laws import Law
+from embens.files import write_atomically
+from embens.laws import Law, from_dict
 from embens.training import History
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def save(estimator: TableEnsemble, path: str | os.PathLike[str]) -> None:
     }
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
     metadata = {"embens_estimator": json.dumps(header)}
-    storage.write_atomically(path, lambda name: save_file(tensors, name, metadata))
+    write_atomically(path, lambda name: save_file(tensors, name, metadata))
 
 
 _COLUMN_TENSORS = ("centre", "scale", "edges", "scores")
@@ -148,7 +148,7 @@ def _arguments_to_json(arguments: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in arguments.items():
         if isinstance(value, Law):
-            value = {"law": type(value).__name__, **dataclasses.asdict(value)}  # type: ignore[call-overload]
+            value = value.to_dict()
         elif hasattr(value, "tolist"):
             value = value.tolist()
         elif name == "random_state" and not isinstance(value, int):
@@ -159,13 +159,7 @@ def _arguments_to_json(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _arguments_from_json(arguments: dict[str, Any]) -> dict[str, Any]:
     law = arguments.get("law")
-    if law is not None:
-        fields = dict(law)
-        name = fields.pop("law")
-        if name not in ("Constant", "Normal", "Shifted", "Bernoulli", "Ternary", "Rademacher"):
-            raise ValueError(f"the file uses a law {name!r} that is not embens' own; use joblib")
-        arguments = {**arguments, "law": getattr(laws, name)(**fields)}
-    return arguments
+    return arguments if law is None else {**arguments, "law": from_dict(law)}
 
 
 def _classes_to_json(classes: Any) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from embens.experiments.claims import Frame
-from embens.experiments.results import write_file
+from embens.files import write_atomically
 
 PALETTE = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"),
@@ -187,7 +187,7 @@ def draw(figure: Figure, path: str | Path) -> None:
     _add_legend(canvas, common, loc="outside lower center", ncols=min(len(common), 8), fontsize=8)
     content, path = io.BytesIO(), Path(path)
     canvas.savefig(content, dpi=110, format=path.suffix[1:] or "png")
-    write_file(path, content.getvalue())
+    write_atomically(path, content.getvalue())
 
 
 def _add_legend(place: Any, handles: dict[str, Any], **options: Any) -> None:

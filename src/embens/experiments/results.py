@@ -18,8 +18,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from embens.ensemble.storage import write_atomically
-
 Record = dict[str, Any]
 
 
@@ -131,9 +129,3 @@ def _parse(content: bytes) -> Iterator[Record]:
             continue
         if isinstance(record.get("rows"), list) or isinstance(record.get("error"), str):
             yield record
-
-
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, whole."""
-    data = content.encode() if isinstance(content, str) else content
-    write_atomically(path, lambda name: Path(name).write_bytes(data))

@@ -20,8 +20,9 @@ from embens.experiments import contract
 from embens.experiments.claims import Claim, Frame
 from embens.experiments.figure import draw
 from embens.experiments.job import code_version
-from embens.experiments.results import Record, Results, write_file
+from embens.experiments.results import Record, Results
 from embens.experiments.setting import Setting
+from embens.files import write_atomically
 
 
 def tidy(results: Results, name: str, setting: Setting) -> Frame:
@@ -101,9 +102,9 @@ def write(
         "figure": figure.to_dict(),
         "manifest": manifest,
     }
-    write_file(results.folder / "table.csv", table.to_csv(index=False, float_format="%.6g"))
+    write_atomically(results.folder / "table.csv", table.to_csv(index=False, float_format="%.6g"))
     for file, content in contents.items():
-        write_file(results.folder / f"{file}.json", json.dumps(content, indent=1))
+        write_atomically(results.folder / f"{file}.json", json.dumps(content, indent=1))
     draw(figure, results.folder / "figure.png")
     return claims
 

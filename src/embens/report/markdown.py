@@ -11,7 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from embens.experiments.results import folder_of, write_file
+from embens.experiments.results import folder_of
+from embens.files import write_atomically
 from embens.report.page import collect
 
 _VERDICTS = ("holds", "does not hold", "undecided")
@@ -93,5 +94,5 @@ def write(folder: str | Path, path: str | Path) -> Path:
     path = Path(path)
     page = text(folder, path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, page)
+    write_atomically(path, page)
     return path

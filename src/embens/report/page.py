@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from embens.experiments import NAMES
-from embens.experiments.results import write_file
+from embens.files import write_atomically
 
 _HERE = files("embens.report")
 _LIBRARY = ("plotly", "package_data/plotly.min.js")
@@ -86,7 +86,7 @@ def write(folder: str | Path, path: str | Path | None = None) -> Path:
     path = Path(folder) / "report.html" if path is None else Path(path)
     page = render(collect(folder))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, page)
+    write_atomically(path, page)
     return path
 
 
