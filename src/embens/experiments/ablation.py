@@ -103,52 +103,64 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
 
-    def against(variant: str, column: str, paper: str, text: str, **region: float) -> Claim:
+    def against(variant: str, column: str, **region: float) -> Claim:
         return test(
+            f"{variant}: {column}",
             lambda t: _several(t, variant, column) - _several(t, "baseline", column),
-            name=f"{variant}: {column}",
-            statement=text,
-            paper=paper,
-            measure=f"{column.replace('_', ' ')} less the baseline's, mean over M ≥ 4",
+            measure=f"{column} less the baseline's, mean over M ≥ 4",
             **region,
         )
 
     dependent = "more dependent models: larger correlation and smaller accuracy"
     same = "roughly the same as for the baseline"
     return [
-        against("post only", "accuracy", same, "post only is as accurate as the baseline (to 1 %)",
-                above=-0.01, below=0.01),
-        against("post only", "correlation", same,
-                "post only is as correlated as the baseline (to 0.05)", above=-0.05, below=0.05),
-        against("pre only", "correlation", dependent, "pre only is more correlated", above=0.0),
-        against("pre only", "accuracy", dependent, "pre only is less accurate", below=0.0),
-        against("shifted", "correlation", dependent, "shifted is more correlated", above=0.0),
-        against("shifted", "accuracy", dependent, "shifted is less accurate", below=0.0),
+        against("post only", "accuracy", above=-0.01, below=0.01).says(
+            "post only is as accurate as the baseline (to 1 %)", paper=same
+        ),
+        against("post only", "correlation", above=-0.05, below=0.05).says(
+            "post only is as correlated as the baseline (to 0.05)", paper=same
+        ),
+        against("pre only", "correlation", above=0.0).says(
+            "pre only is more correlated", paper=dependent
+        ),
+        against("pre only", "accuracy", below=0.0).says(
+            "pre only is less accurate", paper=dependent
+        ),
+        against("shifted", "correlation", above=0.0).says(
+            "shifted is more correlated", paper=dependent
+        ),
+        against("shifted", "accuracy", below=0.0).says("shifted is less accurate", paper=dependent),
         test(
+            "last layer: correlation",
             lambda t: _several(t, "last layer, trainable", "correlation"),
-            name="last layer: correlation",
-            statement="members with a trainable last-layer modulation alone end up the same",
+            above=0.95,
+        ).says(
+            "members with a trainable last-layer modulation alone end up the same",
             paper="≈100 % correlation: they converge to the same minimum",
             measure="correlation, mean over M ≥ 4",
-            above=0.95,
         ),
-        against("last layer, trainable", "accuracy", "low ensemble accuracy",
-                "last-layer trainable is less accurate", below=0.0),
-        against("input and output", "accuracy", "a severe drop",
-                "input and output modulations are much worse (by 2 %)", below=-0.02),
-        against("gamma=1", "accuracy", "just slightly worse after 1000 epochs",
-                "γ=1 is worse, but by less than 3 %", above=-0.03, below=0.0),
+        against("last layer, trainable", "accuracy", below=0.0).says(
+            "last-layer trainable is less accurate", paper="low ensemble accuracy"
+        ),
+        against("input and output", "accuracy", below=-0.02).says(
+            "input and output modulations are much worse (by 2 %)", paper="a severe drop"
+        ),
+        against("gamma=1", "accuracy", above=-0.03, below=0.0).says(
+            "γ=1 is worse, but by less than 3 %", paper="just slightly worse after 1000 epochs"
+        ),
         test(
+            "modulation gradients",
             lambda t: mean(select(t, variant="baseline"), "gradient_ratio"),
-            name="modulation gradients",
-            statement="gradients of modulations are much smaller than those of weights",
+            below=0.5,
+        ).says(
+            "gradients of modulations are much smaller than those of weights",
             paper="significantly lower",
             measure="ratio of norms at initialisation, baseline",
-            below=0.5,
         ),
-        against("modulation rate ×5", "accuracy", "better by about 1 %",
-                "five times the rate for modulations is better", above=0.0),
-    ]  # fmt: skip
+        against("modulation rate ×5", "accuracy", above=0.0).says(
+            "five times the rate for modulations is better", paper="better by about 1 %"
+        ),
+    ]
 
 
 def plot(table: Frame) -> Figure:

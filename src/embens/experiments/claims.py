@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
@@ -38,13 +38,10 @@ class Missing(LookupError):
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement, what the paper saw, and what we measured.
+    """A statement of the paper, and what we measured of it.
 
     Attributes:
         name: a short name, unique in its experiment.
-        statement: what is tested, in words.
-        paper: what the paper saw.
-        measure: what the number is.
         value: the statistic; NaN if it could not be computed.
         low: lower end of its interval.
         high: upper end.
@@ -53,12 +50,12 @@ class Claim:
         seeds: how many.
         verdict: ``"holds"``, ``"does not hold"`` or ``"undecided"``.
         note: why it is undecided, where that is not the interval.
+        measure: what the number is.
+        statement: what is tested, in words.
+        paper: what the paper saw.
     """
 
     name: str
-    statement: str
-    paper: str
-    measure: str
     value: float
     low: float
     high: float
@@ -67,6 +64,14 @@ class Claim:
     seeds: int
     verdict: str
     note: str = ""
+    measure: str = ""
+    statement: str = ""
+    paper: str = ""
+
+    def says(self, statement: str, *, paper: str, measure: str = "") -> Claim:
+        """Return the claim with its words."""
+        measure = measure or self.measure
+        return replace(self, statement=statement, paper=paper, measure=measure)
 
     @property
     def region(self) -> str:
@@ -88,24 +93,19 @@ class Claim:
 
 def judge(
     table: Frame,
+    name: str,
     statistic: Statistic,
     *,
-    name: str,
-    statement: str,
-    paper: str,
-    measure: str,
     above: float = -math.inf,
     below: float = math.inf,
+    measure: str = "",
 ) -> Claim:
-    """Compute a claim: the statistic of a table and, for its interval, of the table less a seed.
-
-    The other arguments are those of :class:`Claim`.
+    """Test whether a statistic of a table lies in a region; :meth:`Claim.says` adds the words.
 
     Example:
         >>> import pandas
         >>> table = pandas.DataFrame({"seed": [0, 1, 2], "gain": [1.0, 1.1, 0.9]})
-        >>> texts = {"statement": "there is a gain", "paper": "yes", "measure": "mean gain"}
-        >>> claim = judge(table, lambda t: t["gain"].mean(), above=0, name="gain", **texts)
+        >>> claim = judge(table, "gain", lambda t: t["gain"].mean(), above=0)
         >>> claim.verdict, round(claim.low, 3)
         ('holds', 0.752)
     """
@@ -118,11 +118,8 @@ def judge(
         note = "the statistic is not defined on this table"
     elif not note and math.isnan(low):
         note = f"{seeds} seed has no interval" if seeds == 1 else "no interval"
-    return Claim(
-        *(name, statement, paper, measure, value, low, high, above, below, seeds),
-        verdict(low, high, above, below),
-        note,
-    )
+    found = verdict(low, high, above, below)
+    return Claim(name, value, low, high, above, below, seeds, found, note, measure)
 
 
 def verdict(low: float, high: float, above: float, below: float) -> str:
@@ -236,6 +233,11 @@ def slope(table: Frame, x: str, y: str, *, log_x: bool = True, log_y: bool = Fal
     if log_y and min(ys) <= 0:
         return math.nan
     return line(xs, [math.log2(v) for v in ys] if log_y else ys)
+
+
+def trend(rows: Callable[[Frame], Frame], y: str, x: str = "members", **options: bool) -> Statistic:
+    """Return the statistic that is the :func:`slope` of some of a table's rows."""
+    return lambda table: slope(rows(table), x, y, **options)
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> float:

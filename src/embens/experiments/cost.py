@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from embens import laws
 from embens.embedding.families import batch_ensemble, independent, last_layer_dropout, mc_dropout
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, judge, mean, select, slope
+from embens.experiments.claims import Claim, Frame, judge, mean, select, trend
 from embens.experiments.contract import CellBase, Row
 from embens.experiments.figure import Figure, Panel, curves
 from embens.experiments.setting import PRESETS, Setting
@@ -179,38 +179,34 @@ def claims(table: Frame) -> list[Claim]:
     test = partial(judge, table)
     cheap = "about 10 % more computation time at M=50"
     return [
-        test(
-            lambda t: mean(_at_fifty(t), "step"),
-            name="last-layer dropout: step",
-            statement="a training step costs at most 1.1 × that of one network at M=50",
+        test("last-layer dropout: step", lambda t: mean(_at_fifty(t), "step"), below=1.1).says(
+            "a training step costs at most 1.1 × that of one network at M=50",
             paper=cheap,
             measure="ratio of times",
-            below=1.1,
         ),
         test(
-            lambda t: mean(_at_fifty(t), "inference"),
-            name="last-layer dropout: inference",
-            statement="inference costs at most 1.1 × that of one network at M=50",
+            "last-layer dropout: inference", lambda t: mean(_at_fifty(t), "inference"), below=1.1
+        ).says(
+            "inference costs at most 1.1 × that of one network at M=50",
             paper=cheap,
             measure="ratio of times, collapsed",
-            below=1.1,
         ),
         test(
-            lambda t: mean(_most_common(t), "parameters"),
-            name="BatchEnsemble: parameters",
-            statement="a BatchEnsemble has hardly more parameters than one network (1.1 ×)",
+            "BatchEnsemble: parameters", lambda t: mean(_most_common(t), "parameters"), below=1.1
+        ).says(
+            "a BatchEnsemble has hardly more parameters than one network (1.1 ×)",
             paper="approximately the same as in the reference model",
             measure="ratio of parameters at the largest M that all families have",
-            below=1.1,
         ),
         test(
-            lambda t: slope(select(t, family="BatchEnsemble"), "members", "step", log_y=True),
-            name="BatchEnsemble: step",
-            statement="the time of a BatchEnsemble's step grows in proportion to M",
-            paper="computations are reused only if modulations are in the last layers",
-            measure="exponent of the time in M",
+            "BatchEnsemble: step",
+            trend(partial(select, family="BatchEnsemble"), "step", log_y=True),
             above=0.7,
             below=1.2,
+        ).says(
+            "the time of a BatchEnsemble's step grows in proportion to M",
+            paper="computations are reused only if modulations are in the last layers",
+            measure="exponent of the time in M",
         ),
     ]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from embens.embedding.families import batch_ensemble
-from embens.experiments.claims import Claim, Frame, curve, judge, line, select, slope
+from embens.experiments.claims import Claim, Frame, curve, judge, line, select, trend
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Curve, Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set
@@ -104,10 +104,6 @@ def _spread(table: Frame, kind: str) -> float:
     return float(norms.quantile(0.95) - norms.quantile(0.05))
 
 
-def _exponent(table: Frame, kind: str, column: str) -> float:
-    return slope(select(table, kind=kind), "width", column, log_y=True)
-
-
 def _exponent_of_deviation(table: Frame) -> float:
     """Return the exponent of the standard deviation of |cos| in the width."""
     rows = select(table, kind="centred")
@@ -120,64 +116,54 @@ def _exponent_of_deviation(table: Frame) -> float:
 def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations, and the theory's exponents beside them."""
     test = partial(judge, table)
-    power = "falls as 1/width"
+    power, measure = "falls as 1/width", "exponent of |cos| in the width"
+    inverse, root = "|cos| ∝ 1/width", "|cos| ∝ width^−1/2"
+    centred, shifted = partial(select, kind="centred"), partial(select, kind="shifted")
 
-    def exponent(name: str, column: str, statement: str, paper: str, low: float, high: float):
-        return test(
-            partial(_exponent, kind="centred", column=column),
-            name=name,
-            statement=statement,
-            paper=paper,
-            measure="exponent in the width, centred modulations",
-            above=low,
-            below=high,
-        )
+    def exponent(name: str, column: str, low: float, high: float) -> Claim:
+        return test(name, trend(centred, column, "width", log_y=True), above=low, below=high)
 
     return [
         test(
+            "spread of norms",
             lambda t: _spread(t, "input and output") - _spread(t, "centred"),
-            name="spread of norms",
-            statement="input and output modulations spread gradient norms by an order of magnitude",
+            above=1.0,
+        ).says(
+            "input and output modulations spread gradient norms by an order of magnitude",
             paper="increase of the spread by several orders of magnitude",
             measure="decades from the 5 % to the 95 % quantile, difference",
-            above=1.0,
         ),
-        test(
-            partial(_exponent, kind="centred", column="cos_total"),
-            name="falls when centred",
-            statement="|cos| falls as a power of width when modulations are centred",
+        exponent("falls when centred", "cos_total", -math.inf, -0.25).says(
+            "|cos| falls as a power of width when modulations are centred",
             paper=power,
-            measure="exponent of |cos| in the width",
-            below=-0.25,
+            measure=measure,
         ),
         test(
-            partial(_exponent, kind="shifted", column="cos_total"),
-            name="stays when shifted",
-            statement="|cos| stays when modulations are shifted",
+            "stays when shifted", trend(shifted, "cos_total", "width", log_y=True), above=-0.15
+        ).says(
+            "|cos| stays when modulations are shifted",
             paper="gradients are not orthogonal in general",
-            measure="exponent of |cos| in the width",
-            above=-0.15,
+            measure=measure,
         ),
-        test(
-            _exponent_of_deviation,
-            name="deviation falls",
-            statement="the standard deviation of |cos| falls as well",
+        test("deviation falls", _exponent_of_deviation, below=-0.25).says(
+            "the standard deviation of |cos| falls as well",
             paper=power,
             measure="exponent of the standard deviation in the width",
-            below=-0.25,
         ),
-        exponent("exponent −1", "cos_total", "|cos| ∝ 1/width, as the paper says", power, -1.2,
-                 -0.8),
-        exponent("exponent −1/2", "cos_total", "|cos| ∝ width^−1/2, as the theory says", power,
-                 -0.7, -0.3),
-        exponent("inner layers", "cos_inner", "|cos| ∝ 1/width in inner layers (theory)", power,
-                 -1.2, -0.8),
-        exponent("first layer", "cos_first", "|cos| ∝ width^−1/2 in the first layer (theory)",
-                 power, -0.7, -0.3),
-        exponent("last layer", "cos_last", "|cos| ∝ width^−1/2 in the last layer (theory)", power,
-                 -0.7, -0.3),
-        exponent("cos²", "cos2_total", "cos² ∝ 1/width (theory)", power, -1.3, -0.7),
-    ]  # fmt: skip
+        *(
+            exponent(name, column, low, high).says(
+                statement, paper=power, measure="exponent in the width, centred modulations"
+            )
+            for name, column, low, high, statement in (
+                ("exponent −1", "cos_total", -1.2, -0.8, f"{inverse}, as the paper says"),
+                ("exponent −1/2", "cos_total", -0.7, -0.3, f"{root}, as the theory says"),
+                ("inner layers", "cos_inner", -1.2, -0.8, f"{inverse} in inner layers (theory)"),
+                ("first layer", "cos_first", -0.7, -0.3, f"{root} in the first layer (theory)"),
+                ("last layer", "cos_last", -0.7, -0.3, f"{root} in the last layer (theory)"),
+                ("cos²", "cos2_total", -1.3, -0.7, "cos² ∝ 1/width (theory)"),
+            )
+        ),
+    ]
 
 
 def _histogram(table: Frame, kind: str, colour: str) -> Curve:

@@ -23,6 +23,7 @@ from embens.experiments.claims import (
     rise_and_fall,
     select,
     slope,
+    trend,
 )
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import LABELS, Figure, Panel, curves, shades
@@ -77,6 +78,10 @@ def _centred(table: Frame) -> Frame:
     return select(table, p=0.0)
 
 
+def _several(table: Frame) -> Frame:
+    return between(table, "members", 4)
+
+
 def _inverted_u(table: Frame) -> float:
     """Return the inverted U of ensemble accuracy in M at p=0, mean over widths."""
     widths = [rows for _, rows in _centred(table).groupby("width")]
@@ -110,61 +115,42 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
     return [
-        test(
-            _inverted_u,
-            name="inverted U",
-            statement="at p=0 ensemble accuracy rises with M and falls again",
+        test("inverted U", _inverted_u, above=0.0).says(
+            "at p=0 ensemble accuracy rises with M and falls again",
             paper="a clear maximum at some M > 1",
             measure="smaller of rise to the best M and fall to the largest, mean over widths",
-            above=0.0,
         ),
-        test(
-            lambda t: growth_of_best(_centred(t)),
-            name="best M grows with width",
-            statement="at p=0 the best M moves right with width",
+        test("best M grows with width", lambda t: growth_of_best(_centred(t)), above=0.0).says(
+            "at p=0 the best M moves right with width",
             paper="width moves the point of optimal performance to the right",
             measure="exponent of best M in width, mean over seeds",
-            above=0.0,
         ),
-        test(
-            lambda t: slope(_centred(t), "width", "correlation"),
-            name="wider, less correlated",
-            statement="at p=0 wider networks have less correlated members",
+        test("wider, less correlated", trend(_centred, "correlation", "width"), below=0.0).says(
+            "at p=0 wider networks have less correlated members",
             paper="correlation is lower for the wider network",
             measure="slope of correlation per doubling of width",
-            below=0.0,
         ),
-        test(
-            _gain,
-            name="wider, smaller gain",
-            statement="at p=0 the relative gain of ensembling is smaller in wider networks",
+        test("wider, smaller gain", _gain, below=0.0).says(
+            "at p=0 the relative gain of ensembling is smaller in wider networks",
             paper="relative gain is lower for wider networks",
             measure="slope of the relative gain per doubling of width",
-            below=0.0,
         ),
-        test(
-            _flattening,
-            name="curves flatten",
-            statement="curves flatten as p grows",
+        test("curves flatten", _flattening, below=0.0).says(
+            "curves flatten as p grows",
             paper="increasing p flattens all curves",
             measure="slope in p of the range of accuracy over M",
-            below=0.0,
         ),
-        test(
-            _suffering,
-            name="members stop suffering",
-            statement="at large p members suffer less from M than at p=0",
+        test("members stop suffering", _suffering, above=0.0).says(
+            "at large p members suffer less from M than at p=0",
             paper="no detrimental effect on individual accuracy",
             measure="slope of member accuracy per doubling of M, largest p less p=0",
-            above=0.0,
         ),
         test(
-            lambda t: slope(between(t, "members", 4), "p", "correlation", log_x=False),
-            name="correlation grows with p",
-            statement="correlation grows with p",
+            "correlation grows with p", trend(_several, "correlation", "p", log_x=False), above=0.0
+        ).says(
+            "correlation grows with p",
             paper="mean correlation increases with p",
             measure="slope of correlation in p, M ≥ 4",
-            above=0.0,
         ),
     ]
 

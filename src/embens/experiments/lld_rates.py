@@ -145,58 +145,49 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
     moderate = [
-        test(
-            partial(_correction, name=name),
-            name=f"γ≈M ({name})",
-            statement=f"|log(γ(M)/M)| < log 3 for M < 50, with {name}",
+        test(f"γ≈M ({name})", partial(_correction, name=name), below=1.0).says(
+            f"|log(γ(M)/M)| < log 3 for M < 50, with {name}",
             paper="moderate corrections, |log(γ(M)/M)| < log 3",
             measure="largest |log(γ(M)/M)| / log 3",
-            below=1.0,
         )
         for name in ("best test", "best train", "best loss at epoch 10")
     ]
     return [
         *moderate,
-        test(
-            _inverted_u,
-            name="inverted U",
-            statement="ensemble accuracy at the best rate rises with M and falls again",
+        test("inverted U", _inverted_u, above=0.0).says(
+            "ensemble accuracy at the best rate rises with M and falls again",
             paper="an optimal number of models",
             measure="smaller of rise to the best M and fall to the largest",
-            above=0.0,
         ),
         test(
-            lambda t: float(_chosen(t, "best test").idxmax()),
-            name="best M",
-            statement="the best number of members is near 10",
-            paper="M≈10",
-            measure="best M at the best rate",
-            above=4.0,
-            below=25.0,
+            "best M", lambda t: float(_chosen(t, "best test").idxmax()), above=4.0, below=25.0
+        ).says(
+            "the best number of members is near 10", paper="M≈10", measure="best M at the best rate"
         ),
         test(
+            "smaller gain than all layers",
             lambda t: _gain(_all_layers(t)) - _gain(_chosen(t, "best test")),
-            name="smaller gain than all layers",
-            statement="the gain is smaller than with modulations at all layers",
+            above=0.0,
+        ).says(
+            "the gain is smaller than with modulations at all layers",
             paper="2 % against 5 %",
             measure="difference of gains over M=1",
-            above=0.0,
         ),
         test(
-            partial(_difference, one="best test", other="constant .01"),
-            name="tuning helps",
-            statement="a tuned rate is clearly (0.5 %) better than 0.01",
+            "tuning helps", partial(_difference, one="best test", other="constant .01"), above=0.005
+        ).says(
+            "a tuned rate is clearly (0.5 %) better than 0.01",
             paper="significant increase of accuracy",
             measure="difference of accuracies, mean over M",
-            above=0.005,
         ),
         test(
+            "one rate for all",
             partial(_difference, one="best test", other="best test, M=1"),
-            name="one rate for all",
-            statement="the rate tuned for a single model is almost (to 1 %) as good as the best",
+            below=0.01,
+        ).says(
+            "the rate tuned for a single model is almost (to 1 %) as good as the best",
             paper="almost optimal performance",
             measure="difference of accuracies, mean over M",
-            below=0.01,
         ),
     ]
 

@@ -28,7 +28,7 @@ from embens.experiments.claims import (
     mean,
     rise_and_fall,
     select,
-    slope,
+    trend,
 )
 from embens.experiments.contract import MEMBERS, CellBase, Row, product
 from embens.experiments.figure import LABELS, Figure, Panel, curves, shades
@@ -117,69 +117,59 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on these figures."""
     test = partial(judge, table)
     return [
-        test(
-            lambda t: slope(_fresh(t), "masks", "accuracy"),
-            name="fresh shifted: accuracy",
-            statement="with fresh shifted masks accuracy approaches its limit from below",
+        test("fresh shifted: accuracy", trend(_fresh, "accuracy", "masks"), above=0.0).says(
+            "with fresh shifted masks accuracy approaches its limit from below",
             paper="almost monotonic, modest increase to a limit",
             measure="slope of accuracy per doubling of M",
-            above=0.0,
         ),
-        test(
-            _saturation,
-            name="fresh shifted: limit",
-            statement="most of that gain comes with the first masks",
+        test("fresh shifted: limit", _saturation, above=0.0).says(
+            "most of that gain comes with the first masks",
             paper="asymptotically approaches some limit",
             measure="gain over the first half of the doublings less that over the second",
-            above=0.0,
         ),
         test(
-            lambda t: slope(_fresh(t), "masks", "member_accuracy"),
-            name="fresh shifted: members",
-            statement="members do not suffer (slope above −0.2 % per doubling)",
+            "fresh shifted: members", trend(_fresh, "member_accuracy", "masks"), above=-0.002
+        ).says(
+            "members do not suffer (slope above −0.2 % per doubling)",
             paper="individual accuracy does not suffer from ensemble size",
             measure="slope of member accuracy per doubling of M",
-            above=-0.002,
         ),
         test(
+            "fresh shifted: correlation",
             lambda t: mean(_fresh(between(t, "masks", 4)), "correlation"),
-            name="fresh shifted: correlation",
-            statement="fresh shifted masks are highly correlated (collective)",
+            above=0.8,
+        ).says(
+            "fresh shifted masks are highly correlated (collective)",
             paper="highly correlated",
             measure="correlation, mean over M ≥ 4",
-            above=0.8,
         ),
         test(
+            "fresh centred",
             lambda t: _last(t, "fresh centred") / _last(t, "fresh shifted"),
-            name="fresh centred",
-            statement="with fresh centred masks the network hardly learns (half the accuracy)",
+            below=0.5,
+        ).says(
+            "with fresh centred masks the network hardly learns (half the accuracy)",
             paper="does not learn",
             measure="accuracy relative to fresh shifted masks, at the largest M",
-            below=0.5,
         ),
-        test(
-            _correlations,
-            name="fixed centred: correlation",
-            statement="fixed centred masks are much less correlated (independent; by 0.1)",
+        test("fixed centred: correlation", _correlations, above=0.1).says(
+            "fixed centred masks are much less correlated (independent; by 0.1)",
             paper="models are not correlated",
             measure="correlation of fresh shifted less fixed centred masks, M ≥ 4, width 1",
-            above=0.1,
         ),
         test(
+            "fixed centred: inverted U",
             lambda t: rise_and_fall(first(_fixed(t), "width"), "masks", "accuracy"),
-            name="fixed centred: inverted U",
-            statement="fixed centred masks have a best M (at the smallest width)",
+            above=0.0,
+        ).says(
+            "fixed centred masks have a best M (at the smallest width)",
             paper="an optimal number of models for each width",
             measure="smaller of rise to the best M and fall to the largest",
-            above=0.0,
         ),
-        test(
-            lambda t: growth_of_best(_fixed(t), "masks"),
-            name="fixed centred: width",
-            statement="the best M grows with width",
+        test("fixed centred: width", lambda t: growth_of_best(_fixed(t), "masks"), above=0.0).says(
+            "the best M grows with width",
             paper="an optimal finite ratio of the number of models to the width",
             measure="exponent of best M in width, mean over seeds",
-            above=0.0,
         ),
     ]
 

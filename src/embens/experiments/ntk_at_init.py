@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from embens.embedding.families import batch_ensemble
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, first, judge, last, select, slope
+from embens.experiments.claims import Claim, Frame, first, judge, last, select, trend
 from embens.experiments.contract import Row, product
 from embens.experiments.figure import Figure, Panel, curves, shades
 from embens.experiments.gradients import WIDTHS, Cell, some_samples
@@ -78,44 +79,41 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
 
-    def exponent(name: str, statement: str, paper: str, rows, x: str, y: str, **region: float):
-        return test(
-            lambda t: slope(rows(select(t, kind=name.partition(":")[0])), x, y, log_y=True),
-            name=name,
-            statement=statement,
-            paper=paper,
-            measure=f"exponent of {y.replace('_', ' ')} in {x}",
-            **region,
-        )
+    one, most = partial(first, column="others"), partial(last, column="others")
+    wide = partial(last, column="width")
 
-    one, most, wide = (
-        partial(first, column="others"),
-        partial(last, column="others"),
-        partial(last, column="width"),
-    )
+    def exponent(name: str, rows: Any, x: str, y: str, low: float, high: float) -> Claim:
+        kind = partial(select, kind=name.partition(":")[0])
+        found = trend(lambda t: rows(kind(t)), y, x, log_y=True)
+        measure = f"exponent of {y.replace('_', ' ')} in {x}"
+        return test(name, found, above=low, below=high, measure=measure)
+
     found = [
-        exponent("centred: ratio", "the ratio falls as 1/width when centred (by the limit)",
-                 "∝ 1/width", one, "width", "ratio_to_limit", above=-1.3, below=-0.7),
-        exponent("centred: measured ratio", "and so does the ratio by the measured kernel",
-                 "∝ 1/width", one, "width", "ratio", above=-1.3, below=-0.7),
-        exponent("shifted: ratio", "the ratio does not fall when shifted (by the limit)",
-                 "constant", one, "width", "ratio_to_limit", above=-0.7, below=0.3),
-    ]  # fmt: skip
-    for column in ("nll", "target"):
+        exponent("centred: ratio", one, "width", "ratio_to_limit", -1.3, -0.7).says(
+            "the ratio falls as 1/width when centred (by the limit)", paper="∝ 1/width"
+        ),
+        exponent("centred: measured ratio", one, "width", "ratio", -1.3, -0.7).says(
+            "and so does the ratio by the measured kernel", paper="∝ 1/width"
+        ),
+        exponent("shifted: ratio", one, "width", "ratio_to_limit", -0.7, 0.3).says(
+            "the ratio does not fall when shifted (by the limit)", paper="constant"
+        ),
+    ]
+    for name in ("nll", "target"):
         found += [
-            exponent(f"centred: {column} and m", f"the {column} measure grows as m when centred",
-                     "∝ m/width", wide, "others", column, above=0.7,
-                     below=1.3),
-            exponent(f"shifted: {column} and m", f"the {column} measure grows as m² when shifted",
-                     "∝ m²", wide, "others", column, above=1.7,
-                     below=2.3),
-            exponent(f"centred: {column} and width",
-                     f"the {column} measure falls with width when centred", "∝ m/width",
-                     most, "width", column, below=-0.4),
-            exponent(f"shifted: {column} and width",
-                     f"the {column} measure does not depend on width when shifted", "∝ m²",
-                     most, "width", column, above=-0.3, below=0.3),
-        ]  # fmt: skip
+            exponent(f"centred: {name} and m", wide, "others", name, 0.7, 1.3).says(
+                f"the {name} measure grows as m when centred", paper="∝ m/width"
+            ),
+            exponent(f"shifted: {name} and m", wide, "others", name, 1.7, 2.3).says(
+                f"the {name} measure grows as m² when shifted", paper="∝ m²"
+            ),
+            exponent(f"centred: {name} and width", most, "width", name, -math.inf, -0.4).says(
+                f"the {name} measure falls with width when centred", paper="∝ m/width"
+            ),
+            exponent(f"shifted: {name} and width", most, "width", name, -0.3, 0.3).says(
+                f"the {name} measure does not depend on width when shifted", paper="∝ m²"
+            ),
+        ]
     return found
 
 

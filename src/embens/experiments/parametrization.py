@@ -106,22 +106,17 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's statement."""
     test = partial(judge, table)
     return [
-        test(
-            _final,
-            name="similar accuracy",
-            statement="both end with a similar ensemble accuracy (to 1.5 %)",
+        test("similar accuracy", _final, above=-0.015, below=0.015).says(
+            "both end with a similar ensemble accuracy (to 1.5 %)",
             paper="found their accuracy to be similar",
             measure="accuracy of NTK less standard",
-            above=-0.015,
-            below=0.015,
         ),
         test(
-            lambda t: _time(t, "ntk") - _time(t, "standard"),
-            name="standard is faster",
-            statement="the standard parametrization converges faster",
+            "standard is faster", lambda t: _time(t, "ntk") - _time(t, "standard"), above=0.0
+        ).says(
+            "the standard parametrization converges faster",
             paper="convergence faster in the standard case",
             measure="log of the ratio of train losses over the first half, NTK to standard",
-            above=0.0,
         ),
     ]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from embens import laws, networks
 from embens.embedding.families import batch_ensemble, embed
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, first, judge, last, mean, select, slope
+from embens.experiments.claims import Claim, Frame, first, judge, last, mean, select, trend
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set
@@ -230,15 +230,14 @@ def claims(table: Frame) -> list[Claim]:
     test = partial(judge, table)
     found = [
         test(
-            lambda t, case=case, column=column: slope(
-                _kernels(t, case), "units", column, log_y=True
-            ),
-            name=f"{case}: {column}",
-            statement=f"{case}: the squared error of the {text} falls as 1/width",
-            paper="kernels converge to their limit",
-            measure="exponent of the relative mean square error in the width",
+            f"{case}: {column}",
+            trend(partial(_kernels, case=case), column, "units", log_y=True),
             above=-1.5,
             below=-0.5,
+        ).says(
+            f"{case}: the squared error of the {text} falls as 1/width",
+            paper="kernels converge to their limit",
+            measure="exponent of the relative mean square error in the width",
         )
         for case in ("centred", "shifted")
         for column, text in (
@@ -251,12 +250,13 @@ def claims(table: Frame) -> list[Claim]:
     vanishes, stays = {"above": -0.02, "below": 0.02}, {"above": 0.02}
     found += [
         test(
+            f"cross: {case}",
             lambda t, case=case: mean(last(_kernels(t, case), "units"), "ntk_coupling"),
-            name=f"cross: {case}",
-            statement=f"the tangent kernel between members {text}",
+            **region,
+        ).says(
+            f"the tangent kernel between members {text}",
             paper="zero if and only if E[u^L]=0",
             measure="cross relative to same, at the largest width",
-            **region,
         )
         for case, region, text in (
             ("centred", vanishes, "vanishes if all modulations are centred"),
@@ -268,46 +268,36 @@ def claims(table: Frame) -> list[Claim]:
     return [
         *found,
         test(
-            lambda t: slope(select(t, part="outputs"), "units", "kurtosis", log_y=True),
-            name="A1",
-            statement="outputs become Gaussian: excess kurtosis falls as 1/width",
-            paper="outputs are Gaussian in the limit",
-            measure="exponent of the excess kurtosis in the width",
+            "A1",
+            trend(partial(select, part="outputs"), "kurtosis", "units", log_y=True),
             above=-1.6,
             below=-0.5,
+        ).says(
+            "outputs become Gaussian: excess kurtosis falls as 1/width",
+            paper="outputs are Gaussian in the limit",
+            measure="exponent of the excess kurtosis in the width",
         ),
-        test(
-            lambda t: slope(_late(t), "units", "drift", log_y=True),
-            name="A3",
-            statement="the change of the tangent kernel in training falls as 1/width",
+        test("A3", trend(_late, "drift", "units", log_y=True), above=-1.3, below=-0.5).says(
+            "the change of the tangent kernel in training falls as 1/width",
             paper="deviation bounded as O(1/N)",
             measure="exponent of |ΔΘ|/|Θ| at the last step in the width",
-            above=-1.3,
-            below=-0.5,
         ),
-        test(
-            _not_uniform,
-            name="A3 is not uniform",
-            statement="the change grows with time",
+        test("A3 is not uniform", _not_uniform, above=0.0).says(
+            "the change grows with time",
             paper="the bound is not uniform in time",
             measure="log of the ratio of the change at the last step to the first",
-            above=0.0,
         ),
         test(
-            lambda t: slope(_late(t), "units", "prediction_error", log_y=True),
-            name="predictions",
-            statement="the limit predicts trained outputs better as the width grows",
+            "predictions", trend(_late, "prediction_error", "units", log_y=True), below=-0.25
+        ).says(
+            "the limit predicts trained outputs better as the width grows",
             paper="the dynamics are those of the limit",
             measure="exponent of the relative error at the last step in the width",
-            below=-0.25,
         ),
-        test(
-            _change_of_target,
-            name="target class",
-            statement="target-class components matter more late in training than at first",
+        test("target class", _change_of_target, above=0.0).says(
+            "target-class components matter more late in training than at first",
             paper="they dominate in the late stages if classes are many",
             measure="their part in the change of the loss, late less early",
-            above=0.0,
         ),
     ]
 

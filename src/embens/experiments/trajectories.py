@@ -99,49 +99,40 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
     return [
-        test(
-            _early_difference,
-            name="early curves coincide",
-            statement="with γ=M the early curves of all M coincide (to 15 %)",
+        test("early curves coincide", _early_difference, below=0.15).says(
+            "with γ=M the early curves of all M coincide (to 15 %)",
             paper="almost identical in the early epochs for all M",
             measure="mean |log(loss at M / loss at 1)| over the first tenth of the epochs",
-            below=0.15,
         ),
-        test(
-            partial(_early_slowdown, gamma="1"),
-            name="γ=1 slows down",
-            statement="with γ=1 training slows down with M",
+        test("γ=1 slows down", partial(_early_slowdown, gamma="1"), above=0.0).says(
+            "with γ=1 training slows down with M",
             paper="γ=1 trains more slowly the more members there are",
             measure="exponent of the early loss in M, γ=1",
-            above=0.0,
         ),
         test(
-            lambda t: _early_slowdown(t, "1") - _early_slowdown(t, "M"),
-            name="γ=M is better",
-            statement="early training depends less on M with γ=M than with γ=1",
+            "γ=M is better", lambda t: _early_slowdown(t, "1") - _early_slowdown(t, "M"), above=0.0
+        ).says(
+            "early training depends less on M with γ=M than with γ=1",
             paper="γ=M is natural and beneficial",
             measure="difference of the exponents of the early loss in M",
-            above=0.0,
         ),
-        test(
-            _longer,
-            name="longer at 4× width",
-            statement="curves coincide for longer in the wider network",
+        test("longer at 4× width", _longer, above=0.0).says(
+            "curves coincide for longer in the wider network",
             paper="the time of independent training increases with width",
             measure=f"log of the ratio of epochs until losses differ by {APART:.0%}",
-            above=0.0,
         ),
         test(
+            "a single model has no γ",
             lambda t: (
                 mean(_early(select(t, gamma="1", members=[1])), "loss")
                 / mean(_early(select(t, gamma="M", width=1.0, members=[1])), "loss")
             ),
-            name="a single model has no γ",
-            statement="at M=1 both scalings are the same (a check of the set-up)",
-            paper="by definition",
-            measure="ratio of early losses",
             above=0.999,
             below=1.001,
+        ).says(
+            "at M=1 both scalings are the same (a check of the set-up)",
+            paper="by definition",
+            measure="ratio of early losses",
         ),
     ]
 

@@ -26,6 +26,7 @@ from embens.experiments.claims import (
     rise_and_fall,
     select,
     slope,
+    trend,
 )
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Figure, Panel, against_members, curves, shades
@@ -176,128 +177,104 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
     return [
-        test(
-            _halfway,
-            name="transition point",
-            statement="the two groups of curves part near p=0.6",
+        test("transition point", _halfway, above=0.5, below=0.7).says(
+            "the two groups of curves part near p=0.6",
             paper="transition at p≈0.6",
             measure="p at which the correlation is half-way (M ≥ 4)",
-            above=0.5,
-            below=0.7,
         ),
-        test(
-            _sharpness,
-            name="sharpness",
-            statement="most of the change happens across the transition point",
+        test("sharpness", _sharpness, above=0.5).says(
+            "most of the change happens across the transition point",
             paper="p=0.55 and p=0.65 already show the behaviour of their regimes",
             measure=f"part of the change of member train accuracy between the p's around {LOW} "
             f"and {HIGH}, at the largest M",
-            above=0.5,
         ),
-        test(
-            _early_growth,
-            name="constant correlation below",
-            statement="below the transition correlation hardly depends on p",
+        test("constant correlation below", _early_growth, below=0.25).says(
+            "below the transition correlation hardly depends on p",
             paper="almost constant for the whole range of p in the independent regime",
             measure="part of the growth of correlation with p that happens below",
-            below=0.25,
         ),
         test(
+            "correlation grows above",
             lambda t: slope(_several(_above(t)), "p", "correlation", log_x=False),
-            name="correlation grows above",
-            statement="above the transition correlation grows with p",
+            above=0.0,
+        ).says(
+            "above the transition correlation grows with p",
             paper="grows with p in the collective regime",
             measure="slope of correlation in p (M ≥ 4)",
-            above=0.0,
         ),
         test(
+            "inverted U below",
             lambda t: rise_and_fall(_around_the_best(t), "members", "accuracy"),
-            name="inverted U below",
-            statement="below, ensemble accuracy rises with M and falls again",
+            above=0.0,
+        ).says(
+            "below, ensemble accuracy rises with M and falls again",
             paper="a distinctive inverted U",
             measure="smaller of rise to the best M and fall to the largest",
-            above=0.0,
         ),
         test(
+            "best M below",
             lambda t: per_seed(_around_the_best(t), lambda rows: best(rows, "members", "accuracy")),
-            name="best M below",
-            statement="the best number of members is near 7",
-            paper="best accuracy at M=7",
-            measure="best M, mean over seeds",
             above=3.5,
             below=14.0,
+        ).says(
+            "the best number of members is near 7",
+            paper="best accuracy at M=7",
+            measure="best M, mean over seeds",
         ),
-        test(
-            lambda t: slope(_above(t), "members", "accuracy"),
-            name="accuracy grows above",
-            statement="above, ensemble accuracy grows with M",
+        test("accuracy grows above", trend(_above, "accuracy"), above=0.0).says(
+            "above, ensemble accuracy grows with M",
             paper="monotonically grows on average",
             measure="slope of accuracy per doubling of M",
-            above=0.0,
         ),
         test(
+            "train accuracy maximal above",
             lambda t: min(curve(_above(t), "members", "member_train_accuracy")[1]),
-            name="train accuracy maximal above",
-            statement="above, members fit the train data whatever M is",
+            above=0.98,
+        ).says(
+            "above, members fit the train data whatever M is",
             paper="maximal for all sizes in the collective regime",
             measure="lowest member train accuracy over M",
-            above=0.98,
         ),
-        test(
-            lambda t: slope(_below(t), "members", "member_train_accuracy"),
-            name="train accuracy falls below",
-            statement="below, member train accuracy falls with M",
+        test("train accuracy falls below", trend(_below, "member_train_accuracy"), below=0.0).says(
+            "below, member train accuracy falls with M",
             paper="decreases monotonically and significantly",
             measure="slope per doubling of M",
-            below=0.0,
         ),
-        test(
-            lambda t: slope(_above(t), "members", "member_accuracy"),
-            name="member accuracy rises above",
-            statement="above, member test accuracy rises with M",
+        test("member accuracy rises above", trend(_above, "member_accuracy"), above=0.0).says(
+            "above, member test accuracy rises with M",
             paper="increases in the collective regime",
             measure="slope per doubling of M",
-            above=0.0,
         ),
-        test(
-            _effect_of_gamma,
-            name="the rise is due to γ",
-            statement="above, members gain more from M with γ=M than with γ=1",
+        test("the rise is due to γ", _effect_of_gamma, above=0.0).says(
+            "above, members gain more from M with γ=M than with γ=1",
             paper="an artifact of γ=M, an effectively higher rate",
             measure="difference of slopes per doubling of M",
-            above=0.0,
         ),
-        test(
-            lambda t: slope(_below(t), "members", "member_accuracy"),
-            name="member accuracy falls below",
-            statement="below, member test accuracy falls with M",
+        test("member accuracy falls below", trend(_below, "member_accuracy"), below=0.0).says(
+            "below, member test accuracy falls with M",
             paper="decreases in the independent regime",
             measure="slope per doubling of M",
-            below=0.0,
         ),
         test(
+            "smaller gap below",
             lambda t: _gap(_several(_above(t))) - _gap(_several(_below(t))),
-            name="smaller gap below",
-            statement="the gap between train and test accuracy of members is smaller below",
+            above=0.0,
+        ).says(
+            "the gap between train and test accuracy of members is smaller below",
             paper="small difference between train and test accuracy in the independent regime",
             measure="gap above less gap below (M ≥ 4)",
-            above=0.0,
         ),
         test(
-            lambda t: _spread(_above(t)) - _spread(_below(t)),
-            name="smaller spread below",
-            statement="ensemble accuracy varies less from seed to seed below",
+            "smaller spread below", lambda t: _spread(_above(t)) - _spread(_below(t)), above=0.0
+        ).says(
+            "ensemble accuracy varies less from seed to seed below",
             paper="variance is higher in the collective regime",
             measure="log of the ratio of standard deviations over seeds (M ≥ 4)",
-            above=0.0,
         ),
-        test(
-            _switch,
-            name="switch at p=0.6",
-            statement="at p=0.6 the regime changes with M, near M=10",
+        test("switch at p=0.6", _switch, above=0.5).says(
+            "at p=0.6 the regime changes with M, near M=10",
             paper="at the transition point it is driven by M and happens at M≈10",
             measure="part of the distance between the groups that p=0.6 moves past M=10",
-            above=0.5,
         ),
     ]
 

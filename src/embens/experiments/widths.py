@@ -118,30 +118,21 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
     return [
-        test(
-            lambda t: growth_of_best(_embedded(t)),
-            name="best M grows with width",
-            statement="the best number of members grows with the width",
+        test("best M grows with width", lambda t: growth_of_best(_embedded(t)), above=0.0).says(
+            "the best number of members grows with the width",
             paper="the optimal size increases with the network width",
             measure="exponent of best M in width, mean over seeds",
-            above=0.0,
         ),
-        test(
-            _inner_best,
-            name="too many members hurt",
-            statement="at the smallest width the largest M is worse than the best",
+        test("too many members hurt", _inner_best, above=0.0).says(
+            "at the smallest width the largest M is worse than the best",
             paper="an optimal number of models at finite width",
             measure="accuracy at the best M less that at the largest",
-            above=0.0,
         ),
-        test(
-            _advantage,
-            name="parameters",
-            statement="at equal numbers of parameters the best embedded ensemble is at least as "
+        test("parameters", _advantage, above=-0.005).says(
+            "at equal numbers of parameters the best embedded ensemble is at least as "
             "good as independent ensembles (to 0.5 %)",
             paper="slightly outperforms at any fixed number of parameters",
             measure="difference of accuracies, mean over widths",
-            above=-0.005,
         ),
     ]
 
