@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     import scipy  # noqa: F401
     from rich.console import Console
 
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     if options.data is not None:
         os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())  # for workers as well
     setting = _setting(options)
@@ -197,41 +197,31 @@ def _reproduce(
             f"{name}: could not write to {folder} ({problem}). Results that were written are safe; "
             "make room there, or choose another folder with --out, and run the same command again.",
             style="red",
-            soft_wrap=True,
             markup=False,
         )
         return 1
     console.print(
         f"{name}: {outcome.measured} cells measured in {duration(outcome.seconds)}, "
         f"{outcome.known} known before; results in {folder}",
-        soft_wrap=True,
-        highlight=False,
     )
     others = table.count_others(results, name)
     if others:
         console.print(
             f"{name}: {others} results in this folder are of other code, or another version of "
             "embens or torch; they are kept, and left out",
-            soft_wrap=True,
-            highlight=False,
         )
     for key in outcome.failed[:5]:
         record = results.records[key]
         swept = {k: v for k, v in record["cell"].items() if k != "setting"}
         last = record["error"].strip().splitlines()[-1]
-        console.print(f"failed: {swept}: {last}", style="red", highlight=False, markup=False)
+        console.print(f"failed: {swept}: {last}", style="red", markup=False)
     if outcome.failed:
         console.print(f"{len(outcome.failed)} cells failed; --retry-failed tries them again")
     return len(outcome.failed)
 
 
 def summarise(
-    name: str,
-    setting: Setting,
-    results: Results,
-    console: Console,
-    *,
-    seconds: float | None = None,
+    name: str, setting: Setting, results: Results, console: Console, *, seconds: float | None = None
 ) -> None:
     """Write table, picture, claims and manifest of what is there; print the claims."""
     with results.alone():  # so that the last of several runs writes what all have measured
@@ -248,7 +238,7 @@ def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
 
     styles = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
     many = f"{seeds} seed" + "s" * (seeds != 1)
-    console.print(f"\n[bold]{name}[/]: claims of the paper, {many}", highlight=False)
+    console.print(f"\n[bold]{name}[/]: claims of the paper, {many}")
     for claim in claims:
         number = f"{claim.value:.3g}, 95 % [{claim.low:.3g}, {claim.high:.3g}]"
         number = escape(claim.note or f"{number}, holds if {claim.region}")
@@ -256,8 +246,6 @@ def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
             f"[{styles[claim.verdict]}]{claim.verdict:>13}[/]  {escape(claim.statement)}\n"
             f"{'':15}{escape(claim.measure)}: {number}\n"
             f"{'':15}[dim]the paper: {escape(claim.paper)}[/]",
-            highlight=False,
-            soft_wrap=True,
         )
 
 
@@ -285,6 +273,4 @@ def _estimate(console: Console, name: str, cells: list[Any], options: argparse.N
         f"{duration(min(costs))} to {duration(max(costs))} each (from a timed one), "
         f"{duration(sum(todo))} of work, {duration(wall)} with {workers} "
         + ("worker" if workers == 1 else "workers"),
-        highlight=False,
-        soft_wrap=True,
     )

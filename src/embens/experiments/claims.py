@@ -84,11 +84,16 @@ class Claim:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; what is infinite or NaN becomes None."""
-        values = {**asdict(self), "region": self.region}
-        return {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in values.items()
-        }
+        return plain({**asdict(self), "region": self.region})
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it; what is infinite or NaN becomes None."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def judge(

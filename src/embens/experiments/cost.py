@@ -1,10 +1,8 @@
 """What ensembles cost (the paper's text: 10 % more time at M = 50 for last-layer dropout).
 
-Time of a training step and of inference, parameters, and memory, each as a ratio to the reference
-network; all families and independent ensembles. It is the paper's network on random images: no
-training, no data. Both are timed in turn, and the ratio is that of their fastest turns, which
-other work on the machine disturbs least. Last-layer dropout is timed at inference as ``collapse``
-leaves it, one network with the mean output.
+Ensemble and reference network are timed in turn, and the ratio is that of their fastest turns,
+which other work on the machine disturbs least. Last-layer dropout is timed at inference as
+``collapse`` leaves it, one network with the mean output.
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ def measure(cell: Cell) -> Row:
         return ensemble.objective(ensemble(inputs), target)
 
     steps = (_step(network, single), _step(ensemble, together))
-    passes = (partial(_pass, network, inputs), partial(_pass, served, inputs))
+    passes = (torch.no_grad()(lambda: network(inputs)), torch.no_grad()(lambda: served(inputs)))
     return {
         "step": _ratio(*steps, turns=cell.turns, device=device),
         "inference": _ratio(*passes, turns=cell.turns, device=device),
@@ -122,11 +120,6 @@ def _step(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], object]
         optimizer.step()
 
     return step
-
-
-@torch.no_grad()
-def _pass(module: nn.Module, inputs: Tensor) -> Tensor:
-    return module(inputs)
 
 
 def _ratio(

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embens.experiments.claims import Frame
+from embens.experiments.claims import Frame, plain
 from embens.files import write_atomically
 
 PALETTE = (
@@ -83,15 +82,7 @@ class Figure:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; what is not finite becomes None."""
-        return _plain(asdict(self))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return plain(asdict(self))
 
 
 def curves(

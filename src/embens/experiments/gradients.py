@@ -1,9 +1,7 @@
 """Gradients of members at initialisation (fig:Gradients_at_init).
 
-Left, norms of members' gradients with and without input and output modulations. Centre and right,
-the mean |cos| between members' gradients of the shared weights against width, for centred and for
-shifted modulations. The paper reads |cos| ∝ 1/width from its plot; the theory has −1/2 in total, −1
-in inner layers and −1 for cos², because the first and the last layer's gradients overlap more.
+The paper reads |cos| ∝ 1/width from its plot; the theory has the exponents −1/2 in total, −1 in
+inner layers and −1 for cos², because the first and the last layer's gradients overlap more.
 """
 
 from __future__ import annotations

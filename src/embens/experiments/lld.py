@@ -1,7 +1,4 @@
-"""Last-layer dropout with shifted masks (fig:last_layer_dropout).
-
-Frozen masks N(p, 1 − p²) on the inputs of the last layer, over p, width and M, with γ = M.
-"""
+"""Last-layer dropout with shifted masks (fig:last_layer_dropout)."""
 
 from __future__ import annotations
 

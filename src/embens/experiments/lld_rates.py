@@ -1,8 +1,7 @@
 """Last-layer dropout over a grid of rates (fig:dropout_last).
 
-Frozen normal masks on the inputs of the last layer, γ = M. Five ways to choose the rate η(M), and
-the gradient scale γ(M) = M η(M) / η(1) that each of them amounts to. Ensembles with modulations at
-all layers, at the preset's rate, are there to compare the gain with.
+A way to choose the rate η(M) amounts to a gradient scale γ(M) = M η(M) / η(1). Ensembles with
+modulations at all layers, at the preset's rate, are there to compare the gain with.
 """
 
 from __future__ import annotations

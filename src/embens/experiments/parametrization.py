@@ -27,10 +27,7 @@ ABOUT = (
 COLOURS = {"standard": "#1f77b4", "ntk": "#d62728"}
 
 
-FACTORS = {
-    "standard": (0.5, 1.0, 2.0),
-    "ntk": (1.0, 4.0, 16.0, 64.0),
-}
+FACTORS = {"standard": (0.5, 1.0, 2.0), "ntk": (1.0, 4.0, 16.0, 64.0)}
 MEMBERS = {"quick": 8, "cpu": 4, "paper": 7}
 
 

@@ -27,7 +27,7 @@ class Progress(Watcher):
         self.console, self.title = console, title
         self.total = self.done = self.before = 0.0
         self.cells = self.finished = self.failed = self.printed = 0
-        self.latest = "by another run"
+        self.latest = ""
         self.began = time.perf_counter()
         self.live = Live(get_renderable=self.frame, console=console, transient=True)
 
@@ -60,7 +60,8 @@ class Progress(Watcher):
         if not self.console.is_terminal and part > self.printed:
             self.printed = part
             left = duration(self.time_left())
-            self._print(f"{self.title} {self._count()}, {left} left: {self.latest}")
+            latest = self.latest or "by another run"
+            self._print(f"{self.title} {self._count()}, {left} left: {latest}")
 
     def time_left(self) -> float:
         """Return the seconds that the remaining weight will take at the pace so far."""
@@ -69,15 +70,17 @@ class Progress(Watcher):
 
     def frame(self) -> RenderableType:
         """Return what a terminal shows: the bar, and the latest result on a line of its own."""
-        from rich.columns import Columns
         from rich.console import Group
         from rich.progress_bar import ProgressBar
+        from rich.table import Table
         from rich.text import Text
 
         bar = ProgressBar(total=self.total or 1.0, completed=self.done, width=20)
-        passed, left = time.perf_counter() - self.began, self.time_left()
-        times = f"{duration(passed)}, {duration(left)} left"
-        line = Columns([Text(self.title, style="bold"), bar, Text(self._count()), Text(times)])
+        times = duration(time.perf_counter() - self.began)
+        if self.done > self.before:
+            times += f", {duration(self.time_left())} left"
+        line = Table.grid(padding=(0, 1))
+        line.add_row(Text(self.title, style="bold"), bar, Text(self._count()), Text(times))
         return Group(line, Text(self.latest, no_wrap=True, overflow="ellipsis", style="dim"))
 
     def _count(self) -> str:

@@ -1,7 +1,6 @@
 """Width of the reference network (fig:many_widths).
 
-Embedded ensembles in the independent regime (modulations N(0, 1), γ = M) and ordinary independent
-ensembles, at several widths; and all of them against the number of their parameters.
+Embedded ensembles in the independent regime against ordinary independent ensembles.
 """
 
 from __future__ import annotations
