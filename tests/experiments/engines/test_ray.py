@@ -34,7 +34,9 @@ def engine():
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         tests = str(Path(__file__).parents[2])
-        patch.setenv("PYTHONPATH", tests, prepend=os.pathsep)  # where workers find experiments.problem
+        patch.setenv(
+            "PYTHONPATH", tests, prepend=os.pathsep
+        )  # where workers find experiments.problem
         started = Ray(workers=2)
         yield started
         started.close()
