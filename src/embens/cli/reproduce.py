@@ -146,9 +146,10 @@ def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any
         if values is not None and (options.name or field in swept)
     }
     try:
-        return grid.narrow(cells, **wanted)
+        cells = grid.narrow(cells, **wanted)
     except ValueError as problem:
         options.parser.error(str(problem))
+    return cells
 
 
 def _engine(options: argparse.Namespace) -> Engine:

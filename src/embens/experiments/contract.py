@@ -88,15 +88,19 @@ class Experiment(Protocol):
 
     def cells(self, setting: Setting) -> list[Any]:
         """Return the cells of a preset's sweep, for one seed."""
+        ...
 
     def measure(self, cell: Any) -> Row | list[Row]:
         """Return the numbers of a cell, in one row or several (one for each epoch, say)."""
+        ...
 
     def claims(self, table: Frame) -> list[Claim]:
         """Return the paper's claims with their verdicts on a table."""
+        ...
 
     def plot(self, table: Frame) -> Figure:
         """Return the paper's panels."""
+        ...
 
 
 def load(name: str) -> Experiment:

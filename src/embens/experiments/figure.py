@@ -120,8 +120,9 @@ def curves(
         points = each.groupby(x)[y].agg(["mean", "sem"]).dropna(subset=["mean"])
         if len(points):
             name = label.format(f"{value:g}" if isinstance(value, float) else value)
-            columns = (points.index, points["mean"], points["sem"].fillna(0.0))
-            found.append(Curve(name, *([float(v) for v in c] for c in columns), colour, style))
+            x_y_error = (points.index, points["mean"], points["sem"].fillna(0.0))
+            values = [[float(v) for v in column] for column in x_y_error]
+            found.append(Curve(name, *values, colour=colour, style=style))
     return found
 
 

@@ -93,11 +93,11 @@ def measure(cell: Cell) -> list[Row]:
 def _ensemble(
     cell: Cell, members: int, generator: torch.Generator, *, depth: int = 3, outputs: int = 1
 ) -> EmbeddedEnsemble:
-    inputs, options = _inputs(cell, 1).shape[1], {"weight_std": math.sqrt(2)}
-    network = networks.mlp(inputs, cell.units, depth, outputs, **options, generator=generator)
+    inputs, std = _inputs(cell, 1).shape[1], math.sqrt(2)
+    network = networks.mlp(inputs, cell.units, depth, outputs, weight_std=std, generator=generator)
     if cell.case == "output bias":
         network[-1] = networks.Linear(
-            cell.units, outputs, bias_std=1.0, **options, generator=generator
+            cell.units, outputs, weight_std=std, bias_std=1.0, generator=generator
         )
     pre, inner, outer = LAWS[cell.case]
     post = {str(2 * k): outer if k == depth else inner for k in range(1, depth + 1)}
@@ -247,18 +247,19 @@ def claims(table: Frame) -> list[Claim]:
             ("ntk_cross_error", "tangent kernel between members"),
         )
     ]
-    vanishes, stays = {"above": -0.02, "below": 0.02}, {"above": 0.02}
+    vanishes, stays = (-0.02, 0.02), (0.02, math.inf)
     found += [
         test(
             f"cross: {case}",
             lambda t, case=case: mean(last(_kernels(t, case), "units"), "ntk_coupling"),
-            **region,
+            above=low,
+            below=high,
         ).says(
             f"the tangent kernel between members {text}",
             paper="zero if and only if E[u^L]=0",
             measure="cross relative to same, at the largest width",
         )
-        for case, region, text in (
+        for case, (low, high), text in (
             ("centred", vanishes, "vanishes if all modulations are centred"),
             ("last centred", vanishes, "vanishes if only u of the last layer is centred"),
             ("last shifted", stays, "does not vanish if u of the last layer is not"),

@@ -17,15 +17,19 @@ class Engine(Protocol):
     @property
     def slots(self) -> int:
         """How many jobs to keep in it."""
+        ...
 
     def submit(self, job: Job) -> None:
         """Start a job."""
+        ...
 
     def wait(self, seconds: float) -> list[Done]:
         """Return jobs that are done, after at most so long."""
+        ...
 
     def close(self) -> None:
         """End all workers, whatever they do."""
+        ...
 
 
 class Inline:
