@@ -23,8 +23,8 @@ from embens.experiments.figure import Figure
 from embens.experiments.setting import Setting, reference
 
 Row = dict[str, float]
+# By preset, for experiments that have no reason for others.
 MEMBERS = {"quick": (1, 2, 4, 8, 16, 32), "cpu": (1, 2, 4, 8, 16), "paper": (1, 2, 5, 10, 20, 40)}
-"""For experiments that have no reason for others; so is the next one."""
 SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
 
 

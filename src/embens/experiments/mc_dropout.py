@@ -47,6 +47,7 @@ KINDS = {
     "fresh centred": laws.Normal(),
     "fixed centred": laws.Normal(),
 }
+WIDTHS = (0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,10 @@ class Cell(CellBase):
 
 def cells(setting: Setting) -> list[Cell]:
     """Return the sweep: fresh masks at width 1, fixed ones at all widths."""
-    fresh, (fixed,) = list(KINDS)[:2], list(KINDS)[2:]
-    members = MEMBERS[setting.preset]
+    fresh, fixed = ["fresh shifted", "fresh centred"], ["fixed centred"]
     return [
         *product(Cell, setting, kind=fresh, width=[1.0], members=[1]),
-        *product(Cell, setting, kind=[fixed], width=(0.5, 1.0, 2.0), members=members),
+        *product(Cell, setting, kind=fixed, width=WIDTHS, members=MEMBERS[setting.preset]),
     ]
 
 
