@@ -7,6 +7,7 @@ which other work on the machine disturbs least. Last-layer dropout is timed at i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,7 +36,6 @@ COLOURS = {
     "last-layer dropout": "#d62728",
     "independent": "#7f7f7f",
 }
-
 
 MEMBERS = {"quick": (1, 2, 4), "cpu": (1, 2, 4, 8, 16), "paper": (1, 2, 5, 10, 20, 50)}
 MOST = {  # for last-layer dropout
@@ -126,16 +126,16 @@ def _ratio(
     one: Callable[[], object], other: Callable[[], object], *, turns: int, device: str
 ) -> float:
     """Return how many times longer the second takes, from the fastest of some turns of each."""
-    times: list[list[float]] = [[], []]
+    fastest = [math.inf, math.inf]
     for turn in range(turns + 1):
-        for mine, function in zip(times, (one, other), strict=True):
+        for k, function in enumerate((one, other)):
             started = time.perf_counter()
             function()
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
             if turn:  # the first one warms up
-                mine.append(time.perf_counter() - started)
-    return min(times[1]) / min(times[0])
+                fastest[k] = min(fastest[k], time.perf_counter() - started)
+    return fastest[1] / fastest[0]
 
 
 def _numbers(module: nn.Module) -> int:

@@ -48,7 +48,6 @@ class Curve:
         error: standard errors; empty: none are drawn.
         colour: as ``#rrggbb``.
         style: ``"line"``, ``"dash"``, ``"points"`` or ``"bars"``.
-        text: a word for each point, shown when one points at it; may be empty.
     """
 
     label: str
@@ -57,7 +56,6 @@ class Curve:
     error: list[float] = field(default_factory=list)
     colour: str = PALETTE[0]
     style: str = "line"
-    text: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -150,14 +148,12 @@ def shades(values: Iterable[Any], colours: str = "viridis") -> dict[Any, str]:
 
 def draw(figure: Figure, path: str | Path) -> None:
     """Draw a figure to a file, in the format that its name ends with; a reader sees it whole."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
     count = len(figure.panels)
     columns = max(1, min(figure.columns, count))
     rows = max(1, -(-count // columns))
     canvas = Canvas(figsize=(3.9 * columns, 3.5 * rows), constrained_layout=True)
-    FigureCanvasAgg(canvas)
     canvas.suptitle(figure.title, fontsize=11)
     common: dict[str, Any] = {}
     for number, panel in enumerate(figure.panels):

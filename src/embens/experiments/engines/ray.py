@@ -47,9 +47,6 @@ class Ray:
                     logging_level=logging.ERROR,
                     **local,
                 )
-            from ray.exceptions import RayError
-
-        self._error = RayError
         self.gpus_per_cell = gpus_per_cell
         self._remote = ray.remote(max_retries=RETRIES)(perform)
         self._flying: dict[Any, tuple[Job, float]] = {}
@@ -74,7 +71,7 @@ class Ray:
             job, started = self._flying.pop(reference)
             try:
                 done.append(self.ray.get(reference))
-            except self._error as error:
+            except self.ray.exceptions.RayError as error:
                 text = f"Ray gave up after {RETRIES + 1} attempts: {error}"
                 done.append(Done(job.key, None, text, time.perf_counter() - started))
         return done
