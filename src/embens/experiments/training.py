@@ -17,7 +17,7 @@ from embens.experiments.contract import Row
 from embens.experiments.setting import Setting, data_set
 from embens.prediction import predict
 from embens.training.loop import fit
-from embens.training.run import Divergence
+from embens.training.trainer import Divergence
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class Ray:
 
     def wait(self, seconds: float) -> list[Done]:
         """Return what is done; what Ray gave up on is a failure."""
+        from ray.exceptions import RayError
+
         ready, _ = self.ray.wait(list(self._flying), num_returns=1, timeout=seconds)
         if ready:  # and whatever else is there by now
             ready, _ = self.ray.wait(list(self._flying), num_returns=len(self._flying), timeout=0)
@@ -71,7 +73,7 @@ class Ray:
             job, started = self._flying.pop(reference)
             try:
                 done.append(self.ray.get(reference))
-            except self.ray.exceptions.RayError as error:
+            except RayError as error:
                 text = f"Ray gave up after {RETRIES + 1} attempts: {error}"
                 done.append(Done(job.key, None, text, time.perf_counter() - started))
         return done
