@@ -2,10 +2,10 @@
 
     python -m benchmarks.experiments [--seeds 4]
 
-One p, every M, in turns: the training steps alone as a hand-written loop; whole cells as the
-command measures them (building, training, evaluating); and the same through `embens.fit`, which is
-what a cell was before it got its lean road. Then the whole command, with the preset's seeds, on all
-cores, against the bare arithmetic of all its cells shared out over those cores.
+One p, every M, in turns: the training steps alone as a hand-written loop; and whole cells as the
+command measures them (building, training with `embens.fit`, evaluating). Then the whole command,
+with the preset's seeds, on all cores, against the bare arithmetic of all its cells shared out over
+those cores.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from unittest import mock
 
 import torch
 from torch.nn import functional as F
 
 from benchmarks.timing import RESULTS
-from embens.experiments import training, transition
+from embens.experiments import contract, transition
 from embens.experiments.setting import PRESETS, data_set
-from embens.experiments.training import paper_rates
 
 SETTING = PRESETS["quick"]
-MEMBERS = transition.SWEEPS["quick"].members
+MEMBERS = transition.MEMBERS["quick"]
 SHIFT = 0.3
 
 
@@ -46,7 +44,8 @@ def bare(members: int) -> None:
     momenta = [torch.zeros_like(v) for v in values]
     for leaf in leaves:
         leaf.requires_grad_()
-    for rate in paper_rates(SETTING.epochs):
+    for epoch in range(SETTING.epochs):
+        rate = 0.01 + 0.99 * min(1.0, 2 * (1 - epoch / SETTING.epochs))  # the paper's schedule
         order = torch.randperm(len(targets))
         pairs = zip(inputs[order].split(rows), targets[order].split(rows), strict=True)
         for x, y in pairs:
@@ -62,12 +61,7 @@ def bare(members: int) -> None:
 
 
 def cell(members: int) -> None:
-    transition.measure(transition.Cell(SETTING, SHIFT, members, "M", 0))
-
-
-def through_fit(members: int) -> None:
-    with mock.patch.object(training, "lean", return_value=None):
-        cell(members)
+    transition.measure(transition.Cell(SHIFT, members, "M", setting=SETTING))
 
 
 def seconds(work, members: int) -> float:
@@ -84,16 +78,16 @@ def whole_run(seeds: int) -> tuple[int, float]:
         start = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         taken = time.perf_counter() - start
-    return len(transition.cells(SETTING, seeds=seeds)), taken
+    return len(contract.cells("transition", SETTING, range(seeds))), taken
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, default=transition.SWEEPS["quick"].seeds)
+    parser.add_argument("--seeds", type=int, default=transition.SEEDS["quick"])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    roads = {"bare": bare, "cell": cell, "fit": through_fit}
+    roads = {"bare": bare, "cell": cell}
     for work in roads.values():
         work(1)
     times = {name: {m: [] for m in MEMBERS} for name in roads}
@@ -102,7 +96,7 @@ def main() -> None:
             for name, work in roads.items():
                 times[name][members].append(seconds(work, members))
     found = {n: {m: statistics.median(t[m]) for m in MEMBERS} for n, t in times.items()}
-    cells = transition.cells(SETTING, seeds=options.seeds)
+    cells = contract.cells("transition", SETTING, range(options.seeds))
     total = {n: sum(t[c.members] for c in cells) for n, t in found.items()}
     count, taken = whole_run(options.seeds)
     cores = os.cpu_count() or 1
@@ -111,11 +105,9 @@ def main() -> None:
         "cores": cores,
         "seconds_by_members": found,
         "cells_over_bare": total["cell"] / total["bare"],
-        "fit_over_bare": total["fit"] / total["bare"],
         "run_seconds": taken,
         "run_over_bare": taken * cores / total["bare"],
         "cells_per_minute": 60 * count / taken,
-        "cells_per_minute_through_fit": 60 * count / (taken * total["fit"] / total["cell"]),
     }
     print(json.dumps(result, indent=2))
     (RESULTS / "experiments.json").write_text(json.dumps(result, indent=2) + "\n")

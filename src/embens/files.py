@@ -1,6 +1,6 @@
 """Files that are written whole or not at all.
 
-Not here: files that grow line by line (:mod:`embens.experiments.store`), and downloads
+Not here: files that grow line by line (:mod:`embens.experiments.results`), and downloads
 (:mod:`embens.data.download`).
 """
 

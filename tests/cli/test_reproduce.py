@@ -78,12 +78,12 @@ def test_a_failed_cell_is_told_and_the_exit_code_says_so(tmp_path, capsys, monke
 
 
 def test_a_full_disk_is_told_without_a_traceback(tmp_path, capsys, monkeypatch):
-    from embens.experiments.store import Store
+    from embens.experiments.results import Results
 
     def add(self, record):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Store, "add", add)
+    monkeypatch.setattr(Results, "add", add)
     assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 1
     assert "No space left on device" in capsys.readouterr().out
 
@@ -153,15 +153,16 @@ def test_a_disk_that_is_full_at_the_end_or_a_folder_that_is_none_is_told(
 def test_the_table_has_what_another_run_wrote_in_the_meantime(tmp_path):
     from rich.console import Console
 
-    from embens.experiments import command, grid
+    from embens.cli.reproduce import summarise
+    from embens.experiments import grid
     from embens.experiments.engines import Inline
-    from embens.experiments.store import Store
+    from embens.experiments.results import Results
 
-    mine, theirs = Store(tmp_path), Store(tmp_path)
-    for store, cells in ((mine, problem.cells(2)), (theirs, problem.cells(4)[2:])):
-        grid.run("transition", cells, store=store, engine=Inline())
+    mine, theirs = Results(tmp_path), Results(tmp_path)
+    for results, cells in ((mine, problem.cells(2)), (theirs, problem.cells(4)[2:])):
+        grid.run("transition", cells, results=results, engine=Inline())
     assert len(mine.records) == 2
-    command.summarise("transition", problem.SETTING, mine, Console(quiet=True))
+    summarise("transition", problem.SETTING, mine, Console(quiet=True))
     assert list(pandas.read_csv(tmp_path / "table.csv")["members"]) == [1, 2, 3, 4]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from embens.experiments import command
+from embens.cli import reproduce as command
 from embens.experiments.setting import PRESETS
 from embens.experiments.transition import Cell
 
@@ -19,17 +19,17 @@ SETTING = replace(PRESETS["quick"], epochs=1, train=64, test=32)
 
 
 def cells(count=4, setting=SETTING):
-    return [Cell(setting, 0.5, members, "M", 0) for members in range(1, count + 1)]
+    return [Cell(0.5, members, "M", setting=setting) for members in range(1, count + 1)]
 
 
 def bad(setting=SETTING):
     """Return a cell whose measurement raises."""
-    return Cell(setting, 0.5, 0, "M", 0)
+    return Cell(0.5, 0, "M", setting=setting)
 
 
 def slow():
     """Return a cell that takes minutes."""
-    return Cell(replace(PRESETS["quick"], epochs=100_000), 0.5, 2, "M", 0)
+    return Cell(0.5, 2, "M", setting=replace(PRESETS["quick"], epochs=100_000))
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,19 @@ def _node():
 
 
 def deadly(mark, seed=7):
-    return Deadly(SETTING, 0.5, 2, "M", seed, str(mark), os.getpid())
+    return Deadly(0.5, 2, "M", str(mark), os.getpid(), setting=SETTING, seed=seed)
 
 
 def stuck(mark, node, count=4):
-    return [Stuck(SETTING, 0.5, m, "M", 9, str(mark), node) for m in range(1, count + 1)]
+    return [
+        Stuck(0.5, members, "M", str(mark), node, setting=SETTING, seed=9)
+        for members in range(1, count + 1)
+    ]
 
 
 def plain(cell):
     """Return the same cell without its trap."""
-    return Cell(cell.setting, cell.p, cell.members, "M", cell.seed)
+    return Cell(cell.p, cell.members, "M", setting=cell.setting, seed=cell.seed)
 
 
 def reproduce(*arguments):

@@ -15,18 +15,20 @@ from embens.experiments.claims import (
     UNDECIDED,
     Missing,
     best,
+    between,
     curve,
+    first,
     growth_of_best,
     interval,
     judge,
+    last,
     per_seed,
     rise_and_fall,
     select,
     slope,
+    trend,
     verdict,
 )
-
-TEXTS = {"name": "n", "statement": "s", "paper": "p", "measure": "m"}
 
 
 def seeds(*values):
@@ -86,21 +88,29 @@ def test_a_verdict_follows_from_interval_and_region(low, high, above, below, exp
 
 
 def test_a_claim_says_why_it_is_undecided():
-    one = judge(seeds(1.0), lambda t: t["y"].mean(), above=0, **TEXTS)
+    one = judge(seeds(1.0), "n", lambda t: t["y"].mean(), above=0)
     assert (one.verdict, one.note) == (UNDECIDED, "1 seed has no interval")
-    none = judge(seeds(1.0, 2.0), lambda t: select(t, y=7.0)["y"].mean(), above=0, **TEXTS)
+    none = judge(seeds(1.0, 2.0), "n", lambda t: select(t, y=7.0)["y"].mean(), above=0)
     assert (none.verdict, none.note) == (UNDECIDED, "missing: cells with y=7.0")
-    undefined = judge(seeds(1.0, math.nan), lambda t: math.nan, above=0, **TEXTS)
+    undefined = judge(seeds(1.0, math.nan), "n", lambda t: math.nan, above=0)
     assert undefined.note == "the statistic is not defined on this table"
 
 
+def test_a_claim_gets_its_words():
+    claim = judge(seeds(1.0, 1.1), "n", lambda t: 1.0, above=0, measure="m")
+    assert claim.says("s", paper="p").measure == "m"
+    said = claim.says("s", paper="p", measure="other")
+    assert (said.statement, said.paper, said.measure) == ("s", "p", "other")
+    assert said.verdict == claim.verdict == HOLDS
+
+
 def test_a_claim_becomes_plain_values():
-    claim = judge(seeds(1.0, 1.1), lambda t: t["y"].mean(), above=0, **TEXTS)
+    claim = judge(seeds(1.0, 1.1), "n", lambda t: t["y"].mean(), above=0)
     values = claim.to_dict()
     assert values["below"] is None
     assert values["region"] == "above 0"
-    assert judge(seeds(1.0), lambda t: 1.0, below=2, **TEXTS).region == "below 2"
-    assert judge(seeds(1.0), lambda t: 1.0, above=1, below=2, **TEXTS).region == "from 1 to 2"
+    assert judge(seeds(1.0), "n", lambda t: 1.0, below=2).region == "below 2"
+    assert judge(seeds(1.0), "n", lambda t: 1.0, above=1, below=2).region == "from 1 to 2"
 
 
 def test_slopes_are_those_of_least_squares():
@@ -139,6 +149,21 @@ def test_the_best_number_of_members_grows_with_an_exponent():
         for m in (1, 2, 4, 8, 16)
     ]
     assert growth_of_best(pandas.DataFrame(rows)) == pytest.approx(2.0)
+
+
+def test_rows_are_chosen_by_range_and_by_extremes():
+    table = pandas.DataFrame({"m": [1, 2, 4, 4], "y": [0, 1, 2, 3]})
+    assert list(between(table, "m", 2)["y"]) == [1, 2, 3]
+    assert list(between(table, "m", high=2)["y"]) == [0, 1]
+    assert list(first(table, "m")["y"]) == [0]
+    assert list(last(table, "m")["y"]) == [2, 3]
+    with pytest.raises(Missing, match="cells with m from 5 to 9"):
+        between(table, "m", 5, 9)
+
+
+def test_a_trend_is_the_slope_of_some_rows():
+    table = pandas.DataFrame({"k": list("aab"), "members": [1, 2, 4], "y": [1.0, 2.0, 9.0]})
+    assert trend(lambda t: select(t, k="a"), "y")(table) == 1.0
 
 
 def test_select_finds_floats_and_sets():

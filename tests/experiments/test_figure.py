@@ -49,7 +49,7 @@ def test_a_figure_is_plain_json():
 @pytest.mark.parametrize("style", ["line", "dash", "points", "bars"])
 def test_every_style_is_drawn(style, tmp_path):
     curve = Curve("c", [1.0, 2.0, 4.0], [0.1, 0.2, 0.4], [0.01] * 3, "#1f77b4", style)
-    panels = [Panel("a", "members M", "y", [curve], x_log=True, y_log=True)] * 2
+    panels = [Panel("a", "members M", "y", [curve], x_log=2, y_log=10)] * 2
     draw(Figure("t", panels), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
     draw(Figure("t", [Panel("empty", "x", "y", [])]), tmp_path / "empty.png")

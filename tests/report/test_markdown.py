@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 
 import pytest
 from report import results
 
-from embens.report import command
+from embens.report import markdown
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +18,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(folder):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    path = folder / "pages" / "claims.md"
-    assert command.run(parser.parse_args([str(folder), "--out", str(path)])) == 0
-    return path.read_text()
+    return markdown.write(folder, folder / "pages" / "claims.md").read_text()
 
 
 def test_every_claim_has_a_line_with_its_verdict(folder, text):

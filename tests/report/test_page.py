@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 
 import pytest
 from report import results
 
-from embens.report import command, page
+from embens.report import page
 
 
 @pytest.fixture(scope="module")
@@ -71,22 +70,3 @@ def test_a_manifest_of_something_else_is_left_out(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(text)
     assert [entry["name"] for entry in page.collect(tmp_path)] == ["widths"]
-
-
-def call(*arguments):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    parser.set_defaults(parser=parser)
-    return command.run(parser.parse_args([str(a) for a in arguments]))
-
-
-def test_the_command_writes_the_page_and_says_where(folder, tmp_path, capsys):
-    assert call(folder, "--out", tmp_path / "sub" / "page.html") == 0
-    assert (tmp_path / "sub" / "page.html").exists()
-    assert "page.html" in capsys.readouterr().out
-
-
-def test_an_empty_folder_is_explained(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        call(tmp_path)
-    assert "Run `embens reproduce transition" in " ".join(capsys.readouterr().err.split())

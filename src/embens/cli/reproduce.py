@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embens.experiments import NAMES, contract, grid, table
 from embens.experiments.engines import Engine, Inline
+from embens.experiments.results import Results, folder_of
 from embens.experiments.setting import PRESETS, Setting, fingerprint
-from embens.experiments.store import Store
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,12 +60,12 @@ def run(options: argparse.Namespace) -> int:
     import scipy  # noqa: F401
     from rich.console import Console
 
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     if options.data is not None:
         os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())  # for workers as well
     setting = _setting(options)
     sweeps = {name: _cells(options, name, setting) for name in names}  # errors before any work
-    swept = {field.name for cells in sweeps.values() for field in fields(cells[0])} - {"setting"}
+    swept = {name for cells in sweeps.values() for name in cells[0].swept()}
     for item in options.only:
         if item.partition("=")[0] not in swept:
             options.parser.error(f"--only {item}: nothing sweeps it; there are {sorted(swept)}")
@@ -132,16 +132,19 @@ def _setting(options: argparse.Namespace) -> Setting:
 
 
 def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any]:
-    cells = contract.load(name).cells(setting, seeds=options.seeds)
-    cells = [replace(cell, seed=cell.seed + options.first_seed) for cell in cells]
-    wanted: dict[str, Any] = {}
-    for field, values in (("members", options.members), ("width", options.widths)):
-        if values is not None and (options.name or hasattr(cells[0], field)):
-            wanted[field] = values
+    count = options.seeds or len({cell.seed for cell in contract.cells(name, setting)})
+    seeds = range(options.first_seed, options.first_seed + count)
+    cells = contract.cells(name, setting, seeds)
+    wanted: dict[str, Any] = {"members": options.members, "width": options.widths}
     for item in options.only:
         field, _, values = item.partition("=")
-        if options.name or hasattr(cells[0], field):
-            wanted[field] = values.split(",")
+        wanted[field] = values.split(",")
+    swept = cells[0].swept()
+    wanted = {
+        field: values
+        for field, values in wanted.items()
+        if values is not None and (options.name or field in swept)
+    }
     try:
         cells = grid.narrow(cells, **wanted)
     except ValueError as problem:
@@ -150,18 +153,19 @@ def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any
 
 
 def _engine(options: argparse.Namespace) -> Engine:
-    workers = os.cpu_count() or 1 if options.workers is None else options.workers
     if options.engine == "ray":
         from embens.experiments.engines.ray import Ray
 
-        return Ray(
-            address=options.address, workers=options.workers, gpus_per_cell=options.gpus_per_cell
-        )
-    if workers == 0:
+        return Ray(options.address, options.workers, options.gpus_per_cell)
+    if options.workers == 0:
         return Inline()
     from embens.experiments.engines.local import Local
 
-    return Local(workers)
+    return Local(_workers(options))
+
+
+def _workers(options: argparse.Namespace) -> int:
+    return (os.cpu_count() or 1) if options.workers is None else options.workers
 
 
 def _reproduce(
@@ -175,83 +179,58 @@ def _reproduce(
     """Run one experiment; return how many cells have failed."""
     from embens.experiments.progress import Progress, duration
 
-    folder = grid.folder_of(options.out, name, setting.preset)
+    folder = folder_of(options.out, name, setting.preset)
     try:
-        store = Store(folder)
+        results = Results(folder)
         try:
             with Progress(console, name) as progress:
                 outcome = grid.run(
-                    name, cells, store=store, engine=engine, watcher=progress,
+                    *(name, cells), results=results, engine=engine, watcher=progress,
                     retry_failed=options.retry_failed,
                 )  # fmt: skip
         except KeyboardInterrupt:
-            summarise(name, setting, store, console)
+            summarise(name, setting, results, console)
             console.print(f"{name}: stopped; the same command goes on from here.")
             raise
-        summarise(name, setting, store, console, seconds=outcome.seconds)
+        summarise(name, setting, results, console, seconds=outcome.seconds)
     except OSError as problem:
         console.print(
             f"{name}: could not write to {folder} ({problem}). Results that were written are safe; "
             "make room there, or choose another folder with --out, and run the same command again.",
             style="red",
-            soft_wrap=True,
             markup=False,
         )
         return 1
     console.print(
         f"{name}: {outcome.measured} cells measured in {duration(outcome.seconds)}, "
         f"{outcome.known} known before; results in {folder}",
-        soft_wrap=True,
-        highlight=False,
     )
+    others = table.count_others(results, name)
+    if others:
+        console.print(
+            f"{name}: {others} results in this folder are of other code, or another version of "
+            "embens or torch; they are kept, and left out",
+        )
     for key in outcome.failed[:5]:
-        record = store.records[key]
+        record = results.records[key]
         swept = {k: v for k, v in record["cell"].items() if k != "setting"}
         last = record["error"].strip().splitlines()[-1]
-        console.print(f"failed: {swept}: {last}", style="red", highlight=False, markup=False)
+        console.print(f"failed: {swept}: {last}", style="red", markup=False)
     if outcome.failed:
         console.print(f"{len(outcome.failed)} cells failed; --retry-failed tries them again")
     return len(outcome.failed)
 
 
 def summarise(
-    name: str,
-    setting: Setting,
-    store: Store,
-    console: Console,
-    *,
-    seconds: float | None = None,
-) -> list[Claim]:
+    name: str, setting: Setting, results: Results, console: Console, *, seconds: float | None = None
+) -> None:
     """Write table, picture, claims and manifest of what is there; print the claims."""
-    with store.alone():  # so that the last of several runs writes what all have measured
-        store.refresh()
-        rows = table.tidy(store, name, setting)
-        if not len(rows):
-            return []
-        claims = _write(name, setting, store, rows, seconds)
-    _show(console, name, claims, rows["seed"].nunique())
-    return claims
-
-
-def _write(
-    name: str, setting: Setting, store: Store, rows: Any, seconds: float | None
-) -> list[Claim]:
-    from embens.experiments.figure import draw
-
-    experiment = contract.load(name)
-    claims = experiment.claims(rows)
-    figure = experiment.plot(rows)
-    about = {"label": experiment.LABEL, "title": experiment.TITLE, "about": experiment.ABOUT}
-    contents = {
-        "claims": [claim.to_dict() for claim in claims],
-        "figure": figure.to_dict(),
-        "manifest": table.manifest(
-            name, setting, rows, store, **about, run_seconds=seconds and round(seconds, 1)
-        ),
-    }
-    table.write(store.folder, rows, contents)
-    draw(figure, store.folder / "figure.png")
-    return claims
+    with results.alone():  # so that the last of several runs writes what all have measured
+        results.refresh()
+        rows = table.tidy(results, name, setting)
+        if len(rows):
+            claims = table.write(results, name, setting, rows, seconds)
+            _show(console, name, claims, rows["seed"].nunique())
 
 
 def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
@@ -260,7 +239,7 @@ def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
 
     styles = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
     many = f"{seeds} seed" + "s" * (seeds != 1)
-    console.print(f"\n[bold]{name}[/]: claims of the paper, {many}", highlight=False)
+    console.print(f"\n[bold]{name}[/]: claims of the paper, {many}")
     for claim in claims:
         number = f"{claim.value:.3g}, 95 % [{claim.low:.3g}, {claim.high:.3g}]"
         number = escape(claim.note or f"{number}, holds if {claim.region}")
@@ -268,45 +247,31 @@ def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
             f"[{styles[claim.verdict]}]{claim.verdict:>13}[/]  {escape(claim.statement)}\n"
             f"{'':15}{escape(claim.measure)}: {number}\n"
             f"{'':15}[dim]the paper: {escape(claim.paper)}[/]",
-            highlight=False,
-            soft_wrap=True,
         )
 
 
 def _estimate(console: Console, name: str, cells: list[Any], options: argparse.Namespace) -> None:
     """Time a small part of one cell and say what the whole would take."""
+    from embens.experiments.job import make_job, perform
     from embens.experiments.progress import duration
-    from embens.experiments.task import make_task, perform
 
-    done = (
-        Store(grid.folder_of(options.out, name, options.preset)) if _exists(options, name) else None
-    )
-    known = {
-        key
-        for key, record in (done.records if done else {}).items()
-        if "rows" in record or not options.retry_failed
-    }
-    left = [c for c in cells if make_task(name, c).key not in known]
-    smallest = min(cells, key=contract.weight)
-    trial, factor = contract.shortened(smallest)
-    perform(make_task(name, trial))  # loads data, warms up
-    result = perform(make_task(name, trial))
+    folder, known = folder_of(options.out, name, options.preset), set()
+    if folder.exists():
+        records = Results(folder).records.items()
+        known = {key for key, r in records if "rows" in r or not options.retry_failed}
+    left = [cell for cell in cells if make_job(name, cell).key not in known]
+    trial = min(cells, key=lambda cell: cell.weight).shortened()
+    perform(make_job(name, trial))  # loads data, warms up
+    result = perform(make_job(name, trial))
     if result.error:
         raise RuntimeError(f"{name}: the cell that was timed failed:\n{result.error}")
-    unit = result.seconds * factor / contract.weight(smallest)
-    costs = sorted(unit * contract.weight(c) for c in cells)
-    workers = max(1, (os.cpu_count() or 1) if options.workers is None else options.workers)
-    total = sum(unit * contract.weight(c) for c in left)
-    wall = max([total / workers, *(unit * contract.weight(c) for c in left)] if left else [0.0])
+    unit = result.seconds / trial.weight
+    costs, todo = ([unit * cell.weight for cell in some] for some in (cells, left))
+    workers = max(1, _workers(options))
+    wall = max(sum(todo) / workers, *todo, 0.0)
     console.print(
         f"{name} ({options.preset}): {len(cells)} cells, {len(left)} to do; about "
-        f"{duration(costs[0])} to {duration(costs[-1])} each (from a timed one), "
-        f"{duration(total)} of work, {duration(wall)} with {workers} "
+        f"{duration(min(costs))} to {duration(max(costs))} each (from a timed one), "
+        f"{duration(sum(todo))} of work, {duration(wall)} with {workers} "
         + ("worker" if workers == 1 else "workers"),
-        highlight=False,
-        soft_wrap=True,
     )
-
-
-def _exists(options: argparse.Namespace, name: str) -> bool:
-    return grid.folder_of(options.out, name, options.preset).exists()

@@ -2,7 +2,8 @@
 
 An experiment is a module that reads top to bottom: a frozen ``Cell`` (all that determines one
 result, seed included), ``cells(setting)``, ``measure(cell)``, ``claims(table)``, ``plot(table)``.
-:mod:`embens.experiments.contract` says what each of them is for.
+:mod:`embens.experiments.contract` says what each of them is for. A new one is a file here, its name
+below, and a test file with a table made up for it.
 """
 
 from __future__ import annotations

@@ -18,17 +18,18 @@ Statistics that jump (a position of a maximum) are to be taken seed by seed: :fu
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
 CONFIDENCE = 0.95
 
-Table = Any
-"""A ``pandas.DataFrame``; its own annotations say too little for a type checker."""
+Frame = Any
+"""A tidy ``pandas.DataFrame`` with a column ``seed``; its annotations confuse type checkers."""
 
-Statistic = Callable[[Table], float]
+Statistic = Callable[[Frame], float]
 
 
 class Missing(LookupError):
@@ -37,13 +38,10 @@ class Missing(LookupError):
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement, what the paper saw, and what we measured.
+    """A statement of the paper, and what we measured of it.
 
     Attributes:
         name: a short name, unique in its experiment.
-        statement: what is tested, in words.
-        paper: what the paper saw.
-        measure: what the number is.
         value: the statistic; NaN if it could not be computed.
         low: lower end of its interval.
         high: upper end.
@@ -52,12 +50,12 @@ class Claim:
         seeds: how many.
         verdict: ``"holds"``, ``"does not hold"`` or ``"undecided"``.
         note: why it is undecided, where that is not the interval.
+        measure: what the number is.
+        statement: what is tested, in words.
+        paper: what the paper saw.
     """
 
     name: str
-    statement: str
-    paper: str
-    measure: str
     value: float
     low: float
     high: float
@@ -66,6 +64,14 @@ class Claim:
     seeds: int
     verdict: str
     note: str = ""
+    measure: str = ""
+    statement: str = ""
+    paper: str = ""
+
+    def says(self, statement: str, *, paper: str, measure: str = "") -> Claim:
+        """Return the claim with its words."""
+        measure = measure or self.measure
+        return replace(self, statement=statement, paper=paper, measure=measure)
 
     @property
     def region(self) -> str:
@@ -78,48 +84,33 @@ class Claim:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; what is infinite or NaN becomes None."""
-        values = {**asdict(self), "region": self.region}
-        return {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in values.items()
-        }
+        return plain({**asdict(self), "region": self.region})
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it; what is infinite or NaN becomes None."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def judge(
-    table: Table,
+    table: Frame,
+    name: str,
     statistic: Statistic,
     *,
-    name: str,
-    statement: str,
-    paper: str,
-    measure: str,
     above: float = -math.inf,
     below: float = math.inf,
+    measure: str = "",
 ) -> Claim:
-    """Compute a claim.
-
-    Args:
-        table: tidy, with a column ``seed``.
-        statistic: a function of the table, or of the table without a seed.
-        name: see :class:`Claim`, as for the others.
-        statement: what is tested.
-        paper: what the paper saw.
-        measure: what the number is.
-        above: the statement is true above this value.
-        below: and below this one.
+    """Test whether a statistic of a table lies in a region; :meth:`Claim.says` adds the words.
 
     Example:
         >>> import pandas
         >>> table = pandas.DataFrame({"seed": [0, 1, 2], "gain": [1.0, 1.1, 0.9]})
-        >>> claim = judge(
-        ...     table,
-        ...     lambda t: t["gain"].mean(),
-        ...     above=0,
-        ...     name="gain",
-        ...     statement="there is a gain",
-        ...     paper="yes",
-        ...     measure="mean gain",
-        ... )
+        >>> claim = judge(table, "gain", lambda t: t["gain"].mean(), above=0)
         >>> claim.verdict, round(claim.low, 3)
         ('holds', 0.752)
     """
@@ -132,11 +123,8 @@ def judge(
         note = "the statistic is not defined on this table"
     elif not note and math.isnan(low):
         note = f"{seeds} seed has no interval" if seeds == 1 else "no interval"
-    return Claim(
-        *(name, statement, paper, measure, value, low, high, above, below, seeds),
-        verdict(low, high, above, below),
-        note,
-    )
+    found = verdict(low, high, above, below)
+    return Claim(name, value, low, high, above, below, seeds, found, note, measure)
 
 
 def verdict(low: float, high: float, above: float, below: float) -> str:
@@ -154,50 +142,35 @@ def verdict(low: float, high: float, above: float, below: float) -> str:
 
 
 def interval(
-    table: Table, statistic: Statistic, confidence: float = CONFIDENCE
+    table: Frame, statistic: Statistic, confidence: float = CONFIDENCE
 ) -> tuple[float, float, float, int]:
     """Return a statistic, the ends of its interval over seeds, and the number of seeds."""
+    import numpy
+    from scipy import stats
+
     if not len(table):
         raise Missing("the table is empty")
     seeds = sorted(table["seed"].unique())
-    count = len(seeds)
-    value = float(statistic(table))
+    count, value = len(seeds), float(statistic(table))
     if count < 2 or math.isnan(value):
         return value, math.nan, math.nan, count
-    pseudo = [
-        count * value - (count - 1) * float(statistic(table[table["seed"] != seed]))
-        for seed in seeds
-    ]
-    if any(map(math.isnan, pseudo)):
-        return value, math.nan, math.nan, count
-    mean = sum(pseudo) / count
-    spread = math.sqrt(sum((p - mean) ** 2 for p in pseudo) / (count - 1) / count)
-    half = student(confidence, count - 1) * spread
-    return value, mean - half, mean + half, count
-
-
-def student(confidence: float, freedom: int) -> float:
-    """Return the two-sided quantile of Student's distribution.
-
-    Example:
-        >>> round(student(0.95, 3), 3)
-        3.182
-    """
-    from scipy.stats import t
-
-    return float(t.ppf((1 + confidence) / 2, freedom))
+    without = [float(statistic(table[table["seed"] != seed])) for seed in seeds]
+    pseudo = count * value - (count - 1) * numpy.array(without)
+    centre = float(pseudo.mean())
+    half = float(stats.t.ppf((1 + confidence) / 2, count - 1) * stats.sem(pseudo))
+    return value, centre - half, centre + half, count
 
 
 # What statistics are made of
 
 
-def per_seed(table: Table, statistic: Statistic) -> float:
+def per_seed(table: Frame, statistic: Statistic) -> float:
     """Return the mean over seeds of a statistic of one seed's rows."""
     values = [float(statistic(rows)) for _, rows in table.groupby("seed")]
     return sum(values) / len(values) if values else math.nan
 
 
-def select(table: Table, **values: Any) -> Table:
+def select(table: Frame, **values: Any) -> Frame:
     """Return the rows with these values; a list, tuple or set means any of them."""
     for column, value in values.items():
         if column not in table:
@@ -214,7 +187,25 @@ def select(table: Table, **values: Any) -> Table:
     return table
 
 
-def curve(table: Table, x: str, y: str) -> tuple[list[float], list[float]]:
+def between(table: Frame, column: str, low: float = -math.inf, high: float = math.inf) -> Frame:
+    """Return the rows in which a column lies in a range, its ends included."""
+    rows = table[table[column].between(low, high)]
+    if not len(rows):
+        raise Missing(f"cells with {column} from {low:g} to {high:g}")
+    return rows
+
+
+def first(table: Frame, column: str) -> Frame:
+    """Return the rows with the smallest value of a column."""
+    return table[table[column] == table[column].min()]
+
+
+def last(table: Frame, column: str) -> Frame:
+    """Return the rows with the largest value of a column."""
+    return table[table[column] == table[column].max()]
+
+
+def curve(table: Frame, x: str, y: str) -> tuple[list[float], list[float]]:
     """Return the mean of ``y`` for each ``x``, in the order of ``x``, without undefined means."""
     if x not in table or y not in table:
         raise Missing(f"column {x if x not in table else y}")
@@ -224,14 +215,14 @@ def curve(table: Table, x: str, y: str) -> tuple[list[float], list[float]]:
     return [float(v) for v in means.index], [float(v) for v in means.to_numpy()]
 
 
-def mean(table: Table, y: str) -> float:
+def mean(table: Frame, y: str) -> float:
     """Return the mean of a column."""
     if y not in table:
         raise Missing(f"column {y}")
     return float(table[y].mean())
 
 
-def slope(table: Table, x: str, y: str, *, log_x: bool = True, log_y: bool = False) -> float:
+def slope(table: Frame, x: str, y: str, *, log_x: bool = True, log_y: bool = False) -> float:
     """Return the least-squares slope of the mean of ``y``; by default per factor 2 of ``x``.
 
     With ``log_y`` as well it is the exponent of a power law.
@@ -244,40 +235,40 @@ def slope(table: Table, x: str, y: str, *, log_x: bool = True, log_y: bool = Fal
     """
     xs, ys = curve(table, x, y)
     xs = [math.log2(v) for v in xs] if log_x else xs
-    if log_y:
-        if min(ys) <= 0:
-            return math.nan
-        ys = [math.log2(v) for v in ys]
-    return line(xs, ys)
+    if log_y and min(ys) <= 0:
+        return math.nan
+    return line(xs, [math.log2(v) for v in ys] if log_y else ys)
+
+
+def trend(rows: Callable[[Frame], Frame], y: str, x: str = "members", **options: bool) -> Statistic:
+    """Return the statistic that is the :func:`slope` of some of a table's rows."""
+    return lambda table: slope(rows(table), x, y, **options)
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> float:
     """Return the slope of the least-squares line through some points."""
     if len(xs) < 2:
         raise Missing("at least two points of a line")
-    centre = sum(xs) / len(xs)
-    square = sum((x - centre) ** 2 for x in xs)
-    return sum((x - centre) * y for x, y in zip(xs, ys, strict=True)) / square
+    return statistics.linear_regression(xs, ys).slope
 
 
-def growth_of_best(table: Table, x: str = "members") -> float:
+def growth_of_best(table: Frame, x: str = "members") -> float:
     """Return the exponent with which the most accurate ``x`` grows with width, mean over seeds."""
 
-    def of_seed(rows: Table) -> float:
-        found = [(width, best(mine, x, "accuracy")) for width, mine in rows.groupby("width")]
-        widths, members = ([math.log2(point[k]) for point in found] for k in (0, 1))
-        return line(widths, members)
+    def of_seed(rows: Frame) -> float:
+        widths = [(width, best(mine, x, "accuracy")) for width, mine in rows.groupby("width")]
+        return line(*([math.log2(v) for v in values] for values in zip(*widths, strict=True)))
 
     return per_seed(table, of_seed)
 
 
-def best(table: Table, x: str, y: str) -> float:
+def best(table: Frame, x: str, y: str) -> float:
     """Return the ``x`` whose mean ``y`` is largest, the smallest of several."""
     xs, ys = curve(table, x, y)
     return xs[ys.index(max(ys))]
 
 
-def rise_and_fall(table: Table, x: str, y: str) -> float:
+def rise_and_fall(table: Frame, x: str, y: str) -> float:
     """Return how much of an inverted U a curve is: the smaller of its rise and its fall.
 
     Rise: from the first point to the best one; fall: from there to the last one. 0 for a curve

@@ -1,24 +1,74 @@
-"""What an experiment is: the names that its module must have.
+"""What an experiment is: the names that its module must have, and what all cells have in common.
 
-Each is used by one place: ``cells`` and ``measure`` by the grid, ``claims`` by the verdicts,
-``plot`` by the figures. A cell holds its :class:`~embens.experiments.setting.Setting` and whatever
-the experiment sweeps, plus a ``seed``; ``measure`` depends on nothing else, and returns one row, or
-several (a row for each epoch).
+A cell is everything that one measurement depends on: the setting of a preset, what the experiment
+sweeps, and a seed. The grid uses ``cells`` and ``measure``, the verdicts ``claims``, the figures
+``plot``.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from dataclasses import replace
-from typing import Any, Protocol
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, Self, TypeVar
 
+import torch
+from torch import nn
+
+from embens.checks import closest
 from embens.experiments import NAMES
-from embens.experiments.claims import Claim, Table
+from embens.experiments.claims import Claim, Frame
 from embens.experiments.figure import Figure
-from embens.experiments.setting import Setting
+from embens.experiments.setting import Setting, reference
 
-Row = dict[str, Any]
+Row = dict[str, float]
+# By preset, for experiments that have no reason for others.
+MEMBERS = {"quick": (1, 2, 4, 8, 16, 32), "cpu": (1, 2, 4, 8, 16), "paper": (1, 2, 5, 10, 20, 40)}
+SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellBase:
+    """What every cell has; an experiment's own ``Cell`` adds the fields that it sweeps."""
+
+    setting: Setting
+    seed: int = 0
+
+    @property
+    def weight(self) -> float:
+        """Roughly what it costs, in units that only compare cells of one experiment."""
+        members, width = getattr(self, "members", 1), getattr(self, "width", 1.0)
+        step = 16 + members * width if self.setting.network == "mlp" else members * width**1.5
+        return step * self.setting.epochs * self.setting.train
+
+    def swept(self) -> dict[str, Any]:
+        """Return everything but the setting, the seed at the end."""
+        names = [f.name for f in fields(self) if f.name not in ("setting", "seed")]
+        return {name: getattr(self, name) for name in (*names, "seed")}
+
+    def shortened(self, *, epochs: int = 2, train: int = 512) -> Self:
+        """Return the cell with less to train."""
+        setting = self.setting
+        some = min(train, setting.train) if setting.network == "cnn" else setting.train
+        test = min(setting.test, 2 * train)
+        small = replace(setting, epochs=min(epochs, setting.epochs), train=some, test=test)
+        return replace(self, setting=small)
+
+    def draw(self) -> tuple[nn.Module, torch.Generator]:
+        """Return the reference network of this seed, and the generator to draw members with."""
+        generator = torch.Generator().manual_seed(self.seed)
+        width = getattr(self, "width", 1.0)
+        return reference(self.setting, width, generator=generator), generator
+
+
+AnyCell = TypeVar("AnyCell", bound=CellBase)
+
+
+def product(cell: type[AnyCell], setting: Setting, **axes: Iterable[Any]) -> list[AnyCell]:
+    """Return a cell for each combination of the values of its fields."""
+    combinations = itertools.product(*axes.values())
+    return [cell(setting=setting, **dict(zip(axes, c, strict=True))) for c in combinations]
 
 
 class Experiment(Protocol):
@@ -28,25 +78,27 @@ class Experiment(Protocol):
         LABEL: of the figure in the paper's source.
         TITLE: one line.
         ABOUT: what is swept and shown, and where it differs from the paper.
+
+    It may also have ``SEEDS``, their number for each preset; else it is the one above.
     """
 
     LABEL: str
     TITLE: str
     ABOUT: str
 
-    def cells(self, setting: Setting, *, seeds: int | None = None) -> list[Any]:
-        """Return the cells of a preset's sweep; ``seeds`` other than its own."""
+    def cells(self, setting: Setting) -> list[Any]:
+        """Return the cells of a preset's sweep, for one seed."""
         ...
 
     def measure(self, cell: Any) -> Row | list[Row]:
-        """Return the numbers of a cell, in one row or several."""
+        """Return the numbers of a cell, in one row or several (one for each epoch, say)."""
         ...
 
-    def claims(self, table: Table) -> list[Claim]:
+    def claims(self, table: Frame) -> list[Claim]:
         """Return the paper's claims with their verdicts on a table."""
         ...
 
-    def plot(self, table: Table) -> Figure:
+    def plot(self, table: Frame) -> Figure:
         """Return the paper's panels."""
         ...
 
@@ -59,33 +111,14 @@ def load(name: str) -> Experiment:
         'fig:shifting_modulations'
     """
     if name not in NAMES:
-        close = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown experiment {name!r}{hint or '.'} There are: {', '.join(NAMES)}.")
+        raise ValueError(f"unknown experiment {name!r}{closest(name, NAMES)}")
     return importlib.import_module(f"embens.experiments.{name.replace('-', '_')}")  # type: ignore[return-value]
 
 
-def weight(cell: Any) -> float:
-    """Return roughly what a cell costs, in units that only compare cells of one experiment."""
-    own = getattr(cell, "weight", None)
-    if own is not None:
-        return float(own)
-    setting: Setting = cell.setting
-    members, width = getattr(cell, "members", 1), getattr(cell, "width", 1.0)
-    step = 16 + members * width if setting.network == "mlp" else members * width**1.5
-    return step * setting.epochs * setting.train
-
-
-def shortened(cell: Any, *, epochs: int = 2, train: int = 512) -> tuple[Any, float]:
-    """Return a cell with less training to do, and how many times more the whole one has.
-
-    A cell that has a weight of its own is not mostly training; it is returned as it is.
-    """
-    if hasattr(cell, "weight"):
-        return cell, 1.0
-    setting: Setting = cell.setting
-    fewer = min(epochs, setting.epochs)
-    some = min(train, setting.train) if setting.network == "cnn" else setting.train
-    factor = setting.epochs / fewer * setting.train / some
-    small = replace(setting, epochs=fewer, train=some, test=min(setting.test, 2 * train))
-    return replace(cell, setting=small), factor
+def cells(name: str, setting: Setting, seeds: Iterable[int] | None = None) -> list[Any]:
+    """Return all cells of an experiment: its sweep for each of these seeds, or the preset's."""
+    experiment = load(name)
+    sweep = experiment.cells(setting)
+    if seeds is None:
+        seeds = range(getattr(experiment, "SEEDS", SEEDS)[setting.preset])
+    return [replace(cell, seed=seed) for seed in seeds for cell in sweep]

@@ -1,17 +1,16 @@
 """What ensembles cost (the paper's text: 10 % more time at M = 50 for last-layer dropout).
 
-Time of a training step and of inference, parameters, and memory, each as a ratio to the reference
-network; all families and independent ensembles. It is the paper's network on random images: no
-training, no data. Both are timed in turn, and the ratio is that of their fastest turns, which
-other work on the machine disturbs least. Last-layer dropout is timed at inference as ``collapse``
-leaves it, one network with the mean output.
+Ensemble and reference network are timed in turn, and the ratio is that of their fastest turns,
+which other work on the machine disturbs least. Last-layer dropout is timed at inference as
+``collapse`` leaves it, one network with the mean output.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 from embens import laws
 from embens.embedding.families import batch_ensemble, independent, last_layer_dropout, mc_dropout
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Table, judge, mean, select, slope
+from embens.experiments.claims import Claim, Frame, judge, mean, select, trend
+from embens.experiments.contract import CellBase, Row
 from embens.experiments.figure import Figure, Panel, curves
-from embens.experiments.setting import PRESETS, Setting, reference
+from embens.experiments.setting import PRESETS, Setting
 
 LABEL = "text, 10 % at M=50"
 TITLE = "Cost against the reference network"
@@ -37,69 +37,60 @@ COLOURS = {
     "independent": "#7f7f7f",
 }
 
+MEMBERS = {"quick": (1, 2, 4), "cpu": (1, 2, 4, 8, 16), "paper": (1, 2, 5, 10, 20, 50)}
+MOST = {  # for last-layer dropout
+    "quick": (1, 2, 4, 8, 20, 50),
+    "cpu": (1, 2, 4, 8, 16, 50),
+    "paper": (1, 2, 5, 10, 20, 50),
+}
+BATCH = {"quick": 32, "cpu": 32, "paper": 128}
+TURNS = {"quick": 3, "cpu": 5, "paper": 10}
+SEEDS = {"quick": 4, "cpu": 5, "paper": 5}
+
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(CellBase):
     """One ensemble; ``width`` is relative to the paper's network, a seed is a repetition."""
 
-    setting: Setting
     family: str
     members: int
     width: float
     batch: int
     turns: int
-    seed: int
 
     @property
     def weight(self) -> float:
-        """See :func:`embens.experiments.contract.weight`."""
+        """See :class:`~embens.experiments.contract.CellBase`."""
         folded = 1 if self.family == "last-layer dropout" else self.members
         return (2 + folded) * self.turns
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What a preset sweeps."""
-
-    width: float
-    batch: int
-    members: tuple[int, ...]
-    most: tuple[int, ...]  # for last-layer dropout
-    turns: int
-    seeds: int
-
-
-SWEEPS = {
-    "quick": Sweep(1.0, 32, (1, 2, 4), (1, 2, 4, 8, 20, 50), 3, 4),
-    "cpu": Sweep(1.0, 32, (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 50), 5, 5),
-    "paper": Sweep(1.0, 128, (1, 2, 5, 10, 20, 50), (1, 2, 5, 10, 20, 50), 10, 5),
-}
-
-MAKE: dict[str, Callable[[nn.Module, int, torch.Generator], EmbeddedEnsemble]] = {
-    "BatchEnsemble": lambda r, m, g: batch_ensemble(r, m, generator=g),
-    "MC dropout": lambda r, m, g: mc_dropout(r, m, law=laws.Normal(), generator=g),
-    "last-layer dropout": lambda r, m, g: last_layer_dropout(r, m, generator=g),
-    "independent": lambda r, m, g: independent(r, m, generator=g),
-}
-
-
-def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
-    """Return families, members and repetitions."""
-    sweep = SWEEPS[setting.preset]
+def cells(setting: Setting) -> list[Cell]:
+    """Return families and members."""
+    preset = setting.preset
     return [
-        Cell(setting, family, members, sweep.width, sweep.batch, sweep.turns, seed)
-        for seed in range(seeds or sweep.seeds)
+        Cell(family, members, 1.0, BATCH[preset], TURNS[preset], setting=setting)
         for family in COLOURS
-        for members in (sweep.most if family == "last-layer dropout" else sweep.members)
+        for members in (MOST if family == "last-layer dropout" else MEMBERS)[preset]
     ]
 
 
-def measure(cell: Cell) -> dict[str, float]:
+def make(
+    family: str, network: nn.Module, members: int, generator: torch.Generator
+) -> EmbeddedEnsemble:
+    """Return an ensemble of a family."""
+    if family == "MC dropout":
+        return mc_dropout(network, members, law=laws.Normal(), generator=generator)
+    families = {"BatchEnsemble": batch_ensemble, "independent": independent}
+    return families.get(family, last_layer_dropout)(network, members, generator=generator)
+
+
+def measure(cell: Cell) -> Row:
     """Time one ensemble and the reference network in turn."""
-    paper, device = PRESETS["paper"], cell.setting.device
-    generator = torch.Generator().manual_seed(cell.seed)
-    network = reference(paper, cell.width, generator=generator).to(device)
-    ensemble = MAKE[cell.family](network, cell.members, generator).to(device)
+    device = cell.setting.device
+    network, generator = replace(cell, setting=PRESETS["paper"]).draw()
+    network = network.to(device)
+    ensemble = make(cell.family, network, cell.members, generator).to(device)
     inputs = torch.randn(cell.batch, 3, 32, 32, generator=generator).to(device)
     target = torch.randint(100, (cell.batch,), generator=generator).to(device)
     served = ensemble.collapse() if cell.family == "last-layer dropout" else ensemble
@@ -111,7 +102,7 @@ def measure(cell: Cell) -> dict[str, float]:
         return ensemble.objective(ensemble(inputs), target)
 
     steps = (_step(network, single), _step(ensemble, together))
-    passes = (partial(_pass, network, inputs), partial(_pass, served, inputs))
+    passes = (torch.no_grad()(lambda: network(inputs)), torch.no_grad()(lambda: served(inputs)))
     return {
         "step": _ratio(*steps, turns=cell.turns, device=device),
         "inference": _ratio(*passes, turns=cell.turns, device=device),
@@ -121,35 +112,30 @@ def measure(cell: Cell) -> dict[str, float]:
 
 
 def _step(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], object]:
-    optimiser = torch.optim.SGD(module.parameters(), lr=1e-6, momentum=0.9)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-6, momentum=0.9)
 
     def step() -> None:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss().backward()
-        optimiser.step()
+        optimizer.step()
 
     return step
-
-
-@torch.no_grad()
-def _pass(module: nn.Module, inputs: Tensor) -> Tensor:
-    return module(inputs)
 
 
 def _ratio(
     one: Callable[[], object], other: Callable[[], object], *, turns: int, device: str
 ) -> float:
     """Return how many times longer the second takes, from the fastest of some turns of each."""
-    times: list[list[float]] = [[], []]
+    fastest = [math.inf, math.inf]
     for turn in range(turns + 1):
-        for mine, function in zip(times, (one, other), strict=True):
+        for k, function in enumerate((one, other)):
             started = time.perf_counter()
             function()
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
             if turn:  # the first one warms up
-                mine.append(time.perf_counter() - started)
-    return min(times[1]) / min(times[0])
+                fastest[k] = min(fastest[k], time.perf_counter() - started)
+    return fastest[1] / fastest[0]
 
 
 def _numbers(module: nn.Module) -> int:
@@ -171,81 +157,64 @@ def _memory(module: nn.Module, loss: Callable[[], Tensor]) -> float:
     return float(sum(kept.values()))
 
 
-def _at(table: Table, family: str) -> Table:
-    return select(table, family=family)
+def _at_fifty(table: Frame) -> Frame:
+    return select(table, family="last-layer dropout", members=50)
 
 
-def claims(table: Table) -> list[Claim]:
+def _most_common(table: Frame) -> Frame:
+    """Return the BatchEnsembles with the largest M that all families have."""
+    common = min(int(rows["members"].max()) for _, rows in table.groupby("family"))
+    return select(table, family="BatchEnsemble", members=common)
+
+
+def claims(table: Frame) -> list[Claim]:
     """Return the paper's statement, and what it rests on."""
     test = partial(judge, table)
     cheap = "about 10 % more computation time at M=50"
     return [
-        test(
-            lambda t: mean(select(_at(t, "last-layer dropout"), members=50), "step"),
-            name="last-layer dropout: step",
-            statement="a training step costs at most 1.1 × that of one network at M=50",
+        test("last-layer dropout: step", lambda t: mean(_at_fifty(t), "step"), below=1.1).says(
+            "a training step costs at most 1.1 × that of one network at M=50",
             paper=cheap,
             measure="ratio of times",
-            below=1.1,
         ),
         test(
-            lambda t: mean(select(_at(t, "last-layer dropout"), members=50), "inference"),
-            name="last-layer dropout: inference",
-            statement="inference costs at most 1.1 × that of one network at M=50",
+            "last-layer dropout: inference", lambda t: mean(_at_fifty(t), "inference"), below=1.1
+        ).says(
+            "inference costs at most 1.1 × that of one network at M=50",
             paper=cheap,
             measure="ratio of times, collapsed",
-            below=1.1,
         ),
         test(
-            lambda t: mean(select(_at(t, "BatchEnsemble"), members=int(_common(t))), "parameters"),
-            name="BatchEnsemble: parameters",
-            statement="a BatchEnsemble has hardly more parameters than one network (1.1 ×)",
+            "BatchEnsemble: parameters", lambda t: mean(_most_common(t), "parameters"), below=1.1
+        ).says(
+            "a BatchEnsemble has hardly more parameters than one network (1.1 ×)",
             paper="approximately the same as in the reference model",
             measure="ratio of parameters at the largest M that all families have",
-            below=1.1,
         ),
         test(
-            lambda t: slope(_at(t, "BatchEnsemble"), "members", "step", log_y=True),
-            name="BatchEnsemble: step",
-            statement="the time of a BatchEnsemble's step grows in proportion to M",
-            paper="computations are reused only if modulations are in the last layers",
-            measure="exponent of the time in M",
+            "BatchEnsemble: step",
+            trend(partial(select, family="BatchEnsemble"), "step", log_y=True),
             above=0.7,
             below=1.2,
+        ).says(
+            "the time of a BatchEnsemble's step grows in proportion to M",
+            paper="computations are reused only if modulations are in the last layers",
+            measure="exponent of the time in M",
         ),
     ]
 
 
-def _common(table: Table) -> int:
-    return min(int(rows["members"].max()) for _, rows in table.groupby("family"))
-
-
-def plot(table: Table) -> Figure:
+def plot(table: Frame) -> Figure:
     """Return a panel for each ratio."""
+    draw = partial(curves, table, "members", by="family", colours=COLOURS)
+    titles = {
+        "step": "training step",
+        "inference": "inference",
+        "parameters": "parameters",
+        "memory": "memory in training",
+    }
     panels = [
-        Panel(
-            title,
-            "members M",
-            "relative to one network",
-            [
-                c
-                for family, colour in COLOURS.items()
-                for c in curves(
-                    _family(table, family), "members", column, by="family", colours=[colour]
-                )
-            ],
-            x_log=True,
-            y_log=True,
-        )
-        for title, column in (
-            ("training step", "step"),
-            ("inference", "inference"),
-            ("parameters", "parameters"),
-            ("memory in training", "memory"),
-        )
+        Panel(title, "members M", "relative to one network", draw(y=column), x_log=2, y_log=10)
+        for column, title in titles.items()
     ]
     return Figure(TITLE, panels)
-
-
-def _family(table: Table, family: str) -> Table:
-    return table[table["family"] == family]

@@ -7,18 +7,32 @@ means and standard errors over seeds, in :func:`curves`.
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embens.experiments.claims import Table
+from embens.experiments.claims import Frame, plain
+from embens.files import write_atomically
 
 PALETTE = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"),
     *("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
 )
+MEASURES = {
+    "accuracy": ("ensemble, test", "accuracy"),
+    "member_accuracy": ("members, test", "mean accuracy"),
+    "member_train_accuracy": ("members, train", "mean accuracy"),
+    "correlation": ("correlation, test", "correlation"),
+}
+"""Columns that most experiments show against M: title and label of their panels."""
+LABELS = {
+    "accuracy": "ensemble accuracy",
+    "member_accuracy": "mean member accuracy",
+    "correlation": "correlation",
+}
+"""Labels of columns in panels whose title says something else."""
 _DENSE = 40  # points of a curve from which on errors are a band
 _CROWDED = 6  # labels of one panel from which on its legend would hide its curves
 
@@ -34,7 +48,6 @@ class Curve:
         error: standard errors; empty: none are drawn.
         colour: as ``#rrggbb``.
         style: ``"line"``, ``"dash"``, ``"points"`` or ``"bars"``.
-        text: a word for each point, shown when one points at it; may be empty.
     """
 
     label: str
@@ -43,19 +56,18 @@ class Curve:
     error: list[float] = field(default_factory=list)
     colour: str = PALETTE[0]
     style: str = "line"
-    text: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes."""
+    """A pair of axes; ``x_log`` and ``y_log`` are bases of logarithms, 0 for linear axes."""
 
     title: str
     x_label: str
     y_label: str
     curves: list[Curve]
-    x_log: bool = False
-    y_log: bool = False
+    x_log: int = 0
+    y_log: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,83 +80,80 @@ class Figure:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; what is not finite becomes None."""
-        return _plain(asdict(self))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return plain(asdict(self))
 
 
 def curves(
-    table: Table,
+    table: Frame,
     x: str,
     y: str,
     *,
     by: str | None = None,
     label: str = "{}",
-    colours: Sequence[str] | dict[Any, str] | None = None,
+    colours: str | dict[Any, str] | Sequence[str] = PALETTE,
     style: str = "line",
 ) -> list[Curve]:
-    """Return a curve of means over seeds, with standard errors, for each value of ``by``."""
+    """Return a curve of means over seeds, with standard errors, for each value of ``by``.
+
+    Args:
+        table: tidy, with a column ``seed``.
+        x: column of abscissae.
+        y: column of ordinates.
+        by: column with a value for each curve; None: one curve.
+        label: of a curve; ``{}`` is its value of ``by``.
+        colours: of one curve, of each value in the order of curves, or to choose from in turn.
+        style: see :class:`Curve`.
+    """
     if y not in table or not len(table):
         return []
-    groups = [(None, table)] if by is None else list(table.groupby(by))
+    groups = {None: table} if by is None else dict(list(table.groupby(by)))
+    if isinstance(colours, dict):
+        chosen = {value: colours[value] for value in colours if value in groups}
+    else:
+        several = [colours] if isinstance(colours, str) else colours
+        chosen = dict(zip(groups, itertools.cycle(several), strict=False))
     found = []
-    for number, (value, rows) in enumerate(groups):
-        each = rows.groupby([x, "seed"])[y].mean().reset_index()  # cells of a seed go together
-        points = each.groupby(x)[y].agg(["mean", "std", "count"]).dropna(subset=["mean"])
-        if not len(points):
-            continue
-        error = (points["std"] / points["count"] ** 0.5).fillna(0.0)
-        if isinstance(colours, dict):
-            colour = colours.get(value, PALETTE[number % len(PALETTE)])
-        else:
-            chosen = PALETTE if colours is None else colours
-            colour = chosen[number % len(chosen)]
-        found.append(
-            Curve(
-                label.format(f"{value:g}" if isinstance(value, float) else value),
-                [float(v) for v in points.index],
-                [float(v) for v in points["mean"]],
-                [float(v) for v in error],
-                colour,
-                style,
-            )
-        )
+    for value, colour in chosen.items():
+        each = groups[value].groupby([x, "seed"])[y].mean().reset_index()  # a seed is one number
+        points = each.groupby(x)[y].agg(["mean", "sem"]).dropna(subset=["mean"])
+        if len(points):
+            name = label.format(f"{value:g}" if isinstance(value, float) else value)
+            x_y_error = (points.index, points["mean"], points["sem"].fillna(0.0))
+            values = [[float(v) for v in column] for column in x_y_error]
+            found.append(Curve(name, *values, colour=colour, style=style))
     return found
 
 
-def shades(values: Sequence[Any], colours: str = "viridis") -> dict[Any, str]:
+def against_members(
+    draw: Callable[[str], list[Curve]], columns: Iterable[str] = MEASURES, **axes: int
+) -> list[Panel]:
+    """Return a panel against M for each of these measures, with the curves of ``draw(column)``."""
+    return [
+        Panel(title, "members M", label, draw(column), x_log=2, **axes)
+        for column in columns
+        for title, label in [MEASURES[column]]
+    ]
+
+
+def shades(values: Iterable[Any], colours: str = "viridis") -> dict[Any, str]:
     """Return a colour of a map for each of these values, in their order."""
     import matplotlib
+    from matplotlib.colors import to_hex
 
     points = sorted(set(values))
     chosen = matplotlib.colormaps[colours]
     scale = max(1, len(points) - 1)
-    return {
-        value: "#{:02x}{:02x}{:02x}".format(
-            *(round(255 * c) for c in chosen(0.92 * number / scale)[:3])
-        )
-        for number, value in enumerate(points)
-    }
+    return {v: to_hex(chosen(0.92 * number / scale)) for number, v in enumerate(points)}
 
 
 def draw(figure: Figure, path: str | Path) -> None:
     """Draw a figure to a file, in the format that its name ends with; a reader sees it whole."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
-
-    from embens.files import write_atomically
 
     count = len(figure.panels)
     columns = max(1, min(figure.columns, count))
     rows = max(1, -(-count // columns))
     canvas = Canvas(figsize=(3.9 * columns, 3.5 * rows), constrained_layout=True)
-    FigureCanvasAgg(canvas)
     canvas.suptitle(figure.title, fontsize=11)
     common: dict[str, Any] = {}
     for number, panel in enumerate(figure.panels):
@@ -181,7 +190,7 @@ def _draw_curve(axis: Any, curve: Curve) -> Any:
         width = min((b - a for a, b in zip(curve.x, curve.x[1:], strict=False)), default=0.8)
         return axis.bar(curve.x, curve.y, width, color=curve.colour, alpha=0.5)
     line = {"line": "-", "dash": "--", "points": ""}[curve.style]
-    marker, error = "o", curve.error or None
+    marker, error = "o", curve.error if any(curve.error) else None
     if len(curve.x) > _DENSE and curve.style != "points":  # bars at every point would hide the line
         if error:
             ends = [[y + s * e for y, e in zip(curve.y, error, strict=True)] for s in (-1, 1)]
@@ -195,10 +204,10 @@ def _draw_curve(axis: Any, curve: Curve) -> Any:
 
 def _set_scales(axis: Any, panel: Panel) -> None:
     if panel.x_log:
-        axis.set_xscale("log", base=2 if "M" in panel.x_label else 10)
+        axis.set_xscale("log", base=panel.x_log)
         ticks = sorted({x for curve in panel.curves for x in curve.x})
         if len(ticks) <= 9:
             axis.set_xticks(ticks, labels=[f"{t:g}" for t in ticks])
             axis.minorticks_off()
     if panel.y_log and any(y > 0 for curve in panel.curves for y in curve.y):
-        axis.set_yscale("log")
+        axis.set_yscale("log", base=panel.y_log)

@@ -1,9 +1,7 @@
 """Gradients of members at initialisation (fig:Gradients_at_init).
 
-Left, norms of members' gradients with and without input and output modulations. Centre and right,
-the mean |cos| between members' gradients of the shared weights against width, for centred and for
-shifted modulations. The paper reads |cos| ∝ 1/width from its plot; the theory has −1/2 in total, −1
-in inner layers and −1 for cos², because the first and the last layer's gradients overlap more.
+The paper reads |cos| ∝ 1/width from its plot; the theory has the exponents −1/2 in total, −1 in
+inner layers and −1 for cos², because the first and the last layer's gradients overlap more.
 """
 
 from __future__ import annotations
@@ -13,11 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from embens.embedding.families import batch_ensemble
-from embens.experiments.claims import Claim, Table, curve, judge, line, select, slope
+from embens.experiments.claims import Claim, Frame, curve, judge, line, select, trend
+from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Curve, Figure, Panel, curves
-from embens.experiments.setting import Setting, data_set, reference
+from embens.experiments.setting import Setting, data_set
 from embens.finite import gradient_cosines, gradient_norms
 
 LABEL = "fig:Gradients_at_init"
@@ -31,23 +31,6 @@ KINDS = {"centred": 0.0, "shifted": math.sqrt(0.5), "input and output": 0.0}
 PARTS = {"total": "#1f77b4", "first": "#2ca02c", "inner": "#d62728", "last": "#9467bd"}
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One initialisation."""
-
-    setting: Setting
-    kind: str
-    width: float
-    members: int
-    samples: int
-    seed: int
-
-    @property
-    def weight(self) -> float:
-        """See :func:`embens.experiments.contract.weight`."""
-        return 1 + self.width**2 / 16
-
-
 WIDTHS = {
     "quick": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
     "cpu": (0.5, 1.0, 2.0, 4.0, 8.0),
@@ -56,46 +39,62 @@ WIDTHS = {
 SEEDS = {"quick": 30, "cpu": 10, "paper": 20}
 
 
-def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
+@dataclass(frozen=True)
+class Cell(CellBase):
+    """One initialisation."""
+
+    kind: str
+    width: float
+    members: int
+    samples: int
+
+    @property
+    def weight(self) -> float:
+        """See :class:`~embens.experiments.contract.CellBase`."""
+        return 1 + self.width**2 / 16
+
+
+def cells(setting: Setting) -> list[Cell]:
     """Return initialisations of both laws at all widths, and with modulated inputs at width 1."""
+    both = {"members": [8], "samples": [64]}
     return [
-        Cell(setting, kind, width, 8, 64, seed)
-        for seed in range(seeds or SEEDS[setting.preset])
-        for kind in KINDS
-        for width in WIDTHS[setting.preset]
-        if kind != "input and output" or width == 1.0
+        *product(Cell, setting, kind=["centred", "shifted"], width=WIDTHS[setting.preset], **both),
+        *product(Cell, setting, kind=["input and output"], width=[1.0], **both),
     ]
 
 
-def measure(cell: Cell) -> list[dict[str, float]]:
+def some_samples(cell: Cell, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return as many train samples as the cell says, drawn at random."""
+    inputs, targets = data_set(cell.setting).train
+    chosen = torch.randperm(len(targets), generator=generator)[: cell.samples]
+    return inputs[chosen], targets[chosen]
+
+
+def measure(cell: Cell) -> list[Row]:
     """Return a row for each member: its gradient's norm, and its cosines with the others."""
-    generator = torch.Generator().manual_seed(cell.seed)
-    network = reference(cell.setting, cell.width, generator=generator)
+    network, generator = cell.draw()
     sites = "all" if cell.kind == "input and output" else "hidden"
     ensemble = batch_ensemble(
         network, cell.members, p=KINDS[cell.kind], sites=sites, generator=generator
     )
-    data = data_set(cell.setting)
-    chosen = torch.randperm(len(data.train.targets), generator=generator)[: cell.samples]
-    x, y = data.train.inputs[chosen], data.train.targets[chosen]
+    x, y = some_samples(cell, generator)
     norms = gradient_norms(ensemble, x, y).total
-    found = gradient_cosines(ensemble, x, y, by_layer=True)
-    layers = list(found.values())  # type: ignore[union-attr]
+    layers: list[Tensor] = list(gradient_cosines(ensemble, x, y, by_layer=True).values())  # type: ignore
     total = gradient_cosines(ensemble, x, y)
     parts = {"total": [total], "first": layers[:1], "inner": layers[1:-1], "last": layers[-1:]}
     rows = []
-    others = 1 - torch.eye(cell.members)
-    for a in range(cell.members):
-        row = {"member": float(a), "norm": float(norms[a])}
+    for a, norm in enumerate(norms):
+        row = {"member": float(a), "norm": float(norm)}
+        others = torch.arange(cell.members) != a
         for part, matrices in parts.items():
-            cosines = torch.stack([m[a].cpu()[others[a] > 0] for m in matrices])  # type: ignore
+            cosines = torch.stack([matrix[a].cpu()[others] for matrix in matrices])
             row[f"cos_{part}"] = float(cosines.abs().mean())
             row[f"cos2_{part}"] = float(cosines.square().mean())
         rows.append(row)
     return rows
 
 
-def _spread(table: Table, kind: str) -> float:
+def _spread(table: Frame, kind: str) -> float:
     """Return the decades between the 5 % and 95 % quantiles of norms."""
     import numpy
 
@@ -103,11 +102,7 @@ def _spread(table: Table, kind: str) -> float:
     return float(norms.quantile(0.95) - norms.quantile(0.05))
 
 
-def _exponent(table: Table, kind: str, column: str) -> float:
-    return slope(select(table, kind=kind), "width", column, log_y=True)
-
-
-def _exponent_of_deviation(table: Table) -> float:
+def _exponent_of_deviation(table: Frame) -> float:
     """Return the exponent of the standard deviation of |cos| in the width."""
     rows = select(table, kind="centred")
     widths, means = curve(rows, "width", "cos_total")
@@ -116,70 +111,60 @@ def _exponent_of_deviation(table: Table) -> float:
     return line([math.log2(w) for w in widths], [math.log2(d) for d in deviations])
 
 
-def claims(table: Table) -> list[Claim]:
+def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations, and the theory's exponents beside them."""
     test = partial(judge, table)
-    power = "falls as 1/width"
+    power, measure = "falls as 1/width", "exponent of |cos| in the width"
+    inverse, root = "|cos| ∝ 1/width", "|cos| ∝ width^−1/2"
+    centred, shifted = partial(select, kind="centred"), partial(select, kind="shifted")
 
-    def exponent(name: str, column: str, statement: str, paper: str, low: float, high: float):
-        return test(
-            partial(_exponent, kind="centred", column=column),
-            name=name,
-            statement=statement,
-            paper=paper,
-            measure="exponent in the width, centred modulations",
-            above=low,
-            below=high,
-        )
+    def exponent(name: str, column: str, low: float, high: float) -> Claim:
+        return test(name, trend(centred, column, "width", log_y=True), above=low, below=high)
 
     return [
         test(
+            "spread of norms",
             lambda t: _spread(t, "input and output") - _spread(t, "centred"),
-            name="spread of norms",
-            statement="input and output modulations spread gradient norms by an order of magnitude",
+            above=1.0,
+        ).says(
+            "input and output modulations spread gradient norms by an order of magnitude",
             paper="increase of the spread by several orders of magnitude",
             measure="decades from the 5 % to the 95 % quantile, difference",
-            above=1.0,
         ),
-        test(
-            partial(_exponent, kind="centred", column="cos_total"),
-            name="falls when centred",
-            statement="|cos| falls as a power of width when modulations are centred",
+        exponent("falls when centred", "cos_total", -math.inf, -0.25).says(
+            "|cos| falls as a power of width when modulations are centred",
             paper=power,
-            measure="exponent of |cos| in the width",
-            below=-0.25,
+            measure=measure,
         ),
         test(
-            partial(_exponent, kind="shifted", column="cos_total"),
-            name="stays when shifted",
-            statement="|cos| stays when modulations are shifted",
+            "stays when shifted", trend(shifted, "cos_total", "width", log_y=True), above=-0.15
+        ).says(
+            "|cos| stays when modulations are shifted",
             paper="gradients are not orthogonal in general",
-            measure="exponent of |cos| in the width",
-            above=-0.15,
+            measure=measure,
         ),
-        test(
-            _exponent_of_deviation,
-            name="deviation falls",
-            statement="the standard deviation of |cos| falls as well",
+        test("deviation falls", _exponent_of_deviation, below=-0.25).says(
+            "the standard deviation of |cos| falls as well",
             paper=power,
             measure="exponent of the standard deviation in the width",
-            below=-0.25,
         ),
-        exponent("exponent −1", "cos_total", "|cos| ∝ 1/width, as the paper says", power, -1.2,
-                 -0.8),
-        exponent("exponent −1/2", "cos_total", "|cos| ∝ width^−1/2, as the theory says", power,
-                 -0.7, -0.3),
-        exponent("inner layers", "cos_inner", "|cos| ∝ 1/width in inner layers (theory)", power,
-                 -1.2, -0.8),
-        exponent("first layer", "cos_first", "|cos| ∝ width^−1/2 in the first layer (theory)",
-                 power, -0.7, -0.3),
-        exponent("last layer", "cos_last", "|cos| ∝ width^−1/2 in the last layer (theory)", power,
-                 -0.7, -0.3),
-        exponent("cos²", "cos2_total", "cos² ∝ 1/width (theory)", power, -1.3, -0.7),
-    ]  # fmt: skip
+        *(
+            exponent(name, column, low, high).says(
+                statement, paper=power, measure="exponent in the width, centred modulations"
+            )
+            for name, column, low, high, statement in (
+                ("exponent −1", "cos_total", -1.2, -0.8, f"{inverse}, as the paper says"),
+                ("exponent −1/2", "cos_total", -0.7, -0.3, f"{root}, as the theory says"),
+                ("inner layers", "cos_inner", -1.2, -0.8, f"{inverse} in inner layers (theory)"),
+                ("first layer", "cos_first", -0.7, -0.3, f"{root} in the first layer (theory)"),
+                ("last layer", "cos_last", -0.7, -0.3, f"{root} in the last layer (theory)"),
+                ("cos²", "cos2_total", -1.3, -0.7, "cos² ∝ 1/width (theory)"),
+            )
+        ),
+    ]
 
 
-def _histogram(table: Table, kind: str, colour: str) -> Curve:
+def _histogram(table: Frame, kind: str, colour: str) -> Curve:
     import numpy
 
     norms = numpy.log10(table[(table["kind"] == kind) & (table["width"] == 1.0)]["norm"])
@@ -190,23 +175,25 @@ def _histogram(table: Table, kind: str, colour: str) -> Curve:
     return Curve(kind, centres.tolist(), (counts / len(norms)).tolist(), [], colour, "bars")
 
 
-def plot(table: Table) -> Figure:
+def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
-    names = (("centred", "#1f77b4"), ("input and output", "#bcbd22"))
     panels = [
         Panel(
             "gradient norms at width 1",
             "log10 of the norm",
             "part of members",
-            [_histogram(table, kind, colour) for kind, colour in names],
+            [
+                _histogram(table, "centred", "#1f77b4"),
+                _histogram(table, "input and output", "#bcbd22"),
+            ],
         )
     ]
     for kind in ("centred", "shifted"):
         rows = table[table["kind"] == kind]
         found = [
-            Curve(part, c.x, c.y, c.error, c.colour)
+            c
             for part, colour in PARTS.items()
-            for c in curves(rows, "width", f"cos_{part}", colours=[colour])
+            for c in curves(rows, "width", f"cos_{part}", label=part, colours=colour)
         ]
-        panels.append(Panel(kind, "relative width", "mean |cos|", found, x_log=True, y_log=True))
+        panels.append(Panel(kind, "relative width", "mean |cos|", found, x_log=10, y_log=10))
     return Figure(TITLE, panels, columns=3)

@@ -12,31 +12,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from embens.experiments import contract
+from embens.experiments.contract import CellBase
 from embens.experiments.engines import Engine
-from embens.experiments.store import Record, Store
-from embens.experiments.task import Done, Task, code_version, make_task
+from embens.experiments.job import Done, Job, code_version, make_job
+from embens.experiments.results import Record, Results
 
 _PATIENCE = 0.5  # seconds between looks at what other runs do
 
 
-class Watcher(Protocol):
-    """What the grid tells about its progress."""
+class Watcher:
+    """Is told about a run; this one says nothing."""
 
     def start(self, total: float, done: float, cells: int, finished: int) -> None:
-        """Begin: weights and numbers of all cells and of those that are done."""
-        ...
+        """Hear the weights and numbers of all cells and of those that are done."""
 
-    def update(self, task: Task, done: Done, weight: float) -> None:
-        """Report a cell."""
-        ...
+    def update(self, job: Job, done: Done) -> None:
+        """Hear of a cell that was measured."""
 
     def skip(self, weight: float) -> None:
-        """Report a cell that another run has measured meanwhile."""
-        ...
+        """Hear of a cell that another run has measured meanwhile."""
 
 
 @dataclass
@@ -60,9 +56,9 @@ class Outcome:
 
 def run(
     name: str,
-    cells: Sequence[Any],
+    cells: Sequence[CellBase],
     *,
-    store: Store,
+    results: Results,
     engine: Engine,
     watcher: Watcher | None = None,
     retry_failed: bool = False,
@@ -72,109 +68,100 @@ def run(
     Args:
         name: of the experiment.
         cells: which; measured from the longest to the shortest.
-        store: has the results, and gets the new ones.
+        results: those that are there; new ones are added.
         engine: does the work; it is not closed.
         watcher: is told what happens.
         retry_failed: try cells again that have failed before.
     """
-    started = time.perf_counter()
-    tasks = {task.key: task for task in (make_task(name, cell) for cell in cells)}
-    weights = {key: contract.weight(task.cell) for key, task in tasks.items()}
-    store.refresh()
-    retried = {k for k, r in store.records.items() if retry_failed and "error" in r}
+    started, watcher = time.perf_counter(), watcher or Watcher()
+    jobs = {job.key: job for job in (make_job(name, cell) for cell in cells)}
+    results.refresh()
+    retried = {k for k, r in results.records.items() if retry_failed and "error" in r}
 
     def is_known(key: str) -> bool:
-        record = store.records.get(key)
+        record = results.records.get(key)
         return record is not None and ("rows" in record or key not in retried)
 
-    todo = sorted((k for k in tasks if not is_known(k)), key=lambda k: -weights[k])
-    outcome = Outcome(cells=len(tasks), known=len(tasks) - len(todo))
-    if watcher is not None:
-        total = sum(weights.values())
-        watcher.start(total, total - sum(weights[k] for k in todo), len(tasks), outcome.known)
-    pending, flying = deque(todo), set[str]()
+    todo = [job for job in jobs.values() if not is_known(job.key)]
+    pending = deque(sorted(todo, key=lambda job: -job.cell.weight))
+    outcome = Outcome(cells=len(jobs), known=len(jobs) - len(todo))
+    total = sum(job.cell.weight for job in jobs.values())
+    left = sum(job.cell.weight for job in todo)
+    watcher.start(total, total - left, len(jobs), outcome.known)
+    flying: dict[str, Job] = {}
     try:
         while pending or flying:
-            for key in _fill(engine, store, tasks, pending, flying, is_known):
+            for job in _fill(engine, results, pending, flying, is_known):
                 outcome.known += 1
-                if watcher is not None:
-                    watcher.skip(weights[key])
+                watcher.skip(job.cell.weight)
             for done in engine.wait(_PATIENCE) if flying else []:
-                if done.key not in flying:
+                job = flying.pop(done.key, None)
+                if job is None:
                     continue  # of a run before this one, which ended early
-                flying.discard(done.key)
-                retried.discard(done.key)
-                store.add(_record(tasks[done.key], done))
-                store.release(done.key)
+                retried.discard(job.key)
+                results.add(_record(job, done))
+                results.release(job.key)
                 outcome.measured += 1
-                if watcher is not None:
-                    watcher.update(tasks[done.key], done, weights[done.key])
+                watcher.update(job, done)
             if pending and not flying:
                 time.sleep(_PATIENCE)  # all that is left is with another run
     finally:
-        store.release_all()
-    outcome.failed = [k for k in tasks if "error" in store.records.get(k, {})]
+        results.release_all()
+    outcome.failed = [k for k in jobs if "error" in results.records.get(k, {})]
     outcome.seconds = time.perf_counter() - started
     return outcome
 
 
 def _fill(
     engine: Engine,
-    store: Store,
-    tasks: dict[str, Task],
-    pending: deque[str],
-    flying: set[str],
+    results: Results,
+    pending: deque[Job],
+    flying: dict[str, Job],
     is_known: Callable[[str], bool],
-) -> list[str]:
+) -> list[Job]:
     """Give the engine as much as it takes; return what another run has done in the meantime.
 
     What another run is doing goes to the end of the queue.
     """
-    found: list[str] = []
+    found: list[Job] = []
     for _ in range(len(pending)):
         if len(flying) >= engine.slots:
             break
-        key = pending.popleft()
-        mine = store.claim(key)
-        store.refresh()
-        if is_known(key):
-            store.release(key)
-            found.append(key)
+        job = pending.popleft()
+        mine = results.claim(job.key)
+        results.refresh()
+        if is_known(job.key):
+            results.release(job.key)
+            found.append(job)
         elif mine:
-            flying.add(key)
-            engine.submit(tasks[key])
+            flying[job.key] = job
+            engine.submit(job)
         else:
-            pending.append(key)
+            pending.append(job)
     return found
 
 
-def _record(task: Task, done: Done) -> Record:
-    record: Record = {
-        "key": task.key,
-        "code": code_version(task.experiment),
-        "cell": dataclasses.asdict(task.cell),
+def _record(job: Job, done: Done) -> Record:
+    return {
+        "key": job.key,
+        "code": code_version(job.experiment),
+        "cell": {"setting": dataclasses.asdict(job.cell.setting), **job.cell.swept()},
         "seconds": round(done.seconds, 4),
+        **({"error": done.error} if done.rows is None else {"rows": done.rows}),
     }
-    if done.rows is not None:
-        record["rows"] = done.rows
-    else:
-        record["error"] = done.error
-    return record
 
 
-def narrow(cells: Sequence[Any], **wanted: Sequence[Any] | None) -> list[Any]:
-    """Return the cells whose fields have one of the wanted values; None means any.
+def narrow(cells: Sequence[CellBase], **wanted: Sequence[Any]) -> list[CellBase]:
+    """Return the cells whose fields have one of the wanted values.
 
     Raises:
         ValueError: if a field is not swept, or nothing is left.
     """
     found = list(cells)
     for name, values in wanted.items():
-        if values is None:
-            continue
-        fields = {f.name for f in dataclasses.fields(found[0])} - {"setting"}
-        if name not in fields:
-            raise ValueError(f"{name}: this experiment does not sweep it; it has {sorted(fields)}")
+        swept = found[0].swept()
+        if name not in swept:
+            raise ValueError(f"{name}: this experiment does not sweep it; it has {sorted(swept)}")
         present = sorted({getattr(c, name) for c in found})
         found = [c for c in found if any(_same(getattr(c, name), v) for v in values)]
         if not found:
@@ -186,14 +173,7 @@ def narrow(cells: Sequence[Any], **wanted: Sequence[Any] | None) -> list[Any]:
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value) == str(wanted)
     try:
         return abs(float(value) - float(wanted)) < 1e-9
     except ValueError:
-        return False
-
-
-def folder_of(out: str | Path, name: str, preset: str) -> Path:
-    """Return the folder of an experiment's results."""
-    return Path(out) / name / preset
+        return str(value) == str(wanted)

@@ -1,7 +1,4 @@
-"""Last-layer dropout with shifted masks (fig:last_layer_dropout).
-
-Frozen masks N(p, 1 − p²) on the inputs of the last layer, over p, width and M, with γ = M.
-"""
+"""Last-layer dropout with shifted masks (fig:last_layer_dropout)."""
 
 from __future__ import annotations
 
@@ -9,24 +6,26 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from embens import laws
 from embens.embedding.families import last_layer_dropout
 from embens.experiments.claims import (
     Claim,
-    Table,
+    Frame,
+    between,
     curve,
     growth_of_best,
     judge,
+    last,
     line,
     rise_and_fall,
     select,
     slope,
+    trend,
 )
-from embens.experiments.figure import Figure, Panel, curves, shades
-from embens.experiments.setting import Setting, data_set, reference
-from embens.experiments.training import Row, evaluate, train
+from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.figure import LABELS, Figure, Panel, curves, shades
+from embens.experiments.setting import Setting
+from embens.experiments.training import train
 
 LABEL = "fig:last_layer_dropout"
 TITLE = "Last-layer dropout"
@@ -36,62 +35,57 @@ ABOUT = (
 )
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One ensemble."""
-
-    setting: Setting
-    p: float
-    width: float
-    members: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What a preset sweeps."""
-
-    p: tuple[float, ...]
-    widths: tuple[float, ...]
-    members: tuple[int, ...]
-    seeds: int
-
-
-SWEEPS = {
-    "quick": Sweep((0.0, 0.3, 0.6, 0.9), (0.5, 1.0, 2.0), (1, 2, 4, 8, 16, 32), 5),
-    "cpu": Sweep((0.0, 0.5, 0.9), (0.5, 1.0, 2.0), (1, 2, 5, 10, 20, 40), 3),
-    "paper": Sweep((0.0, 0.25, 0.5, 0.75, 0.9), (0.5, 1.0, 2.0), (1, 2, 5, 10, 20, 30, 50), 3),
+SHIFTS = {
+    "quick": (0.0, 0.3, 0.6, 0.9),
+    "cpu": (0.0, 0.5, 0.9),
+    "paper": (0.0, 0.25, 0.5, 0.75, 0.9),
+}
+WIDTHS = (0.5, 1.0, 2.0)
+MEMBERS = {
+    "quick": (1, 2, 4, 8, 16, 32),
+    "cpu": (1, 2, 5, 10, 20, 40),
+    "paper": (1, 2, 5, 10, 20, 30, 50),
 }
 
 
-def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
-    """Return the sweep over p, width, M and seeds."""
-    sweep = SWEEPS[setting.preset]
-    return [
-        Cell(setting, p, width, members, seed)
-        for seed in range(seeds or sweep.seeds)
-        for p in sweep.p
-        for width in sweep.widths
-        for members in sweep.members
-    ]
+@dataclass(frozen=True)
+class Cell(CellBase):
+    """One ensemble."""
+
+    p: float
+    width: float
+    members: int
+
+
+def cells(setting: Setting) -> list[Cell]:
+    """Return the sweep over p, width and M."""
+    p, members = SHIFTS[setting.preset], MEMBERS[setting.preset]
+    return product(Cell, setting, p=p, width=WIDTHS, members=members)
 
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble."""
-    generator = torch.Generator().manual_seed(cell.seed)
-    network = reference(cell.setting, cell.width, generator=generator)
+    network, generator = cell.draw()
     law = laws.Shifted(cell.p)
     ensemble = last_layer_dropout(network, cell.members, law=law, generator=generator)
-    data = data_set(cell.setting)
-    training = train(ensemble, cell.setting, data, seed=cell.seed)
-    return {**evaluate(ensemble, data), "diverged": float(training.diverged)}
+    return train(ensemble, cell.setting, seed=cell.seed).evaluate()
 
 
-def _centred(table: Table) -> Table:
+def _centred(table: Frame) -> Frame:
     return select(table, p=0.0)
 
 
-def _gain(table: Table) -> float:
+def _several(table: Frame) -> Frame:
+    return between(table, "members", 4)
+
+
+def _inverted_u(table: Frame) -> float:
+    """Return the inverted U of ensemble accuracy in M at p=0, mean over widths."""
+    widths = [rows for _, rows in _centred(table).groupby("width")]
+    return sum(rise_and_fall(rows, "members", "accuracy") for rows in widths) / len(widths)
+
+
+def _gain(table: Frame) -> float:
     """Return the slope in log2(width) of the relative gain of the best M over M=1, at p=0."""
     points = []
     for width, rows in _centred(table).groupby("width"):
@@ -100,111 +94,70 @@ def _gain(table: Table) -> float:
     return line(*zip(*points, strict=True))
 
 
-def _flattening(table: Table) -> float:
-    """Return the slope in p of the range of ensemble accuracy over M."""
-    points = []
-    for p, rows in table.groupby("p"):
-        ranges = []
-        for _, mine in rows.groupby("width"):
-            _, values = curve(mine, "members", "accuracy")
-            ranges.append(max(values) - min(values))
-        points.append((float(p), sum(ranges) / len(ranges)))
-    return line(*zip(*points, strict=True))
+def _flattening(table: Frame) -> float:
+    """Return the slope in p of the range of ensemble accuracy over M, mean over widths."""
+    means = table.groupby(["p", "width", "members"])["accuracy"].mean()
+    ranges = means.groupby(["p", "width"]).agg(["max", "min"])
+    ranges = (ranges["max"] - ranges["min"]).groupby("p").mean()
+    return line(list(ranges.index), list(ranges))
 
 
-def _suffering(table: Table) -> float:
+def _suffering(table: Frame) -> float:
     """Return the slope of member accuracy in M at the largest p, less that at p=0."""
-    large = select(table, p=float(table["p"].max()))
-    return slope(large, "members", "member_accuracy") - slope(
-        _centred(table), "members", "member_accuracy"
-    )
+    large, none = last(table, "p"), _centred(table)
+    return slope(large, "members", "member_accuracy") - slope(none, "members", "member_accuracy")
 
 
-def claims(table: Table) -> list[Claim]:
+def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
     return [
-        test(
-            lambda t: mean_of_widths(_centred(t)),
-            name="inverted U",
-            statement="at p=0 ensemble accuracy rises with M and falls again",
+        test("inverted U", _inverted_u, above=0.0).says(
+            "at p=0 ensemble accuracy rises with M and falls again",
             paper="a clear maximum at some M > 1",
             measure="smaller of rise to the best M and fall to the largest, mean over widths",
-            above=0.0,
         ),
-        test(
-            lambda t: growth_of_best(_centred(t)),
-            name="best M grows with width",
-            statement="at p=0 the best M moves right with width",
+        test("best M grows with width", lambda t: growth_of_best(_centred(t)), above=0.0).says(
+            "at p=0 the best M moves right with width",
             paper="width moves the point of optimal performance to the right",
             measure="exponent of best M in width, mean over seeds",
-            above=0.0,
         ),
-        test(
-            lambda t: slope(_centred(t), "width", "correlation"),
-            name="wider, less correlated",
-            statement="at p=0 wider networks have less correlated members",
+        test("wider, less correlated", trend(_centred, "correlation", "width"), below=0.0).says(
+            "at p=0 wider networks have less correlated members",
             paper="correlation is lower for the wider network",
             measure="slope of correlation per doubling of width",
-            below=0.0,
         ),
-        test(
-            _gain,
-            name="wider, smaller gain",
-            statement="at p=0 the relative gain of ensembling is smaller in wider networks",
+        test("wider, smaller gain", _gain, below=0.0).says(
+            "at p=0 the relative gain of ensembling is smaller in wider networks",
             paper="relative gain is lower for wider networks",
             measure="slope of the relative gain per doubling of width",
-            below=0.0,
         ),
-        test(
-            _flattening,
-            name="curves flatten",
-            statement="curves flatten as p grows",
+        test("curves flatten", _flattening, below=0.0).says(
+            "curves flatten as p grows",
             paper="increasing p flattens all curves",
             measure="slope in p of the range of accuracy over M",
-            below=0.0,
         ),
-        test(
-            _suffering,
-            name="members stop suffering",
-            statement="at large p members suffer less from M than at p=0",
+        test("members stop suffering", _suffering, above=0.0).says(
+            "at large p members suffer less from M than at p=0",
             paper="no detrimental effect on individual accuracy",
             measure="slope of member accuracy per doubling of M, largest p less p=0",
-            above=0.0,
         ),
         test(
-            lambda t: slope(t[t["members"] >= 4], "p", "correlation", log_x=False),
-            name="correlation grows with p",
-            statement="correlation grows with p",
+            "correlation grows with p", trend(_several, "correlation", "p", log_x=False), above=0.0
+        ).says(
+            "correlation grows with p",
             paper="mean correlation increases with p",
             measure="slope of correlation in p, M ≥ 4",
-            above=0.0,
         ),
     ]
 
 
-def mean_of_widths(table: Table) -> float:
-    """Return the inverted U of ensemble accuracy in M, averaged over widths."""
-    values = [rise_and_fall(rows, "members", "accuracy") for _, rows in table.groupby("width")]
-    return sum(values) / len(values)
-
-
-def plot(table: Table) -> Figure:
+def plot(table: Frame) -> Figure:
     """Return a row of panels for each width."""
-    colours = shades(list(table["p"]))
+    draw = partial(curves, x="members", by="p", label="p={}", colours=shades(table["p"]))
     panels = [
-        Panel(
-            f"width ×{width:g}",
-            "members M",
-            label,
-            curves(rows, "members", column, by="p", label="p={}", colours=colours),
-            x_log=True,
-        )
+        Panel(f"width ×{width:g}", "members M", label, draw(rows, y=column), x_log=2)
         for width, rows in table.groupby("width")
-        for label, column in (
-            ("ensemble accuracy", "accuracy"),
-            ("mean member accuracy", "member_accuracy"),
-            ("correlation", "correlation"),
-        )
+        for column, label in LABELS.items()
     ]
     return Figure(TITLE, panels, columns=3)

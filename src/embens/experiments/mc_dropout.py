@@ -17,19 +17,23 @@ from embens import laws
 from embens.embedding.families import mc_dropout
 from embens.experiments.claims import (
     Claim,
+    Frame,
     Missing,
-    Table,
+    between,
     curve,
+    first,
     growth_of_best,
     judge,
+    last,
     mean,
     rise_and_fall,
     select,
-    slope,
+    trend,
 )
-from embens.experiments.figure import Figure, Panel, curves, shades
-from embens.experiments.setting import Setting, data_set, reference
-from embens.experiments.training import Row, score, train
+from embens.experiments.contract import MEMBERS, CellBase, Row, product
+from embens.experiments.figure import LABELS, Figure, Panel, curves, shades
+from embens.experiments.setting import Setting
+from embens.experiments.training import score, train
 from embens.prediction import predict
 
 LABEL = "fig:gaussian_mc_dropout_shifted"
@@ -43,71 +47,54 @@ KINDS = {
     "fresh centred": laws.Normal(),
     "fixed centred": laws.Normal(),
 }
+WIDTHS = (0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(CellBase):
     """One ensemble; fresh masks are trained with one of them at a time."""
 
-    setting: Setting
     kind: str
     width: float
     members: int
-    seed: int
 
 
-WIDTHS = {"quick": (0.5, 1.0, 2.0), "cpu": (0.5, 1.0, 2.0), "paper": (0.5, 1.0, 2.0)}
-MEMBERS = {"quick": (1, 2, 4, 8, 16, 32), "cpu": (1, 2, 4, 8, 16), "paper": (1, 2, 5, 10, 20, 40)}
-SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
-
-
-def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
+def cells(setting: Setting) -> list[Cell]:
     """Return the sweep: fresh masks at width 1, fixed ones at all widths."""
-    found = []
-    for seed in range(seeds or SEEDS[setting.preset]):
-        found += [Cell(setting, k, 1.0, 1, seed) for k in ("fresh shifted", "fresh centred")]
-        found += [
-            Cell(setting, "fixed centred", width, members, seed)
-            for width in WIDTHS[setting.preset]
-            for members in MEMBERS[setting.preset]
-        ]
-    return found
+    fresh, fixed = ["fresh shifted", "fresh centred"], ["fixed centred"]
+    return [
+        *product(Cell, setting, kind=fresh, width=[1.0], members=[1]),
+        *product(Cell, setting, kind=fixed, width=WIDTHS, members=MEMBERS[setting.preset]),
+    ]
 
 
 def measure(cell: Cell) -> list[Row]:
     """Train one ensemble; with fresh masks, test it with several numbers of them."""
-    generator = torch.Generator().manual_seed(cell.seed)
-    network = reference(cell.setting, cell.width, generator=generator)
-    fresh = cell.kind.startswith("fresh")
-    ensemble = mc_dropout(
-        network, cell.members, law=KINDS[cell.kind], fresh=fresh, generator=generator
-    )
-    data = data_set(cell.setting)
-    training = train(ensemble, cell.setting, data, seed=cell.seed)
+    network, generator = cell.draw()
+    fresh, law = cell.kind.startswith("fresh"), KINDS[cell.kind]
+    ensemble = mc_dropout(network, cell.members, law=law, fresh=fresh, generator=generator)
+    training = train(ensemble, cell.setting, seed=cell.seed)
     masks = MEMBERS[cell.setting.preset] if fresh else (cell.members,)
+    inputs, target = training.data.test
     draws = torch.Generator().manual_seed(cell.seed + 1)
     outputs = predict(
-        ensemble, data.test.inputs, members=max(masks) if fresh else None, generator=draws
+        ensemble, inputs, members=max(masks) if fresh else None, generator=draws
     ).members
+    diverged = float(training.diverged)
     return [
-        {
-            "masks": count,
-            **score(outputs[:count], data.test.targets),
-            "diverged": float(training.diverged),
-        }
-        for count in masks
+        {"masks": count, **score(outputs[:count], target), "diverged": diverged} for count in masks
     ]
 
 
-def _fresh(table: Table) -> Table:
+def _fresh(table: Frame) -> Frame:
     return select(table, kind="fresh shifted")
 
 
-def _fixed(table: Table) -> Table:
+def _fixed(table: Frame) -> Frame:
     return select(table, kind="fixed centred")
 
 
-def _saturation(table: Table) -> float:
+def _saturation(table: Frame) -> float:
     """Return the gain of the first half of the doublings of M less that of the second half."""
     _, values = curve(_fresh(table), "masks", "accuracy")
     if len(values) < 3:
@@ -116,109 +103,84 @@ def _saturation(table: Table) -> float:
     return (middle - values[0]) - (values[-1] - middle)
 
 
-def _last(table: Table, kind: str) -> float:
-    rows = select(table, kind=kind)
-    return mean(select(rows, masks=int(rows["masks"].max())), "accuracy")
+def _last(table: Frame, kind: str) -> float:
+    return mean(last(select(table, kind=kind), "masks"), "accuracy")
 
 
-def _correlations(table: Table) -> float:
-    several = table[table["masks"] >= 4]
-    return mean(_fresh(several), "correlation") - mean(
-        select(several, kind="fixed centred", width=1.0), "correlation"
-    )
+def _correlations(table: Frame) -> float:
+    several = between(table, "masks", 4)
+    fixed = select(_fixed(several), width=1.0)
+    return mean(_fresh(several), "correlation") - mean(fixed, "correlation")
 
 
-def _inverted_u(table: Table) -> float:
-    rows = _fixed(table)
-    return rise_and_fall(select(rows, width=float(rows["width"].min())), "masks", "accuracy")
-
-
-def _growth_of_best(table: Table) -> float:
-    return growth_of_best(_fixed(table), "masks")
-
-
-def claims(table: Table) -> list[Claim]:
+def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on these figures."""
     test = partial(judge, table)
     return [
-        test(
-            lambda t: slope(_fresh(t), "masks", "accuracy"),
-            name="fresh shifted: accuracy",
-            statement="with fresh shifted masks accuracy approaches its limit from below",
+        test("fresh shifted: accuracy", trend(_fresh, "accuracy", "masks"), above=0.0).says(
+            "with fresh shifted masks accuracy approaches its limit from below",
             paper="almost monotonic, modest increase to a limit",
             measure="slope of accuracy per doubling of M",
-            above=0.0,
         ),
-        test(
-            _saturation,
-            name="fresh shifted: limit",
-            statement="most of that gain comes with the first masks",
+        test("fresh shifted: limit", _saturation, above=0.0).says(
+            "most of that gain comes with the first masks",
             paper="asymptotically approaches some limit",
             measure="gain over the first half of the doublings less that over the second",
-            above=0.0,
         ),
         test(
-            lambda t: slope(_fresh(t), "masks", "member_accuracy"),
-            name="fresh shifted: members",
-            statement="members do not suffer (slope above −0.2 % per doubling)",
+            "fresh shifted: members", trend(_fresh, "member_accuracy", "masks"), above=-0.002
+        ).says(
+            "members do not suffer (slope above −0.2 % per doubling)",
             paper="individual accuracy does not suffer from ensemble size",
             measure="slope of member accuracy per doubling of M",
-            above=-0.002,
         ),
         test(
-            lambda t: mean(_fresh(t[t["masks"] >= 4]), "correlation"),
-            name="fresh shifted: correlation",
-            statement="fresh shifted masks are highly correlated (collective)",
+            "fresh shifted: correlation",
+            lambda t: mean(_fresh(between(t, "masks", 4)), "correlation"),
+            above=0.8,
+        ).says(
+            "fresh shifted masks are highly correlated (collective)",
             paper="highly correlated",
             measure="correlation, mean over M ≥ 4",
-            above=0.8,
         ),
         test(
+            "fresh centred",
             lambda t: _last(t, "fresh centred") / _last(t, "fresh shifted"),
-            name="fresh centred",
-            statement="with fresh centred masks the network hardly learns (half the accuracy)",
+            below=0.5,
+        ).says(
+            "with fresh centred masks the network hardly learns (half the accuracy)",
             paper="does not learn",
             measure="accuracy relative to fresh shifted masks, at the largest M",
-            below=0.5,
         ),
-        test(
-            _correlations,
-            name="fixed centred: correlation",
-            statement="fixed centred masks are much less correlated (independent; by 0.1)",
+        test("fixed centred: correlation", _correlations, above=0.1).says(
+            "fixed centred masks are much less correlated (independent; by 0.1)",
             paper="models are not correlated",
             measure="correlation of fresh shifted less fixed centred masks, M ≥ 4, width 1",
-            above=0.1,
         ),
         test(
-            _inverted_u,
-            name="fixed centred: inverted U",
-            statement="fixed centred masks have a best M (at the smallest width)",
+            "fixed centred: inverted U",
+            lambda t: rise_and_fall(first(_fixed(t), "width"), "masks", "accuracy"),
+            above=0.0,
+        ).says(
+            "fixed centred masks have a best M (at the smallest width)",
             paper="an optimal number of models for each width",
             measure="smaller of rise to the best M and fall to the largest",
-            above=0.0,
         ),
-        test(
-            _growth_of_best,
-            name="fixed centred: width",
-            statement="the best M grows with width",
+        test("fixed centred: width", lambda t: growth_of_best(_fixed(t), "masks"), above=0.0).says(
+            "the best M grows with width",
             paper="an optimal finite ratio of the number of models to the width",
             measure="exponent of best M in width, mean over seeds",
-            above=0.0,
         ),
     ]
 
 
-def plot(table: Table) -> Figure:
+def plot(table: Frame) -> Figure:
     """Return a row of panels for each of the paper's three figures."""
-    panels = []
-    for kind in KINDS:
-        rows = table[table["kind"] == kind]
-        colours = shades([0.0, *table["width"]], "plasma")
-        for label, column in (
-            ("ensemble accuracy", "accuracy"),
-            ("mean member accuracy", "member_accuracy"),
-            ("correlation", "correlation"),
-        ):
-            found = curves(rows, "masks", column, by="width", label="×{}", colours=colours)
-            panels.append(Panel(kind, "masks M", label, found, x_log=True))
+    colours = shades([0.0, *table["width"]], "plasma")
+    draw = partial(curves, x="masks", by="width", label="×{}", colours=colours)
+    panels = [
+        Panel(kind, "masks M", label, draw(table[table["kind"] == kind], y=column), x_log=2)
+        for kind in KINDS
+        for column, label in LABELS.items()
+    ]
     return Figure(TITLE, panels, columns=3)

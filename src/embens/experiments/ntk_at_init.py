@@ -13,16 +13,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from embens.embedding.families import batch_ensemble
-from embens.experiments.claims import Claim, Table, judge, select, slope
-from embens.experiments.figure import Curve, Figure, Panel, curves, shades
-from embens.experiments.gradients import WIDTHS, Cell
-from embens.experiments.setting import Setting, data_set, reference
+from embens.ensemble import EmbeddedEnsemble
+from embens.experiments.claims import Claim, Frame, first, judge, last, select, trend
+from embens.experiments.contract import Row, product
+from embens.experiments.figure import Figure, Panel, curves, shades
+from embens.experiments.gradients import WIDTHS, Cell, some_samples
+from embens.experiments.setting import Setting
 from embens.finite import ntk, ntk_ratio, other_members_weight
+from embens.theory import kernels
 
 LABEL = "fig:NTK_stat_at_init"
 TITLE = "Interaction of members in the tangent kernel"
@@ -34,29 +37,21 @@ ABOUT = (
 KINDS = {"centred": 0.0, "shifted": math.sqrt(0.5)}
 SEEDS = {"quick": 10, "cpu": 6, "paper": 10}
 SAMPLES = {"quick": 20, "cpu": 12, "paper": 16}
-MEMBERS = 15
 OTHERS = (1, 2, 4, 7, 14)
 
 
-def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
+def cells(setting: Setting) -> list[Cell]:
     """Return initialisations of both laws at all widths."""
-    return [
-        Cell(setting, kind, width, MEMBERS, SAMPLES[setting.preset], seed)
-        for seed in range(seeds or SEEDS[setting.preset])
-        for kind in KINDS
-        for width in WIDTHS[setting.preset]
-    ]
+    widths, samples = WIDTHS[setting.preset], [SAMPLES[setting.preset]]
+    return product(Cell, setting, kind=KINDS, width=widths, members=[15], samples=samples)
 
 
-def measure(cell: Cell) -> list[dict[str, float]]:
+def measure(cell: Cell) -> list[Row]:
     """Return a row for each number of other members."""
     setting = replace(cell.setting, parametrization="ntk", weight_std=math.sqrt(2))
-    generator = torch.Generator().manual_seed(cell.seed)
-    network = reference(setting, cell.width, generator=generator)
+    network, generator = replace(cell, setting=setting).draw()
     ensemble = batch_ensemble(network, cell.members, p=KINDS[cell.kind], generator=generator)
-    data = data_set(setting)
-    chosen = torch.randperm(len(data.train.targets), generator=generator)[: cell.samples]
-    x, y = data.train.inputs[chosen], data.train.targets[chosen]
+    x, y = some_samples(cell, generator)
     target = ntk(ensemble, x, outputs="target", target=y)
     loss = ntk(ensemble, x, outputs="nll", target=y)
     limit = limit_of(ensemble, x, y)
@@ -73,91 +68,79 @@ def measure(cell: Cell) -> list[dict[str, float]]:
     ]
 
 
-def limit_of(ensemble, x: Tensor, y: Tensor) -> Tensor:
+def limit_of(ensemble: EmbeddedEnsemble, x: Tensor, y: Tensor) -> Tensor:
     """Return the target-class kernel within a member in the limit of infinite width."""
-    from embens.theory import kernels
-
     found = kernels(ensemble, x.double())
     same = found.ntk_shared.same + found.ntk_individual.same
     return same * (y[:, None] == y[None]).to(same)  # outputs of different classes are independent
 
 
-def _once(table: Table, kind: str) -> Table:
-    rows = select(table, kind=kind)
-    return select(rows, others=int(rows["others"].min()))
-
-
-def _most(table: Table, kind: str) -> Table:
-    rows = select(table, kind=kind)
-    return select(rows, others=int(rows["others"].max()))
-
-
-def _wide(table: Table, kind: str) -> Table:
-    rows = select(table, kind=kind)
-    return select(rows, width=float(rows["width"].max()))
-
-
-def claims(table: Table) -> list[Claim]:
+def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
 
-    def exponent(name: str, statement: str, paper: str, rows, x: str, y: str, **region: float):
-        return test(
-            lambda t: slope(rows(t), x, y, log_y=True),
-            name=name,
-            statement=statement,
-            paper=paper,
-            measure=f"exponent of {y.replace('_', ' ')} in {x}",
-            **region,
-        )
+    one, most = partial(first, column="others"), partial(last, column="others")
+    wide = partial(last, column="width")
 
-    centred, shifted = partial(_once, kind="centred"), partial(_once, kind="shifted")
+    def exponent(name: str, rows: Any, x: str, y: str, low: float, high: float) -> Claim:
+        kind = partial(select, kind=name.partition(":")[0])
+        found = trend(lambda t: rows(kind(t)), y, x, log_y=True)
+        measure = f"exponent of {y.replace('_', ' ')} in {x}"
+        return test(name, found, above=low, below=high, measure=measure)
+
     found = [
-        exponent("centred: ratio", "the ratio falls as 1/width when centred (by the limit)",
-                 "∝ 1/width", centred, "width", "ratio_to_limit", above=-1.3, below=-0.7),
-        exponent("centred: measured ratio", "and so does the ratio by the measured kernel",
-                 "∝ 1/width", centred, "width", "ratio", above=-1.3, below=-0.7),
-        exponent("shifted: ratio", "the ratio does not fall when shifted (by the limit)",
-                 "constant", shifted, "width", "ratio_to_limit", above=-0.7, below=0.3),
-    ]  # fmt: skip
-    for column in ("nll", "target"):
+        exponent("centred: ratio", one, "width", "ratio_to_limit", -1.3, -0.7).says(
+            "the ratio falls as 1/width when centred (by the limit)", paper="∝ 1/width"
+        ),
+        exponent("centred: measured ratio", one, "width", "ratio", -1.3, -0.7).says(
+            "and so does the ratio by the measured kernel", paper="∝ 1/width"
+        ),
+        exponent("shifted: ratio", one, "width", "ratio_to_limit", -0.7, 0.3).says(
+            "the ratio does not fall when shifted (by the limit)", paper="constant"
+        ),
+    ]
+    for name in ("nll", "target"):
         found += [
-            exponent(f"centred: {column} and m", f"the {column} measure grows as m when centred",
-                     "∝ m/width", partial(_wide, kind="centred"), "others", column, above=0.7,
-                     below=1.3),
-            exponent(f"shifted: {column} and m", f"the {column} measure grows as m² when shifted",
-                     "∝ m²", partial(_wide, kind="shifted"), "others", column, above=1.7,
-                     below=2.3),
-            exponent(f"centred: {column} and width",
-                     f"the {column} measure falls with width when centred", "∝ m/width",
-                     partial(_most, kind="centred"), "width", column, below=-0.4),
-            exponent(f"shifted: {column} and width",
-                     f"the {column} measure does not depend on width when shifted", "∝ m²",
-                     partial(_most, kind="shifted"), "width", column, above=-0.3, below=0.3),
-        ]  # fmt: skip
+            exponent(f"centred: {name} and m", wide, "others", name, 0.7, 1.3).says(
+                f"the {name} measure grows as m when centred", paper="∝ m/width"
+            ),
+            exponent(f"shifted: {name} and m", wide, "others", name, 1.7, 2.3).says(
+                f"the {name} measure grows as m² when shifted", paper="∝ m²"
+            ),
+            exponent(f"centred: {name} and width", most, "width", name, -math.inf, -0.4).says(
+                f"the {name} measure falls with width when centred", paper="∝ m/width"
+            ),
+            exponent(f"shifted: {name} and width", most, "width", name, -0.3, 0.3).says(
+                f"the {name} measure does not depend on width when shifted", paper="∝ m²"
+            ),
+        ]
     return found
 
 
-def plot(table: Table) -> Figure:
+def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
-    names = {"centred": "#1f77b4", "shifted": "#d62728"}
     ratios = [
-        Curve(f"{kind}, {text}", c.x, c.y, c.error, colour, style)
-        for kind, colour in names.items()
+        c
+        for kind, colour in (("centred", "#1f77b4"), ("shifted", "#d62728"))
         for text, column, style in (
             ("by the limit", "ratio_to_limit", "line"),
             ("by the measured", "ratio", "dash"),
         )
-        for c in curves(table[(table["kind"] == kind) & (table["others"] == 1)], "width", column)
+        for c in curves(
+            table[(table["kind"] == kind) & (table["others"] == 1)],
+            "width",
+            column,
+            label=f"{kind}, {text}",
+            colours=colour,
+            style=style,
+        )
     ]
-    panels = [Panel("cross/same", "relative width", "ratio of squares", ratios, True, True)]
+    panels = [Panel("cross/same", "relative width", "ratio of squares", ratios, 10, 10)]
     for column in ("nll", "target"):
         found = []
         for kind, shade in (("centred", "winter"), ("shifted", "autumn")):
             rows = table[table["kind"] == kind]
-            colours = shades(list(rows["width"]), shade)
-            found += curves(
-                rows, "others", column, by="width", label=kind + " ×{}", colours=colours
-            )
-        panels.append(Panel(column, "other members m", "weight of others", found, True, True))
+            colours, label = shades(rows["width"], shade), kind + " ×{}"
+            found += curves(rows, "others", column, by="width", label=label, colours=colours)
+        panels.append(Panel(column, "other members m", "weight of others", found, 10, 10))
     return Figure(TITLE, panels, columns=3)

@@ -11,13 +11,12 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
 from embens.embedding.families import batch_ensemble
-from embens.experiments.claims import Claim, Missing, Table, judge, mean, select
+from embens.experiments.claims import Claim, Frame, Missing, judge, mean, select
+from embens.experiments.contract import CellBase, Row
 from embens.experiments.figure import Curve, Figure, Panel, curves
-from embens.experiments.setting import Setting, data_set, reference
-from embens.experiments.training import Row, evaluate, train
+from embens.experiments.setting import Setting
+from embens.experiments.training import train
 
 LABEL = "section C"
 TITLE = "Standard and NTK parametrization"
@@ -28,30 +27,23 @@ ABOUT = (
 COLOURS = {"standard": "#1f77b4", "ntk": "#d62728"}
 
 
+FACTORS = {"standard": (0.5, 1.0, 2.0), "ntk": (1.0, 4.0, 16.0, 64.0)}
+MEMBERS = {"quick": 8, "cpu": 4, "paper": 7}
+
+
 @dataclass(frozen=True)
-class Cell:
+class Cell(CellBase):
     """One ensemble; ``"standard"`` is the preset's own parametrization."""
 
-    setting: Setting
     parametrization: str
     factor: float  # of the preset's rate
     members: int
-    seed: int
 
 
-FACTORS = {
-    "standard": (0.5, 1.0, 2.0),
-    "ntk": (1.0, 4.0, 16.0, 64.0),
-}
-MEMBERS = {"quick": 8, "cpu": 4, "paper": 7}
-SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
-
-
-def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
-    """Return both parametrizations, their rates, and seeds."""
+def cells(setting: Setting) -> list[Cell]:
+    """Return both parametrizations and their rates."""
     return [
-        Cell(setting, name, factor, MEMBERS[setting.preset], seed)
-        for seed in range(seeds or SEEDS[setting.preset])
+        Cell(name, factor, MEMBERS[setting.preset], setting=setting)
         for name, factors in FACTORS.items()
         for factor in factors
     ]
@@ -62,27 +54,22 @@ def measure(cell: Cell) -> list[Row]:
     setting = cell.setting
     if cell.parametrization == "ntk":
         setting = replace(setting, parametrization="ntk", weight_std=math.sqrt(2))
-    generator = torch.Generator().manual_seed(cell.seed)
-    network = reference(setting, generator=generator)
-    ensemble = batch_ensemble(network, cell.members, generator=generator)
-    data = data_set(setting)
-    # The modulations are the same in both and keep their rate.
+    network, generator = replace(cell, setting=setting).draw()
     training = train(
-        ensemble,
+        batch_ensemble(network, cell.members, generator=generator),
         setting,
-        data,
         seed=cell.seed,
         lr=cell.factor * setting.lr,
-        modulation_lr=setting.lr,
+        modulation_lr=setting.lr,  # the modulations are the same in both and keep their rate
         test_each_epoch=True,
     )
-    final = evaluate(ensemble, data)
-    end = {"final_accuracy": final["accuracy"], "final_member_accuracy": final["member_accuracy"]}
+    final = training.evaluate()
+    end = {f"final_{name}": final[name] for name in ("accuracy", "member_accuracy")}
     rows = training.trace or [{"epoch": 0, "loss": math.nan, "member_accuracy": math.nan}]
-    return [{**row, **end, "diverged": float(training.diverged)} for row in rows]
+    return [{**row, **end, "diverged": final["diverged"]} for row in rows]
 
 
-def best_factor(table: Table, name: str) -> float:
+def best_factor(table: Frame, name: str) -> float:
     """Return the factor of the rate with the best final accuracy, without divergence."""
     rows = select(table, parametrization=name)
     means = rows.groupby("factor")[["final_accuracy", "diverged"]].mean()
@@ -92,18 +79,18 @@ def best_factor(table: Table, name: str) -> float:
     return float(means.idxmax())
 
 
-def at_best(table: Table, name: str) -> Table:
+def at_best(table: Frame, name: str) -> Frame:
     """Return the rows of a parametrization at its best rate."""
     return select(table, parametrization=name, factor=best_factor(table, name))
 
 
-def _final(table: Table) -> float:
+def _final(table: Frame) -> float:
     names = ("ntk", "standard")
     ntk, standard = (mean(at_best(table, name), "final_accuracy") for name in names)
     return ntk - standard
 
 
-def _time(table: Table, name: str) -> float:
+def _time(table: Frame, name: str) -> float:
     """Return the mean loss over the first half of the epochs, in logarithms: less is faster."""
     import numpy
 
@@ -112,58 +99,50 @@ def _time(table: Table, name: str) -> float:
     return float(numpy.log(losses).mean())
 
 
-def claims(table: Table) -> list[Claim]:
+def claims(table: Frame) -> list[Claim]:
     """Return the paper's statement."""
     test = partial(judge, table)
     return [
-        test(
-            _final,
-            name="similar accuracy",
-            statement="both end with a similar ensemble accuracy (to 1.5 %)",
+        test("similar accuracy", _final, above=-0.015, below=0.015).says(
+            "both end with a similar ensemble accuracy (to 1.5 %)",
             paper="found their accuracy to be similar",
             measure="accuracy of NTK less standard",
-            above=-0.015,
-            below=0.015,
         ),
         test(
-            lambda t: _time(t, "ntk") - _time(t, "standard"),
-            name="standard is faster",
-            statement="the standard parametrization converges faster",
+            "standard is faster", lambda t: _time(t, "ntk") - _time(t, "standard"), above=0.0
+        ).says(
+            "the standard parametrization converges faster",
             paper="convergence faster in the standard case",
             measure="log of the ratio of train losses over the first half, NTK to standard",
-            above=0.0,
         ),
     ]
 
 
-def plot(table: Table) -> Figure:
+def plot(table: Frame) -> Figure:
     """Return loss and accuracy against epochs at the best rates, and accuracy against rates."""
-    names = [name for name in COLOURS if name in set(table["parametrization"])]
+    chosen = {
+        name: at_best(table, name) for name in COLOURS if name in set(table["parametrization"])
+    }
 
     def of_epochs(column: str) -> list[Curve]:
-        found = []
-        for name in names:
-            rows = at_best(table, name)
-            label = f"{name}, rate ×{rows['factor'].iloc[0]:g}"
-            for c in curves(rows, "epoch", column, colours=[COLOURS[name]]):
-                found.append(Curve(label, c.x, c.y, c.error, c.colour))
-        return found
+        return [
+            c
+            for name, rows in chosen.items()
+            for c in curves(
+                rows,
+                "epoch",
+                column,
+                label=f"{name}, rate ×{rows['factor'].iloc[0]:g}",
+                colours=COLOURS[name],
+            )
+        ]
 
-    ends = table.drop_duplicates(["parametrization", "factor", "members", "seed"])
-    rates = [
-        Curve(name, c.x, c.y, c.error, c.colour, "dash")
-        for name in names
-        for c in curves(
-            *(ends[ends["parametrization"] == name], "factor", "final_accuracy"),
-            colours=[COLOURS[name]],
-        )
-    ]
-    return Figure(
-        TITLE,
-        [
-            Panel("train", "epoch", "member loss", of_epochs("loss"), y_log=True),
-            Panel("test", "epoch", "member accuracy", of_epochs("member_accuracy")),
-            Panel("rates", "factor of the rate", "ensemble accuracy", rates, x_log=True),
-        ],
-        columns=3,
+    rates = curves(
+        *(table, "factor", "final_accuracy"), by="parametrization", colours=COLOURS, style="dash"
     )
+    panels = [
+        Panel("train", "epoch", "member loss", of_epochs("loss"), y_log=10),
+        Panel("test", "epoch", "member accuracy", of_epochs("member_accuracy")),
+        Panel("rates", "factor of the rate", "ensemble accuracy", rates, x_log=10),
+    ]
+    return Figure(TITLE, panels, columns=3)

@@ -6,11 +6,11 @@ terminal a line is printed now and then instead of a bar.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from embens.experiments.task import Done, Task
+from embens.experiments.grid import Watcher
+from embens.experiments.job import Done, Job
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -18,27 +18,18 @@ if TYPE_CHECKING:
 _LINES = 10  # without a terminal
 
 
-class Progress:
+class Progress(Watcher):
     """Shows a run on a console; a context."""
 
     def __init__(self, console: Console, title: str):
         from rich.live import Live
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bars
 
         self.console, self.title = console, title
-        self.bars = Bars(
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=20),
-            TextColumn("{task.fields[count]}"), TextColumn("{task.fields[times]}"),
-        )  # fmt: skip
-        self.bar = self.bars.add_task(title, count="", times="")
         self.total = self.done = self.before = 0.0
-        self.began = time.perf_counter()
-        self.cells = self.finished = self.printed = self.failed = 0
+        self.cells = self.finished = self.failed = self.printed = 0
         self.latest = ""
-        self.live = Live(
-            get_renderable=self._frame, console=console, transient=True, refresh_per_second=4
-        )
+        self.began = time.perf_counter()
+        self.live = Live(get_renderable=self.frame, console=console, transient=True)
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal:
@@ -46,77 +37,63 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.console.is_terminal:
-            self.live.stop()
+        self.live.stop()
 
     def start(self, total: float, done: float, cells: int, finished: int) -> None:
-        """Begin; see :class:`embens.experiments.grid.Watcher`."""
+        """Begin."""
         self.total, self.done, self.cells, self.finished = total, done, cells, finished
         self.before, self.began = done, time.perf_counter()
         if finished:
-            self.console.print(
-                f"{self.title}: {finished} of {cells} cells are there already",
-                highlight=False,
-                soft_wrap=True,
-            )
+            self._print(f"{self.title}: {finished} of {cells} cells are there already")
 
-    def update(self, task: Task, done: Done, weight: float) -> None:
+    def update(self, job: Job, done: Done) -> None:
         """Count a cell."""
         self.failed += done.error is not None
-        self.latest = describe(task, done)
-        self.skip(weight)
+        self.latest = describe(job, done)
+        self.skip(job.cell.weight)
 
     def skip(self, weight: float) -> None:
         """Count a cell that another run has measured: it is done, whoever did it."""
         self.finished += 1
         self.done += weight
-        if self.console.is_terminal:
-            return
-        part = int(_LINES * self.finished / max(1, self.cells))
-        if part > self.printed or self.finished == self.cells:
+        part = _LINES * self.finished // max(1, self.cells)
+        if not self.console.is_terminal and part > self.printed:
             self.printed = part
-            left = f"{duration(self.time_left())} left"
-            self.console.print(
-                f"{self.title} {self._count()}, {left}: {self.latest or 'by another run'}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            left = duration(self.time_left())
+            latest = self.latest or "by another run"
+            self._print(f"{self.title} {self._count()}, {left} left: {latest}")
 
     def time_left(self) -> float:
         """Return the seconds that the remaining weight will take at the pace so far."""
         passed, work = time.perf_counter() - self.began, self.done - self.before
         return (self.total - self.done) * passed / work if work > 0 else float("nan")
 
-    def _count(self) -> str:
-        return f"{self.finished}/{self.cells}" + (f" ({self.failed} failed)" * bool(self.failed))
-
-    def _frame(self) -> RenderableType:
-        """Return what is shown now: the bar, and the latest result on a line of its own."""
+    def frame(self) -> RenderableType:
+        """Return what a terminal shows: the bar, and the latest result on a line of its own."""
         from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
         from rich.text import Text
 
+        bar = ProgressBar(total=self.total or 1.0, completed=self.done, width=20)
         times = duration(time.perf_counter() - self.began)
         if self.done > self.before:
             times += f", {duration(self.time_left())} left"
-        self.bars.update(
-            self.bar,
-            total=self.total or None,
-            completed=self.done,
-            count=self._count() if self.cells else "",
-            times=times,
-        )
-        return Group(self.bars, Text(self.latest, no_wrap=True, overflow="ellipsis", style="dim"))
+        line = Table.grid(padding=(0, 1))
+        line.add_row(Text(self.title, style="bold"), bar, Text(self._count()), Text(times))
+        return Group(line, Text(self.latest, no_wrap=True, overflow="ellipsis", style="dim"))
+
+    def _count(self) -> str:
+        return f"{self.finished}/{self.cells}" + (f" ({self.failed} failed)" * bool(self.failed))
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def describe(task: Task, done: Done) -> str:
+def describe(job: Job, done: Done) -> str:
     """Return a cell and its result in a few words."""
-    swept = {
-        f.name: getattr(task.cell, f.name)
-        for f in dataclasses.fields(task.cell)
-        if f.name != "setting"
-    }
-    cell = " ".join(f"{name}={_short(value)}" for name, value in swept.items() if value is not None)
+    swept = job.cell.swept().items()
+    cell = " ".join(f"{name}={_short(value)}" for name, value in swept if value is not None)
     if done.rows is None:
         return f"{cell}: failed, {(done.error or '').strip().splitlines()[-1][:80]}"
     numbers = list((done.rows[-1] if done.rows else {}).items())[:3]

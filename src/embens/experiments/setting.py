@@ -12,6 +12,7 @@ import functools
 import hashlib
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -113,27 +114,15 @@ def reference(
         >>> network(torch.zeros(3, 64)).shape, network[0].out_features
         (torch.Size([3, 10]), 32)
     """
+    channels, image, outputs = setting.channels, setting.image, classes(setting)
+    inputs = 3 if setting.data == "cifar100" else 1
     law = {"weight_std": setting.weight_std, "parametrization": setting.parametrization}
     if setting.network == "cnn":
-        network = networks.cnn(
-            setting.channels,
-            width,
-            inputs=3 if setting.data == "cifar100" else 1,
-            outputs=classes(setting),
-            image=setting.image,
-            generator=generator,
-            **law,
-        )
+        make = partial(networks.cnn, channels, width, inputs=inputs, outputs=outputs, image=image)
     else:
-        network = networks.mlp(
-            setting.image**2 * (3 if setting.data == "cifar100" else 1),
-            max(1, round(width * setting.channels[0])),
-            len(setting.channels),
-            classes(setting),
-            generator=generator,
-            **law,
-        )
-    return network.to(setting.device)
+        units = max(1, round(width * channels[0]))
+        make = partial(networks.mlp, inputs * image**2, units, len(channels), outputs)
+    return make(**law, generator=generator).to(setting.device)
 
 
 def classes(setting: Setting) -> int:

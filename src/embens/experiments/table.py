@@ -1,4 +1,4 @@
-"""Tidy tables of results, and the manifest that says where they come from.
+"""Tidy tables of results, and the files that are made of them.
 
 A table has a row for each row of a cell, with the cell's swept values and what was measured. It
 holds every result in the folder that was measured with the present code and setting, whichever run
@@ -8,6 +8,7 @@ setting: they stay in the folder and out of the table.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,19 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from embens.experiments import contract
-from embens.experiments.claims import Table
+from embens.experiments.claims import Claim, Frame
+from embens.experiments.figure import draw
+from embens.experiments.job import code_version
+from embens.experiments.results import Record, Results
 from embens.experiments.setting import Setting
-from embens.experiments.store import Record, Store
-from embens.experiments.task import code_version
 from embens.files import write_atomically
 
 
-def tidy(store: Store, name: str, setting: Setting) -> Table:
+def tidy(results: Results, name: str, setting: Setting) -> Frame:
     """Return the table of an experiment, sorted by what is swept."""
     import pandas
 
     rows, swept = [], []
-    for record in records(store, name, setting):
+    for record in records(results, name, setting):
         if "rows" in record:
             cell = {k: v for k, v in record["cell"].items() if k != "setting"}
             swept = list(cell)
@@ -41,34 +43,45 @@ def tidy(store: Store, name: str, setting: Setting) -> Table:
     return table.sort_values([*swept, *extra], kind="stable", ignore_index=True)
 
 
-def records(store: Store, name: str, setting: Setting) -> list[Record]:
+def records(results: Results, name: str, setting: Setting) -> list[Record]:
     """Return the records of the present code whose setting is one that the sweep has.
 
     An experiment may give its cells other settings than the preset's; those are asked for, so that
     nothing else (a trial with fewer epochs, say) can slip in.
     """
     settings = {cell.setting for cell in contract.load(name).cells(setting)}
-    wanted = {_text(dataclasses.asdict(one)) for one in settings}
+    wanted = [json.loads(json.dumps(dataclasses.asdict(one))) for one in settings]
     code = code_version(name)
     return [
         record
-        for record in store.records.values()
+        for record in results.records.values()
         if record.get("code") == code
         and {"cell", "seconds"} <= record.keys()
-        and _text(record["cell"]["setting"]) in wanted
+        and record["cell"]["setting"] in wanted
     ]
 
 
-def _text(setting: dict[str, Any]) -> str:
-    return json.dumps(setting, sort_keys=True)
+def count_others(results: Results, name: str) -> int:
+    """Return how many results are of other code, or of another version of embens or torch."""
+    return sum(r.get("code") != code_version(name) for r in results.records.values())
 
 
-def manifest(
-    name: str, setting: Setting, table: Table, store: Store, **more: Any
-) -> dict[str, Any]:
-    """Return what is known of where a table comes from."""
-    mine = records(store, name, setting)
-    return {
+def write(
+    results: Results, name: str, setting: Setting, table: Frame, seconds: float | None = None
+) -> list[Claim]:
+    """Write the table, its claims, its figure and where it comes from; return the claims.
+
+    Args:
+        results: that the table was made of; the files are written to their folder.
+        name: of the experiment.
+        setting: of the table.
+        table: as :func:`tidy` gives it.
+        seconds: that the run took.
+    """
+    experiment = contract.load(name)
+    claims, figure = experiment.claims(table), experiment.plot(table)
+    mine = records(results, name, setting)
+    manifest = {
         "experiment": name,
         "preset": setting.preset,
         "setting": dataclasses.asdict(setting),
@@ -80,8 +93,21 @@ def manifest(
         "cells": sum("rows" in r for r in mine),
         "failed": sum("error" in r for r in mine),
         "cell_seconds": round(sum(r["seconds"] for r in mine), 1),
-        **more,
+        "label": experiment.LABEL,
+        "title": experiment.TITLE,
+        "about": experiment.ABOUT,
+        "run_seconds": seconds and round(seconds, 1),
     }
+    contents = {
+        "claims": [claim.to_dict() for claim in claims],
+        "figure": figure.to_dict(),
+        "manifest": manifest,
+    }
+    write_atomically(results.folder / "table.csv", table.to_csv(index=False, float_format="%.6g"))
+    for file, content in contents.items():
+        write_atomically(results.folder / f"{file}.json", json.dumps(content, indent=1))
+    draw(figure, results.folder / "figure.png")
+    return claims
 
 
 def commit() -> str | None:
@@ -111,10 +137,8 @@ def versions() -> dict[str, str]:
 
     found = {"python": platform.python_version()}
     for package in ("embens", "torch", "numpy", "scikit-learn", "pandas", "ray"):
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -133,16 +157,8 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def write(folder: Path, table: Table, contents: dict[str, Any]) -> None:
-    """Write the table as CSV, and each of the contents as JSON under its name."""
-    write_atomically(folder / "table.csv", table.to_csv(index=False, float_format="%.6g"))
-    for name, content in contents.items():
-        write_atomically(folder / f"{name}.json", json.dumps(content, indent=1))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

@@ -20,12 +20,12 @@ from torch import Tensor
 from embens import laws, networks
 from embens.embedding.families import batch_ensemble, embed
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Table, judge, mean, select, slope
-from embens.experiments.figure import Curve, Figure, Panel, curves
-from embens.experiments.setting import Setting, data_set, reference
+from embens.experiments.claims import Claim, Frame, first, judge, last, mean, select, trend
+from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.figure import Figure, Panel, curves
+from embens.experiments.setting import Setting, data_set
 from embens.experiments.training import train
 from embens.finite import nngp, ntk, ntk_drift
-from embens.laws import Law
 from embens.theory import gradient_descent, kernels
 
 LABEL = "Theorems 1 and 2, A1–A3"
@@ -35,30 +35,8 @@ ABOUT = (
     "grows: errors of kernels, coupling of members, kurtosis of outputs, change of the kernel in "
     "training, and the limit's predictions of trained outputs."
 )
-STRONG = 0.9  # shift of the laws that are not centred
-Row = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One network (of ``outputs``: many); ``units`` is the width in units."""
-
-    setting: Setting
-    part: str
-    case: str
-    units: int
-    seed: int
-
-    @property
-    def weight(self) -> float:
-        """See :func:`embens.experiments.contract.weight`."""
-        return {"kernels": 1, "outputs": 8, "training": 4, "classification": 4}[self.part] * (
-            1 + self.units / 256
-        )
-
-
-CENTRED, SHIFTED = laws.Normal(), laws.Shifted(STRONG)
-LAWS: dict[str, tuple[Law, Law, Law]] = {
+CENTRED, SHIFTED = laws.Normal(), laws.Shifted(0.9)
+LAWS = {
     "centred": (CENTRED, CENTRED, CENTRED),
     "shifted": (SHIFTED, SHIFTED, SHIFTED),
     "last centred": (SHIFTED, SHIFTED, CENTRED),
@@ -76,46 +54,54 @@ DRAWS = 60
 STEPS = (10, 30, 100, 300)
 
 
-def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
+@dataclass(frozen=True)
+class Cell(CellBase):
+    """One network (of ``outputs``: many); ``units`` is the width in units."""
+
+    part: str
+    case: str
+    units: int
+
+    @property
+    def weight(self) -> float:
+        """See :class:`~embens.experiments.contract.CellBase`."""
+        part = {"kernels": 1, "outputs": 8, "training": 4, "classification": 4}[self.part]
+        return part * (1 + self.units / 256)
+
+
+def cells(setting: Setting) -> list[Cell]:
     """Return all parts at all widths."""
     units = UNITS[setting.preset]
-    found = []
-    for seed in range(seeds or SEEDS[setting.preset]):
-        found += [Cell(setting, "kernels", case, n, seed) for case in LAWS for n in units]
-        found += [Cell(setting, "outputs", "centred", n, seed) for n in units[:4]]
-        found += [Cell(setting, "training", "centred", n, seed) for n in units]
-        found += [Cell(setting, "classification", "centred", units[0], seed)]
+    widths = {"outputs": units[:4], "training": units, "classification": units[:1]}
+    found = product(Cell, setting, part=["kernels"], case=LAWS, units=units)
+    for part, some in widths.items():
+        found += product(Cell, setting, part=[part], case=["centred"], units=some)
     return found
 
 
 def measure(cell: Cell) -> list[Row]:
     """Measure one part."""
-    return {
-        "kernels": _kernels,
-        "outputs": _outputs,
-        "training": _training,
-        "classification": _classification,
-    }[cell.part](cell)
+    parts = {
+        "kernels": measure_kernels,
+        "outputs": measure_outputs,
+        "training": measure_training,
+        "classification": measure_classification,
+    }
+    return parts[cell.part](cell)
 
 
 def _ensemble(
-    cell: Cell, members: int, *, depth: int = 3, outputs: int = 1, generator: torch.Generator
+    cell: Cell, members: int, generator: torch.Generator, *, depth: int = 3, outputs: int = 1
 ) -> EmbeddedEnsemble:
-    network = networks.mlp(
-        _inputs(cell, 1).shape[1],
-        cell.units,
-        depth,
-        outputs,
-        weight_std=math.sqrt(2),
-        generator=generator,
-    ).double()
-    pre, inner, outer = LAWS[cell.case]
-    post = {str(2 * k): outer if k == depth else inner for k in range(1, depth + 1)}
+    inputs, std = _inputs(cell, 1).shape[1], math.sqrt(2)
+    network = networks.mlp(inputs, cell.units, depth, outputs, weight_std=std, generator=generator)
     if cell.case == "output bias":
         network[-1] = networks.Linear(
-            cell.units, outputs, weight_std=math.sqrt(2), bias_std=1.0, generator=generator
-        ).double()
-    return embed(network, members, pre=pre, post=post, generator=generator)
+            cell.units, outputs, weight_std=std, bias_std=1.0, generator=generator
+        )
+    pre, inner, outer = LAWS[cell.case]
+    post = {str(2 * k): outer if k == depth else inner for k in range(1, depth + 1)}
+    return embed(network.double(), members, pre=pre, post=post, generator=generator)
 
 
 def _inputs(cell: Cell, count: int) -> Tensor:
@@ -124,18 +110,17 @@ def _inputs(cell: Cell, count: int) -> Tensor:
     return flat / flat.square().mean(1, keepdim=True).sqrt()
 
 
-def _kernels(cell: Cell) -> list[Row]:
-    generator = torch.Generator().manual_seed(cell.seed)
-    ensemble = _ensemble(cell, 8, generator=generator)
+def measure_kernels(cell: Cell) -> list[Row]:
+    """Return errors of both kernels, and how much of them is between members."""
+    ensemble = _ensemble(cell, 8, torch.Generator().manual_seed(cell.seed))
     x = _inputs(cell, 10)
     limit = kernels(ensemble, x)
     row: Row = {}
-    found = (
+    different = ~torch.eye(ensemble.members, dtype=torch.bool)
+    for name, measured, expected in (
         ("nngp", nngp(ensemble, x), limit.nngp),
         ("ntk", ntk(ensemble, x, outputs="trace").shared, limit.ntk_shared),
-    )
-    different = ~torch.eye(ensemble.members, dtype=torch.bool)
-    for name, measured, expected in found:
+    ):
         scale = expected.same.square().mean()
         same, cross = measured[~different], measured[different]
         row[f"{name}_error"] = float((same - expected.same).square().mean() / scale)
@@ -146,52 +131,42 @@ def _kernels(cell: Cell) -> list[Row]:
     return [row]
 
 
-def _outputs(cell: Cell) -> list[Row]:
+@torch.no_grad()
+def measure_outputs(cell: Cell) -> list[Row]:
     """Return the excess kurtosis of outputs over many networks, at one input."""
     generator = torch.Generator().manual_seed(cell.seed)
     x = _inputs(cell, 1)
-    draws = []
-    with torch.no_grad():
-        for _ in range(DRAWS):
-            ensemble = _ensemble(cell, 64, depth=2, outputs=4, generator=generator)
-            draws.append(ensemble(x).flatten())
-    values = torch.stack(draws)
+    draws = (_ensemble(cell, 64, generator, depth=2, outputs=4)(x) for _ in range(DRAWS))
+    values = torch.stack(list(draws))
     kurtosis = values.pow(4).mean() / values.square().mean().square() - 3
     return [{"kurtosis": float(kurtosis)}]
 
 
-def _training(cell: Cell) -> list[Row]:
-    """Descend on the squared loss; return a row for each of some times."""
-    generator = torch.Generator().manual_seed(cell.seed)
-    ensemble = _ensemble(cell, 4, depth=2, generator=generator)
+def measure_training(cell: Cell) -> list[Row]:
+    """Descend on the squared loss with γ=M; return a row for each of some times."""
+    ensemble = _ensemble(cell, 4, torch.Generator().manual_seed(cell.seed), depth=2)
     x = _inputs(cell, 24)
-    inputs, tested = x[:16], x[16:]
+    train_part, test_part = slice(16), slice(16, None)
     target = data_set(replace(cell.setting, network="mlp")).train.targets[:16].cpu()
     y = (target % 2).double()[:, None] * 2 - 1
     k = kernels(ensemble, x)
-    train_part, test_part = slice(16), slice(16, None)
     parts = (k[train_part, train_part], k[test_part, train_part], k[test_part, test_part])
-    members = float(ensemble.members)
-    probe = gradient_descent(*parts, y, ensemble.members, members, rate=1e-9)
-    rate = 0.2 * min(probe.largest_stable_rate)
-    flow = gradient_descent(*parts, y, ensemble.members, members, rate=rate)
-    with torch.no_grad():
-        first = ensemble(x)
-    before = ntk(ensemble, inputs, outputs="trace")
-    parameters = list(ensemble.parameters())
+    limit = partial(gradient_descent, *parts, y, ensemble.members, float(ensemble.members))
+    rate = 0.2 * min(limit(rate=1e-9).largest_stable_rate)
+    flow = limit(rate=rate)
+    first_outputs = ensemble(x).detach()
+    before = ntk(ensemble, x[train_part], outputs="trace")
+    optimizer = torch.optim.SGD(ensemble.parameters(), lr=rate)
     rows: list[Row] = []
     for step in range(1, max(STEPS) + 1):
-        loss = ensemble.objective(ensemble(inputs), y, _half_square)  # its sum: gamma = M
-        gradients = torch.autograd.grad(loss, parameters)
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter -= rate * gradient
+        optimizer.zero_grad()
+        ensemble.objective(ensemble(x[train_part]), y, _half_square).backward()
+        optimizer.step()
         if step in STEPS:
-            with torch.no_grad():
-                now = ensemble(tested)
-            expected = flow.evolve(float(step), first[:, :16], first[:, 16:])
-            error = (now - expected).norm() / (expected - first[:, 16:]).norm()
-            drift = ntk_drift(before, ntk(ensemble, inputs, outputs="trace"))
+            seen, unseen = first_outputs[:, train_part], first_outputs[:, test_part]
+            expected = flow.evolve(float(step), seen, unseen)
+            error = (ensemble(x[test_part]).detach() - expected).norm() / (expected - unseen).norm()
+            drift = ntk_drift(before, ntk(ensemble, x[train_part], outputs="trace"))
             rows.append({"step": step, "drift": float(drift), "prediction_error": float(error)})
     return rows
 
@@ -200,184 +175,169 @@ def _half_square(outputs: Tensor, target: Tensor) -> Tensor:
     return (outputs - target).square().mean() / 2
 
 
-def _classification(cell: Cell) -> list[Row]:
+def measure_classification(cell: Cell) -> list[Row]:
     """Return the part of target-class components in the change of the loss, before and after."""
-    generator = torch.Generator().manual_seed(cell.seed)
-    setting = replace(cell.setting, network="mlp", channels=(cell.units,) * 3)
-    setting = replace(setting, parametrization="standard", weight_std=math.sqrt(2))
-    network = reference(setting, generator=generator)
+    setting = replace(
+        cell.setting,
+        network="mlp",
+        channels=(cell.units,) * 3,
+        parametrization="standard",
+        weight_std=math.sqrt(2),
+    )
+    network, generator = replace(cell, setting=setting).draw()
     ensemble = batch_ensemble(network, 4, generator=generator)
-    data = data_set(setting)
-    x, y = data.train.inputs[:24], data.train.targets[:24]
-    rows = [{"stage": 0.0, "target_part": _target_part(ensemble, x, y)}]
-    train(ensemble, setting, data, seed=cell.seed)
-    return [*rows, {"stage": 1.0, "target_part": _target_part(ensemble, x, y)}]
+    inputs, targets = data_set(setting).train
+    early = _target_part(ensemble, inputs[:24], targets[:24])
+    train(ensemble, setting, seed=cell.seed)
+    late = _target_part(ensemble, inputs[:24], targets[:24])
+    return [{"stage": 0.0, "target_part": early}, {"stage": 1.0, "target_part": late}]
 
 
 def _target_part(ensemble: EmbeddedEnsemble, x: Tensor, y: Tensor) -> float:
     whole = ntk(ensemble, x, outputs="nll", target=y)
     target = ntk(ensemble, x, outputs="target", target=y)
-    with torch.no_grad():
-        chance = ensemble(x).softmax(-1)[:, range(len(y)), y]
-    slope_of_loss = chance - 1  # of the target's output
+    chance = ensemble(x).detach().softmax(-1)[:, range(len(y)), y]
+    slope_of_loss = (chance - 1).double()  # in the target's output
     own = (target.same + target.individual).double()
-    part = torch.einsum("ai,aij,aj->", slope_of_loss.double(), own, slope_of_loss.double())
+    part = torch.einsum("ai,aij,aj->", slope_of_loss, own, slope_of_loss)
     return float(part / (whole.same + whole.individual).double().sum())
 
 
 # Claims
 
 
-def _exponent(table: Table, case: str, column: str) -> float:
-    return slope(select(table, part="kernels", case=case), "units", column, log_y=True)
+def _kernels(table: Frame, case: str) -> Frame:
+    return select(table, part="kernels", case=case)
 
 
-def _coupling(table: Table, case: str, column: str = "ntk_coupling") -> float:
-    rows = select(table, part="kernels", case=case)
-    return mean(select(rows, units=int(rows["units"].max())), column)
+def _late(table: Frame) -> Frame:
+    return last(select(table, part="training"), "step")
 
 
-def _late(table: Table) -> Table:
-    rows = select(table, part="training")
-    return select(rows, step=int(rows["step"].max()))
+def _not_uniform(table: Frame) -> float:
+    early = first(select(table, part="training"), "step")
+    return math.log(mean(_late(table), "drift") / mean(early, "drift"))
 
 
-def _not_uniform(table: Table) -> float:
-    rows = select(table, part="training")
-    early = mean(select(rows, step=int(rows["step"].min())), "drift")
-    return math.log(mean(_late(table), "drift") / early)
-
-
-def _change_of_target(table: Table) -> float:
+def _change_of_target(table: Frame) -> float:
     rows = select(table, part="classification")
-    late, early = (mean(select(rows, stage=float(s)), "target_part") for s in (1, 0))
+    late, early = (mean(select(rows, stage=stage), "target_part") for stage in (1.0, 0.0))
     return late - early
 
 
-def claims(table: Table) -> list[Claim]:
+def claims(table: Frame) -> list[Claim]:
     """Return what the theorems and assumptions say."""
     test = partial(judge, table)
-    found = []
-    for case in ("centred", "shifted"):
+    found = [
+        test(
+            f"{case}: {column}",
+            trend(partial(_kernels, case=case), column, "units", log_y=True),
+            above=-1.5,
+            below=-0.5,
+        ).says(
+            f"{case}: the squared error of the {text} falls as 1/width",
+            paper="kernels converge to their limit",
+            measure="exponent of the relative mean square error in the width",
+        )
+        for case in ("centred", "shifted")
         for column, text in (
             ("nngp_error", "covariance within a member"),
             ("nngp_cross_error", "covariance between members"),
             ("ntk_error", "tangent kernel within a member"),
             ("ntk_cross_error", "tangent kernel between members"),
-        ):
-            found.append(
-                test(
-                    partial(_exponent, case=case, column=column),
-                    name=f"{case}: {column}",
-                    statement=f"{case}: the squared error of the {text} falls as 1/width",
-                    paper="kernels converge to their limit",
-                    measure="exponent of the relative mean square error in the width",
-                    above=-1.5,
-                    below=-0.5,
-                )
-            )
-    for case, text, region in (
-        ("centred", "vanishes if all modulations are centred", {"above": -0.02, "below": 0.02}),
-        ("last centred", "vanishes if only u of the last layer is centred",
-         {"above": -0.02, "below": 0.02}),
-        ("last shifted", "does not vanish if u of the last layer is not", {"above": 0.02}),
-        ("output bias", "does not vanish with a shared output bias (an erratum)", {"above": 0.02}),
-    ):  # fmt: skip
-        found.append(
-            test(
-                partial(_coupling, case=case),
-                name=f"cross: {case}",
-                statement=f"the tangent kernel between members {text}",
-                paper="zero if and only if E[u^L]=0",
-                measure="cross relative to same, at the largest width",
-                **region,
-            )
         )
+    ]
+    vanishes, stays = (-0.02, 0.02), (0.02, math.inf)
+    found += [
+        test(
+            f"cross: {case}",
+            lambda t, case=case: mean(last(_kernels(t, case), "units"), "ntk_coupling"),
+            above=low,
+            below=high,
+        ).says(
+            f"the tangent kernel between members {text}",
+            paper="zero if and only if E[u^L]=0",
+            measure="cross relative to same, at the largest width",
+        )
+        for case, (low, high), text in (
+            ("centred", vanishes, "vanishes if all modulations are centred"),
+            ("last centred", vanishes, "vanishes if only u of the last layer is centred"),
+            ("last shifted", stays, "does not vanish if u of the last layer is not"),
+            ("output bias", stays, "does not vanish with a shared output bias (an erratum)"),
+        )
+    ]
     return [
         *found,
         test(
-            lambda t: slope(select(t, part="outputs"), "units", "kurtosis", log_y=True),
-            name="A1",
-            statement="outputs become Gaussian: excess kurtosis falls as 1/width",
-            paper="outputs are Gaussian in the limit",
-            measure="exponent of the excess kurtosis in the width",
+            "A1",
+            trend(partial(select, part="outputs"), "kurtosis", "units", log_y=True),
             above=-1.6,
             below=-0.5,
+        ).says(
+            "outputs become Gaussian: excess kurtosis falls as 1/width",
+            paper="outputs are Gaussian in the limit",
+            measure="exponent of the excess kurtosis in the width",
         ),
-        test(
-            lambda t: slope(_late(t), "units", "drift", log_y=True),
-            name="A3",
-            statement="the change of the tangent kernel in training falls as 1/width",
+        test("A3", trend(_late, "drift", "units", log_y=True), above=-1.3, below=-0.5).says(
+            "the change of the tangent kernel in training falls as 1/width",
             paper="deviation bounded as O(1/N)",
             measure="exponent of |ΔΘ|/|Θ| at the last step in the width",
-            above=-1.3,
-            below=-0.5,
         ),
-        test(
-            _not_uniform,
-            name="A3 is not uniform",
-            statement="the change grows with time",
+        test("A3 is not uniform", _not_uniform, above=0.0).says(
+            "the change grows with time",
             paper="the bound is not uniform in time",
             measure="log of the ratio of the change at the last step to the first",
-            above=0.0,
         ),
         test(
-            lambda t: slope(_late(t), "units", "prediction_error", log_y=True),
-            name="predictions",
-            statement="the limit predicts trained outputs better as the width grows",
+            "predictions", trend(_late, "prediction_error", "units", log_y=True), below=-0.25
+        ).says(
+            "the limit predicts trained outputs better as the width grows",
             paper="the dynamics are those of the limit",
             measure="exponent of the relative error at the last step in the width",
-            below=-0.25,
         ),
-        test(
-            _change_of_target,
-            name="target class",
-            statement="target-class components matter more late in training than at first",
+        test("target class", _change_of_target, above=0.0).says(
+            "target-class components matter more late in training than at first",
             paper="they dominate in the late stages if classes are many",
             measure="their part in the change of the loss, late less early",
-            above=0.0,
         ),
     ]
 
 
-def plot(table: Table) -> Figure:
+def plot(table: Frame) -> Figure:
     """Return errors, coupling, kurtosis, drift and predictions against width."""
-    rows = table[table["part"] == "kernels"]
+    rows, outputs, training, classification = (
+        table[table["part"] == part]
+        for part in ("kernels", "outputs", "training", "classification")
+    )
     colours = {
         "nngp_error": "#1f77b4",
         "nngp_cross_error": "#17becf",
         "ntk_error": "#d62728",
         "ntk_cross_error": "#ff7f0e",
     }
-    panels = [
-        Panel(
-            f"errors of kernels, {case}",
-            "units",
-            "relative mean square error",
-            [
-                Curve(column.replace("_", " "), c.x, c.y, c.error, c.colour)
-                for column, colour in colours.items()
-                for c in curves(rows[rows["case"] == case], "units", column, colours=[colour])
-            ],
-            True,
-            True,
-        )
-        for case in ("centred", "shifted")
-    ]
-    measured = curves(rows, "units", "ntk_coupling", by="case")
-    limits = [
-        Curve(f"{c.label}, limit", c.x, c.y, [], c.colour, "dash")
-        for c in curves(rows, "units", "ntk_coupling_limit", by="case")
-    ]
-    panels.append(Panel("between members", "units", "cross/same", measured + limits, True))
-    outputs = curves(table[table["part"] == "outputs"], "units", "kurtosis")
-    shown = [Curve("kurtosis", c.x, c.y, c.error, c.colour) for c in outputs]
-    panels.append(Panel("A1", "units", "excess kurtosis", shown, True, True))
+    panels = []
+    for case in ("centred", "shifted"):
+        errors = [
+            c
+            for y, colour in colours.items()
+            for c in curves(
+                rows[rows["case"] == case], "units", y, label=y.replace("_", " "), colours=colour
+            )
+        ]
+        title = f"errors of kernels, {case}"
+        panels.append(Panel(title, "units", "relative mean square error", errors, 10, 10))
+    coupling = curves(rows, "units", "ntk_coupling", by="case")
+    coupling += curves(
+        *(rows, "units", "ntk_coupling_limit"), by="case", label="{}, limit", style="dash"
+    )
+    panels.append(Panel("between members", "units", "cross/same", coupling, 10))
+    found = curves(outputs, "units", "kurtosis", label="kurtosis")
+    panels.append(Panel("A1", "units", "excess kurtosis", found, 10, 10))
     for column, title in (("drift", "A3: change of the kernel"), ("prediction_error", "trained")):
-        found = curves(table[table["part"] == "training"], "units", column, by="step",
-                       label="step {}")  # fmt: skip
-        panels.append(Panel(title, "units", column.replace("_", " "), found, True, True))
-    stages = curves(table[table["part"] == "classification"], "stage", "target_part")
-    shown = [Curve("target class", c.x, c.y, c.error, "#9467bd") for c in stages]
-    panels.append(Panel("cross-entropy", "0: start, 1: end", "part of target classes", shown))
+        found = curves(training, "units", column, by="step", label="step {}")
+        panels.append(Panel(title, "units", column.replace("_", " "), found, 10, 10))
+    found = curves(
+        *(classification, "stage", "target_part"), label="target class", colours="#9467bd"
+    )
+    panels.append(Panel("cross-entropy", "0: start, 1: end", "part of target classes", found))
     return Figure(TITLE, panels, columns=4)

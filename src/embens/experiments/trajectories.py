@@ -11,13 +11,12 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from embens.embedding.families import batch_ensemble
-from embens.experiments.claims import Claim, Missing, Table, judge, mean, select, slope
+from embens.experiments.claims import Claim, Frame, Missing, judge, mean, select, slope
+from embens.experiments.contract import MEMBERS, CellBase, Row
 from embens.experiments.figure import Figure, Panel, curves, shades
-from embens.experiments.setting import Setting, data_set, reference
-from embens.experiments.training import Row, train
+from embens.experiments.setting import Setting
+from embens.experiments.training import train
 
 LABEL = "fig:trajectories_log"
 TITLE = "Learning curves of members"
@@ -32,25 +31,18 @@ APART = 0.2  # relative difference of losses at which curves are apart
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(CellBase):
     """One ensemble; ``gamma`` is ``"M"`` or ``"1"``."""
 
-    setting: Setting
     gamma: str
     width: float
     members: int
-    seed: int
 
 
-MEMBERS = {"quick": (1, 2, 4, 8, 16, 32), "cpu": (1, 2, 4, 8, 16), "paper": (1, 2, 5, 10, 20, 40)}
-SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
-
-
-def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
-    """Return the sweep over schemes, members and seeds."""
+def cells(setting: Setting) -> list[Cell]:
+    """Return the sweep over schemes and members."""
     return [
-        Cell(setting, gamma, width, members, seed)
-        for seed in range(seeds or SEEDS[setting.preset])
+        Cell(gamma, width, members, setting=setting)
         for gamma, width in SCHEMES
         for members in MEMBERS[setting.preset]
     ]
@@ -58,27 +50,19 @@ def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
 
 def measure(cell: Cell) -> list[Row]:
     """Train one ensemble; return a row for each epoch."""
-    generator = torch.Generator().manual_seed(cell.seed)
-    network = reference(cell.setting, cell.width, generator=generator)
+    network, generator = cell.draw()
     ensemble = batch_ensemble(network, cell.members, generator=generator)
     gamma = float(cell.members) if cell.gamma == "M" else 1.0
-    training = train(
-        ensemble,
-        cell.setting,
-        data_set(cell.setting),
-        seed=cell.seed,
-        gamma=gamma,
-        test_each_epoch=True,
-    )
+    training = train(ensemble, cell.setting, seed=cell.seed, gamma=gamma, test_each_epoch=True)
     return training.trace
 
 
-def _early(table: Table) -> Table:
+def _early(table: Frame) -> Frame:
     last = max(2, round(EARLY * table["epoch"].max()))
     return table[table["epoch"] <= last]
 
 
-def _departures(table: Table) -> Table:
+def _departures(table: Frame) -> Frame:
     """Return log(loss of M / loss of a single model), by M and epoch, mean over seeds."""
     import numpy
 
@@ -88,15 +72,15 @@ def _departures(table: Table) -> Table:
     return numpy.log(losses.drop(index=1) / losses.loc[1])
 
 
-def _early_difference(table: Table) -> float:
+def _early_difference(table: Frame) -> float:
     return float(_departures(_early(select(table, gamma="M", width=1.0))).abs().to_numpy().mean())
 
 
-def _early_slowdown(table: Table, gamma: str) -> float:
+def _early_slowdown(table: Frame, gamma: str) -> float:
     return slope(_early(select(table, gamma=gamma, width=1.0)), "members", "loss", log_y=True)
 
 
-def _duration(table: Table, width: float) -> float:
+def _duration(table: Frame, width: float) -> float:
     """Return the log of the epoch at which curves part, mean over M."""
     apart = _departures(select(table, gamma="M", width=width)).abs() > APART
     end = apart.columns.max() + 1
@@ -104,75 +88,66 @@ def _duration(table: Table, width: float) -> float:
     return sum(map(math.log, first)) / len(first)
 
 
-def _longer(table: Table) -> float:
+def _longer(table: Frame) -> float:
     wide, narrow = _duration(table, 4.0), _duration(table, 1.0)
     if wide == narrow == math.log(table["epoch"].max() + 1):
         raise Missing("epochs enough for curves to part; none did")
     return wide - narrow
 
 
-def claims(table: Table) -> list[Claim]:
+def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
     return [
-        test(
-            _early_difference,
-            name="early curves coincide",
-            statement="with γ=M the early curves of all M coincide (to 15 %)",
+        test("early curves coincide", _early_difference, below=0.15).says(
+            "with γ=M the early curves of all M coincide (to 15 %)",
             paper="almost identical in the early epochs for all M",
             measure="mean |log(loss at M / loss at 1)| over the first tenth of the epochs",
-            below=0.15,
         ),
-        test(
-            partial(_early_slowdown, gamma="1"),
-            name="γ=1 slows down",
-            statement="with γ=1 training slows down with M",
+        test("γ=1 slows down", partial(_early_slowdown, gamma="1"), above=0.0).says(
+            "with γ=1 training slows down with M",
             paper="γ=1 trains more slowly the more members there are",
             measure="exponent of the early loss in M, γ=1",
-            above=0.0,
         ),
         test(
-            lambda t: _early_slowdown(t, "1") - _early_slowdown(t, "M"),
-            name="γ=M is better",
-            statement="early training depends less on M with γ=M than with γ=1",
+            "γ=M is better", lambda t: _early_slowdown(t, "1") - _early_slowdown(t, "M"), above=0.0
+        ).says(
+            "early training depends less on M with γ=M than with γ=1",
             paper="γ=M is natural and beneficial",
             measure="difference of the exponents of the early loss in M",
-            above=0.0,
         ),
-        test(
-            _longer,
-            name="longer at 4× width",
-            statement="curves coincide for longer in the wider network",
+        test("longer at 4× width", _longer, above=0.0).says(
+            "curves coincide for longer in the wider network",
             paper="the time of independent training increases with width",
             measure=f"log of the ratio of epochs until losses differ by {APART:.0%}",
-            above=0.0,
         ),
         test(
+            "a single model has no γ",
             lambda t: (
                 mean(_early(select(t, gamma="1", members=[1])), "loss")
                 / mean(_early(select(t, gamma="M", width=1.0, members=[1])), "loss")
             ),
-            name="a single model has no γ",
-            statement="at M=1 both scalings are the same (a check of the set-up)",
-            paper="by definition",
-            measure="ratio of early losses",
             above=0.999,
             below=1.001,
+        ).says(
+            "at M=1 both scalings are the same (a check of the set-up)",
+            paper="by definition",
+            measure="ratio of early losses",
         ),
     ]
 
 
-def plot(table: Table) -> Figure:
+def plot(table: Frame) -> Figure:
     """Return the paper's three panels, and the same for test accuracy."""
-    colours = shades(list(table["members"]))
+    colours = shades(table["members"])
     panels = []
     for column, label, log in (
-        ("loss", "member loss, train", True),
-        ("member_accuracy", "member accuracy, test", False),
+        ("loss", "member loss, train", 10),
+        ("member_accuracy", "member accuracy, test", 0),
     ):
         for gamma, width in SCHEMES:
             rows = table[(table["gamma"] == gamma) & (table["width"] == width)]
             found = curves(rows, "epoch", column, by="members", label="M={}", colours=colours)
             title = f"γ={gamma}, width ×{width:g}"
-            panels.append(Panel(title, "epoch", label, found, x_log=True, y_log=log))
+            panels.append(Panel(title, "epoch", label, found, x_log=10, y_log=log))
     return Figure(TITLE, panels, columns=3)

@@ -11,25 +11,27 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from embens.embedding.families import batch_ensemble
 from embens.experiments.claims import (
     Claim,
+    Frame,
     Missing,
-    Table,
     best,
+    between,
     curve,
     judge,
+    last,
     mean,
     per_seed,
     rise_and_fall,
     select,
     slope,
+    trend,
 )
-from embens.experiments.figure import Curve, Figure, Panel, curves, shades
-from embens.experiments.setting import Setting, data_set, reference
-from embens.experiments.training import Row, evaluate, train
+from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.figure import Figure, Panel, against_members, curves, shades
+from embens.experiments.setting import Setting, data_set
+from embens.experiments.training import train
 from embens.theory import regime
 
 LABEL = "fig:shifting_modulations"
@@ -42,98 +44,72 @@ ABOUT = (
 LOW, HIGH = 0.55, 0.65  # the paper's groups: at most LOW, at least HIGH
 
 
+SHIFTS = {
+    "quick": (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+    "cpu": (0.0, 0.3, 0.5, 0.6, 0.7, 0.9),
+    "paper": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 1.0),
+}
+SLOW = {"quick": (0.8, 0.9), "cpu": (0.9,), "paper": (0.8, 0.9)}  # also with gamma = 1
+MEMBERS = {
+    "quick": (1, 2, 4, 8, 16, 32),
+    "cpu": (1, 2, 4, 8, 16),
+    "paper": (1, 2, 3, 5, 7, 10, 14, 20, 28, 40),
+}
+SEEDS = {"quick": 4, "cpu": 3, "paper": 3}
+
+
 @dataclass(frozen=True)
-class Cell:
+class Cell(CellBase):
     """One ensemble; ``gamma`` is ``"M"`` or ``"1"``."""
 
-    setting: Setting
     p: float
     members: int
     gamma: str
-    seed: int
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What a preset sweeps."""
-
-    p: tuple[float, ...]
-    members: tuple[int, ...]
-    seeds: int
-    slow: tuple[float, ...]  # also with gamma = 1
-
-
-SWEEPS = {
-    "quick": Sweep((0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0), (1, 2, 4, 8, 16, 32), 4, (0.8, 0.9)),
-    "cpu": Sweep((0.0, 0.3, 0.5, 0.6, 0.7, 0.9), (1, 2, 4, 8, 16), 3, (0.9,)),
-    "paper": Sweep(
-        (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 1.0),
-        (1, 2, 3, 5, 7, 10, 14, 20, 28, 40),
-        3,
-        (0.8, 0.9),
-    ),
-}
-
-
-def cells(setting: Setting, *, seeds: int | None = None) -> list[Cell]:
-    """Return the sweep over p, M and seeds."""
-    sweep = SWEEPS[setting.preset]
+def cells(setting: Setting) -> list[Cell]:
+    """Return the sweep over p and M, and over some of it with γ=1."""
+    shifts, slow, members = (axis[setting.preset] for axis in (SHIFTS, SLOW, MEMBERS))
     return [
-        Cell(setting, p, members, gamma, seed)
-        for seed in range(seeds or sweep.seeds)
-        for gamma, shifts in (("M", sweep.p), ("1", sweep.slow))
-        for p in shifts
-        for members in sweep.members
-        if gamma == "M" or members > 1
+        *product(Cell, setting, gamma=["M"], p=shifts, members=members),
+        *product(Cell, setting, gamma=["1"], p=slow, members=members[1:]),
     ]
 
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble."""
-    generator = torch.Generator().manual_seed(cell.seed)
-    network = reference(cell.setting, generator=generator)
+    network, generator = cell.draw()
     ensemble = batch_ensemble(network, cell.members, p=cell.p, generator=generator)
-    data = data_set(cell.setting)
     coupling = math.nan
     if cell.members == 2 and cell.gamma == "M":  # it depends on p alone
-        coupling = regime(ensemble, data.train.inputs[:8].double().cpu()).coupling
+        inputs = data_set(cell.setting).train.inputs[:8]
+        coupling = regime(ensemble, inputs.double().cpu()).coupling
     gamma = float(cell.members) if cell.gamma == "M" else 1.0
-    training = train(ensemble, cell.setting, data, seed=cell.seed, gamma=gamma)
-    return {
-        **evaluate(ensemble, data),
-        "coupling": coupling,
-        "diverged": float(training.diverged),
-    }
+    training = train(ensemble, cell.setting, seed=cell.seed, gamma=gamma)
+    return {**training.evaluate(), "coupling": coupling}
 
 
 # Statistics
 
 
-def _below(table: Table) -> Table:
-    return _some(_scaled(table), lambda t: t["p"] <= LOW, f"p ≤ {LOW}")
-
-
-def _above(table: Table) -> Table:
-    # At p=1 all members are the same model and there is no ensemble.
-    return _some(_scaled(table), lambda t: (t["p"] >= HIGH) & (t["p"] < 1), f"{HIGH} ≤ p < 1")
-
-
-def _scaled(table: Table) -> Table:
+def _scaled(table: Frame) -> Frame:
     return select(table, gamma="M")
 
 
-def _several(table: Table) -> Table:
-    return _some(table, lambda t: t["members"] >= 4, "M ≥ 4")
+def _below(table: Frame) -> Frame:
+    return between(_scaled(table), "p", high=LOW)
 
 
-def _some(table: Table, chosen, what: str) -> Table:
-    rows = table[chosen(table)]
-    if not len(rows):
-        raise Missing(f"cells with {what}")
-    return rows
+def _above(table: Frame) -> Frame:
+    # At p=1 all members are the same model and there is no ensemble.
+    return between(_scaled(table), "p", HIGH, 0.999)
 
 
-def _halfway(table: Table) -> float:
+def _several(table: Frame) -> Frame:
+    return between(table, "members", 4)
+
+
+def _halfway(table: Frame) -> float:
     """Return the p at which the correlation is half-way between its values at small and large p."""
     shifts, values = curve(_several(_scaled(table)), "p", "correlation")
     middle = (values[0] + values[-1]) / 2
@@ -144,11 +120,9 @@ def _halfway(table: Table) -> float:
     return math.nan
 
 
-def _sharpness(table: Table) -> float:
+def _sharpness(table: Frame) -> float:
     """Return the part of the change in members' train accuracy that falls between two p's."""
-    rows = _scaled(table)
-    rows = select(rows, members=int(rows["members"].max()))
-    shifts, values = curve(rows, "p", "member_train_accuracy")
+    shifts, values = curve(last(_scaled(table), "members"), "p", "member_train_accuracy")
     below = [v for p, v in zip(shifts, values, strict=True) if p <= LOW]
     above = [v for p, v in zip(shifts, values, strict=True) if p >= HIGH]
     if not below or not above or len(below) + len(above) < 3:
@@ -156,226 +130,167 @@ def _sharpness(table: Table) -> float:
     return (above[0] - below[-1]) / (above[-1] - below[0])
 
 
-def _early_growth(table: Table) -> float:
+def _early_growth(table: Frame) -> float:
     """Return the part of the growth of correlation with p that happens below the transition."""
     shifts, values = curve(_several(_scaled(table)), "p", "correlation")
-    last = max(k for k, p in enumerate(shifts) if p <= LOW)
-    return (values[last] - values[0]) / (values[-1] - values[0])
+    end = max(k for k, p in enumerate(shifts) if p <= LOW)
+    return (values[end] - values[0]) / (values[-1] - values[0])
 
 
-def _around_the_best(table: Table) -> Table:
+def _around_the_best(table: Frame) -> Frame:
     rows = _below(table)
     if rows["members"].min() > 3 or rows["members"].max() < 14:
         raise Missing("numbers of members from 3 or fewer to 14 or more")
     return rows
 
 
-def _best_members(table: Table) -> float:
-    return per_seed(_around_the_best(table), lambda t: best(t, "members", "accuracy"))
-
-
-def _lowest_train(table: Table) -> float:
-    return min(curve(_above(table), "members", "member_train_accuracy")[1])
-
-
-def _effect_of_gamma(table: Table) -> float:
+def _effect_of_gamma(table: Frame) -> float:
     slow = select(table, gamma="1")
-    both = select(table, p=sorted(slow["p"].unique()))
-    both = _some(both, lambda t: t["members"] > 1, "M > 1")
+    both = between(select(table, p=sorted(slow["p"].unique())), "members", 2)
     rise = partial(slope, x="members", y="member_accuracy")
     return rise(select(both, gamma="M")) - rise(select(both, gamma="1"))
 
 
-def _gap(table: Table) -> float:
+def _gap(table: Frame) -> float:
     return mean(table, "member_train_accuracy") - mean(table, "member_accuracy")
 
 
-def _spread(table: Table) -> float:
+def _spread(table: Frame) -> float:
     spread = _several(table).groupby(["p", "members"])["accuracy"].std().mean()
     return math.log(spread) if spread > 0 else math.nan
 
 
-def _switch(table: Table) -> float:
+def _switch(table: Frame) -> float:
     """Return by how much of the distance between the groups p=0.6 moves as M grows past 10."""
     rows = _scaled(table)
     positions = []
-    for chosen in (rows["members"].between(2, 7), rows["members"] > 10):
-        part = rows[chosen]
-        low, high = mean(_below(part), "correlation"), mean(_above(part), "correlation")
-        positions.append((mean(select(part, p=0.6), "correlation") - low) / (high - low))
+    for low, high in ((2, 7), (11, math.inf)):
+        part = between(rows, "members", low, high)
+        below, middle, above = (
+            mean(side, "correlation") for side in (_below(part), select(part, p=0.6), _above(part))
+        )
+        positions.append((middle - below) / (above - below))
     return abs(positions[1] - positions[0])
 
 
-def claims(table: Table) -> list[Claim]:
+def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
     return [
-        test(
-            _halfway,
-            name="transition point",
-            statement="the two groups of curves part near p=0.6",
+        test("transition point", _halfway, above=0.5, below=0.7).says(
+            "the two groups of curves part near p=0.6",
             paper="transition at p≈0.6",
             measure="p at which the correlation is half-way (M ≥ 4)",
-            above=0.5,
-            below=0.7,
         ),
-        test(
-            _sharpness,
-            name="sharpness",
-            statement="most of the change happens across the transition point",
+        test("sharpness", _sharpness, above=0.5).says(
+            "most of the change happens across the transition point",
             paper="p=0.55 and p=0.65 already show the behaviour of their regimes",
             measure=f"part of the change of member train accuracy between the p's around {LOW} "
             f"and {HIGH}, at the largest M",
-            above=0.5,
         ),
-        test(
-            _early_growth,
-            name="constant correlation below",
-            statement="below the transition correlation hardly depends on p",
+        test("constant correlation below", _early_growth, below=0.25).says(
+            "below the transition correlation hardly depends on p",
             paper="almost constant for the whole range of p in the independent regime",
             measure="part of the growth of correlation with p that happens below",
-            below=0.25,
         ),
         test(
+            "correlation grows above",
             lambda t: slope(_several(_above(t)), "p", "correlation", log_x=False),
-            name="correlation grows above",
-            statement="above the transition correlation grows with p",
+            above=0.0,
+        ).says(
+            "above the transition correlation grows with p",
             paper="grows with p in the collective regime",
             measure="slope of correlation in p (M ≥ 4)",
-            above=0.0,
         ),
         test(
+            "inverted U below",
             lambda t: rise_and_fall(_around_the_best(t), "members", "accuracy"),
-            name="inverted U below",
-            statement="below, ensemble accuracy rises with M and falls again",
+            above=0.0,
+        ).says(
+            "below, ensemble accuracy rises with M and falls again",
             paper="a distinctive inverted U",
             measure="smaller of rise to the best M and fall to the largest",
-            above=0.0,
         ),
         test(
-            _best_members,
-            name="best M below",
-            statement="the best number of members is near 7",
-            paper="best accuracy at M=7",
-            measure="best M, mean over seeds",
+            "best M below",
+            lambda t: per_seed(_around_the_best(t), lambda rows: best(rows, "members", "accuracy")),
             above=3.5,
             below=14.0,
+        ).says(
+            "the best number of members is near 7",
+            paper="best accuracy at M=7",
+            measure="best M, mean over seeds",
         ),
-        test(
-            lambda t: slope(_above(t), "members", "accuracy"),
-            name="accuracy grows above",
-            statement="above, ensemble accuracy grows with M",
+        test("accuracy grows above", trend(_above, "accuracy"), above=0.0).says(
+            "above, ensemble accuracy grows with M",
             paper="monotonically grows on average",
             measure="slope of accuracy per doubling of M",
-            above=0.0,
         ),
         test(
-            _lowest_train,
-            name="train accuracy maximal above",
-            statement="above, members fit the train data whatever M is",
+            "train accuracy maximal above",
+            lambda t: min(curve(_above(t), "members", "member_train_accuracy")[1]),
+            above=0.98,
+        ).says(
+            "above, members fit the train data whatever M is",
             paper="maximal for all sizes in the collective regime",
             measure="lowest member train accuracy over M",
-            above=0.98,
         ),
-        test(
-            lambda t: slope(_below(t), "members", "member_train_accuracy"),
-            name="train accuracy falls below",
-            statement="below, member train accuracy falls with M",
+        test("train accuracy falls below", trend(_below, "member_train_accuracy"), below=0.0).says(
+            "below, member train accuracy falls with M",
             paper="decreases monotonically and significantly",
             measure="slope per doubling of M",
-            below=0.0,
         ),
-        test(
-            lambda t: slope(_above(t), "members", "member_accuracy"),
-            name="member accuracy rises above",
-            statement="above, member test accuracy rises with M",
+        test("member accuracy rises above", trend(_above, "member_accuracy"), above=0.0).says(
+            "above, member test accuracy rises with M",
             paper="increases in the collective regime",
             measure="slope per doubling of M",
-            above=0.0,
         ),
-        test(
-            _effect_of_gamma,
-            name="the rise is due to γ",
-            statement="above, members gain more from M with γ=M than with γ=1",
+        test("the rise is due to γ", _effect_of_gamma, above=0.0).says(
+            "above, members gain more from M with γ=M than with γ=1",
             paper="an artifact of γ=M, an effectively higher rate",
             measure="difference of slopes per doubling of M",
-            above=0.0,
         ),
-        test(
-            lambda t: slope(_below(t), "members", "member_accuracy"),
-            name="member accuracy falls below",
-            statement="below, member test accuracy falls with M",
+        test("member accuracy falls below", trend(_below, "member_accuracy"), below=0.0).says(
+            "below, member test accuracy falls with M",
             paper="decreases in the independent regime",
             measure="slope per doubling of M",
-            below=0.0,
         ),
         test(
+            "smaller gap below",
             lambda t: _gap(_several(_above(t))) - _gap(_several(_below(t))),
-            name="smaller gap below",
-            statement="the gap between train and test accuracy of members is smaller below",
+            above=0.0,
+        ).says(
+            "the gap between train and test accuracy of members is smaller below",
             paper="small difference between train and test accuracy in the independent regime",
             measure="gap above less gap below (M ≥ 4)",
-            above=0.0,
         ),
         test(
-            lambda t: _spread(_above(t)) - _spread(_below(t)),
-            name="smaller spread below",
-            statement="ensemble accuracy varies less from seed to seed below",
+            "smaller spread below", lambda t: _spread(_above(t)) - _spread(_below(t)), above=0.0
+        ).says(
+            "ensemble accuracy varies less from seed to seed below",
             paper="variance is higher in the collective regime",
             measure="log of the ratio of standard deviations over seeds (M ≥ 4)",
-            above=0.0,
         ),
-        test(
-            _switch,
-            name="switch at p=0.6",
-            statement="at p=0.6 the regime changes with M, near M=10",
+        test("switch at p=0.6", _switch, above=0.5).says(
+            "at p=0.6 the regime changes with M, near M=10",
             paper="at the transition point it is driven by M and happens at M≈10",
             measure="part of the distance between the groups that p=0.6 moves past M=10",
-            above=0.5,
         ),
     ]
 
 
-def plot(table: Table) -> Figure:
+def plot(table: Frame) -> Figure:
     """Return the paper's four panels, and one against p."""
-    rows = _scaled(table)
-    colours = shades(list(rows["p"]))
-    panels = [
-        Panel(
-            title,
-            "members M",
-            label,
-            curves(rows, "members", column, by="p", label="p={}", colours=colours),
-            x_log=True,
-        )
-        for title, label, column in (
-            ("ensemble, test", "accuracy", "accuracy"),
-            ("members, test", "mean accuracy", "member_accuracy"),
-            ("members, train", "mean accuracy", "member_train_accuracy"),
-            ("correlation, test", "correlation", "correlation"),
-        )
+    rows, slow, colours = _scaled(table), table[table["gamma"] == "1"], shades(table["p"])
+    by_shift = partial(curves, x="members", by="p", colours=colours)
+    panels = against_members(lambda column: by_shift(rows, y=column, label="p={}"))
+    panels[1].curves.extend(by_shift(slow, y="member_accuracy", label="γ=1, p={}", style="dash"))
+    some = {2: "#c6a500", 8: "#e07b00", 32: "#a02c00"}
+    found = [
+        *curves(rows, "p", "correlation", by="members", label="M={}", colours=some),
+        *curves(
+            *(rows, "p", "coupling"), label="coupling in the limit", colours="#333333", style="dash"
+        ),
     ]
-    beside = curves(
-        rows[rows["members"].isin([2, 8, 32])],
-        "p",
-        "correlation",
-        by="members",
-        label="M={}",
-        colours=["#c6a500", "#e07b00", "#a02c00"],
-    )
-    for limit in curves(rows, "p", "coupling", colours=["#333333"], style="dash"):
-        beside.append(Curve("coupling in the limit", limit.x, limit.y, [], limit.colour, "dash"))
-    panels.append(Panel("against p", "shift p", "correlation, coupling", beside))
-    slow = [
-        Curve(f"γ=1, {c.label}", c.x, c.y, c.error, c.colour, "dash")
-        for c in curves(
-            table[table["gamma"] == "1"],
-            "members",
-            "member_accuracy",
-            by="p",
-            label="p={}",
-            colours=colours,
-        )
-    ]
-    panels[1].curves.extend(slow)
+    panels.append(Panel("against p", "shift p", "correlation, coupling", found))
     return Figure(TITLE, panels, columns=3)

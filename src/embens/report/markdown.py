@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from embens.experiments.grid import folder_of
+from embens.experiments.results import folder_of
 from embens.files import write_atomically
 from embens.report.page import collect
 

@@ -1,6 +1,6 @@
-"""Engines: where tasks run. They know nothing of experiments, and change no number.
+"""Engines: where jobs run. They know nothing of experiments, and change no number.
 
-An engine has ``slots``, the number of tasks to keep in it at a time; ``submit(task)``;
+An engine has ``slots``, the number of jobs to keep in it at a time; ``submit(job)``;
 ``wait(seconds)``, which returns what is done; and ``close()``, which drops what is not.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from embens.experiments.task import Done, Task, perform
+from embens.experiments.job import Done, Job, perform
 
 
 class Engine(Protocol):
@@ -16,15 +16,15 @@ class Engine(Protocol):
 
     @property
     def slots(self) -> int:
-        """How many tasks to keep in it."""
+        """How many jobs to keep in it."""
         ...
 
-    def submit(self, task: Task) -> None:
-        """Start a task."""
+    def submit(self, job: Job) -> None:
+        """Start a job."""
         ...
 
     def wait(self, seconds: float) -> list[Done]:
-        """Return tasks that are done, after at most so long."""
+        """Return jobs that are done, after at most so long."""
         ...
 
     def close(self) -> None:
@@ -33,7 +33,7 @@ class Engine(Protocol):
 
 
 class Inline:
-    """Runs tasks in this process, one after another; for debugging and for tests."""
+    """Runs jobs in this process, one after another; for debugging and for tests."""
 
     @property
     def slots(self) -> int:
@@ -41,17 +41,17 @@ class Inline:
         return 1
 
     def __init__(self) -> None:
-        self._tasks: list[Task] = []
+        self._jobs: list[Job] = []
 
-    def submit(self, task: Task) -> None:
-        """Remember a task."""
-        self._tasks.append(task)
+    def submit(self, job: Job) -> None:
+        """Remember a job."""
+        self._jobs.append(job)
 
     def wait(self, seconds: float) -> list[Done]:
-        """Run the tasks."""
-        tasks, self._tasks = self._tasks, []
-        return [perform(task) for task in tasks]
+        """Run the jobs."""
+        jobs, self._jobs = self._jobs, []
+        return [perform(job) for job in jobs]
 
     def close(self) -> None:
-        """Forget the tasks."""
-        self._tasks = []
+        """Forget the jobs."""
+        self._jobs = []

@@ -1,6 +1,6 @@
 """A Ray cluster: this machine's cores by default, or a cluster by its address.
 
-A task asks for the CPUs and the GPU of its cell. Ray runs a task again where its worker or its node
+A job asks for the CPUs and the GPU of its cell. Ray runs it again where its worker or its node
 is lost; an error inside a measurement is a result like any other and is not tried again. Results
 come back to this process, which writes them, so that nodes need no common disk, save for the data:
 ``EMBENS_DATA`` is passed on and must mean a folder on every node.
@@ -14,14 +14,14 @@ import time
 import warnings
 from typing import Any
 
-from embens.experiments.task import Done, Task, perform
+from embens.experiments.job import Done, Job, perform
 
 RETRIES = 3
 _ENVIRONMENT = ("EMBENS_DATA", "PYTHONPATH")
 
 
 class Ray:
-    """Tasks on a Ray cluster.
+    """Jobs on a Ray cluster.
 
     Args:
         address: of a cluster, as for ``ray.init``; None: one that is started here.
@@ -47,36 +47,35 @@ class Ray:
                     logging_level=logging.ERROR,
                     **local,
                 )
-            from ray.exceptions import RayError
-
-        self._error = RayError
         self.gpus_per_cell = gpus_per_cell
         self._remote = ray.remote(max_retries=RETRIES)(perform)
-        self._flying: dict[Any, tuple[Task, float]] = {}
+        self._flying: dict[Any, tuple[Job, float]] = {}
 
     @property
     def slots(self) -> int:
         """Twice the CPUs there are now, so that no node waits; clusters grow and shrink."""
         return max(2, 2 * int(self.ray.cluster_resources().get("CPU", 1)))
 
-    def submit(self, task: Task) -> None:
-        """Send a task to the cluster."""
-        resources = {"num_cpus": task.threads, "num_gpus": task.gpus * self.gpus_per_cell}
-        self._flying[self._remote.options(**resources).remote(task)] = (task, time.perf_counter())
+    def submit(self, job: Job) -> None:
+        """Send a job to the cluster."""
+        resources = {"num_cpus": job.threads, "num_gpus": job.gpus * self.gpus_per_cell}
+        self._flying[self._remote.options(**resources).remote(job)] = (job, time.perf_counter())
 
     def wait(self, seconds: float) -> list[Done]:
         """Return what is done; what Ray gave up on is a failure."""
+        from ray.exceptions import RayError
+
         ready, _ = self.ray.wait(list(self._flying), num_returns=1, timeout=seconds)
         if ready:  # and whatever else is there by now
             ready, _ = self.ray.wait(list(self._flying), num_returns=len(self._flying), timeout=0)
         done = []
         for reference in ready:
-            task, started = self._flying.pop(reference)
+            job, started = self._flying.pop(reference)
             try:
                 done.append(self.ray.get(reference))
-            except self._error as error:
+            except RayError as error:
                 text = f"Ray gave up after {RETRIES + 1} attempts: {error}"
-                done.append(Done(task.key, None, text, time.perf_counter() - started))
+                done.append(Done(job.key, None, text, time.perf_counter() - started))
         return done
 
     def close(self) -> None:

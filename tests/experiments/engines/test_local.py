@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from experiments import problem
@@ -16,9 +17,9 @@ from experiments import problem
 from embens.experiments import grid
 from embens.experiments.engines import Inline
 from embens.experiments.engines.local import Local
+from embens.experiments.job import make_job, perform
+from embens.experiments.results import Results
 from embens.experiments.setting import PRESETS, fingerprint
-from embens.experiments.store import Store
-from embens.experiments.task import make_task, perform
 
 
 @pytest.fixture
@@ -28,15 +29,15 @@ def local():
     engine.close()
 
 
-def rows(store):
-    return {key: record["rows"] for key, record in store.records.items()}
+def rows(results):
+    return {key: record["rows"] for key, record in results.records.items()}
 
 
 def test_results_are_those_of_one_process(tmp_path, local):
     cells = problem.cells(4)
-    grid.run("transition", cells, store=Store(tmp_path / "one"), engine=Inline())
-    grid.run("transition", cells, store=Store(tmp_path / "two"), engine=local)
-    one, two = Store(tmp_path / "one"), Store(tmp_path / "two")
+    grid.run("transition", cells, results=Results(tmp_path / "one"), engine=Inline())
+    grid.run("transition", cells, results=Results(tmp_path / "two"), engine=local)
+    one, two = Results(tmp_path / "one"), Results(tmp_path / "two")
     assert str(rows(one)) == str(
         dict(sorted(rows(two).items(), key=lambda i: list(rows(one)).index(i[0])))
     )
@@ -50,26 +51,26 @@ def wait_for(condition, seconds=60):
 
 
 def test_a_worker_that_is_killed_is_replaced_and_its_cell_tried_again(local):
-    task = make_task("transition", problem.slow())
-    local.submit(task)
+    job = make_job("transition", problem.slow())
+    local.submit(job)
     first = local._pool[0].process
     os.kill(first.pid, signal.SIGKILL)
     wait_for(lambda: (not local.wait(0.1)) and local._pool and local._pool[0].process is not first)
-    assert local._pool[0].task is task
+    assert local._pool[0].job is job
 
 
 def test_a_cell_whose_worker_died_once_has_the_result_of_this_process(tmp_path, local):
     lost = problem.deadly(tmp_path / "pid")
-    local.submit(make_task("transition", lost))
+    local.submit(make_job("transition", lost))
     done = []
     wait_for(lambda: done.extend(local.wait(0.1)) or done)
     assert int((tmp_path / "pid").read_text()) != os.getpid()
-    assert str(done[0].rows) == str(perform(make_task("transition", problem.plain(lost))).rows)
+    assert str(done[0].rows) == str(perform(make_job("transition", problem.plain(lost))).rows)
 
 
 def test_a_cell_that_kills_its_workers_fails_and_others_go_on(local):
-    local.submit(make_task("transition", problem.slow()))
-    good = make_task("transition", problem.cells(1)[0])
+    local.submit(make_job("transition", problem.slow()))
+    good = make_job("transition", problem.cells(1)[0])
     done = []
     for _ in range(2):
         os.kill(local._pool[0].process.pid, signal.SIGKILL)
@@ -95,20 +96,15 @@ if __name__ == "__main__":
     from experiments import problem
     from embens.experiments import grid
     from embens.experiments.engines.local import Local
-    from embens.experiments.store import Store
+    from embens.experiments.results import Results
 
-    class Watcher:
-        engine = None
-
-        def start(self, *numbers):
-            pass
-
-        def update(self, task, done, weight):
+    class Watcher(grid.Watcher):
+        def update(self, job, done):
             print("pids", *(w.process.pid for w in engine._pool), flush=True)
 
     engine = Local(2)
     cells = [problem.slow(), *problem.cells(2)]
-    grid.run("transition", cells, store=Store(sys.argv[1]), engine=engine, watcher=Watcher())
+    grid.run("transition", cells, results=Results(sys.argv[1]), engine=engine, watcher=Watcher())
 """
 
 
@@ -125,7 +121,7 @@ def is_alive(pid):
 def test_a_run_that_is_killed_loses_only_what_was_in_flight_and_leaves_no_workers(tmp_path, how):
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    path = os.pathsep.join([os.path.dirname(os.path.dirname(__file__)), *sys.path])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     process = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path / "out")],
         stdout=subprocess.PIPE,
@@ -140,12 +136,12 @@ def test_a_run_that_is_killed_loses_only_what_was_in_flight_and_leaves_no_worker
     process.wait(30)
     process.stdout.close()
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
-    store = Store(tmp_path / "out")
-    assert len(store.records) == 2
+    results = Results(tmp_path / "out")
+    assert len(results.records) == 2
     assert all(
-        store.claim(key) for key in (*store.records, make_task("transition", problem.slow()).key)
+        results.claim(key) for key in (*results.records, make_job("transition", problem.slow()).key)
     )
-    store.release_all()
+    results.release_all()
 
 
 def test_workers_are_told_where_the_data_are(tmp_path, monkeypatch):
@@ -157,10 +153,10 @@ def test_workers_are_told_where_the_data_are(tmp_path, monkeypatch):
         cell = replace(problem.cells(1)[0], setting=here)
         engine = Local(1)
         try:
-            engine.submit(make_task("transition", cell))
+            engine.submit(make_job("transition", cell))
             done = []
             wait_for(lambda engine=engine, done=done: done.extend(engine.wait(0.1)) or done)
         finally:
             engine.close()
         assert done[0].error is None, (count, done[0].error)
-        assert str(done[0].rows) == str(perform(make_task("transition", cell)).rows)
+        assert str(done[0].rows) == str(perform(make_job("transition", cell)).rows)

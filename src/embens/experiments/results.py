@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 Record = dict[str, Any]
 
 
-class Store:
+class Results:
     """The results of one experiment in one folder.
 
     Args:
@@ -29,9 +29,9 @@ class Store:
 
     Example:
         >>> import tempfile
-        >>> store = Store(Path(tempfile.mkdtemp()))
-        >>> store.add({"key": "a", "rows": [{"accuracy": 0.5}]})
-        >>> Store(store.folder).records["a"]["rows"]
+        >>> results = Results(tempfile.mkdtemp())
+        >>> results.add({"key": "a", "rows": [{"accuracy": 0.5}]})
+        >>> Results(results.folder).records["a"]["rows"]
         [{'accuracy': 0.5}]
     """
 
@@ -67,7 +67,7 @@ class Store:
 
     def add(self, record: Record) -> None:
         """Write a record; it is on the disk when this returns, or an ``OSError`` is raised."""
-        line = json.dumps(record).encode() + b"\n"
+        line = whole = json.dumps(record).encode() + b"\n"
         with self._lock, self.path.open("ab+", buffering=0) as file:  # no rest to write at closing
             start = end = file.seek(0, os.SEEK_END)
             if end:
@@ -79,17 +79,14 @@ class Store:
                     line = line[file.write(line) or 0 :]
                 os.fsync(file.fileno())
             except OSError:
-                self._undo(start)
+                with contextlib.suppress(OSError):  # half a line is skipped by whoever reads it
+                    os.truncate(self.path, start)
                 raise
-        self._keep(record)
+        self._keep(json.loads(whole))
 
     def alone(self) -> AbstractContextManager[Any]:
         """Return a context in which no other run writes here."""
         return self._lock
-
-    def _undo(self, size: int) -> None:
-        with contextlib.suppress(OSError):  # half a line is skipped by whoever reads it
-            os.truncate(self.path, size)
 
     def claim(self, key: str) -> bool:
         """Take a cell for this run; False if another run has it."""
@@ -115,6 +112,11 @@ class Store:
             self.release(key)
         with contextlib.suppress(OSError):  # missing, or in use by another run
             (self.folder / "claims").rmdir()
+
+
+def folder_of(out: str | Path, name: str, preset: str) -> Path:
+    """Return the folder of an experiment's results."""
+    return Path(out) / name / preset
 
 
 def _parse(content: bytes) -> Iterator[Record]:
