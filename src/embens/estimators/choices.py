@@ -6,10 +6,14 @@ is in ``docs/how-to/tables.md``.
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from embens.estimators.options import Options
+
+Number = TypeVar("Number", int, float)
 
 TINY = 50
 """Below so many rows nothing is held out, and a step sees all of them, in float64."""
@@ -24,9 +28,6 @@ P = (0.25, 0.5)
 else the last."""
 LR = 2e-3
 """Rate of AdamW."""
-MODULATION_FACTOR = 1.0
-"""Rate of the modulations over that of the shared parameters."""
-FAMILIES = ("batch_ensemble", "last_layer_dropout", "mc_dropout", "independent")
 
 
 class Parts(NamedTuple):
@@ -47,26 +48,30 @@ class Sizes(NamedTuple):
     dropout: float
 
 
-def choose_sizes(rows: int, members: Any, width: Any, batch_size: Any, epochs: Any) -> Sizes:
-    """Return the sizes, as given or as the number of rows suggests.
+def given(option: Any, usual: Number) -> Number:
+    """Return an option, or where it is "auto" what is usual."""
+    return usual if isinstance(option, str) else type(usual)(option)
+
+
+def choose_sizes(rows: int, options: Options) -> Sizes:
+    """Return the sizes, as given or as the number of rows to train on suggests.
 
     Example:
-        >>> choose_sizes(10_000, "auto", "auto", "auto", "auto")
+        >>> from embens.estimators.options import Options
+        >>> choose_sizes(10_000, Options())
         Sizes(members=16, width=256, batch_size=256, epochs=200, dropout=0.1)
-        >>> choose_sizes(300, 4, "auto", "auto", "auto")
+        >>> choose_sizes(300, Options(members=4))
         Sizes(members=4, width=64, batch_size=64, epochs=200, dropout=0.1)
     """
-    wide = 64 if rows < 500 else 256
-    large = next(size for size, below in _BATCHES if rows < below)
-    if rows < TINY:
-        large = rows
-    most = 200 if rows <= 100_000 else max(20, 20_000_000 // rows)
+    batches = ((rows, TINY), (64, 2500), (128, 5000), (256, 50_000), (512, 200_000))
+    batch_size = next((size for size, below in batches if rows < below), 1024)
+    epochs = 200 if rows <= 100_000 else max(20, 20_000_000 // rows)
     return Sizes(
-        members=16 if members == "auto" else int(members),
-        width=wide if width == "auto" else int(width),
-        batch_size=large if batch_size == "auto" else int(batch_size),
-        epochs=most if epochs == "auto" else int(epochs),
-        dropout=0.0 if rows < TINY else 0.1,
+        members=given(options.members, 16),
+        width=given(options.width, 64 if rows < 500 else 256),
+        batch_size=given(options.batch_size, batch_size),
+        epochs=given(options.max_epochs, epochs),
+        dropout=given(options.dropout, 0.0 if rows < TINY else 0.1),
     )
 
 
@@ -87,12 +92,6 @@ def members_with_room(room: float, members: int, rows: int) -> int:
     if rows < TINY or room >= members:
         return members
     return max(members // 2, int(room))
-
-
-_BATCHES = (
-    *((64, 2500), (128, 5000), (256, 50_000), (512, 200_000)),
-    (1024, math.inf),
-)
 
 
 def split(

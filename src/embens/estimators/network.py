@@ -23,9 +23,8 @@ import torch.fx
 from torch import Tensor, nn
 
 from embens import networks
+from embens.estimators.options import Options
 from embens.estimators.preprocessing import Preprocessing
-
-EMBEDDINGS = ("piecewise", "periodic", "none")
 
 
 class Encode(nn.Module):
@@ -155,22 +154,21 @@ class TableNetwork(nn.Module):
 def build(
     preprocessing: Preprocessing,
     outputs: int,
+    options: Options,
     *,
     width: int,
-    depth: int,
     dropout: float = 0.0,
-    embedding: str = "piecewise",
     generator: torch.Generator | None = None,
 ) -> TableNetwork:
     """Build the reference network of a table."""
-    encode = Encode(preprocessing, bins=embedding == "piecewise")
+    encode = Encode(preprocessing, bins=options.numerical_embedding == "piecewise")
     periodic = None
-    if embedding == "periodic" and preprocessing.numeric:
+    if options.numerical_embedding == "periodic" and preprocessing.numeric:
         periodic = Periodic(len(preprocessing.numeric))
         periodic.reset_parameters(generator)
     inputs = encode.outputs + (periodic.outputs if periodic else 0)
     body = networks.mlp(
-        inputs, width, depth, outputs, weight_std=math.sqrt(2), bias_std=0.1,
+        inputs, width, int(options.depth), outputs, weight_std=math.sqrt(2), bias_std=0.1,
         parametrization="standard", generator=generator,
     )  # fmt: skip
     if dropout > 0:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from embens.estimators.options import Options
 from embens.estimators.tables import Table, choose_categorical, is_missing, label
 
 if TYPE_CHECKING:
@@ -94,14 +95,11 @@ class Preprocessing:
                 part = table.take(rows[block].numpy())
             elif count > BLOCK:
                 part = table.take(block)
-            numbers[block] = torch.from_numpy(self.scaled(part.block(self.numeric)))
+            scaled = (part.block(self.numeric) - self.centre) / self.scale
+            numbers[block] = torch.from_numpy(scaled)
             for j, column in enumerate(self.categorical):
                 codes[block, j] = torch.tensor(self._codes(j, part.values(column)))
         return numbers, codes
-
-    def scaled(self, block: np.ndarray) -> np.ndarray:
-        """Return numbers, centred and scaled."""
-        return (block - self.centre) / self.scale
 
     def _codes(self, j: int, values: list[Any]) -> list[int]:
         kept = {name: code for code, name in enumerate(self.categories[j])}
@@ -117,34 +115,23 @@ class Preprocessing:
         return codes
 
 
-def fit(
-    table: Table,
-    weights: np.ndarray | None = None,
-    *,
-    categorical: Any = "auto",
-    scaling: str = "quantile",
-    bins: int = 32,
-    max_categories: int = 256,
-) -> Preprocessing:
-    """Learn from a table.
+def learn(table: Table, options: Options, weights: Tensor | None = None) -> Preprocessing:
+    """Learn about the columns; fewer bins and categories where there are very many columns.
 
     Args:
         table: the training part.
-        weights: of its rows, above 0; a whole number counts like as many equal rows.
-        categorical: see :func:`embens.estimators.tables.choose_categorical`.
-        scaling: "quantile" or "standard".
-        bins: of a numeric column, at most; fewer where there are very many columns.
-        max_categories: of a column, rare ones aside; fewer where there are very many columns.
+        options: ``categorical_features``, ``scaling``, ``bins`` and ``max_categories``.
+        weights: of the rows, above 0; a whole number counts like as many equal rows.
     """
     import numpy as np
 
-    chosen = choose_categorical(table, categorical)
-    weights = np.ones(table.rows) if weights is None else weights
+    chosen = choose_categorical(table, options.categorical_features)
+    masses = np.ones(table.rows) if weights is None else weights.numpy()
     numeric = [j for j in range(len(table.names)) if j not in set(chosen)]
     notes: list[str] = []
-    bins = max(1, min(bins, ENCODED // max(1, len(numeric))))
-    budget = max(2, min(max_categories, ENCODED // max(1, len(chosen))))
-    if budget < max_categories and len(chosen) > 16:
+    bins = max(1, min(int(options.bins), ENCODED // max(1, len(numeric))))
+    budget = max(2, min(int(options.max_categories), ENCODED // max(1, len(chosen))))
+    if budget < options.max_categories and len(chosen) > 16:
         notes.append(f"{len(chosen)} categorical columns: {budget} categories kept of each")
     centre, scale = np.zeros(len(numeric)), np.ones(len(numeric))
     edges = torch.full((len(numeric), bins + 1), math.nan)
@@ -152,17 +139,17 @@ def fit(
     for i, column in enumerate(numeric):
         values = table.block([column])[:, 0]
         present = ~np.isnan(values)
-        seen, mass = values[present], weights[present]
+        seen, mass = values[present], masses[present]
         missing.append(len(seen) < len(values))
         if len(seen) == 0:
             notes.append(f"{table.names[column]} has no value at all and is ignored")
             missing[-1] = False
             continue
         centre[i], scale[i] = _centre_and_scale(seen, mass)
-        found, values_at = _bins((seen - centre[i]) / scale[i], mass, bins, scaling)
+        found, values_at = _bins((seen - centre[i]) / scale[i], mass, bins, options.scaling)
         edges[i, : len(found)] = torch.from_numpy(found)
         scores[i, : len(found)] = torch.from_numpy(values_at)
-    kept = [_categories(table.values(column), weights, budget) for column in chosen]
+    kept = [_categories(table.values(column), masses, budget) for column in chosen]
     for column, (names, rare, _) in zip(chosen, kept, strict=True):
         if rare > 1:
             notes.append(
