@@ -13,8 +13,9 @@ from embens.embedding.families import (
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.storage import load
 from embens.finite import diagnose
+from embens.objective import objective
 from embens.prediction import Prediction, predict
-from embens.training import Divergence, History, fit, objective
+from embens.training import Divergence, History, fit
 
 __all__ = [
     "Divergence",

@@ -228,6 +228,6 @@ def test_the_arguments_that_the_api_lists_can_be_given_by_position():
     ensemble = embens.embed(mlp(), 2, None, laws.Rademacher(), "last")
     assert [s.layer for s in ensemble.plan.sites] == ["4"]
     criterion = nn.functional.cross_entropy
-    first = embens.objective(ensemble(x), y, criterion, 2.0)
-    second = ensemble.objective(ensemble(x), y, criterion, 2.0)
+    first = embens.objective(ensemble(x), y, criterion)
+    second = ensemble.objective(ensemble(x), y, criterion)
     assert torch.equal(first, second)

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens import gradient
 from embens.checks import Gamma, closest
+from embens.ensemble import rates
 from embens.ensemble import run as execution
 from embens.ensemble.layers import Modulates
 from embens.ensemble.plain import plain
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Cursor, Own, Store
-from embens.gradient import GradientScale
+from embens.objective import Criterion, Of, objective
 
 Batch = Literal["same", "own", "split"]
 BATCHES = ("same", "own", "split")
@@ -49,13 +48,6 @@ class EmbeddedEnsemble(nn.Module):
         for module in network.modules():
             if isinstance(module, Modulates):
                 module.connect(cursor)
-        individual = {id(p) for p in self.individual_parameters()}
-        self._holders: gradient.Holders = [
-            (module, name)
-            for module in network.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None and id(parameter) not in individual
-        ]
         dependent = list(execution.dependent_modules(network))
         separate = plan.separate
         self._unfoldable = not plan.foldable or not all(
@@ -63,7 +55,6 @@ class EmbeddedEnsemble(nn.Module):
             for m in dependent
         )
         self._updating = [m for m in dependent if execution.updates_shared_statistics(m)]
-        self._compiled_scale = torch.ones((), dtype=torch.float64)
 
     @property
     def members(self) -> int:
@@ -87,29 +78,29 @@ class EmbeddedEnsemble(nn.Module):
         modulation_lr: float | None = None,
         weight_decay: float = 5e-4,
         *,
+        gamma: Gamma = None,
+        optimizer: rates.MakeOptimizer = torch.optim.SGD,
         modulation_weight_decay: float = 0.0,
     ) -> list[dict[str, Any]]:
-        """Return the groups for any torch optimiser: shared parameters, then individual ones.
+        r"""Return the groups for a torch optimizer: shared parameters, modulations, own layers.
+
+        With them one step on :func:`embens.objective` is the paper's; see
+        :mod:`embens.ensemble.rates`.
 
         Args:
-            lr: rate of the shared parameters.
+            lr: rate :math:`\eta`. That of the shared parameters is multiplied by
+                :math:`\gamma(M)/M`, for optimizers of the Adam kind by :math:`\gamma/\gamma^*`.
             modulation_lr: rate of the modulations; None: the same.
-            weight_decay: of the shared parameters.
+            weight_decay: of the shared parameters and of layers of the members' own, in units of
+                ``lr``: what a step takes away does not depend on gamma.
+            gamma: a number (0: nothing shared moves), a function of the number of members, or
+                None for the natural value.
+            optimizer: what the groups are for: a class, or a function from groups to an optimizer.
             modulation_weight_decay: of the modulations; decay would pull them to the same point.
         """
-        for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and not negative; got {value}")
-        separate = self.plan.separate
-        groups = [
-            {"params": list(self.shared_parameters()), "lr": lr, "weight_decay": weight_decay},
-            {
-                "params": list(self.individual_parameters()),
-                "lr": lr if modulation_lr is None else modulation_lr,
-                "weight_decay": weight_decay if separate else modulation_weight_decay,
-            },
-        ]
-        return [group for group in groups if group["params"]]
+        return rates.parameter_groups(
+            self, lr, modulation_lr, weight_decay, gamma, optimizer, modulation_weight_decay
+        )
 
     # Running
 
@@ -130,10 +121,8 @@ class EmbeddedEnsemble(nn.Module):
         """
         self._check_batch(inputs, batch)
         size = self._chunk_size(inputs, chunk)
-        compiling = torch.compiler.is_compiling()
-        scale, through = self._open_gradient(compiling)
         store = self._new_store(batch, size)
-        with execution.Pass(self._cursor, store), through:
+        with execution.Pass(self._cursor, store):
             if batch == "split":
                 outputs = self._run_split(inputs, kwargs)
             elif size == 1:
@@ -142,20 +131,7 @@ class EmbeddedEnsemble(nn.Module):
             else:
                 chunks = list(self._run(self._stacks(), inputs, kwargs, batch, size))
                 outputs = chunks[0] if len(chunks) == 1 else execution.gather(chunks, torch.cat)
-        if scale is not None:
-            for output in (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs):
-                if isinstance(output, Tensor):
-                    output.gradient_scale = scale  # type: ignore[attr-defined]
         return outputs
-
-    def _open_gradient(self, compiling: bool) -> tuple[GradientScale | None, Any]:
-        """Return the gradient scale of a pass and the context in which parameters go through it."""
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
-            return None, nullcontext()
-        if compiling:
-            return None, gradient.SharedThrough(self._compiled_scale, self._holders)
-        scale = GradientScale(self)
-        return scale, gradient.SharedThrough(scale, self._holders)
 
     def _new_store(self, batch: Batch, chunk: int, cut: bool = False) -> Store | None:
         if batch != "same" or not self.plan.shared or (chunk >= self.members and not cut):
@@ -290,22 +266,21 @@ class EmbeddedEnsemble(nn.Module):
         self,
         outputs: Any,
         target: Any,
-        criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
-        gamma: Gamma = None,
+        criterion: Criterion | None = None,
         *,
         batch: Batch = "same",
-        of: Literal["members", "mean"] = "members",
+        of: Of = "members",
+        **unknown: Any,
     ) -> Tensor:
-        """Return the objective of outputs of this ensemble; see :func:`embens.objective`."""
-        from embens.training.objective import objective_and_losses
-
-        return objective_and_losses(self, outputs, target, criterion, gamma, batch, of)[0]
+        """Return the sum of the members' losses; see :func:`embens.objective`."""
+        return objective(
+            *(outputs, target, criterion), batch=batch, of=of, members=self.members, **unknown
+        )
 
     def backward(
         self,
         *inputs_and_target: Any,
-        criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
-        gamma: Gamma = None,
+        criterion: Criterion | None = None,
         chunk: int = 1,
         **kwargs: Any,
     ) -> Tensor:
@@ -316,18 +291,35 @@ class EmbeddedEnsemble(nn.Module):
 
         Args:
             *inputs_and_target: the reference's inputs, then the target.
-            criterion: see :meth:`objective`.
-            gamma: see :meth:`objective`.
+            criterion: see :func:`embens.objective`.
             chunk: how many members at a time.
             **kwargs: passed to the reference.
 
         Returns:
-            The mean of the members' losses, detached.
+            The objective, the sum of the members' losses, detached.
         """
-        from embens.training.objective import backward_in_chunks
-
         *inputs, target = inputs_and_target
-        return backward_in_chunks(self, tuple(inputs), kwargs, target, criterion, gamma, chunk)
+        inputs = tuple(inputs)
+        chunk = self._chunk_size(inputs, chunk)
+        total: Any = 0.0
+        cursor = self._cursor
+        with (
+            torch.enable_grad(),
+            execution.Pass(cursor, self._new_store("same", chunk, cut=True)),
+        ):
+            stacks = [execution.CutStack(stack) for stack in self._stacks()]
+            first = True  # what members share is computed in the first chunk
+            for outputs in self._run(stacks, inputs, kwargs, "same", chunk):
+                loss = objective(outputs, target, criterion)
+                retain = first and cursor.store is not None and cursor.store.meets(loss)
+                loss.backward(retain_graph=retain)
+                first = False
+                total = total + loss.detach()
+            if cursor.store is not None:
+                cursor.store.backward()
+            for stack in stacks:
+                stack.backward()
+        return total
 
     @property
     def overlap(self) -> float:

@@ -132,9 +132,7 @@ class Store:
         """Return whether losses and the cut results share a part of the graph that is freed."""
         common = set().union(*(_nodes_before(value) for value, _ in self.edges))
         common &= _nodes_before(losses)
-        return any(
-            not node.name().endswith(("AccumulateGrad", "_ShareBackward")) for node in common
-        )
+        return any(not node.name().endswith("AccumulateGrad") for node in common)
 
 
 def _copied(value: Any) -> Any:

@@ -300,8 +300,8 @@ def train(
                 weight_decay=options.weight_decay,
                 gamma=choices.given(options.gamma, chosen.gamma),
                 criterion=head.criterion,
-                optimiser=torch.optim.AdamW,
-                schedule=partial(ConstantLR, factor=1.0),  # early stopping decides
+                optimizer=torch.optim.AdamW,
+                scheduler=partial(ConstantLR, factor=1.0),  # early stopping decides
                 metric=head.metric if stop is not None else None,
                 maximise=False,
                 patience=int(options.patience) if stop is not None else None,

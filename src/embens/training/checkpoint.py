@@ -23,7 +23,8 @@ from torch import Tensor
 from embens.ensemble.storage import write_atomically
 
 FORMAT = "embens checkpoint"
-VERSION = 1
+VERSION = 2
+"""2: gamma is a rate; runs of version 1 had it in the gradient, and can't be continued."""
 KEEP = 2
 _NAME = re.compile(r"step-(\d{10})-([0-9a-f]{16})\.safetensors")
 _LEFTOVER = re.compile(r"\.step-\d{10}-[0-9a-f]{16}\.safetensors\..+")
@@ -157,7 +158,7 @@ def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
         return {"dtype": str(tree).removeprefix("torch.")}
     raise TypeError(
         f"a checkpoint holds tensors, numbers, strings, lists and dicts, no {type(tree).__name__} "
-        f"({tree!r:.80}); it is in the state of the optimiser or of the schedule. Use others, or "
+        f"({tree!r:.80}); it is in the state of the optimizer or of the schedule. Use others, or "
         "train without checkpoint="
     )
 
