@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from embens.checks import closest
-from embens.estimators import reading
+from embens.estimators import load, reading
 
 BLOCK = 65_536
 
@@ -23,8 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens predict``; return its exit code."""
-    import sklearn  # noqa: F401 - missing extras are reported before anything is spent
-
     if not 0 < options.coverage < 1:
         options.parser.error(f"--coverage lies between 0 and 1; got {options.coverage}")
     try:
@@ -37,8 +35,6 @@ def run(options: argparse.Namespace) -> int:
 def predict(options: argparse.Namespace) -> int:
     """Predict every row; columns that the model does not know are left alone."""
     import numpy as np
-
-    from embens.estimators import load
 
     path = options.model / "model.safetensors" if options.model.is_dir() else options.model
     estimator = load(path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -180,7 +181,7 @@ def prepare(source: Source, head: type[Head], options: Options) -> Prepared:
     """Learn from a part of the rows; see :func:`embens.estimators.pipeline.prepare`."""
     look = first_pass(source, classify=issubclass(head, Classes))
     learnt = head.learn(look.classes, single=source.single)
-    learnt = learnt.uncalibrated(weighted=source.weight is not None)
+    learnt = replace(learnt, weighted=source.weight is not None)
     columns, target, weights = source.parts(look.sample)
     encoding = Encoding(
         preprocessing.learn(columns, options, weights),

@@ -36,18 +36,21 @@ LOG_VARIANCES = (-10.0, 10.0)
 """Bounds of a member's log-variance, of a target of variance 1."""
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Head(ABC):
     """What both heads have in common.
 
-    Attributes:
+    Args:
         single: whether the target is one column and not a table.
-        weighted: whether rows have weights.
+        weighted: whether the tensor of a target ends with a column of weights.
+
+    Attributes:
         separate: whether rows to calibrate with must not be those to stop training by.
     """
 
-    single: bool
-    weighted: bool
-    separate: ClassVar[bool]
+    single: bool = True
+    weighted: bool = False
+    separate: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -58,10 +61,6 @@ class Head(ABC):
     @abstractmethod
     def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Any:
         """Return the head of a target, by values of its columns, among which are all classes."""
-
-    @abstractmethod
-    def uncalibrated(self, *, weighted: bool) -> Any:
-        """Return the head before calibration, for rows with weights or without."""
 
     def scaled(self, values: Tensor, weights: Tensor | None) -> Any:
         """Return the head that knows the scale of the training part's values."""
@@ -101,13 +100,12 @@ class Head(ABC):
         return losses.mean()
 
     @abstractmethod
-    def calibrated(self, stop: Pair, other: Pair, *, scale: bool) -> Any:
-        """Return the calibrated head.
+    def calibrated(self, stop: Pair | None, other: Pair | None) -> Any:
+        """Return the head, calibrated by nothing but outputs and targets of held-out rows.
 
         Args:
-            stop: outputs and target of the rows that training was stopped by.
-            other: of the rows to calibrate with; the same ones if there are no others.
-            scale: whether to choose a temperature.
+            stop: of rows that training was stopped by, to choose a temperature with.
+            other: of rows for conformal scores.
         """
 
     @property
@@ -129,16 +127,11 @@ class Classes(Head):
 
     Args:
         labels: the classes of each label, in order.
-        single: whether there is one label, and the target a vector.
-        weighted: whether the target has a column of weights.
         temperature: what logits are divided by at prediction.
     """
 
     labels: tuple[np.ndarray, ...]
-    single: bool = True
-    weighted: bool = False
     temperature: float = 1.0
-    separate = False
 
     @staticmethod
     def read(y: Any) -> np.ndarray:
@@ -155,13 +148,10 @@ class Classes(Head):
     def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Classes:
         import numpy as np
 
-        head = cls(tuple(np.unique(column) for column in columns), single)
-        if head.multilabel:
-            return cls(tuple(np.array([0, 1], dtype=c.dtype) for c in head.labels), single)
-        return head
-
-    def uncalibrated(self, *, weighted: bool) -> Classes:
-        return replace(self, weighted=weighted, temperature=1.0)
+        head = cls(tuple(np.unique(column) for column in columns), single=single)
+        if not head.multilabel:
+            return head
+        return cls(tuple(np.array([0, 1], dtype=c.dtype) for c in head.labels), single=single)
 
     @property
     def multilabel(self) -> bool:
@@ -233,14 +223,16 @@ class Classes(Head):
         labels = outputs.split(self.sizes, dim=-1)
         return -torch.stack([log_mean(x.log_softmax(-1)).mean() for x in labels]).sum()
 
-    def calibrated(self, stop: Pair, other: Pair, *, scale: bool) -> Classes:
+    def calibrated(self, stop: Pair | None, other: Pair | None) -> Classes:
+        if stop is None:
+            return replace(self, temperature=1.0)
         outputs, target = stop[0].double(), stop[1]
 
         def loss(t: float) -> Tensor:
             rows = outputs.shape[1]
             return rows * self.metric(outputs / t, target) + self.any_class(outputs / t)
 
-        return replace(self, temperature=best_scale(loss)) if scale else self
+        return replace(self, temperature=best_scale(loss))
 
     def probabilities(self, outputs: Tensor) -> list[Tensor]:
         """Return the members' probabilities of each label, ``(member, row, class)``."""
@@ -248,10 +240,9 @@ class Classes(Head):
         return [logits.softmax(-1) for logits in parts]
 
     @property
-    def names(self) -> list[str]:
-        if len(self.labels) == 1:
-            return ["probabilities"]
-        return [f"probabilities_{k}" for k in range(len(self.labels))]
+    def names(self) -> Sequence[str]:
+        count = len(self.labels)
+        return ["probabilities"] if count == 1 else [f"probabilities_{k}" for k in range(count)]
 
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(p.mean(0) for p in self.probabilities(outputs))
@@ -263,21 +254,17 @@ class Gaussians(Head):
 
     Args:
         targets: how many.
-        single: whether the target is a vector.
-        weighted: whether the target has a column of weights.
         mean: of each target; ``std``: likewise.
         temperature: what members' standard deviations are multiplied by, of each target.
         scores: conformal scores of the rows to calibrate with, ``(row, target)``, if there are any.
     """
 
     targets: int
-    single: bool = True
-    weighted: bool = False
     mean: Tensor | float = 0.0
     std: Tensor | float = 1.0
     temperature: Tensor | float = 1.0
     scores: Tensor | None = None
-    separate = True
+    separate: ClassVar[bool] = True
 
     @staticmethod
     def read(y: Any) -> np.ndarray:
@@ -290,11 +277,7 @@ class Gaussians(Head):
 
     @classmethod
     def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Gaussians:
-        return cls(len(columns), single)
-
-    def uncalibrated(self, *, weighted: bool) -> Gaussians:
-        ones = torch.ones(self.targets, dtype=torch.float64)
-        return replace(self, weighted=weighted, temperature=ones, scores=None)
+        return cls(len(columns), single=single)
 
     def scaled(self, values: Tensor, weights: Tensor | None) -> Gaussians:
         weights = torch.ones(len(values), dtype=torch.float64) if weights is None else weights
@@ -337,33 +320,37 @@ class Gaussians(Head):
     def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
         return mixture.log_density(*self.standard(outputs), target[:, : self.targets])
 
-    def calibrated(self, stop: Pair, other: Pair, *, scale: bool) -> Gaussians:
-        head, target = self, stop[1].double()
-        weights = target[:, -1] if self.weighted else torch.ones(len(target)).double()
-        mean, std = self.standard(stop[0].double())
-
-        def factor(k: int) -> float:
-            def loss(t: float) -> Tensor:
-                density = mixture.log_density(mean[..., k], t * std[..., k], target[:, k])
-                mine = len(target) * (weights @ density) / weights.sum()
-                added = -math.log(t) - 0.5 / t**2  # of a row that is one standard deviation off
-                return -(mine + ADDED * added)
-
-            return best_scale(loss)
-
-        if scale:
-            factors = [factor(k) for k in range(self.targets)]
-            head = replace(self, temperature=torch.tensor(factors, dtype=torch.float64))
+    def calibrated(self, stop: Pair | None, other: Pair | None) -> Gaussians:
+        factors = [1.0 if stop is None else self._factor(k, *stop) for k in range(self.targets)]
+        temperature = torch.tensor(factors, dtype=torch.float64)
+        head = replace(self, temperature=temperature, scores=None)
+        if other is None:
+            return head
         mean, std = head.summarise(other[0])
         values = self.mean + self.std * other[1][:, : self.targets].double()
         return replace(head, scores=(values - mean).abs() / std)
+
+    def _factor(self, k: int, outputs: Tensor, target: Tensor) -> float:
+        """Return the best factor of the standard deviations of one target."""
+        mean, std = (x[..., k] for x in self.standard(outputs.double()))
+        weights = target[:, -1].double() if self.weighted else torch.ones(len(target)).double()
+
+        def loss(t: float) -> Tensor:
+            density = mixture.log_density(mean, t * std, target[:, k].double())
+            mine = len(target) * (weights @ density) / weights.sum()
+            added = -math.log(t) - 0.5 / t**2  # of a row that is one standard deviation off
+            return -(mine + ADDED * added)
+
+        return best_scale(loss)
 
     def members(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the members' means and standard deviations, ``(member, row, target)``."""
         mean, std = self.standard(outputs.double())
         return self.mean + self.std * mean, self.std * std * self.temperature
 
-    names = ("predicted_mean", "predicted_std")
+    @property
+    def names(self) -> Sequence[str]:
+        return "predicted_mean", "predicted_std"
 
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
         mean, std = self.members(outputs)

@@ -36,8 +36,8 @@ class Raw(nn.Module):
 
     def __init__(self, fitted: Fitted):
         super().__init__()
-        self.centre = nn.Buffer(torch.as_tensor(fitted.preprocessing.centre))
-        self.scale = nn.Buffer(torch.as_tensor(fitted.preprocessing.scale))
+        self.centre = nn.Buffer(fitted.preprocessing.centre)
+        self.scale = nn.Buffer(fitted.preprocessing.scale)
         self.ensemble = fitted.chosen.ensemble
         self.head, self.dtype = fitted.head, fitted.dtype
 
@@ -99,7 +99,7 @@ def _example_numbers(known: Preprocessing) -> Tensor:
     """Return raw rows in the range of the training part, one number missing."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.randn(8, len(known.numeric), generator=generator, dtype=torch.float64)
-    numbers = torch.as_tensor(known.centre) + spread * torch.as_tensor(known.scale)
+    numbers = known.centre + spread * known.scale
     numbers[:1, :1] = float("nan")
     return numbers
 

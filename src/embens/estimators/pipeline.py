@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +170,7 @@ def prepare(
     """
     columns = [y] if y.ndim == 1 else list(y.T)
     learnt = previous.head if previous else head.learn(columns, single=y.ndim == 1)
-    learnt = learnt.uncalibrated(weighted=weights is not None)
+    learnt = replace(learnt, weighted=weights is not None)
     values = learnt.values(y)
     if weights is not None:
         rows = weights.nonzero().squeeze(1)
@@ -322,17 +322,15 @@ def calibrate(
 ) -> tuple[Head, dict[str, Any] | None]:
     """Return the calibrated head, and the losses on the rows that training was stopped by."""
     head = prepared.encoding.head
-    if prepared.stop is None:
-        return head, None
-    stop, *others = (
-        (run_members(ensemble, rows[:-1]), rows[-1])
+    stop, other = (
+        None if rows is None else (run_members(ensemble, rows[:-1]), rows[-1])
         for rows in (prepared.stop, prepared.calibrate)
-        if rows is not None
     )
+    calibrated = head.calibrated(stop if options.calibrate else None, other or stop)
+    if stop is None:
+        return calibrated, None
     outputs, target = stop
-    held_out = {
+    return calibrated, {
         "ensemble": float(head.metric(outputs, target)),
         "members": [float(head.metric(member[None], target)) for member in outputs],
     }
-    other = others[0] if others else stop
-    return head.calibrated(stop, other, scale=bool(options.calibrate)), held_out

@@ -55,8 +55,8 @@ class Preprocessing:
     names: list[str]
     numeric: list[int]
     categorical: list[int]
-    centre: np.ndarray
-    scale: np.ndarray
+    centre: Tensor
+    scale: Tensor
     edges: Tensor
     scores: Tensor
     missing: list[bool]
@@ -68,15 +68,11 @@ class Preprocessing:
     @property
     def slots(self) -> list[tuple[int, int]]:
         """The inputs that categories make: pairs of categorical column and code."""
-        return [
-            (j, code)
-            for j, kept in enumerate(self.categories)
-            for code in (
-                *range(len(kept)),
-                *([len(kept)] if self.rare[j] else []),
-                *([len(kept) + 1] if self.absent[j] else []),
-            )
-        ]
+        found = []
+        for j, kept in enumerate(self.categories):
+            others = [len(kept)] * self.rare[j] + [len(kept) + 1] * self.absent[j]
+            found += [(j, code) for code in (*range(len(kept)), *others)]
+        return found
 
     def encode(
         self, table: Table, dtype: torch.dtype = torch.float32, rows: Tensor | None = None
@@ -90,13 +86,9 @@ class Preprocessing:
         codes = torch.empty(count, len(self.categorical), dtype=torch.int64)
         for start in range(0, count, BLOCK):
             block = slice(start, start + BLOCK)
-            part = table
-            if rows is not None:
-                part = table.take(rows[block].numpy())
-            elif count > BLOCK:
-                part = table.take(block)
-            scaled = (part.block(self.numeric) - self.centre) / self.scale
-            numbers[block] = torch.from_numpy(scaled)
+            part = table.take(block if rows is None else rows[block].numpy())
+            raw = torch.from_numpy(part.block(self.numeric))
+            numbers[block] = ((raw - self.centre) / self.scale).to(dtype)
             for j, column in enumerate(self.categorical):
                 codes[block, j] = torch.tensor(self._codes(j, part.values(column)))
         return numbers, codes
@@ -104,15 +96,8 @@ class Preprocessing:
     def _codes(self, j: int, values: list[Any]) -> list[int]:
         kept = {name: code for code, name in enumerate(self.categories[j])}
         rare, absent = len(kept), len(kept) + 1
-        known: dict[Any, int] = {}
-        codes = []
-        for value in values:
-            code = known.get(value)
-            if code is None:
-                code = absent if is_missing(value) else kept.get(label(value), rare)
-                known[value] = code
-            codes.append(code)
-        return codes
+        known = {v: absent if is_missing(v) else kept.get(label(v), rare) for v in set(values)}
+        return [known[value] for value in values]
 
 
 def learn(table: Table, options: Options, weights: Tensor | None = None) -> Preprocessing:
@@ -133,7 +118,8 @@ def learn(table: Table, options: Options, weights: Tensor | None = None) -> Prep
     budget = max(2, min(int(options.max_categories), ENCODED // max(1, len(chosen))))
     if budget < options.max_categories and len(chosen) > 16:
         notes.append(f"{len(chosen)} categorical columns: {budget} categories kept of each")
-    centre, scale = np.zeros(len(numeric)), np.ones(len(numeric))
+    centre = torch.zeros(len(numeric), dtype=torch.float64)
+    scale = torch.ones_like(centre)
     edges = torch.full((len(numeric), bins + 1), math.nan)
     scores, missing = edges.clone(), []
     for i, column in enumerate(numeric):
@@ -145,8 +131,9 @@ def learn(table: Table, options: Options, weights: Tensor | None = None) -> Prep
             notes.append(f"{table.names[column]} has no value at all and is ignored")
             missing[-1] = False
             continue
-        centre[i], scale[i] = _centre_and_scale(seen, mass)
-        found, values_at = _bins((seen - centre[i]) / scale[i], mass, bins, options.scaling)
+        middle, spread = _centre_and_scale(seen, mass)
+        found, values_at = _bins((seen - middle) / spread, mass, bins, options.scaling)
+        centre[i], scale[i] = middle, spread
         edges[i, : len(found)] = torch.from_numpy(found)
         scores[i, : len(found)] = torch.from_numpy(values_at)
     kept = [_categories(table.values(column), masses, budget) for column in chosen]
@@ -155,19 +142,11 @@ def learn(table: Table, options: Options, weights: Tensor | None = None) -> Prep
             notes.append(
                 f"{table.names[column]}: {len(names)} categories kept, {rare} rare ones made one"
             )
+    categories = [names for names, _, _ in kept]
+    rare, absent = [count > 0 for _, count, _ in kept], [yes for _, _, yes in kept]
     return Preprocessing(
-        names=list(table.names),
-        numeric=numeric,
-        categorical=chosen,
-        centre=centre,
-        scale=scale,
-        edges=edges,
-        scores=scores,
-        missing=missing,
-        categories=[names for names, _, _ in kept],
-        rare=[rare > 0 for _, rare, _ in kept],
-        absent=[absent for _, _, absent in kept],
-        notes=notes,
+        *(table.names, numeric, chosen, centre, scale, edges, scores, missing),
+        *(categories, rare, absent, notes),
     )
 
 

@@ -6,35 +6,36 @@ Greater is better, as scikit-learn wants it: both are negative. Classifiers have
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from embens.estimators import mixture
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
 
 
 def neg_nll(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
     """Return the mean log-density of targets under the predicted mixture."""
-    return _mean(mixture.log_density(*_members_and_target(estimator, X, y)), sample_weight)
+    import numpy as np
+
+    return float(np.average(score_rows(mixture.log_density, estimator, X, y), 0, sample_weight))
 
 
 def neg_crps(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
     """Return the mean continuous ranked probability score, negative, in units of the target."""
-    return -_mean(mixture.crps(*_members_and_target(estimator, X, y)), sample_weight)
-
-
-def _mean(scores: Tensor, weights: Any) -> float:
-    """Return the mean over rows, and targets."""
     import numpy as np
 
-    rows = scores.reshape(len(scores), -1).mean(1)
-    return float(np.average(rows.numpy(), weights=weights))
+    return -float(np.average(score_rows(mixture.crps, estimator, X, y), 0, sample_weight))
 
 
-def _members_and_target(estimator: Any, X: Any, y: Any) -> tuple[Tensor, Tensor, Tensor]:
+def score_rows(
+    score: Callable[[Tensor, Tensor, Tensor], Tensor], estimator: Any, X: Any, y: Any
+) -> np.ndarray:
+    """Return a score of each row, the mean over targets, by members' means and deviations."""
     import numpy as np
     from sklearn.base import is_regressor
 
@@ -43,6 +44,6 @@ def _members_and_target(estimator: Any, X: Any, y: Any) -> tuple[Tensor, Tensor,
             f"expected an EmbeddedEnsembleRegressor; got {type(estimator).__name__}. For a "
             "classifier use scoring='neg_log_loss'."
         )
-    mean, std = estimator.predict_members(X)
+    mean, std = map(torch.from_numpy, estimator.predict_members(X))
     target = torch.from_numpy(np.array(y, dtype="float64").reshape(mean.shape[1:]))
-    return torch.from_numpy(mean), torch.from_numpy(std), target
+    return score(mean, std, target).reshape(len(target), -1).mean(1).numpy()

@@ -44,7 +44,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist")
     tensors = {f"ensemble.{k}": v for k, v in estimator.ensemble_.state_dict().items()}
     columns = vars(fitted.preprocessing).copy()
-    tensors |= {f"columns.{k}": torch.as_tensor(columns.pop(k)) for k in _COLUMNS}
+    tensors |= {f"columns.{k}": columns.pop(k) for k in _COLUMNS}
     numbers = {k: getattr(estimator, k, None) for k in _TENSORS}
     tensors |= {
         f"attribute.{k}": torch.as_tensor(v, dtype=torch.float64)
@@ -114,9 +114,8 @@ def load(path: str | os.PathLike[str], *kinds: type) -> Any:
 def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], options: Options) -> Fitted:
     """Return what was fitted, from a file's header and tensors."""
     values = header["values"]
-    arrays = {k: tensors[f"columns.{k}"] for k in _COLUMNS}
-    arrays |= {k: arrays[k].numpy() for k in ("centre", "scale")}
-    known = Preprocessing(**header["columns"], **arrays)
+    columns: dict[str, Any] = {k: tensors[f"columns.{k}"] for k in _COLUMNS}
+    known = Preprocessing(**header["columns"], **columns)
     head = _head(header, {k: tensors.get(f"attribute.{k}") for k in _TENSORS})
     width, dropout = values["width_"], values["dropout_"]
     reference = network.build(known, head.outputs, options, width=width, dropout=dropout)
@@ -136,10 +135,10 @@ def _head(header: dict[str, Any], tensors: dict[str, Any]) -> Head:
     if classes is None:
         mean, single = tensors["y_mean_"], header["values"]["single_"]
         scales = (mean, tensors["y_std_"], temperature, tensors["scores_"])
-        return Gaussians(len(mean), single, False, *scales)
+        return Gaussians(len(mean), *scales, single=single)
     pairs = zip(classes["values"], classes["dtypes"], strict=True)
     labels = tuple(np.array(values, dtype=dtype) for values, dtype in pairs)
-    return Classes(labels, not classes["several"], temperature=float(temperature))
+    return Classes(labels, float(temperature), single=not classes["several"])
 
 
 def _classes_to_json(head: Head) -> Any:

@@ -97,7 +97,11 @@ class Table:
         if not columns:
             return np.zeros((self.rows, 0))
         found = np.column_stack([self.numbers(j) for j in columns])
-        infinite = [self.names[columns[k]] for k in np.isinf(found).any(0).nonzero()[0]]
+        infinite = [
+            self.names[j]
+            for j, column in zip(columns, found.T, strict=True)
+            if np.isinf(column).any()
+        ]
         if infinite:
             raise ValueError(
                 "Input X contains infinity or a value too large for dtype('float64'), in "
