@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from embens.estimators import choices
+from embens.estimators.options import Options
 
 
 def deal(rows, fraction="auto", **changes):
@@ -43,24 +44,7 @@ def test_members_follow_the_room_down_to_a_half():
     assert choices.members_with_room(3.0, 16, 20) == 16
 
 
-@pytest.mark.parametrize(("room", "p", "members"), [(99.0, 0.25, 16), (10.0, 0.5, 10)])
-def test_members_become_more_alike_before_they_become_fewer(monkeypatch, room, p, members):
-    from types import SimpleNamespace
-
-    from embens.estimators import EmbeddedEnsembleClassifier, fitting
-
-    found = SimpleNamespace(room=room, gamma=1.0)
-    monkeypatch.setattr(fitting, "_diagnosis", lambda *arguments: found)
-    X = torch.randn(100, 2, generator=torch.Generator().manual_seed(0)).numpy()
-    auto = EmbeddedEnsembleClassifier(width=8, max_epochs=1, random_state=0).fit(X, X[:, 0] > 0)
-    assert (auto.p_, auto.ensemble_.members) == (p, members)
-    assert auto.ensemble_.plan.sites[0].law.mean == pytest.approx(p)
-    given = EmbeddedEnsembleClassifier(members=12, p=0.1, width=8, max_epochs=1, random_state=0)
-    given.fit(X, X[:, 0] > 0)
-    assert (given.p_, given.ensemble_.members) == (0.1, 12)
-
-
 def test_a_tiny_table_is_one_batch_without_dropout():
-    sizes = choices.choose_sizes(30, "auto", "auto", "auto", "auto")
+    sizes = choices.choose_sizes(30, Options())
     assert (sizes.batch_size, sizes.dropout) == (30, 0.0)
-    assert choices.choose_sizes(10**6, "auto", "auto", "auto", "auto").epochs == 20
+    assert choices.choose_sizes(10**6, Options()).epochs == 20

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,16 +80,13 @@ class Source:
                     draws = torch.rand(batch.num_rows, generator=generator).numpy()
                     yield pa.Table.from_batches([batch]), draws
 
-    def parts(self, table: Any) -> tuple[Table, Any, Tensor | None]:
-        """Return the columns, the target and the weights of an Arrow table."""
-        import numpy as np
-
-        target = np.column_stack([to_numpy(table.column(n)) for n in self.targets])
+    def parts(self, table: Any) -> tuple[Table, list[Any], Tensor | None]:
+        """Return the columns, the targets and the weights of an Arrow table."""
         weights = None
         if self.weight:
             weights = torch.tensor(to_numpy(table.column(self.weight)).astype("float64"))
-        columns = from_frame(table.select(self.columns))
-        return columns, target[:, 0] if self.single else target, weights
+        targets = [to_numpy(table.column(name)) for name in self.targets]
+        return from_frame(table.select(self.columns)), targets, weights
 
     def held_out(self) -> Any:
         """Return the Arrow table of the rows that are held out."""
@@ -99,16 +96,8 @@ class Source:
         return pa.concat_tables(parts).combine_chunks()
 
 
-class Look(NamedTuple):
-    """What the first pass brings along: rows to learn from, rows held out, all classes."""
-
-    sample: Any
-    held: Any
-    classes: list[Any]
-
-
-def first_pass(source: Source, *, classify: bool) -> Look:
-    """Go through all rows once."""
+def first_pass(source: Source, *, classify: bool) -> tuple[Any, Any, list[Any]]:
+    """Go through all rows once; return those to learn from, those held out, and all classes."""
     import numpy as np
     import pyarrow as pa
     from pyarrow import compute
@@ -129,11 +118,8 @@ def first_pass(source: Source, *, classify: bool) -> Look:
         held.append(table.filter(pa.array(draws < source.held)))
         chosen = (draws >= source.held) & (draws < source.looked)
         samples.append(table.filter(pa.array(chosen)))
-    return Look(
-        pa.concat_tables(samples).combine_chunks(),
-        pa.concat_tables(held).combine_chunks(),
-        [np.array(sorted(known)) for known in classes],
-    )
+    tables = (pa.concat_tables(parts).combine_chunks() for parts in (samples, held))
+    return *tables, [np.array(sorted(known)) for known in classes]
 
 
 class Stream(IterableDataset):
@@ -179,10 +165,10 @@ class Stream(IterableDataset):
 
 def prepare(source: Source, head: type[Head], options: Options) -> Prepared:
     """Learn from a part of the rows; see :func:`embens.estimators.pipeline.prepare`."""
-    look = first_pass(source, classify=issubclass(head, Classes))
-    learnt = head.learn(look.classes, single=source.single)
+    sample, held, classes = first_pass(source, classify=issubclass(head, Classes))
+    learnt = head.learn(classes, single=source.single)
     learnt = replace(learnt, weighted=source.weight is not None)
-    columns, target, weights = source.parts(look.sample)
+    columns, target, weights = source.parts(sample)
     encoding = Encoding(
         preprocessing.learn(columns, options, weights),
         learnt.scaled(learnt.values(target), weights),
@@ -191,11 +177,11 @@ def prepare(source: Source, head: type[Head], options: Options) -> Prepared:
     rows = max(1, round(source.rows * (1 - source.held)))
     stream = Stream(source, encoding, choices.choose_sizes(rows, options).batch_size)
     stop = calibrate = None
-    if look.held.num_rows:
-        stop = stream.encode(look.held)
+    if held.num_rows:
+        stop = stream.encode(held)
         if learnt.separate:
             stop, calibrate = (tuple(t[start::2] for t in stop) for start in (0, 1))
-    few = stream.encode(look.sample.slice(0, 64))
+    few = stream.encode(sample.slice(0, 64))
     return Prepared(encoding, rows, DataLoader(stream, batch_size=None), few, stop, calibrate)
 
 

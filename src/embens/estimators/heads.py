@@ -72,7 +72,7 @@ class Head(ABC):
         """How many outputs the network needs."""
 
     @abstractmethod
-    def values(self, y: np.ndarray) -> Tensor:
+    def values(self, columns: Sequence[np.ndarray]) -> Tensor:
         """Return a target as numbers ``(row, target)``."""
 
     def groups(self, values: Tensor) -> Tensor | None:
@@ -119,6 +119,11 @@ class Head(ABC):
 
 
 Pair = tuple[Tensor, Tensor]
+
+
+def _check_count(columns: Sequence[Any], expected: int) -> None:
+    if len(columns) != expected:
+        raise ValueError(f"y: expected the first fit's {expected} targets; got {len(columns)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +177,12 @@ class Classes(Head):
     def outputs(self) -> int:
         return sum(self.sizes)
 
-    def values(self, y: np.ndarray) -> Tensor:
+    def values(self, columns: Sequence[np.ndarray]) -> Tensor:
         import numpy as np
 
         codes = []
-        for column, classes in zip(np.atleast_2d(y.T), self.labels, strict=True):
+        _check_count(columns, len(self.labels))
+        for column, classes in zip(columns, self.labels, strict=True):
             unknown = sorted(set(np.unique(column).tolist()) - set(classes.tolist()), key=str)
             if unknown:
                 raise ValueError(
@@ -291,13 +297,9 @@ class Gaussians(Head):
     def outputs(self) -> int:
         return 2 * self.targets
 
-    def values(self, y: np.ndarray) -> Tensor:
-        expected = () if self.single else (self.targets,)
-        if y.shape[1:] != expected:
-            raise ValueError(
-                f"y: expected the first fit's targets, shape (row, *{expected}); got {y.shape}"
-            )
-        return torch.tensor(y.astype("float64").reshape(len(y), -1))
+    def values(self, columns: Sequence[np.ndarray]) -> Tensor:
+        _check_count(columns, self.targets)
+        return torch.stack([torch.tensor(c.astype("float64")) for c in columns], 1)
 
     def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         return super().pack((values - self.mean) / self.std, weights, dtype)

@@ -16,8 +16,6 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +26,6 @@ from embens.estimators.heads import Classes
 
 if TYPE_CHECKING:
     from embens.estimators.pipeline import Fitted
-    from embens.estimators.preprocessing import Preprocessing
 
 
 class Raw(nn.Module):
@@ -57,11 +54,15 @@ def to_onnx(fitted: Fitted, path: str | os.PathLike[str]) -> Path:
         raise ValueError("masks that are drawn anew at each pass can't be exported")
     known, path = fitted.preprocessing, Path(path)
     module = Raw(fitted).eval()
-    rows = {"numbers": _example_numbers(known)}
+    steps = torch.linspace(-2, 2, 8, dtype=torch.float64)[:, None]
+    rows = {"numbers": known.centre + steps * known.scale}  # in the range of the training part
+    rows["numbers"][:1, :1] = float("nan")
     if known.categorical:
-        rows["codes"] = _example_codes(known)
+        codes = [torch.arange(8) % (len(kept) + 2) for kept in known.categories]
+        rows["codes"] = torch.stack(codes, 1)
     row = torch.export.Dim("row")
-    with _quiet(), torch.no_grad():
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
         module.ensemble.chunk = 1 if module.ensemble.plan.separate else None
         program = torch.onnx.export(
             module,
@@ -79,36 +80,6 @@ def to_onnx(fitted: Fitted, path: str | os.PathLike[str]) -> Path:
     onnx.save(model, str(path))
     _check(path, module, {name: tensor[:5] for name, tensor in rows.items()})
     return path
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporter's own warnings and remarks to itself."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-def _example_numbers(known: Preprocessing) -> Tensor:
-    """Return raw rows in the range of the training part, one number missing."""
-    generator = torch.Generator().manual_seed(0)
-    spread = torch.randn(8, len(known.numeric), generator=generator, dtype=torch.float64)
-    numbers = known.centre + spread * known.scale
-    numbers[:1, :1] = float("nan")
-    return numbers
-
-
-def _example_codes(known: Preprocessing) -> Tensor:
-    """Return codes of categories, rare and missing ones among them."""
-    generator = torch.Generator().manual_seed(1)
-    most = torch.tensor([len(kept) + 2 for kept in known.categories])
-    return (torch.rand(8, len(most), generator=generator) * most).long()
 
 
 def _notes(fitted: Fitted) -> dict[str, list]:

@@ -171,7 +171,7 @@ def prepare(
     columns = [y] if y.ndim == 1 else list(y.T)
     learnt = previous.head if previous else head.learn(columns, single=y.ndim == 1)
     learnt = replace(learnt, weighted=weights is not None)
-    values = learnt.values(y)
+    values = learnt.values(columns)
     if weights is not None:
         rows = weights.nonzero().squeeze(1)
         table, values, weights = table.take(rows.numpy()), values[rows], weights[rows]
