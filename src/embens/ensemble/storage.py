@@ -10,45 +10,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from embens import laws as embens_laws
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.plan import Plan, Site, check_plan
 from embens.ensemble.surgery import operate
-from embens.laws import Law
+from embens.files import write_atomically
+from embens.laws import Law, from_dict
 
 FORMAT = "embens ensemble"
 VERSION = 1
 
 
-def _law_to_json(law: Law) -> dict[str, Any]:
-    return {"law": type(law).__name__, **dataclasses.asdict(law)}  # type: ignore[call-overload]
-
-
-def _law_from_json(data: dict[str, Any], known: dict[str, type[Law]]) -> Law:
-    fields = dict(data)
-    name = fields.pop("law")
-    if name not in known:
-        raise ValueError(
-            f"the file uses a law {name!r} that is not embens' own; pass its class: "
-            f"embens.load(path, reference, laws=[{name}])"
-        )
-    return known[name](**fields)
-
-
 def plan_to_json(plan: Plan) -> str:
     """Return a plan as JSON."""
     data = dataclasses.asdict(plan)
-    data["sites"] = [
-        {**dataclasses.asdict(site), "law": _law_to_json(site.law)} for site in plan.sites
-    ]
+    data["sites"] = [{**dataclasses.asdict(site), "law": site.law.to_dict()} for site in plan.sites]
     return json.dumps({"format": FORMAT, "version": VERSION, "plan": data})
 
 
@@ -63,10 +44,7 @@ def plan_from_json(text: str, laws: Iterable[type[Law]] = ()) -> Plan:
             "use a newer embens"
         )
     data = content["plan"]
-    own_laws = (embens_laws.Constant, embens_laws.Normal, embens_laws.Shifted)
-    own_laws += (embens_laws.Bernoulli, embens_laws.Ternary, embens_laws.Rademacher)
-    known = {law.__name__: law for law in (*own_laws, *laws)}
-    sites = tuple(Site(**{**s, "law": _law_from_json(s["law"], known)}) for s in data["sites"])
+    sites = tuple(Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"])
     return Plan(
         **{
             **data,
@@ -77,27 +55,6 @@ def plan_from_json(text: str, laws: Iterable[type[Law]] = ()) -> Plan:
             "overwriting": tuple(data["overwriting"]),
         }
     )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def write_atomically(path: Path, write: Any) -> None:
-    """Write a file under a temporary name beside ``path``, sync it, and rename it into place."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        write(temporary)
-        os.chmod(temporary, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def save(ensemble: EmbeddedEnsemble, path: str | os.PathLike[str]) -> None:
@@ -127,7 +84,7 @@ def load(
         path: the file.
         reference: a network of the same architecture; its weights are not used, and it is not
             changed.
-        laws: classes of laws that are not embens' own.
+        laws: classes of laws that are defined nowhere yet, or that share a name with others.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embens import laws
 from embens.embedding.families import operate
 from embens.ensemble import storage
 from embens.estimators import network
@@ -23,7 +22,8 @@ from embens.estimators.heads import Classes, Gaussians, Head
 from embens.estimators.options import Options
 from embens.estimators.pipeline import Chosen, Fitted
 from embens.estimators.preprocessing import Preprocessing
-from embens.laws import Law
+from embens.files import write_atomically
+from embens.laws import Law, from_dict
 from embens.training import History
 
 FORMAT = "embens estimator"
@@ -70,7 +70,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
     }
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
     metadata = {"embens_estimator": json.dumps(header)}
-    storage.write_atomically(path, lambda name: save_file(tensors, name, metadata))
+    write_atomically(path, lambda name: save_file(tensors, name, metadata))
 
 
 def load(path: str | os.PathLike[str], *kinds: type) -> Any:
@@ -154,7 +154,7 @@ def _arguments_to_json(arguments: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in arguments.items():
         if isinstance(value, Law):
-            value = {"law": type(value).__name__, **dataclasses.asdict(value)}  # type: ignore[call-overload]
+            value = value.to_dict()
         elif hasattr(value, "tolist"):
             value = value.tolist()
         elif name == "random_state" and not isinstance(value, int):
@@ -165,10 +165,4 @@ def _arguments_to_json(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _arguments_from_json(arguments: dict[str, Any]) -> dict[str, Any]:
     law = arguments.get("law")
-    if law is not None:
-        fields = dict(law)
-        name = fields.pop("law")
-        if name not in ("Constant", "Normal", "Shifted", "Bernoulli", "Ternary", "Rademacher"):
-            raise ValueError(f"the file uses a law {name!r} that is not embens' own; use joblib")
-        arguments = {**arguments, "law": getattr(laws, name)(**fields)}
-    return arguments
+    return arguments if law is None else {**arguments, "law": from_dict(law)}

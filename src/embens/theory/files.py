@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
+from embens.files import write_atomically
 from embens.theory.blocks import Block, compute_blocks, flatten, plan_blocks, put, unflatten
 from embens.theory.kernel import Kernels
 from embens.theory.limit import Limit
@@ -177,13 +178,15 @@ def _publish(partial: _Partial, path: Path) -> None:
     """Turn the folder into the file, at once."""
     import zipfile
 
-    hidden = path.with_name(f".{path.name}.{os.getpid()}")
-    if path.suffix == ".npz":
-        with zipfile.ZipFile(hidden, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
+    def write(to: Path) -> None:
+        with zipfile.ZipFile(to, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
             for name in NAMES:
                 file.write(partial._file(name), f"{name}.npy")
-        os.replace(hidden, path)
+
+    if path.suffix == ".npz":
+        write_atomically(path, write)
     else:
+        hidden = path.with_name(f".{path.name}.{os.getpid()}")
         zarr = _zarr()
         group = zarr.open_group(str(hidden), mode="w")
         for name, array in zip(NAMES, partial.arrays, strict=True):

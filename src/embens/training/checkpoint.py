@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embens.ensemble.storage import write_atomically
+from embens.files import write_atomically
 
 FORMAT = "embens checkpoint"
 VERSION = 2
@@ -59,8 +59,7 @@ class Checkpoints:
         data = save(tensors, {"embens": json.dumps(content)})
         digest = hashlib.sha256(data).hexdigest()[:16]
         path = self.folder / f"step-{step:010d}-{digest}.safetensors"
-        write_atomically(path, lambda name: Path(name).write_bytes(data))
-        sync_folder(self.folder)
+        write_atomically(path, data)
         for old in self._files()[KEEP:]:
             old.unlink(missing_ok=True)
         return path
@@ -181,16 +180,6 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "dtype" and isinstance(dtype := getattr(torch, value, None), torch.dtype):
         return dtype
     raise KeyError(kind)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make sure that a rename in a folder is on the disk, where the system can tell."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _short(value: Any) -> str:
