@@ -1,4 +1,4 @@
-"""``embens predict``: what a fitted model says about the rows of a file, a part after another."""
+"""``embens predict``: what a fitted model says about the rows of a file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 
 from embens.checks import closest
 from embens.estimators import load, reading
-
-BLOCK = 65_536
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +32,6 @@ def run(options: argparse.Namespace) -> int:
 
 def predict(options: argparse.Namespace) -> int:
     """Predict every row; columns that the model does not know are left alone."""
-    import numpy as np
-
     path = options.model / "model.safetensors" if options.model.is_dir() else options.model
     estimator = load(path)
     table = reading.read(options.data)
@@ -46,12 +42,7 @@ def predict(options: argparse.Namespace) -> int:
                 f"{options.data.name} has no column {name!r}, which the model needs"
                 f"{closest(name, table.schema.names)}"
             )
-    table = table.select(names)
-    parts = [
-        reading.predictions(estimator, table.slice(start, BLOCK), options.coverage)
-        for start in range(0, table.num_rows, BLOCK)
-    ]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    columns = reading.predictions(estimator, table.select(names), options.coverage)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     reading.write(columns, options.out)
     print(f"wrote {table.num_rows} rows to {options.out}")

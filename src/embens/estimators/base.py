@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -69,6 +68,7 @@ class TableEnsemble(options.Options, BaseEstimator):
     dropout_ = looked_up("chosen.dropout", "Rate behind hidden layers.")
     preprocessing_ = looked_up("preprocessing", "What was learnt about the columns.")
     run_ = looked_up("run", "The course of training, as :func:`embens.fit` returns it.")
+    head_ = looked_up("head", "What is known of the target, and how outputs are read.")
     held_out_ = looked_up("held_out", "Losses on held-out rows: ``ensemble``, ``members``.")
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
@@ -120,10 +120,7 @@ class TableEnsemble(options.Options, BaseEstimator):
         self, X: Any, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
     ) -> list[Tensor]:
         """Return what ``summary(head, outputs)`` makes of the members' outputs."""
-        from sklearn.utils.validation import check_is_fitted
-
-        check_is_fitted(self, "fitted_")
-        table, head = tables.read_table(self, X, reset=False), self.fitted_.head
+        head, table = self.head_, tables.read_table(self, X, reset=False)
         with threads(self.n_jobs):
             return self.fitted_.read(table, lambda outputs: summary(head, outputs), dim)
 
@@ -152,17 +149,12 @@ class TableEnsemble(options.Options, BaseEstimator):
     plot_members = plots.plot_members
     save = storage.save
 
+    to_onnx = onnx.to_onnx
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Any:
         """Read an estimator of this class that :meth:`save` wrote."""
         return storage.load(path, cls)
-
-    def to_onnx(self, path: str | os.PathLike[str]) -> Path:
-        """Write one ONNX file from raw columns to the prediction, checked with onnxruntime."""
-        from sklearn.utils.validation import check_is_fitted
-
-        check_is_fitted(self, "fitted_")
-        return onnx.to_onnx(self.fitted_, path)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

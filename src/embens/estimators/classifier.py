@@ -82,7 +82,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         import numpy as np
 
         labels = [p.numpy() for p in self._read(X, Classes.summarise)]
-        if self.fitted_.head.single:
+        if self.head_.single:
             return labels[0]
         return np.stack([p[:, 1] for p in labels], 1) if self.multilabel_ else labels
 
@@ -99,14 +99,14 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         import numpy as np
 
         found = self._read(X, Classes.summarise)
-        several = [self.classes_] if self.fitted_.head.single else self.classes_
+        several = [self.classes_] if self.head_.single else self.classes_
         labels = [c[p.argmax(1).numpy()] for c, p in zip(several, found, strict=True)]
-        return labels[0] if self.fitted_.head.single else np.stack(labels, 1)
+        return labels[0] if self.head_.single else np.stack(labels, 1)
 
     def predict_members(self, X: Any) -> Any:
         """Return members' probabilities ``(member, row, class)``; of several labels a list."""
         labels = [p.numpy() for p in self._read(X, Classes.probabilities, 1)]
-        return labels[0] if self.fitted_.head.single else labels
+        return labels[0] if self.head_.single else labels
 
     def predict_uncertainty(self, X: Any) -> Uncertainty:
         """Return the entropy of the prediction, in nats, and its two parts.
@@ -115,7 +115,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         several labels ``(row, label)``.
         """
         total, aleatoric = self._read(X, _entropies)
-        if self.fitted_.head.single:
+        if self.head_.single:
             total, aleatoric = total[:, 0], aleatoric[:, 0]
         epistemic = (total - aleatoric).clamp(min=0)
         return Uncertainty(total.numpy(), (total - epistemic).numpy(), epistemic.numpy())

@@ -38,19 +38,11 @@ LOG_VARIANCES = (-10.0, 10.0)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Head(ABC):
-    """What both heads have in common.
+    """What both heads have in common."""
 
-    Args:
-        single: whether the target is one column and not a table.
-        weighted: whether the tensor of a target ends with a column of weights.
-
-    Attributes:
-        separate: whether rows to calibrate with must not be those to stop training by.
-    """
-
-    single: bool = True
-    weighted: bool = False
-    separate: ClassVar[bool] = False
+    single: bool = True  # the target is one column and not a table
+    weighted: bool = False  # its tensor ends with a column of weights
+    separate: ClassVar[bool] = False  # rows to calibrate with must not be those to stop by
 
     @staticmethod
     @abstractmethod
@@ -108,14 +100,9 @@ class Head(ABC):
             other: of rows for conformal scores.
         """
 
-    @property
-    @abstractmethod
-    def names(self) -> Sequence[str]:
-        """What :meth:`summarise` returns."""
-
     @abstractmethod
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the ensemble's prediction."""
+        """Return the prediction: probabilities of each label, or mean and standard deviation."""
 
 
 Pair = tuple[Tensor, Tensor]
@@ -128,15 +115,10 @@ def _check_count(columns: Sequence[Any], expected: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Classes(Head):
-    """Logits of one or several labels, one after another.
+    """Logits of one or several labels, one after another."""
 
-    Args:
-        labels: the classes of each label, in order.
-        temperature: what logits are divided by at prediction.
-    """
-
-    labels: tuple[np.ndarray, ...]
-    temperature: float = 1.0
+    labels: tuple[np.ndarray, ...]  # the classes of each, in order
+    temperature: float = 1.0  # what logits are divided by at prediction
 
     @staticmethod
     def read(y: Any) -> np.ndarray:
@@ -245,31 +227,19 @@ class Classes(Head):
         parts = (outputs.double() / self.temperature).split(self.sizes, dim=-1)
         return [logits.softmax(-1) for logits in parts]
 
-    @property
-    def names(self) -> Sequence[str]:
-        count = len(self.labels)
-        return ["probabilities"] if count == 1 else [f"probabilities_{k}" for k in range(count)]
-
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(p.mean(0) for p in self.probabilities(outputs))
 
 
 @dataclass(frozen=True, eq=False)
 class Gaussians(Head):
-    """Means, then log-variances, of standardised targets: together a mixture of Gaussians.
-
-    Args:
-        targets: how many.
-        mean: of each target; ``std``: likewise.
-        temperature: what members' standard deviations are multiplied by, of each target.
-        scores: conformal scores of the rows to calibrate with, ``(row, target)``, if there are any.
-    """
+    """Means, then log-variances, of standardised targets: together a mixture of Gaussians."""
 
     targets: int
-    mean: Tensor | float = 0.0
+    mean: Tensor | float = 0.0  # of each target
     std: Tensor | float = 1.0
-    temperature: Tensor | float = 1.0
-    scores: Tensor | None = None
+    temperature: Tensor | float = 1.0  # what members' standard deviations are multiplied by
+    scores: Tensor | None = None  # conformal ones of held-out rows, (row, target)
     separate: ClassVar[bool] = True
 
     @staticmethod
@@ -349,10 +319,6 @@ class Gaussians(Head):
         """Return the members' means and standard deviations, ``(member, row, target)``."""
         mean, std = self.standard(outputs.double())
         return self.mean + self.std * mean, self.std * std * self.temperature
-
-    @property
-    def names(self) -> Sequence[str]:
-        return "predicted_mean", "predicted_std"
 
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
         mean, std = self.members(outputs)

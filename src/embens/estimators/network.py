@@ -54,12 +54,6 @@ class Encode(nn.Module):
         columns = [j for j, yes in enumerate(preprocessing.missing) if yes]
         self.missing = nn.Buffer(torch.tensor(columns, dtype=torch.int64))
 
-    @property
-    def outputs(self) -> int:
-        """How many inputs the perceptron has."""
-        numeric = len(self.start) + (self.inverse.numel() if self.bins else 0)
-        return max(1, numeric + len(self.missing) + len(self.slot))
-
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
         """Return the encoding."""
         parts = []
@@ -77,8 +71,6 @@ class Encode(nn.Module):
                 parts.append(absent.index_select(1, self.missing).to(ramps.dtype))
         if len(self.slot):
             parts.append((codes.index_select(1, self.slot) == self.code).to(numbers.dtype))
-        if not parts:
-            return torch.zeros_like(numbers[:, :1])
         return torch.cat(parts, 1)
 
 
@@ -99,11 +91,6 @@ class Periodic(nn.Module):
         """Draw the frequencies anew."""
         with torch.no_grad():
             self.frequencies.normal_(0, self.std, generator=generator)
-
-    @property
-    def outputs(self) -> int:
-        """How many inputs it adds."""
-        return 2 * self.frequencies.numel()
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the inputs with the waves behind them."""
@@ -166,9 +153,11 @@ def build(
     if options.numerical_embedding == "periodic" and preprocessing.numeric:
         periodic = Periodic(len(preprocessing.numeric))
         periodic.reset_parameters(generator)
-    inputs = encode.outputs + (periodic.outputs if periodic else 0)
+    codes = torch.zeros(1, len(preprocessing.categorical), dtype=torch.int64)
+    x = encode(torch.zeros(1, len(preprocessing.numeric)), codes)
+    x = periodic(x) if periodic else x
     body = networks.mlp(
-        inputs, width, int(options.depth), outputs, weight_std=math.sqrt(2), bias_std=0.1,
+        x.shape[1], width, int(options.depth), outputs, weight_std=math.sqrt(2), bias_std=0.1,
         parametrization="standard", generator=generator,
     )  # fmt: skip
     if dropout > 0:

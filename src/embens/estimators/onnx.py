@@ -17,7 +17,7 @@ import logging
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,21 +39,25 @@ class Raw(nn.Module):
         self.head, self.dtype = fitted.head, fitted.dtype
 
     def forward(self, numbers: Tensor, codes: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return what the head's ``names`` say."""
+        """Return the prediction."""
         scaled = ((numbers - self.centre) / self.scale).to(self.dtype)
         if codes is None:
             codes = torch.zeros(numbers.shape[0], 0, dtype=torch.int64)
         return self.head.summarise(self.ensemble(scaled, codes))
 
 
-def to_onnx(fitted: Fitted, path: str | os.PathLike[str]) -> Path:
-    """Write a fitted ensemble as ONNX, and check the file with onnxruntime."""
+def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
+    """Write one ONNX file from raw columns to the prediction, checked with onnxruntime."""
     import onnx
 
-    if any(site.fresh for site in fitted.chosen.ensemble.plan.sites):
+    if any(site.fresh for site in estimator.ensemble_.plan.sites):
         raise ValueError("masks that are drawn anew at each pass can't be exported")
-    known, path = fitted.preprocessing, Path(path)
+    fitted, known, path = estimator.fitted_, estimator.preprocessing_, Path(path)
     module = Raw(fitted).eval()
+    names = ["predicted_mean", "predicted_std"]
+    if isinstance(fitted.head, Classes):
+        count = len(fitted.head.labels)
+        names = [f"probabilities_{k}" for k in range(count)] if count > 1 else ["probabilities"]
     steps = torch.linspace(-2, 2, 8, dtype=torch.float64)[:, None]
     rows = {"numbers": known.centre + steps * known.scale}  # in the range of the training part
     rows["numbers"][:1, :1] = float("nan")
@@ -68,7 +72,7 @@ def to_onnx(fitted: Fitted, path: str | os.PathLike[str]) -> Path:
             module,
             tuple(rows.values()),
             input_names=list(rows),
-            output_names=list(fitted.head.names),
+            output_names=names,
             dynamic_shapes=tuple({0: row} for _ in rows),
             dynamo=True,
             verbose=False,

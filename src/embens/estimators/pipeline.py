@@ -40,19 +40,12 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Encoding:
-    """What turns rows into tensors.
-
-    Attributes:
-        preprocessing: what is known of the columns.
-        head: what is known of the target.
-        dtype: of the tensors.
-        mean_weight: of the rows to train on.
-    """
+    """What turns rows into tensors."""
 
     preprocessing: Preprocessing
     head: Head
     dtype: torch.dtype = torch.float32
-    mean_weight: float = 1.0
+    mean_weight: float = 1.0  # of the rows to train on
 
     def __call__(
         self, table: Table, values: Tensor, weights: Tensor | None, rows: Tensor | None = None
@@ -66,23 +59,14 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows that are ready for training.
-
-    Attributes:
-        encoding: that made them.
-        rows: how many there are to train on.
-        train: tensors, or a loader of batches of them.
-        few: of the same, to diagnose with.
-        stop: rows to stop training by, if there are any.
-        calibrate: rows to calibrate with, where those to stop by won't do.
-    """
+    """Rows that are ready for training."""
 
     encoding: Encoding
-    rows: int
-    train: Any
-    few: Tensors
-    stop: Tensors | None
-    calibrate: Tensors | None
+    rows: int  # to train on
+    train: Any  # tensors, or a loader of batches of them
+    few: Tensors  # of the same, to diagnose with
+    stop: Tensors | None  # to stop training by
+    calibrate: Tensors | None  # to calibrate with, where those to stop by won't do
 
 
 @dataclass(frozen=True)
@@ -99,21 +83,13 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A fitted ensemble with all that it needs to predict.
-
-    Attributes:
-        preprocessing: what is known of the columns.
-        head: what outputs say about the target.
-        chosen: the ensemble, and what was chosen for it.
-        run: the course of training.
-        held_out: losses of the ensemble and of the members on the rows to stop by.
-    """
+    """A fitted ensemble with all that it needs to predict."""
 
     preprocessing: Preprocessing
     head: Head
     chosen: Chosen
     run: History
-    held_out: dict[str, Any] | None
+    held_out: dict[str, Any] | None  # losses on the rows to stop by: "ensemble", "members"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +105,7 @@ class Fitted:
         """
         found = []
         for start in range(0, table.rows, BLOCK):
-            part = table.take(slice(start, start + BLOCK)) if table.rows > BLOCK else table
+            part = table.take(slice(start, start + BLOCK))
             inputs = self.preprocessing.encode(part, self.dtype)
             found.append(summary(run_members(self.chosen.ensemble, inputs)))
         return [torch.cat(parts, dim) for parts in zip(*found, strict=True)]

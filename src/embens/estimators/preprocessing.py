@@ -38,32 +38,20 @@ BLOCK = 65_536
 
 @dataclass
 class Preprocessing:
-    """What is known about the columns.
-
-    Attributes:
-        names: of all columns.
-        numeric: numbers of the numeric columns; ``categorical``: of the others.
-        centre: of each numeric column, float64; ``scale``: likewise.
-        edges: of the bins, in scaled units, ``(numeric, bin + 1)``, padded with NaN.
-        scores: at the edges, the same shape.
-        missing: which numeric columns had missing values.
-        categories: the kept labels of each categorical column.
-        rare: which categorical columns had rare categories; ``absent``: had missing values.
-        notes: what a user should know about the columns, as sentences.
-    """
+    """What is known about the columns."""
 
     names: list[str]
-    numeric: list[int]
-    categorical: list[int]
-    centre: Tensor
+    numeric: list[int]  # numbers of the numeric columns
+    categorical: list[int]  # and of the others
+    centre: Tensor  # of each numeric column, float64
     scale: Tensor
-    edges: Tensor
-    scores: Tensor
-    missing: list[bool]
-    categories: list[list[str]]
-    rare: list[bool]
-    absent: list[bool]
-    notes: list[str] = field(default_factory=list)
+    edges: Tensor  # of the bins, in scaled units, (numeric, bin + 1), padded with NaN
+    scores: Tensor  # at the edges
+    missing: list[bool]  # whether a numeric column had missing values
+    categories: list[list[str]]  # the kept labels of each categorical column
+    rare: list[bool]  # whether it had others
+    absent: list[bool]  # or missing values
+    notes: list[str] = field(default_factory=list)  # what users should know, as sentences
 
     @property
     def slots(self) -> list[tuple[int, int]]:

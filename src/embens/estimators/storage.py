@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,12 @@ _VALUES = "multilabel_ single_ width_ dropout_ gamma_ p_ held_out_ n_features_in
 def save(estimator: Any, path: str | os.PathLike[str]) -> None:
     """Write the fitted estimator to one file, without pickle."""
     from safetensors.torch import save_file
-    from sklearn.utils.validation import check_is_fitted
 
-    check_is_fitted(estimator, "fitted_")
-    path, fitted = Path(path), estimator.fitted_
+    ensemble, head, path = estimator.ensemble_, estimator.head_, Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist")
-    tensors = {f"ensemble.{k}": v for k, v in estimator.ensemble_.state_dict().items()}
-    columns = vars(fitted.preprocessing).copy()
+    tensors = {f"ensemble.{k}": v for k, v in ensemble.state_dict().items()}
+    columns = vars(estimator.preprocessing_).copy()
     tensors |= {f"columns.{k}": columns.pop(k) for k in _COLUMNS}
     numbers = {k: getattr(estimator, k, None) for k in _TENSORS}
     tensors |= {
@@ -51,26 +50,31 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
         for k, v in numbers.items()
         if v is not None
     }
-    names = getattr(estimator, "feature_names_in_", None)
-    diagnosis = estimator.diagnosis_
-    if not isinstance(diagnosis, dict):
-        diagnosis = json.loads(json.dumps(diagnosis.to_dict(), default=str))
+    arguments, diagnosis = estimator.get_params(deep=False), estimator.diagnosis_
+    if not isinstance(arguments["random_state"], Integral):
+        arguments["random_state"] = None  # a generator of numbers
     header = {
         "format": FORMAT,
         "version": VERSION,
         "class": type(estimator).__name__,
-        "arguments": _arguments_to_json(estimator.get_params(deep=False)),
+        "arguments": arguments,
         "values": {k: getattr(estimator, k) for k in _VALUES if hasattr(estimator, k)},
-        "names": None if names is None else list(names),
-        "classes": _classes_to_json(fitted.head),
+        "names": getattr(estimator, "feature_names_in_", None),
+        "classes": _classes_to_json(head),
         "columns": columns,
-        "history": dataclasses.asdict(fitted.run),
-        "diagnosis": diagnosis,
-        "plan": storage.plan_to_json(estimator.ensemble_.plan),
+        "history": dataclasses.asdict(estimator.run_),
+        "diagnosis": diagnosis if isinstance(diagnosis, dict) else diagnosis.to_dict(),
+        "plan": storage.plan_to_json(ensemble.plan),
     }
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
-    metadata = {"embens_estimator": json.dumps(header)}
+    metadata = {"embens_estimator": json.dumps(header, default=_to_json)}
     write_atomically(path, lambda name: save_file(tensors, name, metadata))
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Law):
+        return value.to_dict()
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def load(path: str | os.PathLike[str], *kinds: type) -> Any:
@@ -103,7 +107,10 @@ def load(path: str | os.PathLike[str], *kinds: type) -> Any:
     known = {kind.__name__: kind for kind in kinds}
     if header["class"] not in known:
         raise ValueError(f"{path} holds a {header['class']}, not a {' or '.join(known)}")
-    estimator = known[header["class"]](**_arguments_from_json(header["arguments"]))
+    arguments = header["arguments"]
+    if arguments["law"] is not None:
+        arguments["law"] = from_dict(arguments["law"])
+    estimator = known[header["class"]](**arguments)
     estimator.n_features_in_ = header["values"]["n_features_in_"]
     if header["names"] is not None:
         estimator.feature_names_in_ = np.array(header["names"], dtype=object)
@@ -147,22 +154,3 @@ def _classes_to_json(head: Head) -> Any:
     kinds = ["object" if c.dtype.kind == "O" else c.dtype.str for c in head.labels]
     values = [c.tolist() for c in head.labels]
     return {"several": not head.single, "dtypes": kinds, "values": values}
-
-
-def _arguments_to_json(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments as JSON can hold them; a generator of numbers as None."""
-    found = {}
-    for name, value in arguments.items():
-        if isinstance(value, Law):
-            value = value.to_dict()
-        elif hasattr(value, "tolist"):
-            value = value.tolist()
-        elif name == "random_state" and not isinstance(value, int):
-            value = None
-        found[name] = value
-    return found
-
-
-def _arguments_from_json(arguments: dict[str, Any]) -> dict[str, Any]:
-    law = arguments.get("law")
-    return arguments if law is None else {**arguments, "law": from_dict(law)}
