@@ -80,9 +80,9 @@ class Source:
                     draws = torch.rand(batch.num_rows, generator=generator).numpy()
                     yield pa.Table.from_batches([batch]), draws
 
-    def parts(self, table: Any) -> tuple[Table, list[Any], Tensor | None]:
+    def parts(self, table: Any) -> tuple[Table, list[Any], Tensor]:
         """Return the columns, the targets and the weights of an Arrow table."""
-        weights = None
+        weights = torch.ones(table.num_rows, dtype=torch.float64)
         if self.weight:
             weights = torch.tensor(to_numpy(table.column(self.weight)).astype("float64"))
         targets = [to_numpy(table.column(name)) for name in self.targets]
@@ -172,7 +172,7 @@ def prepare(source: Source, head: type[Head], options: Options) -> Prepared:
     encoding = Encoding(
         preprocessing.learn(columns, options, weights),
         learnt.scaled(learnt.values(target), weights),
-        mean_weight=1.0 if weights is None else float(weights.mean()),
+        mean_weight=float(weights.mean()),
     )
     rows = max(1, round(source.rows * (1 - source.held)))
     stream = Stream(source, encoding, choices.choose_sizes(rows, options).batch_size)

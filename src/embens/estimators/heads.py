@@ -54,7 +54,7 @@ class Head(ABC):
     def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Any:
         """Return the head of a target, by values of its columns, among which are all classes."""
 
-    def scaled(self, values: Tensor, weights: Tensor | None) -> Any:
+    def scaled(self, values: Tensor, weights: Tensor) -> Any:
         """Return the head that knows the scale of the training part's values."""
         return self
 
@@ -73,8 +73,8 @@ class Head(ABC):
 
     def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return what the criterion and the metric take as target, of values and weights."""
-        columns = values.to(dtype)
-        return columns if weights is None else torch.cat([columns, weights[:, None].to(dtype)], 1)
+        columns = [values, weights[:, None]] if self.weighted and weights is not None else [values]
+        return torch.cat([column.to(dtype) for column in columns], 1)
 
     @abstractmethod
     def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
@@ -255,8 +255,7 @@ class Gaussians(Head):
     def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Gaussians:
         return cls(len(columns), single=single)
 
-    def scaled(self, values: Tensor, weights: Tensor | None) -> Gaussians:
-        weights = torch.ones(len(values), dtype=torch.float64) if weights is None else weights
+    def scaled(self, values: Tensor, weights: Tensor) -> Gaussians:
         share = (weights / weights.sum())[:, None]
         mean = (share * values).sum(0)
         std = (share * (values - mean) ** 2).sum(0).sqrt()

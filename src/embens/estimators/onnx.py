@@ -13,7 +13,6 @@ The file is checked against the estimator with onnxruntime before it is kept.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import warnings
 from pathlib import Path
@@ -65,7 +64,6 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
         codes = [torch.arange(8) % (len(kept) + 2) for kept in known.categories]
         rows["codes"] = torch.stack(codes, 1)
     row = torch.export.Dim("row")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         module.ensemble.chunk = 1 if module.ensemble.plan.separate else None
         program = torch.onnx.export(

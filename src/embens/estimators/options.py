@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from embens.checks import closest
+from embens.checks import check_choice
 from embens.laws import Law
 
 FAMILIES = {
@@ -69,9 +69,7 @@ _RANGES |= dict.fromkeys(("gamma", "lr", "modulation_lr", "weight_decay"), (0.0,
 def check(options: Options) -> None:
     """Raise where an option has no meaning."""
     for name, allowed in _CHOICES.items():
-        value = getattr(options, name)
-        if value not in allowed:
-            raise ValueError(f"{name}: unknown {value!r}{closest(str(value), allowed)}")
+        check_choice(name, getattr(options, name), allowed)
     for name in (*_COUNTS, *_RANGES):
         value = getattr(options, name)
         auto = " or 'auto'" if getattr(Options, name) == "auto" else ""

@@ -48,11 +48,10 @@ class Encoding:
     mean_weight: float = 1.0  # of the rows to train on
 
     def __call__(
-        self, table: Table, values: Tensor, weights: Tensor | None, rows: Tensor | None = None
+        self, table: Table, values: Tensor, weights: Tensor, rows: Tensor | None = None
     ) -> Tensors:
         """Return the tensors of a table, or of some of its rows."""
-        weights = None if weights is None else weights / self.mean_weight
-        target = self.head.pack(values, weights, self.dtype)
+        target = self.head.pack(values, weights / self.mean_weight, self.dtype)
         inputs = self.preprocessing.encode(table, self.dtype, rows)
         return (*inputs, target if rows is None else target[rows])
 
@@ -127,55 +126,44 @@ def draw_seed(random_state: Any) -> int:
 def prepare(
     table: Table,
     y: np.ndarray,
-    weights: Tensor | None,
+    weights: Tensor,
     head: type[Head],
     options: Options,
     seed: int,
     previous: Fitted | None = None,
 ) -> Prepared:
-    """Deal out the rows of a table and learn from those to train on.
+    """Deal out the rows of a table, and learn from those to train on about columns and target.
 
-    Args:
-        table: the columns.
-        y: the target, as the head's ``read`` returns it.
-        weights: of the rows; those of weight 0 play no part.
-        head: the kind of head.
-        options: of the estimator.
-        seed: of the fit.
-        previous: a fit to go on from, with what it knows about columns and target.
+    Rows of weight 0 play no part. What a previous fit has learnt is taken from it.
     """
     columns = [y] if y.ndim == 1 else list(y.T)
     learnt = previous.head if previous else head.learn(columns, single=y.ndim == 1)
-    learnt = replace(learnt, weighted=weights is not None)
     values = learnt.values(columns)
-    if weights is not None:
+    if not weights.all():
         rows = weights.nonzero().squeeze(1)
         table, values, weights = table.take(rows.numpy()), values[rows], weights[rows]
+    learnt = replace(learnt, weighted=bool((weights != weights[0]).any()))
     drawing = torch.Generator().manual_seed(randomness.combine(seed, 1))  # of rows
+    fraction, groups = options.validation_fraction, learnt.groups(values)
     parts = choices.split(
-        table.rows,
-        options.validation_fraction,
-        calibrate=learnt.separate,
-        groups=learnt.groups(values),
-        generator=drawing,
+        table.rows, fraction, calibrate=learnt.separate, groups=groups, generator=drawing
     )
     if len(parts.train) == 0:
         raise ValueError(
-            f"validation_fraction={options.validation_fraction} of {table.rows} rows leaves none "
-            "to train on"
+            f"validation_fraction={fraction} of {table.rows} rows leaves none to train on"
         )
-    mine = None if weights is None else weights[parts.train]
-    mean_weight = 1.0 if mine is None else float(mine.mean())
+    mine = weights[parts.train]
     if previous:
-        encoding = Encoding(previous.preprocessing, learnt, previous.dtype, mean_weight)
+        known, dtype = previous.preprocessing, previous.dtype
     else:
         look = torch.arange(len(parts.train))
         if len(look) > choices.LOOK:
             look = torch.randperm(len(look), generator=drawing)[: choices.LOOK].sort().values
         sample = table.take(parts.train[look].numpy())
-        known = preprocessing.learn(sample, options, None if mine is None else mine[look])
+        known = preprocessing.learn(sample, options, mine[look])
+        learnt = learnt.scaled(values[parts.train], mine)
         dtype = torch.float64 if table.rows < choices.TINY else torch.float32
-        encoding = Encoding(known, learnt.scaled(values[parts.train], mine), dtype, mean_weight)
+    encoding = Encoding(known, learnt, dtype, float(mine.mean()))
     train, *held = (encoding(table, values, weights, rows) if len(rows) else None for rows in parts)
     assert train is not None
     return Prepared(encoding, len(parts.train), train, train, *held)
@@ -197,21 +185,18 @@ def choose(prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int
     then fewer, where there is no room for all of them.
     """
     generator = torch.Generator().manual_seed(seed)
-    encoding = prepared.encoding
+    known, head = prepared.encoding.preprocessing, prepared.encoding.head
     reference = network.build(
-        encoding.preprocessing,
-        encoding.head.outputs,
-        options,
-        width=sizes.width,
-        dropout=sizes.dropout,
-        generator=generator,
-    ).to(encoding.dtype)
+        known, head.outputs, options, width=sizes.width, dropout=sizes.dropout, generator=generator
+    ).to(prepared.encoding.dtype)
     drawn = generator.get_state()
+    family, own = getattr(embens, options.family), FAMILIES[options.family]
 
     def attempt(members: int, p: float) -> Chosen:
         generator.set_state(drawn)
-        ensemble = embed(reference, options, members, p, generator)
-        diagnosis = diagnose(ensemble, encoding.head, prepared.few, options)
+        argument = {own: {"p": p, "law": options.law}[own]} if own else {}
+        ensemble = family(reference, members, generator=generator, **argument)
+        diagnosis = diagnose(ensemble, head, prepared.few, options)
         gamma = float(diagnosis.gamma)
         return Chosen(ensemble, diagnosis, gamma, p, sizes.width, sizes.dropout)
 
@@ -224,19 +209,6 @@ def choose(prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int
     if options.members == "auto" and fewer < sizes.members:
         chosen = attempt(fewer, chosen.p)
     return chosen
-
-
-def embed(
-    reference: torch.nn.Module,
-    options: Options,
-    members: int,
-    p: float,
-    generator: torch.Generator,
-) -> EmbeddedEnsemble:
-    """Embed members of the family that was asked for into the reference network."""
-    values = {"p": p, "law": options.law}
-    own = {name: value for name, value in values.items() if name == FAMILIES[options.family]}
-    return getattr(embens, options.family)(reference, members, generator=generator, **own)
 
 
 def diagnose(
@@ -263,7 +235,8 @@ def train(
     lr = choices.given(options.lr, choices.LR)
     own = choices.given(options.modulation_lr, lr)
     start = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
-    for attempt in range(4):
+    attempts = 4
+    while True:
         try:
             return embens.fit(
                 ensemble,
@@ -285,12 +258,12 @@ def train(
                 progress=bool(options.verbose),
             )
         except Divergence as error:
-            if attempt == 3:
+            attempts -= 1
+            if attempts == 0:
                 raise
             lr, own = lr / 4, own / 4
             warnings.warn(f"{error} Trying again with lr={lr:g}.", stacklevel=4)
             ensemble.load_state_dict(start)
-    raise AssertionError
 
 
 def calibrate(

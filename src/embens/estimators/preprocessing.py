@@ -186,13 +186,10 @@ def _categories(
     values: Sequence[Any], weights: np.ndarray, budget: int
 ) -> tuple[list[str], int, bool]:
     """Return the labels to keep, how many are left out, and whether a value is missing."""
-    counts: dict[str, float] = defaultdict(float)
-    absent = False
+    counts: dict[str | None, float] = defaultdict(float)
     for value, weight in zip(values, weights.tolist(), strict=True):
-        if is_missing(value):
-            absent = True
-        else:
-            counts[label(value)] += weight
+        counts[None if is_missing(value) else label(value)] += weight
+    absent = counts.pop(None, None) is not None
     least = min(10.0, float(weights.sum()) / 1000)
     order = sorted(counts, key=lambda name: (-counts[name], name))
     frequent = [name for name in order[:budget] if counts[name] >= least]

@@ -198,13 +198,11 @@ def read_target(y: Any) -> np.ndarray:
     return column_or_1d(y, warn=True) if y.ndim == 2 and y.shape[1] == 1 else y
 
 
-def read_weights(sample_weight: Any, rows: int) -> Tensor | None:
-    """Return the weights of rows, float64, if there are any."""
+def read_weights(sample_weight: Any, rows: int) -> Tensor:
+    """Return the weights of rows, float64; all are 1 if none are given."""
     import numpy as np
     from sklearn.utils.validation import _check_sample_weight
 
-    if sample_weight is None:
-        return None
     weights = _check_sample_weight(
         sample_weight, np.empty((rows, 1)), dtype=np.float64, ensure_non_negative=True
     )
