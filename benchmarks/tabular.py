@@ -228,8 +228,7 @@ def run_tabm(method: str, X, y, test, truth, seed: int, limit: float) -> dict:
             start_scaling_init="random-signs",
         )
         data = [(i, None) for i in inputs]
-        from embens.estimators.choices import choose_sizes
-        from embens.estimators.options import Options
+        from embens.estimators.choices import Options, choose_sizes
 
         batch = choose_sizes(len(train), Options()).batch_size
         epochs, patience, ours = found["epochs"], 10**6, {"members": found["members"]}
@@ -336,8 +335,8 @@ def run_tabm(method: str, X, y, test, truth, seed: int, limit: float) -> dict:
 def _our_inputs(X, test, train):
     """Return the rows as our networks see them behind their encoding."""
     from embens.estimators import preprocessing
+    from embens.estimators.choices import Options
     from embens.estimators.network import Encode
-    from embens.estimators.options import Options
     from embens.estimators.tables import from_frame
 
     learnt = preprocessing.learn(from_frame(X.iloc[train]), Options())

@@ -14,8 +14,8 @@ import torch
 from estimators.problems import classes_of, classifier, mixed_table, regressor
 
 from embens.estimators import files, preprocessing
+from embens.estimators.choices import Options
 from embens.estimators.heads import Gaussians
-from embens.estimators.options import Options
 from embens.estimators.pipeline import Encoding
 
 

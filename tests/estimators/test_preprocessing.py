@@ -10,8 +10,8 @@ from estimators.problems import classes_of, classifier, mixed_table
 from scipy import stats
 
 from embens.estimators import preprocessing
+from embens.estimators.choices import Options
 from embens.estimators.network import Encode, build
-from embens.estimators.options import Options
 from embens.estimators.tables import from_array, from_frame
 
 

@@ -9,7 +9,7 @@ from estimators.problems import classes_of, classifier, fitted, mixed_table, reg
 
 from embens import laws
 from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor, load
-from embens.estimators.options import FAMILIES
+from embens.estimators.choices import FAMILIES
 
 
 def predictions(model, X):

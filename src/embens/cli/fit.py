@@ -20,9 +20,9 @@ from embens.estimators import (
     mixture,
     pipeline,
     reading,
-    scorers,
+    regressor,
 )
-from embens.estimators.options import FAMILIES
+from embens.estimators.choices import FAMILIES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -167,8 +167,8 @@ def score(
         rows = {
             "RMSE": error**2,
             "MAE": np.abs(error),
-            "NLL": -scorers.score_rows(mixture.log_density, estimator, table, y),
-            "CRPS": scorers.score_rows(mixture.crps, estimator, table, y),
+            "NLL": -regressor.score_rows(mixture.log_density, estimator, table, y),
+            "CRPS": regressor.score_rows(mixture.crps, estimator, table, y),
         }
         if "lower" in columns:
             name = f"coverage of {100 * options.coverage:g} % intervals"

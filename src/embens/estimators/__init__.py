@@ -6,8 +6,7 @@
 
 from embens.estimators.base import Uncertainty, load
 from embens.estimators.classifier import EmbeddedEnsembleClassifier
-from embens.estimators.regressor import EmbeddedEnsembleRegressor
-from embens.estimators.scorers import neg_crps, neg_nll
+from embens.estimators.regressor import EmbeddedEnsembleRegressor, neg_crps, neg_nll
 
 __all__ = [
     "EmbeddedEnsembleClassifier",

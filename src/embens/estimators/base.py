@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from embens.estimators import files, onnx, options, pipeline, plots, storage, tables
+from embens.estimators import choices, files, onnx, pipeline, plots, storage, tables
 from embens.estimators.heads import Head
 
 try:
@@ -54,7 +53,7 @@ def looked_up(path: str, doc: str) -> Any:
     return property(look_up, doc=doc)
 
 
-class TableEnsemble(options.Options, BaseEstimator):
+class TableEnsemble(choices.Options, BaseEstimator):
     """An embedded ensemble on a table; see the two estimators."""
 
     head: ClassVar[type[Head]]
@@ -81,7 +80,7 @@ class TableEnsemble(options.Options, BaseEstimator):
         """
         from sklearn.utils import check_consistent_length
 
-        options.check(self)
+        choices.check(self)
         previous = self.fitted_ if self.warm_start and hasattr(self, "fitted_") else None
         if y is None:
             raise ValueError(
@@ -107,7 +106,7 @@ class TableEnsemble(options.Options, BaseEstimator):
         """
         from sklearn.utils.validation import validate_data
 
-        options.check(self)
+        choices.check(self)
         seed = pipeline.draw_seed(self.random_state)
         rows = files.Source(source, target, weight, seed=seed, held=self.validation_fraction)
         columns = rows.dataset.schema.empty_table().select(rows.columns)
@@ -172,13 +171,10 @@ def load(path: str | os.PathLike[str]) -> Any:
 @contextmanager
 def threads(n_jobs: int | None) -> Iterator[None]:
     """Run with so many threads; None: as torch is set; -1: all, -2: all but one, …."""
-    if n_jobs is None:
-        yield
-        return
-    if isinstance(n_jobs, bool) or not isinstance(n_jobs, Integral) or n_jobs == 0:
-        raise ValueError(f"n_jobs: expected a number of threads, -1 for all, or None; got {n_jobs}")
+    from joblib import effective_n_jobs
+
     before = torch.get_num_threads()
-    torch.set_num_threads(n_jobs if n_jobs > 0 else max(1, (os.cpu_count() or 1) + 1 + n_jobs))
+    torch.set_num_threads(before if n_jobs is None else int(effective_n_jobs(n_jobs)))
     try:
         yield
     finally:

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from embens.checks import closest
 from embens.estimators import choices, preprocessing
+from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Head
-from embens.estimators.options import Options
 from embens.estimators.pipeline import Encoding, Prepared, Tensors
 from embens.estimators.tables import Table, from_frame, is_frame
 from embens.training import randomness

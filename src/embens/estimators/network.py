@@ -23,7 +23,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from embens import networks
-from embens.estimators.options import Options
+from embens.estimators.choices import Options
 from embens.estimators.preprocessing import Preprocessing
 
 

@@ -22,8 +22,8 @@ import embens
 from embens import finite
 from embens.ensemble import EmbeddedEnsemble
 from embens.estimators import choices, network, preprocessing
+from embens.estimators.choices import FAMILIES, Options
 from embens.estimators.heads import Head
-from embens.estimators.options import FAMILIES, Options
 from embens.estimators.preprocessing import Preprocessing
 from embens.estimators.tables import Table
 from embens.prediction import evaluating

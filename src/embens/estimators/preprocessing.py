@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from embens.estimators.options import Options
+from embens.estimators.choices import Options
 from embens.estimators.tables import Table, choose_categorical, is_missing, label
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _categories(
     values: Sequence[Any], weights: np.ndarray, budget: int
 ) -> tuple[list[str], int, bool]:
     """Return the labels to keep, how many are left out, and whether a value is missing."""
-    counts: dict[str | None, float] = defaultdict(float)
+    counts: dict[Any, float] = defaultdict(float)
     for value, weight in zip(values, weights.tolist(), strict=True):
         counts[None if is_missing(value) else label(value)] += weight
     absent = counts.pop(None, None) is not None

@@ -2,12 +2,13 @@ r"""The regressor: a mixture of Gaussians, one for each member.
 
 Its variance is the members' mean variance plus the variance of their means: aleatoric plus
 epistemic; see :mod:`embens.prediction`. Intervals are conformal:
-:mod:`embens.estimators.calibration`.
+:mod:`embens.estimators.calibration`. ``neg_nll`` and ``neg_crps`` are scorers for ``scoring=`` of
+scikit-learn's tools, greater is better; classifiers have its own ``"neg_log_loss"``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,3 +118,34 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
         mean, std = self._read(X, Gaussians.summarise)
         (found,) = self._shaped(torch.stack([mean - factor * std, mean + factor * std], 1))
         return found
+
+
+def neg_nll(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
+    """Return the mean log-density of targets under the predicted mixture."""
+    import numpy as np
+
+    return float(np.average(score_rows(mixture.log_density, estimator, X, y), 0, sample_weight))
+
+
+def neg_crps(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
+    """Return the mean continuous ranked probability score, negative, in units of the target."""
+    import numpy as np
+
+    return -float(np.average(score_rows(mixture.crps, estimator, X, y), 0, sample_weight))
+
+
+def score_rows(
+    score: Callable[[Tensor, Tensor, Tensor], Tensor], estimator: Any, X: Any, y: Any
+) -> np.ndarray:
+    """Return a score of each row, the mean over targets, by members' means and deviations."""
+    import numpy as np
+    from sklearn.base import is_regressor
+
+    if not is_regressor(estimator):
+        raise TypeError(
+            f"expected an EmbeddedEnsembleRegressor; got {type(estimator).__name__}. For a "
+            "classifier use scoring='neg_log_loss'."
+        )
+    mean, std = map(torch.from_numpy, estimator.predict_members(X))
+    target = torch.from_numpy(np.array(y, dtype="float64").reshape(mean.shape[1:]))
+    return score(mean, std, target).reshape(len(target), -1).mean(1).numpy()

@@ -19,8 +19,8 @@ from torch import Tensor
 from embens.embedding.families import operate
 from embens.ensemble import storage
 from embens.estimators import network
+from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Gaussians, Head
-from embens.estimators.options import Options
 from embens.estimators.pipeline import Chosen, Fitted
 from embens.estimators.preprocessing import Preprocessing
 from embens.files import write_atomically
