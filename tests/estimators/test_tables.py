@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from estimators.problems import classes_of, classifier, mixed_table, regressor
 
-from embens.estimators.tables import from_frame
+from embens.estimators.tables import from_array, from_frame
 
 
 class TestEveryKindOfInput:
@@ -76,3 +76,26 @@ def test_text_where_numbers_were_is_an_error_that_names_the_column():
         ValueError, match=r"a: could not convert .* had numbers where it was fitted"
     ):
         model.predict(pd.DataFrame({"a": ["x", "y"]}))
+
+
+@pytest.mark.parametrize(
+    ("array", "categorical"),
+    [
+        (np.array([["a"], ["b"]]), True),
+        (np.array([[b"a"], [b"b"]]), True),
+        (np.array([[True], [False]]), True),
+        (np.array([["a"], [None]], dtype=object), True),
+        (np.array([[1], [2]], dtype="uint8"), False),
+        (np.array([[1.5], [2]], dtype="float16"), False),
+        (np.array([["2020-01-01"], ["2020-01-02"]], dtype="datetime64[D]"), False),
+        (np.array([[1.5], [None]], dtype=object), False),
+    ],
+)
+def test_the_type_of_an_array_says_whether_it_is_categorical(array, categorical):
+    table = from_array(array)
+    assert table.names == ["column 0"]
+    assert table.is_categorical(0) == categorical
+    if not categorical:
+        expected = np.array(array[:, 0], dtype="float64")
+        scale = 86400 if array.dtype.kind == "M" else 1
+        np.testing.assert_array_equal(table.numbers(0), scale * expected)

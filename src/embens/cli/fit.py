@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from embens.estimators import (
-    EmbeddedEnsembleClassifier,
-    EmbeddedEnsembleRegressor,
-    files,
-    mixture,
-    pipeline,
-    reading,
-    regressor,
-)
-from embens.estimators.choices import FAMILIES
+from embens import estimators
+from embens.estimators import choices, files, mixture, pipeline, reading, regressor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="the column to predict")
     parser.add_argument("--task", choices=("auto", "classification", "regression"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("embens-fit"), help="folder for results")
-    parser.add_argument("--family", choices=FAMILIES, default="batch_ensemble")
+    parser.add_argument("--family", choices=choices.FAMILIES, default="batch_ensemble")
     parser.add_argument("--members", type=int, default=None, help="how many (default: chosen)")
     parser.add_argument("--p", type=float, default=None, help="0: independent, 1: equal members")
     parser.add_argument("--categorical", nargs="*", default=None, help="names of such columns")
@@ -68,16 +60,21 @@ def run(options: argparse.Namespace) -> int:
 
 def make_estimator(options: argparse.Namespace, task: str) -> Any:
     """Return the estimator that the options ask for."""
-    kind = EmbeddedEnsembleClassifier if task == "classification" else EmbeddedEnsembleRegressor
+    kind = estimators.EmbeddedEnsembleRegressor
+    if task == "classification":
+        kind = estimators.EmbeddedEnsembleClassifier
+    given = {
+        "members": options.members,
+        "p": options.p,
+        "categorical_features": options.categorical,
+        "max_epochs": options.epochs,
+    }
     return kind(
         options.family,
-        "auto" if options.members is None else options.members,
-        "auto" if options.p is None else options.p,
-        categorical_features="auto" if options.categorical is None else options.categorical,
-        max_epochs="auto" if options.epochs is None else options.epochs,
         random_state=options.seed,
         n_jobs=options.threads,
         verbose=0 if options.quiet else 1,
+        **{name: value for name, value in given.items() if value is not None},
     )
 
 
@@ -174,9 +171,7 @@ def score(
             name = f"coverage of {100 * options.coverage:g} % intervals"
             rows[name] = ((columns["lower"] <= y) & (y <= columns["upper"])).astype(float)
     generator = torch.Generator().manual_seed(options.seed)
-    draws = [
-        torch.randint(len(y), (len(y),), generator=generator).numpy() for _ in range(RESAMPLES)
-    ]
+    draws = [torch.randint(len(y), y.shape, generator=generator) for _ in range(RESAMPLES)]
     found = {}
     for name, values in rows.items():
         means = np.array([values.mean(), *(values[draw].mean() for draw in draws)])

@@ -119,9 +119,12 @@ class TableEnsemble(choices.Options, BaseEstimator):
         self, X: Any, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
     ) -> list[Tensor]:
         """Return what ``summary(head, outputs)`` makes of the members' outputs."""
-        head, table = self.head_, tables.read_table(self, X, reset=False)
+        from sklearn.utils.validation import check_is_fitted
+
+        check_is_fitted(self, "fitted_")
+        table = tables.read_table(self, X, reset=False)
         with threads(self.n_jobs):
-            return self.fitted_.read(table, lambda outputs: summary(head, outputs), dim)
+            return self.fitted_.read(table, summary, dim)
 
     @property
     def history_(self) -> pandas.DataFrame:
@@ -147,7 +150,6 @@ class TableEnsemble(choices.Options, BaseEstimator):
     plot_reliability = plots.plot_reliability
     plot_members = plots.plot_members
     save = storage.save
-
     to_onnx = onnx.to_onnx
 
     @classmethod

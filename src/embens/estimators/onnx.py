@@ -13,8 +13,11 @@ The file is checked against the estimator with onnxruntime before it is kept.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +67,8 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
         codes = [torch.arange(8) % (len(kept) + 2) for kept in known.categories]
         rows["codes"] = torch.stack(codes, 1)
     row = torch.export.Dim("row")
-    with warnings.catch_warnings(action="ignore"), torch.no_grad():
+    with _quiet("torch.onnx"), torch.no_grad():
+        chunk = module.ensemble.chunk
         module.ensemble.chunk = 1 if module.ensemble.plan.separate else None
         program = torch.onnx.export(
             module,
@@ -75,6 +79,7 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
             dynamo=True,
             verbose=False,
         )
+        module.ensemble.chunk = chunk
     assert program is not None
     model = program.model_proto
     for key, value in _notes(fitted).items():
@@ -82,6 +87,19 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
     onnx.save(model, str(path))
     _check(path, module, {name: tensor[:5] for name, tensor in rows.items()})
     return path
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Keep warnings and a logger's remarks to themselves."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _notes(fitted: Fitted) -> dict[str, list]:

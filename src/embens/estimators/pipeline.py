@@ -96,17 +96,18 @@ class Fitted:
         return next(self.chosen.ensemble.parameters()).dtype
 
     def read(
-        self, table: Table, summary: Callable[[Tensor], Sequence[Tensor]], dim: int = 0
+        self, table: Table, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
     ) -> list[Tensor]:
-        """Return what ``summary`` makes of members' outputs ``(member, row, output)``.
+        """Return what ``summary(head, outputs)`` makes of the members' outputs.
 
-        A block of rows after another, the results joined along ``dim``.
+        They are ``(member, row, output)`` of a block of rows after another; what it returns is
+        joined along ``dim``.
         """
         found = []
         for start in range(0, table.rows, BLOCK):
             part = table.take(slice(start, start + BLOCK))
             inputs = self.preprocessing.encode(part, self.dtype)
-            found.append(summary(run_members(self.chosen.ensemble, inputs)))
+            found.append(summary(self.head, run_members(self.chosen.ensemble, inputs)))
         return [torch.cat(parts, dim) for parts in zip(*found, strict=True)]
 
 

@@ -64,12 +64,10 @@ def plot_reliability(
 
 def plot_members(estimator: Any, ax: Axes | None = None) -> Axes:
     """Draw every member's loss on the held-out part, and the ensemble's as a line."""
-    ax, frame = _axis(ax), estimator.members_
-    held = estimator.held_out_
-    column = "loss" if held is None else "held_out_loss"
-    losses = frame[column].tolist()
-    ax.plot(range(len(losses)), losses, "o", label="members")
-    ax.axhline(sum(losses) / len(losses), color="0.6", linestyle=":", label="mean of members")
+    ax, held = _axis(ax), estimator.held_out_
+    losses = estimator.members_["loss" if held is None else "held_out_loss"]
+    ax.plot(losses.to_numpy(), "o", label="members")
+    ax.axhline(losses.mean(), color="0.6", linestyle=":", label="mean of members")
     if held is not None:
         ax.axhline(held["ensemble"], color="black", label="ensemble")
     ax.legend()

@@ -21,15 +21,9 @@ def read(path: Path) -> Any:
 
     try:
         table = open_dataset(path).to_table()
-    except FileNotFoundError:
-        raise ValueError(f"there is no file {str(path)!r}") from None
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} can't be read: {reason}") from None
-    names = table.schema.names
-    twice = sorted({n for n in names if names.count(n) > 1})
-    if twice:
-        raise ValueError(f"{path.name} has several columns {', '.join(twice[:5])}; rename them")
     if table.num_rows == 0:
         raise ValueError(f"{path.name} has no rows")
     return table

@@ -26,19 +26,10 @@ if TYPE_CHECKING:
 
 
 class Table:
-    """Columns to read, by number.
-
-    Args:
-        frame: narwhals' view of a data frame.
-
-    Attributes:
-        rows: how many.
-        names: of the columns, as shown in messages.
-    """
+    """Columns of a data frame, which is narwhals' view of it, to read by number."""
 
     def __init__(self, frame: Any):
-        self.frame = frame
-        self.rows = len(frame)
+        self.frame, self.rows = frame, len(frame)
         self.names = [str(name) for name in frame.columns]
 
     def column(self, column: int) -> Any:
@@ -50,7 +41,7 @@ class Table:
         import narwhals.stable.v2 as nw
 
         dtype = self.column(column).dtype
-        if dtype == nw.Object:
+        if dtype in (nw.Object, nw.Binary, nw.Unknown):
             return any(isinstance(v, (str, bytes, bool)) for v in self.values(column))
         return dtype in (nw.String, nw.Categorical, nw.Enum, nw.Boolean)
 
@@ -97,15 +88,12 @@ class Table:
         if not columns:
             return np.zeros((self.rows, 0))
         found = np.column_stack([self.numbers(j) for j in columns])
-        infinite = [
-            self.names[j]
-            for j, column in zip(columns, found.T, strict=True)
-            if np.isinf(column).any()
-        ]
-        if infinite:
+        infinite: Any = np.isinf(found).any(axis=0)
+        if infinite.any():
+            names = [self.names[j] for j, yes in zip(columns, infinite, strict=True) if yes]
             raise ValueError(
                 "Input X contains infinity or a value too large for dtype('float64'), in "
-                f"{', '.join(infinite[:5])}. Replace it, or make it NaN, which counts as missing."
+                f"{', '.join(names[:5])}. Replace it, or make it NaN, which counts as missing."
             )
         return found
 
