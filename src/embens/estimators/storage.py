@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embens.embedding.families import operate
-from embens.ensemble import storage
+from embens.ensemble.plan import Plan
+from embens.ensemble.surgery import operate
 from embens.estimators import network
 from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Gaussians, Head
@@ -64,7 +64,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
         "columns": columns,
         "history": dataclasses.asdict(estimator.run_),
         "diagnosis": diagnosis if isinstance(diagnosis, dict) else diagnosis.to_dict(),
-        "plan": storage.plan_to_json(ensemble.plan),
+        "plan": ensemble.plan.to_json(),
     }
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
     metadata = {"embens_estimator": json.dumps(header, default=_to_json)}
@@ -128,7 +128,7 @@ def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], options: Options
     reference = network.build(known, head.outputs, options, width=width, dropout=dropout)
     weights = {k.removeprefix("ensemble."): v for k, v in tensors.items() if k[:9] == "ensemble."}
     dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
-    ensemble = operate(reference.to(dtype), storage.plan_from_json(header["plan"]))
+    ensemble = operate(reference.to(dtype), Plan.from_json(header["plan"]))
     ensemble.load_state_dict(weights)
     gamma, p = values["gamma_"], values["p_"]
     chosen = Chosen(ensemble, header["diagnosis"], gamma, p, width, dropout)
