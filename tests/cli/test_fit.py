@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from estimators.problems import classes_of, mixed_table
+from estimators.problems import write_table
 
 from embens.cli import main
 from embens.estimators import load
@@ -15,11 +15,7 @@ from embens.estimators import load
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    frame, target = mixed_table(6000)
-    frame["target"], frame["kind"], frame["double"] = target, classes_of(target), 2 * target
-    found = tmp_path_factory.mktemp("table") / "table.parquet"
-    frame.to_parquet(found, row_group_size=700)
-    return found
+    return write_table(tmp_path_factory.mktemp("table"))
 
 
 def run(command, *arguments):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from estimators.problems import classes_of, classifier, mixed_table, regressor
+from estimators.problems import classifier, regressor, write_table
 
 from embens.estimators import files, preprocessing
 from embens.estimators.choices import Options
@@ -21,11 +21,7 @@ from embens.estimators.pipeline import Encoding
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    frame, target = mixed_table(6000)
-    frame["target"], frame["kind"], frame["double"] = target, classes_of(target), 2 * target
-    found = tmp_path_factory.mktemp("table") / "table.parquet"
-    frame.to_parquet(found, row_group_size=700)
-    return found
+    return write_table(tmp_path_factory.mktemp("table"))
 
 
 class TestASource:
