@@ -51,6 +51,8 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
         if v is not None
     }
     arguments, diagnosis = estimator.get_params(deep=False), estimator.diagnosis_
+    if not isinstance(diagnosis, dict):
+        diagnosis = json.loads(json.dumps(diagnosis.to_dict(), default=str))
     if not isinstance(arguments["random_state"], Integral):
         arguments["random_state"] = None  # a generator of numbers
     header = {
@@ -63,7 +65,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
         "classes": _classes_to_json(head),
         "columns": columns,
         "history": dataclasses.asdict(estimator.run_),
-        "diagnosis": diagnosis if isinstance(diagnosis, dict) else diagnosis.to_dict(),
+        "diagnosis": diagnosis,
         "plan": ensemble.plan.to_json(),
     }
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
@@ -74,7 +76,9 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
 def _to_json(value: Any) -> Any:
     if isinstance(value, Law):
         return value.to_dict()
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a file can't hold {value!r}; use joblib")
 
 
 def load(path: str | os.PathLike[str], *kinds: type) -> Any:
