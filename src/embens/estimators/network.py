@@ -17,10 +17,12 @@ once for all members. It is built of operations that ONNX has.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from embens import networks
 from embens.estimators.choices import Options
@@ -110,8 +112,11 @@ def dropout(input: Tensor, p: float) -> Tensor:
     """Return the input with some numbers 0, by one random byte each, eight of them from one draw.
 
     The rate is rounded to 256ths, and the rest scaled by the rate as it is. On a processor torch's
-    own mask takes a quarter of a step of a network this small.
+    own mask takes a quarter of a step of a network this small. A mode that takes over torch's
+    functions takes over this one.
     """
+    if has_torch_function_unary(input):
+        return handle_torch_function(dropout, (input,), input, p)
     count, cut = input.numel(), min(255, max(1, round(256 * p)))
     draws = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), device=input.device)
     keep = draws.view(torch.uint8)[:count].view(input.shape) >= cut
@@ -124,18 +129,20 @@ torch.fx.wrap("dropout")  # one operation to whoever reads the network's code
 class TableNetwork(nn.Module):
     """Encoding and perceptron; a call takes the two tensors of a table."""
 
-    def __init__(self, encode: Encode, periodic: Periodic | None, body: nn.Sequential):
+    def __init__(self, encode: Encode, periodic: Periodic | None, body: Iterable[nn.Module]):
         super().__init__()
         self.encode = encode
         self.periodic = periodic
-        self.body = body
+        self.body = nn.ModuleList(body)
 
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
         """Return the outputs ``(batch, output)``."""
         x = self.encode(numbers, codes)
         if self.periodic is not None:
             x = self.periodic(x)
-        return self.body(x)
+        for module in self.body:
+            x = module(x)
+        return x
 
 
 def build(
@@ -160,7 +167,9 @@ def build(
         x.shape[1], width, int(options.depth), outputs, weight_std=math.sqrt(2), bias_std=0.1,
         parametrization="standard", generator=generator,
     )  # fmt: skip
-    if dropout > 0:
-        modules = [[m, Dropout(dropout)] if isinstance(m, nn.ReLU) else [m] for m in body]
-        body = nn.Sequential(*(m for group in modules for m in group))
-    return TableNetwork(encode, periodic, body)
+    modules: list[nn.Module] = []
+    for module in body:
+        modules.append(module)
+        if dropout > 0 and isinstance(module, nn.ReLU):
+            modules.append(Dropout(dropout))
+    return TableNetwork(encode, periodic, modules)

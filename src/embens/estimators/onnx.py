@@ -69,7 +69,7 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
     row = torch.export.Dim("row")
     with _quiet("torch.onnx"), torch.no_grad():
         chunk = module.ensemble.chunk
-        module.ensemble.chunk = 1 if module.ensemble.plan.separate else None
+        module.ensemble.chunk = 1  # several at once would make the number of rows a constant
         program = torch.onnx.export(
             module,
             tuple(rows.values()),
