@@ -68,8 +68,7 @@ WITHOUT_TESTS = {
 }
 """Files of the source that have no test file of their name yet."""
 
-PRIVATE_READS = {
-}
+PRIVATE_READS: set[tuple[str, str]] = set()
 """Private names of other files that a file still reads."""
 
 LONG_BY_PROMISE = {
