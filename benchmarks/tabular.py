@@ -228,9 +228,9 @@ def run_tabm(method: str, X, y, test, truth, seed: int, limit: float) -> dict:
             start_scaling_init="random-signs",
         )
         data = [(i, None) for i in inputs]
-        from embens.estimators.choices import choose_sizes
+        from embens.estimators.choices import Options, choose_sizes
 
-        batch = choose_sizes(len(train), "auto", "auto", "auto", "auto").batch_size
+        batch = choose_sizes(len(train), Options()).batch_size
         epochs, patience, ours = found["epochs"], 10**6, {"members": found["members"]}
     else:
         text = [c for c in X.columns if not np.issubdtype(np.asarray(X[c]).dtype, np.number)]
@@ -335,10 +335,11 @@ def run_tabm(method: str, X, y, test, truth, seed: int, limit: float) -> dict:
 def _our_inputs(X, test, train):
     """Return the rows as our networks see them behind their encoding."""
     from embens.estimators import preprocessing
+    from embens.estimators.choices import Options
     from embens.estimators.network import Encode
     from embens.estimators.tables import from_frame
 
-    learnt = preprocessing.fit(from_frame(X.iloc[train]))
+    learnt = preprocessing.learn(from_frame(X.iloc[train]), Options())
     encode = Encode(learnt)
     return [encode(*learnt.encode(from_frame(f))) for f in (X, test)]
 

@@ -12,29 +12,12 @@ from source import MODULES, SOURCE, TESTS, syntax
 from torch import nn
 
 WITHOUT_TESTS = {
-    "cli/fit.py",
     "cli/kernel.py",
-    "cli/predict.py",
     "cli/specification.py",
     "ensemble/layers.py",
     "ensemble/plain.py",
     "ensemble/plan.py",
     "ensemble/surgery.py",
-    "estimators/base.py",
-    "estimators/calibration.py",
-    "estimators/classifier.py",
-    "estimators/fitting.py",
-    "estimators/heads.py",
-    "estimators/inputs.py",
-    "estimators/mixture.py",
-    "estimators/onnx.py",
-    "estimators/plots.py",
-    "estimators/reading.py",
-    "estimators/regressor.py",
-    "estimators/scorers.py",
-    "estimators/settings.py",
-    "estimators/storage.py",
-    "estimators/tables.py",
     "reading/flow.py",
     "reading/symbolic.py",
     "reading/watched.py",
@@ -64,39 +47,17 @@ WITHOUT_TESTS = {
 }
 """Files of the source that have no test file of their name yet."""
 
-PRIVATE_READS = {
-    ("embens.estimators.files", "_learn_classes"),
-    ("embens.estimators.files", "_make_head"),
-    ("embens.estimators.files", "_scale_target"),
-    ("embens.estimators.files", "_separate_calibration"),
-    ("embens.estimators.files", "_sizes"),
-    ("embens.estimators.files", "_target_values"),
-    ("embens.estimators.files", "_to_target"),
-    ("embens.estimators.fitting", "_calibrate"),
-    ("embens.estimators.fitting", "_forget_calibration"),
-    ("embens.estimators.fitting", "_groups"),
-    ("embens.estimators.fitting", "_make_head"),
-    ("embens.estimators.fitting", "_reference"),
-    ("embens.estimators.fitting", "_run_members"),
-    ("embens.estimators.fitting", "_scale_target"),
-    ("embens.estimators.fitting", "_separate_calibration"),
-    ("embens.estimators.fitting", "_sizes"),
-    ("embens.estimators.fitting", "_to_target"),
-    ("embens.estimators.onnx", "_make_head"),
-    ("embens.estimators.storage", "_make_head"),
-    ("embens.estimators.storage", "_reference"),
-}
+PRIVATE_READS: set[tuple[str, str]] = set()
 """Private names of other files that a file still reads."""
 
 LONG_BY_PROMISE = {
     "embens.embedding.families.embed",
-    "embens.estimators.base.TableEnsemble.__init__",
     "embens.networks.Conv2d.__init__",
     "embens.networks.cnn",
     "embens.networks.mlp",
     "embens.training.loop.fit",
 }
-"""Signatures that the public promise fixes, or scikit-learn (estimators), or torch (Conv2d)."""
+"""Signatures that the public promise fixes, or torch (Conv2d)."""
 
 LONG = {
     "embens.embedding.families.mc_dropout",

@@ -50,3 +50,11 @@ def fitted(kind="classifier", family="batch_ensemble"):
         y = classes_of(target)
         return classifier(family, max_epochs=30).fit(X[:300], y[:300]), X[300:], y[300:]
     return regressor(family, max_epochs=30).fit(X[:300], target[:300]), X[300:], target[300:]
+
+
+def write_table(folder):
+    """Write a table with several targets to a Parquet file of many row groups."""
+    frame, target = mixed_table(6000)
+    frame["target"], frame["kind"], frame["double"] = target, classes_of(target), 2 * target
+    frame.to_parquet(folder / "table.parquet", row_group_size=700)
+    return folder / "table.parquet"

@@ -1,11 +1,13 @@
-"""The rules behind "auto", and how rows are dealt out."""
+"""The rules behind "auto", how rows are dealt out, and arguments without a meaning."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from estimators.problems import classes_of, classifier, mixed_table
 
 from embens.estimators import choices
+from embens.estimators.choices import Options
 
 
 def deal(rows, fraction="auto", **changes):
@@ -43,24 +45,36 @@ def test_members_follow_the_room_down_to_a_half():
     assert choices.members_with_room(3.0, 16, 20) == 16
 
 
-@pytest.mark.parametrize(("room", "p", "members"), [(99.0, 0.25, 16), (10.0, 0.5, 10)])
-def test_members_become_more_alike_before_they_become_fewer(monkeypatch, room, p, members):
-    from types import SimpleNamespace
-
-    from embens.estimators import EmbeddedEnsembleClassifier, fitting
-
-    found = SimpleNamespace(room=room, gamma=1.0)
-    monkeypatch.setattr(fitting, "_diagnosis", lambda *arguments: found)
-    X = torch.randn(100, 2, generator=torch.Generator().manual_seed(0)).numpy()
-    auto = EmbeddedEnsembleClassifier(width=8, max_epochs=1, random_state=0).fit(X, X[:, 0] > 0)
-    assert (auto.p_, auto.ensemble_.members) == (p, members)
-    assert auto.ensemble_.plan.sites[0].law.mean == pytest.approx(p)
-    given = EmbeddedEnsembleClassifier(members=12, p=0.1, width=8, max_epochs=1, random_state=0)
-    given.fit(X, X[:, 0] > 0)
-    assert (given.p_, given.ensemble_.members) == (0.1, 12)
-
-
 def test_a_tiny_table_is_one_batch_without_dropout():
-    sizes = choices.choose_sizes(30, "auto", "auto", "auto", "auto")
+    sizes = choices.choose_sizes(30, Options())
     assert (sizes.batch_size, sizes.dropout) == (30, 0.0)
-    assert choices.choose_sizes(10**6, "auto", "auto", "auto", "auto").epochs == 20
+    assert choices.choose_sizes(10**6, Options()).epochs == 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "bach_ensemble"}, "did you mean 'batch_ensemble'"),
+        ({"members": 0}, "members: expected a whole number of at least 1 or 'auto'; got 0"),
+        ({"p": 2.0}, "p: expected a number from -1 to 1"),
+        ({"depth": "auto"}, "depth: expected a whole number of at least 1; got 'auto'"),
+        ({"law": 0.9}, "law: expected a law"),
+        ({"validation_fraction": 1.0}, "validation_fraction: expected a number from 0 to 0.9"),
+        ({"categorical_features": ["siz"]}, "no column 'siz'; did you mean 'size'"),
+        ({"categorical_features": "size"}, r"For one column write \['size'\]"),
+        ({"categorical_features": [True]}, "expected a mask of 5 columns; got one of 1"),
+        ({"categorical_features": [9]}, "no column 9; there are 5"),
+    ],
+)
+def test_arguments_without_a_meaning_say_what_was_expected(changes, message):
+    X, target = mixed_table(60)
+    with pytest.raises(ValueError, match=message):
+        classifier(**changes).fit(X, classes_of(target))
+
+
+def test_a_law_for_a_family_without_masks_is_an_error():
+    from embens import laws
+
+    X, target = mixed_table(60)
+    with pytest.raises(ValueError, match="has no masks"):
+        classifier(law=laws.Bernoulli(0.9)).fit(X, classes_of(target))

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from embens.estimators import reading
-from embens.estimators.choices import FAMILIES
-from embens.estimators.files import held_out_rows
+from embens import estimators
+from embens.estimators import choices, files, mixture, pipeline, reading, regressor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="the column to predict")
     parser.add_argument("--task", choices=("auto", "classification", "regression"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("embens-fit"), help="folder for results")
-    parser.add_argument("--family", choices=FAMILIES, default="batch_ensemble")
+    parser.add_argument("--family", choices=choices.FAMILIES, default="batch_ensemble")
     parser.add_argument("--members", type=int, default=None, help="how many (default: chosen)")
     parser.add_argument("--p", type=float, default=None, help="0: independent, 1: equal members")
     parser.add_argument("--categorical", nargs="*", default=None, help="names of such columns")
@@ -48,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens fit``; return its exit code."""
-    import sklearn  # noqa: F401 - missing extras are reported before anything is spent
-
     if not 0 < options.test_fraction < 0.9:
         options.parser.error(f"--test-fraction lies between 0 and 0.9; got {options.test_fraction}")
     if not 0 < options.coverage < 1:
@@ -64,18 +60,21 @@ def run(options: argparse.Namespace) -> int:
 
 def make_estimator(options: argparse.Namespace, task: str) -> Any:
     """Return the estimator that the options ask for."""
-    from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor
-
-    kind = EmbeddedEnsembleClassifier if task == "classification" else EmbeddedEnsembleRegressor
+    kind = estimators.EmbeddedEnsembleRegressor
+    if task == "classification":
+        kind = estimators.EmbeddedEnsembleClassifier
+    given = {
+        "members": options.members,
+        "p": options.p,
+        "categorical_features": options.categorical,
+        "max_epochs": options.epochs,
+    }
     return kind(
         options.family,
-        "auto" if options.members is None else options.members,
-        "auto" if options.p is None else options.p,
-        categorical_features="auto" if options.categorical is None else options.categorical,
-        max_epochs="auto" if options.epochs is None else options.epochs,
         random_state=options.seed,
         n_jobs=options.threads,
         verbose=0 if options.quiet else 1,
+        **{name: value for name, value in given.items() if value is not None},
     )
 
 
@@ -89,9 +88,8 @@ def fit_in_memory(options: argparse.Namespace) -> int:
     task, why = reading.choose_task(target, options.task)
     print(f"{table.num_rows} rows, {table.num_columns} columns; {task}: {why}")
     estimator = make_estimator(options, task)
-    order = torch.randperm(
-        table.num_rows, generator=torch.Generator().manual_seed(options.seed)
-    ).numpy()
+    generator = torch.Generator().manual_seed(options.seed)
+    order = torch.randperm(table.num_rows, generator=generator).numpy()
     count = max(1, round(options.test_fraction * table.num_rows))
     test, train = order[:count], order[count:]
     y = _values(target)
@@ -99,17 +97,13 @@ def fit_in_memory(options: argparse.Namespace) -> int:
     for note in [*notes, *estimator.preprocessing_.notes]:
         print(f"note: {note}")
     print(estimator.diagnosis_)
-    columns = reading.predictions(estimator, table.take(test), options.coverage)
-    scores = score(estimator, table.take(test), y[test], columns, options)
-    return finish(options, estimator, scores, {"row": test, "target": y[test], **columns})
+    return finish(options, estimator, table.take(test), y[test], {"row": test})
 
 
 def fit_streaming(options: argparse.Namespace) -> int:
     """Fit to a file in parts; the scores are those of the rows that the fit itself held out."""
-    dataset = reading.open_dataset(options.data)
-    if options.target not in dataset.schema.names:
-        hint = reading.closest(options.target, dataset.schema.names)
-        raise ValueError(f"there is no column {options.target!r}{hint}")
+    dataset = files.open_dataset(options.data)
+    reading.check_column(options.target, dataset.schema.names)
     column = dataset.head(10_000, columns=[options.target]).column(0)
     task, why = reading.choose_task(column, options.task)
     print(f"{dataset.count_rows()} rows; {task}: {why}, judging by the first rows")
@@ -117,23 +111,29 @@ def fit_streaming(options: argparse.Namespace) -> int:
     estimator.fit_files(options.data, options.target)
     for note in estimator.preprocessing_.notes:
         print(f"note: {note}")
-    table, target = held_out_rows(estimator, options.data, options.target)
-    y = _values(target)
-    columns = reading.predictions(estimator, table, options.coverage) if len(y) else {}
-    scores = score(estimator, table, y, columns, options) if len(y) else {}
+    seed = pipeline.draw_seed(options.seed)
+    source = files.Source(options.data, options.target, None, seed=seed, held="auto")
+    held = source.held_out()
     where = "rows that the fit held out, and stopped and calibrated by"
-    return finish(options, estimator, scores, {"target": y, **columns}, where=where)
+    table, y = held.select(source.columns), _values(held.column(options.target))
+    return finish(options, estimator, table, y, {}, where=where)
 
 
 def finish(
     options: argparse.Namespace,
     estimator: Any,
-    scores: dict[str, tuple[float, float, float]],
+    table: Any,
+    y: np.ndarray,
     columns: dict[str, Any],
     *,
     where: str = "rows that were set aside",
 ) -> int:
     """Print the scores, and write model, scores and predictions."""
+    columns |= {"target": y}
+    scores = {}
+    if len(y):
+        columns |= reading.predictions(estimator, table, options.coverage)
+        scores = score(estimator, table, y, columns, options)
     width = max(map(len, scores), default=0)
     print(f"on {where} (95 % interval):" if scores else "too few rows to score with")
     for name, (value, low, high) in scores.items():
@@ -152,43 +152,32 @@ def score(
     import numpy as np
     from sklearn.base import is_classifier
 
-    rows: dict[str, np.ndarray]
     if is_classifier(estimator):
         chance = np.stack([columns[f"p_{c}"] for c in estimator.classes_], 1)
-        code = np.searchsorted(estimator.classes_, y).clip(max=len(estimator.classes_) - 1)
-        known = estimator.classes_[code] == y
-        right = np.where(known, chance[np.arange(len(y)), code], 0.0)
+        right = np.where(estimator.classes_ == y[:, None], chance, 0.0).sum(1)
         rows = {
-            "accuracy": (np.array(columns["prediction"]) == y).astype(float),
+            "accuracy": (columns["prediction"] == y).astype(float),
             "log loss": -np.log(right.clip(1e-15)),
         }
-        means: dict[str, Any] = dict.fromkeys(rows, np.mean)
     else:
-        from embens.estimators import mixture
-
-        mean, std = (torch.from_numpy(a) for a in estimator.predict_members(table))
-        values = torch.from_numpy(y.astype("float64"))
         error = y - columns["prediction"]
         rows = {
             "RMSE": error**2,
             "MAE": np.abs(error),
-            "NLL": -mixture.log_density(mean, std, values).numpy(),
-            "CRPS": mixture.crps(mean, std, values).numpy(),
+            "NLL": -regressor.score_rows(mixture.log_density, estimator, table, y),
+            "CRPS": regressor.score_rows(mixture.crps, estimator, table, y),
         }
-        means = dict.fromkeys(rows, np.mean) | {"RMSE": lambda v: math.sqrt(np.mean(v))}
         if "lower" in columns:
             name = f"coverage of {100 * options.coverage:g} % intervals"
             rows[name] = ((columns["lower"] <= y) & (y <= columns["upper"])).astype(float)
-            means[name] = np.mean
     generator = torch.Generator().manual_seed(options.seed)
-    draws = [
-        torch.randint(len(y), (len(y),), generator=generator).numpy() for _ in range(RESAMPLES)
-    ]
+    draws = [torch.randint(len(y), y.shape, generator=generator) for _ in range(RESAMPLES)]
     found = {}
     for name, values in rows.items():
-        again = [float(means[name](values[draw])) for draw in draws]
-        low, high = np.quantile(again, [0.025, 0.975])
-        found[name] = (float(means[name](values)), float(low), float(high))
+        means = np.array([values.mean(), *(values[draw].mean() for draw in draws)])
+        means = np.sqrt(means) if name == "RMSE" else means
+        low, high = np.quantile(means[1:], [0.025, 0.975])
+        found[name] = (float(means[0]), float(low), float(high))
     return found
 
 
@@ -197,9 +186,7 @@ def _values(column: Any) -> np.ndarray:
     import numpy as np
     import pyarrow as pa
 
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
     if pa.types.is_decimal(column.type):
         column = column.cast(pa.float64())
-    values = column.to_numpy()
+    values = files.to_numpy(column)
     return np.array(values.tolist()) if values.dtype.kind == "O" else values

@@ -1,4 +1,4 @@
-"""``embens predict``: what a fitted model says about the rows of a file, a part after another."""
+"""``embens predict``: what a fitted model says about the rows of a file."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import argparse
 from pathlib import Path
 
 from embens.checks import closest
-from embens.estimators import reading
-
-BLOCK = 65_536
+from embens.estimators import load, reading
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens predict``; return its exit code."""
-    import sklearn  # noqa: F401 - missing extras are reported before anything is spent
-
     if not 0 < options.coverage < 1:
         options.parser.error(f"--coverage lies between 0 and 1; got {options.coverage}")
     try:
@@ -36,10 +32,6 @@ def run(options: argparse.Namespace) -> int:
 
 def predict(options: argparse.Namespace) -> int:
     """Predict every row; columns that the model does not know are left alone."""
-    import numpy as np
-
-    from embens.estimators import load
-
     path = options.model / "model.safetensors" if options.model.is_dir() else options.model
     estimator = load(path)
     table = reading.read(options.data)
@@ -50,12 +42,7 @@ def predict(options: argparse.Namespace) -> int:
                 f"{options.data.name} has no column {name!r}, which the model needs"
                 f"{closest(name, table.schema.names)}"
             )
-    table = table.select(names)
-    parts = [
-        reading.predictions(estimator, table.slice(start, BLOCK), options.coverage)
-        for start in range(0, table.num_rows, BLOCK)
-    ]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    columns = reading.predictions(estimator, table.select(names), options.coverage)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     reading.write(columns, options.out)
     print(f"wrote {table.num_rows} rows to {options.out}")

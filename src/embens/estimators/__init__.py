@@ -4,10 +4,9 @@
 ``load`` reads what they ``save``; ``neg_nll`` and ``neg_crps`` are scorers for ``scoring=``.
 """
 
-from embens.estimators.classifier import EmbeddedEnsembleClassifier, Uncertainty
-from embens.estimators.regressor import EmbeddedEnsembleRegressor
-from embens.estimators.scorers import neg_crps, neg_nll
-from embens.estimators.storage import load
+from embens.estimators.base import Uncertainty, load
+from embens.estimators.classifier import EmbeddedEnsembleClassifier
+from embens.estimators.regressor import EmbeddedEnsembleRegressor, neg_crps, neg_nll
 
 __all__ = [
     "EmbeddedEnsembleClassifier",

@@ -1,31 +1,26 @@
-"""What both estimators are: a table, a reference network, an embedded ensemble, a run.
+"""What both estimators are: scikit-learn's side of the pipeline.
 
-``fit`` deals out rows (:mod:`~embens.estimators.choices`), learns about the columns
-(:mod:`~embens.estimators.preprocessing`), builds the reference network
-(:mod:`~embens.estimators.network`), embeds the members, asks for their diagnosis, trains with
-:func:`embens.fit` and calibrates on what was held out. The two estimators say what a target is.
+An estimator holds its arguments and, once it is fitted, what :mod:`embens.estimators.pipeline`
+returned; its attributes look that up. The two estimators differ by their heads, and by the
+predictions that these give.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-import embens
-from embens.ensemble import EmbeddedEnsemble
-from embens.estimators import choices, files, fitting, network, onnx, plots, settings, storage
-from embens.estimators.heads import Classes, Gaussians
-from embens.estimators.inputs import read_table, read_weights
-from embens.estimators.preprocessing import Preprocessing
-from embens.training import History
+from embens.estimators import choices, files, onnx, pipeline, plots, storage, tables
+from embens.estimators.heads import Head
 
 try:
-    from sklearn.base import BaseEstimator
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 except ModuleNotFoundError as error:  # pragma: no cover
     raise ModuleNotFoundError(
         f"{error}: embens.estimators needs scikit-learn. pip install 'embens[estimators]'"
@@ -35,118 +30,45 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas
 
-BLOCK = 65_536
-"""Rows that are predicted at a time."""
+__all__ = ["ClassifierMixin", "RegressorMixin", "TableEnsemble", "Uncertainty", "load", "looked_up"]
 
 
-class TableEnsemble(BaseEstimator):
+class Uncertainty(NamedTuple):
+    """What is not known of each row, and its two parts: total = aleatoric + epistemic."""
+
+    total: np.ndarray
+    aleatoric: np.ndarray
+    epistemic: np.ndarray
+
+
+def looked_up(path: str, doc: str) -> Any:
+    """Return an attribute of an estimator that is a part of what was fitted."""
+
+    def look_up(estimator: Any) -> Any:
+        from sklearn.utils.validation import check_is_fitted
+
+        check_is_fitted(estimator, "fitted_")
+        return attrgetter(path)(estimator.fitted_)
+
+    return property(look_up, doc=doc)
+
+
+class TableEnsemble(choices.Options, BaseEstimator):
     """An embedded ensemble on a table; see the two estimators."""
 
-    ensemble_: EmbeddedEnsemble
-    preprocessing_: Preprocessing
-    run_: History
-    diagnosis_: Any
-    gamma_: float
-    p_: float
-    width_: int
-    dropout_: float
-    held_out_: dict[str, Any] | None
+    head: ClassVar[type[Head]]
+    fitted_: pipeline.Fitted
 
-    def __init__(
-        self,
-        family: str = "batch_ensemble",
-        members: Any = "auto",
-        p: Any = "auto",
-        law: Any = None,
-        *,
-        width: Any = "auto",
-        depth: int = 2,
-        dropout: Any = "auto",
-        numerical_embedding: str = "piecewise",
-        scaling: str = "quantile",
-        bins: int = 32,
-        categorical_features: Any = "auto",
-        max_categories: int = 256,
-        gamma: Any = "auto",
-        lr: Any = "auto",
-        modulation_lr: Any = "auto",
-        weight_decay: float = 3e-4,
-        batch_size: Any = "auto",
-        max_epochs: Any = "auto",
-        patience: int = 10,
-        validation_fraction: Any = "auto",
-        calibrate: bool = True,
-        warm_start: bool = False,
-        random_state: Any = None,
-        n_jobs: int | None = None,
-        verbose: int = 0,
-    ):
-        self.family = family
-        self.members = members
-        self.p = p
-        self.law = law
-        self.width = width
-        self.depth = depth
-        self.dropout = dropout
-        self.numerical_embedding = numerical_embedding
-        self.scaling = scaling
-        self.bins = bins
-        self.categorical_features = categorical_features
-        self.max_categories = max_categories
-        self.gamma = gamma
-        self.lr = lr
-        self.modulation_lr = modulation_lr
-        self.weight_decay = weight_decay
-        self.batch_size = batch_size
-        self.max_epochs = max_epochs
-        self.patience = patience
-        self.validation_fraction = validation_fraction
-        self.calibrate = calibrate
-        self.warm_start = warm_start
-        self.random_state = random_state
-        self.n_jobs = n_jobs
-        self.verbose = verbose
-
-    # What the two estimators define
-
-    def _learn_target(self, y: Any) -> Tensor:
-        """Learn what there is to know of the target; return it as numbers ``(row, target)``."""
-        raise NotImplementedError
-
-    def _learn_classes(self, classes: list[Any], *, single: bool) -> None:
-        """Learn what there is to know of a target that is read in parts."""
-        raise NotImplementedError
-
-    def _target_values(self, y: np.ndarray) -> Tensor:
-        """Return a part of a target, ``(row, target)``, as numbers."""
-        raise NotImplementedError
-
-    def _scale_target(self, values: Tensor, weights: Tensor | None) -> None:
-        """Learn the scale of the training part's target."""
-
-    def _make_head(self, weighted: bool) -> Classes | Gaussians:
-        raise NotImplementedError
-
-    def _to_target(self, values: Tensor) -> Tensor:
-        """Return values as the network is to see them."""
-        return values
-
-    def _calibrate(
-        self,
-        stop: tuple[Tensor, Tensor],
-        calibrate: tuple[Tensor, Tensor],
-        weights: Tensor | None,
-    ) -> None:
-        """Calibrate by the outputs and values of the two held-out parts; weights of the first."""
-        raise NotImplementedError
-
-    def _forget_calibration(self) -> None:
-        """Go back to before any calibration."""
-        raise NotImplementedError
-
-    _separate_calibration = False
-
-    # Fitting
+    ensemble_ = looked_up("chosen.ensemble", "The :class:`embens.EmbeddedEnsemble`.")
+    diagnosis_ = looked_up("chosen.diagnosis", "What was found before training.")
+    gamma_ = looked_up("chosen.gamma", "The diagnosis' gradient scale.")
+    p_ = looked_up("chosen.p", "How alike members of a BatchEnsemble were at the start.")
+    width_ = looked_up("chosen.width", "Of the hidden layers.")
+    dropout_ = looked_up("chosen.dropout", "Rate behind hidden layers.")
+    preprocessing_ = looked_up("preprocessing", "What was learnt about the columns.")
+    run_ = looked_up("run", "The course of training, as :func:`embens.fit` returns it.")
+    head_ = looked_up("head", "What is known of the target, and how outputs are read.")
+    held_out_ = looked_up("held_out", "Losses on held-out rows: ``ensemble``, ``members``.")
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Fit to a table.
@@ -158,21 +80,20 @@ class TableEnsemble(BaseEstimator):
         """
         from sklearn.utils import check_consistent_length
 
-        settings.check(self.get_params(deep=False))
-        again = self.warm_start and hasattr(self, "ensemble_")
+        choices.check(self)
+        previous = self.fitted_ if self.warm_start and hasattr(self, "fitted_") else None
         if y is None:
             raise ValueError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None"
             )
-        table = read_table(self, X, reset=not again)
+        table = tables.read_table(self, X, reset=previous is None)
         check_consistent_length(X, y)
-        weights = read_weights(sample_weight, table.rows)
-        values = self._learn_target(y)
-        if weights is not None:
-            rows = weights.nonzero().squeeze(1)
-            table, values, weights = table.take(rows.numpy()), values[rows], weights[rows]
-        with fitting.threads(self.n_jobs):
-            fitting.train(self, table, values, weights, again)
+        weights = tables.read_weights(sample_weight, table.rows)
+        target = self.head.read(y)
+        seed = pipeline.draw_seed(self.random_state)
+        with threads(self.n_jobs):
+            rows = pipeline.prepare(table, target, weights, self.head, self, seed, previous)
+            self.fitted_ = pipeline.fit(rows, self, seed, previous)
         return self
 
     def fit_files(self, source: Any, target: Any, *, weight: str | None = None) -> Any:
@@ -183,71 +104,39 @@ class TableEnsemble(BaseEstimator):
             target: the name of the target's column, or several names.
             weight: the name of a column of weights.
         """
-        settings.check(self.get_params(deep=False))
-        with fitting.threads(self.n_jobs):
-            files.fit_files(self, source, target, weight)
+        from sklearn.utils.validation import validate_data
+
+        choices.check(self)
+        seed = pipeline.draw_seed(self.random_state)
+        rows = files.Source(source, target, weight, seed=seed, held=self.validation_fraction)
+        columns = rows.dataset.schema.empty_table().select(rows.columns)
+        validate_data(self, columns, skip_check_array=True)
+        with threads(self.n_jobs):
+            self.fitted_ = pipeline.fit(files.prepare(rows, self.head, self), self, seed)
         return self
 
-    def _groups(self, values: Tensor) -> Tensor | None:
-        return None
-
-    def _sizes(self, rows: int) -> choices.Sizes:
-        return choices.choose_sizes(
-            rows, self.members, self.width, self.batch_size, self.max_epochs
-        )
-
-    def _reference(
-        self, outputs: int, generator: torch.Generator | None = None
-    ) -> network.TableNetwork:
-        return network.build(
-            self.preprocessing_,
-            outputs,
-            width=self.width_,
-            depth=int(self.depth),
-            dropout=self.dropout_,
-            embedding=self.numerical_embedding,
-            generator=generator,
-        )
-
-    # Predicting
-
-    def _blocks(self, X: Any) -> Iterator[Tensor]:
-        """Yield the members' outputs ``(member, row, output)`` of some rows after others."""
+    def _read(
+        self, X: Any, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
+    ) -> list[Tensor]:
+        """Return what ``summary(head, outputs)`` makes of the members' outputs."""
         from sklearn.utils.validation import check_is_fitted
 
-        check_is_fitted(self, "ensemble_")
-        table = read_table(self, X, reset=False)
-        dtype = next(self.ensemble_.parameters()).dtype
-        with fitting.threads(self.n_jobs):
-            for start in range(0, table.rows, BLOCK):
-                part = table.take(slice(start, start + BLOCK)) if table.rows > BLOCK else table
-                yield self._run_members(self.preprocessing_.encode(part, dtype))
-
-    def _run_members(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        prediction = embens.predict(
-            self.ensemble_,
-            inputs,
-            task="regression",
-            generator=torch.Generator().manual_seed(0),  # of fresh masks, the same every time
-        )
-        return prediction.members
-
-    # Looking
+        check_is_fitted(self, "fitted_")
+        table = tables.read_table(self, X, reset=False)
+        with threads(self.n_jobs):
+            return self.fitted_.read(table, summary, dim)
 
     @property
     def history_(self) -> pandas.DataFrame:
         """The course of training, one row for each epoch."""
-        return self._fitted("run_").to_pandas()
+        return self.run_.to_pandas()
 
     @property
     def members_(self) -> pandas.DataFrame:
         """The members: their loss on the held-out part, and in the best epoch of training."""
-        import pandas
-
-        run = self._fitted("run_")
-        epoch = run.best_epoch or len(run.epochs)
-        frame = pandas.DataFrame([row for row in run.members if row["epoch"] == epoch])
-        frame = frame.drop(columns="epoch").set_index("member")
+        run = self.run_
+        frame = run.to_pandas("members").set_index("member")
+        frame = frame[frame["epoch"] == (run.best_epoch or len(run.epochs))].drop(columns="epoch")
         if self.held_out_ is not None:
             frame["held_out_loss"] = self.held_out_["members"]
         return frame
@@ -255,47 +144,40 @@ class TableEnsemble(BaseEstimator):
     @property
     def n_parameters_(self) -> int:
         """How many numbers were trained."""
-        ensemble = self._fitted("ensemble_")
-        return sum(p.numel() for p in ensemble.parameters() if p.requires_grad)
+        return sum(p.numel() for p in self.ensemble_.parameters() if p.requires_grad)
 
-    def plot_history(self, ax: Any = None) -> Any:
-        """Draw the course of training; see :mod:`embens.estimators.plots`."""
-        return plots.plot_history(self, ax)
-
-    def plot_reliability(self, X: Any, y: Any, ax: Any = None, *, bins: int = 10) -> Any:
-        """Draw what happened against what was predicted."""
-        return plots.plot_reliability(self, X, y, ax, bins=bins)
-
-    def plot_members(self, ax: Any = None) -> Any:
-        """Draw the members' losses beside the ensemble's."""
-        return plots.plot_members(self, ax)
-
-    # Keeping
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the fitted estimator to one file, without pickle."""
-        storage.save(self, path)
+    plot_history = plots.plot_history
+    plot_reliability = plots.plot_reliability
+    plot_members = plots.plot_members
+    save = storage.save
+    to_onnx = onnx.to_onnx
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Any:
         """Read an estimator of this class that :meth:`save` wrote."""
-        found = storage.load(path)
-        if not isinstance(found, cls):
-            raise ValueError(f"{path} holds a {type(found).__name__}, not a {cls.__name__}")
-        return found
-
-    def to_onnx(self, path: str | os.PathLike[str]) -> Path:
-        """Write one ONNX file from raw columns to the prediction, checked with onnxruntime."""
-        return onnx.to_onnx(self, path)
-
-    def _fitted(self, name: str) -> Any:
-        from sklearn.utils.validation import check_is_fitted
-
-        check_is_fitted(self, name)
-        return getattr(self, name)
+        return storage.load(path, cls)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = True
         tags.target_tags.required = True
+        tags.target_tags.multi_output = True
         return tags
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Read an estimator that its method ``save`` wrote."""
+    return storage.load(path, *TableEnsemble.__subclasses__())
+
+
+@contextmanager
+def threads(n_jobs: int | None) -> Iterator[None]:
+    """Run with so many threads; None: as torch is set; -1: all, -2: all but one, …."""
+    from joblib import effective_n_jobs
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if n_jobs is None else int(effective_n_jobs(n_jobs)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -29,16 +29,6 @@ ADDED = 30
 """Rows that are added where a factor of standard deviations is chosen."""
 
 
-def as_far_off_as_said(factor: float) -> float:
-    r"""Return the loss of a row one standard deviation off, up to a constant: least at 1.
-
-    Example:
-        >>> [round(as_far_off_as_said(t), 3) for t in (0.5, 1.0, 2.0)]
-        [1.307, 0.5, 0.818]
-    """
-    return math.log(factor) + 0.5 / factor**2
-
-
 def best_scale(loss: Callable[[float], Tensor]) -> float:
     """Return the positive number that minimises a loss; 1 if nothing is better by a hair.
 

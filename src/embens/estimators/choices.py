@@ -1,16 +1,31 @@
-"""Choices: what stands behind every "auto", by the size of the training part.
+"""Choices: the arguments of both estimators, and what stands behind every "auto".
 
-One place for all rules, so that they can be read, and changed, together. What they were chosen by
-is in ``docs/how-to/tables.md``.
+Arguments are checked when an estimator is fitted, as scikit-learn wants it; their meanings are in
+:class:`embens.estimators.EmbeddedEnsembleClassifier`. All rules are in this one place, so that they
+can be read, and changed, together. What they were chosen by is in ``docs/how-to/tables.md``.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from numbers import Integral, Real
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from embens.checks import check_choice
+from embens.laws import Law
+
+Number = TypeVar("Number", int, float)
+
+FAMILIES = {
+    "batch_ensemble": "p",
+    "last_layer_dropout": "law",
+    "mc_dropout": "law",
+    "independent": None,
+}
+"""Functions of embens that embed members, and the option that each of them takes."""
 TINY = 50
 """Below so many rows nothing is held out, and a step sees all of them, in float64."""
 LOOK = 100_000
@@ -24,9 +39,75 @@ P = (0.25, 0.5)
 else the last."""
 LR = 2e-3
 """Rate of AdamW."""
-MODULATION_FACTOR = 1.0
-"""Rate of the modulations over that of the shared parameters."""
-FAMILIES = ("batch_ensemble", "last_layer_dropout", "mc_dropout", "independent")
+
+
+@dataclass(eq=False, repr=False)
+class Options:
+    """Arguments of an estimator, as they were given."""
+
+    family: str = "batch_ensemble"
+    members: Any = "auto"
+    p: Any = "auto"
+    law: Any = None
+    _: KW_ONLY
+    width: Any = "auto"
+    depth: int = 2
+    dropout: Any = "auto"
+    numerical_embedding: str = "piecewise"
+    scaling: str = "quantile"
+    bins: int = 32
+    categorical_features: Any = "auto"
+    max_categories: int = 256
+    gamma: Any = "auto"
+    lr: Any = "auto"
+    modulation_lr: Any = "auto"
+    weight_decay: float = 3e-4
+    batch_size: Any = "auto"
+    max_epochs: Any = "auto"
+    patience: int = 10
+    validation_fraction: Any = "auto"
+    calibrate: bool = True
+    warm_start: bool = False
+    random_state: Any = None
+    n_jobs: int | None = None
+    verbose: int = 0
+
+
+_CHOICES = {
+    "family": tuple(FAMILIES),
+    "scaling": ("quantile", "standard"),
+    "numerical_embedding": ("piecewise", "periodic", "none"),
+}
+_COUNTS = "members width depth bins max_categories batch_size max_epochs patience".split()
+_RANGES = {"p": (-1.0, 1.0), "dropout": (0.0, 0.99), "validation_fraction": (0.0, 0.9)}
+_RANGES |= dict.fromkeys(("gamma", "lr", "modulation_lr", "weight_decay"), (0.0, math.inf))
+
+
+def check(options: Options) -> None:
+    """Raise where an option has no meaning."""
+    for name, allowed in _CHOICES.items():
+        check_choice(name, getattr(options, name), allowed)
+    for name in (*_COUNTS, *_RANGES):
+        value = getattr(options, name)
+        auto = " or 'auto'" if getattr(Options, name) == "auto" else ""
+        if auto and isinstance(value, str) and value == "auto":
+            continue
+        if name in _COUNTS:
+            kind, low, high, expected = Integral, 1, math.inf, "a whole number of at least 1"
+        else:
+            kind, (low, high) = Real, _RANGES[name]
+            expected = f"a number from {low:g} to {high:g}"
+        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
+            raise ValueError(f"{name}: expected {expected}{auto}; got {value!r}")
+    if options.law is not None and not isinstance(options.law, Law):
+        raise ValueError(
+            f"law: expected a law such as embens.laws.Bernoulli(0.9); got {options.law!r}"
+        )
+    if options.law is not None and FAMILIES[options.family] != "law":
+        raise ValueError(
+            f"law: family={options.family!r} has no masks; choose p for batch_ensemble, or a "
+            "dropout family"
+        )
 
 
 class Parts(NamedTuple):
@@ -47,26 +128,29 @@ class Sizes(NamedTuple):
     dropout: float
 
 
-def choose_sizes(rows: int, members: Any, width: Any, batch_size: Any, epochs: Any) -> Sizes:
-    """Return the sizes, as given or as the number of rows suggests.
+def given(option: Any, usual: Number) -> Number:
+    """Return an option, or where it is "auto" what is usual."""
+    return usual if isinstance(option, str) else type(usual)(option)
+
+
+def choose_sizes(rows: int, options: Options) -> Sizes:
+    """Return the sizes, as given or as the number of rows to train on suggests.
 
     Example:
-        >>> choose_sizes(10_000, "auto", "auto", "auto", "auto")
+        >>> choose_sizes(10_000, Options())
         Sizes(members=16, width=256, batch_size=256, epochs=200, dropout=0.1)
-        >>> choose_sizes(300, 4, "auto", "auto", "auto")
+        >>> choose_sizes(300, Options(members=4))
         Sizes(members=4, width=64, batch_size=64, epochs=200, dropout=0.1)
     """
-    wide = 64 if rows < 500 else 256
-    large = next(size for size, below in _BATCHES if rows < below)
-    if rows < TINY:
-        large = rows
-    most = 200 if rows <= 100_000 else max(20, 20_000_000 // rows)
+    batches = ((rows, TINY), (64, 2500), (128, 5000), (256, 50_000), (512, 200_000))
+    batch_size = next((size for size, below in batches if rows < below), 1024)
+    epochs = 200 if rows <= 100_000 else max(20, 20_000_000 // rows)
     return Sizes(
-        members=16 if members == "auto" else int(members),
-        width=wide if width == "auto" else int(width),
-        batch_size=large if batch_size == "auto" else int(batch_size),
-        epochs=most if epochs == "auto" else int(epochs),
-        dropout=0.0 if rows < TINY else 0.1,
+        members=given(options.members, 16),
+        width=given(options.width, 64 if rows < 500 else 256),
+        batch_size=given(options.batch_size, batch_size),
+        epochs=given(options.max_epochs, epochs),
+        dropout=given(options.dropout, 0.0 if rows < TINY else 0.1),
     )
 
 
@@ -87,12 +171,6 @@ def members_with_room(room: float, members: int, rows: int) -> int:
     if rows < TINY or room >= members:
         return members
     return max(members // 2, int(room))
-
-
-_BATCHES = (
-    *((64, 2500), (128, 5000), (256, 50_000), (512, 200_000)),
-    (1024, math.inf),
-)
 
 
 def split(

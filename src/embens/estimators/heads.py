@@ -1,126 +1,280 @@
-r"""Heads: what the outputs of a network on a table mean, and how well they do.
+r"""Heads: what a target is, what a network's outputs say about it, and how well they do.
 
-A head turns targets into a tensor, is the criterion of :func:`embens.fit` for one member, and the
-metric for the ensemble: the negative logarithm of the *mixture* of its members,
+A head learns a target, turns it into a tensor, is the criterion of :func:`embens.fit` for one
+member and the metric for the ensemble, is calibrated on held-out rows, and reads predictions from
+outputs. The metric is the negative logarithm of the *mixture* of the members,
 
 .. math::
     -\frac1n \sum_i \log \frac1M \sum_a p_a(y_i \mid x_i),
 
-for which, unlike for the mean of the members' own losses, disagreement counts. Weights of rows, if
-there are any, ride in the last column of the target and have mean 1.
-
-Not here: what is done with outputs at prediction (:mod:`embens.estimators.mixture`).
+for which, unlike for the mean of the members' own losses, disagreement counts. Outputs are
+``(member, row, output)``. Weights of rows, if there are any, ride in the last column of the target
+and have mean 1.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from embens.estimators import mixture
+from embens.estimators.calibration import ADDED, best_scale
+from embens.estimators.mixture import log_mean
+from embens.estimators.tables import read_target
+
+if TYPE_CHECKING:
+    import numpy as np
+
 LOG_VARIANCES = (-10.0, 10.0)
 """Bounds of a member's log-variance, of a target of variance 1."""
 
 
-@dataclass(frozen=True)
-class Classes:
-    """Logits of one or several labels, one after another.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Head(ABC):
+    """What both heads have in common."""
 
-    Args:
-        sizes: how many classes each label has.
-        weighted: whether the target has a column of weights.
-    """
+    single: bool = True  # the target is one column and not a table
+    weighted: bool = False  # its tensor ends with a column of weights
+    separate: ClassVar[bool] = False  # rows to calibrate with must not be those to stop by
 
-    sizes: tuple[int, ...]
-    weighted: bool = False
+    @staticmethod
+    @abstractmethod
+    def read(y: Any) -> np.ndarray:
+        """Return a user's target as an array, ``(row,)`` or ``(row, target)``, checked."""
+
+    @classmethod
+    @abstractmethod
+    def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Any:
+        """Return the head of a target, by values of its columns, among which are all classes."""
+
+    def scaled(self, values: Tensor, weights: Tensor) -> Any:
+        """Return the head that knows the scale of the training part's values."""
+        return self
 
     @property
+    @abstractmethod
     def outputs(self) -> int:
         """How many outputs the network needs."""
-        return sum(self.sizes)
 
-    @property
-    def simple(self) -> bool:
-        """Whether the target is a vector of classes."""
-        return len(self.sizes) == 1 and not self.weighted
+    @abstractmethod
+    def values(self, columns: Sequence[np.ndarray]) -> Tensor:
+        """Return a target as numbers ``(row, target)``."""
 
-    def pack(self, codes: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the target of classes ``(row, label)``."""
-        if self.simple:
-            return codes[:, 0]
-        columns = codes.to(dtype)
-        return columns if weights is None else torch.cat([columns, weights[:, None].to(dtype)], 1)
+    def groups(self, values: Tensor) -> Tensor | None:
+        """Return the classes whose shares held-out rows should keep, if there are any."""
+        return None
 
+    def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return what the criterion and the metric take as target, of values and weights."""
+        columns = [values, weights[:, None]] if self.weighted and weights is not None else [values]
+        return torch.cat([column.to(dtype) for column in columns], 1)
+
+    @abstractmethod
     def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the losses by row, of one member or of all at once."""
-        if self.simple:
-            rows = outputs.shape[:-1]
-            flat, wanted = outputs.reshape(-1, self.outputs), target.expand(rows).reshape(-1)
-            return F.cross_entropy(flat, wanted, reduction="none").view(rows)
-        losses = -torch.stack(self.right(outputs, target)).sum(0)
-        return losses * target[..., -1] if self.weighted else losses
 
-    criterion.over_members = True  # type: ignore[attr-defined]
-
-    def right(self, outputs: Tensor, target: Tensor) -> list[Tensor]:
-        """Return the log-probabilities of the right classes, ``(…, row)`` for each label."""
-        if self.simple:
-            target = target[:, None]
-        found = []
-        for k, logits in enumerate(outputs.split(self.sizes, dim=-1)):
-            index = target[:, k].long()
-            index = index.expand(logits.shape[:-1]).unsqueeze(-1)
-            found.append(logits.log_softmax(-1).gather(-1, index).squeeze(-1))
-        return found
+    @abstractmethod
+    def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the log-likelihood of the mixture, ``(row, target)``."""
 
     def metric(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the mixture's negative log-probability; outputs ``(member, row, output)``."""
-        losses = -torch.stack([_log_mean(r) for r in self.right(outputs, target)]).sum(0)
+        """Return the mixture's negative log-likelihood, the mean over rows."""
+        losses = -self.log_mixture(outputs, target).sum(-1)
         if self.weighted:
             return (losses * target[:, -1]).sum() / target[:, -1].sum()
         return losses.mean()
 
-    def any_class(self, outputs: Tensor) -> Tensor:
-        """Return what :meth:`metric` would be if every class were as likely as the others."""
-        labels = outputs.split(self.sizes, dim=-1)
-        return -torch.stack([_log_mean(x.log_softmax(-1)).mean() for x in labels]).sum()
+    @abstractmethod
+    def calibrated(self, stop: Pair | None, other: Pair | None) -> Any:
+        """Return the head, calibrated by nothing but outputs and targets of held-out rows.
+
+        Args:
+            stop: of rows that training was stopped by, to choose a temperature with.
+            other: of rows for conformal scores.
+        """
+
+    @abstractmethod
+    def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the prediction: probabilities of each label, or mean and standard deviation."""
 
 
-@dataclass(frozen=True)
-class Gaussians:
-    """Means, then log-variances, of standardised targets.
+Pair = tuple[Tensor, Tensor]
 
-    Args:
-        targets: how many.
-        weighted: whether the target has a column of weights.
-    """
 
-    targets: int
-    weighted: bool = False
+def _check_count(columns: Sequence[Any], expected: int) -> None:
+    if len(columns) != expected:
+        raise ValueError(f"y: expected the first fit's {expected} targets; got {len(columns)}")
+
+
+@dataclass(frozen=True, eq=False)
+class Classes(Head):
+    """Logits of one or several labels, one after another."""
+
+    labels: tuple[np.ndarray, ...]  # the classes of each, in order
+    temperature: float = 1.0  # what logits are divided by at prediction
+
+    @staticmethod
+    def read(y: Any) -> np.ndarray:
+        import numpy as np
+        from sklearn.utils.multiclass import check_classification_targets
+
+        y = read_target(y)
+        if y.dtype.kind == "f" and not np.isfinite(y).all():
+            raise ValueError("Input y contains infinity.")
+        check_classification_targets(y)
+        return y
+
+    @classmethod
+    def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Classes:
+        import numpy as np
+
+        head = cls(tuple(np.unique(column) for column in columns), single=single)
+        if not head.multilabel:
+            return head
+        return cls(tuple(np.array([0, 1], dtype=c.dtype) for c in head.labels), single=single)
+
+    @property
+    def multilabel(self) -> bool:
+        """Whether there are several labels, all of 0 and 1."""
+        return not self.single and all(set(c.tolist()) <= {0, 1} for c in self.labels)
+
+    @property
+    def classes(self) -> Any:
+        """The classes as scikit-learn has them: an array, or a list of them."""
+        return self.labels[0] if self.single else list(self.labels)
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many classes each label has."""
+        return [len(classes) for classes in self.labels]
 
     @property
     def outputs(self) -> int:
-        """How many outputs the network needs."""
-        return 2 * self.targets
+        return sum(self.sizes)
+
+    def values(self, columns: Sequence[np.ndarray]) -> Tensor:
+        import numpy as np
+
+        codes = []
+        _check_count(columns, len(self.labels))
+        for column, classes in zip(columns, self.labels, strict=True):
+            unknown = sorted(set(np.unique(column).tolist()) - set(classes.tolist()), key=str)
+            if unknown:
+                raise ValueError(
+                    f"y has classes that the first fit did not: {unknown[:5]}. A warm start can't "
+                    "add classes; fit anew with warm_start=False."
+                )
+            codes.append(np.searchsorted(classes, column))
+        return torch.from_numpy(np.stack(codes, 1))
+
+    def groups(self, values: Tensor) -> Tensor | None:
+        return values[:, 0] if values.shape[1] == 1 else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the target is a vector of codes: one label without weights."""
+        return len(self.labels) == 1 and not self.weighted
 
     def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the target of standardised values ``(row, target)``."""
-        columns = values.to(dtype)
-        return columns if weights is None else torch.cat([columns, weights[:, None].to(dtype)], 1)
+        return values[:, 0] if self.plain else super().pack(values, weights, dtype)
 
-    def log_densities(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the members' log-densities ``(…, row, target)``."""
-        mean, logarithm = outputs.split(self.targets, dim=-1)
-        logarithm = logarithm.clamp(*LOG_VARIANCES)
-        deviation = target[..., : self.targets] - mean
-        return -0.5 * (math.log(2 * math.pi) + logarithm + deviation**2 * (-logarithm).exp())
+    def log_likelihoods(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the logarithms of the right classes' probabilities, ``(…, row, label)``."""
+        target, found = target.view(len(target), -1), []
+        for k, logits in enumerate(outputs.split(self.sizes, dim=-1)):
+            index = target[:, k].long().expand(logits.shape[:-1]).unsqueeze(-1)
+            found.append(logits.log_softmax(-1).gather(-1, index))
+        return torch.cat(found, -1)
 
     def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the losses by row, of one member or of all at once."""
-        mean, logarithm = outputs.chunk(2, dim=-1)
+        if self.plain:  # as torch does it fastest
+            rows = outputs.shape[:-1]
+            flat, wanted = outputs.reshape(-1, self.outputs), target.expand(rows).reshape(-1)
+            return F.cross_entropy(flat, wanted, reduction="none").view(rows)
+        losses = -self.log_likelihoods(outputs, target).sum(-1)
+        return losses * target[..., -1] if self.weighted else losses
+
+    criterion.over_members = True  # type: ignore[attr-defined]
+
+    def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return log_mean(self.log_likelihoods(outputs, target))
+
+    def any_class(self, outputs: Tensor) -> Tensor:
+        """Return what :meth:`metric` would be if every class were as likely as the others."""
+        labels = outputs.split(self.sizes, dim=-1)
+        return -torch.stack([log_mean(x.log_softmax(-1)).mean() for x in labels]).sum()
+
+    def calibrated(self, stop: Pair | None, other: Pair | None) -> Classes:
+        if stop is None:
+            return replace(self, temperature=1.0)
+        outputs, target = stop[0].double(), stop[1]
+
+        def loss(t: float) -> Tensor:
+            rows = outputs.shape[1]
+            return rows * self.metric(outputs / t, target) + self.any_class(outputs / t)
+
+        return replace(self, temperature=best_scale(loss))
+
+    def probabilities(self, outputs: Tensor) -> list[Tensor]:
+        """Return the members' probabilities of each label, ``(member, row, class)``."""
+        parts = (outputs.double() / self.temperature).split(self.sizes, dim=-1)
+        return [logits.softmax(-1) for logits in parts]
+
+    def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(p.mean(0) for p in self.probabilities(outputs))
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussians(Head):
+    """Means, then log-variances, of standardised targets: together a mixture of Gaussians."""
+
+    targets: int
+    mean: Tensor | float = 0.0  # of each target
+    std: Tensor | float = 1.0
+    temperature: Tensor | float = 1.0  # what members' standard deviations are multiplied by
+    scores: Tensor | None = None  # conformal ones of held-out rows, (row, target)
+    separate: ClassVar[bool] = True
+
+    @staticmethod
+    def read(y: Any) -> np.ndarray:
+        from sklearn.utils.validation import check_array
+
+        y = check_array(read_target(y), ensure_2d=False, dtype="float64", input_name="y")
+        if y.ndim > 2:
+            raise ValueError(f"y: expected a column or a table; got an array of {y.ndim} axes")
+        return y
+
+    @classmethod
+    def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Gaussians:
+        return cls(len(columns), single=single)
+
+    def scaled(self, values: Tensor, weights: Tensor) -> Gaussians:
+        share = (weights / weights.sum())[:, None]
+        mean = (share * values).sum(0)
+        std = (share * (values - mean) ** 2).sum(0).sqrt()
+        size = values.abs().amax(0).clamp(min=1e-300)
+        return replace(self, mean=mean, std=torch.where(std > 1e-12 * size, std, 1.0))
+
+    @property
+    def outputs(self) -> int:
+        return 2 * self.targets
+
+    def values(self, columns: Sequence[np.ndarray]) -> Tensor:
+        _check_count(columns, self.targets)
+        return torch.stack([torch.tensor(c.astype("float64")) for c in columns], 1)
+
+    def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return super().pack((values - self.mean) / self.std, weights, dtype)
+
+    def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
+        mean, logarithm = outputs.chunk(2, dim=-1)  # few operations: every step takes this
         logarithm = logarithm.clamp(*LOG_VARIANCES)
         values = target[..., : self.targets] if self.weighted else target
         double = torch.addcmul(logarithm, (values - mean).square(), (-logarithm).exp()).sum(-1)
@@ -129,14 +283,43 @@ class Gaussians:
 
     criterion.over_members = True  # type: ignore[attr-defined]
 
-    def metric(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the mixture's negative log-density; outputs ``(member, row, output)``."""
-        losses = -_log_mean(self.log_densities(outputs, target)).sum(-1)
-        if self.weighted:
-            return (losses * target[:, -1]).sum() / target[:, -1].sum()
-        return losses.mean()
+    def standard(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the members' means and standard deviations of standardised targets."""
+        mean, logarithm = outputs.chunk(2, dim=-1)
+        return mean, (logarithm.clamp(*LOG_VARIANCES) / 2).exp()
 
+    def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return mixture.log_density(*self.standard(outputs), target[:, : self.targets])
 
-def _log_mean(logarithms: Tensor) -> Tensor:
-    """Return the logarithm of the mean over members."""
-    return logarithms.logsumexp(0) - math.log(len(logarithms))
+    def calibrated(self, stop: Pair | None, other: Pair | None) -> Gaussians:
+        factors = [1.0 if stop is None else self._factor(k, *stop) for k in range(self.targets)]
+        temperature = torch.tensor(factors, dtype=torch.float64)
+        head = replace(self, temperature=temperature, scores=None)
+        if other is None:
+            return head
+        mean, std = head.summarise(other[0])
+        values = self.mean + self.std * other[1][:, : self.targets].double()
+        return replace(head, scores=(values - mean).abs() / std)
+
+    def _factor(self, k: int, outputs: Tensor, target: Tensor) -> float:
+        """Return the best factor of the standard deviations of one target."""
+        mean, std = (x[..., k] for x in self.standard(outputs.double()))
+        weights = target[:, -1].double() if self.weighted else torch.ones(len(target)).double()
+
+        def loss(t: float) -> Tensor:
+            density = mixture.log_density(mean, t * std, target[:, k].double())
+            mine = len(target) * (weights @ density) / weights.sum()
+            added = -math.log(t) - 0.5 / t**2  # of a row that is one standard deviation off
+            return -(mine + ADDED * added)
+
+        return best_scale(loss)
+
+    def members(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the members' means and standard deviations, ``(member, row, target)``."""
+        mean, std = self.standard(outputs.double())
+        return self.mean + self.std * mean, self.std * std * self.temperature
+
+    def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        mean, std = self.members(outputs)
+        centre = mean.mean(0)
+        return centre, ((std**2).mean(0) + ((mean - centre) ** 2).mean(0)).sqrt()

@@ -22,7 +22,12 @@ from torch import Tensor
 def log_density(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
     """Return the logarithm of the mixture's density."""
     logarithms = -0.5 * ((y - mean) / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)
-    return logarithms.logsumexp(0) - math.log(len(mean))
+    return log_mean(logarithms)
+
+
+def log_mean(logarithms: Tensor) -> Tensor:
+    """Return the logarithm of the mean over members."""
+    return logarithms.logsumexp(0) - math.log(len(logarithms))
 
 
 def quantile(mean: Tensor, std: Tensor, level: float) -> Tensor:
@@ -35,8 +40,7 @@ def quantile(mean: Tensor, std: Tensor, level: float) -> Tensor:
     """
     if not 0 < level < 1:
         raise ValueError(f"a quantile's level lies between 0 and 1; got {level}")
-    normal = math.sqrt(2) * torch.erfinv(torch.tensor(2 * level - 1, dtype=torch.float64)).item()
-    own = mean + normal * std
+    own = mean + torch.special.ndtri(torch.tensor(level, dtype=torch.float64)) * std
     low, high = own.amin(0), own.amax(0)
     for _ in range(60):
         middle = (low + high) / 2

@@ -17,15 +17,16 @@ once for all members. It is built of operations that ONNX has.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from embens import networks
+from embens.estimators.choices import Options
 from embens.estimators.preprocessing import Preprocessing
-
-EMBEDDINGS = ("piecewise", "periodic", "none")
 
 
 class Encode(nn.Module):
@@ -55,12 +56,6 @@ class Encode(nn.Module):
         columns = [j for j, yes in enumerate(preprocessing.missing) if yes]
         self.missing = nn.Buffer(torch.tensor(columns, dtype=torch.int64))
 
-    @property
-    def outputs(self) -> int:
-        """How many inputs the perceptron has."""
-        numeric = len(self.start) + (self.inverse.numel() if self.bins else 0)
-        return max(1, numeric + len(self.missing) + len(self.slot))
-
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
         """Return the encoding."""
         parts = []
@@ -78,8 +73,6 @@ class Encode(nn.Module):
                 parts.append(absent.index_select(1, self.missing).to(ramps.dtype))
         if len(self.slot):
             parts.append((codes.index_select(1, self.slot) == self.code).to(numbers.dtype))
-        if not parts:
-            return torch.zeros_like(numbers[:, :1])
         return torch.cat(parts, 1)
 
 
@@ -101,11 +94,6 @@ class Periodic(nn.Module):
         with torch.no_grad():
             self.frequencies.normal_(0, self.std, generator=generator)
 
-    @property
-    def outputs(self) -> int:
-        """How many inputs it adds."""
-        return 2 * self.frequencies.numel()
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the inputs with the waves behind them."""
         angle = 2 * math.pi * input[:, : self.columns].unsqueeze(-1) * self.frequencies
@@ -124,8 +112,11 @@ def dropout(input: Tensor, p: float) -> Tensor:
     """Return the input with some numbers 0, by one random byte each, eight of them from one draw.
 
     The rate is rounded to 256ths, and the rest scaled by the rate as it is. On a processor torch's
-    own mask takes a quarter of a step of a network this small.
+    own mask takes a quarter of a step of a network this small. A mode that takes over torch's
+    functions takes over this one.
     """
+    if has_torch_function_unary(input):
+        return handle_torch_function(dropout, (input,), input, p)
     count, cut = input.numel(), min(255, max(1, round(256 * p)))
     draws = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), device=input.device)
     keep = draws.view(torch.uint8)[:count].view(input.shape) >= cut
@@ -138,42 +129,47 @@ torch.fx.wrap("dropout")  # one operation to whoever reads the network's code
 class TableNetwork(nn.Module):
     """Encoding and perceptron; a call takes the two tensors of a table."""
 
-    def __init__(self, encode: Encode, periodic: Periodic | None, body: nn.Sequential):
+    def __init__(self, encode: Encode, periodic: Periodic | None, body: Iterable[nn.Module]):
         super().__init__()
         self.encode = encode
         self.periodic = periodic
-        self.body = body
+        self.body = nn.ModuleList(body)
 
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
         """Return the outputs ``(batch, output)``."""
         x = self.encode(numbers, codes)
         if self.periodic is not None:
             x = self.periodic(x)
-        return self.body(x)
+        for module in self.body:
+            x = module(x)
+        return x
 
 
 def build(
     preprocessing: Preprocessing,
     outputs: int,
+    options: Options,
     *,
     width: int,
-    depth: int,
     dropout: float = 0.0,
-    embedding: str = "piecewise",
     generator: torch.Generator | None = None,
 ) -> TableNetwork:
     """Build the reference network of a table."""
-    encode = Encode(preprocessing, bins=embedding == "piecewise")
+    encode = Encode(preprocessing, bins=options.numerical_embedding == "piecewise")
     periodic = None
-    if embedding == "periodic" and preprocessing.numeric:
+    if options.numerical_embedding == "periodic" and preprocessing.numeric:
         periodic = Periodic(len(preprocessing.numeric))
         periodic.reset_parameters(generator)
-    inputs = encode.outputs + (periodic.outputs if periodic else 0)
+    codes = torch.zeros(1, len(preprocessing.categorical), dtype=torch.int64)
+    x = encode(torch.zeros(1, len(preprocessing.numeric)), codes)
+    x = periodic(x) if periodic else x
     body = networks.mlp(
-        inputs, width, depth, outputs, weight_std=math.sqrt(2), bias_std=0.1,
+        x.shape[1], width, int(options.depth), outputs, weight_std=math.sqrt(2), bias_std=0.1,
         parametrization="standard", generator=generator,
     )  # fmt: skip
-    if dropout > 0:
-        modules = [[m, Dropout(dropout)] if isinstance(m, nn.ReLU) else [m] for m in body]
-        body = nn.Sequential(*(m for group in modules for m in group))
-    return TableNetwork(encode, periodic, body)
+    modules: list[nn.Module] = []
+    for module in body:
+        modules.append(module)
+        if dropout > 0 and isinstance(module, nn.ReLU):
+            modules.append(Dropout(dropout))
+    return TableNetwork(encode, periodic, modules)

@@ -24,160 +24,104 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from embens.estimators.heads import Classes
+
 if TYPE_CHECKING:
-    from embens.estimators.base import TableEnsemble
+    from embens.estimators.pipeline import Fitted
 
 
 class Raw(nn.Module):
-    """From raw columns to members' outputs."""
+    """From raw columns to the prediction."""
 
-    def __init__(self, estimator: TableEnsemble):
+    def __init__(self, fitted: Fitted):
         super().__init__()
-        known = estimator.preprocessing_
-        self.centre = nn.Buffer(torch.as_tensor(known.centre))
-        self.scale = nn.Buffer(torch.as_tensor(known.scale))
-        self.ensemble = estimator.ensemble_
-        self.dtype = next(estimator.ensemble_.parameters()).dtype
-        self.categorical = len(known.categorical)
+        self.centre = nn.Buffer(fitted.preprocessing.centre)
+        self.scale = nn.Buffer(fitted.preprocessing.scale)
+        self.ensemble = fitted.chosen.ensemble
+        self.head, self.dtype = fitted.head, fitted.dtype
 
-    def run_members(self, numbers: Tensor, codes: Tensor | None) -> Tensor:
-        """Return the members' outputs."""
+    def forward(self, numbers: Tensor, codes: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the prediction."""
         scaled = ((numbers - self.centre) / self.scale).to(self.dtype)
         if codes is None:
             codes = torch.zeros(numbers.shape[0], 0, dtype=torch.int64)
-        return self.ensemble(scaled, codes)
+        return self.head.summarise(self.ensemble(scaled, codes))
 
 
-class RawClassifier(Raw):
-    """Mean probabilities of each label."""
-
-    def __init__(self, estimator: Any):
-        super().__init__(estimator)
-        self.sizes = list(estimator._make_head(False).sizes)
-        self.temperature = estimator.temperature_
-
-    def forward(self, numbers: Tensor, codes: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return probabilities."""
-        logits = self.run_members(numbers, codes) / self.temperature
-        return tuple(part.softmax(-1).mean(0) for part in logits.split(self.sizes, dim=-1))
-
-
-class RawRegressor(Raw):
-    """Mean and standard deviation of the mixture."""
-
-    def __init__(self, estimator: Any):
-        super().__init__(estimator)
-        self.targets = len(estimator.y_mean_)
-        self.y_mean, self.y_std = nn.Buffer(estimator.y_mean_), nn.Buffer(estimator.y_std_)
-        self.factor = nn.Buffer(estimator.temperature_)
-
-    def forward(self, numbers: Tensor, codes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation."""
-        from embens.estimators.heads import LOG_VARIANCES
-
-        outputs = self.run_members(numbers, codes).to(torch.float64)
-        means = outputs[..., : self.targets]
-        mean = means.mean(0)
-        epistemic = ((means - mean) ** 2).mean(0)
-        aleatoric = outputs[..., self.targets :].clamp(*LOG_VARIANCES).exp().mean(0)
-        variance = aleatoric * self.factor**2 + epistemic
-        return self.y_mean + self.y_std * mean, self.y_std * variance.sqrt()
-
-
-def to_onnx(estimator: TableEnsemble, path: str | os.PathLike[str]) -> Path:
-    """Write a fitted estimator as ONNX, and check the file with onnxruntime."""
+def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
+    """Write one ONNX file from raw columns to the prediction, checked with onnxruntime."""
     import onnx
-    from sklearn.base import is_classifier
-    from sklearn.utils.validation import check_is_fitted
 
-    check_is_fitted(estimator, "ensemble_")
-    known = estimator.preprocessing_
     if any(site.fresh for site in estimator.ensemble_.plan.sites):
         raise ValueError("masks that are drawn anew at each pass can't be exported")
-    classifier = is_classifier(estimator)
-    module = RawClassifier(estimator) if classifier else RawRegressor(estimator)
-    module.eval()
-    outputs = ["predicted_mean", "predicted_std"]
-    if isinstance(module, RawClassifier):
-        count = len(module.sizes)
-        outputs = [f"probabilities_{k}" for k in range(count)] if count > 1 else ["probabilities"]
-    numbers, codes = _example(estimator)
-    names = ["numbers", "codes"] if known.categorical else ["numbers"]
-    arguments = (numbers, codes) if known.categorical else (numbers,)
+    fitted, known, path = estimator.fitted_, estimator.preprocessing_, Path(path)
+    module = Raw(fitted).eval()
+    names = ["predicted_mean", "predicted_std"]
+    if isinstance(fitted.head, Classes):
+        count = len(fitted.head.labels)
+        names = [f"probabilities_{k}" for k in range(count)] if count > 1 else ["probabilities"]
+    steps = torch.linspace(-2, 2, 8, dtype=torch.float64)[:, None]
+    rows = {"numbers": known.centre + steps * known.scale}  # in the range of the training part
+    rows["numbers"][:1, :1] = float("nan")
+    if known.categorical:
+        codes = [torch.arange(8) % (len(kept) + 2) for kept in known.categories]
+        rows["codes"] = torch.stack(codes, 1)
     row = torch.export.Dim("row")
-    path = Path(path)
-    with _quiet(), torch.no_grad():
-        module.ensemble.chunk = 1 if module.ensemble.plan.separate else None
+    with _quiet("torch.onnx"), torch.no_grad():
+        chunk = module.ensemble.chunk
+        module.ensemble.chunk = 1  # several at once would make the number of rows a constant
         program = torch.onnx.export(
             module,
-            arguments,
-            input_names=names,
-            output_names=outputs,
-            dynamic_shapes=tuple({0: row} for _ in names),
+            tuple(rows.values()),
+            input_names=list(rows),
+            output_names=names,
+            dynamic_shapes=tuple({0: row} for _ in rows),
             dynamo=True,
             verbose=False,
         )
+        module.ensemble.chunk = chunk
     assert program is not None
     model = program.model_proto
-    _annotate(model, estimator)
+    for key, value in _notes(fitted).items():
+        model.metadata_props.add(key=key, value=json.dumps(value))
     onnx.save(model, str(path))
-    _check(path, names, arguments, module)
+    _check(path, module, {name: tensor[:5] for name, tensor in rows.items()})
     return path
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporter's own warnings and remarks to itself."""
-    logger = logging.getLogger("torch.onnx")
+def _quiet(name: str) -> Iterator[None]:
+    """Keep warnings and a logger's remarks to themselves."""
+    logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)
 
 
-def _example(estimator: TableEnsemble) -> tuple[Tensor, Tensor]:
-    """Return raw rows in the range of the training part, some numbers missing."""
-    known = estimator.preprocessing_
-    generator = torch.Generator().manual_seed(0)
-    spread = torch.randn(8, len(known.numeric), generator=generator, dtype=torch.float64)
-    numbers = torch.as_tensor(known.centre) + spread * torch.as_tensor(known.scale)
-    if len(known.numeric):
-        numbers[0, 0] = float("nan")
-    most = torch.tensor([len(kept) + 2 for kept in known.categories], dtype=torch.float64)
-    codes = (torch.rand(8, len(most), generator=generator, dtype=torch.float64) * most).long()
-    return numbers, codes
-
-
-def _annotate(model: Any, estimator: TableEnsemble) -> None:
-    """Write the meaning of inputs and outputs into the metadata."""
-    known = estimator.preprocessing_
-    notes = {
+def _notes(fitted: Fitted) -> dict[str, list]:
+    """Return the meaning of inputs and outputs, for the metadata."""
+    known = fitted.preprocessing
+    notes: dict[str, list] = {
         "numeric": [known.names[j] for j in known.numeric],
         "categorical": [known.names[j] for j in known.categorical],
         "categories": [{name: i for i, name in enumerate(kept)} for kept in known.categories],
     }
-    classes = getattr(estimator, "classes_", None)
-    if classes is not None:
-        parts = classes if isinstance(classes, list) else [classes]
-        notes["classes"] = [c.tolist() for c in parts]
-    for key, value in notes.items():
-        entry = model.metadata_props.add()
-        entry.key, entry.value = key, json.dumps(value)
+    if isinstance(fitted.head, Classes):
+        notes["classes"] = [classes.tolist() for classes in fitted.head.labels]
+    return notes
 
 
-def _check(path: Path, names: list[str], arguments: tuple, module: nn.Module) -> None:
+def _check(path: Path, module: nn.Module, rows: dict[str, Tensor]) -> None:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path)
-    feed = {n: a[:5].numpy() for n, a in zip(names, arguments, strict=True)}
-    found = session.run(None, feed)
+    found = session.run(None, {name: tensor.numpy() for name, tensor in rows.items()})
     with torch.no_grad():
-        expected = module(*(a[:5] for a in arguments))
+        expected = module(*rows.values())
     for ours, theirs in zip(expected, found, strict=True):
-        torch.testing.assert_close(
-            torch.from_numpy(theirs).double(), ours.double(), rtol=1e-3, atol=1e-5
-        )
+        theirs = torch.from_numpy(theirs).double()
+        torch.testing.assert_close(theirs, ours.double(), rtol=1e-3, atol=1e-5)

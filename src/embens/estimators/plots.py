@@ -11,8 +11,6 @@ from embens.metrics.uncertainty import reliability
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from embens.estimators.base import TableEnsemble
-
 
 def _axis(ax: Any) -> Axes:
     from matplotlib import pyplot as plt
@@ -20,7 +18,7 @@ def _axis(ax: Any) -> Axes:
     return plt.subplots()[1] if ax is None else ax
 
 
-def plot_history(estimator: TableEnsemble, ax: Axes | None = None) -> Axes:
+def plot_history(estimator: Any, ax: Axes | None = None) -> Axes:
     """Draw the losses against the epoch; a line marks the weights that were kept."""
     ax, frame = _axis(ax), estimator.history_
     ax.plot(frame["epoch"], frame["loss"], label="training, mean of members")
@@ -34,7 +32,7 @@ def plot_history(estimator: TableEnsemble, ax: Axes | None = None) -> Axes:
 
 
 def plot_reliability(
-    estimator: TableEnsemble, X: Any, y: Any, ax: Axes | None = None, *, bins: int = 10
+    estimator: Any, X: Any, y: Any, ax: Axes | None = None, *, bins: int = 10
 ) -> Axes:
     """Draw what happened against what was predicted; the diagonal is calibrated.
 
@@ -46,17 +44,17 @@ def plot_reliability(
 
     ax = _axis(ax)
     if is_classifier(estimator):
-        if isinstance(estimator.classes_, list):  # type: ignore[attr-defined]
+        if isinstance(estimator.classes_, list):
             raise ValueError("plot_reliability draws one label; this classifier has several")
-        chance = torch.from_numpy(estimator.predict_proba(X)).clamp(min=1e-30)  # type: ignore[attr-defined]
-        target = torch.from_numpy(np.searchsorted(estimator.classes_, np.asarray(y)))  # type: ignore[attr-defined]
+        chance = torch.from_numpy(estimator.predict_proba(X)).clamp(min=1e-30)
+        target = torch.from_numpy(np.searchsorted(estimator.classes_, np.asarray(y)))
         found = reliability(chance.log()[None], target, bins=bins)
         full = found.samples > 0
         ax.plot(found.confidence[full], found.accuracy[full], marker="o")
         ax.set(xlabel="confidence", ylabel="accuracy")
     else:
         levels = np.linspace(0, 1, bins + 1)[1:-1]
-        quantiles = estimator.predict_quantiles(X, levels)  # type: ignore[attr-defined]
+        quantiles = estimator.predict_quantiles(X, levels)
         below = (np.asarray(y, dtype=float)[:, None] <= quantiles).mean(0)
         ax.plot(levels, below, marker="o")
         ax.set(xlabel="level of quantile", ylabel="share of targets below")
@@ -64,14 +62,12 @@ def plot_reliability(
     return ax
 
 
-def plot_members(estimator: TableEnsemble, ax: Axes | None = None) -> Axes:
+def plot_members(estimator: Any, ax: Axes | None = None) -> Axes:
     """Draw every member's loss on the held-out part, and the ensemble's as a line."""
-    ax, frame = _axis(ax), estimator.members_
-    held = estimator.held_out_
-    column = "loss" if held is None else "held_out_loss"
-    losses = frame[column].tolist()
-    ax.plot(range(len(losses)), losses, "o", label="members")
-    ax.axhline(sum(losses) / len(losses), color="0.6", linestyle=":", label="mean of members")
+    ax, held = _axis(ax), estimator.held_out_
+    losses = estimator.members_["loss" if held is None else "held_out_loss"]
+    ax.plot(losses.to_numpy(), "o", label="members")
+    ax.axhline(losses.mean(), color="0.6", linestyle=":", label="mean of members")
     if held is not None:
         ax.axhline(held["ensemble"], color="black", label="ensemble")
     ax.legend()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from embens.estimators.choices import Options
 from embens.estimators.tables import Table, choose_categorical, is_missing, label
 
 if TYPE_CHECKING:
@@ -37,45 +38,29 @@ BLOCK = 65_536
 
 @dataclass
 class Preprocessing:
-    """What is known about the columns.
-
-    Attributes:
-        names: of all columns.
-        numeric: numbers of the numeric columns; ``categorical``: of the others.
-        centre: of each numeric column, float64; ``scale``: likewise.
-        edges: of the bins, in scaled units, ``(numeric, bin + 1)``, padded with NaN.
-        scores: at the edges, the same shape.
-        missing: which numeric columns had missing values.
-        categories: the kept labels of each categorical column.
-        rare: which categorical columns had rare categories; ``absent``: had missing values.
-        notes: what a user should know about the columns, as sentences.
-    """
+    """What is known about the columns."""
 
     names: list[str]
-    numeric: list[int]
-    categorical: list[int]
-    centre: np.ndarray
-    scale: np.ndarray
-    edges: Tensor
-    scores: Tensor
-    missing: list[bool]
-    categories: list[list[str]]
-    rare: list[bool]
-    absent: list[bool]
-    notes: list[str] = field(default_factory=list)
+    numeric: list[int]  # numbers of the numeric columns
+    categorical: list[int]  # and of the others
+    centre: Tensor  # of each numeric column, float64
+    scale: Tensor
+    edges: Tensor  # of the bins, in scaled units, (numeric, bin + 1), padded with NaN
+    scores: Tensor  # at the edges
+    missing: list[bool]  # whether a numeric column had missing values
+    categories: list[list[str]]  # the kept labels of each categorical column
+    rare: list[bool]  # whether it had others
+    absent: list[bool]  # or missing values
+    notes: list[str] = field(default_factory=list)  # what users should know, as sentences
 
     @property
     def slots(self) -> list[tuple[int, int]]:
         """The inputs that categories make: pairs of categorical column and code."""
-        return [
-            (j, code)
-            for j, kept in enumerate(self.categories)
-            for code in (
-                *range(len(kept)),
-                *([len(kept)] if self.rare[j] else []),
-                *([len(kept) + 1] if self.absent[j] else []),
-            )
-        ]
+        found = []
+        for j, kept in enumerate(self.categories):
+            others = [len(kept)] * self.rare[j] + [len(kept) + 1] * self.absent[j]
+            found += [(j, code) for code in (*range(len(kept)), *others)]
+        return found
 
     def encode(
         self, table: Table, dtype: torch.dtype = torch.float32, rows: Tensor | None = None
@@ -89,98 +74,67 @@ class Preprocessing:
         codes = torch.empty(count, len(self.categorical), dtype=torch.int64)
         for start in range(0, count, BLOCK):
             block = slice(start, start + BLOCK)
-            part = table
-            if rows is not None:
-                part = table.take(rows[block].numpy())
-            elif count > BLOCK:
-                part = table.take(block)
-            numbers[block] = torch.from_numpy(self.scaled(part.block(self.numeric)))
+            part = table.take(block if rows is None else rows[block].numpy())
+            raw = torch.from_numpy(part.block(self.numeric))
+            numbers[block] = ((raw - self.centre) / self.scale).to(dtype)
             for j, column in enumerate(self.categorical):
                 codes[block, j] = torch.tensor(self._codes(j, part.values(column)))
         return numbers, codes
 
-    def scaled(self, block: np.ndarray) -> np.ndarray:
-        """Return numbers, centred and scaled."""
-        return (block - self.centre) / self.scale
-
     def _codes(self, j: int, values: list[Any]) -> list[int]:
         kept = {name: code for code, name in enumerate(self.categories[j])}
         rare, absent = len(kept), len(kept) + 1
-        known: dict[Any, int] = {}
-        codes = []
-        for value in values:
-            code = known.get(value)
-            if code is None:
-                code = absent if is_missing(value) else kept.get(label(value), rare)
-                known[value] = code
-            codes.append(code)
-        return codes
+        known = {v: absent if is_missing(v) else kept.get(label(v), rare) for v in set(values)}
+        return [known[value] for value in values]
 
 
-def fit(
-    table: Table,
-    weights: np.ndarray | None = None,
-    *,
-    categorical: Any = "auto",
-    scaling: str = "quantile",
-    bins: int = 32,
-    max_categories: int = 256,
-) -> Preprocessing:
-    """Learn from a table.
+def learn(table: Table, options: Options, weights: Tensor | None = None) -> Preprocessing:
+    """Learn about the columns; fewer bins and categories where there are very many columns.
 
     Args:
         table: the training part.
-        weights: of its rows, above 0; a whole number counts like as many equal rows.
-        categorical: see :func:`embens.estimators.tables.choose_categorical`.
-        scaling: "quantile" or "standard".
-        bins: of a numeric column, at most; fewer where there are very many columns.
-        max_categories: of a column, rare ones aside; fewer where there are very many columns.
+        options: ``categorical_features``, ``scaling``, ``bins`` and ``max_categories``.
+        weights: of the rows, above 0; a whole number counts like as many equal rows.
     """
     import numpy as np
 
-    chosen = choose_categorical(table, categorical)
-    weights = np.ones(table.rows) if weights is None else weights
+    chosen = choose_categorical(table, options.categorical_features)
+    masses = np.ones(table.rows) if weights is None else weights.numpy()
     numeric = [j for j in range(len(table.names)) if j not in set(chosen)]
     notes: list[str] = []
-    bins = max(1, min(bins, ENCODED // max(1, len(numeric))))
-    budget = max(2, min(max_categories, ENCODED // max(1, len(chosen))))
-    if budget < max_categories and len(chosen) > 16:
+    bins = max(1, min(int(options.bins), ENCODED // max(1, len(numeric))))
+    budget = max(2, min(int(options.max_categories), ENCODED // max(1, len(chosen))))
+    if budget < options.max_categories and len(chosen) > 16:
         notes.append(f"{len(chosen)} categorical columns: {budget} categories kept of each")
-    centre, scale = np.zeros(len(numeric)), np.ones(len(numeric))
+    centre = torch.zeros(len(numeric), dtype=torch.float64)
+    scale = torch.ones_like(centre)
     edges = torch.full((len(numeric), bins + 1), math.nan)
     scores, missing = edges.clone(), []
     for i, column in enumerate(numeric):
         values = table.block([column])[:, 0]
         present = ~np.isnan(values)
-        seen, mass = values[present], weights[present]
+        seen, mass = values[present], masses[present]
         missing.append(len(seen) < len(values))
         if len(seen) == 0:
             notes.append(f"{table.names[column]} has no value at all and is ignored")
             missing[-1] = False
             continue
-        centre[i], scale[i] = _centre_and_scale(seen, mass)
-        found, values_at = _bins((seen - centre[i]) / scale[i], mass, bins, scaling)
+        middle, spread = _centre_and_scale(seen, mass)
+        found, values_at = _bins((seen - middle) / spread, mass, bins, options.scaling)
+        centre[i], scale[i] = middle, spread
         edges[i, : len(found)] = torch.from_numpy(found)
         scores[i, : len(found)] = torch.from_numpy(values_at)
-    kept = [_categories(table.values(column), weights, budget) for column in chosen]
+    kept = [_categories(table.values(column), masses, budget) for column in chosen]
     for column, (names, rare, _) in zip(chosen, kept, strict=True):
         if rare > 1:
             notes.append(
                 f"{table.names[column]}: {len(names)} categories kept, {rare} rare ones made one"
             )
+    categories = [names for names, _, _ in kept]
+    rare, absent = [count > 0 for _, count, _ in kept], [yes for _, _, yes in kept]
     return Preprocessing(
-        names=list(table.names),
-        numeric=numeric,
-        categorical=chosen,
-        centre=centre,
-        scale=scale,
-        edges=edges,
-        scores=scores,
-        missing=missing,
-        categories=[names for names, _, _ in kept],
-        rare=[rare > 0 for _, rare, _ in kept],
-        absent=[absent for _, _, absent in kept],
-        notes=notes,
+        *(table.names, numeric, chosen, centre, scale, edges, scores, missing),
+        *(categories, rare, absent, notes),
     )
 
 
@@ -232,13 +186,10 @@ def _categories(
     values: Sequence[Any], weights: np.ndarray, budget: int
 ) -> tuple[list[str], int, bool]:
     """Return the labels to keep, how many are left out, and whether a value is missing."""
-    counts: dict[str, float] = defaultdict(float)
-    absent = False
+    counts: dict[Any, float] = defaultdict(float)
     for value, weight in zip(values, weights.tolist(), strict=True):
-        if is_missing(value):
-            absent = True
-        else:
-            counts[label(value)] += weight
+        counts[None if is_missing(value) else label(value)] += weight
+    absent = counts.pop(None, None) is not None
     least = min(10.0, float(weights.sum()) / 1000)
     order = sorted(counts, key=lambda name: (-counts[name], name))
     frequent = [name for name in order[:budget] if counts[name] >= least]

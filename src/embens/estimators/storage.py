@@ -9,81 +9,82 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from embens.embedding.families import operate
 from embens.ensemble.plan import Plan
+from embens.ensemble.surgery import operate
+from embens.estimators import network
+from embens.estimators.choices import Options
+from embens.estimators.heads import Classes, Gaussians, Head
+from embens.estimators.pipeline import Chosen, Fitted
 from embens.estimators.preprocessing import Preprocessing
 from embens.files import write_atomically
 from embens.laws import Law, from_dict
 from embens.training import History
 
-if TYPE_CHECKING:
-    from embens.estimators.base import TableEnsemble
-
 FORMAT = "embens estimator"
 VERSION = 1
+_COLUMNS = ("centre", "scale", "edges", "scores")
 _TENSORS = ("temperature_", "scores_", "y_mean_", "y_std_")
-_VALUES = (
-    "multilabel_",
-    "single_",
-    "width_",
-    "dropout_",
-    "gamma_",
-    "p_",
-    "held_out_",
-    "n_features_in_",
-)
+_VALUES = "multilabel_ single_ width_ dropout_ gamma_ p_ held_out_ n_features_in_".split()
 
 
-def save(estimator: TableEnsemble, path: str | os.PathLike[str]) -> None:
-    """Write a fitted estimator to one file."""
+def save(estimator: Any, path: str | os.PathLike[str]) -> None:
+    """Write the fitted estimator to one file, without pickle."""
     from safetensors.torch import save_file
-    from sklearn.utils.validation import check_is_fitted
 
-    check_is_fitted(estimator, "ensemble_")
-    path = Path(path)
+    ensemble, head, path = estimator.ensemble_, estimator.head_, Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist")
-    known = estimator.preprocessing_
-    state = vars(estimator)
-    tensors = {f"ensemble.{k}": v for k, v in estimator.ensemble_.state_dict().items()}
-    numbers = {k: state[k] for k in _TENSORS if state.get(k) is not None}
+    tensors = {f"ensemble.{k}": v for k, v in ensemble.state_dict().items()}
+    columns = vars(estimator.preprocessing_).copy()
+    tensors |= {f"columns.{k}": columns.pop(k) for k in _COLUMNS}
+    numbers = {k: getattr(estimator, k, None) for k in _TENSORS}
     tensors |= {
-        f"attribute.{k}": torch.as_tensor(v, dtype=torch.float64) for k, v in numbers.items()
+        f"attribute.{k}": torch.as_tensor(v, dtype=torch.float64)
+        for k, v in numbers.items()
+        if v is not None
     }
-    tensors |= {f"columns.{k}": torch.as_tensor(getattr(known, k)) for k in _COLUMN_TENSORS}
-    columns = {k: v for k, v in vars(known).items() if k not in _COLUMN_TENSORS}
+    arguments, diagnosis = estimator.get_params(deep=False), estimator.diagnosis_
+    if not isinstance(diagnosis, dict):
+        diagnosis = json.loads(json.dumps(diagnosis.to_dict(), default=str))
+    if not isinstance(arguments["random_state"], Integral):
+        arguments["random_state"] = None  # a generator of numbers
     header = {
         "format": FORMAT,
         "version": VERSION,
         "class": type(estimator).__name__,
-        "arguments": _arguments_to_json(estimator.get_params(deep=False)),
-        "values": {k: state[k] for k in _VALUES if k in state},
-        "names": list(state["feature_names_in_"]) if "feature_names_in_" in state else None,
-        "classes": _classes_to_json(state.get("classes_")),
+        "arguments": arguments,
+        "values": {k: getattr(estimator, k) for k in _VALUES if hasattr(estimator, k)},
+        "names": getattr(estimator, "feature_names_in_", None),
+        "classes": _classes_to_json(head),
         "columns": columns,
         "history": dataclasses.asdict(estimator.run_),
-        "diagnosis": _diagnosis_to_json(state.get("diagnosis_")),
-        "plan": estimator.ensemble_.plan.to_json(),
+        "diagnosis": diagnosis,
+        "plan": ensemble.plan.to_json(),
     }
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
-    metadata = {"embens_estimator": json.dumps(header)}
+    metadata = {"embens_estimator": json.dumps(header, default=_to_json)}
     write_atomically(path, lambda name: save_file(tensors, name, metadata))
 
 
-_COLUMN_TENSORS = ("centre", "scale", "edges", "scores")
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Law):
+        return value.to_dict()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a file can't hold {value!r}; use joblib")
 
 
-def load(path: str | os.PathLike[str]) -> Any:
-    """Read an estimator that ``save`` wrote."""
+def load(path: str | os.PathLike[str], *kinds: type) -> Any:
+    """Read an estimator, of one of some classes, that :func:`save` wrote."""
     import numpy as np
     from safetensors import SafetensorError, safe_open
-
-    from embens import estimators
 
     path = Path(path)
     if not path.is_file():
@@ -107,73 +108,53 @@ def load(path: str | os.PathLike[str]) -> Any:
             f"{path.name} has format version {header.get('version')}, this embens reads {VERSION}; "
             "use a newer embens"
         )
-    if header["class"] not in ("EmbeddedEnsembleClassifier", "EmbeddedEnsembleRegressor"):
-        raise ValueError(f"{path.name} holds a {header['class']}, which embens does not know")
-    kind = getattr(estimators, header["class"])
-    estimator = kind(**_arguments_from_json(header["arguments"]))
-    for name, value in header["values"].items():
-        setattr(estimator, name, value)
+    known = {kind.__name__: kind for kind in kinds}
+    if header["class"] not in known:
+        raise ValueError(f"{path} holds a {header['class']}, not a {' or '.join(known)}")
+    arguments = header["arguments"]
+    if arguments["law"] is not None:
+        arguments["law"] = from_dict(arguments["law"])
+    estimator = known[header["class"]](**arguments)
+    estimator.n_features_in_ = header["values"]["n_features_in_"]
     if header["names"] is not None:
         estimator.feature_names_in_ = np.array(header["names"], dtype=object)
-    if header["classes"] is not None:
-        estimator.classes_ = _classes_from_json(header["classes"])
-    for name in _TENSORS:
-        if f"attribute.{name}" in tensors:
-            number = tensors[f"attribute.{name}"]
-            setattr(estimator, name, float(number) if number.dim() == 0 else number)
-    if header["class"] == "EmbeddedEnsembleRegressor" and "attribute.scores_" not in tensors:
-        estimator.scores_ = None
-    arrays = {k: tensors[f"columns.{k}"] for k in _COLUMN_TENSORS}
-    arrays |= {k: arrays[k].numpy() for k in ("centre", "scale")}
-    estimator.preprocessing_ = Preprocessing(**header["columns"], **arrays)
-    estimator.run_ = History(**header["history"])
-    estimator.diagnosis_ = header["diagnosis"]
-    plan = Plan.from_json(header["plan"])
-    weights = {k.removeprefix("ensemble."): v for k, v in tensors.items() if k[:9] == "ensemble."}
-    reference = estimator._reference(estimator._make_head(False).outputs)
-    kinds = {t.dtype for t in weights.values() if t.is_floating_point()}
-    estimator.ensemble_ = operate(reference.to(kinds.pop()), plan)
-    estimator.ensemble_.load_state_dict(weights)
+    estimator.fitted_ = _fitted(header, tensors, estimator)
     return estimator
 
 
-def _diagnosis_to_json(diagnosis: Any) -> Any:
-    if diagnosis is None or isinstance(diagnosis, dict):
-        return diagnosis
-    return json.loads(json.dumps(diagnosis.to_dict(), default=str))
+def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], options: Options) -> Fitted:
+    """Return what was fitted, from a file's header and tensors."""
+    values = header["values"]
+    columns: dict[str, Any] = {k: tensors[f"columns.{k}"] for k in _COLUMNS}
+    known = Preprocessing(**header["columns"], **columns)
+    head = _head(header, {k: tensors.get(f"attribute.{k}") for k in _TENSORS})
+    width, dropout = values["width_"], values["dropout_"]
+    reference = network.build(known, head.outputs, options, width=width, dropout=dropout)
+    weights = {k.removeprefix("ensemble."): v for k, v in tensors.items() if k[:9] == "ensemble."}
+    dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
+    ensemble = operate(reference.to(dtype), Plan.from_json(header["plan"]))
+    ensemble.load_state_dict(weights)
+    gamma, p = values["gamma_"], values["p_"]
+    chosen = Chosen(ensemble, header["diagnosis"], gamma, p, width, dropout)
+    return Fitted(known, head, chosen, History(**header["history"]), values["held_out_"])
 
 
-def _arguments_to_json(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments as JSON can hold them; a generator of numbers as None."""
-    found = {}
-    for name, value in arguments.items():
-        if isinstance(value, Law):
-            value = value.to_dict()
-        elif hasattr(value, "tolist"):
-            value = value.tolist()
-        elif name == "random_state" and not isinstance(value, int):
-            value = None
-        found[name] = value
-    return found
-
-
-def _arguments_from_json(arguments: dict[str, Any]) -> dict[str, Any]:
-    law = arguments.get("law")
-    return arguments if law is None else {**arguments, "law": from_dict(law)}
-
-
-def _classes_to_json(classes: Any) -> Any:
-    if classes is None:
-        return None
-    several = isinstance(classes, list)
-    parts = classes if several else [classes]
-    kinds = ["object" if c.dtype.kind == "O" else c.dtype.str for c in parts]
-    return {"several": several, "dtypes": kinds, "values": [c.tolist() for c in parts]}
-
-
-def _classes_from_json(data: dict[str, Any]) -> Any:
+def _head(header: dict[str, Any], tensors: dict[str, Any]) -> Head:
     import numpy as np
 
-    pairs = zip(data["values"], data["dtypes"], strict=True)
-    parts = [np.array(values, dtype=dtype) for values, dtype in pairs]
-    return parts if data["several"] else parts[0]
+    classes, temperature = header["classes"], tensors["temperature_"]
+    if classes is None:
+        mean, single = tensors["y_mean_"], header["values"]["single_"]
+        scales = (mean, tensors["y_std_"], temperature, tensors["scores_"])
+        return Gaussians(len(mean), *scales, single=single)
+    pairs = zip(classes["values"], classes["dtypes"], strict=True)
+    labels = tuple(np.array(values, dtype=dtype) for values, dtype in pairs)
+    return Classes(labels, float(temperature), single=not classes["several"])
+
+
+def _classes_to_json(head: Head) -> Any:
+    if not isinstance(head, Classes):
+        return None
+    kinds = ["object" if c.dtype.kind == "O" else c.dtype.str for c in head.labels]
+    values = [c.tolist() for c in head.labels]
+    return {"several": not head.single, "dtypes": kinds, "values": values}

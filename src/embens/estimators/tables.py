@@ -1,9 +1,10 @@
-"""Tables: one way to read columns from arrays and data frames.
+"""Tables: one way to read columns, targets and weights from arrays and data frames.
 
-A table is numpy's two-dimensional array (also a list of lists), or a data frame of pandas, polars
-or pyarrow, read through narwhals, which scikit-learn brings along. A column is *categorical* if its
-type says so (categories, strings, truth values) or the user does, else *numeric*; dates count as
-numbers, in seconds. Missing is NaN among numbers and None among categories.
+A table is a two-dimensional array (also a list of lists), or a data frame of pandas, polars or
+pyarrow, read through narwhals, which scikit-learn brings along; what users pass is checked with
+scikit-learn's own functions. A column is *categorical* if its type says so (categories, strings,
+truth values) or the user does, else *numeric*; dates count as numbers, in seconds. Missing is NaN
+among numbers and None among categories.
 
 Not here: files (:mod:`embens.estimators.files`), and what becomes of the columns
 (:mod:`embens.estimators.preprocessing`).
@@ -12,9 +13,11 @@ Not here: files (:mod:`embens.estimators.files`), and what becomes of the column
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from embens.checks import closest
 
@@ -22,32 +25,61 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class Table(ABC):
-    """Columns to read, by number.
+class Table:
+    """Columns of a data frame, which is narwhals' view of it, to read by number."""
 
-    Attributes:
-        rows: how many.
-        names: of the columns, as shown in messages.
-    """
+    def __init__(self, frame: Any):
+        self.frame, self.rows = frame, len(frame)
+        self.names = [str(name) for name in frame.columns]
 
-    rows: int
-    names: list[str]
+    def column(self, column: int) -> Any:
+        """Return a column as narwhals' series."""
+        return self.frame.get_column(self.frame.columns[column])
 
-    @abstractmethod
     def is_categorical(self, column: int) -> bool:
         """Return whether the type of a column makes it categorical."""
+        import narwhals.stable.v2 as nw
 
-    @abstractmethod
+        dtype = self.column(column).dtype
+        if dtype in (nw.Object, nw.Binary, nw.Unknown):
+            return any(isinstance(v, (str, bytes, bool)) for v in self.values(column))
+        return dtype in (nw.String, nw.Categorical, nw.Enum, nw.Boolean)
+
     def numbers(self, column: int) -> np.ndarray:
         """Return a column as float64, NaN where a value is missing."""
+        import narwhals.stable.v2 as nw
+        import numpy as np
 
-    @abstractmethod
+        series, name = self.column(column), self.names[column]
+        if series.dtype in (nw.Datetime, nw.Date, nw.Duration, nw.Time):
+            raw = np.asarray(series.to_numpy())
+            if raw.dtype.kind not in "mM":
+                raise TypeError(f"column {name!r}: can't read {series.dtype} as time")
+            seconds = raw.astype(raw.dtype.kind + "8[us]").astype("int64") / 1e6
+            return np.where(np.isnat(raw), math.nan, seconds)
+        if series.dtype.is_numeric() or series.dtype == nw.Boolean:
+            return np.asarray(series.cast(nw.Float64()).to_numpy(), dtype="float64")
+        values = series.to_list()
+        try:
+            return np.array([math.nan if is_missing(v) else float(v) for v in values])
+        except TypeError:
+            wrong = next(v for v in values if not is_missing(v) and not hasattr(v, "__float__"))
+            raise TypeError(
+                f"{name}: the argument must be a string or a number; got {type(wrong).__name__}"
+            ) from None
+        except ValueError as error:
+            raise ValueError(
+                f"{name}: {error}. It had numbers where it was fitted; pass it in "
+                "categorical_features if it is not a number."
+            ) from None
+
     def values(self, column: int) -> list[Any]:
-        """Return a column as Python values, None where one is missing."""
+        """Return a column as Python values, None or NaN where one is missing."""
+        return self.column(column).to_list()
 
-    @abstractmethod
     def take(self, rows: Any) -> Table:
         """Return some rows, by their numbers or a slice."""
+        return Table(self.frame[rows])
 
     def block(self, columns: Sequence[int]) -> np.ndarray:
         """Return columns as one float64 array; infinite numbers are an error."""
@@ -56,9 +88,9 @@ class Table(ABC):
         if not columns:
             return np.zeros((self.rows, 0))
         found = np.column_stack([self.numbers(j) for j in columns])
-        infinite = [j for k, j in enumerate(columns) if np.isinf(found[:, k]).any()]
-        if infinite:
-            names = [self.names[j] for j in infinite]
+        infinite: Any = np.isinf(found).any(axis=0)
+        if infinite.any():
+            names = [self.names[j] for j, yes in zip(columns, infinite, strict=True) if yes]
             raise ValueError(
                 "Input X contains infinity or a value too large for dtype('float64'), in "
                 f"{', '.join(names[:5])}. Replace it, or make it NaN, which counts as missing."
@@ -66,93 +98,28 @@ class Table(ABC):
         return found
 
 
-class ArrayTable(Table):
-    """A two-dimensional array of numbers, or of objects."""
+def from_frame(x: Any) -> Table:
+    """Return a data frame as a table."""
+    import narwhals.stable.v2 as nw
 
-    def __init__(self, array: np.ndarray, names: list[str] | None = None):
-        self.array = array
-        self.rows = len(array)
-        self.names = names or [f"column {j}" for j in range(array.shape[1])]
-
-    def is_categorical(self, column: int) -> bool:
-        kind = self.array.dtype.kind
-        if kind != "O":
-            return kind in "bUST"
-        return any(isinstance(v, (str, bytes)) for v in self.array[:, column])
-
-    def numbers(self, column: int) -> np.ndarray:
-        return _to_numbers(self.array[:, column], self.names[column])
-
-    def values(self, column: int) -> list[Any]:
-        return self.array[:, column].tolist()
-
-    def take(self, rows: Any) -> ArrayTable:
-        return ArrayTable(self.array[rows], self.names)
+    return Table(nw.from_native(x, eager_only=True))
 
 
-class FrameTable(Table):
-    """A data frame, held as narwhals' view of it."""
+def from_array(array: np.ndarray, names: Sequence[str] | None = None) -> Table:
+    """Return a two-dimensional array of numbers, text or objects as a table."""
+    import pandas
 
-    def __init__(self, frame: Any):
-        self.frame = frame
-        self.rows = len(frame)
-        self.names = [str(name) for name in frame.columns]
-
-    def is_categorical(self, column: int) -> bool:
-        import narwhals.stable.v2 as nw
-
-        dtype = self.frame.get_column(self.frame.columns[column]).dtype
-        if dtype in (nw.String, nw.Categorical, nw.Enum, nw.Boolean):
-            return True
-        if dtype == nw.Object:
-            return any(isinstance(v, (str, bytes, bool)) for v in self.values(column))
-        return False
-
-    def numbers(self, column: int) -> np.ndarray:
-        import narwhals.stable.v2 as nw
-        import numpy as np
-
-        series = self.frame.get_column(self.frame.columns[column])
-        if series.dtype in (nw.Datetime, nw.Date, nw.Duration, nw.Time):
-            raw = np.asarray(series.to_numpy())
-            if raw.dtype.kind not in "mM":
-                raise TypeError(f"column {self.names[column]!r}: can't read {series.dtype} as time")
-            seconds = raw.astype(raw.dtype.kind + "8[us]").astype("int64") / 1e6
-            return np.where(np.isnat(raw), math.nan, seconds)
-        if series.dtype.is_numeric() or series.dtype == nw.Boolean:
-            return np.asarray(series.cast(nw.Float64()).to_numpy(), dtype="float64")
-        return _to_numbers(np.array(series.to_list(), dtype=object), self.names[column])
-
-    def values(self, column: int) -> list[Any]:
-        return self.frame.get_column(self.frame.columns[column]).to_list()
-
-    def take(self, rows: Any) -> FrameTable:
-        return FrameTable(self.frame[rows])
+    if array.dtype in ("float16", "longdouble"):  # not known to data frames
+        array = array.astype("float64")
+    names = names or [f"column {j}" for j in range(array.shape[1])]
+    return from_frame(pandas.DataFrame(array, columns=list(names)))
 
 
-def _to_numbers(column: Any, name: str) -> np.ndarray:
-    """Return a column of numbers, or of objects that are numbers, as float64."""
-    import numpy as np
+def is_frame(x: Any) -> bool:
+    """Return whether something is a data frame."""
+    from narwhals.dependencies import is_into_dataframe
 
-    if column.dtype.kind == "c":
-        raise ValueError(f"Complex data not supported; got it in {name}")
-    if column.dtype.kind != "O":
-        return column.astype("float64")
-    missing = np.array([is_missing(v) for v in column], dtype=bool)
-    result = np.full(len(column), math.nan)
-    try:
-        result[~missing] = [float(v) for v in column[~missing]]
-    except TypeError:
-        wrong = next(v for v in column[~missing] if not hasattr(type(v), "__float__"))
-        raise TypeError(
-            f"{name}: the argument must be a string or a number; got {type(wrong).__name__}"
-        ) from None
-    except ValueError as error:
-        raise ValueError(
-            f"{name}: {error}. It had numbers where it was fitted; pass it in "
-            "categorical_features if it is not a number."
-        ) from None
-    return result
+    return is_into_dataframe(x)
 
 
 def is_missing(value: Any) -> bool:
@@ -174,18 +141,62 @@ def label(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def is_frame(x: Any) -> bool:
-    """Return whether something is a data frame."""
-    from narwhals.dependencies import is_into_dataframe
+def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
+    """Return ``X`` as a table; remember its columns, or compare them with those remembered."""
+    from sklearn.utils import assert_all_finite
+    from sklearn.utils.validation import check_array, validate_data
 
-    return is_into_dataframe(x)
+    if type(X).__name__ == "LazyFrame":
+        raise TypeError("X: expected an array or a data frame; got a LazyFrame. Pass X.collect().")
+    if is_frame(X):
+        validate_data(estimator, X, skip_check_array=True, reset=reset)
+        table = from_frame(X)
+        if table.rows == 0 or not table.names:
+            raise ValueError(
+                f"Found array with {table.rows} sample(s) and {len(table.names)} feature(s) "
+                f"(shape={(table.rows, len(table.names))}) while a minimum of 1 is required."
+            )
+        return table
+    X = validate_data(estimator, X, dtype=None, ensure_all_finite=False, reset=reset)
+    if X.dtype.kind == "O" and not any(isinstance(v, (str, bytes)) for v in X.flat):
+        X = check_array(X, dtype="float64", ensure_all_finite=False)
+    if X.dtype.kind == "f":
+        assert_all_finite(
+            X, allow_nan=True, estimator_name=type(estimator).__name__, input_name="X"
+        )
+    return from_array(X, [str(name) for name in getattr(estimator, "feature_names_in_", [])])
 
 
-def from_frame(x: Any) -> FrameTable:
-    """Return a data frame as a table."""
+def read_target(y: Any) -> np.ndarray:
+    """Return a target as an array; a missing value is an error, a column of one is a vector."""
     import narwhals.stable.v2 as nw
+    import numpy as np
+    from sklearn.utils import column_or_1d
 
-    return FrameTable(nw.from_native(x, eager_only=True))
+    if type(y).__module__.startswith("pyarrow") and not is_frame(y):
+        y = np.array(y.to_pylist())
+    y = nw.from_native(y, allow_series=True, pass_through=True)
+    y = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
+    missing = [is_missing(v) for v in y.flat] if y.dtype.kind == "O" else y != y
+    if np.any(missing):
+        raise ValueError(
+            f"Input y contains NaN: the target of {int(np.sum(missing))} rows is missing. Leave "
+            "these rows out."
+        )
+    return column_or_1d(y, warn=True) if y.ndim == 2 and y.shape[1] == 1 else y
+
+
+def read_weights(sample_weight: Any, rows: int) -> Tensor:
+    """Return the weights of rows, float64; all are 1 if none are given."""
+    import numpy as np
+    from sklearn.utils.validation import _check_sample_weight
+
+    weights = _check_sample_weight(
+        sample_weight, np.empty((rows, 1)), dtype=np.float64, ensure_non_negative=True
+    )
+    if not np.any(weights):
+        raise ValueError("sample_weight: all weights are zero; at least one must be positive")
+    return torch.tensor(weights)
 
 
 def choose_categorical(table: Table, chosen: Any) -> list[int]:

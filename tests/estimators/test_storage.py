@@ -1,20 +1,15 @@
-"""Save and load, joblib, ONNX, pictures: what is kept is what was fitted."""
+"""Save and load, joblib: what is kept is what was fitted."""
 
 from __future__ import annotations
 
-import json
-
 import joblib
-import matplotlib
 import numpy as np
 import pytest
 from estimators.problems import classes_of, classifier, fitted, mixed_table, regressor
 
 from embens import laws
 from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor, load
-from embens.estimators.tables import from_frame
-
-FAMILIES = ("batch_ensemble", "last_layer_dropout", "mc_dropout", "independent")
+from embens.estimators.choices import FAMILIES
 
 
 def predictions(model, X):
@@ -97,71 +92,3 @@ def test_joblib_works_too(kind, tmp_path):
     joblib.dump(model, tmp_path / "model")
     again = joblib.load(tmp_path / "model")
     np.testing.assert_array_equal(predictions(again, X), predictions(model, X))
-
-
-class TestOnnx:
-    def run(self, model, X, path):
-        onnxruntime = pytest.importorskip("onnxruntime")
-        model.to_onnx(path)
-        session = onnxruntime.InferenceSession(path)
-        table = from_frame(X)
-        feed = {"numbers": table.block(model.preprocessing_.numeric)}
-        if model.preprocessing_.categorical:
-            feed["codes"] = model.preprocessing_.encode(table)[1].numpy()
-        return session, session.run(None, feed)
-
-    @pytest.mark.parametrize("family", ["batch_ensemble", "independent"])
-    def test_one_file_goes_from_raw_columns_to_probabilities(self, family, tmp_path):
-        model, X, _ = fitted("classifier", family)
-        session, (found,) = self.run(model, X, tmp_path / "model.onnx")
-        np.testing.assert_allclose(found, model.predict_proba(X), atol=1e-5)
-        notes = session.get_modelmeta().custom_metadata_map
-        assert json.loads(notes["classes"]) == [model.classes_.tolist()]
-        assert json.loads(notes["numeric"]) == ["size", "time"]
-
-    def test_numbers_alone_need_no_codes_and_any_number_of_rows_works(self, tmp_path):
-        X, target = mixed_table(100)
-        X = X[["size", "time"]]
-        model = regressor("last_layer_dropout", max_epochs=3).fit(X, target)
-        _, (mean, std) = self.run(model, X, tmp_path / "model.onnx")
-        expected = model.predict(X, return_std=True)
-        np.testing.assert_allclose(mean[:, 0], expected[0], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(std[:, 0], expected[1], rtol=1e-5)
-
-
-class TestLooking:
-    def test_the_history_is_a_frame_and_the_best_weights_are_kept(self):
-        model, _, _ = fitted()
-        frame = model.history_
-        assert frame["metric"].min() == frame["metric"][model.run_.best_epoch - 1]
-        assert model.held_out_["ensemble"] == pytest.approx(frame["metric"].min(), rel=1e-5)
-
-    def test_the_members_are_a_frame_and_the_ensemble_beats_their_mean(self):
-        model, _, _ = fitted()
-        losses = model.members_["held_out_loss"]
-        assert len(losses) == 4
-        assert model.held_out_["ensemble"] < losses.mean()
-
-    def test_the_diagnosis_gives_the_gradient_scale_that_was_used(self):
-        model, _, _ = fitted()
-        assert model.diagnosis_.members == 4
-        assert model.gamma_ == model.diagnosis_.gamma
-        assert "gamma" in str(model.diagnosis_)
-
-    def test_members_share_their_parameters(self):
-        shared = fitted("classifier", "batch_ensemble")[0].n_parameters_
-        separate = fitted("classifier", "independent")[0].n_parameters_
-        assert shared < separate / 2
-
-    @pytest.mark.parametrize("kind", ["classifier", "regressor"])
-    def test_pictures_are_drawn_on_the_axis_that_is_given(self, kind):
-        matplotlib.use("agg")
-        from matplotlib import pyplot as plt
-
-        model, X, y = fitted(kind)
-        figure, axes = plt.subplots(1, 3)
-        assert model.plot_history(axes[0]) is axes[0]
-        assert model.plot_reliability(X, y, axes[1]) is axes[1]
-        assert model.plot_members(axes[2]) is axes[2]
-        assert all(axis.lines for axis in axes)
-        plt.close(figure)

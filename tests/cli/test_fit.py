@@ -1,0 +1,139 @@
+"""``embens fit``: a model, its scores and its predictions; bad files end with a clear message."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from estimators.problems import write_table
+
+from embens.cli import main
+from embens.estimators import load
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_table(tmp_path_factory.mktemp("table"))
+
+
+def run(command, *arguments):
+    return main([command, *map(str, arguments)])
+
+
+QUICK = ("--members", 2, "--epochs", 3, "--quiet")
+
+
+class TestTheCommands:
+    def test_fit_writes_a_model_and_predict_uses_it(self, path, tmp_path, capsys):
+        frame = pd.read_parquet(path)[:300].drop(columns=["target", "double"])
+        frame["empty"] = None
+        frame.to_csv(tmp_path / "table.csv", index=False)
+        out = tmp_path / "out"
+        assert run("fit", tmp_path / "table.csv", "--target", "kind", "--out", out, *QUICK) == 0
+        text = capsys.readouterr().out
+        assert "classification: the target's type is string" in text
+        assert "note: empty has no value at all and is ignored" in text
+        scores = json.loads((out / "scores.json").read_text())
+        value, low, high = scores["accuracy"]
+        assert low <= value <= high
+        rows = pd.read_csv(out / "predictions.csv")
+        assert len(rows) == 60
+        assert (rows["prediction"] == rows["target"]).mean() == pytest.approx(value)
+        new = tmp_path / "new.csv"
+        assert run("predict", out, tmp_path / "table.csv", "--out", new) == 0
+        model, found = load(out / "model.safetensors"), pd.read_csv(new)
+        expected = model.predict_proba(frame[model.preprocessing_.names])
+        np.testing.assert_allclose(found[[f"p_{c}" for c in model.classes_]], expected, atol=1e-6)
+
+    def test_fit_scores_a_regression_with_intervals_of_the_scores(self, path, tmp_path):
+        frame = pd.read_parquet(path)[:400].drop(columns=["kind", "double"])
+        frame.to_parquet(tmp_path / "table.parquet")
+        out = tmp_path / "out"
+        run("fit", tmp_path / "table.parquet", "--target", "target", "--out", out, *QUICK)
+        scores = json.loads((out / "scores.json").read_text())
+        rows = pd.read_csv(out / "predictions.csv")
+        error = rows["target"] - rows["prediction"]
+        assert scores["RMSE"][0] == pytest.approx(np.sqrt((error**2).mean()))
+        inside = (rows["lower"] <= rows["target"]) & (rows["target"] <= rows["upper"])
+        assert scores["coverage of 90 % intervals"][0] == pytest.approx(inside.mean())
+        new = tmp_path / "new.parquet"
+        run("predict", out / "model.safetensors", tmp_path / "table.parquet", "--out", new)
+        assert list(pd.read_parquet(new)) == ["prediction", "std", "lower", "upper"]
+
+    def test_fit_can_read_a_file_in_parts(self, path, tmp_path, capsys):
+        out = tmp_path / "out"
+        run("fit", path, "--target", "kind", "--stream", "--out", out, *QUICK)
+        assert "log loss" in capsys.readouterr().out
+        model = load(out / "model.safetensors")
+        assert model.n_features_in_ == 7
+        rows = pd.read_csv(out / "predictions.csv")
+        scores = json.loads((out / "scores.json").read_text())
+        right = (rows["prediction"] == rows["target"]).mean()
+        low, high = scores["accuracy"][1:]
+        assert scores["accuracy"][0] == pytest.approx(right)
+        assert low <= right <= high
+        assert low < high
+
+    @pytest.mark.parametrize(
+        ("content", "arguments", "message"),
+        [
+            ("a,b\n1,2\n" * 1, ("--target", "c"), "no column 'c'"),
+            ("a,b\n" + "1,x\n" * 30, ("--target", "b"), "the target is 'x' in every row"),
+            ("a,b\n" + "1,\n" * 30, ("--target", "b"), "0 rows have a target"),
+            ("a,b\n", ("--target", "b"), "has no rows"),
+            ("b\n" + "1\n" * 30, ("--target", "b"), "no column beside the target"),
+            ("a,a,b\n" + "1,2,3\n" * 30, ("--target", "b"), "multiple columns named a"),
+            ("a,b\n1\n2,3\n", ("--target", "b"), "can't be read"),
+            (
+                "a,b\n" + "".join(f"inf,{i % 2}\n" for i in range(30)),
+                ("--target", "b"),
+                "contains infinity",
+            ),
+            (
+                "a,b\n" + "".join(f"1,name{i}\n" for i in range(30)),
+                ("--target", "b"),
+                "30 classes in 30 rows",
+            ),
+            ("a,b\n" + "1,2\n" * 30, ("--target", "b", "--drop", "x"), "--drop: there is no"),
+            (
+                "a,b\n" + "1,x\n2,y\n" * 30,
+                ("--target", "b", "--task", "regression"),
+                "regression needs numbers",
+            ),
+            (
+                "a,b\n" + "1,2.5\n2,inf\n" * 30,
+                ("--target", "b", "--task", "regression", "--stream"),
+                "not finite",
+            ),
+        ],
+    )
+    def test_bad_files_end_with_a_clear_message(
+        self, content, arguments, message, tmp_path, capsys
+    ):
+        (tmp_path / "bad.csv").write_text(content)
+        with pytest.raises(SystemExit):
+            run("fit", tmp_path / "bad.csv", *arguments, "--out", tmp_path / "o", *QUICK)
+        assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize("more", [(), ("--stream",)])
+    def test_a_file_that_is_not_there_and_a_folder_that_can_not_be_made_are_said(
+        self, more, path, tmp_path, capsys
+    ):
+        with pytest.raises(SystemExit):
+            run("fit", tmp_path / "no.csv", "--target", "y", "--out", tmp_path / "o", *more)
+        assert "there is no file" in capsys.readouterr().err
+        (tmp_path / "taken").write_text("a file")
+        out = tmp_path / "taken" / "o"
+        with pytest.raises(SystemExit):
+            run("fit", path, "--target", "kind", "--out", out, *more, *QUICK)
+        assert "taken" in capsys.readouterr().err
+
+    def test_a_thousand_columns_of_text_are_handled_and_said_so(self, tmp_path, capsys):
+        rng = np.random.default_rng(0)
+        frame = pd.DataFrame(rng.choice(list("abcdefgh"), (60, 1000))).add_prefix("c")
+        frame["y"] = rng.choice(["no", "yes"], 60)
+        frame.to_csv(tmp_path / "wide.csv", index=False)
+        run("fit", tmp_path / "wide.csv", "--target", "y", "--out", tmp_path / "o", *QUICK)
+        assert "1000 categorical columns: 4 categories kept of each" in capsys.readouterr().out

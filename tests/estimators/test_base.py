@@ -1,0 +1,113 @@
+"""scikit-learn's whole battery, without expected failures, and its tools."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from estimators.problems import classes_of, classifier, fitted, mixed_table, regressor
+from sklearn.base import clone
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor, neg_crps
+from embens.estimators import neg_nll as nll
+
+QUICK = [
+    EmbeddedEnsembleClassifier(members=4, width=32, max_epochs=40),
+    EmbeddedEnsembleRegressor(members=4, width=32, max_epochs=60),
+]
+IGNORED = (
+    "ignore:SCIPY_ARRAY_API",
+    "ignore::sklearn.exceptions.SkipTestWarning",
+    "ignore::sklearn.exceptions.DataConversionWarning",
+)
+
+
+@pytest.mark.filterwarnings(*IGNORED)
+@parametrize_with_checks(QUICK)
+def test_the_estimator_keeps_scikit_learns_contract(estimator, check):
+    check(estimator)
+
+
+class TestTheTools:
+    def setup_method(self):
+        self.X, self.target = mixed_table(150)
+        self.y = classes_of(self.target)
+
+    def test_a_pipeline_with_a_scaler_and_a_grid_search_work(self):
+        X = self.X[["size", "time"]].fillna(0.0)
+        pipeline = make_pipeline(StandardScaler(), classifier(max_epochs=5))
+        grid = {"embeddedensembleclassifier__p": [0.0, 0.9]}
+        search = GridSearchCV(pipeline, grid, cv=2, scoring="neg_log_loss").fit(X, self.y)
+        assert search.best_params_["embeddedensembleclassifier__p"] in (0.0, 0.9)
+
+    def test_cross_validated_predictions_are_those_of_the_folds(self):
+        found = cross_val_predict(classifier(max_epochs=5), self.X, self.y, cv=2)
+        assert set(found) <= set(self.y)
+        assert found.shape == self.y.shape
+
+    def test_probabilities_can_be_calibrated_by_scikit_learn(self):
+        model = CalibratedClassifierCV(classifier(max_epochs=5), cv=2).fit(self.X, self.y)
+        np.testing.assert_allclose(model.predict_proba(self.X).sum(1), 1.0)
+
+    def test_a_clone_has_the_arguments_and_nothing_else(self):
+        model = classifier(p=0.7).fit(self.X, self.y)
+        copy = clone(model)
+        assert copy.get_params() == model.get_params()
+        assert not hasattr(copy, "ensemble_")
+
+    @pytest.mark.parametrize("scorer", [nll, neg_crps])
+    def test_scorers_prefer_the_model_that_knows_more(self, scorer):
+        useless = self.X[["open"]]
+        known = cross_val_score(regressor(), self.X, self.target, scoring=scorer, cv=2).mean()
+        blind = cross_val_score(regressor(), useless, self.target, scoring=scorer, cv=2).mean()
+        assert known > blind
+
+
+class TestEveryKindOfInput:
+    def setup_method(self):
+        self.X, self.target = mixed_table()
+        self.y = classes_of(self.target)
+
+    def test_whole_numbers_of_numpy_are_as_good_as_pythons(self):
+        names = ("members", "width", "depth", "max_epochs", "patience", "batch_size", "bins")
+        model = classifier(n_jobs=np.int64(1), **dict.fromkeys(names, np.int64(2)))
+        same = classifier(n_jobs=1, **dict.fromkeys(names, 2))
+        pairs = (m.fit(self.X, self.y).predict_proba(self.X) for m in (model, same))
+        np.testing.assert_array_equal(*pairs)
+
+    def test_threads_are_set_for_the_fit_alone(self):
+        before = torch.get_num_threads()
+        classifier(n_jobs=2, max_epochs=1).fit(self.X, self.y)
+        assert torch.get_num_threads() == before
+        with pytest.raises(ValueError, match="n_jobs"):
+            classifier(n_jobs=0).fit(self.X, self.y)
+
+
+class TestLooking:
+    def test_the_history_is_a_frame_and_the_best_weights_are_kept(self):
+        model, _, _ = fitted()
+        frame = model.history_
+        assert frame["metric"].min() == frame["metric"][model.run_.best_epoch - 1]
+        assert model.held_out_["ensemble"] == pytest.approx(frame["metric"].min(), rel=1e-5)
+
+    def test_the_members_are_a_frame_and_the_ensemble_beats_their_mean(self):
+        model, _, _ = fitted()
+        losses = model.members_["held_out_loss"]
+        assert len(losses) == 4
+        assert model.held_out_["ensemble"] < losses.mean()
+
+    def test_the_diagnosis_gives_the_gradient_scale_that_was_used(self):
+        model, _, _ = fitted()
+        assert model.diagnosis_.members == 4
+        assert model.gamma_ == model.diagnosis_.gamma
+        assert "gamma" in str(model.diagnosis_)
+
+    def test_members_share_their_parameters(self):
+        shared = fitted("classifier", "batch_ensemble")[0].n_parameters_
+        separate = fitted("classifier", "independent")[0].n_parameters_
+        assert shared < separate / 2

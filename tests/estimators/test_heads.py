@@ -1,0 +1,99 @@
+"""Heads: losses and metrics by two roads, calibration."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from embens.estimators import mixture
+from embens.estimators.heads import Classes, Gaussians
+
+MEAN = torch.tensor([[-1.0, 0.3], [0.5, 0.2], [2.0, 7.0]], dtype=torch.float64)
+TWO, THREE = np.arange(2), np.arange(3)
+STD = torch.tensor([[0.5, 1.0], [1.0, 0.1], [0.3, 2.0]], dtype=torch.float64)
+
+
+class TestHeads:
+    def test_the_class_metric_is_scikit_learns_log_loss_of_the_mean_probability(self):
+        from sklearn.metrics import log_loss
+
+        generator = torch.Generator().manual_seed(0)
+        outputs = torch.randn(5, 30, 3, generator=generator, dtype=torch.float64)
+        codes = torch.arange(30).remainder(3)[:, None]
+        weights = torch.rand(30, generator=generator, dtype=torch.float64)
+        chance = outputs.softmax(-1).mean(0).numpy()
+        plain = Classes((THREE,))
+        found = plain.metric(outputs, plain.pack(codes, None, torch.float64))
+        assert found.item() == pytest.approx(log_loss(codes[:, 0], chance))
+        head = Classes((THREE,), weighted=True)
+        found = head.metric(outputs, head.pack(codes, weights, torch.float64))
+        expected = log_loss(codes[:, 0], chance, sample_weight=weights.numpy())
+        assert found.item() == pytest.approx(expected)
+
+    def test_a_weighted_criterion_is_the_weighted_mean_of_the_plain_one(self):
+        generator = torch.Generator().manual_seed(0)
+        outputs = torch.randn(20, 5, generator=generator)
+        codes = torch.stack([torch.arange(20) % 3, torch.arange(20) % 2], 1)
+        several, weighted = Classes((THREE, TWO)), Classes((THREE, TWO), weighted=True)
+        weights = torch.rand(20, generator=generator)
+        one = several.criterion(outputs, several.pack(codes, None, torch.float32))
+        other = weighted.criterion(outputs, weighted.pack(codes, weights, torch.float32))
+        torch.testing.assert_close(other, one * weights)
+
+    def test_the_gaussian_metric_is_the_mixtures_density(self):
+        outputs = torch.cat([MEAN[..., None], 2 * STD.log()[..., None]], -1)
+        target = torch.tensor([[0.4], [0.1]], dtype=torch.float64)
+        found = Gaussians(1).metric(outputs, target)
+        expected = -mixture.log_density(MEAN, STD, target[:, 0]).mean()
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        Classes((THREE,)),
+        Classes((THREE,), weighted=True),
+        Classes((TWO, THREE)),
+        Gaussians(2),
+        Gaussians(1, weighted=True),
+    ],
+)
+def test_the_criterion_of_all_members_is_that_of_each(head):
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(4, 7, head.outputs, generator=generator, dtype=torch.float64)
+    labels = len(head.labels) if isinstance(head, Classes) else head.targets
+    values = torch.randint(2, (7, labels), generator=generator)
+    weights = torch.rand(7, generator=generator).double() if head.weighted else None
+    target = head.pack(values, weights, torch.float64)
+    together = head.criterion(outputs, target)
+    alone = torch.stack([head.criterion(o, target) for o in outputs])
+    torch.testing.assert_close(together, alone)
+    if isinstance(head, Classes):
+        chances = torch.stack([p.softmax(-1)[:, :, 0] for p in outputs.split(head.sizes, -1)])
+        zero = head.pack(torch.zeros_like(values), weights, torch.float64)
+        by_hand = -chances.log().sum(0) * (1.0 if weights is None else weights)
+        torch.testing.assert_close(head.criterion(outputs, zero), by_hand)
+
+
+def test_any_class_is_the_metric_averaged_over_what_the_class_may_be():
+    head = Classes((THREE,))
+    outputs = torch.randn(4, 7, 3, generator=torch.Generator().manual_seed(0))
+    each = [head.metric(outputs, torch.full((7,), k)) for k in range(3)]
+    torch.testing.assert_close(head.any_class(outputs), torch.stack(each).mean())
+
+
+def test_a_few_held_out_rows_hardly_change_the_standard_deviations_and_many_do():
+    rng = np.random.default_rng(0)
+    factors = []
+    for rows in (7, 10_000):
+        near = torch.from_numpy(0.25 * rng.normal(size=(rows, 1)))
+        outputs = torch.zeros(4, rows, 2)
+        head = Gaussians(1).calibrated((outputs, near), None)
+        factors.append(float(head.temperature[0]))
+        by_hand = math.sqrt((float((near**2).sum()) + 30) / (rows + 30))
+        assert factors[-1] == pytest.approx(by_hand, abs=1e-3)
+    assert factors[0] > 0.85
+    assert factors[1] < 0.3

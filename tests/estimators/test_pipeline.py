@@ -1,0 +1,85 @@
+"""From a table to a fitted ensemble: who decides what, and which rows take part in it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from estimators.problems import classes_of, classifier, mixed_table, regressor
+
+from embens.estimators import EmbeddedEnsembleClassifier, choices, pipeline
+from embens.training import randomness
+
+
+@pytest.mark.parametrize(("room", "p", "members"), [(99.0, 0.25, 16), (10.0, 0.5, 10)])
+def test_members_become_more_alike_before_they_become_fewer(monkeypatch, room, p, members):
+
+    found = SimpleNamespace(room=room, gamma=1.0)
+    monkeypatch.setattr(pipeline, "diagnose", lambda *arguments: found)
+    X = torch.randn(100, 2, generator=torch.Generator().manual_seed(0)).numpy()
+    auto = EmbeddedEnsembleClassifier(width=8, max_epochs=1, random_state=0).fit(X, X[:, 0] > 0)
+    assert (auto.p_, auto.ensemble_.members) == (p, members)
+    assert auto.ensemble_.plan.sites[0].law.mean == pytest.approx(p)
+    given = EmbeddedEnsembleClassifier(members=12, p=0.1, width=8, max_epochs=1, random_state=0)
+    given.fit(X, X[:, 0] > 0)
+    assert (given.p_, given.ensemble_.members) == (0.1, 12)
+
+
+def test_calibration_rows_are_used_for_nothing_else():
+    """With other targets in the calibration rows, only the intervals may change."""
+
+    X, y = mixed_table(300)
+    model = regressor(max_epochs=5)
+    seed = randomness.combine(pipeline.draw_seed(model.random_state), 1)
+    generator = torch.Generator().manual_seed(seed)
+    parts = choices.split(300, "auto", calibrate=True, generator=generator)
+    other = y.copy()
+    other[parts.calibrate.numpy()] += 100.0
+    first, second = model.fit(X, y).predict(X), regressor(max_epochs=5).fit(X, other)
+    np.testing.assert_array_equal(first, second.predict(X))
+    assert second.scores_.min() > 10 * model.scores_.max()
+
+
+class TestAFit:
+    def setup_method(self):
+        self.X, self.target = mixed_table()
+        self.y = classes_of(self.target)
+
+    def test_a_weight_is_as_good_as_equal_rows_and_none_as_no_row(self):
+        X, y = self.X[:20], self.y[:20]
+        weights = np.arange(20) % 3
+        weighted = classifier().fit(X, y, sample_weight=weights)
+        rows = np.repeat(np.arange(20), weights)
+        repeated = classifier().fit(X.iloc[rows], y[rows])
+        np.testing.assert_allclose(weighted.predict_proba(X), repeated.predict_proba(X), rtol=1e-7)
+
+    def test_weights_that_are_all_equal_change_nothing(self):
+        plain = regressor().fit(self.X, self.target)
+        heavy = regressor().fit(self.X, self.target, sample_weight=np.full(len(self.X), 7.0))
+        np.testing.assert_allclose(heavy.predict(self.X), plain.predict(self.X), rtol=1e-4)
+
+    def test_weights_change_what_is_learnt(self):
+        X = self.X[["open"]]
+        y = np.where(np.arange(len(X)) % 2, "a", "b")
+        heavy = classifier(max_epochs=30).fit(X, y, sample_weight=np.where(y == "a", 9.0, 1.0))
+        assert heavy.predict_proba(X)[:, 0].mean() == pytest.approx(0.9, abs=0.05)
+
+    def test_a_warm_start_goes_on_from_where_it_was(self):
+        model = classifier(warm_start=True, max_epochs=3).fit(self.X, self.y)
+        first = model.held_out_["ensemble"]
+        ensemble = model.ensemble_
+        model.set_params(max_epochs=15).fit(self.X, self.y)
+        assert model.ensemble_ is ensemble
+        assert model.held_out_["ensemble"] < first
+        with pytest.raises(ValueError, match="warm start can't add classes"):
+            model.fit(self.X, np.where(self.X["open"], "new", self.y))
+
+    def test_the_same_random_state_gives_the_same_model_and_leaves_the_global_one_alone(self):
+        state = torch.get_rng_state()
+        first, second = (classifier().fit(self.X, self.y).predict_proba(self.X) for _ in "ab")
+        other = classifier(random_state=1).fit(self.X, self.y).predict_proba(self.X)
+        np.testing.assert_array_equal(first, second)
+        assert np.abs(first - other).max() > 1e-4
+        assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,101 @@
+"""Every kind of input, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from estimators.problems import classes_of, classifier, mixed_table, regressor
+
+from embens.estimators.tables import from_array, from_frame
+
+
+class TestEveryKindOfInput:
+    def setup_method(self):
+        self.X, self.target = mixed_table()
+        self.y = classes_of(self.target)
+
+    def test_columns_in_another_order_are_an_error(self):
+        model = classifier(max_epochs=2).fit(self.X, self.y)
+        with pytest.raises(ValueError, match="same order"):
+            model.predict(self.X[self.X.columns[::-1]])
+
+    def test_sparse_input_is_refused_with_what_to_do(self):
+        from scipy import sparse
+
+        with pytest.raises(TypeError, match="dense"):
+            classifier().fit(sparse.csr_array(np.eye(20)), np.arange(20) % 2)
+
+    def test_a_target_may_be_a_column_of_pyarrow(self):
+        table = pa.Table.from_pandas(self.X)
+        first = classifier().fit(self.X, self.y).predict_proba(self.X)
+        for y in (pa.array(self.y), pa.chunked_array([self.y])):
+            found = classifier().fit(table, y).predict_proba(table)
+            np.testing.assert_array_equal(found, first)
+
+    @pytest.mark.parametrize("missing", [None, np.nan, pd.NA])
+    def test_a_missing_target_is_an_error_that_counts_the_rows(self, missing):
+        labels = self.y.astype(object)
+        numbers = pd.Series(self.target, dtype="Float64")
+        labels[3] = labels[5] = missing
+        numbers[3] = numbers[5] = pd.NA
+        with pytest.raises(ValueError, match="Input y contains NaN: the target of 2 rows"):
+            classifier().fit(self.X, labels)
+        with pytest.raises(ValueError, match="Input y contains NaN: the target of 2 rows"):
+            regressor().fit(self.X, numbers)
+
+    def test_a_lazy_frame_is_refused_with_what_to_do(self):
+        with pytest.raises(TypeError, match=r"X\.collect\(\)"):
+            classifier().fit(pl.from_pandas(self.X).lazy(), self.y)
+
+    def test_frames_of_pandas_and_polars_give_the_same_model(self):
+        ours = classifier().fit(self.X, self.y).predict_proba(self.X)
+        frame = pl.from_pandas(self.X)
+        theirs = classifier().fit(frame, pl.Series(self.y)).predict_proba(frame)
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_infinite_numbers_are_an_error_that_names_the_column():
+    frame = pd.DataFrame({"a": [1.0, np.inf] * 30, "b": 1.0})
+    with pytest.raises(ValueError, match=r"infinity .* in a\. Replace it"):
+        classifier().fit(frame, np.arange(60) % 2)
+
+
+def test_dates_are_numbers_of_seconds():
+    frame = pd.DataFrame({"day": pd.to_datetime(["2020-01-01", "2020-01-02", None])})
+    numbers = from_frame(frame).numbers(0)
+    assert numbers[1] - numbers[0] == 86400
+    assert np.isnan(numbers[2])
+
+
+def test_text_where_numbers_were_is_an_error_that_names_the_column():
+    model = classifier(max_epochs=1).fit(pd.DataFrame({"a": np.arange(60.0)}), np.arange(60) % 2)
+    with pytest.raises(
+        ValueError, match=r"a: could not convert .* had numbers where it was fitted"
+    ):
+        model.predict(pd.DataFrame({"a": ["x", "y"]}))
+
+
+@pytest.mark.parametrize(
+    ("array", "categorical"),
+    [
+        (np.array([["a"], ["b"]]), True),
+        (np.array([[b"a"], [b"b"]]), True),
+        (np.array([[True], [False]]), True),
+        (np.array([["a"], [None]], dtype=object), True),
+        (np.array([[1], [2]], dtype="uint8"), False),
+        (np.array([[1.5], [2]], dtype="float16"), False),
+        (np.array([["2020-01-01"], ["2020-01-02"]], dtype="datetime64[D]"), False),
+        (np.array([[1.5], [None]], dtype=object), False),
+    ],
+)
+def test_the_type_of_an_array_says_whether_it_is_categorical(array, categorical):
+    table = from_array(array)
+    assert table.names == ["column 0"]
+    assert table.is_categorical(0) == categorical
+    if not categorical:
+        expected = np.array(array[:, 0], dtype="float64")
+        scale = 86400 if array.dtype.kind == "M" else 1
+        np.testing.assert_array_equal(table.numbers(0), scale * expected)
