@@ -72,6 +72,14 @@ def objective(
     for name in unknown:
         known = ("criterion", "batch", "of", "members")
         raise TypeError(f"objective has no argument {name!r}{closest(name, known)}")
+    if criterion is None or criterion is F.cross_entropy:
+        usual = batch == "same" and of == "members" and isinstance(outputs, Tensor)
+        if usual and outputs.dim() == 3 and members in (None, len(outputs)):
+            criterion = default_criterion(outputs, target) if criterion is None else criterion
+            if criterion is F.cross_entropy and not target.is_floating_point():
+                # All members have as many labels, so the mean over all rows is the members' mean.
+                labels = target.long().repeat(len(outputs))
+                return F.cross_entropy(outputs.flatten(0, 1), labels) * len(outputs)
     return member_losses(outputs, target, criterion, batch=batch, of=of, members=members).sum()
 
 

@@ -218,8 +218,10 @@ class Sharing:
 
     def random(self) -> bool:
         """Return whether anything random comes before the first modulation."""
-        calls = [c for c in self.flow.calls if not c.upstream & (self.tokens | set(self.own))]
-        return any(t.startswith("random") for c in calls for t in c.upstream | c.result)
+        apart = self.tokens | set(self.own)
+        common = [c for c in self.flow.calls if not c.upstream & apart]
+        drawn = (c.upstream | (c.result if c.leaf else frozenset()) for c in common)
+        return any(t.startswith("random") for tokens in drawn for t in tokens)
 
 
 def plan_overwriting(

@@ -315,7 +315,8 @@ class Modulated(Wrapper):
         """Return whether common inputs are better multiplied by every member's weight."""
         layer = self.layer
         return (
-            x.shape[0] > layer.out_features  # type: ignore[operator]
+            not torch.compiler.is_compiling()  # a graph should be right for any number of rows
+            and x.shape[0] > layer.out_features  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
             and is_linear_in_parameters(layer)
         )
