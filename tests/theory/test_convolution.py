@@ -206,6 +206,8 @@ def _padded(x, conv):
         nn.AvgPool2d(2, ceil_mode=True),
         nn.AvgPool2d(3, stride=2, padding=1, count_include_pad=False),
         nn.AvgPool2d((2, 1), stride=(1, 2)),
+        nn.AvgPool2d(2, divisor_override=3),
+        nn.AvgPool2d(1, stride=2),
         nn.AdaptiveAvgPool2d(3),
         nn.AdaptiveAvgPool2d((2, None)),
     ],
@@ -268,7 +270,6 @@ def test_input_modulations_of_channels_are_conditional():
     ("module", "message"),
     [
         (nn.MaxPool2d(2), r"'2' \(MaxPool2d\): the maximum of correlated units"),
-        (nn.AvgPool2d(2, divisor_override=3), "divisor_override"),
         (nn.AvgPool2d(9), "only"),
         (nn.Conv2d(3, 3, 3, groups=3), "groups=1"),
         (nn.Upsample(scale_factor=2), r"Upsample.*not known"),

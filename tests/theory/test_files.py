@@ -13,7 +13,7 @@ import torch
 
 import embens
 from embens import cli, laws, networks, theory
-from embens.theory import blocks, files
+from embens.theory import files
 
 
 def ensemble(**options):
@@ -26,7 +26,7 @@ def points(n: int = 20) -> torch.Tensor:
 
 
 def assert_same(k, reference):
-    for mine, other in zip(blocks.flatten(k), blocks.flatten(reference), strict=True):
+    for mine, other in zip(k.blocks, reference.blocks, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
 
 

@@ -10,8 +10,7 @@ import embens
 from embens import laws, networks
 from embens.theory.blocks import kernels
 from embens.theory.flow import Flow, gradient_descent, gradient_flow
-from embens.theory.gamma import natural_gamma
-from embens.theory.kernel import Kernels, MemberKernel
+from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
 
 INF = math.inf
 EXACT = {"rtol": 1e-9, "atol": 1e-9}

@@ -16,8 +16,7 @@ from embens.theory.flow import (
     gradient_flow,
     performance,
 )
-from embens.theory.gamma import natural_gamma
-from embens.theory.kernel import Kernels, MemberKernel
+from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
 from embens.theory.limit import Limit, State, propagate
 from embens.theory.regime import Regime, RegimeReport, regime
 

@@ -24,8 +24,7 @@ from embens.finite.diagnosis.measurement import Measured, measure, take
 from embens.finite.diagnosis.report import Diagnosis, Rates
 from embens.finite.gradients import cosines, total_gram
 from embens.finite.members import Criterion, unchanged
-from embens.theory.blocks import kernels
-from embens.theory.gamma import natural_gamma
+from embens.theory import kernels, natural_gamma
 from embens.theory.regime import Regime, RegimeReport, Structure, regime
 
 KERNEL_ROWS = 12

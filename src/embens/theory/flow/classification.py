@@ -26,8 +26,7 @@ from torch.nn.functional import one_hot
 from embens.checks import Gamma, check_members
 from embens.theory.flow.draws import draw_prior
 from embens.theory.flow.problem import check_kernels
-from embens.theory.gamma import check_rates, resolve_gamma
-from embens.theory.kernel import Kernels, MemberKernel
+from embens.theory.kernel import Kernels, MemberKernel, check_rates, resolve_gamma
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

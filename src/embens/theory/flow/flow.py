@@ -35,8 +35,7 @@ from embens.checks import Gamma, check_members
 from embens.theory.flow.draws import draw_members
 from embens.theory.flow.mode import Mode, Schedule
 from embens.theory.flow.problem import check_kernels, check_targets
-from embens.theory.gamma import check_rates, resolve_gamma
-from embens.theory.kernel import Kernels, MemberKernel
+from embens.theory.kernel import Kernels, MemberKernel, check_rates, resolve_gamma
 
 if TYPE_CHECKING:
     from jaxtyping import Float

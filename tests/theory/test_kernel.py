@@ -6,9 +6,15 @@ import pytest
 import torch
 from theory.hand_made import gram, random_kernels
 
-from embens.theory import gamma as module
-from embens.theory.gamma import largest_eigenpair, natural_gamma, resolve_gamma
-from embens.theory.kernel import Kernels, MemberKernel, zero_cross
+from embens.theory import kernel as module
+from embens.theory.kernel import (
+    Kernels,
+    MemberKernel,
+    largest_eigenpair,
+    natural_gamma,
+    resolve_gamma,
+    zero_cross,
+)
 
 
 def kernels_of(same, cross, individual=None):
