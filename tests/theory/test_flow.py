@@ -9,7 +9,7 @@ from theory.hand_made import TEST, TRAIN, Dense, gram, random_kernels, split
 import embens
 from embens import laws, networks
 from embens.theory.blocks import kernels
-from embens.theory.flow import Flow, gradient_descent, gradient_flow
+from embens.theory.flow import GradientFlow, gradient_descent, gradient_flow
 from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
 
 INF = math.inf
@@ -29,7 +29,7 @@ def zeros_like(kernel: MemberKernel) -> MemberKernel:
     return MemberKernel(torch.zeros_like(kernel.same), torch.zeros_like(kernel.same))
 
 
-def check_table(flow: Flow, t, dense: Dense, response):
+def check_table(flow: GradientFlow, t, dense: Dense, response):
     """Compare every quantity with the dense solution's."""
     m = flow.members
     each = dense.mean(response, flow.targets)

@@ -8,7 +8,8 @@ from embens.theory.duals import Dual
 from embens.theory.duals import register as register_activation
 from embens.theory.files import load_kernels, write_kernels
 from embens.theory.flow import (
-    Flow,
+    CrossEntropySettings,
+    GradientFlow,
     Performance,
     centred_targets,
     cross_entropy_flow,
@@ -21,8 +22,9 @@ from embens.theory.limit import Limit, State, propagate
 from embens.theory.regime import Regime, RegimeReport, regime
 
 __all__ = [
+    "CrossEntropySettings",
     "Dual",
-    "Flow",
+    "GradientFlow",
     "Kernels",
     "Limit",
     "MemberKernel",

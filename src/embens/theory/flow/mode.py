@@ -19,6 +19,7 @@ they were, that is, the inverse is the pseudo-inverse.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -126,8 +127,8 @@ class Mode:
     @classmethod
     def solve(
         cls,
-        ntk: tuple[Float[Tensor, "n n"], Float[Tensor, "test n"]],
-        nngp: tuple[Float[Tensor, "n n"], Float[Tensor, "test n"]],
+        ntk: Sequence[Tensor],
+        nngp: Sequence[Tensor],
         prior_test: Float[Tensor, "test test"] | None,
         *,
         jitter: float,
@@ -175,8 +176,8 @@ class Mode:
         return self.least < -INDEFINITE * self.eigenvalues.abs().max().item()
 
     def respond(
-        self, gain: Float[Tensor, " n"], residual: Float[Tensor, "n ..."]
-    ) -> Float[Tensor, "test ..."]:
+        self, gain: Float[Tensor, " n"], residual: Float[Tensor, "*member n k"]
+    ) -> Float[Tensor, "*member test k"]:
         """Return :math:`A r_0`, by which test outputs have moved."""
         return self.carry * gain @ (self.basis.mT @ residual)
 
