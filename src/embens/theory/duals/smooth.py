@@ -5,7 +5,7 @@ and reads all expectations from it. All steps on the way are refined until the v
 :math:`\rho = 1`, which are the hardest, agree with direct integration to ``ACCURACY``, relative to
 :math:`F, G, H` within a member (for variances down to a millionth of the largest). If they cannot,
 as for an activation with a kink, a warning says what was reached; beyond an error of 1e-4 it is a
-ValueError. How a table is made is in :mod:`embens.theory.duals.series`.
+ValueError. How a table is made is in :mod:`embens.theory.duals.averages`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from embens.laws import Law
 from embens.theory.duals import hermite
+from embens.theory.duals.averages import Averages, Mehler, Nodes
+from embens.theory.duals.chebyshev import Axis
 from embens.theory.duals.expectations import Dual, tells_apart
-from embens.theory.duals.series import Nodes, Series, fine_axis
-from embens.theory.duals.tables import Axis, Table, span
+from embens.theory.duals.tables import Table, span
 
 ACCURACY = 1e-10
 AIM = 1e-11
@@ -104,14 +105,24 @@ class Smooth(Dual):
         nodes, exact, error = self._integrate(high, law)
         count, missing = self._count_terms(high, law)
         self._check(max(error, missing), q_max, law)
-        series = self._series(low, high, nodes, count)
-        axis, edge = series.choose_axis(low, high), nodes.edge(high)
-        within = series.within(axis, edge)
-        between = series.between(axis, edge) if tells_apart(law) else within[:3]
-        table = Table(self, law, axis, within, between, edge)
+        averages = Averages(self._series(low, high, nodes, count), nodes)
+        table = self._table(low, high, law, averages)
         error = max(error, _difference(_on_diagonal(table, q_max), exact))
         self._check(error, q_max, law, warn=True)
         return table
+
+    def _table(
+        self, low: float, high: float, law: Law | None, averages: Averages, *, within: bool = True
+    ) -> Table:
+        """Return a table for roots of variances from ``low`` to ``high``."""
+        axis, edge = Axis(low, high, averages.nodes.spread or 1.0), averages.nodes.edge(high)
+        axes, expansions = zip(
+            averages.within(axis, edge) if within else (axis, ()),
+            averages.between(axis, edge) if tells_apart(law) else (axis, ()),
+            strict=True,
+        )
+        between = expansions[1] or expansions[0][:3]
+        return Table(self, law, max(axes, key=lambda a: a.count), expansions[0], between, edge)
 
     def _check(self, error: float, q_max: float, law: Law | None, *, warn: bool = False) -> None:
         """Refuse a large error, and warn of a smaller one."""
@@ -199,13 +210,14 @@ class Smooth(Dual):
         d[:, 1:] += n[:-1] * b[:, : count - 1]
         return a, b[:, :count], d
 
-    def _series(self, low: float, high: float, nodes: Nodes, count: int) -> Series:
+    def _series(self, low: float, high: float, nodes: Nodes, count: int) -> Mehler:
         """Return coefficients on an axis of scales |v|√q that is fine enough."""
         least, most = float(nodes.size.min()) * low, float(nodes.size.max()) * high
-        axis = Axis(least, most or 1.0, 1.0, 0)
         some = min(count, hermite.TIERS[0] - 1)
-        axis = fine_axis(axis, lambda scales: torch.cat(self._coefficients(scales, some)[1:], 1))
-        return Series(axis, nodes, *self._coefficients(axis.nodes(), count))
+        axis = Axis(least, most or 1.0, 1.0).refine(
+            lambda scales: torch.cat(self._coefficients(scales, some)[1:], 1)
+        )
+        return Mehler(axis, *self._coefficients(axis.nodes(), count))
 
 
 def _on_diagonal(table: Table, q: float) -> Tensor:
