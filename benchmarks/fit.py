@@ -25,19 +25,19 @@ BATCH = 128
 
 
 def bare(ensemble, x, y, epochs):
-    optimiser = torch.optim.SGD(ensemble.parameter_groups(), momentum=0.9)
+    optimizer = torch.optim.SGD(ensemble.parameter_groups(), momentum=0.9)
     ensemble.train()
     for epoch in range(epochs):
         order = training_batches((x, y), BATCH, seed=0).order(epoch)
         for index in order.split(BATCH):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             embens.objective(ensemble(x[index]), y[index]).backward()
-            optimiser.step()
+            optimizer.step()
 
 
 def ours(ensemble, x, y, epochs):
-    schedule = embens.training.linear_decay(epochs, hold=1.0)
-    fit(ensemble, (x, y), epochs=epochs, batch_size=BATCH, schedule=schedule)
+    scheduler = embens.training.linear_decay(epochs, hold=1.0)
+    fit(ensemble, (x, y), epochs=epochs, batch_size=BATCH, scheduler=scheduler)
 
 
 def cases():

@@ -71,16 +71,19 @@ def half_squares(outputs: Tensor, target: Tensor) -> Tensor:
 def train(ensemble: embens.EmbeddedEnsemble, flow: theory.GradientFlow, steps: list[int]) -> list[Tensor]:
     """Return the test outputs after so many steps, in rising order."""
     angle, target, test = problem()
-    optimiser = torch.optim.SGD(ensemble.parameters(), lr=flow.schedule.rate or 0.0)
+    groups = ensemble.parameter_groups(
+        flow.schedule.rate or 0.0, weight_decay=0.0, gamma=flow.gamma
+    )
+    optimizer = torch.optim.SGD(groups)
     found = []
     for step in range(steps[-1] + 1):
         if step in steps:
             with torch.no_grad():
                 found.append(ensemble(on_circle(test)))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         outputs = ensemble(on_circle(angle))
-        embens.objective(outputs, target, half_squares, gamma=flow.gamma).backward()
-        optimiser.step()
+        embens.objective(outputs, target, half_squares).backward()
+        optimizer.step()
     return found
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import ast
+import graphlib
 import subprocess
 import sys
-from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "embens"
+import pytest
+from source import MODULES, arrows, imports
+
 ORDER = (
-    ["checks", "laws", "metrics"],
+    ["checks", "laws", "files", "metrics"],
     ["networks", "data"],
-    ["reading", "gradient"],
+    ["objective", "gradient"],  # gradient is to go
+    ["reading"],
     ["ensemble"],
     ["embedding"],
     ["theory"],
@@ -21,54 +23,61 @@ ORDER = (
     ["experiments", "report"],
     ["cli"],
 )
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 HEAVY = set(
     "numpy scipy sklearn matplotlib pandas polars pyarrow rich safetensors onnx onnxruntime tqdm "
-    "zarr ray plotly".split()
+    "zarr ray plotly pooch".split()
 )
-UPWARD = {("ensemble", "training"), ("ensemble", "storage")}  # conveniences, inside methods
+TO_DO = {
+    ("embens.ensemble.module", "embens.ensemble.storage"),
+    ("embens.ensemble.module", "embens.training.objective"),
+    ("embens.estimators.base", "embens.estimators.storage"),
+    ("embens.estimators.storage", "embens.estimators"),
+    ("embens.finite.diagnosis.findings", "embens.training.rates"),
+    ("embens.theory.kernel", "embens.theory.gamma"),
+}
+"""Arrows that point up or close a circle and are still to be turned; this set only shrinks."""
 
 
-def module_of(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+def room(name: str) -> str:
+    return name.split(".")[1]
 
 
-def top_level_imports(path: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+INSIDE = [name for name in MODULES if name != "embens"]
 
 
-def test_no_module_imports_one_above_it():
-    level = {name: i for i, names in enumerate(ORDER) for name in names}
-    for path in SOURCE.rglob("*.py"):
-        name = module_of(path)
-        if name == "__init__":
-            continue
-        assert name in level, f"{name} has no place in the layering"
-        for imported in top_level_imports(path):
-            parts = imported.split(".")
-            if parts[0] == "embens" and len(parts) > 1 and parts[1] in level:
-                assert level[parts[1]] <= level[name], f"{path.name} imports {imported}"
+@pytest.mark.parametrize("name", INSIDE)
+def test_no_module_imports_one_above_it(name):
+    assert room(name) in LEVEL, f"{room(name)} has no place in the layering"
+    up = {other for other in arrows(name) if LEVEL.get(room(other), 99) > LEVEL[room(name)]}
+    assert {(name, other) for other in up} <= TO_DO
 
 
-def test_heavy_libraries_are_imported_where_they_are_used():
-    for path in SOURCE.rglob("*.py"):
-        assert not {i.split(".")[0] for i in top_level_imports(path)} & HEAVY, path
+def test_no_imports_go_in_circles():
+    graph = {
+        name: {other for other in arrows(name) if (name, other) not in TO_DO} for name in INSIDE
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises with the circle
 
 
-def test_metrics_import_only_torch():
-    for path in (SOURCE / "metrics").glob("*.py"):
-        for imported in top_level_imports(path):
-            root = imported.split(".")[0]
-            assert (
-                root in ("torch", "__future__")
-                or root in sys.stdlib_module_names
-                or (imported.startswith("embens.metrics"))
-            ), (path, imported)
+def test_what_is_to_do_is_not_done():
+    done = {
+        (name, other) for name, other in TO_DO if name not in MODULES or other not in arrows(name)
+    }
+    assert not done, "take these out of TO_DO"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_heavy_libraries_are_imported_where_they_are_used(name):
+    assert not {i.split(".")[0] for i in imports(name, inner=False)} & HEAVY
+
+
+@pytest.mark.parametrize("name", [name for name in INSIDE if room(name) == "metrics"])
+def test_metrics_import_only_torch(name):
+    for imported in imports(name, inner=True):
+        root = imported.split(".")[0]
+        known = root in ("torch", "__future__") or root in sys.stdlib_module_names
+        assert known or imported.startswith("embens.metrics"), imported
 
 
 def test_import_embens_works_with_everything_but_torch_missing():

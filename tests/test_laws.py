@@ -1,12 +1,14 @@
 import copy
+import json
 import math
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, dataclass
 from fractions import Fraction
 
 import pytest
 import torch
 
+from embens import laws
 from embens.laws import Bernoulli, Constant, Discrete, Law, Normal, Rademacher, Shifted, Ternary
 
 CASES = [
@@ -48,6 +50,9 @@ def law(request):
 
 
 class TestEveryLaw:
+    def test_is_itself_again_from_its_name_and_parameters(self, law):
+        assert laws.from_dict(json.loads(json.dumps(law.to_dict()))) == law
+
     def test_has_the_moments_of_its_samples(self, law):
         samples = law.sample(SAMPLES, generator=generator(), dtype=torch.float64)
         assert_agrees(samples, law.mean)
@@ -333,6 +338,45 @@ class TestYourOwnLaw:
         assert_agrees(samples, 3.5)
         assert samples.unique().tolist() == [1, 2, 3, 4, 5, 6]
         assert law.half_moment(2, 1) == pytest.approx(91 / 6)
+
+    def test_is_known_by_its_name_as_soon_as_it_is_defined(self):
+        @dataclass(frozen=True)
+        class Spread(Discrete):
+            width: float = 1.0
+
+            @property
+            def atoms(self):
+                return ((-self.width, 0.5), (self.width, 0.5))
+
+        assert laws.known()["Spread"] is Spread
+        assert "Discrete" not in laws.known()
+        assert laws.from_dict({"law": "Spread", "width": 3.0}) == Spread(3.0)
+        with pytest.raises(ValueError, match=r"'Spraed'.* did you mean 'Spread'.*laws=\[Spraed\]"):
+            laws.from_dict({"law": "Spraed"})
+        with pytest.raises(TypeError, match="height"):
+            laws.from_dict({"law": "Spread", "height": 3.0})
+
+    def test_must_be_meant_where_two_have_its_name(self):
+        def make():
+            return dataclass(frozen=True)(type("Twin", (Discrete,), {"atoms": ((1.0, 1.0),)}))
+
+        first, second = make(), make()
+        second.__qualname__ = "Other.Twin"
+        with pytest.raises(ValueError, match=r"several have that name: .*Other\.Twin.*Twin; pass"):
+            laws.from_dict({"law": "Twin"})
+        assert type(laws.from_dict({"law": "Twin"}, [first])) is first
+
+    def test_is_written_to_a_file_only_with_fields_and_a_name_of_its_own(self):
+        with pytest.raises(TypeError, match=r"Uniform has no fields .* frozen dataclass"):
+            self.Uniform().to_dict()
+
+        @dataclass(frozen=True)
+        class Ternary(Discrete):
+            atoms = ((1.0, 1.0),)
+
+        with pytest.raises(ValueError, match="embens has one that is called Ternary too"):
+            Ternary().to_dict()
+        assert laws.from_dict({"law": "Ternary", "zero": 0.5}) == laws.Ternary(0.5)
 
     @pytest.mark.parametrize("probabilities", [(0.5, 0.6), (-0.5, 1.5), (math.nan, 0.5)])
     def test_must_be_a_distribution(self, probabilities):

@@ -173,11 +173,11 @@ class TestTheLawOfWeights:
             Linear(2, 2, weight_std=-1)
         with pytest.raises(ValueError, match=r"bias_std must be a number >= 0.*got nan"):
             Conv2d(2, 2, 3, bias_std=math.nan)
-        with pytest.raises(TypeError, match="weight_std must be a number >= 0; got '1'"):
+        with pytest.raises(TypeError, match=r"weight_std must be a number >= 0, .*; got '1'"):
             mlp(weight_std="1")
 
     def test_refuses_unknown_parametrizations(self):
-        with pytest.raises(ValueError, match=r"one of ntk, standard, xavier; got 'standart'\. Did"):
+        with pytest.raises(ValueError, match=r"parametrization: unknown 'standart'; did you m"):
             Linear(2, 2, parametrization="standart")
 
 
@@ -220,11 +220,11 @@ class TestMlp:
 
     @pytest.mark.parametrize("name", ["inputs", "width", "depth", "outputs"])
     def test_refuses_sizes_that_are_no_positive_numbers(self, name):
-        with pytest.raises(ValueError, match=f"{name} must be a whole number >= 1; got 0"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
             mlp(**{name: 0})
-        with pytest.raises(TypeError, match=rf"{name} must be a whole number >= 1; got 1\.5"):
+        with pytest.raises(TypeError, match=rf"{name} must be a whole number; got 1\.5"):
             mlp(**{name: 1.5})
-        with pytest.raises(TypeError, match=f"{name} must be a whole number >= 1; got True"):
+        with pytest.raises(TypeError, match=f"{name} must be a whole number; got True"):
             mlp(**{name: True})
 
 
@@ -267,9 +267,9 @@ class TestActivations:
         assert network[3].weight.item() == pytest.approx(0.7)
 
     def test_with_unknown_names_are_refused(self):
-        with pytest.raises(ValueError, match=r"one of relu, .*; got 'rellu'\. Did you mean 'relu'"):
+        with pytest.raises(ValueError, match=r"activation: unknown 'rellu'; did you mean 'relu'"):
             mlp(activation="rellu")
-        with pytest.raises(ValueError, match=r"activation must be one of .*; got '🦆'\.$"):
+        with pytest.raises(ValueError, match=r"activation: unknown '🦆'\. Candidates: 'relu', "):
             cnn(activation="🦆")
 
     def test_must_be_instances(self):
@@ -330,13 +330,13 @@ class TestCnn:
         ("arguments", "message"),
         [
             ({"channels": ()}, r"channels must hold one number per convolution; got none"),
-            ({"channels": (4, 0)}, r"channels must be a whole number >= 1; got 0"),
+            ({"channels": (4, 0)}, r"channels must be at least 1; got 0"),
             ({"width": 0}, r"width must be a positive factor of the channels; got 0"),
             ({"width": -1.0}, r"width must be a positive factor of the channels; got -1\.0"),
             ({"width": math.inf}, r"width must be a positive factor of the channels; got inf"),
-            ({"outputs": 0}, r"outputs must be a whole number >= 1; got 0"),
-            ({"pool": "mean"}, r"pool must be one of average, max; got 'mean'"),
-            ({"readout": "flat"}, r"one of mean, flatten; got 'flat'\. Did you mean 'flatten'"),
+            ({"outputs": 0}, r"outputs must be at least 1; got 0"),
+            ({"pool": "mean"}, r"pool: unknown 'mean'.* Candidates: 'average', 'max'"),
+            ({"readout": "flat"}, r"readout: unknown 'flat'; did you mean 'flatten'"),
             (
                 {"readout": "flatten", "image": 28},
                 r"divisible by 8, since 3 poolings.*got 28\. Give",

@@ -144,7 +144,7 @@ def test_errors_say_what_to_do(x):
         predict(ensemble, x, members=7)
     with pytest.raises(ValueError, match="task: unknown 'regresion'; did you mean 'regression'"):
         predict(ensemble, x, task="regresion")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="batch_size: expected a whole number"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
         predict(ensemble, x, batch_size=0)
     with pytest.raises(TypeError, match=r"x: expected a tensor \(batch, …\)"):
         predict(ensemble, x.tolist())
@@ -155,5 +155,5 @@ def test_errors_say_what_to_do(x):
     with pytest.raises(ValueError, match="aleatoric is defined for 'regression' and 'gaussian'"):
         _ = Prediction(ensemble(x)).aleatoric
     fresh = embens.mc_dropout(reference(), 5, fresh=True)
-    with pytest.raises(ValueError, match="members: expected a whole number"):
+    with pytest.raises(ValueError, match="members must be at least 1; got 0"):
         predict(fresh, x, members=0)

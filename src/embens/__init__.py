@@ -11,10 +11,12 @@ from embens.embedding.families import (
     mc_dropout,
 )
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.storage import load
+from embens.ensemble.surgery import load
 from embens.finite import diagnose
+from embens.objective import objective
 from embens.prediction import Prediction, predict
-from embens.training import Divergence, History, fit, objective
+from embens.reading import register_layer
+from embens.training import Divergence, History, fit
 
 __all__ = [
     "Divergence",
@@ -36,6 +38,7 @@ __all__ = [
     "networks",
     "objective",
     "predict",
+    "register_layer",
     "theory",
 ]
 

@@ -1,19 +1,62 @@
-"""Checks that every part of the library makes of its arguments, each written once."""
+"""Checks that every part of the library makes of its arguments, each written once.
+
+They return the value that they were given, so that a check is part of the line that uses it. A
+value of another type is a ``TypeError``, one out of range a ``ValueError``.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def check_whole(name: str, value: Any, least: int = 1) -> int:
+    """Return a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a whole number; got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}")
+    return int(value)
 
 
 def check_members(members: Any) -> int:
-    """Return ``members`` if it is a whole number of at least one."""
-    if isinstance(members, bool) or not isinstance(members, int):
-        raise TypeError(f"members must be a whole number; got {members!r}")
-    if members < 1:
-        raise ValueError(f"members must be at least 1; got {members}")
-    return members
+    """Return the number of members: whole, and at least one."""
+    return check_whole("members", members)
+
+
+def check_number(
+    name: str, value: Any, expected: str, valid: Callable[[float], bool] = math.isfinite
+) -> float:
+    """Return a finite number as a float; a tensor of one element is one.
+
+    Args:
+        name: of the argument.
+        value: that was given.
+        expected: ends the sentence "the argument must be …".
+        valid: tells whether a finite number will do.
+    """
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    message = f"{name} must be {expected}; got {value!r}."
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(message)
+    if not (math.isfinite(number) and valid(float(number))):
+        raise ValueError(message)
+    return float(number)
+
+
+def check_choice(name: str, value: T, choices: Iterable[T]) -> T:
+    """Return one of the choices."""
+    choices = list(choices)
+    if value not in choices:
+        raise ValueError(f"{name}: unknown {value!r}{closest(str(value), map(str, choices))}")
+    return value
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:

@@ -8,19 +8,23 @@ and by its ``quadrature`` where it is smooth.
 Laws are immutable values: equal parameters make equal, hashable laws, and ``eval(repr(law))`` is
 the law again. Your own is a subclass of :class:`Discrete` with ``atoms``, or of :class:`Law` with
 ``mean``, ``second_moment`` and ``sample``; ``half_moment`` and ``quadrature`` can be left out
-unless theory is to use it before an activation.
+unless theory is to use it before an activation. Nothing else needs to be told of it: files and
+the command line find every law that is defined or imported (:func:`known`).
 """
 
+import dataclasses
+import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from numbers import Real
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
+
+from embens.checks import check_number, closest
 
 
 class Law(ABC):
@@ -88,6 +92,21 @@ class Law(ABC):
             f"{type(self).__name__} has no quadrature, which smooth activations need. "
             "Define quadrature(n) -> (nodes, weights), or use Discrete."
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the law's name and its parameters, for :func:`from_dict`."""
+        kind = type(self)
+        if not dataclasses.is_dataclass(self):
+            raise TypeError(
+                f"the law {kind.__name__} has no fields to write to a file; make it a frozen "
+                "dataclass, so that its parameters are known"
+            )
+        if (own := known()[kind.__name__]).__module__ == __name__ and own is not kind:
+            raise ValueError(
+                f"a file knows a law by its name, and embens has one that is called "
+                f"{kind.__name__} too; give {_place(kind)} another name"
+            )
+        return {"law": kind.__name__, **dataclasses.asdict(self)}
 
 
 class Discrete(Law):
@@ -287,16 +306,64 @@ class Rademacher(Discrete):
         return [(-1.0, 0.5), (1.0, 0.5)]
 
 
-def _check(law: Law, name: str, expected: str, valid: Callable[[float], bool] = math.isfinite):
+def known() -> dict[str, type[Law]]:
+    """Return every law by its name: embens' own, and yours as soon as their class is defined.
+
+    Of two classes with one name, embens' own is taken, else the one that was defined last.
+
+    Example:
+        >>> known()["Shifted"](0.5)
+        Shifted(p=0.5)
+    """
+    return {kind.__name__: kind for kind in _concrete()}
+
+
+def from_dict(data: dict[str, Any], others: Iterable[type[Law]] = ()) -> Law:
+    """Return the law that :meth:`Law.to_dict` described; nothing is imported or executed.
+
+    Args:
+        data: the name, as ``"law"``, and the parameters.
+        others: classes to look at before the :func:`known` ones.
+
+    Example:
+        >>> from_dict(Shifted(0.5).to_dict())
+        Shifted(p=0.5)
+    """
+    given = {kind.__name__: kind for kind in others}
+    kinds = known() | given
+    fields = dict(data)
+    name = fields.pop("law")
+    if name not in kinds:
+        raise ValueError(
+            f"the file uses a law {name!r} that is not known here{closest(name, kinds)}. If it is "
+            f"your own, import the module that defines it, or pass its class: laws=[{name}]"
+        )
+    places = {_place(kind) for kind in _concrete() if kind.__name__ == name}
+    if len(places) > 1 and name not in given and kinds[name].__module__ != __name__:
+        raise ValueError(
+            f"the file uses a law {name!r}, and several have that name: {', '.join(sorted(places))}"
+            f"; pass the class that is meant: laws=[{name}]"
+        )
+    return kinds[name](**fields)
+
+
+def _concrete() -> list[type[Law]]:
+    """Return all classes of laws that are no mere bases, embens' own last."""
+    found: list[type[Law]] = [Law]
+    for kind in found:  # grows as it is read
+        found += kind.__subclasses__()
+    found.sort(key=lambda kind: kind.__module__ == __name__)
+    return [kind for kind in found if not inspect.isabstract(kind)]
+
+
+def _place(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _check(law: Law, name: str, *valid: Any) -> None:
     """Make a parameter a float, or say what it should have been."""
-    given = getattr(law, name)
-    value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
-    message = f"{type(law).__name__}: {name} must be {expected}; got {given!r}."
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(message)
-    if not (math.isfinite(value) and valid(float(value))):
-        raise ValueError(message)
-    object.__setattr__(law, name, float(value))
+    value = check_number(f"{type(law).__name__}: {name}", getattr(law, name), *valid)
+    object.__setattr__(law, name, value)
 
 
 def _check_half_moment(k: int, sign: int):

@@ -15,17 +15,16 @@ in the ``"ntk"`` parametrization, where :math:`N` is the number of inputs of one
 """
 
 import copy
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embens.checks import check_choice, check_number, check_whole
 from embens.laws import Normal
 
 PARAMETRIZATIONS = ("ntk", "standard", "xavier")
@@ -38,6 +37,7 @@ class Parametrized(nn.Module):
         weight_std: Standard deviation :math:`σ_w` that one output would have for unit inputs.
         bias_std: Standard deviation :math:`σ_b` of the bias; 0 for a layer without one.
         parametrization: ``"ntk"``, ``"standard"`` or ``"xavier"``.
+        fan_in: Number of inputs that one output sees.
         linear_in_parameters: Marks that the output is linear in weight and bias together.
     """
 
@@ -53,15 +53,12 @@ class Parametrized(nn.Module):
         generator: torch.Generator | None,
     ) -> None:
         """Set the law of the parameters and draw them."""
-        self.weight_std = _check_std("weight_std", weight_std)
-        self.bias_std = _check_std("bias_std", bias_std)
-        self.parametrization = _check_choice("parametrization", parametrization, PARAMETRIZATIONS)
+        expected = "a number >= 0, a standard deviation"
+        self.weight_std = check_number("weight_std", weight_std, expected, lambda std: std >= 0)
+        self.bias_std = check_number("bias_std", bias_std, expected, lambda std: std >= 0)
+        self.parametrization = check_choice("parametrization", parametrization, PARAMETRIZATIONS)
+        self.fan_in = self.weight[0].numel()
         self.reset_parameters(generator)
-
-    @property
-    def fan_in(self) -> int:
-        """Number of inputs that one output sees."""
-        return self.weight[0].numel()
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -78,12 +75,16 @@ class Parametrized(nn.Module):
         if self.bias is not None:
             _draw_(self.bias, 1.0 if self.parametrization == "ntk" else self.bias_std, generator)
 
-    def effective_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias as the plain torch layer would have them."""
+    def effective_parameters(
+        self, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias as the plain torch layer would have them; others than its own."""
+        weight = self.weight if weight is None else weight
+        bias = self.bias if bias is None else bias
         if self.parametrization != "ntk":
-            return self.weight, self.bias
+            return weight, bias
         scale = self.weight_std / math.sqrt(self.fan_in)
-        return self.weight * scale, None if self.bias is None else self.bias * self.bias_std
+        return weight * scale, None if bias is None else bias * self.bias_std
 
     def extra_repr(self) -> str:
         return (
@@ -220,17 +221,13 @@ def mlp(
         >>> network(torch.zeros(5, 8)).shape
         torch.Size([5, 3])
     """
-    _check_counts(inputs=inputs, width=width, depth=depth, outputs=outputs)
+    sizes = {"inputs": inputs, "width": width, "depth": depth, "outputs": outputs}
+    for name, size in sizes.items():
+        check_whole(name, size)
+    law = {"weight_std": weight_std, "bias_std": bias_std, "parametrization": parametrization}
     modules: list[nn.Module] = []
     for fan_in, fan_out in pairwise([inputs, *[width] * depth, outputs]):
-        linear = Linear(
-            fan_in,
-            fan_out,
-            weight_std=weight_std,
-            bias_std=bias_std,
-            parametrization=parametrization,
-            generator=generator,
-        )
+        linear = Linear(fan_in, fan_out, **law, generator=generator)
         modules += [linear, make_activation(activation, activation_slope)]
     return nn.Sequential(*modules[:-1])
 
@@ -273,13 +270,12 @@ def cnn(
     """
     if not channels:
         raise ValueError("channels must hold one number per convolution; got none. Try (64, 128).")
-    _check_counts(inputs=inputs, outputs=outputs, image=image)
-    for count in channels:
-        _check_counts(channels=count)
-    if not (isinstance(width, Real) and 0 < width < math.inf):
-        raise ValueError(f"width must be a positive factor of the channels; got {width!r}.")
-    _check_choice("pool", pool, ("average", "max"))
-    _check_choice("readout", readout, ("mean", "flatten"))
+    named = [("inputs", inputs), ("outputs", outputs), ("image", image)]
+    for name, size in named + [("channels", count) for count in channels]:
+        check_whole(name, size)
+    check_number("width", width, "a positive factor of the channels", lambda width: width > 0)
+    check_choice("pool", pool, ("average", "max"))
+    check_choice("readout", readout, ("mean", "flatten"))
     shrink = 2 ** (len(channels) - 1)
     if readout == "flatten" and image % shrink:
         raise ValueError(
@@ -312,7 +308,7 @@ def make_activation(activation: str | nn.Module, slope: float = 0.01) -> nn.Modu
             f"activation must be a name or a module; got {activation!r}. "
             "Give an instance such as torch.nn.Mish(), or one of " + ", ".join(ACTIVATIONS) + "."
         )
-    _check_choice("activation", activation, tuple(ACTIVATIONS))
+    check_choice("activation", activation, ACTIVATIONS)
     if activation == "leaky_relu":
         return nn.LeakyReLU(slope)
     if slope != 0.01:
@@ -326,27 +322,3 @@ def make_activation(activation: str | nn.Module, slope: float = 0.01) -> nn.Modu
 def _draw_(parameter: Tensor, std: float, generator: torch.Generator | None) -> None:
     law = Normal(0.0, std)
     parameter.copy_(law.sample(parameter.shape, generator, parameter.dtype, parameter.device))
-
-
-def _check_std(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number >= 0; got {value!r}.")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a number >= 0, a standard deviation; got {value!r}.")
-    return float(value)
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"{name} must be a whole number >= 1; got {value!r}.")
-        if value < 1:
-            raise ValueError(f"{name} must be a whole number >= 1; got {value!r}.")
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> str:
-    if value not in choices:
-        close = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.{hint}")
-    return value

@@ -18,21 +18,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from embens import metrics
-from embens.checks import closest
+from embens.checks import check_choice, check_members, check_whole
 from embens.ensemble import EmbeddedEnsemble
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 Task = Literal["classification", "regression", "gaussian"]
-TASKS = ("classification", "regression", "gaussian")
 
 
 @dataclass(frozen=True)
@@ -133,15 +132,20 @@ def predict(
         >>> prediction.members.shape, prediction.probabilities.shape
         (torch.Size([5, 2, 3]), torch.Size([2, 3]))
     """
-    if task not in TASKS:
-        raise ValueError(f"task: unknown {task!r}{closest(task, TASKS)}")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size: expected a whole number of at least 1; got {batch_size!r}")
+    check_choice("task", task, get_args(Task))
+    check_whole("batch_size", batch_size)
     inputs = _check_inputs(x)
-    fresh = any(site.fresh for site in ensemble.plan.sites)
-    count = _check_members(members, ensemble.members, fresh)
-    passes = -(-count // ensemble.members)
-    seeds = [_draw_seed(generator) for _ in range(passes)] if fresh else [None]
+    count = ensemble.members if members is None else check_members(members)
+    seeds: list[int | None] = [None]
+    if any(site.fresh for site in ensemble.plan.sites):
+        device = "cpu" if generator is None else generator.device
+        passes = -(-count // ensemble.members)
+        seeds = torch.randint(2**62, (passes,), generator=generator, device=device).tolist()
+    elif members is not None:
+        raise ValueError(
+            f"members={members}: the {ensemble.members} members of this ensemble are fixed, none "
+            "can be drawn. Leave members out, or embed with fresh=True (mc_dropout)."
+        )
     with evaluating(ensemble), torch.no_grad():
         outputs = [_run(ensemble, inputs, batch_size, seed) for seed in seeds]
     result = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -167,39 +171,19 @@ def _check_inputs(x: Any) -> tuple[Tensor, ...]:
     return inputs
 
 
-def _check_members(members: int | None, own: int, fresh: bool) -> int:
-    if members is None:
-        return own
-    if isinstance(members, bool) or not isinstance(members, int) or members < 1:
-        raise ValueError(f"members: expected a whole number of at least 1; got {members!r}")
-    if not fresh:
-        raise ValueError(
-            f"members={members}: the {own} members of this ensemble are fixed, none can be drawn. "
-            "Leave members out, or embed with fresh=True (mc_dropout)."
-        )
-    return members
-
-
-def _draw_seed(generator: torch.Generator | None) -> int:
-    device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**62, (), generator=generator, device=device))
-
-
 def _run(
     ensemble: EmbeddedEnsemble, inputs: tuple[Tensor, ...], batch_size: int, seed: int | None
 ) -> Tensor:
     """Return the outputs of all samples; with a seed, the same masks for every batch."""
-    like = next(ensemble.parameters(), inputs[0])
-    devices = [like.device] if like.device.type == "cuda" else []
+    device = next(ensemble.parameters(), inputs[0]).device
+    devices = [device] if device.type == "cuda" else []
     outputs = []
     for start in range(0, max(len(inputs[0]), 1), batch_size):
-        rows = tuple(value[start : start + batch_size].to(like.device) for value in inputs)
-        if seed is None:
-            result = ensemble(*rows)
-        else:
-            with torch.random.fork_rng(devices):
+        rows = tuple(value[start : start + batch_size].to(device) for value in inputs)
+        with torch.random.fork_rng(devices, enabled=seed is not None):
+            if seed is not None:
                 torch.manual_seed(seed)
-                result = ensemble(*rows)
+            result = ensemble(*rows)
         if not isinstance(result, Tensor):
             kinds = {type(leaf).__name__ for leaf in tree_leaves(result)}
             raise TypeError(

@@ -158,9 +158,9 @@ def test_members_and_gradients_are_right_whatever_the_code_does(run, family, rea
     for chunk in (None, 1, 2, 3):
         ensemble.zero_grad()
         if chunk is None:
-            ensemble.objective(ensemble(x), target, criterion=criterion, gamma=0.7).backward()
+            ensemble.objective(ensemble(x), target, criterion=criterion).backward()
         else:
-            ensemble.backward(x, target, criterion=criterion, gamma=0.7, chunk=chunk)
+            ensemble.backward(x, target, criterion=criterion, chunk=chunk)
         gradients.append([p.grad for p in ensemble.parameters() if p.grad is not None])
     for other in gradients[1:]:
         for p, q in zip(gradients[0], other, strict=True):

@@ -66,7 +66,7 @@ def test_the_reference_that_is_given_is_not_changed(path):
     assert all(torch.equal(a, b) for a, b in zip(before, reference.parameters(), strict=True))
 
 
-def test_a_law_of_the_users_own_is_loaded_when_its_class_is_given(path):
+def test_a_law_of_the_users_own_is_loaded_once_its_class_is_defined_or_given(path, monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Halves(laws.Discrete):
         value: float = 0.5
@@ -76,9 +76,11 @@ def test_a_law_of_the_users_own_is_loaded_when_its_class_is_given(path):
             return ((-self.value, 0.5), (self.value, 0.5))
 
     embens.embed(mlp(), 2, pre=Halves(0.25)).save(path)
+    assert Halves(0.25) in {s.law for s in embens.load(path, mlp()).plan.sites}
+    monkeypatch.setattr(laws, "known", dict)  # as in a process that does not define it
     with pytest.raises(ValueError, match=r"laws=\[Halves\]"):
         embens.load(path, mlp())
-    loaded = embens.load(path, mlp(), laws=[Halves])
+    loaded = embens.load(path, mlp(), laws=[Halves, laws.Normal])
     assert Halves(0.25) in {s.law for s in loaded.plan.sites}
 
 

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from embens.experiments.store import Store, write_atomically
+from embens.experiments.store import Store
 
 try:
     import resource
@@ -138,20 +138,6 @@ def test_the_claims_of_a_run_that_was_killed_are_free_again(tmp_path):
     process.kill()
     process.join()
     assert store.claim("a")
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "table.csv"
-    write_atomically(path, "old")
-
-    def fail(source, target):
-        raise OSError("no")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="no"):
-        write_atomically(path, "new")
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["table.csv"]
 
 
 def test_lines_that_are_no_records_are_skipped(tmp_path):

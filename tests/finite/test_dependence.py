@@ -111,11 +111,11 @@ def test_training_moves_the_kernel_of_a_narrow_network_more():
         reference = networks.mlp(5, width, 1, 1, activation="erf", generator=generator)
         ensemble = embens.batch_ensemble(reference, 2, generator=generator)
         before = finite.ntk(ensemble, x, outputs="trace")
-        optimiser = torch.optim.SGD(ensemble.parameters(), lr=0.2)
+        optimizer = torch.optim.SGD(ensemble.parameter_groups(0.2, weight_decay=0.0, gamma=2.0))
         for _ in range(20):
-            optimiser.zero_grad()
-            ensemble.objective(ensemble(x), y, torch.nn.functional.mse_loss, gamma=2.0).backward()
-            optimiser.step()
+            optimizer.zero_grad()
+            ensemble.objective(ensemble(x), y, torch.nn.functional.mse_loss).backward()
+            optimizer.step()
         return finite.ntk_drift(before, finite.ntk(ensemble, x, outputs="trace"))
 
     narrow, wide = (torch.stack([drift(w) for _ in range(9)]).median() for w in (16, 1024))

@@ -606,13 +606,15 @@ def test_descent_is_stable_below_the_bound_and_not_above():
 
     def loss_after(factor: float) -> float:
         trained = copy.deepcopy(ensemble)
-        optimiser = torch.optim.SGD(trained.parameters(), lr=factor * bound)
+        rate = factor * bound
+        groups = trained.parameter_groups(rate, weight_decay=0.0, gamma=report.gamma)
+        optimizer = torch.optim.SGD(groups)
         for _ in range(12):
-            optimiser.zero_grad()
-            loss = embens.objective(trained(x), y, F.mse_loss, gamma=report.gamma)
+            optimizer.zero_grad()
+            loss = embens.objective(trained(x), y, F.mse_loss)
             loss.backward()
-            optimiser.step()
-        return loss.item()
+            optimizer.step()
+        return loss.item() / len(trained(x))
 
     start = float(report.losses.mean())
     assert loss_after(0.7) < 0.7 * start

@@ -502,14 +502,11 @@ def test_the_training_kernel_predicts_a_small_step_of_the_outputs():
     theta = finite.ntk(ensemble, x).ntk(gamma=1.5)
     residual = (before - target).detach() / len(x)
     expected = -torch.einsum("abijkl,bjl->aik", theta, residual)
-    loss = ensemble.objective(
-        before, target, lambda f, y: (f - y).square().sum() / (2 * len(x)), gamma=1.5
-    )
+    loss = ensemble.objective(before, target, lambda f, y: (f - y).square().sum() / (2 * len(x)))
     loss.backward()
     step = 1e-6
+    torch.optim.SGD(ensemble.parameter_groups(step, weight_decay=0.0, gamma=1.5)).step()
     with torch.no_grad():
-        for parameter in ensemble.parameters():
-            parameter -= step * parameter.grad
         moved = (ensemble(x) - before) / step
     torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 

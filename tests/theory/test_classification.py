@@ -156,11 +156,12 @@ class TestCrossEntropyFlow:
         with torch.no_grad():
             start = ensemble(x), ensemble(x_test)
         rate, steps = 0.1, 80
-        optimiser = torch.optim.SGD(ensemble.parameters(), lr=rate)
+        groups = ensemble.parameter_groups(rate, weight_decay=0.0, gamma=2.0)
+        optimizer = torch.optim.SGD(groups)
         for _ in range(steps):
-            optimiser.zero_grad()
-            embens.objective(ensemble(x), labels, gamma=2.0).backward()
-            optimiser.step()
+            optimizer.zero_grad()
+            embens.objective(ensemble(x), labels).backward()
+            optimizer.step()
         with torch.no_grad():
             trained = ensemble(x_test)
         flow = cross_entropy_flow(

@@ -451,13 +451,13 @@ class TestTrainedEnsembles:
         rate = descent.schedule.rate
         with torch.no_grad():
             start = ensemble(self.x), ensemble(self.x_test)
-        groups = ensemble.parameter_groups(rate, rate * individual_rate, weight_decay=0.0)
-        optimiser = torch.optim.SGD([g for g in groups if g["params"]], lr=rate)
+        groups = ensemble.parameter_groups(rate, rate * individual_rate, 0.0, gamma=descent.gamma)
+        optimizer = torch.optim.SGD(groups)
         for _ in range(steps):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             outputs = ensemble(self.x)
-            embens.objective(outputs, self.y, half_squares, gamma=descent.gamma).backward()
-            optimiser.step()
+            embens.objective(outputs, self.y, half_squares).backward()
+            optimizer.step()
         with torch.no_grad():
             trained = ensemble(self.x_test)
         predicted = descent.evolve(steps, *start)
@@ -550,13 +550,14 @@ class TestTrainedEnsembles:
         losses = {0.8: [], 1.3: []}
         for part, found in losses.items():
             ensemble = wide_ensemble(4096, laws.Shifted(0.7), 0)
-            optimiser = torch.optim.SGD(ensemble.parameters(), lr=part * largest)
+            groups = ensemble.parameter_groups(part * largest, weight_decay=0.0, gamma=2.0)
+            optimizer = torch.optim.SGD(groups)
             for _ in range(4):
-                optimiser.zero_grad()
-                loss = embens.objective(ensemble(x), y, half_squares, gamma=2.0)
+                optimizer.zero_grad()
+                loss = embens.objective(ensemble(x), y, half_squares)
                 found.append(loss.item())
                 loss.backward()
-                optimiser.step()
+                optimizer.step()
         assert losses[0.8] == sorted(losses[0.8], reverse=True)
         assert losses[1.3] == sorted(losses[1.3])
         assert losses[1.3][-1] > 3 * losses[1.3][0]

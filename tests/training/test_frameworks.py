@@ -17,29 +17,29 @@ def test_a_plain_loop_of_twenty_lines_trains_an_ensemble():
     x, y = problem.data(200)
     net = problem.reference()
     ensemble = embens.batch_ensemble(net, members=4)
-    optimiser = torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         ensemble.parameter_groups(lr=0.05, modulation_lr=0.25), momentum=0.9
     )
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, T_max=20)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
     loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
     for _ in range(20):
         for inputs, target in loader:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss = embens.objective(ensemble(inputs), target)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(ensemble.parameters(), 5.0)
-            optimiser.step()
+            optimizer.step()
         scheduler.step()
     assert metrics.ensemble_accuracy(ensemble(x), y) > 0.9
 
 
 def expected_after_one_epoch(batch_size: int) -> embens.EmbeddedEnsemble:
     ensemble = problem.ensemble()
-    optimiser = torch.optim.SGD(ensemble.parameter_groups(lr=0.05), momentum=0.9)
+    optimizer = torch.optim.SGD(ensemble.parameter_groups(lr=0.05), momentum=0.9)
     for x, y in zip(*(t.split(batch_size) for t in problem.data()), strict=True):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         embens.objective(ensemble(x), y).backward()
-        optimiser.step()
+        optimizer.step()
     return ensemble
 
 

@@ -48,15 +48,15 @@ WHOLE = data.DataSet(
 
 def bare_loop(ensemble, x, y, *, epochs, batch_size, lr=0.01, gamma=None, members=None, **kwargs):
     """Train as ``fit`` does by default, in the same order."""
-    groups = ensemble.parameter_groups(lr, **kwargs)
-    optimiser = torch.optim.SGD(groups, momentum=0.9)
-    scheduler = linear_decay(epochs)(optimiser)
+    groups = ensemble.parameter_groups(lr, gamma=gamma, **kwargs)
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    scheduler = linear_decay(epochs)(optimizer)
     for epoch in range(epochs):
         order = training_batches((x, y), batch_size, seed=0).order(epoch)
         for index in order.split(batch_size):
-            optimiser.zero_grad()
-            embens.objective(ensemble(x[index]), y[index], gamma=gamma).backward()
-            optimiser.step()
+            optimizer.zero_grad()
+            embens.objective(ensemble(x[index]), y[index]).backward()
+            optimizer.step()
         scheduler.step()
 
 
@@ -103,13 +103,13 @@ def test_independent_networks_train_as_each_would_alone():
     x, y = problem.data()
     fit(ensemble, (x, y), epochs=2, batch_size=16, lr=0.05)
     for a, network in enumerate(alone):
-        optimiser = torch.optim.SGD(network.parameters(), 0.05, 0.9, weight_decay=5e-4)
-        scheduler = linear_decay(2)(optimiser)
+        optimizer = torch.optim.SGD(network.parameters(), 0.05, 0.9, weight_decay=5e-4)
+        scheduler = linear_decay(2)(optimizer)
         for epoch in range(2):
             for index in training_batches((x, y), 16, seed=0).order(epoch).split(16):
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 F.cross_entropy(network(x[index]), y[index]).backward()
-                optimiser.step()
+                optimizer.step()
             scheduler.step()
         torch.testing.assert_close(ensemble(x)[a], network(x), rtol=1e-4, atol=1e-5)
 
@@ -137,13 +137,13 @@ def test_a_loader_is_used_as_it_is():
     loader = DataLoader(TensorDataset(x, y), batch_size=20)
     ensemble, expected = problem.ensemble(), problem.ensemble()
     fit(ensemble, loader, DataLoader(TensorDataset(x, y), 7), epochs=2, keep="last")
-    optimiser = torch.optim.SGD(expected.parameter_groups(), momentum=0.9)
-    scheduler = linear_decay(2)(optimiser)
+    optimizer = torch.optim.SGD(expected.parameter_groups(), momentum=0.9)
+    scheduler = linear_decay(2)(optimizer)
     for _ in range(2):
         for inputs, target in loader:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             embens.objective(expected(inputs), target).backward()
-            optimiser.step()
+            optimizer.step()
         scheduler.step()
     problem.assert_equal(problem.weights(ensemble), problem.weights(expected))
 
@@ -325,7 +325,8 @@ def test_divergence_says_what_to_try_and_leaves_the_last_good_weights():
         return F.cross_entropy(outputs, target) * (math.inf if len(seen) > 3 * 4 * 2 + 1 else 1)
 
     expected = problem.ensemble()
-    fit(expected, (x, y), epochs=2, batch_size=16, schedule=linear_decay(2, hold=1.0))
+    each = partial(fit, criterion=lambda outputs, target: F.cross_entropy(outputs, target))
+    each(expected, (x, y), epochs=2, batch_size=16, scheduler=linear_decay(2, hold=1.0))
     with pytest.raises(
         Divergence, match=r"epoch 3 at step 1: the loss is inf.*lower lr.*gamma"
     ) as e:
@@ -335,7 +336,7 @@ def test_divergence_says_what_to_try_and_leaves_the_last_good_weights():
             epochs=5,
             batch_size=16,
             criterion=exploding,
-            schedule=linear_decay(5, hold=1.0),
+            scheduler=linear_decay(5, hold=1.0),
         )
     assert "weights from after epoch 2" in str(e.value)
     assert len(e.value.history.epochs) == 2
@@ -353,8 +354,8 @@ def test_a_rate_that_is_far_too_high_ends_in_finite_weights(tmp_path):
 
 
 def test_any_torch_scheduler_is_used():
-    def rates(schedule, **kwargs):
-        history = fit(problem.ensemble(), problem.data(), epochs=4, schedule=schedule, **kwargs)
+    def rates(scheduler, **kwargs):
+        history = fit(problem.ensemble(), problem.data(), epochs=4, scheduler=scheduler, **kwargs)
         return [row["lr"] for row in history.epochs]
 
     schedulers = torch.optim.lr_scheduler
@@ -384,12 +385,14 @@ def test_no_epochs_change_nothing():
         ({"chunk": 2, "batch": "own"}, ValueError, "Leave chunk out"),
         ({"of": "mean", "batch": "own"}, ValueError, "of='mean' needs batch='same'"),
         ({"lr": -1.0}, ValueError, "lr must be finite and not negative"),
+        ({"optimiser": torch.optim.Adam}, TypeError, "'optimiser'; did you mean 'optimizer'"),
+        ({"schedule": linear_decay(1)}, TypeError, "'schedule'; did you mean 'scheduler'"),
         (
-            {"optimiser": lambda groups: None},
+            {"optimizer": lambda groups: None},
             TypeError,
             "expected a function from parameter groups",
         ),
-        ({"optimiser": lambda g: torch.optim.LBFGS(g[0]["params"])}, TypeError, "need a closure"),
+        ({"optimizer": lambda g: torch.optim.LBFGS(g[0]["params"])}, TypeError, "need a closure"),
         ({"train": problem.data()[0]}, TypeError, "train: expected tensors"),
         ({"train": (problem.data()[0], problem.data()[1][:5])}, ValueError, "as many inputs as"),
         ({"train": data}, TypeError, "train: expected tensors"),

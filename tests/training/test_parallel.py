@@ -54,7 +54,7 @@ ensemble = problem.ensemble()
 model = DistributedDataParallel(ensemble) if world > 1 else ensemble
 x, y = problem.data(32)
 mine = slice(rank, None, world)
-embens.objective(model(x[mine]), y[mine], gamma=2).backward()
+embens.objective(model(x[mine]), y[mine]).backward()
 results["ddp"] = {name: p.grad for name, p in ensemble.named_parameters()}
 torch.save(results, f"{folder}/{world}-{rank}.pt")
 """
@@ -62,7 +62,8 @@ torch.save(results, f"{folder}/{world}-{rank}.pt")
 
 def run(command: list[str]) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, **pipes, text=True) as process:
         try:

@@ -22,20 +22,13 @@ from embens.laws import Law
 from embens.reading import parameter_layers
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {"mlp": networks.mlp, "cnn": networks.cnn}
-LAWS: dict[str, Callable[..., Law]] = {
-    kind.__name__: kind
-    for kind in (
-        *(laws.Constant, laws.Normal, laws.Shifted),
-        *(laws.Bernoulli, laws.Ternary, laws.Rademacher),
-    )
-}
 
 
 def parse_call(text: str, known: Mapping[str, Callable[..., Any]], what: str) -> Any:
     """Return the result of a call written as text, such as ``"Shifted(0.5)"``.
 
     Example:
-        >>> parse_call("Normal(mean=1, std=0.1)", LAWS, "law")
+        >>> parse_call("Normal(mean=1, std=0.1)", laws.known(), "law")
         Normal(mean=1.0, std=0.1)
     """
     try:
@@ -62,7 +55,7 @@ def parse_call(text: str, known: Mapping[str, Callable[..., Any]], what: str) ->
 
 def parse_law(text: str) -> Law | None:
     """Return a law; "none" is no modulation."""
-    return None if text.strip().lower() == "none" else parse_call(text, LAWS, "law")
+    return None if text.strip().lower() == "none" else parse_call(text, laws.known(), "law")
 
 
 def parse_reference(text: str) -> nn.Module:

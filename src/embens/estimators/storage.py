@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from embens import laws
 from embens.embedding.families import operate
-from embens.ensemble import storage
+from embens.ensemble.plan import Plan
 from embens.estimators.preprocessing import Preprocessing
-from embens.laws import Law
+from embens.files import write_atomically
+from embens.laws import Law, from_dict
 from embens.training import History
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ def save(estimator: TableEnsemble, path: str | os.PathLike[str]) -> None:
         "columns": columns,
         "history": dataclasses.asdict(estimator.run_),
         "diagnosis": _diagnosis_to_json(state.get("diagnosis_")),
-        "plan": storage.plan_to_json(estimator.ensemble_.plan),
+        "plan": estimator.ensemble_.plan.to_json(),
     }
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
     metadata = {"embens_estimator": json.dumps(header)}
-    storage.write_atomically(path, lambda name: save_file(tensors, name, metadata))
+    write_atomically(path, lambda name: save_file(tensors, name, metadata))
 
 
 _COLUMN_TENSORS = ("centre", "scale", "edges", "scores")
@@ -128,7 +128,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     estimator.preprocessing_ = Preprocessing(**header["columns"], **arrays)
     estimator.run_ = History(**header["history"])
     estimator.diagnosis_ = header["diagnosis"]
-    plan = storage.plan_from_json(header["plan"])
+    plan = Plan.from_json(header["plan"])
     weights = {k.removeprefix("ensemble."): v for k, v in tensors.items() if k[:9] == "ensemble."}
     reference = estimator._reference(estimator._make_head(False).outputs)
     kinds = {t.dtype for t in weights.values() if t.is_floating_point()}
@@ -148,7 +148,7 @@ def _arguments_to_json(arguments: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in arguments.items():
         if isinstance(value, Law):
-            value = {"law": type(value).__name__, **dataclasses.asdict(value)}  # type: ignore[call-overload]
+            value = value.to_dict()
         elif hasattr(value, "tolist"):
             value = value.tolist()
         elif name == "random_state" and not isinstance(value, int):
@@ -159,13 +159,7 @@ def _arguments_to_json(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _arguments_from_json(arguments: dict[str, Any]) -> dict[str, Any]:
     law = arguments.get("law")
-    if law is not None:
-        fields = dict(law)
-        name = fields.pop("law")
-        if name not in ("Constant", "Normal", "Shifted", "Bernoulli", "Ternary", "Rademacher"):
-            raise ValueError(f"the file uses a law {name!r} that is not embens' own; use joblib")
-        arguments = {**arguments, "law": getattr(laws, name)(**fields)}
-    return arguments
+    return arguments if law is None else {**arguments, "law": from_dict(law)}
 
 
 def _classes_to_json(classes: Any) -> Any:

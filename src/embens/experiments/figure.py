@@ -138,7 +138,7 @@ def draw(figure: Figure, path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
-    from embens.experiments.store import write_atomically
+    from embens.files import write_atomically
 
     count = len(figure.panels)
     columns = max(1, min(figure.columns, count))

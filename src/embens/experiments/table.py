@@ -19,8 +19,9 @@ from typing import Any
 from embens.experiments import contract
 from embens.experiments.claims import Table
 from embens.experiments.setting import Setting
-from embens.experiments.store import Record, Store, write_atomically
+from embens.experiments.store import Record, Store
 from embens.experiments.task import code_version
+from embens.files import write_atomically
 
 
 def tidy(store: Store, name: str, setting: Setting) -> Table:

@@ -181,7 +181,7 @@ def _training(cell: Cell) -> list[Row]:
     parameters = list(ensemble.parameters())
     rows: list[Row] = []
     for step in range(1, max(STEPS) + 1):
-        loss = ensemble.objective(ensemble(inputs), y, _half_square, members)
+        loss = ensemble.objective(ensemble(inputs), y, _half_square)  # its sum: gamma = M
         gradients = torch.autograd.grad(loss, parameters)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):

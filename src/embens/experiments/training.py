@@ -88,7 +88,7 @@ def train(
             modulation_lr=modulation_lr,
             weight_decay=setting.weight_decay,
             gamma=gamma,
-            schedule=None if schedule else linear_decay(setting.epochs, hold=1.0),
+            scheduler=None if schedule else linear_decay(setting.epochs, hold=1.0),
             keep="last",
             seed=seed,
             progress=False,

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from embens.metrics.predictive import check, check_outputs
+from embens.metrics.predictive import Ignored, Outputs, Target, check, check_outputs
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float
 
 
-def correctness_correlation(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"]
-) -> Float[Tensor, ""]:
+def correctness_correlation(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
     r"""Pearson correlation between members being right, averaged over pairs.
 
     Member :math:`a` is right (1) or wrong (0) on each sample. With its standardised values
@@ -53,12 +51,8 @@ def correctness_correlation(
     return (total - len(correct)) / (len(correct) * (len(correct) - 1))
 
 
-def disagreement(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"] | None = None
-) -> Float[Tensor, ""]:
+def disagreement(outputs: Outputs, target: Ignored = None) -> Float[Tensor, ""]:
     """Fraction of samples on which two members predict different classes, averaged over pairs.
-
-    The target plays no part; it is accepted so that all metrics are called alike.
 
     Example:
         >>> disagreement(torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]], [[0.0, 1.0]]])).item()

@@ -10,13 +10,13 @@ largest *mean output* :math:`\frac1M\sum_a f_a(x)`, as the paper does. What scor
 the predictive distribution of the mixture of members. It is kept as a logarithm, so that a
 probability that underflows to 0 costs a large number and never NaN.
 
-The checks of the arguments, which all metrics share, are here too.
+The types and checks of the arguments, which all metrics share, are here too.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ from torch.nn.functional import one_hot
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+Outputs: TypeAlias = "Float[Tensor, 'member batch class']"
+Target: TypeAlias = "Int[Tensor, ' batch']"
+Ignored: TypeAlias = "Int[Tensor, ' batch'] | None"
+"""A target that plays no part, and is accepted so that all metrics are called alike."""
 
 
 def check_outputs(outputs: Tensor) -> Tensor:
@@ -91,9 +96,7 @@ def log_mean_probability(outputs: Tensor) -> Tensor:
     return log_probabilities(outputs).logsumexp(0) - math.log(len(outputs))
 
 
-def ensemble_accuracy(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"]
-) -> Float[Tensor, ""]:
+def ensemble_accuracy(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
     """Fraction of samples whose class has the largest mean output.
 
     Example:
@@ -105,17 +108,13 @@ def ensemble_accuracy(
     return (outputs.mean(0).argmax(-1) == target).to(outputs.dtype).mean()
 
 
-def member_accuracy(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"]
-) -> Float[Tensor, " member"]:
+def member_accuracy(outputs: Outputs, target: Target) -> Float[Tensor, " member"]:
     """Accuracy of each member by itself."""
     outputs, target = check(outputs, target)
     return (outputs.argmax(-1) == target).to(outputs.dtype).mean(1)
 
 
-def nll(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"]
-) -> Float[Tensor, ""]:
+def nll(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
     r"""Negative log-likelihood of the mean probability, in nats; differentiable.
 
     .. math::
@@ -132,18 +131,14 @@ def nll(
     return -log_mean_probability(outputs).gather(1, target[:, None]).mean()
 
 
-def member_nll(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"]
-) -> Float[Tensor, " member"]:
+def member_nll(outputs: Outputs, target: Target) -> Float[Tensor, " member"]:
     """Negative log-likelihood of each member by itself; its mean is the members' mean loss."""
     outputs, target = check(outputs, target)
     index = target[None, :, None].expand(len(outputs), -1, 1)
     return -log_probabilities(outputs).gather(2, index).mean((1, 2))
 
 
-def brier(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"]
-) -> Float[Tensor, ""]:
+def brier(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
     r"""Brier score of the mean probability, from 0 (best) to 2; differentiable.
 
     .. math::

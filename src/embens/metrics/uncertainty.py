@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from embens.metrics.predictive import (
+    Ignored,
+    Outputs,
+    Target,
     check,
     check_outputs,
     log_mean_probability,
@@ -34,9 +37,7 @@ class Reliability(NamedTuple):
     samples: Float[Tensor, " bin"]
 
 
-def reliability(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"], *, bins: int = 15
-) -> Reliability:
+def reliability(outputs: Outputs, target: Target, *, bins: int = 15) -> Reliability:
     """Mean confidence and accuracy in bins of equal width of the predicted class's probability."""
     confidence, correct, membership = _binned(outputs, target, bins)
     samples = membership.sum(0)
@@ -44,7 +45,7 @@ def reliability(
 
 
 def expected_calibration_error(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"], *, bins: int = 15
+    outputs: Outputs, target: Target, *, bins: int = 15
 ) -> Float[Tensor, ""]:
     r"""Mean distance between confidence and accuracy over the bins of :func:`reliability`.
 
@@ -75,38 +76,25 @@ def _binned(outputs: Tensor, target: Tensor, bins: int) -> tuple[Tensor, Tensor,
     )
 
 
-def predictive_entropy(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"] | None = None
-) -> Float[Tensor, " batch"]:
-    r"""Entropy of the mean probability, :math:`H(\bar p)`: the total uncertainty of each sample.
-
-    The target plays no part; it is accepted so that all metrics are called alike.
-    """
+def predictive_entropy(outputs: Outputs, target: Ignored = None) -> Float[Tensor, " batch"]:
+    r"""Entropy of the mean probability, :math:`H(\bar p)`: the total uncertainty of each sample."""
     log_mean = log_mean_probability(check_outputs(outputs))
     return -(log_mean.exp() * log_mean).sum(-1)
 
 
-def expected_entropy(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"] | None = None
-) -> Float[Tensor, " batch"]:
-    r"""Mean entropy of members, :math:`\frac1M \sum_a H(p_a)`: the aleatoric part.
-
-    The target plays no part; it is accepted so that all metrics are called alike.
-    """
+def expected_entropy(outputs: Outputs, target: Ignored = None) -> Float[Tensor, " batch"]:
+    r"""Mean entropy of members, :math:`\frac1M \sum_a H(p_a)`: the aleatoric part."""
     log_members = log_probabilities(check_outputs(outputs))
     return -(log_members.exp() * log_members).sum(-1).mean(0)
 
 
-def mutual_information(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"] | None = None
-) -> Float[Tensor, " batch"]:
+def mutual_information(outputs: Outputs, target: Ignored = None) -> Float[Tensor, " batch"]:
     r"""Mutual information between the class and the member: the epistemic part, per sample.
 
     .. math::
         I = H(\bar p) - \frac1M \sum_a H(p_a) = \frac1M \sum_a \mathrm{KL}(p_a \,\|\, \bar p)
 
     Computed from the right-hand side; what rounding makes negative is set to 0.
-    The target plays no part; it is accepted so that all metrics are called alike.
 
     Example:
         >>> outputs = torch.tensor([[[1e4, 0.0]], [[0.0, 1e4]]])
@@ -119,20 +107,17 @@ def mutual_information(
     return divergence.mean(0).clamp(min=0)
 
 
-def least_confidence(
-    outputs: Float[Tensor, "member batch class"], target: Int[Tensor, " batch"] | None = None
-) -> Float[Tensor, " batch"]:
+def least_confidence(outputs: Outputs, target: Ignored = None) -> Float[Tensor, " batch"]:
     r"""Probability of not being the predicted class, :math:`1 - \max_c \bar p_c`, per sample.
 
     Summed over the other classes, so that confident samples keep their order.
-    The target plays no part; it is accepted so that all metrics are called alike.
     """
     probability = log_mean_probability(check_outputs(outputs)).exp()
     return probability.scatter(-1, probability.argmax(-1, keepdim=True), 0).sum(-1)
 
 
 def ood_auroc(
-    outputs: Float[Tensor, "member batch class"],
+    outputs: Outputs,
     target: Bool[Tensor, " batch"] | Int[Tensor, " batch"] | Float[Tensor, "member other class"],
     *,
     score: Callable[[Tensor], Tensor] = mutual_information,

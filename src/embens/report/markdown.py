@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from embens.experiments.grid import folder_of
-from embens.experiments.store import write_atomically
+from embens.files import write_atomically
 from embens.report.page import collect
 
 _VERDICTS = ("holds", "does not hold", "undecided")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from embens.experiments import NAMES
-from embens.experiments.store import write_atomically
+from embens.files import write_atomically
 
 _HERE = files("embens.report")
 _LIBRARY = ("plotly", "package_data/plotly.min.js")

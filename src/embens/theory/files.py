@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
+from embens.files import write_atomically
 from embens.theory.blocks import Block, compute_blocks, plan_blocks, put
 from embens.theory.kernel import Kernels
 from embens.theory.limit import Limit
@@ -162,17 +163,22 @@ def _publish(partial: _Partial, path: Path) -> None:
     """Turn the folder into the file, at once."""
     import numpy as np
 
-    hidden = path.with_name(f".{os.getpid()}.{path.name}")
     arrays = dict(zip(NAMES, partial.arrays, strict=True))
+
+    def write(to: Path) -> None:
+        with to.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
     if path.suffix == ".npz":
-        np.savez(hidden, **arrays)  # type: ignore[arg-type]
+        write_atomically(path, write)
     else:
+        hidden = path.with_name(f".{path.name}.{os.getpid()}")
         group = _zarr().open_group(str(hidden), mode="w")
         for name, array in arrays.items():
             chunks = (*array.shape[:-2], *(min(1024, n) for n in array.shape[-2:]))
             group.create_array(name, data=array, chunks=chunks)
         shutil.rmtree(path, ignore_errors=True)
-    os.replace(hidden, path)
+        os.replace(hidden, path)
     partial.arrays.clear()
     shutil.rmtree(partial.folder)
 

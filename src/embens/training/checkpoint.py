@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embens.ensemble.storage import write_atomically
+from embens.files import write_atomically
 
 FORMAT = "embens checkpoint"
-VERSION = 1
+VERSION = 2
+"""2: gamma is a rate; runs of version 1 had it in the gradient, and can't be continued."""
 KEEP = 2
 _NAME = re.compile(r"step-(\d{10})-([0-9a-f]{16})\.safetensors")
 _LEFTOVER = re.compile(r"\.step-\d{10}-[0-9a-f]{16}\.safetensors\..+")
@@ -58,8 +59,7 @@ class Checkpoints:
         data = save(tensors, {"embens": json.dumps(content)})
         digest = hashlib.sha256(data).hexdigest()[:16]
         path = self.folder / f"step-{step:010d}-{digest}.safetensors"
-        write_atomically(path, lambda name: Path(name).write_bytes(data))
-        sync_folder(self.folder)
+        write_atomically(path, data)
         for old in self._files()[KEEP:]:
             old.unlink(missing_ok=True)
         return path
@@ -157,7 +157,7 @@ def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
         return {"dtype": str(tree).removeprefix("torch.")}
     raise TypeError(
         f"a checkpoint holds tensors, numbers, strings, lists and dicts, no {type(tree).__name__} "
-        f"({tree!r:.80}); it is in the state of the optimiser or of the schedule. Use others, or "
+        f"({tree!r:.80}); it is in the state of the optimizer or of the schedule. Use others, or "
         "train without checkpoint="
     )
 
@@ -180,16 +180,6 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "dtype" and isinstance(dtype := getattr(torch, value, None), torch.dtype):
         return dtype
     raise KeyError(kind)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make sure that a rename in a folder is on the disk, where the system can tell."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _short(value: Any) -> str:

@@ -33,7 +33,7 @@ class History:
             ``ensemble_accuracy``, ``correlation`` (of being right, between members), the same with
             ``validation_`` before, ``metric`` (what early stopping goes by), ``lr`` and
             ``modulation_lr``, ``gradient_norm_shared`` and ``gradient_norm_individual`` (at the
-            first step of the epoch, as the optimiser gets them) and ``seconds``.
+            first step of the epoch, as the optimizer gets them) and ``seconds``.
         best_epoch: the epoch with the best metric, if there was validation data.
         stopped: why the run ended: "epochs" (all done) or "patience".
 

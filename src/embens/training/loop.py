@@ -2,32 +2,33 @@
 
 It stays an ordinary loop, and yours can be one too::
 
-    optimiser = torch.optim.SGD(ensemble.parameter_groups(lr=0.01), momentum=0.9)
+    optimizer = torch.optim.SGD(ensemble.parameter_groups(lr=0.01), momentum=0.9)
     for x, y in loader:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         embens.objective(ensemble(x), y).backward()
-        optimiser.step()
+        optimizer.step()
 
 What ``fit`` adds is around it: validation, a history, checkpoints, several processes.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
 import torch
-from torch import nn
 
-from embens.checks import Gamma
+from embens.checks import Gamma, closest
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.rates import MakeOptimizer
+from embens.objective import BatchKind, Criterion, Of
 from embens.training import parallel, randomness
 from embens.training.batches import Part, training_batches, validation_batches
 from embens.training.checkpoint import Checkpoints
 from embens.training.history import History
-from embens.training.objective import Batch, Criterion, Of
 from embens.training.progress import Silent, make_progress
-from embens.training.rates import Optimiser, Schedule
+from embens.training.rates import MakeScheduler
 from embens.training.run import Run
 from embens.training.settings import Metric, Settings
 
@@ -44,12 +45,12 @@ def fit(
     weight_decay: float = 5e-4,
     modulation_weight_decay: float = 0.0,
     gamma: Gamma = None,
-    criterion: Criterion = nn.functional.cross_entropy,
-    batch: Batch = "same",
+    criterion: Criterion | None = None,
+    batch: BatchKind = "same",
     of: Of = "members",
     chunk: int | None = None,
-    optimiser: Optimiser | None = None,
-    schedule: Schedule | None = None,
+    optimizer: MakeOptimizer | None = None,
+    scheduler: MakeScheduler | None = None,
     metric: Metric = None,
     maximise: bool | None = None,
     patience: int | None = None,
@@ -58,6 +59,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
     progress: bool | None = None,
+    **unknown: Any,
 ) -> History:
     r"""Train an ensemble in place.
 
@@ -76,21 +78,21 @@ def fit(
         validation: the same, to be evaluated after each epoch.
         epochs: how many.
         batch_size: samples in a step, in all processes together; a loader has its own.
-        lr: rate of the shared parameters. With an optimiser that cancels the gradient's scale
-            (Adam) it is multiplied by :math:`\gamma/\gamma^*`, where :math:`\gamma^*` is the
-            natural scale, which keeps the meaning of gamma: see :mod:`embens.training.rates`.
+        lr: rate :math:`\eta_w`; see :meth:`~embens.EmbeddedEnsemble.parameter_groups` for what
+            optimizers of the Adam kind make of gamma.
         modulation_lr: rate of the individual parameters; None: ``lr``.
         weight_decay: of the shared parameters.
         modulation_weight_decay: of the individual parameters.
-        gamma: gradient scale of the shared parameters; see :func:`embens.objective`.
-        criterion: a function of one member's outputs and the target.
+        gamma: factor of the shared rate: a number, a function of M, or None for the natural value.
+        criterion: a function of one member's outputs and the target; None: by the target, see
+            :func:`embens.objective`.
         batch: "same": all members see the batch; "own": each has its own, drawn separately;
             "split": row i goes to member i mod M.
         of: "members", or "mean" for the loss of the mean output; see :func:`embens.objective`.
         chunk: how many members to backpropagate at a time, to save memory; None: all.
-        optimiser: a function from parameter groups to an optimiser, such as
+        optimizer: a function from parameter groups to an optimizer, such as
             ``torch.optim.AdamW``; None: SGD with momentum 0.9.
-        schedule: a function from the optimiser to a torch scheduler, which makes a step after each
+        scheduler: a function from the optimizer to a torch scheduler, which makes a step after each
             epoch (``ReduceLROnPlateau`` by the metric; choose its mode for it); None: the
             paper's, constant for half the epochs, then linearly to 1 % (``linear_decay``).
         metric: what is best on the validation data: "accuracy" (of the ensemble), "loss" (mean of
@@ -107,15 +109,21 @@ def fit(
             ``fit`` again with another folder.
         every: steps between checkpoints; None: one after each epoch.
         progress: show a progress bar; None: if the error stream is a terminal.
+        **unknown: refused, with a hint.
 
     Example:
         >>> from embens import batch_ensemble
+        >>> from torch import nn
         >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
         >>> x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
         >>> history = fit(batch_ensemble(net, 4), (x, (x[:, 0] > 0).long()), epochs=20, lr=0.1)
         >>> history.epochs[-1]["ensemble_accuracy"] > 0.9
         True
     """
+    if unknown:
+        name = next(iter(unknown))
+        known = [k for k in inspect.signature(fit).parameters if k != "unknown"]
+        raise TypeError(f"fit has no argument {name!r}{closest(name, known)}")
     _check_ensemble(ensemble)
     settings = Settings(
         epochs=epochs,
@@ -129,8 +137,8 @@ def fit(
         batch=batch,
         of=of,
         chunk=chunk,
-        optimiser=optimiser,
-        schedule=schedule,
+        optimizer=optimizer,
+        scheduler=scheduler,
         metric=metric,
         maximise=maximise,
         patience=patience,
@@ -174,7 +182,7 @@ def _fit(
     checkpoints = None
     if checkpoint is not None:
         rows = getattr(batches, "rows", len(batches))
-        description = settings.describe(ensemble, run.optimiser, rows)
+        description = settings.describe(ensemble, run.optimizer, rows)
         checkpoints = Checkpoints(checkpoint, description)
         state = checkpoints.load_last()
         if state is not None:

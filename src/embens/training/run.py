@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
+from embens.objective import BatchKind, member_losses
 from embens.prediction import evaluating
 from embens.training import parallel, randomness, rates
 from embens.training.batches import Batch, Loaded, Part, Shuffled, count_rows
 from embens.training.checkpoint import Checkpoints
 from embens.training.history import History, Tally, history_of
-from embens.training.objective import backward_in_chunks, member_losses, objective_and_losses
 from embens.training.progress import Silent
 from embens.training.settings import Settings
 
@@ -58,9 +58,9 @@ class Run:
         self.ensemble, self.settings, self.part, self.progress = ensemble, settings, part, progress
         self.batches, self.validation = batches, validation
         self.device = next(ensemble.parameters()).device
-        self.optimiser, self.gamma = settings.make_optimiser(ensemble)
-        schedule = settings.schedule or rates.linear_decay(settings.epochs)
-        self.scheduler = schedule(self.optimiser)
+        self.optimizer = settings.make_optimizer(ensemble)
+        make_scheduler = settings.scheduler or rates.linear_decay(settings.epochs)
+        self.scheduler = make_scheduler(self.optimizer)
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
         self.epoch = self.step = self.steps = 0
@@ -99,7 +99,7 @@ class Run:
             self.end_epoch()
             if checkpoints and (not every or not self.batches.resumable or self.stopped):
                 self.save(checkpoints)
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         if self.best is not None:
             self.ensemble.load_state_dict(self.best)
         return self.history()
@@ -108,39 +108,46 @@ class Run:
         """Forward, backward, update; return the loss."""
         settings, ensemble = self.settings, self.ensemble
         inputs, target = self._move(batch.inputs), self._move(batch.target)
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         if settings.chunk is None:
             outputs = ensemble(*inputs, batch=settings.batch)
-            loss, losses = objective_and_losses(
-                *(ensemble, outputs, target, settings.criterion, self.gamma),
-                *(settings.batch, settings.of),
-            )
-            loss.backward()
+            losses = self._losses(outputs, target, settings.batch)
+            losses.sum().backward()
         else:
-            loss, losses, outputs = self._backward_in_chunks(inputs, target, settings.chunk)
+            losses, outputs = self._backward_in_chunks(inputs, target, settings.chunk)
         parameters = (*self.shared, *self.individual)
+        loss = losses.detach().mean()
         loss = parallel.average_(self.part, loss, parameters, batch.rows, batch.total)
         if self.norms is None:
             self.norms = [gradient_norm(self.shared), gradient_norm(self.individual)]
-        value = float(loss.detach())
+        value = float(loss)
         if not math.isfinite(value):
             raise self._divergence(f"the loss is {value}")
-        self.optimiser.step()
+        self.optimizer.step()
         if batch.rows:
             self.tally.add(losses, outputs, target, batch.rows)
         return value
 
-    def _backward_in_chunks(
-        self, inputs: tuple, target: Any, chunk: int
-    ) -> tuple[Tensor, Tensor, Any]:
+    def _backward_in_chunks(self, inputs: tuple, target: Any, chunk: int) -> tuple[Tensor, Any]:
+        """Backpropagate chunk by chunk; return the losses and the outputs, detached."""
         seen: list[tuple[Any, Tensor]] = []
-        loss = backward_in_chunks(
-            *(self.ensemble, inputs, {}, target, self.settings.criterion, self.gamma, chunk),
-            observe=lambda outputs, losses: seen.append((outputs, losses)),
-        )
+
+        def watched(outputs: Any, target: Any) -> Tensor:
+            losses = member_losses(outputs, target, self.settings.criterion)
+            seen.append((tree_map(Tensor.detach, outputs), losses.detach()))
+            return losses[:, None]
+
+        watched.over_members = True  # type: ignore[attr-defined]
+        self.ensemble.backward(*inputs, target, criterion=watched, chunk=chunk)
         whole = all(isinstance(outputs, Tensor) for outputs, _ in seen)
         outputs = torch.cat([outputs for outputs, _ in seen]) if whole else None
-        return loss, torch.cat([losses for _, losses in seen]), outputs
+        return torch.cat([losses for _, losses in seen]), outputs
+
+    def _losses(self, outputs: Any, target: Any, batch: BatchKind = "same") -> Tensor:
+        settings, members = self.settings, self.ensemble.members
+        return member_losses(
+            *(outputs, target, settings.criterion), batch=batch, of=settings.of, members=members
+        )
 
     def _move(self, values: Any) -> Any:
         if isinstance(values, Tensor):
@@ -187,9 +194,7 @@ class Run:
             for inputs, target in self.validation():
                 inputs, target = self._move(inputs), self._move(target)
                 outputs = self.ensemble(*inputs)
-                losses = member_losses(
-                    *(outputs, target, settings.criterion, members), of=settings.of
-                )
+                losses = self._losses(outputs, target)
                 tally.add(losses, outputs, target, count_rows(target))
                 if callable(settings.metric):
                     kept.append((outputs, target))
@@ -226,7 +231,7 @@ class Run:
 
     def _rates(self) -> tuple[float, float]:
         """Return the rates of the shared and of the individual parameters."""
-        found = {id(p): float(g["lr"]) for g in self.optimiser.param_groups for p in g["params"]}
+        found = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
         firsts = (next(iter(parameters), None) for parameters in (self.shared, self.individual))
         shared, individual = (found.get(id(first), math.nan) for first in firsts)
         return shared, individual
@@ -244,7 +249,7 @@ class Run:
     def _divergence(self, what: str) -> Divergence:
         settings, (shared, individual) = self.settings, self._rates()
         self.ensemble.load_state_dict(self.good)
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         gamma = self.ensemble.natural_gamma if settings.gamma is None else settings.gamma
         gamma = gamma(self.ensemble.members) if callable(gamma) else gamma
         where = f"after epoch {self.epoch}" if self.epoch else "before training"
@@ -267,7 +272,7 @@ class Run:
             "model": self.ensemble.state_dict(),
             "good": None if self.step == 0 else self.good,
             "best": self.best,
-            "optimiser": self.optimiser.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "random": randomness.get_states(),
             "batches": self.batches.state(),
@@ -282,7 +287,7 @@ class Run:
         self.keep_good()
         self.good = state["good"] or self.good
         self.best = state["best"]
-        self.optimiser.load_state_dict(state["optimiser"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         randomness.set_states(state["random"])
         self.batches.load_state(state["batches"])

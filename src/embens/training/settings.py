@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from embens import checks, metrics
 from embens.checks import Gamma, closest
+from embens.ensemble.rates import MakeOptimizer
+from embens.objective import OPTIONS, BatchKind, Criterion, Of
 from embens.training import rates
-from embens.training.objective import OPTIONS, Batch, Criterion, Of
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
@@ -41,12 +42,12 @@ class Settings:
     weight_decay: float
     modulation_weight_decay: float
     gamma: Gamma
-    criterion: Criterion
-    batch: Batch
+    criterion: Criterion | None
+    batch: BatchKind
     of: Of
     chunk: int | None
-    optimiser: rates.Optimiser | None
-    schedule: rates.Schedule | None
+    optimizer: MakeOptimizer | None
+    scheduler: rates.MakeScheduler | None
     metric: Metric
     maximise: bool | None
     patience: int | None
@@ -98,22 +99,19 @@ class Settings:
             )
         return known
 
-    def make_optimiser(self, ensemble: EmbeddedEnsemble) -> tuple[Optimizer, Gamma]:
-        """Return the optimiser, and the gamma that is left for the gradient."""
-        lr, gamma = self.lr, self.gamma
-        factory = rates.sgd if self.optimiser is None else self.optimiser
-        if self.optimiser is not None and rates.is_scale_free(factory):
-            lr, gamma = lr * rates.shared_rate_factor(ensemble, gamma), None
+    def make_optimizer(self, ensemble: EmbeddedEnsemble) -> Optimizer:
+        """Return the optimizer, gamma in its rates."""
+        make = rates.sgd if self.optimizer is None else self.optimizer
         groups = ensemble.parameter_groups(
-            lr,
-            self.lr if self.modulation_lr is None else self.modulation_lr,
-            self.weight_decay,
+            *(self.lr, self.modulation_lr, self.weight_decay),
+            gamma=self.gamma,
+            optimizer=SGD if self.optimizer is None else make,
             modulation_weight_decay=self.modulation_weight_decay,
         )
-        return factory(groups), gamma
+        return make(groups)
 
     def describe(
-        self, ensemble: EmbeddedEnsemble, optimiser: Optimizer, rows: int
+        self, ensemble: EmbeddedEnsemble, optimizer: Optimizer, rows: int
     ) -> dict[str, Any]:
         """Return what identifies a run, for its checkpoints."""
         members, natural = ensemble.members, ensemble.natural_gamma
@@ -121,10 +119,10 @@ class Settings:
         hidden = ("lr", "initial_lr")
         groups = [
             {k: v for k, v in group.items() if k not in hidden and _is_plain(v)}
-            for group in optimiser.param_groups
+            for group in optimizer.param_groups
         ]
         plain = {k: v for k, v in vars(self).items() if v is None or _is_plain(v)}
-        named = ("criterion", "schedule", "metric")
+        named = ("criterion", "scheduler", "metric")
         sites = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in ensemble.plan.sites]
         return {
             "family": ensemble.plan.family,
@@ -137,7 +135,7 @@ class Settings:
             **plain,
             **{name: describe(getattr(self, name)) for name in named},
             "gamma": factor * members,
-            "optimiser": {"name": type(optimiser).__name__, "groups": groups},
+            "optimizer": {"name": type(optimizer).__name__, "groups": groups},
             "batches or rows": rows,
         }
 

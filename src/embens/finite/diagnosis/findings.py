@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from embens.checks import closest
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.plan import Site
+from embens.ensemble.rates import kind_of
 from embens.laws import Law
 
 NARROW = 8
@@ -238,8 +239,8 @@ def cancelled_gamma(facts: Facts) -> Finding | None:
         f"{kind.__name__} divides by the size of the gradient, and so cancels "
         f"gamma={facts.gamma:.3g}",
         f"put it into the rate of the shared parameters instead (the natural one {rate}): "
-        "embens.fit does, in your own loop multiply by embens.training.shared_rate_factor(); or "
-        "use SGD",
+        "embens.fit does, in your own loop ensemble.parameter_groups(…, "
+        f"optimizer=torch.optim.{kind.__name__}) does; or use SGD",
     )
 
 
@@ -316,10 +317,8 @@ def optimiser_class(optimiser: Any) -> type[torch.optim.Optimizer]:
 
 
 def _is_scale_free(kind: type[torch.optim.Optimizer]) -> bool:
-    from embens.training.rates import is_scale_free
-
     try:
-        return is_scale_free(kind)  # type: ignore[arg-type]
+        return kind_of(kind).scale_free  # type: ignore[arg-type]
     except TypeError:  # one that needs a closure, such as LBFGS
         return False
     except RuntimeError:  # one that takes sparse gradients alone: SparseAdam

@@ -1,4 +1,4 @@
-"""The objective against a naive loop over members, for every family, gamma and criterion."""
+"""The objective against a naive loop over members, for every family and criterion."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import embens
-from embens import laws
-from embens.training import objective
+from embens import laws, objective
+from embens.objective import member_losses
 
 MEMBERS, ROWS, CLASSES = 4, 12, 3
 
@@ -32,13 +32,6 @@ FAMILIES = {
     "independent networks": lambda net: embens.independent(net, MEMBERS),
     "only pre": lambda net: embens.embed(net, MEMBERS, pre=laws.Rademacher(), post=None),
 }
-GAMMAS = {"number": 2.5, "zero": 0, "callable": lambda m: m / 3, "natural": None}
-
-
-def gamma_value(ensemble: embens.EmbeddedEnsemble, gamma: object) -> float:
-    if gamma is None:
-        return ensemble.natural_gamma
-    return gamma(ensemble.members) if callable(gamma) else float(gamma)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -60,18 +53,15 @@ def gradients(ensemble: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def naive(ensemble, loss_of_member, gamma) -> dict[str, Tensor]:
+def naive(ensemble, loss_of_member) -> dict[str, Tensor]:
     """Return each parameter's gradient from a loop over members with ordinary losses."""
-    factor = gamma_value(ensemble, gamma) / ensemble.members
-    individual = {id(p) for p in ensemble.individual_parameters()}
     names, parameters = zip(*ensemble.named_parameters(), strict=True)
     total = {name: torch.zeros_like(p) for name, p in ensemble.named_parameters()}
     for a in range(ensemble.members):
         found = torch.autograd.grad(loss_of_member(a), parameters, allow_unused=True)
-        for name, parameter, gradient in zip(names, parameters, found, strict=True):
+        for name, gradient in zip(names, found, strict=True):
             if gradient is not None:
-                own = id(parameter) in individual
-                total[name] += gradient if own else factor * gradient
+                total[name] += gradient
     return total
 
 
@@ -81,17 +71,16 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("gamma", GAMMAS.values(), ids=GAMMAS.keys())
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
-def test_every_parameter_has_the_gradient_of_a_naive_loop(family, gamma, data):
+def test_every_parameter_has_the_gradient_of_a_naive_loop(family, data):
     x, y = data
     ensemble = family(make_reference())
-    loss = objective(run(ensemble, x), y, gamma=gamma)
+    loss = objective(run(ensemble, x), y)
     loss.backward()
-    expected = naive(ensemble, lambda a: F.cross_entropy(run(ensemble, x)[a], y), gamma)
+    expected = naive(ensemble, lambda a: F.cross_entropy(run(ensemble, x)[a], y))
     assert_same(gradients(ensemble), expected)
     losses = [F.cross_entropy(output, y) for output in run(ensemble, x)]
-    torch.testing.assert_close(loss, torch.stack(losses).mean())
+    torch.testing.assert_close(loss, torch.stack(losses).sum())
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4])
@@ -100,8 +89,8 @@ def test_chunks_accumulate_the_same_gradient(family, chunk, data):
     x, y = data
     ensemble = family(make_reference())
     torch.manual_seed(7)
-    value = ensemble.backward(x, y, gamma=2.5, chunk=chunk)
-    expected = naive(ensemble, lambda a: F.cross_entropy(run(ensemble, x)[a], y), 2.5)
+    value = ensemble.backward(x, y, chunk=chunk)
+    expected = naive(ensemble, lambda a: F.cross_entropy(run(ensemble, x)[a], y))
     assert_same(gradients(ensemble), expected)
     torch.testing.assert_close(value, objective(run(ensemble, x), y).detach())
 
@@ -129,14 +118,14 @@ def test_any_criterion_is_used_member_by_member(criterion, kind, data):
     x, classes = data
     y = classes if kind == "classes" else x.sum(1)
     ensemble = embens.batch_ensemble(make_reference(), MEMBERS, p=0.5)
-    loss = objective(ensemble(x), y, criterion=criterion, gamma=3)
+    loss = objective(ensemble(x), y, criterion=criterion)
     loss.backward()
-    expected = naive(ensemble, lambda a: criterion(ensemble(x)[a], y).mean(), 3)
+    expected = naive(ensemble, lambda a: criterion(ensemble(x)[a], y).mean())
     assert_same(gradients(ensemble), expected)
     torch.testing.assert_close(
-        loss, torch.stack([criterion(o, y).mean() for o in ensemble(x)]).mean()
+        loss, torch.stack([criterion(o, y).mean() for o in ensemble(x)]).sum()
     )
-    ensemble.backward(x, y, criterion=criterion, gamma=3, chunk=2)
+    ensemble.backward(x, y, criterion=criterion, chunk=2)
     assert_same(gradients(ensemble), expected)
 
 
@@ -146,8 +135,8 @@ def test_members_can_have_batches_of_their_own(family, data):
     x = torch.randn(MEMBERS, 6, 5, generator=generator, dtype=torch.float64)
     y = torch.randint(CLASSES, (MEMBERS, 6), generator=generator)
     ensemble = family(make_reference())
-    objective(run(ensemble, x, batch="own"), y, batch="own", gamma=2).backward()
-    expected = naive(ensemble, lambda a: F.cross_entropy(run(ensemble, x, batch="own")[a], y[a]), 2)
+    objective(run(ensemble, x, batch="own"), y, batch="own").backward()
+    expected = naive(ensemble, lambda a: F.cross_entropy(run(ensemble, x, batch="own")[a], y[a]))
     assert_same(gradients(ensemble), expected)
 
 
@@ -160,19 +149,19 @@ def test_members_can_split_a_batch(family, rows, data):
     def loss(a: int) -> Tensor:
         return F.cross_entropy(run(ensemble, x, batch="split")[a::MEMBERS], y[a::MEMBERS])
 
-    value = objective(run(ensemble, x, batch="split"), y, batch="split", gamma=2)
+    value = ensemble.objective(run(ensemble, x, batch="split"), y, batch="split")
     value.backward()
-    assert_same(gradients(ensemble), naive(ensemble, loss, 2))
-    torch.testing.assert_close(value, torch.stack([loss(a) for a in range(MEMBERS)]).mean())
+    assert_same(gradients(ensemble), naive(ensemble, loss))
+    torch.testing.assert_close(value, torch.stack([loss(a) for a in range(MEMBERS)]).sum())
 
 
 def test_members_without_rows_in_a_split_batch_get_no_gradient(data):
     x, y = data[0][:2], data[1][:2]
     ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
-    loss = objective(ensemble(x, batch="split"), y, batch="split")
+    loss = objective(ensemble(x, batch="split"), y, batch="split", members=MEMBERS)
     loss.backward()
     rows = [F.cross_entropy(ensemble(x)[a, a], y[a]) for a in range(2)]
-    torch.testing.assert_close(loss, torch.stack(rows).mean())
+    torch.testing.assert_close(loss, torch.stack(rows).sum())
     for parameter in ensemble.individual_parameters():
         assert parameter.grad[:2].abs().sum() > 0
         assert not parameter.grad[2:].any()
@@ -181,32 +170,32 @@ def test_members_without_rows_in_a_split_batch_get_no_gradient(data):
 def test_the_loss_of_the_mean_takes_the_place_of_every_members_loss(data):
     x, y = data
     ensemble = embens.batch_ensemble(make_reference(), MEMBERS, p=0.5)
-    loss = objective(ensemble(x), y, of="mean", gamma=2)
+    loss = objective(ensemble(x), y, of="mean")
     loss.backward()
-    torch.testing.assert_close(loss, F.cross_entropy(ensemble(x).mean(0), y))
+    torch.testing.assert_close(loss, MEMBERS * F.cross_entropy(ensemble(x).mean(0), y))
     outputs = ensemble(x)
     mean = outputs.mean(0).detach().requires_grad_()
     (slope,) = torch.autograd.grad(F.cross_entropy(mean, y), mean)
-    expected = naive(ensemble, lambda a: (ensemble(x)[a] * slope).sum(), 2)
+    expected = naive(ensemble, lambda a: (ensemble(x)[a] * slope).sum())
     assert_same(gradients(ensemble), expected)
 
 
 def test_gradients_accumulate_over_batches(data):
     x, y = data
     ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
-    objective(ensemble(x), y, gamma=2).backward()
+    objective(ensemble(x), y).backward()
     whole = gradients(ensemble)
     for part in (slice(0, 6), slice(6, 12)):
-        (objective(ensemble(x[part]), y[part], gamma=2) / 2).backward()
+        (objective(ensemble(x[part]), y[part]) / 2).backward()
     assert_same(gradients(ensemble), whole)
 
 
 def test_gradients_can_be_clipped(data):
     x, y = data
     ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
-    expected = naive(ensemble, lambda a: F.cross_entropy(ensemble(x)[a], y), 2)
+    expected = naive(ensemble, lambda a: F.cross_entropy(ensemble(x)[a], y))
     norm = torch.stack([g.norm() for g in expected.values()]).norm()
-    objective(ensemble(x), y, gamma=2).backward()
+    objective(ensemble(x), y).backward()
     found = nn.utils.clip_grad_norm_(ensemble.parameters(), 0.1 * float(norm))
     torch.testing.assert_close(found, norm)
     clipped = gradients(ensemble)
@@ -217,26 +206,26 @@ def test_gradients_can_be_clipped(data):
 def test_a_gradient_scaler_under_autocast_gives_the_same_gradient(data):
     x, y = data[0].float(), data[1]
     ensemble = embens.batch_ensemble(make_reference(torch.float32), MEMBERS)
-    optimiser = torch.optim.SGD(ensemble.parameter_groups(lr=0.1))
+    optimizer = torch.optim.SGD(ensemble.parameter_groups(lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def loss() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             outputs = ensemble(x)
         assert outputs.dtype == torch.bfloat16
-        return objective(outputs.float(), y, gamma=2)
+        return objective(outputs.float(), y)
 
     loss().backward()
     plain = gradients(ensemble)
     scaler.scale(loss()).backward()
-    scaler.unscale_(optimiser)
+    scaler.unscale_(optimizer)
     for name, parameter in ensemble.named_parameters():
         torch.testing.assert_close(parameter.grad, plain[name], rtol=1e-5, atol=1e-7)
     before = {n: p.detach().clone() for n, p in ensemble.named_parameters()}
-    scaler.step(optimiser)
+    scaler.step(optimizer)
     scaler.update()
     assert all((p != before[n]).any() for n, p in ensemble.named_parameters())
-    expected = naive(ensemble, lambda a: F.cross_entropy(ensemble(x)[a], y), 2)
+    expected = naive(ensemble, lambda a: F.cross_entropy(ensemble(x)[a], y))
     ensemble.zero_grad()
     loss().backward()  # in bfloat16 the gradient is right to about a percent
     found, exact = (
@@ -244,28 +233,6 @@ def test_a_gradient_scaler_under_autocast_gives_the_same_gradient(data):
         for group in (gradients(ensemble), expected)
     )
     assert (found - exact).norm() < 0.05 * exact.norm()
-
-
-def test_a_penalty_is_not_scaled_by_gamma(data):
-    x, y = data
-    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
-    objective(ensemble(x), y, gamma=2).backward()
-    expected = gradients(ensemble)
-    penalty = sum(p.square().sum() for p in ensemble.parameters())
-    (objective(ensemble(x), y, gamma=2) + 0.5 * penalty).backward()
-    found = gradients(ensemble)
-    for name, parameter in ensemble.named_parameters():
-        expected[name] += parameter.detach()
-    assert_same(found, expected)
-
-
-def test_two_gammas_in_one_backward_pass_are_an_error(data):
-    x, y = data
-    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
-    outputs = ensemble(x)
-    both = objective(outputs, y, gamma=1) + objective(outputs, y, gamma=2)
-    with pytest.raises(RuntimeError, match="two gradient scales"):
-        both.backward()
 
 
 @pytest.mark.parametrize(
@@ -277,17 +244,11 @@ def test_outputs_may_be_changed_before_the_objective(change, data):
     x, y = data
     ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
     target = y[: change(ensemble(x)).shape[1]]
-    objective(change(ensemble(x)), target, gamma=2).backward()
-    expected = naive(ensemble, lambda a: F.cross_entropy(change(ensemble(x))[a], target), 2)
+    objective(change(ensemble(x)), target).backward()
+    expected = naive(ensemble, lambda a: F.cross_entropy(change(ensemble(x))[a], target))
     found = gradients(ensemble)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
-
-
-def test_outputs_of_another_network_are_an_error_that_says_what_to_call(data):
-    outputs = torch.zeros(2, 3, CLASSES, requires_grad=True)
-    with pytest.raises(ValueError, match=r"call ensemble\.objective"):
-        objective(outputs, torch.zeros(3, dtype=torch.int64))
 
 
 def test_without_gradients_the_value_is_the_same(data):
@@ -296,11 +257,11 @@ def test_without_gradients_the_value_is_the_same(data):
     with torch.no_grad():
         value = objective(ensemble(x), y)
     torch.testing.assert_close(value, objective(ensemble(x), y).detach())
-    split = ensemble(x, batch="split").detach()
-    with pytest.raises(ValueError, match=r"call ensemble\.objective"):
+    split = ensemble(x, batch="split")
+    with pytest.raises(TypeError, match=r"pass members=, or call ensemble\.objective"):
         objective(split, y, batch="split")
-    found = ensemble.objective(split, y, F.cross_entropy, None, batch="split")
-    torch.testing.assert_close(found, objective(ensemble(x, batch="split"), y, batch="split"))
+    found = ensemble.objective(split.detach(), y, F.cross_entropy, batch="split")
+    torch.testing.assert_close(found, objective(split, y, batch="split", members=MEMBERS).detach())
 
 
 def test_wrong_options_say_what_is_expected(data):
@@ -315,10 +276,111 @@ def test_wrong_options_say_what_is_expected(data):
         objective(outputs, y, batch="own", of="mean")
     with pytest.raises(ValueError, match=r"expects a target of shape \(4, batch, …\)"):
         objective(outputs, y, batch="own")
-    with pytest.raises(ValueError, match="gamma must be finite"):
-        objective(outputs, y, gamma=-1)
-    with pytest.raises(TypeError, match="gamma must be a number"):
-        objective(outputs, y, gamma="natural")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"outputs of 4 members.*first axis has 12"):
+        ensemble.objective(outputs.mean(0), y)
+    with pytest.raises(TypeError, match="no argument 'critrion'; did you mean 'criterion'"):
+        objective(outputs, y, critrion=F.cross_entropy)
+
+
+def test_a_gamma_is_told_where_it_went(data):
+    x, y = data
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
+    for function in (objective, ensemble.objective):
+        for gamma in (None, 2.0):
+            with pytest.raises(TypeError, match=r"parameter_groups\(lr, gamma=…\).*fit\(gamma=…\)"):
+                function(ensemble(x), y, gamma=gamma)
+
+
+def test_any_other_loss_and_penalty_may_be_added(data):
+    x, y = data
+    ensemble = embens.batch_ensemble(make_reference(), MEMBERS)
+    inputs = x.clone().requires_grad_()
+    outputs = ensemble(inputs)
+    (slope,) = torch.autograd.grad(outputs.square().sum(), inputs, create_graph=True)
+    losses = (
+        objective(outputs, y),
+        objective(outputs, x[:, :CLASSES], F.mse_loss),
+        0.1 * outputs.var(0).sum(),
+        slope.square().sum(),
+        sum(p.square().sum() for p in ensemble.parameters()),
+    )
+    parameters = list(ensemble.parameters())
+    expected = [torch.zeros_like(p) for p in parameters]
+    for loss in losses:
+        for total, gradient in zip(
+            expected, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True
+        ):
+            total += gradient
+    sum(losses).backward()
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+class TestDefaultCriterion:
+    outputs = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))
+
+    def losses(self, criterion, target) -> Tensor:
+        return torch.stack([criterion(o, target) for o in self.outputs])
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+    def test_is_cross_entropy_for_whole_numbers(self, dtype):
+        target = torch.tensor([0, 1, 2, 2, 1, 0], dtype=dtype)
+        expected = self.losses(F.cross_entropy, target.long())
+        torch.testing.assert_close(member_losses(self.outputs, target), expected)
+
+    def test_leaves_out_ignored_labels_as_torch_does(self):
+        target = torch.tensor([0, -100, 2, 2, -100, 0])
+        expected = self.losses(F.cross_entropy, target)
+        torch.testing.assert_close(member_losses(self.outputs, target), expected)
+        own = torch.stack([target, target.roll(1), torch.zeros_like(target), target])
+        found = member_losses(self.outputs, own, batch="own")
+        expected = [F.cross_entropy(o, t) for o, t in zip(self.outputs, own, strict=True)]
+        torch.testing.assert_close(found, torch.stack(expected))
+
+    def test_is_cross_entropy_for_rows_of_probabilities(self):
+        target = torch.rand(6, 3).softmax(-1)
+        expected = self.losses(F.cross_entropy, target)
+        torch.testing.assert_close(member_losses(self.outputs, target), expected)
+        found = member_losses(self.outputs[0], target, batch="split", members=4)
+        rows = [F.cross_entropy(self.outputs[0, a::4], target[a::4]) for a in range(4)]
+        torch.testing.assert_close(found, torch.stack(rows))
+
+    @pytest.mark.parametrize("target", [torch.rand(6, 3), -torch.rand(6, 3).softmax(-1)])
+    def test_is_squared_error_for_other_numbers(self, target):
+        expected = self.losses(F.mse_loss, target)
+        torch.testing.assert_close(member_losses(self.outputs, target), expected)
+
+    @pytest.mark.parametrize("criterion", [None, F.mse_loss])
+    def test_targets_of_one_number_meet_their_rows(self, criterion):
+        outputs, target = self.outputs[..., :1], torch.randn(6)
+        expected = (outputs[..., 0] - target).square().mean(1)
+        torch.testing.assert_close(member_losses(outputs, target, criterion), expected)
+        torch.testing.assert_close(
+            member_losses(outputs[..., 0], target[:, None], criterion), expected
+        )
+        split = member_losses(outputs[0], target, criterion, batch="split", members=2)
+        rows = [(outputs[0, a::2, 0] - target[a::2]).square().mean() for a in range(2)]
+        torch.testing.assert_close(split, torch.stack(rows))
+
+    def test_is_by_position_where_outputs_have_more_axes(self):
+        outputs = torch.randn(2, 4, 3, 5, 5)
+        target = torch.randint(3, (4, 5, 5))
+        expected = torch.stack([F.cross_entropy(o, target) for o in outputs])
+        torch.testing.assert_close(member_losses(outputs, target), expected)
+
+    @pytest.mark.parametrize(
+        ("outputs", "target", "error", "message"),
+        [
+            (torch.zeros(4, 6, 3), torch.zeros(6), ValueError, r"\(6, 3\); got \(6,\)"),
+            (torch.zeros(4, 6, 1), torch.zeros(5), ValueError, r"\(6, 1\); got \(5,\)"),
+            (torch.zeros(4, 6, 1), torch.zeros(6).long(), ValueError, "fewer than two"),
+            (torch.zeros(4, 6, 3), torch.zeros(6).bool(), TypeError, r"target\.long\(\)"),
+            ({"a": torch.zeros(4, 6)}, torch.zeros(6), TypeError, "got a dict"),
+        ],
+    )
+    def test_refuses_what_it_can_not_know(self, outputs, target, error, message):
+        with pytest.raises(error, match=message):
+            objective(outputs, target)
 
 
 def test_a_criterion_over_members_gives_the_same_objective_in_one_call():
