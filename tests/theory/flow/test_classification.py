@@ -207,9 +207,10 @@ class TestCrossEntropyFlow:
         given = dict(zip(("k_train_train", "k_test_train", "k_test_test"), split(random_kernels()),
                          strict=True))  # fmt: skip
         given |= {"labels": LABELS, "members": 3, "times": [1.0]}
+        settings = {k: change.pop(k) for k in ("classes", "start", "draws") if k in change}
+        given |= {"settings": CrossEntropySettings(**settings), **change}
         with pytest.raises(error, match=message):
-            settings = {k: change.pop(k) for k in ("classes", "start", "draws") if k in change}
-            cross_entropy_flow(**(given | change), settings=CrossEntropySettings(**settings))
+            cross_entropy_flow(**given)
 
     def test_does_not_apply_to_conditional_kernels(self):
         k = random_kernels()[:TRAIN, :TRAIN]
