@@ -142,8 +142,6 @@ LONG = {
     "embens.ensemble.layers.Modulation.__init__",
     "embens.experiments.training.train",
     "embens.finite.diagnosis.diagnose.diagnose",
-    "embens.theory.flow.flow.gradient_descent",
-    "embens.theory.flow.flow.gradient_flow",
 }
 """Signatures of more than eight parameters that are still to become shorter."""
 

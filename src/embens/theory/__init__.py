@@ -9,6 +9,7 @@ from embens.theory.duals import register as register_activation
 from embens.theory.files import load_kernels, write_kernels
 from embens.theory.flow import (
     CrossEntropySettings,
+    FlowSettings,
     GradientFlow,
     Performance,
     centred_targets,
@@ -24,6 +25,7 @@ from embens.theory.regime import Regime, RegimeReport, regime
 __all__ = [
     "CrossEntropySettings",
     "Dual",
+    "FlowSettings",
     "GradientFlow",
     "Kernels",
     "Limit",

@@ -9,7 +9,7 @@ from theory.hand_made import TEST, TRAIN, Dense, gram, random_kernels, split
 import embens
 from embens import laws, networks
 from embens.theory.blocks import kernels
-from embens.theory.flow import GradientFlow, gradient_descent, gradient_flow
+from embens.theory.flow import FlowSettings, GradientFlow, gradient_descent, gradient_flow
 from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
 
 INF = math.inf
@@ -54,7 +54,9 @@ class TestModes:
     def test_give_what_the_matrix_exponential_of_all_members_gives(self, members, t, shape):
         rates = {"shared_rate": 0.7, "individual_rate": 1.9}
         parts = split(random_kernels())
-        flow = gradient_flow(*parts, targets(*shape), members, gamma=1.7, **rates)
+        flow = gradient_flow(
+            *parts, targets(*shape), members, gamma=1.7, settings=FlowSettings(**rates)
+        )
         dense = Dense(parts, members, 1.7, **rates)
         check_table(flow, t, dense, dense.response(t))
         assert flow.mean(t).shape == (TEST, *shape[1:])
@@ -171,7 +173,9 @@ class TestRegimes:
         alone = gradient_flow(*parts, targets(TRAIN), members=1, gamma=1.0)
         assert flow.gamma == natural_gamma(parts[0], 5)
         assert alone.largest_stable_rate.deviation == INF  # one member has none
-        fast = gradient_flow(*parts, targets(TRAIN), members=5, individual_rate=3.0)
+        fast = gradient_flow(
+            *parts, targets(TRAIN), members=5, settings=FlowSettings(individual_rate=3.0)
+        )
         assert fast.gamma == natural_gamma(parts[0], 5, individual_rate=3.0) != flow.gamma
         assert flow.largest_stable_rate.mean == pytest.approx(alone.largest_stable_rate.mean)
 
@@ -301,7 +305,7 @@ class TestTrainedEnsembles:
         individual_rate = options.pop("individual_rate", 1.0)
         any_width = wide_ensemble(8, law, 0, **options)
         k = kernels(any_width, self.x), kernels(any_width, self.x_test, self.x), None
-        rates = {"individual_rate": individual_rate}
+        rates = {"settings": FlowSettings(individual_rate=individual_rate)}
         stable = gradient_flow(*k, self.y, 3, gamma, **rates).largest_stable_rate.mean
         descent = gradient_descent(*k, self.y, 3, gamma, rate=0.4 * stable, **rates)
         narrow, wide = (

@@ -7,7 +7,7 @@ import torch
 from theory.hand_made import TRAIN, random_kernels, split
 
 import embens
-from embens.theory.flow import gradient_descent, gradient_flow
+from embens.theory.flow import FlowSettings, gradient_descent, gradient_flow
 from embens.theory.kernel import Kernels, MemberKernel
 
 INF = math.inf
@@ -95,7 +95,7 @@ class TestSingularKernels:
     def test_are_cured_by_a_jitter_that_acts_as_a_ridge(self):
         y = targets(5)
         parts, members, jitter = self.parts(), 3, 0.1
-        flow = gradient_flow(*parts, y, members, gamma=2.0, jitter=jitter)
+        flow = gradient_flow(*parts, y, members, gamma=2.0, settings=FlowSettings(jitter=jitter))
         mean_kernel = [k.ntk(members, 2.0).modes(members)[0] for k in parts[:2]]
         ridge = mean_kernel[0] + jitter * torch.eye(5, dtype=torch.float64)
         close(flow.mean(INF), mean_kernel[1] @ torch.linalg.solve(ridge, y))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from theory.hand_made import TEST, TRAIN, random_kernels, split
 
-from embens.theory.flow import gradient_flow
+from embens.theory.flow import FlowSettings, gradient_flow
 from embens.theory.kernel import Kernels, MemberKernel
 
 
@@ -30,8 +30,16 @@ class TestErrors:
             ({"gamma": 0.0}, ValueError, "gamma must be a positive number.*got 0.0"),
             ({"gamma": lambda m: -m}, ValueError, "gamma must be a positive number.*got -8"),
             ({"gamma": "M"}, TypeError, "gamma must be a positive number.*got 'M'"),
-            ({"shared_rate": -1.0}, ValueError, "shared_rate must be a number >= 0; got -1.0"),
-            ({"jitter": -1e-3}, ValueError, "jitter must be a number >= 0; got -0.001"),
+            (
+                {"settings": FlowSettings(shared_rate=-1.0)},
+                ValueError,
+                "shared_rate must be a number >= 0; got -1.0",
+            ),
+            (
+                {"settings": FlowSettings(jitter=-1e-3)},
+                ValueError,
+                "jitter must be a number >= 0; got -0.001",
+            ),
         ],
     )
     def test_say_what_was_expected(self, change, error, message):

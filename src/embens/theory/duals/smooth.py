@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,8 @@ from embens.theory.duals.tables import Table, span
 
 ACCURACY = 1e-10
 AIM = 1e-11
-_Tables = list[tuple[tuple[float, float], Table]]  # with the variances that each is for
-_TABLES: dict[tuple[str, tuple[float, ...]], _Tables] = {}
-_TABLES_OF_ONE, _FUNCTIONS = 16, 16  # held
+_TABLES: list[tuple[Any, Table]] = []  # the last ones, with what tells them apart
+_HELD = 128
 _WORST = 1e-4  # with a larger error nothing is returned
 # Nodes for v, and fineness for z.
 STEPS = ((61, 256), (121, 512), (241, 1024), (481, 4096), (961, 16384), (1921, 16384))
@@ -69,28 +69,17 @@ class Smooth(Dual):
             # What is made under a transform ends with it. Transforms hold for one thread.
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(self.tabulate, q_min, q_max, law).result()
-        tables, ends = self._tables(), round_out(q_min, q_max)
-        for known, table in tables:
-            if known == ends and (law is table.law or law == table.law):
-                return table
+        ends = round_out(q_min, q_max)
         with torch.inference_mode(False), torch.no_grad():
-            table = self._tabulate(*ends, law)
-        tables[:] = [(ends, table), *tables[: _TABLES_OF_ONE - 1]]
-        return table
-
-    def _tables(self) -> _Tables:
-        """Return the last tables of this function, also those that other instances made.
-
-        Functions are told apart by their values, as each pass through a network looks them up anew.
-        """
-        with torch.inference_mode(False), torch.no_grad():
+            # Functions are told apart by their values: each pass looks them up anew.
             size = torch.logspace(-3, 4, 256, dtype=torch.float64, device="cpu")
-            key = self.name, tuple(self.function(torch.cat([-size, size])).tolist())
-        tables = _TABLES.pop(key, [])
-        _TABLES[key] = tables  # now the last
-        while len(_TABLES) > _FUNCTIONS:
-            del _TABLES[next(iter(_TABLES))]
-        return tables
+            key = self.name, ends, self.function(torch.cat([-size, size])).tolist()
+            for known, table in _TABLES:
+                if known == key and (law is table.law or law == table.law):
+                    return table
+            table = self._tabulate(*ends, law)
+        _TABLES[:] = [(key, table), *_TABLES[: _HELD - 1]]
+        return table
 
     def derivative(self, x: Tensor) -> Tensor:
         """Return :math:`φ'`."""

@@ -42,6 +42,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class FlowSettings:
+    """How an ensemble trains in the limit.
+
+    Attributes:
+        shared_rate: rate of the shared parameters, relative to that of training.
+        individual_rate: rate of the modulations.
+        jitter: added to the diagonal of the train data's kernel in both modes, a ridge; nothing
+            is ever added unless asked for.
+    """
+
+    shared_rate: float = 1.0
+    individual_rate: float = 1.0
+    jitter: float = 0.0
+
+
+DEFAULT = FlowSettings()
+
+
 class PerMode(NamedTuple, Generic[T]):
     """A value for the ensemble mean and one for the deviations from it."""
 
@@ -230,8 +249,8 @@ class GradientFlow:
         warnings.warn(
             f"the kernel of the train data is singular: rank {mode.rank} of "
             f"{len(mode.eigenvalues)} at cut-off {mode.cutoff:.2g}. At infinite time its "
-            f"pseudo-inverse is used; {fit}. Pass jitter= (of the size of the targets' noise), or "
-            "leave out repeated inputs.",
+            f"pseudo-inverse is used; {fit}. Pass FlowSettings(jitter=…), of the size of the "
+            "targets' noise, or leave out repeated inputs.",
             stacklevel=5,
         )
 
@@ -252,9 +271,7 @@ def gradient_flow(
     members: int = 8,
     gamma: Gamma = None,
     *,
-    shared_rate: float = 1.0,
-    individual_rate: float = 1.0,
-    jitter: float = 0.0,
+    settings: FlowSettings = DEFAULT,
 ) -> GradientFlow:
     r"""Train an infinitely wide ensemble by gradient flow on the squared loss.
 
@@ -266,10 +283,7 @@ def gradient_flow(
         members: :math:`M`.
         gamma: gradient scale of the shared parameters: a number, a function of the number of
             members, or None for :func:`~embens.theory.natural_gamma`.
-        shared_rate: rate of the shared parameters, relative to that of training.
-        individual_rate: rate of the modulations.
-        jitter: added to the diagonal of the train data's kernel in both modes, a ridge; nothing
-            is ever added unless asked for.
+        settings: relative rates, and a ridge.
 
     Example:
         >>> from embens.theory.kernel import zero_cross
@@ -282,11 +296,8 @@ def gradient_flow(
         >>> flow.mean(float("inf")).item(), flow.diversity(float("inf")).item()
         (2.0, 0.0)
     """
-    return _solve(
-        *((k_train_train, k_test_train, k_test_test), y, members, gamma),
-        rates={"shared_rate": shared_rate, "individual_rate": individual_rate},
-        jitter=jitter,
-    )
+    parts = k_train_train, k_test_train, k_test_test
+    return _solve(parts, y, members, gamma, settings)
 
 
 def gradient_descent(
@@ -298,9 +309,7 @@ def gradient_descent(
     gamma: Gamma = None,
     *,
     rate: float,
-    shared_rate: float = 1.0,
-    individual_rate: float = 1.0,
-    jitter: float = 0.0,
+    settings: FlowSettings = DEFAULT,
 ) -> GradientFlow:
     """Train an infinitely wide ensemble by gradient descent: ``t`` of the result counts steps.
 
@@ -308,12 +317,8 @@ def gradient_descent(
     arguments are those of :func:`gradient_flow`.
     """
     check_rates(rate=rate)
-    flow = _solve(
-        *((k_train_train, k_test_train, k_test_test), y, members, gamma),
-        rates={"shared_rate": shared_rate, "individual_rate": individual_rate},
-        jitter=jitter,
-        rate=float(rate),
-    )
+    parts = k_train_train, k_test_train, k_test_test
+    flow = _solve(parts, y, members, gamma, settings, rate=float(rate))
     stable = flow.largest_stable_rate
     if rate >= min(stable):
         warnings.warn(
@@ -329,11 +334,11 @@ def _solve(
     y: Tensor,
     members: int,
     gamma: Gamma,
-    *,
-    rates: dict[str, float],
-    jitter: float,
+    settings: FlowSettings,
     rate: float | None = None,
 ) -> GradientFlow:
+    jitter = settings.jitter
+    rates = {"shared_rate": settings.shared_rate, "individual_rate": settings.individual_rate}
     problem = Problem.of(parts, members, gamma, rates=rates, what="gradient_flow")
     y = check_targets(y, problem.ntk[0].same)
     if not 0 <= jitter < math.inf:
