@@ -116,7 +116,7 @@ def is_one_number(kernel: Tensor) -> bool:
 
 def _room(like: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return an empty tensor for a whole kernel; one that is one number takes no memory."""
-    shape = (*like.shape[:-2], *shape)
+    whole = (*like.shape[:-2], *shape)
     if is_one_number(like):
-        return like.flatten()[:1].squeeze().expand(shape)
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return like.flatten()[:1].squeeze().expand(whole)
+    return torch.empty(whole, dtype=like.dtype, device=like.device)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from embens import reading as dataflow
+from embens import reading
 from embens.ensemble.plain import without_members
 from embens.laws import Law
 from embens.networks import Parametrized
@@ -174,8 +174,8 @@ class Structure:
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.ensemble = ensemble
         self.reference = without_members(ensemble.network)
-        self.flow = dataflow.read(self.reference)
-        self.layers = dataflow.parameter_layers(self.reference)
+        self.flow = reading.read(self.reference)
+        self.layers = reading.parameter_layers(self.reference)
         posts = {s.layer: s.law for s in ensemble.plan.sites if s.kind == "post"}
         self.last: dict[str, Law | None] = {
             n: posts.get(n) for n in self.layers if n in self.flow.last

@@ -105,13 +105,10 @@ class Smooth(Dual):
     ) -> Table:
         """Return a table for roots of variances from ``low`` to ``high``."""
         axis, edge = Axis(low, high, averages.nodes.spread or 1.0), averages.nodes.edge(high)
-        axes, expansions = zip(
-            averages.within(axis, edge) if within else (axis, ()),
-            averages.between(axis, edge) if tells_apart(law) else (axis, ()),
-            strict=True,
-        )
-        between = expansions[1] or expansions[0][:3]
-        return Table(self, law, max(axes, key=lambda a: a.count), expansions[0], between, edge)
+        first, inside = averages.within(axis, edge) if within else (axis, ())
+        other, between = averages.between(axis, edge) if tells_apart(law) else (first, inside[:3])
+        axis = axis.resize(max(first.count, other.count))
+        return Table(self, law, axis, inside, between, edge)
 
     def _check(self, error: float, q_max: float, law: Law | None, *, warn: bool = False) -> None:
         """Refuse a large error, and warn of a smaller one."""

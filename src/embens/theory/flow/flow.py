@@ -346,10 +346,9 @@ def _solve(
     modes = []
     for k, name in enumerate(PerMode._fields):
         share = 1 / members if name == "mean" else 1.0  # of what `modes` gives
-        priors = [None if n is None else share * n.modes(members)[k] for n in problem.nngp]
-        mode = Mode.solve(
-            [n.modes(members)[k] for n in problem.ntk], priors[:2], priors[2], jitter=jitter
-        )
+        ntk = [n.modes(members)[k] for n in problem.ntk]
+        nngp = [None if n is None else share * n.modes(members)[k] for n in problem.nngp]
+        mode = Mode.solve(tuple(ntk), tuple(nngp), jitter=jitter)  # type: ignore[arg-type]
         if mode.indefinite and (name == "mean" or members > 1):
             warnings.warn(
                 f"the {name} mode's kernel on the train data is not positive semi-definite: its "

@@ -19,7 +19,6 @@ they were, that is, the inverse is the pseudo-inverse.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -127,13 +126,12 @@ class Mode:
     @classmethod
     def solve(
         cls,
-        ntk: Sequence[Tensor],
-        nngp: Sequence[Tensor],
-        prior_test: Float[Tensor, "test test"] | None,
+        ntk: tuple[Tensor, Tensor],
+        nngp: tuple[Tensor, Tensor, Tensor | None],
         *,
         jitter: float,
     ) -> Mode:
-        """Diagonalise a mode, given both kernels (train with train, test with train)."""
+        """Diagonalise a mode, given its kernels (train with train, test with train, test)."""
         train, carry = ntk
         found, basis = torch.linalg.eigh((train + train.mT) / 2)
         found = found + jitter
@@ -153,7 +151,7 @@ class Mode:
             carry=torch.where(lost, 0.0, carry),
             prior_train=basis.mT @ nngp[0] @ basis,
             prior_carry=nngp[1] @ basis,
-            prior_test=prior_test,
+            prior_test=nngp[2],
             cutoff=cutoff,
             least=least,
         )

@@ -132,13 +132,13 @@ def pool(module: nn.Module, state: State) -> State:
     def average(kernel: Tensor) -> Tensor:
         """Pool the last pixels; of pairs, these are made the first, and then the others pooled."""
         sides = 2 if state.layout == PAIRS else 1
-        lead = kernel.shape[: kernel.dim() - sides * len(pixels)]
+        lead, after = kernel.shape[: kernel.dim() - sides * len(pixels)], kernel.shape
         for _ in range(sides):
             kernel = module(kernel.reshape(-1, *pixels))
             after = kernel.shape[1:]
             if sides == 2:
                 kernel = kernel.reshape(math.prod(lead), -1, after.numel()).mT
-        return kernel.reshape(*lead, *after * sides)
+        return kernel.reshape(*lead, *[*after] * sides)
 
     try:
         state = state.map(average)
