@@ -243,17 +243,9 @@ def natural_gamma(
     return min(max(gamma, 0.0), float(members))
 
 
-def resolve_gamma(
-    kernels: Kernels,
-    members: int,
-    gamma: Gamma = None,
-    *,
-    shared_rate: float = 1.0,
-    individual_rate: float = 1.0,
-) -> float:
+def resolve_gamma(kernels: Kernels, members: int, gamma: Gamma = None, **rates: float) -> float:
     """Return a gradient scale as a number: given as one, as a function of M, or None (natural)."""
     if gamma is None:
-        rates = {"shared_rate": shared_rate, "individual_rate": individual_rate}
         return natural_gamma(kernels, members, **rates)
     value = gamma(members) if callable(gamma) else gamma
     value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -89,3 +89,21 @@ def test_a_network_too_deep_for_numbers_is_refused(std, message):
     net = networks.mlp(5, 4, 300, weight_std=std)
     with pytest.raises(ValueError, match=f"{message} before"):
         theory.kernels(net, points())
+
+
+def test_a_sequence_with_a_forward_of_its_own_needs_a_rule_of_its_own():
+    class Residual(nn.Sequential):
+        def forward(self, x):
+            return x + super().forward(x)
+
+    net = nn.Sequential(
+        networks.Linear(5, 4), Residual(nn.ReLU(), networks.Linear(4, 4)), networks.Linear(4, 1)
+    )
+    with pytest.raises(TypeError, match=r"'1' \(Residual\) is an nn.Sequential with a forward"):
+        theory.kernels(net, points())
+
+    @theory.propagate.register(Residual)
+    def _(module, state):
+        return state.map(lambda kernel: 4 * kernel)
+
+    assert theory.kernels(net, points()).nngp.same.isfinite().all()

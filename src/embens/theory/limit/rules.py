@@ -62,7 +62,12 @@ def steps(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of nested sequences, by name and in their order."""
     if isinstance(module, Once):
         yield from steps(module.module, path)
-    elif type(module).forward is nn.Sequential.forward:
+    elif propagate.dispatch(type(module)) is _sequence:
+        if type(module).forward is not nn.Sequential.forward:
+            raise TypeError(
+                f"{describe(module, path)} is an nn.Sequential with a forward of its own, so its "
+                "limit is not known; register a rule with embens.theory.propagate.register."
+            )
         for name, child in module.named_children():
             yield from steps(child, f"{path}.{name}" if path else name)
     else:
@@ -71,14 +76,9 @@ def steps(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 @propagate.register(nn.Sequential)
 @propagate.register(Once)
-def _(module: nn.Module, state: State) -> State:
+def _sequence(module: nn.Module, state: State) -> State:
     outer = state.path
     for path, step in steps(module, outer):
-        if step is module:
-            raise TypeError(
-                f"{describe(module, outer)} is an nn.Sequential with a forward of its own, so its "
-                "limit is not known; register a rule with embens.theory.propagate.register."
-            )
         state = propagate(step, state.replace(path=path))
     return state.replace(path=outer)
 
