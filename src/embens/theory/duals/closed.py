@@ -28,7 +28,7 @@ from embens.laws import Discrete, Law, Normal, Shifted
 from embens.theory.duals.averages import Averages, Formula, Nodes
 from embens.theory.duals.expectations import Dual, tells_apart
 from embens.theory.duals.smooth import AIM, STEPS, Smooth, round_out
-from embens.theory.duals.tables import Table, span
+from embens.theory.duals.tables import Tabulated, span
 
 _FEW = 8  # values of a modulation that are summed over one by one
 _WIDE = 4.0  # scale v√q up to which tables are faster than sums within a member
@@ -89,7 +89,7 @@ class Closed(Smooth):
         self._check(error, q_max, law, warn=True)
         return nodes
 
-    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
         """Return a table from sums over nodes, without them in one member if there are few."""
         nodes, high = self._nodes(q_max, law), math.sqrt(q_max)
         averages = Averages(Formula(self.fixed, float(nodes.size.max()) * high), nodes)
@@ -179,7 +179,7 @@ class _Wave(Closed):
             return self
         return super().prepare(q_min, q_max, law)
 
-    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
         return Smooth._tabulate(self, q_min, q_max, law)
 
 

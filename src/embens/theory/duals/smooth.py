@@ -1,6 +1,6 @@
 r"""Duals of smooth activations without a closed form: tanh, softplus, SiLU, or a user's own.
 
-A :class:`Smooth` makes a :class:`Table` for a law and a range of variances,
+A :class:`Smooth` makes a :class:`Tabulated` for a law and a range of variances,
 and reads all expectations from it. All steps on the way are refined until the values at
 :math:`\rho = 1`, which are the hardest, agree with direct integration to ``ACCURACY``, relative to
 :math:`F, G, H` within a member (for variances down to a millionth of the largest). If they cannot,
@@ -24,11 +24,11 @@ from embens.theory.duals import hermite
 from embens.theory.duals.averages import Averages, Mehler, Nodes
 from embens.theory.duals.chebyshev import Axis
 from embens.theory.duals.expectations import Dual, tells_apart
-from embens.theory.duals.tables import Table, span
+from embens.theory.duals.tables import Tabulated, span
 
 ACCURACY = 1e-10
 AIM = 1e-11
-_TABLES: list[tuple[Any, Table]] = []  # the last ones, with what tells them apart
+_TABLES: list[tuple[Any, Tabulated]] = []  # the last ones, with what tells them apart
 _HELD = 128
 _WORST = 1e-4  # with a larger error nothing is returned
 # Nodes for v, and fineness for z.
@@ -63,7 +63,7 @@ class Smooth(Dual):
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
         return self.tabulate(q_min, q_max, law)
 
-    def tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+    def tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
         """Return a table for these variances, a new one if none of the last few will do."""
         if torch._C._are_functorch_transforms_active():
             # What is made under a transform ends with it. Transforms hold for one thread.
@@ -89,7 +89,7 @@ class Smooth(Dual):
             x = x.clone().requires_grad_()
             return torch.autograd.grad(self.function(x).sum(), x)[0]
 
-    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
         low, high = math.sqrt(q_min), math.sqrt(q_max)
         nodes, exact, error = self._integrate(high, law)
         count, missing = self._count_terms(high, law)
@@ -102,13 +102,13 @@ class Smooth(Dual):
 
     def _table(
         self, low: float, high: float, law: Law | None, averages: Averages, *, within: bool = True
-    ) -> Table:
+    ) -> Tabulated:
         """Return a table for roots of variances from ``low`` to ``high``."""
         axis, edge = Axis(low, high, averages.nodes.spread or 1.0), averages.nodes.edge(high)
         first, inside = averages.within(axis, edge) if within else (axis, ())
         other, between = averages.between(axis, edge) if tells_apart(law) else (first, inside[:3])
         axis = axis.resize(max(first.count, other.count))
-        return Table(self, law, axis, inside, between, edge)
+        return Tabulated(self, law, axis, inside, between, edge)
 
     def _check(self, error: float, q_max: float, law: Law | None, *, warn: bool = False) -> None:
         """Refuse a large error, and warn of a smaller one."""
@@ -206,7 +206,7 @@ class Smooth(Dual):
         return Mehler(axis, *self._coefficients(axis.nodes(), count))
 
 
-def _on_diagonal(table: Table, q: float) -> Tensor:
+def _on_diagonal(table: Tabulated, q: float) -> Tensor:
     """Return what ``_moments`` does, from a table."""
     variance = torch.tensor([q], dtype=torch.float64)
     f, g, h = table.same(variance, variance, variance, table.law)

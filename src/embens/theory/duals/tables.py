@@ -69,7 +69,7 @@ def _sum(table: Tensor, left: Tensor, right: Tensor, correlation: Tensor) -> Ten
 
 
 @dataclass(frozen=True, eq=False)
-class Table(Dual):
+class Tabulated(Dual):
     r"""Dual for one law and a range of variances; for others it asks the one it was made from.
 
     Attributes:
