@@ -51,8 +51,10 @@ class Problem:
     ) -> Problem:
         """Return the problem if nothing is wrong; ``what`` is the function that was called."""
         names = ("k_train_train", "k_test_train", "k_test_test")
-        optional = zip(names, parts, strict=True)
-        _check_kernels({n: k for n, k in optional if n != "k_test_test" or k is not None}, what)  # type: ignore[misc]
+        given = dict(zip(names, parts, strict=True))
+        if parts[2] is None:
+            del given["k_test_test"]
+        _check_kernels(given, what)  # type: ignore[arg-type]
         check_members(members)
         check_rates(**rates)
         train, carry, test = (None if k is None else k.to(torch.float64) for k in parts)
