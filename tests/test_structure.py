@@ -12,7 +12,6 @@ from source import MODULES, SOURCE, TESTS, syntax
 from torch import nn
 
 WITHOUT_TESTS = {
-    "cli/diagnose.py",
     "cli/fit.py",
     "cli/predict.py",
     "cli/report.py",
@@ -56,30 +55,9 @@ WITHOUT_TESTS = {
     "experiments/trajectories.py",
     "experiments/transition.py",
     "experiments/widths.py",
-    "finite/checks.py",
-    "finite/diagnosis/diagnose.py",
-    "finite/diagnosis/findings.py",
-    "finite/diagnosis/measurement.py",
-    "finite/diagnosis/report.py",
-    "finite/diagnosis/room.py",
-    "finite/diagnosis/stability.py",
-    "finite/empirical/blocks.py",
-    "finite/empirical/contraction.py",
-    "finite/empirical/covariance.py",
-    "finite/empirical/kernels.py",
-    "finite/empirical/recording.py",
-    "finite/empirical/samplewise.py",
-    "finite/empirical/terms.py",
-    "finite/members.py",
-    "gradient.py",
     "reading/flow.py",
     "reading/symbolic.py",
     "reading/watched.py",
-    "training/batches.py",
-    "training/progress.py",
-    "training/randomness.py",
-    "training/run.py",
-    "training/settings.py",
 }
 """Files of the source that have no test file of their name yet."""
 
@@ -104,26 +82,6 @@ PRIVATE_READS = {
     ("embens.estimators.onnx", "_make_head"),
     ("embens.estimators.storage", "_make_head"),
     ("embens.estimators.storage", "_reference"),
-    ("embens.finite.empirical.covariance", "_cursor"),
-    ("embens.finite.empirical.covariance", "_new_store"),
-    ("embens.finite.empirical.covariance", "_stacks"),
-    ("embens.finite.empirical.recording", "_cursor"),
-    ("embens.finite.empirical.recording", "_new_store"),
-    ("embens.finite.empirical.recording", "_run_member"),
-    ("embens.finite.empirical.recording", "_stacks"),
-    ("embens.finite.empirical.samplewise", "_cursor"),
-    ("embens.finite.empirical.samplewise", "_individuals"),
-    ("embens.finite.members", "_cursor"),
-    ("embens.finite.members", "_individuals"),
-    ("embens.finite.members", "_new_store"),
-    ("embens.finite.members", "_run_each"),
-    ("embens.training.objective", "_chunk_size"),
-    ("embens.training.objective", "_compiled_scale"),
-    ("embens.training.objective", "_cursor"),
-    ("embens.training.objective", "_holders"),
-    ("embens.training.objective", "_new_store"),
-    ("embens.training.objective", "_run"),
-    ("embens.training.objective", "_stacks"),
 }
 """Private names of other files that a file still reads."""
 
@@ -141,7 +99,6 @@ LONG = {
     "embens.embedding.families.mc_dropout",
     "embens.ensemble.layers.Modulation.__init__",
     "embens.experiments.training.train",
-    "embens.finite.diagnosis.diagnose.diagnose",
 }
 """Signatures of more than eight parameters that are still to become shorter."""
 
