@@ -45,7 +45,7 @@ def problem() -> tuple[Tensor, Tensor, Tensor]:
 
 
 # %%
-def predict(ensemble: embens.EmbeddedEnsemble) -> theory.Flow:
+def predict(ensemble: embens.EmbeddedEnsemble) -> theory.GradientFlow:
     angle, target, test = problem()
     x, x_test = on_circle(angle), on_circle(test)
     k = (
@@ -68,7 +68,7 @@ def half_squares(outputs: Tensor, target: Tensor) -> Tensor:
     return (outputs - target).square().mean() / 2
 
 
-def train(ensemble: embens.EmbeddedEnsemble, flow: theory.Flow, steps: list[int]) -> list[Tensor]:
+def train(ensemble: embens.EmbeddedEnsemble, flow: theory.GradientFlow, steps: list[int]) -> list[Tensor]:
     """Return the test outputs after so many steps, in rising order."""
     angle, target, test = problem()
     groups = ensemble.parameter_groups(
@@ -87,7 +87,7 @@ def train(ensemble: embens.EmbeddedEnsemble, flow: theory.Flow, steps: list[int]
     return found
 
 
-def run(p: float, width: int) -> tuple[theory.Flow, Tensor, list[int], list[Tensor]]:
+def run(p: float, width: int) -> tuple[theory.GradientFlow, Tensor, list[int], list[Tensor]]:
     """Return the prediction, the one that knows the start, and what came out at some steps."""
     generator = torch.Generator().manual_seed(1)
     net = embens.networks.mlp(3, width, 1, weight_std=math.sqrt(2), generator=generator)

@@ -12,7 +12,6 @@ from source import MODULES, SOURCE, TESTS, syntax
 from torch import nn
 
 WITHOUT_TESTS = {
-    "cli/kernel.py",
     "cli/specification.py",
     "ensemble/layers.py",
     "ensemble/plain.py",
@@ -21,29 +20,6 @@ WITHOUT_TESTS = {
     "reading/flow.py",
     "reading/symbolic.py",
     "reading/watched.py",
-    "theory/blocks.py",
-    "theory/duals/chebyshev.py",
-    "theory/duals/closed.py",
-    "theory/duals/expectations.py",
-    "theory/duals/hermite.py",
-    "theory/duals/homogeneous.py",
-    "theory/duals/registry.py",
-    "theory/duals/series.py",
-    "theory/duals/smooth.py",
-    "theory/duals/tables.py",
-    "theory/flow/classification.py",
-    "theory/flow/draws.py",
-    "theory/flow/flow.py",
-    "theory/flow/mode.py",
-    "theory/flow/performance.py",
-    "theory/flow/problem.py",
-    "theory/kernel.py",
-    "theory/limit/convolution.py",
-    "theory/limit/limit.py",
-    "theory/limit/pixels.py",
-    "theory/limit/rules.py",
-    "theory/limit/state.py",
-    "theory/limit/weights.py",
 }
 """Files of the source that have no test file of their name yet."""
 
@@ -62,9 +38,6 @@ LONG_BY_PROMISE = {
 LONG = {
     "embens.embedding.families.mc_dropout",
     "embens.ensemble.layers.Modulation.__init__",
-    "embens.theory.flow.classification.cross_entropy_flow",
-    "embens.theory.flow.flow.gradient_descent",
-    "embens.theory.flow.flow.gradient_flow",
 }
 """Signatures of more than eight parameters that are still to become shorter."""
 

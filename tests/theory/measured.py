@@ -79,3 +79,14 @@ def expected(k) -> dict[str, Tensor]:
         "individual.same": k.ntk_individual.same,
         "individual.cross": k.ntk_individual.cross,
     }
+
+
+def points(n: int = 3, features: int = 5, seed: int = 0) -> Tensor:
+    """Return inputs of a perceptron."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, features, generator=generator, dtype=torch.float64)
+
+
+def images(n: int = 2, channels: int = 2, size: int = 4, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, channels, size, size, generator=generator)

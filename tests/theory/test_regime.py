@@ -9,7 +9,7 @@ from torch import nn
 import embens
 from embens import laws, networks
 from embens.theory.blocks import kernels
-from embens.theory.gamma import natural_gamma
+from embens.theory.kernel import natural_gamma
 from embens.theory.regime import Regime, RegimeReport, regime
 
 SQRT2 = math.sqrt(2)

@@ -9,9 +9,8 @@ from torch import nn
 
 from embens.cli.specification import parse_law, parse_reference, read_data
 from embens.embedding.families import embed
-from embens.theory.files import NAMES, check_path, load_kernels, write_kernels
-from embens.theory.gamma import natural_gamma
-from embens.theory.regime import regime
+from embens.theory import load_kernels, natural_gamma, regime, write_kernels
+from embens.theory.files import NAMES, check_path
 
 EXAMPLE = """example:
   embens kernel --network "mlp(inputs=64, depth=3, weight_std=1.414)" --law "Shifted(0.5)" \\

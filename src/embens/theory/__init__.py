@@ -8,7 +8,9 @@ from embens.theory.duals import Dual
 from embens.theory.duals import register as register_activation
 from embens.theory.files import load_kernels, write_kernels
 from embens.theory.flow import (
-    Flow,
+    CrossEntropySettings,
+    FlowSettings,
+    GradientFlow,
     Performance,
     centred_targets,
     cross_entropy_flow,
@@ -16,14 +18,15 @@ from embens.theory.flow import (
     gradient_flow,
     performance,
 )
-from embens.theory.gamma import natural_gamma
-from embens.theory.kernel import Kernels, MemberKernel
+from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
 from embens.theory.limit import Limit, State, propagate
 from embens.theory.regime import Regime, RegimeReport, regime
 
 __all__ = [
+    "CrossEntropySettings",
     "Dual",
-    "Flow",
+    "FlowSettings",
+    "GradientFlow",
     "Kernels",
     "Limit",
     "MemberKernel",

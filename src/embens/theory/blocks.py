@@ -7,15 +7,14 @@ that to pay, and small enough that a dozen of them are little beside the kernels
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.theory.kernel import Kernels, MemberKernel, zero_cross
+from embens.theory.kernel import Kernels
 from embens.theory.limit import Limit
 
 Block = tuple[slice, slice]
@@ -55,22 +54,20 @@ def kernels(
         [1.0, 0.31831, 0.31831, 1.0]
     """
     limit = Limit(ensemble, x1, x2, dtype=dtype)
-    plan = list(plan_blocks(limit, block))
+    plan = plan_blocks(limit, block)
     if len(plan) == 1:
         return limit.block()
     result: list[Tensor] = []
-    for (rows, columns), part in compute_blocks(limit, plan, progress=progress):
-        tensors = flatten(part)
-        if not result:
-            result = [_room(t, limit) for t in tensors]
-        for whole, piece in zip(result, tensors, strict=True):
-            if not _is_nothing(whole):
-                put(whole, piece, rows, columns, symmetric=limit.symmetric)
-    return unflatten(result)
+    for where, part in compute_blocks(limit, plan, progress=progress):
+        result = result or [_room(piece, limit.shape) for piece in part.blocks]
+        for whole, piece in zip(result, part.blocks, strict=True):
+            if not is_one_number(whole):
+                put(whole, piece, where, symmetric=limit.symmetric)
+    return Kernels.of_blocks(result)
 
 
-def plan_blocks(limit: Limit, block: int | None = None) -> Iterator[Block]:
-    """Yield the blocks to compute: where kernels are symmetric, those not below the diagonal."""
+def plan_blocks(limit: Limit, block: int | None = None) -> list[Block]:
+    """Return the blocks to compute: where kernels are symmetric, those not below the diagonal."""
     n1, n2 = limit.shape
     if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
         raise ValueError(f"block must be a whole number of at least 1, or None; got {block!r}.")
@@ -80,73 +77,46 @@ def plan_blocks(limit: Limit, block: int | None = None) -> Iterator[Block]:
         if limit.numbers > 1:
             numbers = max(numbers, PIXEL_NUMBERS)
         side = max(1, int((numbers / limit.numbers) ** 0.5))
-    for row in range(0, n1, side):
-        for column in range(row if limit.symmetric else 0, n2, side):
-            yield slice(row, min(row + side, n1)), slice(column, min(column + side, n2))
+    return [
+        (slice(row, min(row + side, n1)), slice(column, min(column + side, n2)))
+        for row in range(0, n1, side)
+        for column in range(row if limit.symmetric else 0, n2, side)
+    ]
 
 
 def compute_blocks(
     limit: Limit, plan: list[Block], *, progress: bool | None = None
 ) -> Iterator[tuple[Block, Kernels]]:
     """Yield each block with its kernels."""
-    with progress_bar(len(plan), progress) as advance:
-        for block in plan:
-            yield block, limit.block(*block)
-            advance()
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    wanted = progress if progress is not None else terminal and len(plan) > 100
+    steps: Iterator[Block] = iter(plan)
+    if wanted and find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.progress import track
+
+        steps = iter(track(plan, "kernels", console=Console(file=sys.stderr)))
+    for block in steps:
+        yield block, limit.block(*block)
 
 
-def flatten(kernels: Kernels) -> list[Tensor]:
-    """Return the five kernels as a list."""
-    nngp, shared, individual = kernels.nngp, kernels.ntk_shared, kernels.ntk_individual
-    return [nngp.same, nngp.cross, shared.same, shared.cross, individual.same]
-
-
-def unflatten(tensors: list[Tensor]) -> Kernels:
-    """Return the kernels again."""
-    same, cross, shared_same, shared_cross, individual = tensors
-    between = zero_cross(individual)
-    if individual.dim() > 2:
-        between = between.clone()
-        between[range(len(individual)), range(len(individual))] = individual
-    return Kernels(
-        MemberKernel(same, cross),
-        MemberKernel(shared_same, shared_cross),
-        MemberKernel(individual, between),
-    )
-
-
-def put(whole, piece, rows: slice, columns: slice, *, symmetric: bool) -> None:
+def put(whole, piece, where: Block, *, symmetric: bool) -> None:
     """Write a block to its place, and to its mirror image where there is one."""
+    rows, columns = where
     whole[..., rows, columns] = piece
     if symmetric and rows != columns:
         mirrored = piece.swapaxes(-1, -2)
         whole[..., columns, rows] = mirrored.swapaxes(0, 1) if piece.ndim > 3 else mirrored
 
 
-def _room(like: Tensor, limit: Limit) -> Tensor:
-    """Return an empty tensor for a whole kernel; one that is zero throughout takes no memory."""
-    shape = (*like.shape[:-2], *limit.shape)
-    if _is_nothing(like):
-        return like.flatten()[:1].squeeze().expand(shape)
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-
-def _is_nothing(kernel: Tensor) -> bool:
+def is_one_number(kernel: Tensor) -> bool:
     """Whether a kernel is one number, zero or a bias's, for all pairs of inputs."""
     return not any(kernel.stride())
 
 
-@contextmanager
-def progress_bar(total: int, progress: bool | None = None) -> Iterator[Callable[[], None]]:
-    """Give a function that advances a bar over ``total`` steps; it does nothing when quiet."""
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    wanted = progress if progress is not None else terminal and total > 100
-    if not wanted or find_spec("rich") is None:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(file=sys.stderr)) as bar:
-        task = bar.add_task("kernels", total=total)
-        yield lambda: bar.advance(task)
+def _room(like: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return an empty tensor for a whole kernel; one that is one number takes no memory."""
+    whole = (*like.shape[:-2], *shape)
+    if is_one_number(like):
+        return like.flatten()[:1].squeeze().expand(whole)
+    return torch.empty(whole, dtype=like.dtype, device=like.device)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.files import write_atomically
-from embens.theory.blocks import Block, compute_blocks, flatten, plan_blocks, put, unflatten
+from embens.theory.blocks import Block, compute_blocks, plan_blocks, put
 from embens.theory.kernel import Kernels
 from embens.theory.limit import Limit
 
@@ -58,16 +58,16 @@ def write_kernels(
     """
     path = check_path(path)
     limit = Limit(ensemble, x1, x2, dtype=dtype)
-    plan = list(plan_blocks(limit, block))
+    plan = plan_blocks(limit, block)
     partial = _Partial(path.with_name(path.name + ".partial"), fingerprint(limit, plan), len(plan))
-    left = [b for b, done in zip(plan, partial.done, strict=True) if not done]
-    index = {_key(b): i for i, b in enumerate(plan)}
-    for (rows, columns), part in compute_blocks(limit, left, progress=progress):
-        tensors = [t.cpu().numpy() for t in flatten(part)]
-        partial.open(tensors, limit.shape)
-        for whole, piece in zip(partial.arrays, tensors, strict=True):
-            put(whole, piece, rows, columns, symmetric=limit.symmetric)
-        partial.finished(index[_key((rows, columns))])
+    left = [i for i, done in enumerate(partial.done) if not done]
+    found = compute_blocks(limit, [plan[i] for i in left], progress=progress)
+    for i, (where, part) in zip(left, found, strict=True):
+        pieces = [block.cpu().numpy() for block in part.blocks]
+        partial.make_room(pieces, limit.shape)
+        for whole, piece in zip(partial.arrays, pieces, strict=True):
+            put(whole, piece, where, symmetric=limit.symmetric)
+        partial.finished(i)
     partial.flush()
     _publish(partial, path)
     return path
@@ -80,9 +80,9 @@ def load_kernels(path: str | os.PathLike[str]) -> Kernels:
     path = check_path(path)
     if path.suffix == ".npz":
         with np.load(path) as file:
-            return unflatten([torch.from_numpy(file[name]) for name in NAMES])
+            return Kernels.of_blocks([torch.from_numpy(file[name]) for name in NAMES])
     group = _zarr().open_group(str(path), mode="r")
-    return unflatten([torch.from_numpy(group[name][...]) for name in NAMES])
+    return Kernels.of_blocks([torch.from_numpy(group[name][...]) for name in NAMES])
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
@@ -97,59 +97,44 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 
 def fingerprint(limit: Limit, plan: list[Block]) -> str:
     """Return a hash of all that determines the kernels and their blocks."""
-    digest = hashlib.sha256()
-    for text in limit.description():
-        digest.update(text.encode())
+    digest = hashlib.sha256(str((limit.description(), plan[:2], len(plan))).encode())
     for tensor in limit.tensors():
         digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    digest.update(str([_key(b) for b in plan[:2]] + [len(plan)]).encode())
     return digest.hexdigest()
-
-
-def _key(block: Block) -> tuple[int, int, int, int]:
-    rows, columns = block
-    return rows.start, rows.stop, columns.start, columns.stop
 
 
 class _Partial:
     """The folder of an unfinished file."""
 
     def __init__(self, folder: Path, fingerprint: str, blocks: int):
-        import numpy as np
+        from numpy.lib.format import open_memmap
 
         self.folder = folder
         self.arrays: list[np.ndarray] = []
         self._waiting: list[int] = []
         self._flushed = time.monotonic()
-        marks = folder / "done.npy"
-        if folder.exists() and _read_fingerprint(folder) != fingerprint:
+        marks, meta = folder / "done.npy", folder / "meta.json"
+        if folder.exists() and _read_fingerprint(meta) != fingerprint:
             raise FileExistsError(
                 f"{folder} holds a part of other kernels (another network, inputs, dtype or "
                 "block size). Delete that folder, or write to another file."
             )
         if not marks.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            self.done = np.lib.format.open_memmap(marks, mode="w+", dtype=bool, shape=(blocks,))
-            (folder / "meta.json").write_text(json.dumps({"fingerprint": fingerprint}))
-        self.done = np.lib.format.open_memmap(marks, mode="r+")
+            open_memmap(marks, mode="w+", dtype=bool, shape=(blocks,))
+            meta.write_text(json.dumps({"fingerprint": fingerprint}))
+        self.done = open_memmap(marks, mode="r+")
         if self.done.any():
-            self.arrays = [np.lib.format.open_memmap(self._file(n), mode="r+") for n in NAMES]
+            self.arrays = [open_memmap(folder / f"{name}.npy", mode="r+") for name in NAMES]
 
-    def _file(self, name: str) -> Path:
-        return self.folder / f"{name}.npy"
+    def make_room(self, like: list[Any], shape: tuple[int, int]) -> None:
+        """Make the whole arrays, once one block shows what they look like."""
+        from numpy.lib.format import open_memmap
 
-    def open(self, like: list[Any], shape: tuple[int, int]) -> None:
-        """Make room for the whole arrays, once one block shows what they look like."""
-        import numpy as np
-
-        if not self.arrays:
-            self.arrays = [
-                np.lib.format.open_memmap(
-                    self._file(name), mode="w+", dtype=a.dtype, shape=(*a.shape[:-2], *shape)
-                )
-                for name, a in zip(NAMES, like, strict=True)
-            ]
+        for name, piece in zip(NAMES, like, strict=True) if not self.arrays else ():
+            file, size = self.folder / f"{name}.npy", (*piece.shape[:-2], *shape)
+            self.arrays.append(open_memmap(file, mode="w+", dtype=piece.dtype, shape=size))
 
     def finished(self, block: int) -> None:
         """Note that a block is there; its mark is written after its numbers."""
@@ -167,35 +152,32 @@ class _Partial:
         self._flushed = time.monotonic()
 
 
-def _read_fingerprint(folder: Path) -> str | None:
+def _read_fingerprint(meta: Path) -> str | None:
     try:
-        return json.loads((folder / "meta.json").read_text())["fingerprint"]
+        return json.loads(meta.read_text())["fingerprint"]
     except (OSError, ValueError, KeyError):
         return None
 
 
 def _publish(partial: _Partial, path: Path) -> None:
     """Turn the folder into the file, at once."""
-    import zipfile
+    import numpy as np
+
+    arrays = dict(zip(NAMES, partial.arrays, strict=True))
 
     def write(to: Path) -> None:
-        with zipfile.ZipFile(to, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
-            for name in NAMES:
-                file.write(partial._file(name), f"{name}.npy")
+        with to.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
 
     if path.suffix == ".npz":
         write_atomically(path, write)
     else:
         hidden = path.with_name(f".{path.name}.{os.getpid()}")
-        zarr = _zarr()
-        group = zarr.open_group(str(hidden), mode="w")
-        for name, array in zip(NAMES, partial.arrays, strict=True):
+        group = _zarr().open_group(str(hidden), mode="w")
+        for name, array in arrays.items():
             chunks = (*array.shape[:-2], *(min(1024, n) for n in array.shape[-2:]))
-            stored = group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=chunks)
-            for row in range(0, array.shape[-2], 1024):
-                stored[..., row : row + 1024, :] = array[..., row : row + 1024, :]
-        if path.exists():
-            shutil.rmtree(path)
+            group.create_array(name, data=array, chunks=chunks)
+        shutil.rmtree(path, ignore_errors=True)
         os.replace(hidden, path)
     partial.arrays.clear()
     shutil.rmtree(partial.folder)

@@ -1,4 +1,4 @@
-r"""Regime and gradient scale: how strongly members are coupled, and what follows from it.
+r"""Regime: how strongly members are coupled, and what follows from it.
 
 Members that share weights are *independent* in the limit where nothing of their outputs or
 gradients is common to two of them, :math:`\Sigma_{ab} = \Theta^{com}_{ab} = 0`, and *collective*
@@ -8,7 +8,7 @@ more than that it is there:
 .. math::
     r = \lambda_{\max}(\Theta^{com}_{ab}) / \lambda_{\max}(\Theta^{com}_{aa}) ,
 
-from 0 to 1, sets the gradient scale that suits the ensemble (:mod:`embens.theory.gamma`).
+from 0 to 1, sets the gradient scale that suits the ensemble (:func:`~embens.theory.natural_gamma`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from embens import reading as dataflow
+from embens import reading
 from embens.ensemble.plain import without_members
 from embens.laws import Law
 from embens.networks import Parametrized
+from embens.theory.blocks import kernels
 from embens.theory.kernel import MemberKernel
 
 if TYPE_CHECKING:
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 ZERO = 1e-12
 """Couplings up to this are 0: exact zeros of the limit, and what quadrature leaves of them."""
-
-
-__all__ = ["Regime", "RegimeReport", "Structure", "regime"]
 
 
 class Regime(Enum):
@@ -132,23 +129,20 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
 def _first_coupling(
     ensemble: EmbeddedEnsemble, candidates: Iterable[Tensor]
 ) -> tuple[float | None, Exception | None]:
-    """Return the coupling on the first inputs that the limit takes, or why it takes none."""
+    """Return the coupling on the first inputs that the limit takes, or why it takes none.
+
+    It is that of gradients, or where these have none, of outputs.
+    """
     unknown: Exception | None = None
     for inputs in candidates:
         try:
-            return _coupling(ensemble, inputs), None
+            found = kernels(ensemble, inputs)
         except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
             unknown = unknown or error
+        else:
+            of_gradients = _overlap(found.ntk_shared)
+            return of_gradients if of_gradients > ZERO else _overlap(found.nngp), None
     return None, unknown
-
-
-def _coupling(ensemble: EmbeddedEnsemble, x: Tensor) -> float:
-    """Return the coupling in the limit: that of gradients, or where there is none, of outputs."""
-    from embens.theory.blocks import kernels
-
-    found = kernels(ensemble, x)
-    of_gradients = _overlap(found.ntk_shared)
-    return of_gradients if of_gradients > ZERO else _overlap(found.nngp)
 
 
 def _overlap(kernel: MemberKernel) -> float:
@@ -169,45 +163,40 @@ def _overlap(kernel: MemberKernel) -> float:
 
 
 class Structure:
-    """What laws and data flow of an ensemble say about its regime."""
+    """What laws and data flow of an ensemble say about its regime.
+
+    Attributes:
+        last: the last layers, and the laws of modulations of their inputs.
+        open: those whose inputs are not centred.
+        biased: those that a shared bias follows in the limit, and about its share.
+    """
 
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.ensemble = ensemble
         self.reference = without_members(ensemble.network)
-        self.flow = dataflow.read(self.reference)
-        self.layers = dataflow.parameter_layers(self.reference)
+        self.flow = reading.read(self.reference)
+        self.layers = reading.parameter_layers(self.reference)
         posts = {s.layer: s.law for s in ensemble.plan.sites if s.kind == "post"}
         self.last: dict[str, Law | None] = {
             n: posts.get(n) for n in self.layers if n in self.flow.last
         }
-
-    @cached_property
-    def open(self) -> list[str]:
-        """The last layers whose inputs are not centred."""
-        return [n for n, law in self.last.items() if law is None or law.overlap > ZERO]
-
-    @cached_property
-    def biased(self) -> dict[str, float]:
-        """The last layers that a shared bias follows in the limit, and about its share."""
-        layers = {n: self.layers[n] for n in self.last}
-        return {
+        self.open = [n for n, law in self.last.items() if law is None or law.overlap > ZERO]
+        self.biased = {
             name: layer.bias_std**2 / (layer.bias_std**2 + layer.weight_std**2)
-            for name, layer in layers.items()
-            if isinstance(layer, Parametrized) and layer.bias_std
+            for name in self.last
+            if isinstance(layer := self.layers[name], Parametrized) and layer.bias_std
         }
 
     def estimate(self) -> float:
         """Return the coupling by the laws: the share of a signal that members have in common."""
         if not self.open:
             return max(self.biased.values(), default=0.0)
-        laws = [law for name in self.open if (law := self.last[name]) is not None]
-        return self.ensemble.overlap or math.prod(law.overlap for law in laws)
+        return self.ensemble.overlap or self._overlap_of_last()
 
     def explain(self, coupling: float) -> str:
         """Return why an ensemble has this coupling."""
         sites = self.ensemble.plan.sites
         where = f"the input of {_name(self.open or list(self.last))}"
-        laws = [law for name in self.open if (law := self.last[name]) is not None]
         if not coupling:
             if not self.open:
                 return f"E[u] = 0 in {where}" + self._weak_biases()
@@ -218,17 +207,22 @@ class Structure:
             return f"members share what follows {_name(list(self.last))}, although E[u] = 0 there"
         if all(site.law.variance == 0 for site in sites):
             return "all modulations are constant, so members are equal"
-        if not laws:
+        if all(self.last[name] is None for name in self.open):
             return f"{where} is not modulated by u, so nothing there averages to 0"
-        return f"E[u] ≠ 0 in {where} (overlap {math.prod(law.overlap for law in laws):.3g})"
+        return f"E[u] ≠ 0 in {where} (overlap {self._overlap_of_last():.3g})"
+
+    def _overlap_of_last(self) -> float:
+        laws = [self.last[name] for name in self.open]
+        return math.prod(law.overlap for law in laws if law is not None)
 
     def _weak_biases(self) -> str:
         """Return which biases are shared, but of no weight in the limit."""
-        layers = {n: self.layers[n] for n in self.last}
-        plain = {
-            n: m.out_proj if isinstance(m, nn.MultiheadAttention) else m for n, m in layers.items()
-        }
-        weak = [n for n, m in plain.items() if m.bias is not None and n not in self.biased]
+        weak = []
+        for name in self.last:
+            layer = self.layers[name]
+            layer = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
+            if layer.bias is not None and name not in self.biased:
+                weak.append(name)
         if not weak:
             return ""
         return (

@@ -26,8 +26,7 @@ from embens.finite.gradients import cosines, total_gram
 from embens.finite.jackknife import pair_error
 from embens.finite.members import unchanged
 from embens.objective import Criterion
-from embens.theory.blocks import kernels
-from embens.theory.gamma import natural_gamma
+from embens.theory import kernels, natural_gamma
 from embens.theory.regime import Regime, RegimeReport, Structure, regime
 
 LIMIT_SAMPLES = ((1, 12), (256, 2), (1024, 1))

@@ -18,20 +18,20 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from itertools import product
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from embens.laws import Discrete, Law, Normal, Shifted
+from embens.theory.duals.averages import Averages, Formula, Nodes
 from embens.theory.duals.expectations import Dual, tells_apart
-from embens.theory.duals.series import Nodes, normal_nodes, tabulate_between, tabulate_within
 from embens.theory.duals.smooth import AIM, STEPS, Smooth, round_out
-from embens.theory.duals.tables import Axis, Table, span
+from embens.theory.duals.tables import Tabulated, span
 
 _FEW = 8  # values of a modulation that are summed over one by one
 _WIDE = 4.0  # scale v√q up to which tables are faster than sums within a member
-_NUMBERS = 2**16  # held at once, in the cache of a processor
 
 
 class Closed(Smooth):
@@ -44,65 +44,42 @@ class Closed(Smooth):
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        values = _few_values(law)
-        if values is None:
-            return self._average(q1, q2, c, law, with_h=with_h)
-        sizes: dict[float, float] = {}
-        for v, weight in values:  # v and -v give the same
-            sizes[abs(v)] = sizes.get(abs(v), 0.0) + weight
+        nodes = self._nodes(span(q1, q2)[1], law)
         sums = [torch.zeros((), dtype=c.dtype, device=c.device)] * (3 if with_h else 2)
-        for v, weight in sizes.items():
+        for v, weight in zip(nodes.size.tolist(), nodes.both.tolist(), strict=True):
             f, g, *h = self.fixed(v**2 * q1, v**2 * q2, v**2 * c, with_h=with_h)
             terms = [f, v**2 * g, *(x / v**2 if v else c * g for x in h)]
             sums = [total + weight * term for total, term in zip(sums, terms, strict=True)]
         return sums[0], sums[1], sums[2] if with_h else None
 
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
-        values = _few_values(law)
         if not tells_apart(law):
             return self.same(q1, q2, c, law, with_h=False)[:2]
-        if values is None:
+        if not _has_few_values(law):
             return super().cross(q1, q2, c, law)
-        sums = [torch.zeros((), dtype=c.dtype, device=c.device)] * 2
-        for v1, weight1 in values:
-            for v2, weight2 in values:
-                f, g = self.fixed(v1**2 * q1, v2**2 * q2, v1 * v2 * c, with_h=False)
-                weight = weight1 * weight2
-                sums = [sums[0] + weight * f, sums[1] + weight * v1 * v2 * g]
-        return sums[0], sums[1]
+        assert law is not None
+        values = list(zip(*(x.tolist() for x in law.quadrature()), strict=True))
+        f = g = torch.zeros((), dtype=c.dtype, device=c.device)
+        for (v1, weight1), (v2, weight2) in product(values, values):
+            f12, g12 = self.fixed(v1**2 * q1, v2**2 * q2, v1 * v2 * c, with_h=False)
+            f, g = f + weight1 * weight2 * f12, g + weight1 * weight2 * v1 * v2 * g12
+        return f, g
 
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
-        return self if _few_values(law) is not None else super().prepare(q_min, q_max, law)
-
-    def _average(
-        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return ``same`` for a law with many values, as a sum over nodes that suffice."""
-        nodes = self._nodes(round_out(*span(q1, q2))[1], law)
-        dtype, (q1, q2, c) = c.dtype, (x.double() for x in (q1, q2, c))
-        shape = torch.broadcast_shapes(q1.shape, q2.shape, c.shape)
-        v = nodes.size.clamp(min=1e-12).to(c.device)  # H / v² has a limit at 0
-        weights = [x.to(c.device) for x in (nodes.both, nodes.steep, nodes.both / v.cpu() ** 2)]
-        square = (v**2)[:, None]
-        parts = []
-        flat = [x.expand(shape).reshape(-1).split(_NUMBERS // len(v) + 1) for x in (q1, q2, c)]
-        for a, b, both in zip(*flat, strict=True):
-            terms = self.fixed(square * a, square * b, square * both, with_h=with_h)
-            parts.append([w @ x for w, x in zip(weights, terms, strict=False)])
-        f, g, *h = (torch.cat(x).reshape(shape).to(dtype) for x in zip(*parts, strict=True))
-        return f, g, h[0] if h else None
+        return self if _has_few_values(law) else super().prepare(q_min, q_max, law)
 
     def _nodes(self, q_max: float, law: Law | None) -> Nodes:
         """Return nodes for v that suffice for variances up to this one."""
-        if isinstance(law, Normal | Shifted):
-            return normal_nodes(law.mean, law.std, 0.5 / math.sqrt(q_max))
         nodes, last, error = Nodes.of(law, STEPS[0][0]), None, math.inf
-        if isinstance(law, Discrete):
+        if law is None or isinstance(law, Discrete):
             return nodes
+        q_max = round_out(q_max, q_max)[1]
+        if isinstance(law, Normal | Shifted) and law.std:
+            return Nodes.of_normal(law.mean, law.std, 0.5 / math.sqrt(q_max))
         for count, _ in STEPS:
             nodes = Nodes.of(law, count)
-            q, square = nodes.size.clamp(min=1e-12) ** 2 * q_max, nodes.size.clamp(min=1e-12) ** 2
-            f, g, h = self.fixed(q, q, q, with_h=True)
+            square = nodes.size.clamp(min=1e-12) ** 2
+            f, g, h = self.fixed(square * q_max, square * q_max, square * q_max, with_h=True)
             sums = torch.stack([nodes.both @ f, nodes.steep @ g, nodes.both @ (h / square)])
             if last is not None:
                 error = float(((sums - last).abs() / sums.abs().clamp(min=1e-300)).max())
@@ -112,24 +89,12 @@ class Closed(Smooth):
         self._check(error, q_max, law, warn=True)
         return nodes
 
-    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
         """Return a table from sums over nodes, without them in one member if there are few."""
         nodes, high = self._nodes(q_max, law), math.sqrt(q_max)
-        unit = math.sqrt(float(nodes.steep.sum()))
-        axis = Axis(max(math.sqrt(q_min), 1e-6 * high), high, unit, 0)
-        edge = nodes.edge(high)
-        axis, between = tabulate_between(self.fixed, axis, edge, nodes)
-        if unit * high > _WIDE:
-            return Table(self, law, axis, (), between, edge)
-
-        def function(q1: Tensor, q2: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            f, g, h = self._average(q1, q2, c, law, with_h=True)
-            assert h is not None
-            return f, g, h
-
-        other, within = tabulate_within(function, axis, edge)
-        axis = axis.resize(max(axis.count, other.count))
-        return Table(self, law, axis, within, between, edge)
+        averages = Averages(Formula(self.fixed, float(nodes.size.max()) * high), nodes)
+        narrow = nodes.spread * high <= _WIDE
+        return self._table(math.sqrt(q_min), high, law, averages, within=narrow)
 
 
 @final
@@ -214,7 +179,7 @@ class _Wave(Closed):
             return self
         return super().prepare(q_min, q_max, law)
 
-    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
         return Smooth._tabulate(self, q_min, q_max, law)
 
 
@@ -299,9 +264,6 @@ def _difference(values: list[Tensor], ratio: Tensor) -> Tensor:
     return torch.where(ratio >= 0, first, values[1] * torch.expm1(ratio.clamp(max=0)))
 
 
-def _few_values(law: Law | None) -> list[tuple[float, float]] | None:
-    """Return the values of a law and their weights, or None if they are many."""
-    if law is None:
-        return [(1.0, 1.0)]
-    nodes, weights = law.quadrature()
-    return list(zip(nodes.tolist(), weights.tolist(), strict=True)) if len(nodes) <= _FEW else None
+def _has_few_values(law: Law | None) -> bool:
+    """Whether the values of a law can be summed over one by one."""
+    return law is None or len(law.quadrature()[0]) <= _FEW

@@ -81,13 +81,10 @@ def _by_quadrature(module: nn.Module) -> Dual:
     module = copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False)
     name = type(module).__name__
 
-    def function(x: Tensor) -> Tensor:
-        return module(x)
-
     x = torch.linspace(-2, 2, 9, dtype=torch.float64)
     with torch.no_grad():
-        whole, again = function(x), function(x)
-        parts = torch.stack([function(number) for number in x]) if whole.shape == x.shape else x
+        whole, again = module(x), module(x)
+        parts = torch.stack([module(number) for number in x]) if whole.shape == x.shape else x
     if not (torch.equal(whole, again) and whole.shape == parts.shape == x.shape):
         raise ValueError(
             f"{name} does not return one number for each number, always the same. Its expectations "
@@ -98,64 +95,35 @@ def _by_quadrature(module: nn.Module) -> Dual:
             f"{name} does not act on each number alone: what it returns for one depends on the "
             "others. Register a rule for it with embens.theory.propagate.register instead."
         )
-    return Smooth(function, name)
-
-
-@dual.register
-def _(module: nn.Identity) -> Dual:
-    return Homogeneous(1.0, 1.0, 1.0)
-
-
-@dual.register
-def _(module: nn.ReLU) -> Dual:
-    return Homogeneous()
-
-
-@dual.register
-def _(module: nn.LeakyReLU) -> Dual:
-    slope = float(module.negative_slope)
-    return Homogeneous(1.0, slope, slope)
-
-
-@dual.register
-def _(module: networks.Abs) -> Dual:
-    return Homogeneous(1.0, -1.0)
-
-
-@dual.register
-def _(module: networks.Erf) -> Dual:
-    return Erf()
-
-
-@dual.register
-def _(module: networks.Sin) -> Dual:
-    return Sine()
-
-
-@dual.register
-def _(module: networks.Cos) -> Dual:
-    return Cosine()
-
-
-@dual.register
-def _(module: nn.GELU) -> Dual:
-    return Gelu() if module.approximate == "none" else _by_quadrature(module)
-
-
-@dual.register
-def _(module: nn.Softplus) -> Dual:
-    beta = float(module.beta)  # its threshold, which saves time, makes a jump
-    return Smooth(lambda x: _softplus(beta * x) / beta, f"Softplus({beta:g})")
-
-
-@dual.register
-def _(module: nn.Mish) -> Dual:
-    return Smooth(lambda x: x * _softplus(x).tanh(), "Mish")
+    return Smooth(module, name)
 
 
 def _softplus(x: Tensor) -> Tensor:
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
-for _kind in (nn.Tanh, nn.Sigmoid, nn.SiLU, nn.LogSigmoid, nn.Tanhshrink):
-    register(_kind)
+def _of_softplus(module: nn.Softplus) -> Dual:
+    beta = float(module.beta)  # its threshold, which saves time, makes a jump
+    return Smooth(lambda x: _softplus(beta * x) / beta, f"Softplus({beta:g})")
+
+
+def _of_leaky_relu(module: nn.LeakyReLU) -> Dual:
+    slope = float(module.negative_slope)
+    return Homogeneous(1.0, slope, slope)
+
+
+_KNOWN: dict[type[nn.Module], Callable[..., Dual]] = {
+    nn.Identity: lambda _: Homogeneous(1.0, 1.0, 1.0),
+    nn.ReLU: lambda _: Homogeneous(),
+    nn.LeakyReLU: _of_leaky_relu,
+    networks.Abs: lambda _: Homogeneous(1.0, -1.0),
+    networks.Erf: lambda _: Erf(),
+    networks.Sin: lambda _: Sine(),
+    networks.Cos: lambda _: Cosine(),
+    nn.GELU: lambda module: Gelu() if module.approximate == "none" else _by_quadrature(module),
+    nn.Softplus: _of_softplus,
+    nn.Mish: lambda _: Smooth(lambda x: x * _softplus(x).tanh(), "Mish"),
+    **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.SiLU, nn.LogSigmoid, nn.Tanhshrink), _by_quadrature),
+}
+for _kind, _make in _KNOWN.items():
+    register(_kind, _make)

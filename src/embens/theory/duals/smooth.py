@@ -1,11 +1,11 @@
 r"""Duals of smooth activations without a closed form: tanh, softplus, SiLU, or a user's own.
 
-A :class:`Smooth` makes a :class:`Table` for a law and a range of variances,
+A :class:`Smooth` makes a :class:`Tabulated` for a law and a range of variances,
 and reads all expectations from it. All steps on the way are refined until the values at
 :math:`\rho = 1`, which are the hardest, agree with direct integration to ``ACCURACY``, relative to
 :math:`F, G, H` within a member (for variances down to a millionth of the largest). If they cannot,
 as for an activation with a kink, a warning says what was reached; beyond an error of 1e-4 it is a
-ValueError. How a table is made is in :mod:`embens.theory.duals.series`.
+ValueError. How a table is made is in :mod:`embens.theory.duals.averages`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import math
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from embens.laws import Law
 from embens.theory.duals import hermite
+from embens.theory.duals.averages import Averages, Mehler, Nodes
+from embens.theory.duals.chebyshev import Axis
 from embens.theory.duals.expectations import Dual, tells_apart
-from embens.theory.duals.series import Nodes, Series, fine_axis
-from embens.theory.duals.tables import Axis, Table, span
+from embens.theory.duals.tables import Tabulated, span
 
 ACCURACY = 1e-10
 AIM = 1e-11
-_Tables = list[tuple[tuple[float, float], Table]]  # with the variances that each is for
-_TABLES: dict[tuple[str, tuple[float, ...]], _Tables] = {}
-_TABLES_OF_ONE, _FUNCTIONS = 16, 16  # held
+_TABLES: list[tuple[Any, Tabulated]] = []  # the last ones, with what tells them apart
+_HELD = 128
 _WORST = 1e-4  # with a larger error nothing is returned
 # Nodes for v, and fineness for z.
 STEPS = ((61, 256), (121, 512), (241, 1024), (481, 4096), (961, 16384), (1921, 16384))
@@ -62,34 +63,23 @@ class Smooth(Dual):
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
         return self.tabulate(q_min, q_max, law)
 
-    def tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+    def tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
         """Return a table for these variances, a new one if none of the last few will do."""
         if torch._C._are_functorch_transforms_active():
             # What is made under a transform ends with it. Transforms hold for one thread.
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(self.tabulate, q_min, q_max, law).result()
-        tables, ends = self._tables(), round_out(q_min, q_max)
-        for known, table in tables:
-            if known == ends and (law is table.law or law == table.law):
-                return table
+        ends = round_out(q_min, q_max)
         with torch.inference_mode(False), torch.no_grad():
-            table = self._tabulate(*ends, law)
-        tables[:] = [(ends, table), *tables[: _TABLES_OF_ONE - 1]]
-        return table
-
-    def _tables(self) -> _Tables:
-        """Return the last tables of this function, also those that other instances made.
-
-        Functions are told apart by their values, as each pass through a network looks them up anew.
-        """
-        with torch.inference_mode(False), torch.no_grad():
+            # Functions are told apart by their values: each pass looks them up anew.
             size = torch.logspace(-3, 4, 256, dtype=torch.float64, device="cpu")
-            key = self.name, tuple(self.function(torch.cat([-size, size])).tolist())
-        tables = _TABLES.pop(key, [])
-        _TABLES[key] = tables  # now the last
-        while len(_TABLES) > _FUNCTIONS:
-            del _TABLES[next(iter(_TABLES))]
-        return tables
+            key = self.name, ends, self.function(torch.cat([-size, size])).tolist()
+            for known, table in _TABLES:
+                if known == key and (law is table.law or law == table.law):
+                    return table
+            table = self._tabulate(*ends, law)
+        _TABLES[:] = [(key, table), *_TABLES[: _HELD - 1]]
+        return table
 
     def derivative(self, x: Tensor) -> Tensor:
         """Return :math:`φ'`."""
@@ -99,19 +89,26 @@ class Smooth(Dual):
             x = x.clone().requires_grad_()
             return torch.autograd.grad(self.function(x).sum(), x)[0]
 
-    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Table:
+    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
         low, high = math.sqrt(q_min), math.sqrt(q_max)
         nodes, exact, error = self._integrate(high, law)
         count, missing = self._count_terms(high, law)
         self._check(max(error, missing), q_max, law)
-        series = self._series(low, high, nodes, count)
-        axis, edge = series.choose_axis(low, high), nodes.edge(high)
-        within = series.within(axis, edge)
-        between = series.between(axis, edge) if tells_apart(law) else within[:3]
-        table = Table(self, law, axis, within, between, edge)
+        averages = Averages(self._series(low, high, nodes, count), nodes)
+        table = self._table(low, high, law, averages)
         error = max(error, _difference(_on_diagonal(table, q_max), exact))
         self._check(error, q_max, law, warn=True)
         return table
+
+    def _table(
+        self, low: float, high: float, law: Law | None, averages: Averages, *, within: bool = True
+    ) -> Tabulated:
+        """Return a table for roots of variances from ``low`` to ``high``."""
+        axis, edge = Axis(low, high, averages.nodes.spread or 1.0), averages.nodes.edge(high)
+        first, inside = averages.within(axis, edge) if within else (axis, ())
+        other, between = averages.between(axis, edge) if tells_apart(law) else (first, inside[:3])
+        axis = axis.resize(max(first.count, other.count))
+        return Tabulated(self, law, axis, inside, between, edge)
 
     def _check(self, error: float, q_max: float, law: Law | None, *, warn: bool = False) -> None:
         """Refuse a large error, and warn of a smaller one."""
@@ -199,16 +196,17 @@ class Smooth(Dual):
         d[:, 1:] += n[:-1] * b[:, : count - 1]
         return a, b[:, :count], d
 
-    def _series(self, low: float, high: float, nodes: Nodes, count: int) -> Series:
+    def _series(self, low: float, high: float, nodes: Nodes, count: int) -> Mehler:
         """Return coefficients on an axis of scales |v|√q that is fine enough."""
         least, most = float(nodes.size.min()) * low, float(nodes.size.max()) * high
-        axis = Axis(least, most or 1.0, 1.0, 0)
         some = min(count, hermite.TIERS[0] - 1)
-        axis = fine_axis(axis, lambda scales: torch.cat(self._coefficients(scales, some)[1:], 1))
-        return Series(axis, nodes, *self._coefficients(axis.nodes(), count))
+        axis = Axis(least, most or 1.0, 1.0).refine(
+            lambda scales: torch.cat(self._coefficients(scales, some)[1:], 1)
+        )
+        return Mehler(axis, *self._coefficients(axis.nodes(), count))
 
 
-def _on_diagonal(table: Table, q: float) -> Tensor:
+def _on_diagonal(table: Tabulated, q: float) -> Tensor:
     """Return what ``_moments`` does, from a table."""
     variance = torch.tensor([q], dtype=torch.float64)
     f, g, h = table.same(variance, variance, variance, table.law)

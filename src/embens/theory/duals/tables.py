@@ -9,51 +9,16 @@ All of it is differentiable, forward and backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from embens.laws import Law
-from embens.theory.duals import chebyshev
+from embens.theory.duals.chebyshev import Axis, clenshaw
 from embens.theory.duals.expectations import Dual, roots
 
 _NUMBERS = 2**19  # coefficients held at once
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Interval of roots of variances, and interpolation on it."""
-
-    low: float
-    high: float
-    scale: float
-    count: int
-
-    def resize(self, count: int) -> Axis:
-        """Return the same interval with another number of nodes."""
-        return replace(self, count=count)
-
-    def nodes(self) -> Tensor:
-        """Return the roots at which values are needed."""
-        start, width = self._ends()
-        mapped = start + (chebyshev.nodes(self.count) + 1) / 2 * width
-        return (torch.expm1(mapped) / self.scale).clamp(self.low, self.high)
-
-    def basis(self, root: Tensor) -> Tensor:
-        """Return the polynomials at these roots, on a new last axis."""
-        start, width = self._ends()
-        mapped = 2 * (torch.log1p(self.scale * root) - start) / width - 1
-        return chebyshev.basis(mapped, self.count)
-
-    def interpolation(self, root: Tensor) -> Tensor:
-        """Return the weights of values at the nodes, on a new last axis."""
-        return self.basis(root) @ chebyshev.to_coefficients(self.count)
-
-    def _ends(self) -> tuple[float, float]:
-        start = math.log1p(self.scale * self.low)
-        return start, math.log1p(self.scale * self.high) - start
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,86 +48,28 @@ class Expansion:
         table, mix = (x.to(correlation.device) for x in (self.table, self.mix))
         if not (table.any() and correlation.numel()):
             return torch.zeros_like(correlation)
-        layout = _Layout.of(correlation.shape, basis1.shape[:-1], basis2.shape[:-1])
-        count = len(mix)  # the basis may go on
-        left, right = layout.arrange(basis1[..., :count], basis2[..., :count] @ mix)
-        points = correlation.permute(layout.order).reshape(layout.counts)
-        parts = [
-            torch.cat([_sum(table, left[b, i], right[b], points[b, :, i]) for i in rows], dim=2)
-            for b, rows in layout.chunks(len(table))
-        ]
-        return layout.restore(torch.cat(parts))
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Axes of a kernel: shared by both roots, by none, of the first root, of the second."""
-
-    shape: tuple[int, ...]
-    groups: tuple[list[int], ...]
-
-    @classmethod
-    def of(cls, shape: torch.Size, shape1: torch.Size, shape2: torch.Size) -> _Layout:
-        groups: tuple[list[int], ...] = ([], [], [], [])
-        kinds = {(True, True): 0, (False, False): 1, (True, False): 2, (False, True): 3}
-        padded = [(1,) * (len(shape) - len(s)) + tuple(s) for s in (shape1, shape2)]
-        for axis, (size1, size2) in enumerate(zip(*padded, strict=True)):
-            groups[kinds[size1 > 1, size2 > 1]].append(axis)
-        return cls(tuple(shape), groups)
-
-    @property
-    def order(self) -> list[int]:
-        return [axis for group in self.groups for axis in group]
-
-    @property
-    def counts(self) -> list[int]:
-        return [math.prod(self.shape[axis] for axis in group) for group in self.groups]
-
-    def arrange(self, of_root1: Tensor, of_root2: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(shared, row, polynomial)`` and ``(shared, column, polynomial)``."""
-        shared, _, rows, columns = self.counts
-        result = []
-        for x, count in ((of_root1, rows), (of_root2, columns)):
-            x = x[(None,) * (len(self.shape) + 1 - x.dim())]
-            x = x.permute(*self.order, len(self.shape))
-            result.append(x.reshape(shared, count, x.shape[-1]))
-        return result[0], result[1]
-
-    def restore(self, x: Tensor) -> Tensor:
-        """Return the kernel with its own axes."""
-        order = self.order
-        x = x.reshape([self.shape[axis] for axis in order])
-        return x.permute(sorted(range(len(order)), key=order.__getitem__))
-
-    def chunks(self, degrees: int) -> Iterator[tuple[slice, list[slice]]]:
-        """Yield slices of the shared axis, each with slices of rows, of bounded size."""
-        shared, free, rows, columns = self.counts
-        row = max(1, columns * max(degrees, free))
-        few = max(1, min(rows, _NUMBERS // row))
-        some = max(1, _NUMBERS // (row * few))
-        within = [slice(i, i + few) for i in range(0, max(rows, 1), few)]
-        for start in range(0, max(shared, 1), some):
-            yield slice(start, start + some), within
+        missing = (None,) * (correlation.dim() + 1)
+        left, right = (x[(*missing[x.dim() :], ..., slice(len(mix)))] for x in (basis1, basis2))
+        return _sum(table, left, right @ mix, correlation)
 
 
 def _sum(table: Tensor, left: Tensor, right: Tensor, correlation: Tensor) -> Tensor:
-    """Return ``(shared, free, row, column)``."""
-    degrees, terms, rank = table.shape
-    shared, rows, columns = len(left), left.shape[1], right.shape[1]
-    half = left.reshape(-1, terms) @ table.transpose(0, 1).reshape(terms, -1)
-    half = half.reshape(shared, rows, degrees, rank).permute(2, 0, 1, 3)
-    if shared == 1:
-        series = half.reshape(-1, rank) @ right[0].T
-    elif rows == columns == 1:
-        series = (half * right.mT[:, None, :, 0]).sum(3)
-    else:
-        series = half @ right.mT
-    series = series.reshape(degrees, shared, 1, rows, columns)
-    return chebyshev.clenshaw(series, correlation)
+    """Return the sums over polynomials in both roots and in the correlation, a few at a time."""
+    if correlation.numel() * len(table) > _NUMBERS and correlation.numel() > 1:
+        axis = next(i for i, size in enumerate(correlation.shape) if size > 1)
+        count = correlation.shape[axis]
+        each = correlation.numel() // count * len(table)
+        chunks = [
+            x.split(max(1, _NUMBERS // each), axis) if x.shape[axis] > 1 else [x] * count
+            for x in (left, right, correlation)
+        ]
+        return torch.cat([_sum(table, *part) for part in zip(*chunks, strict=False)], axis)
+    half = torch.einsum("dmr,...m->d...r", table, left)
+    return clenshaw(torch.einsum("d...r,...r->d...", half, right), correlation)
 
 
 @dataclass(frozen=True, eq=False)
-class Table(Dual):
+class Tabulated(Dual):
     r"""Dual for one law and a range of variances; for others it asks the one it was made from.
 
     Attributes:

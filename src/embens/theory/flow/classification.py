@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -23,16 +24,45 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from embens.checks import Gamma, check_members
-from embens.theory.flow.draws import draw_prior
-from embens.theory.flow.problem import check_kernels
-from embens.theory.gamma import check_rates, resolve_gamma
+from embens.checks import Gamma
+from embens.theory.flow.problem import Problem
 from embens.theory.kernel import Kernels, MemberKernel
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 Residual = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class CrossEntropySettings:
+    """How :func:`cross_entropy_flow` starts and computes.
+
+    Attributes:
+        classes: how many; None: the largest label and one.
+        start: outputs before training on train and test data, ``(member, n, class)`` and
+            ``(member, test, class)``; None: drawn from the prior.
+        draws: how many initialisations to draw; None: one, without an axis for it.
+        generator: draws them.
+        shared_rate: relative rate of the shared parameters.
+        individual_rate: relative rate of the modulations.
+        method: a solver of ``scipy.integrate.solve_ivp``.
+        rtol: its relative tolerance.
+        atol: its absolute tolerance.
+    """
+
+    classes: int | None = None
+    start: tuple[Tensor, Tensor] | None = None
+    draws: int | None = None
+    generator: torch.Generator | None = None
+    shared_rate: float = 1.0
+    individual_rate: float = 1.0
+    method: str = "DOP853"
+    rtol: float = 1e-6
+    atol: float = 1e-8
+
+
+_DEFAULT = CrossEntropySettings()
 
 
 def cross_entropy_flow(
@@ -44,15 +74,7 @@ def cross_entropy_flow(
     gamma: Gamma = None,
     *,
     times: Sequence[float] | Tensor,
-    classes: int | None = None,
-    start: tuple[Tensor, Tensor] | None = None,
-    draws: int | None = None,
-    generator: torch.Generator | None = None,
-    shared_rate: float = 1.0,
-    individual_rate: float = 1.0,
-    method: str = "DOP853",
-    rtol: float = 1e-6,
-    atol: float = 1e-8,
+    settings: CrossEntropySettings = _DEFAULT,
 ) -> Tensor:
     r"""Train infinitely wide ensembles by gradient flow on the cross-entropy of each member.
 
@@ -64,54 +86,34 @@ def cross_entropy_flow(
         members: :math:`M`.
         gamma: gradient scale; see :func:`~embens.theory.gradient_flow`.
         times: at which outputs are wanted, in rising order.
-        classes: how many; by default the largest label and one.
-        start: outputs before training on train and test data, ``(member, n, class)`` and
-            ``(member, test, class)``; by default drawn from the prior.
-        draws: how many initialisations to draw; None: one, without an axis for it.
-        generator: draws them.
-        shared_rate: relative rate of the shared parameters.
-        individual_rate: relative rate of the modulations.
-        method: a solver of ``scipy.integrate.solve_ivp``.
-        rtol: its relative tolerance.
-        atol: its absolute tolerance.
+        settings: start, rates and solver.
 
     Returns:
         Logits ``(time, member, test, class)``, each time ready for :mod:`embens.metrics`; with
         ``draws``, these come first.
     """
-    check_kernels(k_train_train, k_test_train, k_test_test, what="cross_entropy_flow")
-    check_members(members)
-    check_rates(shared_rate=shared_rate, individual_rate=individual_rate)
-    labels, classes = _check_labels(labels, len(k_train_train.nngp.same), classes)
+    problem = Problem.of(
+        (k_train_train, k_test_train, k_test_test),
+        members,
+        gamma,
+        rates={"shared_rate": settings.shared_rate, "individual_rate": settings.individual_rate},
+        what="cross_entropy_flow",
+    )
+    sizes = len(problem.ntk[0].same), len(problem.ntk[1].same)
+    labels, classes = _check_labels(labels, sizes[0], settings.classes)
     when = _check_times(times)
-    rates = {"shared_rate": shared_rate, "individual_rate": individual_rate}
-    train, carry = k_train_train.to(torch.float64), k_test_train.to(torch.float64)
-    scale = resolve_gamma(train, members, gamma, **rates)
-    ntks = [k.ntk(members, scale, **rates) for k in (train, carry)]
-    sizes = (len(labels), len(carry.nngp.same))
-    if start is not None:
-        starts = [_check_start(start, members, sizes, classes, draws)]
-    elif k_test_test is None:
-        raise ValueError(
-            "outputs at initialisation can't be drawn without the kernels of the test data with "
-            "themselves; got None for k_test_test. Pass it, or start=(train, test) outputs."
-        )
-    else:
-        drawn = draw_prior(
-            *(train, carry, k_test_test),
-            members=members,
-            outputs=classes,
-            draws=1 if draws is None else draws,
-            generator=generator,
-        )
+    if settings.start is None:
+        drawn = problem.draw(classes, settings.draws or 1, settings.generator)
         starts = list(zip(*drawn, strict=True))
-    truth = one_hot(labels, classes).to(train.nngp.same)
-    solver = {"method": method, "rtol": rtol, "atol": atol}
+    else:
+        starts = [_check_start(settings, [(members, size, classes) for size in sizes])]
+    truth = one_hot(labels, classes).to(problem.ntk[0].same)
+    solver = {"method": settings.method, "rtol": settings.rtol, "atol": settings.atol}
     results = [
-        integrate(ntks[0], ntks[1], lambda f: f.softmax(-1) - truth, begin, when, **solver)
+        integrate(*problem.ntk, lambda f: f.softmax(-1) - truth, begin, when, **solver)
         for begin in starts
     ]
-    return results[0] if draws is None else torch.stack(results)
+    return results[0] if settings.draws is None else torch.stack(results)
 
 
 def integrate(
@@ -199,18 +201,14 @@ def _check_times(times: Sequence[float] | Tensor) -> list[float]:
 
 
 def _check_start(
-    start: tuple[Tensor, Tensor],
-    members: int,
-    sizes: tuple[int, int],
-    classes: int,
-    draws: int | None,
+    settings: CrossEntropySettings, shapes: list[tuple[int, ...]]
 ) -> tuple[Tensor, Tensor]:
-    if draws is not None:
+    assert settings.start is not None
+    if settings.draws is not None:
         raise ValueError("start and draws exclude each other; got both. Leave one of them out.")
-    for outputs, size, name in zip(start, sizes, ("train", "test"), strict=True):
-        if outputs.shape != (members, size, classes):
+    for outputs, shape, name in zip(settings.start, shapes, ("train", "test"), strict=True):
+        if outputs.shape != shape:
             raise ValueError(
-                f"start: expected {name} outputs of shape {(members, size, classes)}; got "
-                f"{tuple(outputs.shape)}."
+                f"start: expected {name} outputs of shape {shape}; got {tuple(outputs.shape)}."
             )
-    return start[0].double(), start[1].double()
+    return settings.start[0].double(), settings.start[1].double()

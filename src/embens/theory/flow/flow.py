@@ -31,17 +31,34 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from embens.checks import Gamma, check_members
-from embens.theory.flow.draws import draw_members
+from embens.checks import Gamma
 from embens.theory.flow.mode import Mode, Schedule
-from embens.theory.flow.problem import check_kernels, check_targets
-from embens.theory.gamma import check_rates, resolve_gamma
-from embens.theory.kernel import Kernels, MemberKernel
+from embens.theory.flow.problem import Problem, check_targets, draw_members
+from embens.theory.kernel import Kernels, MemberKernel, check_rates
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FlowSettings:
+    """How an ensemble trains in the limit.
+
+    Attributes:
+        shared_rate: rate of the shared parameters, relative to that of training.
+        individual_rate: rate of the modulations.
+        jitter: added to the diagonal of the train data's kernel in both modes, a ridge; nothing
+            is ever added unless asked for.
+    """
+
+    shared_rate: float = 1.0
+    individual_rate: float = 1.0
+    jitter: float = 0.0
+
+
+DEFAULT = FlowSettings()
 
 
 class PerMode(NamedTuple, Generic[T]):
@@ -52,7 +69,7 @@ class PerMode(NamedTuple, Generic[T]):
 
 
 @dataclass(frozen=True, repr=False)
-class Flow:
+class GradientFlow:
     """An infinitely wide ensemble in training; made by :func:`gradient_flow`.
 
     Wherever a time ``t`` is taken (of :func:`gradient_descent`: a number of steps), it may be 0,
@@ -77,43 +94,33 @@ class Flow:
 
     def mean(self, t: float | Tensor) -> Tensor:
         """Expected output of a member, and of the ensemble: the same."""
-        flat = self.targets.flatten(1) if self.targets.dim() > 1 else self.targets[:, None]
-        moved = self._at(t, lambda m, _: self.modes.mean.respond(m, flat))
+        flat = self.targets.reshape(len(self.targets), -1)
+        moved = self._at(t, lambda gains: self.modes.mean.respond(gains.mean, flat))
         return moved.reshape(*moved.shape[:-1], *self.targets.shape[1:])
 
     def variance(self, t: float | Tensor) -> Tensor:
         """Variance of a member's output."""
-        mean, deviation = self._modes_with_prior("variance")
-        share = 1 - 1 / self.members
-        return self._at(t, lambda m, d: mean.variance(m) + share * deviation.variance(d))
-
-    def covariance(self, t: float) -> MemberKernel:
-        """Covariance of outputs within a member (``same``) and between members (``cross``).
-
-        With one member there is no other: ``cross`` has no meaning then.
-        """
-        mean, deviation = self._modes_with_prior("covariance")
-        if isinstance(t, Tensor) and t.dim():
-            raise ValueError(
-                f"covariance takes one time; got a vector of {len(t)}. Call it for each of them."
-            )
-        gains = self._gains(t)
-        of_mean, of_deviation = mean.covariance(gains.mean), deviation.covariance(gains.deviation)
-        cross = of_mean - of_deviation / self.members
-        return MemberKernel(same=cross + of_deviation, cross=cross)
+        return self._variances(t, "variance").sum(0)
 
     def ensemble_variance(self, t: float | Tensor) -> Tensor:
         """Variance of the mean of the members' outputs."""
-        mean, _ = self._modes_with_prior("ensemble_variance")
-        return self._at(t, lambda m, _: mean.variance(m))
+        return self._variances(t, "ensemble_variance")[0]
 
     def diversity(self, t: float | Tensor) -> Tensor:
         r"""Expected spread of members, :math:`E \frac1M \sum_a (f_a - \bar f)^2`.
 
         Times :math:`M / (M - 1)` it is that of the unbiased sample variance.
         """
-        _, deviation = self._modes_with_prior("diversity")
-        return self._at(t, lambda _, d: (1 - 1 / self.members) * deviation.variance(d))
+        return self._variances(t, "diversity")[1]
+
+    def covariance(self, t: float) -> MemberKernel:
+        """Covariance of outputs within a member (``same``) and between members (``cross``).
+
+        With one member there is no other: ``cross`` has no meaning then.
+        """
+        of_mean, of_deviation = self._covariances(t, "covariance")
+        cross = of_mean - of_deviation / self.members
+        return MemberKernel(same=cross + of_deviation, cross=cross)
 
     def evolve(
         self,
@@ -128,24 +135,21 @@ class Flow:
             train: outputs on the train data before training.
             test: outputs on the test data before training.
         """
-        samples = {"train": self.modes.mean.basis, "test": self.modes.mean.carry}
-        for name, given in (("train", train), ("test", test)):
-            expected = (self.members, len(samples[name]), *self.targets.shape[1:])
+        mean, deviation = self.modes
+        for name, given, samples in (("train", train, mean.basis), ("test", test, mean.carry)):
+            expected = (self.members, len(samples), *self.targets.shape[1:])
             if given.shape != expected:
                 raise ValueError(
                     f"{name} outputs must be {expected}, members first and the rest like targets; "
                     f"got {tuple(given.shape)}."
                 )
-        train, test = train.to(self.targets), test.to(self.targets)
-        residual = train.mean(0) - self.targets
-        deviation = train - train.mean(0)
+        flat = train.to(self.targets).reshape(*train.shape[:2], -1)
+        common, targets = flat.mean(0), self.targets.reshape(len(self.targets), -1)
 
-        def outputs(m: Tensor, d: Tensor) -> Tensor:
-            each = deviation.movedim(0, -1).flatten(1)
-            moved = self.modes.deviation.respond(d, each)
-            moved = moved.reshape(-1, *self.targets.shape[1:], self.members).movedim(-1, 0)
-            common = self.modes.mean.respond(m, residual.reshape(len(residual), -1))
-            return test - moved - common.reshape(test.shape[1:])
+        def outputs(gains: PerMode[Tensor]) -> Tensor:
+            moved = deviation.respond(gains.deviation, flat - common)
+            moved = moved + mean.respond(gains.mean, common - targets)
+            return test.to(self.targets) - moved.reshape(test.shape)
 
         return self._at(t, outputs)
 
@@ -153,16 +157,8 @@ class Flow:
         self, t: float, draws: int = 1, *, generator: torch.Generator | None = None
     ) -> Float[Tensor, "draw member test ..."]:
         """Draw the test outputs of so many trained ensembles, each of its own initialisation."""
-        mean, deviation = self._modes_with_prior("sample")
-        gains = self._gains(t)
-        return self.mean(t) + draw_members(
-            mean.covariance(gains.mean),
-            deviation.covariance(gains.deviation),
-            members=self.members,
-            shape=self.targets.shape[1:],
-            draws=draws,
-            generator=generator,
-        )
+        both, shape = self._covariances(t, "sample"), tuple(self.targets.shape[1:])
+        return self.mean(t) + draw_members(*both, self.members, shape, draws, generator)
 
     @property
     def largest_stable_rate(self) -> PerMode[float]:
@@ -183,25 +179,43 @@ class Flow:
         """Condition numbers of the modes' kernels on the train data, jitter included."""
         return PerMode(*(mode.condition for mode in self.modes))
 
-    def _modes_with_prior(self, what: str) -> PerMode[Mode]:
+    def _variances(self, t: float | Tensor, what: str) -> Float[Tensor, "2 ... test"]:
+        """Return the variances of the mean, and of members around it."""
+        self._require_prior(what)
+        shares = (1.0, 1 - 1 / self.members)
+
+        def variances(gains: PerMode[Tensor]) -> Tensor:
+            each = zip(self.modes, gains, shares, strict=True)
+            return torch.stack([share * mode.variance(gain) for mode, gain, share in each])
+
+        return self._at(t, variances).movedim(-2, 0)
+
+    def _covariances(self, t: float, what: str) -> tuple[Tensor, Tensor]:
+        r"""Return :math:`V_m, V_d`."""
+        self._require_prior(what)
+        if isinstance(t, Tensor) and t.dim():
+            raise ValueError(
+                f"{what} takes one time; got a vector of {len(t)}. Call it for each of them."
+            )
+        each = zip(self.modes, self._gains(t), strict=True)
+        return tuple(mode.covariance(gain) for mode, gain in each)  # type: ignore[return-value]
+
+    def _require_prior(self, what: str) -> None:
         if self.modes.mean.prior_test is None:
             raise ValueError(
                 f"{what} needs the kernels of the test data with themselves; got None for "
                 "k_test_test. Pass kernels(ensemble, x_test); the mean does without."
             )
-        return self.modes
 
-    def _at(self, t: float | Tensor, of_gains: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def _at(self, t: float | Tensor, of_gains: Callable[[PerMode[Tensor]], Tensor]) -> Tensor:
         """Evaluate a function of the modes' gains at a time, or at each of a vector."""
         if hasattr(t, "__len__") and not isinstance(t, (str, Tensor)):
             t = torch.as_tensor(t, dtype=torch.float64)
         if not isinstance(t, Tensor) or not t.dim():
-            gains = self._gains(t)
-            return of_gains(gains.mean, gains.deviation)
+            return of_gains(self._gains(t))
         if t.dim() > 1:
             raise ValueError(f"t must be a time or a vector of them; got shape {tuple(t.shape)}.")
-        each = [self._gains(one) for one in t.tolist()]
-        return torch.stack([of_gains(gains.mean, gains.deviation) for gains in each])
+        return torch.stack([of_gains(self._gains(one)) for one in t.tolist()])
 
     def _gains(self, t: float | Tensor) -> PerMode[Tensor]:
         time = self.schedule.check(t)  # type: ignore[arg-type]
@@ -235,8 +249,8 @@ class Flow:
         warnings.warn(
             f"the kernel of the train data is singular: rank {mode.rank} of "
             f"{len(mode.eigenvalues)} at cut-off {mode.cutoff:.2g}. At infinite time its "
-            f"pseudo-inverse is used; {fit}. Pass jitter= (of the size of the targets' noise), or "
-            "leave out repeated inputs.",
+            f"pseudo-inverse is used; {fit}. Pass FlowSettings(jitter=…), of the size of the "
+            "targets' noise, or leave out repeated inputs.",
             stacklevel=5,
         )
 
@@ -244,8 +258,8 @@ class Flow:
         train, test = len(self.targets), len(self.modes.mean.carry)
         rate = "" if self.schedule.rate is None else f", rate={self.schedule.rate:g}"
         return (
-            f"Flow(members={self.members}, gamma={self.gamma:g}{rate}, train={train}, test={test}, "
-            f"rank={tuple(self.rank)}, jitter={self.jitter:g})"
+            f"GradientFlow(members={self.members}, gamma={self.gamma:g}{rate}, train={train}, "
+            f"test={test}, rank={tuple(self.rank)}, jitter={self.jitter:g})"
         )
 
 
@@ -257,10 +271,8 @@ def gradient_flow(
     members: int = 8,
     gamma: Gamma = None,
     *,
-    shared_rate: float = 1.0,
-    individual_rate: float = 1.0,
-    jitter: float = 0.0,
-) -> Flow:
+    settings: FlowSettings = DEFAULT,
+) -> GradientFlow:
     r"""Train an infinitely wide ensemble by gradient flow on the squared loss.
 
     Args:
@@ -271,10 +283,7 @@ def gradient_flow(
         members: :math:`M`.
         gamma: gradient scale of the shared parameters: a number, a function of the number of
             members, or None for :func:`~embens.theory.natural_gamma`.
-        shared_rate: rate of the shared parameters, relative to that of training.
-        individual_rate: rate of the modulations.
-        jitter: added to the diagonal of the train data's kernel in both modes, a ridge; nothing
-            is ever added unless asked for.
+        settings: relative rates, and a ridge.
 
     Example:
         >>> from embens.theory.kernel import zero_cross
@@ -287,12 +296,8 @@ def gradient_flow(
         >>> flow.mean(float("inf")).item(), flow.diversity(float("inf")).item()
         (2.0, 0.0)
     """
-    return _solve(
-        *(k_train_train, k_test_train, k_test_test, y, members, gamma),
-        rates={"shared_rate": shared_rate, "individual_rate": individual_rate},
-        jitter=jitter,
-        rate=None,
-    )
+    parts = k_train_train, k_test_train, k_test_test
+    return _solve(parts, y, members, gamma, settings)
 
 
 def gradient_descent(
@@ -304,22 +309,16 @@ def gradient_descent(
     gamma: Gamma = None,
     *,
     rate: float,
-    shared_rate: float = 1.0,
-    individual_rate: float = 1.0,
-    jitter: float = 0.0,
-) -> Flow:
+    settings: FlowSettings = DEFAULT,
+) -> GradientFlow:
     """Train an infinitely wide ensemble by gradient descent: ``t`` of the result counts steps.
 
     A ``rate`` beyond the largest stable one gives a warning, and outputs that diverge. The other
     arguments are those of :func:`gradient_flow`.
     """
     check_rates(rate=rate)
-    flow = _solve(
-        *(k_train_train, k_test_train, k_test_test, y, members, gamma),
-        rates={"shared_rate": shared_rate, "individual_rate": individual_rate},
-        jitter=jitter,
-        rate=float(rate),
-    )
+    parts = k_train_train, k_test_train, k_test_test
+    flow = _solve(parts, y, members, gamma, settings, rate=float(rate))
     stable = flow.largest_stable_rate
     if rate >= min(stable):
         warnings.warn(
@@ -331,43 +330,25 @@ def gradient_descent(
 
 
 def _solve(
-    k_train_train: Kernels,
-    k_test_train: Kernels,
-    k_test_test: Kernels | None,
+    parts: tuple[Kernels, Kernels, Kernels | None],
     y: Tensor,
     members: int,
     gamma: Gamma,
-    *,
-    rates: dict[str, float],
-    jitter: float,
-    rate: float | None,
-) -> Flow:
-    check_kernels(k_train_train, k_test_train, k_test_test, what="gradient_flow")
-    y = check_targets(y, k_train_train)
-    check_members(members)
-    check_rates(**rates)
+    settings: FlowSettings,
+    rate: float | None = None,
+) -> GradientFlow:
+    jitter = settings.jitter
+    rates = {"shared_rate": settings.shared_rate, "individual_rate": settings.individual_rate}
+    problem = Problem.of(parts, members, gamma, rates=rates, what="gradient_flow")
+    y = check_targets(y, problem.ntk[0].same)
     if not 0 <= jitter < math.inf:
         raise ValueError(f"jitter must be a number >= 0; got {jitter!r}. Leave it out for none.")
-    train, carry = k_train_train.to(torch.float64), k_test_train.to(torch.float64)
-    scale = resolve_gamma(train, members, gamma, **rates)
-    ntks = [k.ntk(members, scale, **rates).modes(members) for k in (train, carry)]
-    nngps = [
-        None if k is None else k.nngp.modes(members)
-        for k in (train, carry, k_test_test and k_test_test.to(torch.float64))
-    ]
-    share = (1 / members, 1.0)  # the mean's covariance is 1/M of what `modes` gives
-    modes = PerMode(
-        *(
-            Mode.solve(
-                (ntks[0][k], ntks[1][k]),
-                (nngps[0][k] * share[k], nngps[1][k] * share[k]),  # type: ignore[index]
-                None if nngps[2] is None else nngps[2][k] * share[k],
-                jitter=jitter,
-            )
-            for k in range(2)
-        )
-    )
-    for name, mode in zip(PerMode._fields, modes, strict=True):
+    modes = []
+    for k, name in enumerate(PerMode._fields):
+        share = 1 / members if name == "mean" else 1.0  # of what `modes` gives
+        ntk = [n.modes(members)[k] for n in problem.ntk]
+        nngp = [None if n is None else share * n.modes(members)[k] for n in problem.nngp]
+        mode = Mode.solve(tuple(ntk), tuple(nngp), jitter=jitter)  # type: ignore[arg-type]
         if mode.indefinite and (name == "mean" or members > 1):
             warnings.warn(
                 f"the {name} mode's kernel on the train data is not positive semi-definite: its "
@@ -376,5 +357,6 @@ def _solve(
                 "kernels.",
                 stacklevel=3,
             )
+        modes.append(mode)
     schedule = Schedule(samples=len(y), rate=rate)
-    return Flow(modes, schedule, y, members, scale, float(jitter))
+    return GradientFlow(PerMode(*modes), schedule, y, members, problem.gamma, float(jitter))

@@ -126,13 +126,12 @@ class Mode:
     @classmethod
     def solve(
         cls,
-        ntk: tuple[Float[Tensor, "n n"], Float[Tensor, "test n"]],
-        nngp: tuple[Float[Tensor, "n n"], Float[Tensor, "test n"]],
-        prior_test: Float[Tensor, "test test"] | None,
+        ntk: tuple[Tensor, Tensor],
+        nngp: tuple[Tensor, Tensor, Tensor | None],
         *,
         jitter: float,
     ) -> Mode:
-        """Diagonalise a mode, given both kernels (train with train, test with train)."""
+        """Diagonalise a mode, given its kernels (train with train, test with train, test)."""
         train, carry = ntk
         found, basis = torch.linalg.eigh((train + train.mT) / 2)
         found = found + jitter
@@ -152,7 +151,7 @@ class Mode:
             carry=torch.where(lost, 0.0, carry),
             prior_train=basis.mT @ nngp[0] @ basis,
             prior_carry=nngp[1] @ basis,
-            prior_test=prior_test,
+            prior_test=nngp[2],
             cutoff=cutoff,
             least=least,
         )
@@ -175,8 +174,8 @@ class Mode:
         return self.least < -INDEFINITE * self.eigenvalues.abs().max().item()
 
     def respond(
-        self, gain: Float[Tensor, " n"], residual: Float[Tensor, "n ..."]
-    ) -> Float[Tensor, "test ..."]:
+        self, gain: Float[Tensor, " n"], residual: Float[Tensor, "*member n k"]
+    ) -> Float[Tensor, "*member test k"]:
         """Return :math:`A r_0`, by which test outputs have moved."""
         return self.carry * gain @ (self.basis.mT @ residual)
 

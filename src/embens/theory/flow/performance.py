@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from embens import metrics
-from embens.theory.flow.flow import Flow
+from embens.theory.flow.flow import GradientFlow
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -57,7 +57,7 @@ def centred_targets(
 
 
 def performance(
-    flow: Flow,
+    flow: GradientFlow,
     labels: Int[Tensor, " test"],
     *,
     t: float = math.inf,

@@ -1,13 +1,19 @@
-"""Kernels of train and test data, and targets: what is wrong with them, said before any work."""
+"""What is to be learnt in the limit: kernels of train and test data, members, gradient scale.
+
+What is wrong with them is said before any work. Outputs at initialisation are drawn here too.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from embens.theory.kernel import Kernels
+from embens.checks import Gamma, check_members
+from embens.theory.kernel import Kernels, MemberKernel, check_rates, resolve_gamma
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -16,13 +22,99 @@ SYMMETRY = 1e-8
 """Relative error up to which a kernel counts as symmetric."""
 
 
-def check_kernels(
-    k_train_train: Kernels, k_test_train: Kernels, k_test_test: Kernels | None, *, what: str
-) -> None:
+@dataclass(frozen=True)
+class Problem:
+    """Kernels in float64 of an ensemble on train and test data.
+
+    Attributes:
+        nngp: covariances at initialisation: train with train, test with train, test with test
+            (None where they were not given).
+        ntk: kernels of training: train with train, test with train.
+        members: how many.
+        gamma: the gradient scale, as a number.
+    """
+
+    nngp: tuple[MemberKernel, MemberKernel, MemberKernel | None]
+    ntk: tuple[MemberKernel, MemberKernel]
+    members: int
+    gamma: float
+
+    @classmethod
+    def of(
+        cls,
+        parts: tuple[Kernels, Kernels, Kernels | None],
+        members: int,
+        gamma: Gamma,
+        *,
+        rates: dict[str, float],
+        what: str,
+    ) -> Problem:
+        """Return the problem if nothing is wrong; ``what`` is the function that was called."""
+        names = ("k_train_train", "k_test_train", "k_test_test")
+        given = dict(zip(names, parts, strict=True))
+        if parts[2] is None:
+            del given["k_test_test"]
+        _check_kernels(given, what)  # type: ignore[arg-type]
+        check_members(members)
+        check_rates(**rates)
+        train, carry, test = (None if k is None else k.to(torch.float64) for k in parts)
+        assert train is not None
+        assert carry is not None
+        scale = resolve_gamma(train, members, gamma, **rates)
+        nngp = train.nngp, carry.nngp, None if test is None else test.nngp
+        ntk = train.ntk(members, scale, **rates), carry.ntk(members, scale, **rates)
+        return cls(nngp, ntk, members, scale)
+
+    def draw(
+        self, outputs: int, draws: int, generator: torch.Generator | None
+    ) -> tuple[Float[Tensor, "draw member n k"], Float[Tensor, "draw member test k"]]:
+        """Draw outputs at initialisation, on train and test data together."""
+        train, carry, test = (None if k is None else k.modes(self.members) for k in self.nngp)
+        if test is None:
+            raise ValueError(
+                "outputs at initialisation can't be drawn without the kernels of the test data "
+                "with themselves; got None for k_test_test. Pass it, or start=(train, test) "
+                "outputs."
+            )
+        mean, deviation = (
+            torch.cat([torch.cat([a, b.mT], 1), torch.cat([b, c], 1)])
+            for a, b, c in zip(train, carry, test, strict=True)  # type: ignore[arg-type]
+        )
+        joint = draw_members(
+            mean / self.members, deviation, self.members, (outputs,), draws, generator
+        )
+        return joint.split([len(train[0]), len(test[0])], dim=2)  # type: ignore[index,return-value]
+
+
+def draw_members(
+    of_mean: Float[Tensor, "n n"],
+    of_deviation: Float[Tensor, "n n"],
+    members: int,
+    shape: tuple[int, ...] = (),
+    draws: int = 1,
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, "draw member n ..."]:
+    r"""Draw Gaussian outputs of exchangeable members from the covariances of both modes.
+
+    .. math::
+        f_a = \bar f + h_a - \tfrac1M \textstyle\sum_b h_b, \qquad
+        \bar f \sim N(0, V_m), \quad h_a \sim N(0, V_d)
+    """
+
+    def draw(covariance: Tensor, count: int) -> Tensor:
+        values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
+        root = vectors * values.clamp(min=0).sqrt()
+        size = (draws, count, len(values), math.prod(shape))
+        noise = torch.randn(size, generator=generator, dtype=values.dtype)
+        return root @ noise.to(values.device)
+
+    own = draw(of_deviation, members)
+    result = draw(of_mean, 1) + own - own.mean(1, keepdim=True)
+    return result.reshape(*result.shape[:-1], *shape)
+
+
+def _check_kernels(given: dict[str, Kernels], what: str) -> None:
     """Say what is wrong with the kernels of train and test data, if anything is."""
-    given = {"k_train_train": k_train_train, "k_test_train": k_test_train}
-    if k_test_test is not None:
-        given["k_test_test"] = k_test_test
     for name, kernels in given.items():
         if not isinstance(kernels, Kernels):
             raise TypeError(
@@ -35,7 +127,7 @@ def check_kernels(
                 "modulations, so members are not exchangeable and, where those are trained, their "
                 "kernel does not stay as it was. Expected sites='hidden'."
             )
-    n, test = k_train_train.nngp.same.shape[-1], k_test_train.nngp.same.shape[-2]
+    n, test = given["k_train_train"].nngp.same.shape[-1], given["k_test_train"].nngp.same.shape[-2]
     shapes = {"k_train_train": (n, n), "k_test_train": (test, n), "k_test_test": (test, test)}
     for name, kernels in given.items():
         for part, kernel in vars(kernels).items():
@@ -62,9 +154,9 @@ def _check_block(name: str, block: Tensor, shape: tuple[int, int]) -> None:
             )
 
 
-def check_targets(y: Tensor, k_train_train: Kernels) -> Float[Tensor, "n ..."]:
-    """Return targets in float64, or say what is wrong with them."""
-    n = k_train_train.nngp.same.shape[-1]
+def check_targets(y: Tensor, like: Float[Tensor, "n n"]) -> Float[Tensor, "n ..."]:
+    """Return targets like the train data's kernel, or say what is wrong with them."""
+    n = len(like)
     if not isinstance(y, Tensor):
         raise TypeError(f"y must be a tensor; got {type(y).__name__}. Use torch.as_tensor.")
     if not y.dim() or len(y) != n or not y.numel():
@@ -72,7 +164,7 @@ def check_targets(y: Tensor, k_train_train: Kernels) -> Float[Tensor, "n ..."]:
             f"y must have a row for each of the {n} train samples, shape ({n},) or ({n}, k); got "
             f"{tuple(y.shape)}."
         )
-    y = y.to(dtype=torch.float64, device=k_train_train.nngp.same.device)
+    y = y.to(like)
     if not y.isfinite().all():
         raise ValueError(f"y must be finite; got {int((~y.isfinite()).sum())} values that are not.")
     return y

@@ -11,20 +11,22 @@ With channels going to infinity, a kernel of images is one over pairs of pixels,
     \textstyle\sum_{p \in P,\, p' \in P'} K(p, p') \\
     \text{flatten, then Linear}: \quad \mathcal A[K] &= \tfrac1{|P|} \textstyle\sum_p K(p, p)
 
-A convolution is a sum along each axis in turn. Where no pooling is to come, only pairs of equal
-pixels matter (:data:`~embens.theory.limit.state.DIAGONAL`). Any number of pixel axes will do.
+A convolution is a sum along each axis in turn; a pooling acts on the pixels of ``x1`` and on those
+of ``x2`` as it does on an image. Where no pooling is to come, only pairs of equal pixels matter
+(:data:`~embens.theory.limit.state.DIAGONAL`). Any number of pixel axes will do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import singledispatch
+from functools import cache, singledispatch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from embens.theory.limit.state import DIAGONAL, PAIRS, Side, State, describe, diagonal_of
+from embens.theory.limit.state import DIAGONAL, PAIRS, Moments, State, describe, diagonal_of
 
 PixelMap = Callable[[Tensor], Tensor]
 
@@ -51,18 +53,21 @@ def _(layer: _ConvNd, state: State) -> PixelMap:
             f"the infinite-width limit of {where} is not known: convolutions must have groups=1 "
             f"and padding_mode='zeros', and not be transposed; got {layer}."
         )
-    if state.layout is None or state.flat or state.spatial != len(layer.kernel_size):
+    if len(state.pixels) != len(layer.kernel_size):
         raise ValueError(
-            f"{where} expects {len(layer.kernel_size)} pixel axes; got "
-            f"{0 if state.layout is None or state.flat else state.spatial}."
+            f"{where} expects {len(layer.kernel_size)} pixel axes; got {len(state.pixels)}."
         )
-    pads = _padding(layer)
+    extents = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    named = {"valid": [(0, 0)] * len(extents), "same": [(e // 2, e - e // 2) for e in extents]}
+    given = layer.padding
+    pads = named[given] if isinstance(given, str) else [(p, p) for p in given]
 
     def convolve(kernel: Tensor) -> Tensor:
-        for axis in range(state.spatial):
+        for axis in range(-state.spatial, 0):
+            axes = (axis - state.spatial, axis) if state.layout == PAIRS else (axis,)
             kernel = shifted_mean(
                 kernel,
-                _axes(axis, state),
+                axes,
                 size=layer.kernel_size[axis],
                 stride=layer.stride[axis],
                 padding=pads[axis],
@@ -71,21 +76,6 @@ def _(layer: _ConvNd, state: State) -> PixelMap:
         return kernel
 
     return convolve
-
-
-def _axes(axis: int, state: State) -> tuple[int, ...]:
-    """Return where a pixel axis is, counted from the end: twice, or once on the diagonal."""
-    last = axis - state.spatial
-    return (last - state.spatial, last) if state.layout == PAIRS else (last,)
-
-
-def _padding(layer: _ConvNd) -> list[tuple[int, int]]:
-    if isinstance(layer.padding, str):
-        extents = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-        if layer.padding == "valid":
-            return [(0, 0)] * len(extents)
-        return [(extent // 2, extent - extent // 2) for extent in extents]
-    return [(p, p) for p in layer.padding]
 
 
 def shifted_mean(
@@ -121,66 +111,52 @@ def shifted_mean(
         last = min(count - 1, (length - 1 - shift) // stride)
         if last < first:
             continue
-        source, sink = kernel, result
+        source: list[slice] = [slice(None)] * kernel.dim()
+        sink = list(source)
         for axis in axes:
-            step = slice(stride * first + shift, stride * last + shift + 1, stride)
-            source = source[_at(axis, step, source.dim())]
-            sink = sink[_at(axis, slice(first, last + 1), sink.dim())]
-        sink += source
+            source[axis] = slice(stride * first + shift, stride * last + shift + 1, stride)
+            sink[axis] = slice(first, last + 1)
+        result[tuple(sink)] += kernel[tuple(source)]
     return result.div_(size)
 
 
-def _at(axis: int, step: slice, dims: int) -> tuple[slice, ...]:
-    index = [slice(None)] * dims
-    index[axis] = step
-    return tuple(index)
-
-
-def pool(state: State, windows: list[Tensor]) -> State:
-    """Return the kernels after average pooling; pairs of pixels are dropped after the last one.
-
-    Args:
-        state: kernels before.
-        windows: for each pixel axis a matrix ``(pixels, windows)`` of weights.
-    """
-    if state.layout == DIAGONAL:
+def pool(module: nn.Module, state: State) -> State:
+    """Return the kernels after average pooling; pairs of pixels are dropped after the last one."""
+    pixels, mixes = state.pixels, mixes_pixels(module)
+    if state.layout == DIAGONAL and mixes:
         raise ValueError(
             f"the pooling {state.path!r} comes where pairs of pixels were dropped, since no "
             "pooling was found in the network. Use torch's own pooling modules."
         )
 
     def average(kernel: Tensor) -> Tensor:
-        for axis, window in enumerate(windows):
-            for where in _axes(axis, state):
-                kernel = window_mean(kernel, where, window)
-        return kernel
+        """Pool the last pixels; of pairs, these are made the first, and then the others pooled."""
+        sides = 2 if state.layout == PAIRS else 1
+        lead, after = kernel.shape[: kernel.dim() - sides * len(pixels)], kernel.shape
+        for _ in range(sides):
+            kernel = module(kernel.reshape(-1, *pixels))
+            after = kernel.shape[1:]
+            if sides == 2:
+                kernel = kernel.reshape(math.prod(lead), -1, after.numel()).mT
+        return kernel.reshape(*lead, *[*after] * sides)
 
-    return after_pooling(state.map(average))
-
-
-def after_pooling(state: State) -> State:
-    """Return the state with one pooling less to come."""
+    try:
+        state = state.map(average)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{describe(module, state.path)} does not fit: only {pixels} pixels are left; use "
+            f"larger images or fewer poolings. ({error})"
+        ) from error
+    if not mixes:
+        return state
     state = state.replace(poolings=state.poolings - 1)
     return state if state.poolings > 0 or state.layout != PAIRS else keep_diagonal(state)
 
 
-def window_mean(kernel: Tensor, axis: int, window: Tensor) -> Tensor:
-    """Return weighted means over windows of one axis: adjacent ones by a sum, others by a product.
-
-    Example:
-        >>> window_mean(torch.arange(6.0), -1, torch.eye(3).repeat_interleave(2, 0) / 2)
-        tensor([0.5000, 2.5000, 4.5000])
-    """
-    pixels, count = window.shape
-    size = pixels // count
-    adjacent = torch.eye(count).repeat_interleave(size, 0) / size
-    if pixels == count * size and torch.equal(window, adjacent.to(window)):
-        parts = kernel.unflatten(axis, (count, size)).unbind(axis)
-        result = parts[0].clone()
-        for part in parts[1:]:
-            result += part
-        return result.div_(size)
-    return (kernel.movedim(axis, -1) @ window.to(kernel)).movedim(-1, axis)
+def mixes_pixels(module: nn.Module) -> bool:
+    """Return whether an average pooling averages; a window of one pixel does not."""
+    sizes = getattr(module, "kernel_size", None)  # adaptive poolings have none
+    return sizes is None or any(k > 1 for k in ((sizes,) if isinstance(sizes, int) else sizes))
 
 
 def keep_diagonal(state: State) -> State:
@@ -189,38 +165,27 @@ def keep_diagonal(state: State) -> State:
     return state.map(lambda kernel: diagonal_of(kernel, spatial)).replace(layout=DIAGONAL)
 
 
-def pixel_sizes(state: State) -> tuple[int, ...]:
-    """Return how many pixels there are along each axis."""
-    kernel = state.same.nngp
-    if state.layout is None or kernel is None:
-        return ()
-    return tuple(kernel.shape[-state.spatial :])
-
-
 def open_inputs(layer: nn.Module, state: State) -> State:
     r"""Replace the inputs by their kernel :math:`\frac1{C} \sum_c x_c(p)\, x'_c(p')`."""
     assert state.inputs is not None
     x1, x2 = state.inputs
     spatial = len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
-    channels = x1.shape[-1 - spatial]
+    channels, pixels = x1.shape[-1 - spatial], x1.shape[x1.dim() - spatial :]
     layout = None if not spatial else PAIRS if state.poolings else DIAGONAL
-    pixels = x1.shape[x1.dim() - spatial :]
-    paired = state.recording is not None
-    i, j = ("i", "i") if paired else ("i", "j")
+    i, j = ("i", "i") if state.recording is not None else ("i", "j")
     p, q = {None: ("", ""), PAIRS: ("p", "q"), DIAGONAL: ("p", "p")}[layout]
-    out = ("i" if paired else "ij") + "".join(dict.fromkeys(p + q))
-    equation = f"...{i}c{p},...{j}c{q}->...{out}"
+    out = "".join(dict.fromkeys(i + j + p + q))
     if spatial:
         x1, x2 = (x.flatten(-spatial) for x in (x1, x2))
-    shape = pixels * 2 if layout == PAIRS else pixels
 
-    def gram(a: Tensor, b: Tensor) -> Tensor:
-        kernel = torch.einsum(equation, a, b) / channels
-        return kernel.reshape(*kernel.shape[: kernel.dim() - len(p + q if p != q else p)], *shape)
+    def gram(a: Tensor, b: Tensor) -> Moments:
+        kernel = torch.einsum(f"...{i}c{p},...{j}c{q}->...{out}", a, b) / channels
+        lead = kernel.shape[: kernel.dim() - len(set(p + q))]
+        return Moments(kernel.reshape(*lead, *pixels * len(set(p + q))))
 
-    same = Side(gram(x1, x2), None)
-    members = x1.dim() > 2 + bool(spatial)
-    cross = same
-    if members and state.tracked:
-        cross = Side(gram(x1.unsqueeze(1), x2.unsqueeze(0)), None)
-    return state.replace(same=same, cross=cross, layout=layout, spatial=spatial, inputs=None)
+    cross = None
+    if state.drawn and state.tracked:
+        cross = cache(lambda: gram(x1.unsqueeze(1), x2.unsqueeze(0)))
+    return state.replace(
+        same=gram(x1, x2), cross=cross, layout=layout, spatial=spatial, inputs=None
+    )

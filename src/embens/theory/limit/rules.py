@@ -29,7 +29,8 @@ To add a rule for a module of yours, register a function of module and state:
 from __future__ import annotations
 
 import math
-from functools import singledispatch
+from collections.abc import Iterator
+from functools import cache, singledispatch
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,9 @@ from torch import Tensor, nn
 from embens.ensemble.layers import Modulated, Modulation, Once
 from embens.laws import Law
 from embens.theory import duals
-from embens.theory.duals.expectations import Dual
+from embens.theory.duals import Dual
 from embens.theory.limit.pixels import PixelMap, open_inputs, pixel_map
-from embens.theory.limit.state import PAIRS, Lazy, Pre, Side, State, describe, diagonal_of
+from embens.theory.limit.state import PAIRS, Moments, Recorded, State, describe, diagonal_of
 from embens.theory.limit.weights import WeightLaw, weight_law
 
 
@@ -57,25 +58,34 @@ def propagate(module: nn.Module, state: State) -> State:
     return activate(module, dual, state)
 
 
-@propagate.register
-def _(module: nn.Sequential, state: State) -> State:
+def steps(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of nested sequences, by name and in their order."""
+    if isinstance(module, Once):
+        yield from steps(module.module, path)
+    elif propagate.dispatch(type(module)) is _sequence:
+        if type(module).forward is not nn.Sequential.forward:
+            raise TypeError(
+                f"{describe(module, path)} is an nn.Sequential with a forward of its own, so its "
+                "limit is not known; register a rule with embens.theory.propagate.register."
+            )
+        for name, child in module.named_children():
+            yield from steps(child, f"{path}.{name}" if path else name)
+    else:
+        yield path, module
+
+
+@propagate.register(nn.Sequential)
+@propagate.register(Once)
+def _sequence(module: nn.Module, state: State) -> State:
     outer = state.path
-    for name, child in module.named_children():
-        state = propagate(child, state.replace(path=f"{outer}.{name}" if outer else name))
+    for path, step in steps(module, outer):
+        state = propagate(step, state.replace(path=path))
     return state.replace(path=outer)
 
 
-@propagate.register
-def _(module: Once, state: State) -> State:
-    return propagate(module.module, state)
-
-
-@propagate.register
+@propagate.register(Modulated)
 def _(module: Modulated, state: State) -> State:
-    state = affine(module.plain_layer, state, module.post)
-    if module.pre is None:
-        return state
-    return state.replace(pre=Pre(module.pre.law, is_trainable(module.pre)))
+    return affine(module.inner(), state, module.post).replace(pre=module.pre)
 
 
 @propagate.register(nn.Linear)
@@ -107,65 +117,39 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
             f"{describe(module, state.path)} acts on units that are not Gaussian: in the limit an "
             "activation needs a Linear or convolution right before it (pooling may lie between)."
         )
-    law, trainable = (None, False) if state.pre is None else (state.pre.law, state.pre.trainable)
-    covariance = state.same.nngp
-    assert covariance is not None
+    law = None if state.pre is None else state.pre.law
+    after = state.replace(depth=state.depth + 1, gaussian=False, pre=None, cross=None)
+    covariance = state.covariance
     if state.recording is not None:
-        return _record(module, dual, law, state)
-    assert state.tapes is not None
-    dual = state.tapes[0].duals[state.depth]
-    first, second = (tape.variances[state.depth] for tape in state.tapes)
+        variances = covariance
+        if state.layout == PAIRS:
+            variances = diagonal_of(covariance, state.spatial).contiguous()
+        _check_range(module, variances, state)
+        state.recording.append(Recorded(variances, dual, law))
+        spread = _spread(variances, variances, state, paired=True)
+        return after.replace(same=Moments(dual.same(*spread, covariance, law, with_h=False)[0]))
+    assert state.records is not None
+    (first, dual, _), (second, _, _) = (record[state.depth] for record in state.records)
     if state.aligned:
         covariance = _with_exact_diagonal(covariance, first, state)
-    trainable = trainable and state.tracked
-    f, g, h = dual.same(*_spread(first, second, state), covariance, law, with_h=trainable)
+    trains = state.tracked and state.pre is not None and is_trainable(state.pre)
+    f, g, h = dual.same(*_spread(first, second, state), covariance, law, with_h=trains)
     individual = h
     if state.individual is not None:
         passed = g * state.individual
         individual = passed if h is None else passed.add_(h)
-    same = Side(f, None if state.same.ntk is None else g.mul_(state.same.ntk))
-    if not state.tracked or (state.members_alike and (law is None or law.variance == 0)):
-        cross: Side | Lazy = same
-    else:
+    same = Moments(f, None if state.same.ntk is None else g.mul_(state.same.ntk))
+    after = after.replace(same=same, individual=individual)
+    if not state.tracked or (state.cross is None and _keeps_alike(law)):
+        return after
 
-        def crossed() -> Side:
-            before = Side(covariance, state.same.ntk) if state.members_alike else state.crossed
-            c = before.nngp
-            if c is None:
-                c = torch.zeros((), dtype=covariance.dtype, device=covariance.device)
-                c = c.expand(covariance.shape)
-            f, g = dual.cross(*_spread(first, second, state, between=True), c, law)
-            return Side(f, None if before.ntk is None else g.mul_(before.ntk))
+    def crossed() -> Moments:
+        before = Moments(covariance, state.same.ntk) if state.cross is None else state.crossed
+        c = _constant(0.0, covariance) if before.nngp is None else before.nngp
+        f, g = dual.cross(*_spread(first, second, state, between=True), c, law)
+        return Moments(f, None if before.ntk is None else g.mul_(before.ntk))
 
-        cross = Lazy(crossed)
-    return _activated(state, same, cross, individual)
-
-
-def _record(module: nn.Module, dual: Dual, law: Law | None, state: State) -> State:
-    """Write down the variances, and go on with the kernels of every input with itself."""
-    covariance = state.same.nngp
-    assert covariance is not None
-    assert state.recording is not None
-    pairs = state.layout == PAIRS
-    variances = diagonal_of(covariance, state.spatial).contiguous() if pairs else covariance
-    _check_range(module, variances, state)
-    state.recording.variances.append(variances)
-    state.recording.duals.append(dual)
-    state.recording.laws.append(law)
-    spread = _spread(variances, variances, state, paired=True)
-    same = Side(dual.same(*spread, covariance, law, with_h=False)[0], None)
-    return _activated(state, same, same, None)
-
-
-def _activated(state: State, same: Side, cross: Side | Lazy, individual: Tensor | None) -> State:
-    return state.replace(
-        same=same,
-        cross=cross,
-        individual=individual,
-        depth=state.depth + 1,
-        gaussian=False,
-        pre=None,
-    )
+    return after.replace(cross=cache(crossed))
 
 
 def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> State:
@@ -183,51 +167,55 @@ def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> St
         state, post = open_inputs(layer, state), None  # its modulation is in the inputs
     first, second = (1.0, 1.0) if post is None else (post.law.mean**2, post.law.second_moment)
     apply = pixel_map(layer, state)
-    same = _affine_side(state.same, second, law, apply, state)
-    if not state.tracked or (state.members_alike and (post is None or post.law.variance == 0)):
-        cross: Side | Lazy = same
-    elif first == 0:
-        cross = Side(_constant(law.bias_variance, same.nngp), _constant(law.bias_gain, same.nngp))
-    else:
-        cross = Lazy(lambda before=state: _affine_side(before.crossed, first, law, apply, before))
-    individual = None
-    if state.tracked and state.individual is not None:
-        individual = state.individual * (law.weight_variance * second)
-    if state.tracked and post is not None and is_trainable(post):
-        assert state.same.nngp is not None
-        source = state.same.nngp * law.weight_variance
-        individual = source if individual is None else individual.add_(source)
-    if individual is not None:
-        individual = apply(individual)
-    state = state.replace(same=same, cross=cross, individual=individual, gaussian=True, inputs=None)
-    if state.flat:  # a Linear has summed over the pixels
-        state = state.replace(layout=None, spatial=0, flat=False)
-    return state
+
+    def moments(before: Moments, moment: float) -> Moments:
+        return _affine_moments(before, moment, law, apply, tracked=state.tracked)
+
+    same, cross, individual = moments(state.same, second), None, None
+    shared = (law.bias_variance, law.bias_gain)
+    biases = Moments(*(_constant(b, same.nngp) if b else None for b in shared))  # type: ignore[arg-type]
+    if state.tracked:
+        if state.cross is not None or not (post is None or _keeps_alike(post.law)):
+            cross = cache(lambda: moments(state.crossed, first) if first else biases)
+        if state.individual is not None:
+            individual = state.individual * (law.weight_variance * second)
+        if post is not None and is_trainable(post):
+            source = state.covariance * law.weight_variance
+            individual = source if individual is None else individual.add_(source)
+        individual = None if individual is None else apply(individual)
+    after = state.replace(same=same, cross=cross, individual=individual, gaussian=True)
+    # A Linear after a Flatten has summed over the pixels.
+    return after.replace(layout=None, spatial=0, flat=False) if state.flat else after
 
 
-def _affine_side(side: Side, moment: float, law: WeightLaw, apply: PixelMap, state: State) -> Side:
-    """Return one side after an affine layer; ``moment`` is what its modulation multiplies by."""
-    assert side.nngp is not None
-    kernel = apply(side.nngp)
+def _affine_moments(
+    before: Moments, moment: float, law: WeightLaw, apply: PixelMap, *, tracked: bool
+) -> Moments:
+    """Return the moments after an affine layer; its modulation multiplies by ``moment``."""
+    assert before.nngp is not None
+    kernel = apply(before.nngp)
     nngp = signal = kernel * (moment * law.weight_variance)
     if law.bias_variance:
         nngp = signal + law.bias_variance
-    if not state.tracked:
-        return Side(nngp, None)
+    if not tracked:
+        return Moments(nngp)
     ntk = signal
     if law.weight_gain != law.weight_variance:
         ntk = kernel * (moment * law.weight_gain)
-    if side.ntk is not None:
-        ntk = torch.add(ntk, apply(side.ntk), alpha=moment * law.weight_variance)
+    if before.ntk is not None:
+        ntk = torch.add(ntk, apply(before.ntk), alpha=moment * law.weight_variance)
     if law.bias_gain:
         ntk = ntk + law.bias_gain
-    return Side(nngp, ntk)
+    return Moments(nngp, ntk)
 
 
-def _constant(value: float, like: Tensor | None) -> Tensor | None:
-    if value == 0 or like is None:
-        return None
+def _constant(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def _keeps_alike(law: Law | None) -> bool:
+    """Whether members draw equal modulations from this law."""
+    return law is None or law.variance == 0
 
 
 def is_trainable(modulation: Modulation) -> bool:

@@ -10,71 +10,43 @@ then those of ``x2``) or ``DIAGONAL`` (the same pixel in both), which is all tha
 pooling mixes pixels.
 
 Activations need the variances of their inputs. Those of ``x1`` depend on ``x1`` alone, so one pass
-of every input with itself writes them to a :class:`Tape`, and the pass over pairs reads them there.
+of every input with itself records them, and the pass over pairs reads them there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from embens.ensemble.layers import Modulation
 from embens.laws import Law
-from embens.theory.duals.expectations import Dual
+from embens.theory.duals import Dual
 
 PAIRS, DIAGONAL = "pairs", "diagonal"
 
 
-class Side(NamedTuple):
-    """Covariance and shared tangent kernel, within or between members; None is zero."""
+class Moments(NamedTuple):
+    """Covariance of units and shared tangent kernel, within or between members; None is zero."""
 
     nngp: Tensor | None
-    ntk: Tensor | None
+    ntk: Tensor | None = None
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Side:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Moments:
         """Apply a linear map to both."""
-        return Side(*(None if t is None else function(t) for t in self))
+        return Moments(*(None if t is None else function(t) for t in self))
 
 
-class Lazy:
-    """A side that is computed when it is asked for: centred modulations never ask."""
+class Recorded(NamedTuple):
+    """An activation, the law of its modulation, and the variances of some inputs before it."""
 
-    def __init__(self, compute: Callable[[], Side]):
-        self._compute = compute
-        self._side: Side | None = None
-
-    def __call__(self) -> Side:
-        if self._side is None:
-            self._side = self._compute()
-        return self._side
-
-
-@dataclass(frozen=True)
-class Pre:
-    """A pre-activation modulation that waits for its activation."""
-
-    law: Law
-    trainable: bool
-
-
-@dataclass
-class Tape:
-    """Variances of some inputs at each activation, in the order of the network.
-
-    ``duals`` are the activations themselves, ``laws`` those of the modulations before them.
-    """
-
-    variances: list[Tensor] = field(default_factory=list)
-    duals: list[Dual] = field(default_factory=list)
-    laws: list[Law | None] = field(default_factory=list)
-
-    def rows(self, rows: slice, members: int) -> Tape:
-        """Return the tape of a part of the inputs; ``members`` is the number of axes before."""
-        index = (slice(None),) * members + (rows,)
-        return Tape([v[index] for v in self.variances], self.duals, self.laws)
+    variances: Tensor
+    dual: Dual
+    law: Law | None
 
 
 @dataclass(frozen=True)
@@ -83,10 +55,11 @@ class State:
 
     Attributes:
         same: within a member.
-        cross: between two members; ``same`` itself while nothing tells members apart.
+        cross: computes those between two members, if it is asked: centred modulations never ask.
+            None: like ``same``, as nothing has told members apart yet.
         individual: :math:`\Theta^{ind}`; None is zero.
-        tapes: of ``x1`` and ``x2``; None while every input is paired with itself.
-        recording: the tape to write, in the pass of every input with itself.
+        records: of ``x1`` and ``x2``, activation by activation.
+        recording: the record to write, in the pass of every input with itself.
         tracked: whether tangent kernels and cross kernels are wanted, besides the covariance.
         depth: how many activations came before.
         layout: None, ``PAIRS`` or ``DIAGONAL``.
@@ -101,18 +74,18 @@ class State:
         path: name of the module that comes now.
     """
 
-    same: Side
-    cross: Side | Lazy
+    same: Moments
+    cross: Callable[[], Moments] | None = None
     individual: Tensor | None = None
-    tapes: tuple[Tape, Tape] | None = None
-    recording: Tape | None = None
+    records: tuple[list[Recorded], list[Recorded]] | None = None
+    recording: list[Recorded] | None = None
     tracked: bool = True
     depth: int = 0
     layout: str | None = None
     spatial: int = 0
     poolings: int = 0
     gaussian: bool = False
-    pre: Pre | None = None
+    pre: Modulation | None = None
     inputs: tuple[Tensor, Tensor] | None = None
     drawn: bool = False
     aligned: bool = False
@@ -124,26 +97,28 @@ class State:
         return dataclasses.replace(self, **changes)
 
     @property
-    def members_alike(self) -> bool:
-        """Whether nothing has told members apart yet."""
-        return self.cross is self.same
+    def covariance(self) -> Tensor:
+        """Covariance within a member, of a state that has one."""
+        assert self.same.nngp is not None
+        return self.same.nngp
 
     @property
-    def crossed(self) -> Side:
+    def crossed(self) -> Moments:
         """What two members have in common, computed now if it was not."""
-        return self.cross() if isinstance(self.cross, Lazy) else self.cross
+        return self.same if self.cross is None else self.cross()
+
+    @property
+    def pixels(self) -> tuple[int, ...]:
+        """How many pixels there are along each axis; none after a Flatten."""
+        if self.layout is None or self.flat:
+            return ()
+        return tuple(self.covariance.shape[-self.spatial :])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """Apply a linear map of the pixels to all kernels."""
-        same = self.same.map(function)
-        if self.members_alike:
-            cross: Side | Lazy = same
-        elif isinstance(self.cross, Lazy):
-            cross = Lazy(lambda cross=self.cross: cross().map(function))
-        else:
-            cross = self.cross.map(function)
+        cross = None if self.cross is None else cache(lambda: self.crossed.map(function))
         individual = None if self.individual is None else function(self.individual)
-        return self.replace(same=same, cross=cross, individual=individual)
+        return self.replace(same=self.same.map(function), cross=cross, individual=individual)
 
 
 def describe(module: nn.Module, path: str) -> str:

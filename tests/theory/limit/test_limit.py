@@ -1,4 +1,4 @@
-"""Kernels of infinitely wide perceptrons against special cases and wide finite networks."""
+"""Kernels of infinitely wide networks: against recursions by hand and wide networks."""
 
 from __future__ import annotations
 
@@ -6,22 +6,10 @@ import math
 
 import pytest
 import torch
-from theory.measured import average, expected, measured_kernels
-from torch import nn
+from theory.measured import average, expected, measured_kernels, points
 
 import embens
 from embens import laws, networks, theory
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def points(n: int = 3, features: int = 5, seed: int = 0) -> torch.Tensor:
-    return torch.randn(n, features, generator=torch.Generator().manual_seed(seed))
 
 
 def ordinary_relu(x: torch.Tensor, depth: int, weight: float, bias: float):
@@ -233,47 +221,6 @@ def test_separate_networks_share_nothing():
         assert (zero == 0).all()
 
 
-def test_frozen_weights_have_no_tangents():
-    net = networks.mlp(5, 4, 2)
-    for parameter in net.parameters():
-        parameter.requires_grad_(False)
-    k = theory.kernels(embens.embed(net), points())
-    assert (k.ntk_shared.same == 0).all()
-    assert (k.ntk_individual.same.diagonal() > 0).all()
-
-
-def test_layers_without_activation_between_are_a_deep_linear_network():
-    net = nn.Sequential(networks.Linear(5, 4), networks.Linear(4, 4), networks.Linear(4, 1))
-    law = laws.Shifted(0.6)
-    k = theory.kernels(embens.embed(net, pre=law, post=law), points())
-    q = points() @ points().T / 5
-    torch.testing.assert_close(k.nngp.same, q)
-    torch.testing.assert_close(k.nngp.cross, q * 0.6**8)
-    torch.testing.assert_close(k.ntk_individual.same, 4 * q)
-
-
-def test_plain_torch_layers_are_taken_as_torch_draws_them():
-    torch.manual_seed(0)
-    x = points(4)
-
-    def draw(generator, width=600):
-        torch.manual_seed(0 if generator is None else generator.initial_seed())
-        net = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Linear(width, 1))
-        return embens.embed(net, 2, pre=None, post=laws.Shifted(0.8))
-
-    k = expected(theory.kernels(draw(None, 8), x))
-    for part, (mean, error) in average(draw, x, seeds=30).items():
-        if not part.startswith("nngp"):
-            assert ((mean - k[part]).abs() <= 4 * error + 0.02 * k[part].abs()).all(), part
-
-
-def test_weights_of_unknown_law_are_refused():
-    net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
-    nn.init.normal_(net[2].weight)
-    with pytest.raises(ValueError, match=r"law of the weights of '2' \(Linear\) is not known"):
-        theory.kernels(embens.embed(net), points())
-
-
 def test_kernels_between_two_sets_are_blocks_of_those_of_both():
     ensemble = embens.embed(networks.mlp(5, 4, 3), pre=laws.Normal(), post=laws.Shifted(0.6))
     x = points(9)
@@ -349,52 +296,6 @@ def test_output_modulations_multiply_the_kernels_of_the_drawn_members():
     torch.testing.assert_close(k.ntk_individual.same[2], own)
 
 
-def test_conditional_kernels_say_that_modes_do_not_exist():
-    ensemble = embens.embed(networks.mlp(5, 4, 2), 3, sites="all")
-    k = theory.kernels(ensemble, points())
-    with pytest.raises(ValueError, match="needs exchangeable members"):
-        k.nngp.modes(3)
-
-
-def test_a_rule_of_ones_own_is_one_function():
-    class Doubled(nn.Module):
-        def forward(self, x):
-            return 2 * x
-
-    @theory.propagate.register(Doubled)
-    def _(module, state):
-        return state.map(lambda kernel: 4 * kernel)
-
-    net = nn.Sequential(networks.Linear(5, 4), nn.ReLU(), Doubled(), networks.Linear(4, 1))
-    plain = nn.Sequential(networks.Linear(5, 4), nn.ReLU(), networks.Linear(4, 1))
-    k, reference = theory.kernels(net, points()), theory.kernels(plain, points())
-    torch.testing.assert_close(k.ntk_shared.same, 4 * reference.ntk_shared.same)
-
-
-@pytest.mark.parametrize(
-    ("net", "message"),
-    [
-        (
-            nn.Sequential(networks.Linear(5, 4), nn.BatchNorm1d(4), networks.Linear(4, 1)),
-            r"'1' \(BatchNorm1d\) is not known.*register_activation\(BatchNorm1d\)",
-        ),
-        (nn.Sequential(networks.Linear(5, 4), nn.ReLU()), "ends in '1' .ReLU"),
-        (
-            nn.Sequential(networks.Linear(5, 4), nn.ReLU(), nn.Tanh(), networks.Linear(4, 1)),
-            r"'2' \(Tanh\) acts on units that are not Gaussian",
-        ),
-        (nn.Sequential(nn.ReLU()), "no Linear or convolution"),
-        (
-            nn.Sequential(networks.Linear(5, 4), nn.ReLU(), nn.Dropout(), networks.Linear(4, 1)),
-            "drops units afresh",
-        ),
-    ],
-)
-def test_networks_without_a_limit_are_refused_by_name(net, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        theory.kernels(net, points())
-
-
 @pytest.mark.parametrize(
     ("x1", "x2", "message"),
     [
@@ -430,37 +331,6 @@ def test_other_dtypes_are_refused(dtype):
         theory.kernels(networks.mlp(5, 4, 1), points(), dtype=dtype)
 
 
-def test_a_rule_can_hold_the_first_layer():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = networks.mlp(5, 4, 1, outputs=4)
-
-        def forward(self, x):
-            return self.body(x)
-
-    net = nn.Sequential(Block(), nn.ReLU(), networks.Linear(4, 1))
-    with pytest.raises(TypeError, match=r"propagate\.register"):
-        theory.kernels(net, points())
-
-    @theory.propagate.register(Block)
-    def _(module, state):
-        return theory.propagate(module.body, state)
-
-    k = theory.kernels(embens.embed(net, post=laws.Shifted(0.6)), points())
-    plain = theory.kernels(embens.embed(networks.mlp(5, 4, 2), post=laws.Shifted(0.6)), points())
-    torch.testing.assert_close(k.ntk_shared.cross, plain.ntk_shared.cross)
-    with pytest.raises(TypeError, match="lies inside a module "):
-        theory.kernels(embens.embed(net, sites="all"), points())
-
-
-@pytest.mark.parametrize(("std", "message"), [(30.0, "overflows"), (1e-3, "underflows")])
-def test_a_network_too_deep_for_numbers_is_refused(std, message):
-    net = networks.mlp(5, 4, 300, weight_std=std)
-    with pytest.raises(ValueError, match=f"{message} before"):
-        theory.kernels(net, points())
-
-
 def test_inputs_of_zero_have_kernels_of_zero():
     k = theory.kernels(embens.embed(networks.mlp(5, 4, 3)), torch.zeros(2, 5))
     assert (k.nngp.same == 0).all()
@@ -476,24 +346,3 @@ def test_float32_is_close_and_stays_float32():
     torch.testing.assert_close(
         single.ntk_shared.cross.double(), k.ntk_shared.cross, rtol=2e-3, atol=1e-4
     )
-
-
-def test_blocks_do_not_change_the_result():
-    x = points(23)
-    for post in (laws.Normal(), laws.Shifted(0.5)):
-        ensemble = embens.embed(networks.mlp(5, 4, 3), pre=laws.Normal(), post=post)
-        whole = expected(theory.kernels(ensemble, x, block=23))
-        parts = expected(theory.kernels(ensemble, x, block=4))
-        between = expected(theory.kernels(ensemble, x[:10], x[10:], block=4))
-        for name, value in whole.items():
-            torch.testing.assert_close(parts[name], value, rtol=1e-13, atol=1e-15)
-            torch.testing.assert_close(between[name], value[:10, 10:], rtol=1e-12, atol=1e-14)
-            assert torch.equal(parts[name], parts[name].mT), name
-
-
-def test_conditional_kernels_in_blocks_are_mirrored_with_their_members():
-    x = points(5)
-    ensemble = embens.embed(networks.mlp(5, 4, 1), 2, sites="all", trainable=False)
-    whole, parts = theory.kernels(ensemble, x), theory.kernels(ensemble, x, block=2)
-    for name, value in expected(whole).items():
-        torch.testing.assert_close(expected(parts)[name], value)

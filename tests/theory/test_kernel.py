@@ -1,14 +1,25 @@
 """The gradient scale at which many members train as fast as one."""
 
+from __future__ import annotations
+
 import math
 
 import pytest
 import torch
 from theory.hand_made import gram, random_kernels
+from theory.measured import points
 
-from embens.theory import gamma as module
-from embens.theory.gamma import largest_eigenpair, natural_gamma, resolve_gamma
-from embens.theory.kernel import Kernels, MemberKernel, zero_cross
+import embens
+from embens import networks, theory
+from embens.theory import kernel as module
+from embens.theory.kernel import (
+    Kernels,
+    MemberKernel,
+    largest_eigenpair,
+    natural_gamma,
+    resolve_gamma,
+    zero_cross,
+)
 
 
 def kernels_of(same, cross, individual=None):
@@ -150,3 +161,10 @@ class TestResolveGamma:
     def test_refuses_what_is_no_number(self, gamma):
         with pytest.raises(TypeError, match="gamma must be a positive number"):
             resolve_gamma(random_kernels(), 6, gamma)
+
+
+def test_conditional_kernels_say_that_modes_do_not_exist():
+    ensemble = embens.embed(networks.mlp(5, 4, 2), 3, sites="all")
+    k = theory.kernels(ensemble, points())
+    with pytest.raises(ValueError, match="needs exchangeable members"):
+        k.nngp.modes(3)

@@ -1,4 +1,4 @@
-"""Training in the limit, against one matrix for all members, and against real wide ensembles."""
+"""Training in the limit: closed form against the matrix of all members, and wide networks."""
 
 import math
 
@@ -9,11 +9,12 @@ from theory.hand_made import TEST, TRAIN, Dense, gram, random_kernels, split
 import embens
 from embens import laws, networks
 from embens.theory.blocks import kernels
-from embens.theory.flow import Flow, gradient_descent, gradient_flow
-from embens.theory.gamma import natural_gamma
-from embens.theory.kernel import Kernels, MemberKernel
+from embens.theory.flow import FlowSettings, GradientFlow, gradient_descent, gradient_flow
+from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
 
 INF = math.inf
+
+
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -30,7 +31,7 @@ def zeros_like(kernel: MemberKernel) -> MemberKernel:
     return MemberKernel(torch.zeros_like(kernel.same), torch.zeros_like(kernel.same))
 
 
-def check_table(flow: Flow, t, dense: Dense, response):
+def check_table(flow: GradientFlow, t, dense: Dense, response):
     """Compare every quantity with the dense solution's."""
     m = flow.members
     each = dense.mean(response, flow.targets)
@@ -53,7 +54,9 @@ class TestModes:
     def test_give_what_the_matrix_exponential_of_all_members_gives(self, members, t, shape):
         rates = {"shared_rate": 0.7, "individual_rate": 1.9}
         parts = split(random_kernels())
-        flow = gradient_flow(*parts, targets(*shape), members, gamma=1.7, **rates)
+        flow = gradient_flow(
+            *parts, targets(*shape), members, gamma=1.7, settings=FlowSettings(**rates)
+        )
         dense = Dense(parts, members, 1.7, **rates)
         check_table(flow, t, dense, dense.response(t))
         assert flow.mean(t).shape == (TEST, *shape[1:])
@@ -170,7 +173,9 @@ class TestRegimes:
         alone = gradient_flow(*parts, targets(TRAIN), members=1, gamma=1.0)
         assert flow.gamma == natural_gamma(parts[0], 5)
         assert alone.largest_stable_rate.deviation == INF  # one member has none
-        fast = gradient_flow(*parts, targets(TRAIN), members=5, individual_rate=3.0)
+        fast = gradient_flow(
+            *parts, targets(TRAIN), members=5, settings=FlowSettings(individual_rate=3.0)
+        )
         assert fast.gamma == natural_gamma(parts[0], 5, individual_rate=3.0) != flow.gamma
         assert flow.largest_stable_rate.mean == pytest.approx(alone.largest_stable_rate.mean)
 
@@ -251,183 +256,6 @@ class TestDescent:
             gradient_descent(*split(random_kernels()), targets(TRAIN), rate=-1.0)
 
 
-class TestSingularKernels:
-    """Equal inputs: rows and columns of kernels are repeated."""
-
-    index = torch.tensor([0, 1, 2, 2, 3])
-
-    def parts(self):
-        train, carry, test = split(random_kernels())
-        return train[self.index, :][:, self.index], carry[:, self.index], test
-
-    def test_are_reported(self):
-        flow = gradient_flow(*self.parts(), targets(4)[self.index], members=3)
-        assert flow.rank == (4, 4)
-        assert flow.condition == (INF, INF)
-        assert flow.jitter == 0
-        assert "rank=(4, 4), jitter=0" in repr(flow)
-
-    def test_give_the_solution_without_repetitions_where_targets_agree(self):
-        y = targets(4)
-        whole = gradient_flow(*self.parts(), y[self.index], members=3, gamma=2.0)
-        train, carry, test = split(random_kernels())
-        four = slice(None, 4)
-        once = gradient_flow(train[four, four], carry[:, four], test, y, members=3, gamma=2.0)
-        with pytest.warns(UserWarning, match=r"singular: rank 4 of 5.*agree with that.*jitter="):
-            mean = whole.mean(INF)
-        close(mean, once.mean(INF))
-        close(whole.mean(1e12), mean, rtol=1e-6, atol=1e-6)
-
-    def test_of_low_rank_stay_finite_at_long_times(self):
-        """As the kernel of linear functions of three inputs."""
-        features = targets(12, 3)
-        kernel = MemberKernel(features @ features.mT, 0.3 * features @ features.mT)
-        parts = split(Kernels(kernel, kernel, zeros_like(kernel)), train=8)
-        flow = gradient_flow(*parts, targets(8), members=3)
-        assert flow.rank == (3, 3)
-        with pytest.warns(UserWarning, match="rank 3 of 8"):
-            limit = flow.mean(INF)
-        fit = torch.linalg.lstsq(features[:8], targets(8)).solution
-        close(limit, features[8:] @ fit)
-        close(flow.mean(1e14), limit)
-        close(flow.variance(1e14), torch.zeros(4, dtype=torch.float64))
-
-    def test_take_their_own_rounding_errors_for_what_they_are(self):
-        """The most negative eigenvalue shows how far a kernel is off; an inverse would be noise."""
-        features, y = targets(12, 3), targets(8)
-        noise = 1e-9 * targets(12, 12, seed=3)
-        wrong = features @ features.mT + noise + noise.mT
-        kernel = MemberKernel(wrong, torch.zeros_like(wrong))
-        train, carry, _ = split(Kernels(kernel, kernel, zeros_like(kernel)), train=8)
-        flow = gradient_flow(train, carry, None, y, members=1)
-        assert flow.rank.mean == 3
-        fit = torch.linalg.lstsq(features[:8], y).solution
-        with pytest.warns(UserWarning, match="singular"):
-            mean = flow.mean(INF)
-        worst = torch.linalg.solve(train.ntk_shared.same, y)
-        assert (carry.ntk_shared.same @ worst - features[8:] @ fit).abs().max() > 0.01
-        close(mean, features[8:] @ fit, rtol=0, atol=1e-7)
-
-    def test_say_where_targets_contradict_each_other(self):
-        y = torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0])
-        flow = gradient_flow(*self.parts(), y, members=3)
-        with pytest.warns(UserWarning, match="a share 1 of the targets is never fitted"):
-            assert flow.mean(INF).abs().max() < 1e-9
-
-    def test_are_cured_by_a_jitter_that_acts_as_a_ridge(self):
-        y = targets(5)
-        parts, members, jitter = self.parts(), 3, 0.1
-        flow = gradient_flow(*parts, y, members, gamma=2.0, jitter=jitter)
-        mean_kernel = [k.ntk(members, 2.0).modes(members)[0] for k in parts[:2]]
-        ridge = mean_kernel[0] + jitter * torch.eye(5, dtype=torch.float64)
-        close(flow.mean(INF), mean_kernel[1] @ torch.linalg.solve(ridge, y))
-        assert flow.jitter == jitter
-        assert flow.rank == (5, 5)
-        assert flow.condition.mean == pytest.approx(torch.linalg.cond(ridge).item())
-
-    def test_grow_linearly_where_only_test_data_respond(self):
-        """A kernel that no network has: the limit of (1 - exp(-λt/B)) / λ as λ goes to 0."""
-        none, one = torch.zeros(1, 1), torch.ones(1, 1)
-        nothing, some = MemberKernel(none, none), MemberKernel(one, none)
-        train, carry = Kernels(some, nothing, nothing), Kernels(nothing, some, nothing)
-        flow = gradient_flow(train, carry, None, torch.tensor([3.0]), members=1, gamma=1.0)
-        assert flow.mean(5.0).tolist() == [15.0]
-        y = torch.tensor([3.0])
-        descent = gradient_descent(train, carry, None, y, members=1, gamma=1.0, rate=0.5)
-        assert descent.mean(4).tolist() == [6.0]
-        assert flow.largest_stable_rate == (INF, INF)
-
-    def test_that_are_no_kernels_give_a_warning_and_no_limit(self):
-        train, carry, test = split(random_kernels())
-        wrong = MemberKernel(train.ntk_shared.same, 3 * train.ntk_shared.same)
-        train = Kernels(train.nngp, wrong, zeros_like(wrong))
-        with pytest.warns(UserWarning, match="deviation mode's kernel .* not positive semi-def"):
-            flow = gradient_flow(train, carry, test, targets(TRAIN), members=2, gamma=1.0)
-        with pytest.raises(ValueError, match="training never ends: the deviation mode diverges"):
-            flow.mean(INF)
-
-
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("change", "error", "message"),
-        [
-            ({"k_train_train": torch.eye(3)}, TypeError, "k_train_train must be Kernels.*Tensor"),
-            ({"k_test_train": "mT"}, ValueError, r"k_test_train.*got \(7, 4\).*\.mT"),
-            ({"k_test_test": "train"}, ValueError, r"k_test_test.* must have shape \(4, 4\)"),
-            ({"y": [1.0]}, TypeError, "y must be a tensor; got list"),
-            ({"y": torch.zeros(3)}, ValueError, r"a row for each of the 7 train.*got \(3,\)"),
-            ({"y": torch.full((7,), math.nan)}, ValueError, "y must be finite; got 7 values"),
-            ({"members": 0}, ValueError, "members must be at least 1; got 0"),
-            ({"members": 2.0}, TypeError, "members must be a whole number; got 2.0"),
-            ({"gamma": 0.0}, ValueError, "gamma must be a positive number.*got 0.0"),
-            ({"gamma": lambda m: -m}, ValueError, "gamma must be a positive number.*got -8"),
-            ({"gamma": "M"}, TypeError, "gamma must be a positive number.*got 'M'"),
-            ({"shared_rate": -1.0}, ValueError, "shared_rate must be a number >= 0; got -1.0"),
-            ({"jitter": -1e-3}, ValueError, "jitter must be a number >= 0; got -0.001"),
-        ],
-    )
-    def test_say_what_was_expected(self, change, error, message):
-        train, carry, test = split(random_kernels())
-        given = {"k_train_train": train, "k_test_train": carry, "k_test_test": test}
-        given |= {"y": targets(TRAIN), "members": 8, "gamma": 8.0}
-        named = {"mT": carry.mT, "train": train}
-        given |= {k: named.get(v, v) if isinstance(v, str) and k != "gamma" else v
-                  for k, v in change.items()}  # fmt: skip
-        with pytest.raises(error, match=message):
-            gradient_flow(**given)
-
-    def test_refuse_train_kernels_that_are_not_symmetric_or_finite(self):
-        train, carry, test = split(random_kernels())
-        skew = train.ntk_shared.same.clone()
-        skew[0, 1] += 1e-3
-        spoiled = Kernels(train.nngp, MemberKernel(skew, train.ntk_shared.cross), train.nngp)
-        with pytest.raises(ValueError, match=r"k_train_train.ntk_shared.same must be symmetric"):
-            gradient_flow(spoiled, carry, test, targets(TRAIN))
-        skew[0, 0] = math.nan
-        with pytest.raises(ValueError, match=r"k_train_train.ntk_shared.same must be finite"):
-            gradient_flow(spoiled, carry, test, targets(TRAIN))
-
-    def test_refuse_kernels_that_are_conditional_on_drawn_values(self):
-        same = torch.eye(TRAIN).expand(2, TRAIN, TRAIN)
-        kernel = MemberKernel(same, same.expand(2, 2, TRAIN, TRAIN))
-        kernels = Kernels(kernel, kernel, kernel)
-        with pytest.raises(ValueError, match=r"gradient_flow does not apply: .*sites='hidden'"):
-            gradient_flow(kernels, kernels, None, targets(TRAIN))
-
-    @pytest.mark.parametrize("what", ["variance", "covariance", "ensemble_variance", "diversity"])
-    def test_say_which_quantities_need_kernels_of_the_test_data(self, what):
-        train, carry, _ = split(random_kernels())
-        flow = gradient_flow(train, carry, None, targets(TRAIN))
-        assert flow.mean(1.0).isfinite().all()
-        with pytest.raises(ValueError, match=f"{what} needs the kernels of the test data"):
-            getattr(flow, what)(1.0)
-
-    @pytest.mark.parametrize(
-        ("t", "error", "message"),
-        [
-            (-1.0, ValueError, "t must be a time >= 0.*got -1.0"),
-            (math.nan, ValueError, "t must be a time >= 0.*got nan"),
-            ("later", TypeError, "t must be a time >= 0.*got 'later'"),
-            (torch.zeros(2, 2), ValueError, r"a vector of them; got shape \(2, 2\)"),
-            (torch.tensor([1.0, -1.0]), ValueError, "t must be a time >= 0.*got -1.0"),
-        ],
-    )
-    def test_say_what_a_time_is(self, t, error, message):
-        flow = gradient_flow(*split(random_kernels()), targets(TRAIN))
-        with pytest.raises(error, match=message):
-            flow.mean(t)
-
-    def test_say_that_covariance_takes_one_time(self):
-        flow = gradient_flow(*split(random_kernels()), targets(TRAIN))
-        with pytest.raises(ValueError, match="covariance takes one time; got a vector of 2"):
-            flow.covariance(torch.zeros(2))
-
-    def test_say_which_outputs_evolve_expects(self):
-        flow = gradient_flow(*split(random_kernels()), targets(TRAIN, 2), members=3)
-        with pytest.raises(ValueError, match=r"test outputs must be \(3, 4, 2\).*got \(3, 4\)"):
-            flow.evolve(1.0, torch.zeros(3, TRAIN, 2), torch.zeros(3, TEST))
-
-
 def half_squares(outputs, target):
     return (outputs - target).square().mean() / 2
 
@@ -477,7 +305,7 @@ class TestTrainedEnsembles:
         individual_rate = options.pop("individual_rate", 1.0)
         any_width = wide_ensemble(8, law, 0, **options)
         k = kernels(any_width, self.x), kernels(any_width, self.x_test, self.x), None
-        rates = {"individual_rate": individual_rate}
+        rates = {"settings": FlowSettings(individual_rate=individual_rate)}
         stable = gradient_flow(*k, self.y, 3, gamma, **rates).largest_stable_rate.mean
         descent = gradient_descent(*k, self.y, 3, gamma, rate=0.4 * stable, **rates)
         narrow, wide = (
@@ -562,20 +390,3 @@ class TestTrainedEnsembles:
         assert losses[0.8] == sorted(losses[0.8], reverse=True)
         assert losses[1.3] == sorted(losses[1.3])
         assert losses[1.3][-1] > 3 * losses[1.3][0]
-
-
-def test_duplicates_do_not_drift_at_long_times_far_from_the_data():
-    """Rounding in null directions grows with the test inputs; time must not blow it up."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    train, test = (
-        torch.cat([x, x[:1]]),
-        100 * torch.randn(3, 4, generator=generator, dtype=torch.float64),
-    )
-    y = torch.randn(7, generator=generator, dtype=torch.float64)
-    ensemble = embens.embed(embens.networks.mlp(4, 4, 2), 2)
-    parts = embens.theory.kernels(ensemble, train), embens.theory.kernels(ensemble, test, train)
-    flow = gradient_flow(*parts, None, y, members=2)
-    with pytest.warns(UserWarning, match="rank"):
-        limit = flow.mean(math.inf)
-    torch.testing.assert_close(flow.mean(1e18), limit, rtol=1e-6, atol=1e-6)

@@ -11,7 +11,12 @@ import embens
 from embens import laws
 from embens.theory.blocks import kernels
 from embens.theory.flow import gradient_flow
-from embens.theory.flow.classification import apply, cross_entropy_flow, integrate
+from embens.theory.flow.classification import (
+    CrossEntropySettings,
+    apply,
+    cross_entropy_flow,
+    integrate,
+)
 from embens.theory.kernel import Kernels
 
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
@@ -56,7 +61,13 @@ class TestCrossEntropyFlow:
         parts, members, rate, steps = split(random_kernels()), 2, 1e-3, 3000
         start = randn(members, TRAIN, 3, seed=1), randn(members, TEST, 3, seed=2)
         flow = cross_entropy_flow(
-            *parts[:2], None, LABELS, members, gamma=1.5, times=[steps * rate], start=start
+            *parts[:2],
+            None,
+            LABELS,
+            members,
+            gamma=1.5,
+            times=[steps * rate],
+            settings=CrossEntropySettings(start=start),
         )
         dense = [flatten(k.ntk(members, 1.5).dense(members)) for k in parts[:2]]
         train, test = (s.reshape(-1, 3) for s in start)
@@ -74,7 +85,11 @@ class TestCrossEntropyFlow:
     def test_starts_from_the_prior(self):
         parts = split(random_kernels())
         outputs = cross_entropy_flow(
-            *parts, LABELS, members=3, times=[0.0], draws=400, generator=generator()
+            *parts,
+            LABELS,
+            members=3,
+            times=[0.0],
+            settings=CrossEntropySettings(draws=400, generator=generator()),
         )[:, 0]
         assert outputs.shape == (400, 3, TEST, 3)
         error = 5 * parts[2].nngp.same.max().item() / math.sqrt(400 * 3)
@@ -87,7 +102,13 @@ class TestCrossEntropyFlow:
     def test_fits_the_labels_in_time(self):
         train, _, _ = split(random_kernels())
         outputs = cross_entropy_flow(
-            train, train, train, LABELS, 3, times=[0.0, 30.0, 300.0], generator=generator()
+            train,
+            train,
+            train,
+            LABELS,
+            3,
+            times=[0.0, 30.0, 300.0],
+            settings=CrossEntropySettings(generator=generator()),
         )
         assert outputs.shape == (3, 3, TRAIN, 3)
         losses = [embens.metrics.member_nll(o, LABELS).mean().item() for o in outputs]
@@ -98,16 +119,29 @@ class TestCrossEntropyFlow:
     def test_gives_the_same_for_the_same_generator_and_keeps_draws_apart(self):
         parts = split(random_kernels())
         arguments = {"members": 2, "times": [1.0]}
-        one = cross_entropy_flow(*parts, LABELS, generator=generator(), **arguments)
-        two = cross_entropy_flow(*parts, LABELS, generator=generator(), **arguments)
+        one = cross_entropy_flow(
+            *parts, LABELS, settings=CrossEntropySettings(generator=generator()), **arguments
+        )
+        two = cross_entropy_flow(
+            *parts, LABELS, settings=CrossEntropySettings(generator=generator()), **arguments
+        )
         assert torch.equal(one, two)
-        several = cross_entropy_flow(*parts, LABELS, draws=2, generator=generator(), **arguments)
+        several = cross_entropy_flow(
+            *parts,
+            LABELS,
+            settings=CrossEntropySettings(draws=2, generator=generator()),
+            **arguments,
+        )
         assert several.shape == (2, 1, 2, TEST, 3)
         assert not torch.equal(several[0], several[1])
 
     def test_has_outputs_for_classes_without_samples(self):
         outputs = cross_entropy_flow(
-            *split(random_kernels()), LABELS, 2, times=[1.0], classes=5, generator=generator()
+            *split(random_kernels()),
+            LABELS,
+            2,
+            times=[1.0],
+            settings=CrossEntropySettings(classes=5, generator=generator()),
         )
         assert outputs.shape == (1, 2, TEST, 5)
 
@@ -130,7 +164,15 @@ class TestCrossEntropyFlow:
             optimizer.step()
         with torch.no_grad():
             trained = ensemble(x_test)
-        flow = cross_entropy_flow(*k, None, labels, 3, gamma=2.0, times=[rate * steps], start=start)
+        flow = cross_entropy_flow(
+            *k,
+            None,
+            labels,
+            3,
+            gamma=2.0,
+            times=[rate * steps],
+            settings=CrossEntropySettings(start=start),
+        )
         moved = (trained - start[1]).norm()
         assert cross_entropy(trained.mean(0), torch.zeros(5).long()).isfinite()
         assert (flow[0] - trained).norm() < 0.08 * moved
@@ -161,11 +203,14 @@ class TestCrossEntropyFlow:
         ],
     )
     def test_says_what_it_expects(self, change, error, message):
+        change = dict(change)
         given = dict(zip(("k_train_train", "k_test_train", "k_test_test"), split(random_kernels()),
                          strict=True))  # fmt: skip
         given |= {"labels": LABELS, "members": 3, "times": [1.0]}
+        settings = {k: change.pop(k) for k in ("classes", "start", "draws") if k in change}
+        given |= {"settings": CrossEntropySettings(**settings), **change}
         with pytest.raises(error, match=message):
-            cross_entropy_flow(**(given | change))
+            cross_entropy_flow(**given)
 
     def test_does_not_apply_to_conditional_kernels(self):
         k = random_kernels()[:TRAIN, :TRAIN]

@@ -1,0 +1,238 @@
+"""Activations, laws, and their expectations by plain integration: the slow truth."""
+
+import itertools
+import math
+
+import numpy as np
+import torch
+from torch import nn
+
+from embens import networks
+from embens.laws import Bernoulli, Constant, Discrete, Normal, Rademacher, Shifted, Ternary
+from embens.theory.duals import dual
+
+PI = math.pi
+
+
+class Three(Discrete):
+    """A user's law: neither symmetric nor of one sign, with an atom at 0."""
+
+    def __repr__(self):
+        return "Three()"
+
+    atoms = ((-1.5, 0.2), (0.0, 0.3), (0.8, 0.5))
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def bell(x):
+    return torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+
+
+def mass(x):
+    return torch.special.erfc(-x / math.sqrt(2)) / 2
+
+
+def soft(x):
+    return torch.clamp(x, min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def curve(x):
+    return math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+
+
+def curve_slope(x):
+    return math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+
+
+# Each activation with its derivative, written out.
+PIECEWISE = {
+    nn.ReLU(): (1.0, 0.0, 0.0),
+    nn.LeakyReLU(0.2): (1.0, 0.2, 0.2),
+    networks.Abs(): (1.0, -1.0, 0.0),
+    nn.Identity(): (1.0, 1.0, 1.0),
+}
+
+
+SMOOTH = {
+    networks.Erf(): (torch.erf, lambda x: 2 / math.sqrt(math.pi) * torch.exp(-(x**2))),
+    networks.Sin(): (torch.sin, torch.cos),
+    networks.Cos(): (torch.cos, lambda x: -torch.sin(x)),
+    nn.GELU(): (lambda x: x * mass(x), lambda x: mass(x) + x * bell(x)),
+    nn.Tanh(): (torch.tanh, lambda x: 1 / torch.cosh(x.clamp(-300, 300)) ** 2),
+    nn.Sigmoid(): (sigmoid, lambda x: sigmoid(x) * sigmoid(-x)),
+    nn.Softplus(2.0): (lambda x: soft(2 * x) / 2, lambda x: sigmoid(2 * x)),
+    nn.SiLU(): (
+        lambda x: x * sigmoid(x),
+        lambda x: sigmoid(x) + x * sigmoid(x) * sigmoid(-x),
+    ),
+    nn.Mish(): (
+        lambda x: x * torch.tanh(soft(x)),
+        lambda x: torch.tanh(soft(x)) + x * sigmoid(x) * (1 - torch.tanh(soft(x)) ** 2),
+    ),
+    nn.GELU("tanh"): (
+        lambda x: x * (1 + torch.tanh(curve(x))) / 2,
+        lambda x: (
+            (1 + torch.tanh(curve(x))) / 2
+            + x * (1 - torch.tanh(curve(x)) ** 2) * curve_slope(x) / 2
+        ),
+    ),
+}
+
+
+LAWS = [
+    None,
+    Constant(1.3),
+    Bernoulli(0.6, 1 / 0.6),
+    Ternary(),
+    Rademacher(),
+    Three(),
+    Normal(),
+    Shifted(0.7),
+]
+
+
+FEW = LAWS[:-2]
+
+
+GEOMETRIES = [  # q1, q2, ρ
+    (1.2, 0.9, 0.6),
+    (0.5, 2.0, -0.95),
+    (1.3, 1.3, 1.0),
+    (1.3, 1.3, -1.0),
+    (0.3, 1.7, 1.0),
+    (1.0, 0.4, 0.0),
+    (0.0, 1.1, 0.0),
+    (0.0, 0.0, 0.0),
+]
+
+
+def number(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def tensors(*geometries):
+    return (number([g[i] for g in geometries]) for i in (0, 1)), number(
+        [rho * (q1 if q1 == q2 else math.sqrt(q1 * q2)) for q1, q2, rho in geometries]
+    )
+
+
+def all_five(module, law, *geometries):
+    """Return F, G, H within a member and F, G between members, ``(geometry, 5)``."""
+    (q1, q2), c = tensors(*geometries)
+    of = dual(module)
+    return torch.stack([*of.same(q1, q2, c, law), *of.cross(q1, q2, c, law)], dim=1)
+
+
+def nodes_of(law, step):
+    """Return values of v and their weights: atoms, or a trapezoid rule of our own."""
+    if law is None:
+        return number([1.0]), number([1.0])
+    if isinstance(law, Discrete):
+        return tuple(number(list(x)) for x in zip(*law.atoms, strict=True))
+    normal = torch.arange(-9, 9 + step / 2, step, dtype=torch.float64)
+    return law.mean + law.std * normal, step * bell(normal)
+
+
+def by_grid(functions, law, q1, q2, rho, step):
+    """Return all five by a trapezoid rule in two normal variables and in v."""
+    phi, slope = functions
+    v, weights = nodes_of(law, step)
+    line = torch.arange(-8.5, 8.5 + step / 2, step, dtype=torch.float64)
+    probability = step * bell(line)
+    first = math.sqrt(q1) * line
+    if abs(rho) == 1:
+        second, joint = rho * math.sqrt(q2) * line, probability
+    else:
+        mixed = rho * line[:, None] + math.sqrt(1 - rho**2) * line
+        second, joint = math.sqrt(q2) * mixed, probability[:, None] * probability
+        first = first[:, None]
+    same = torch.zeros(3, dtype=torch.float64)
+    average = [0.0, 0.0, 0.0, 0.0]
+    for value, weight in zip(v.tolist(), weights.tolist(), strict=True):
+        x, y, dx, dy = (f(value * z) for f in (phi, slope) for z in (first, second))
+        terms = (x * y, value**2 * dx * dy, first * second * dx * dy)
+        same += weight * torch.stack([(joint * term).sum() for term in terms])
+        parts = (x, y, value * dx, value * dy)
+        average = [a + weight * part for a, part in zip(average, parts, strict=True)]
+    f, g = average[0] * average[1], average[2] * average[3]
+    return torch.stack([*same, (joint * f).sum(), (joint * g).sum()])
+
+
+def by_angle(slopes, law, q1, q2, rho):
+    """Return all five for slopes right and left of 0, in polar coordinates, where E r² = 2.
+
+    Integrands are smooth between the angles at which an argument changes its sign.
+    """
+    right, left, at_zero = slopes
+    theta = math.acos(rho)
+    kinks = sorted((k + side) % (2 * math.pi) for k in (0, theta) for side in (-PI / 2, PI / 2))
+    abscissae, unit = (number(x) for x in np.polynomial.legendre.leggauss(30))
+    angle, weight = [], []
+    for start, end in itertools.pairwise([*kinks, kinks[0] + 2 * math.pi]):
+        if end - start > 1e-12:
+            angle.append((end - start) / 2 * abscissae + (start + end) / 2)
+            weight.append((end - start) / 2 * unit / (2 * math.pi))
+    angle, weight = torch.cat(angle), torch.cat(weight)
+    z1, z2 = math.sqrt(q1) * torch.cos(angle), math.sqrt(q2) * torch.cos(angle - theta)
+
+    def slope(x):
+        return right * (x > 0).double() + left * (x < 0).double() + at_zero * (x == 0).double()
+
+    def expect(function, power):
+        """Average a function of v that is proportional to this power of |v| on each side."""
+        if law is None or isinstance(law, Discrete):
+            v, probability = nodes_of(law, None)
+            values = [p * function(x) for x, p in zip(v, probability, strict=True)]
+            return sum(values)
+        size = torch.linspace(0, 12, 6001, dtype=torch.float64)
+        simpson = torch.full_like(size, 2 / 3)
+        simpson[1::2], simpson[0], simpson[-1] = 4 / 3, 1 / 3, 1 / 3
+        result = 0.0
+        for sign in (1.0, -1.0):
+            density = bell((sign * size - law.mean) / law.std) / law.std
+            moment = (density * size**power * simpson).sum() * (size[1] - size[0])
+            result = result + moment * function(number(sign))
+        return result
+
+    def both(v):
+        return slope(v * z1) * slope(v * z2) * weight
+
+    f = expect(lambda v: (both(v) * v * v * z1 * z2).sum() * 2, 2)
+    g = expect(lambda v: (both(v) * v * v).sum(), 2)
+    h = expect(lambda v: (both(v) * z1 * z2).sum() * 2, 0)
+    mean = [expect(lambda v, z=z: v * z * slope(v * z), 1) for z in (z1, z2)]
+    tilt = [expect(lambda v, z=z: v * slope(v * z), 1) for z in (z1, z2)]
+    cross = [(mean[0] * mean[1] * weight).sum() * 2, (tilt[0] * tilt[1] * weight).sum()]
+    return torch.stack([f, g, h, *cross])
+
+
+def functions_of(module):
+    return next(functions for other, functions in SMOOTH.items() if repr(other) == repr(module))
+
+
+def name(x):
+    return type(x).__name__ if isinstance(x, nn.Module) else repr(x)
+
+
+EVERY = [*PIECEWISE, *SMOOTH]
+
+
+class TwoSteps(nn.Module):
+    """The counterexample of erratum 3, less steep."""
+
+    def __init__(self, steepness=10.0):
+        super().__init__()
+        self.steepness = steepness
+
+    def forward(self, x):
+        return torch.sigmoid(self.steepness * (x - 1)) + torch.sigmoid(self.steepness * (x + 2))
+
+
+def two_steps(k):
+    def slope(x):
+        return sum(k * sigmoid(k * y) * sigmoid(-k * y) for y in (x - 1, x + 2))
+
+    return lambda x: sigmoid(k * (x - 1)) + sigmoid(k * (x + 2)), slope
