@@ -17,7 +17,6 @@ WITHOUT_TESTS = {
     "cli/kernel.py",
     "cli/predict.py",
     "cli/report.py",
-    "cli/specification.py",
     "ensemble/layers.py",
     "ensemble/plain.py",
     "ensemble/plan.py",
@@ -72,7 +71,6 @@ WITHOUT_TESTS = {
     "finite/empirical/samplewise.py",
     "finite/empirical/terms.py",
     "finite/members.py",
-    "gradient.py",
     "reading/flow.py",
     "reading/symbolic.py",
     "reading/watched.py",
@@ -141,13 +139,6 @@ PRIVATE_READS = {
     ("embens.finite.members", "_individuals"),
     ("embens.finite.members", "_new_store"),
     ("embens.finite.members", "_run_each"),
-    ("embens.training.objective", "_chunk_size"),
-    ("embens.training.objective", "_compiled_scale"),
-    ("embens.training.objective", "_cursor"),
-    ("embens.training.objective", "_holders"),
-    ("embens.training.objective", "_new_store"),
-    ("embens.training.objective", "_run"),
-    ("embens.training.objective", "_stacks"),
 }
 """Private names of other files that a file still reads."""
 
