@@ -35,7 +35,6 @@ TO_DO = {
     ("embens.ensemble.module", "embens.ensemble.storage"),
     ("embens.estimators.base", "embens.estimators.storage"),
     ("embens.estimators.storage", "embens.estimators"),
-    ("embens.finite.diagnosis.findings", "embens.training.rates"),
     ("embens.theory.kernel", "embens.theory.gamma"),
 }
 """Arrows that point up or close a circle and are still to be turned; this set only shrinks."""
