@@ -6,8 +6,11 @@ Each rule has a set of what is still to be done, which only shrinks: what is don
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from collections.abc import Iterator
 
+from packaging.version import Version
 from source import MODULES, SOURCE, TESTS, syntax
 from torch import nn
 
@@ -230,3 +233,16 @@ def test_public_signatures_have_at_most_eight_parameters():
                 long.add(name)
     assert long - LONG - LONG_BY_PROMISE == set()
     assert (LONG | LONG_BY_PROMISE) - long == set(), "take these out of the sets above"
+
+
+def test_the_oldest_versions_that_are_tested_are_the_lower_bounds():
+    root = TESTS.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    bounds = dict(
+        re.match(r"([\w-]+)>=([\d.]+)", text).groups() for text in project["dependencies"]
+    )
+    lines = (root / "constraints-oldest.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert {name: Version(v) for name, v in bounds.items()} == {
+        name: Version(v) for name, v in pins.items()
+    }
