@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from embens import EmbeddedEnsemble
-from embens.ensemble.layers import Modulated, ModulatedAttention, Modulation
+from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.layers import Modulated, Modulation
 
 
 def modulations(ensemble: EmbeddedEnsemble) -> dict[tuple[str, str], Modulation]:

@@ -12,9 +12,10 @@ from embens.embedding.families import (
     mc_dropout,
 )
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.storage import load
+from embens.ensemble.surgery import load
 from embens.objective import objective
 from embens.prediction import Prediction, predict
+from embens.reading import register_layer
 from embens.training import Divergence, History, fit
 
 if _TYPE_CHECKING:
@@ -41,6 +42,7 @@ __all__ = [
     "networks",
     "objective",
     "predict",
+    "register_layer",
     "theory",
 ]
 

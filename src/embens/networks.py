@@ -37,6 +37,7 @@ class Parametrized(nn.Module):
         weight_std: Standard deviation :math:`σ_w` that one output would have for unit inputs.
         bias_std: Standard deviation :math:`σ_b` of the bias; 0 for a layer without one.
         parametrization: ``"ntk"``, ``"standard"`` or ``"xavier"``.
+        fan_in: Number of inputs that one output sees.
         linear_in_parameters: Marks that the output is linear in weight and bias together.
     """
 
@@ -56,12 +57,8 @@ class Parametrized(nn.Module):
         self.weight_std = check_number("weight_std", weight_std, expected, lambda std: std >= 0)
         self.bias_std = check_number("bias_std", bias_std, expected, lambda std: std >= 0)
         self.parametrization = check_choice("parametrization", parametrization, PARAMETRIZATIONS)
+        self.fan_in = self.weight[0].numel()
         self.reset_parameters(generator)
-
-    @property
-    def fan_in(self) -> int:
-        """Number of inputs that one output sees."""
-        return self.weight[0].numel()
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -78,12 +75,16 @@ class Parametrized(nn.Module):
         if self.bias is not None:
             _draw_(self.bias, 1.0 if self.parametrization == "ntk" else self.bias_std, generator)
 
-    def effective_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias as the plain torch layer would have them."""
+    def effective_parameters(
+        self, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias as the plain torch layer would have them; others than its own."""
+        weight = self.weight if weight is None else weight
+        bias = self.bias if bias is None else bias
         if self.parametrization != "ntk":
-            return self.weight, self.bias
+            return weight, bias
         scale = self.weight_std / math.sqrt(self.fan_in)
-        return self.weight * scale, None if self.bias is None else self.bias * self.bias_std
+        return weight * scale, None if bias is None else bias * self.bias_std
 
     def extra_repr(self) -> str:
         return (

@@ -138,20 +138,20 @@ def test_independent_members_are_drawn_by_their_layers_own_initialisation():
     reference = mlp()
     ensemble = embens.independent(reference, 200, generator=generator())
     assert list(ensemble.shared_parameters()) == []
-    weight = dict(ensemble.named_parameters())["network.module.2.weight"].detach()
+    weight = ensemble.individuals["2"].module.weight.detach()
     assert weight.shape == (200, 16, 16)
     bound = 1 / 16**0.5
     assert weight.abs().max() <= bound
     assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
     assert not torch.equal(weight[0], weight[1])
     again = embens.independent(reference, 200, generator=generator())
-    assert torch.equal(weight, dict(again.named_parameters())["network.module.2.weight"])
+    assert torch.equal(weight, again.individuals["2"].module.weight)
 
 
 def test_independent_members_of_our_networks_keep_their_law():
     reference = embens.networks.mlp(inputs=50, width=50, depth=2, outputs=3, weight_std=1.5)
     ensemble = embens.independent(reference, 20, generator=generator())
-    weight = dict(ensemble.named_parameters())["network.module.2.weight"].detach()
+    weight = ensemble.individuals["2"].module.weight.detach()
     assert weight.std().item() == pytest.approx(1.0, rel=0.02)
     x = torch.randn(4, 50)
     torch.testing.assert_close(ensemble(x)[3], ensemble.member(3)(x))
@@ -189,7 +189,7 @@ def test_unknown_initialisations_are_asked_for():
             nn.init.normal_(p)
 
     ensemble = embens.independent(reference, 2, initialise=initialise)
-    assert not torch.equal(*dict(ensemble.named_parameters())["network.module.0.factor"])
+    assert not torch.equal(*ensemble.individuals["0"].module.factor)
 
 
 def test_attention_can_be_independent():

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from embens.cli.specification import parse_reference, read_data
-from embens.ensemble import storage
+from embens.ensemble.surgery import load
 from embens.finite.diagnosis.diagnose import diagnose
 
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     """Run ``embens diagnose``; return its exit code."""
     try:
         reference = parse_reference(options.reference)
-        ensemble = storage.load(options.ensemble, reference)
+        ensemble = load(options.ensemble, reference)
         x, target = _data(options.data, reference)
         report = diagnose(
             ensemble,

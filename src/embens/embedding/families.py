@@ -13,15 +13,22 @@ own scale and shift. What lies before the first modulation is common to all memb
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from embens import laws
-from embens import reading as dataflow
+from embens import laws, reading
 from embens.checks import check_members, closest
+from embens.embedding.sharing import (
+    Sharing,
+    may_overwrite,
+    measure_widths,
+    plan_overwriting,
+    why_not_collapsible,
+)
 from embens.embedding.sites import (
     Laws,
     Sites,
@@ -31,15 +38,7 @@ from embens.embedding.sites import (
     warn_guesses,
 )
 from embens.ensemble.module import EmbeddedEnsemble
-from embens.ensemble.plan import (
-    Plan,
-    is_foldable,
-    may_overwrite,
-    measure_widths,
-    plan_overwriting,
-    plan_sharing,
-    why_not_collapsible,
-)
+from embens.ensemble.plan import Plan
 from embens.ensemble.surgery import operate
 from embens.laws import Law
 
@@ -98,28 +97,45 @@ def embed(
     for name, value in (("norm_statistics", norm_statistics), ("norm_affine", norm_affine)):
         if value not in ("member", "shared"):
             raise ValueError(f"{name}: unknown {value!r}{closest(value, ('member', 'shared'))}")
-    flow = dataflow.read(reference, example_input)
+    flow = reading.read(reference, example_input)
     chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh)
     warn_guesses(flow)
+    _warn_unknown(reference)
     if recompute is None:
-        recompute = dataflow.mentions(reference, _is_checkpointing)
-    own, shared = plan_sharing(reference, layers, flow, chosen, norm_statistics, norm_affine)
+        recompute = reading.mentions(reference, _is_checkpointing)
+    sharing = Sharing(reference, flow, chosen, statistics=norm_statistics, affine=norm_affine)
     widths, input_channels = measure_widths(layers, flow, [s.layer for s in chosen])
+    modules, own = dict(reference.named_modules()), tuple(sharing.own.values())
     plan = Plan(
         family=family,
         members=members,
         sites=chosen,
         own=own,
-        shared=() if recompute else shared,
-        overwriting=plan_overwriting(flow, chosen, dict(reference.named_modules())),
-        copies=may_overwrite(flow, dict(reference.named_modules())),
+        shared=() if recompute else sharing.shared(),
+        folding=sharing.folding(),
+        random=sharing.random(),
+        overwriting=plan_overwriting(flow, chosen, modules),
+        copies=may_overwrite(flow, modules),
         not_collapsible=why_not_collapsible(flow, chosen, own),
-        foldable=is_foldable(flow, shared) and not recompute,
         recompute=recompute,
         widths=widths,
         input_channels=input_channels,
     )
     return operate(reference, plan, generator)
+
+
+def _warn_unknown(reference: nn.Module) -> None:
+    """Name the layers that hold weights, but that no member can modulate."""
+    unknown = reading.unknown_layers(reference)
+    if unknown:
+        kinds = sorted({type(m).__name__ for m in unknown.values()})
+        names = ", ".join(map(repr, list(unknown)[:6])) + (", …" if len(unknown) > 6 else "")
+        warnings.warn(
+            f"members do not differ in {names}: layers of type {', '.join(kinds)} are not known. "
+            "Make them known with embens.register_layer(kind, channels), where channels(layer) "
+            "returns how many channels a layer takes and gives.",
+            stacklevel=4,
+        )
 
 
 def _is_checkpointing(word: str) -> bool:
@@ -244,27 +260,27 @@ def independent(
         raise TypeError(f"the reference must be a torch.nn.Module; got {type(reference).__name__}")
     if not any(True for _ in reference.parameters()):
         raise ValueError("the reference has no parameters, so its members could not differ")
-    names = [n for n, _ in (*reference.named_parameters(), *reference.named_buffers())]
-    flow = dataflow.read(reference)
-    layers = dataflow.parameter_layers(reference)
+    flow = reading.read(reference)
+    sharing = Sharing.of_separate(reference, flow)
+    layers = reading.parameter_layers(reference)
     widths, input_channels = measure_widths(layers, flow, flow.upstream)
     plan = Plan(
         family="independent",
         members=members,
-        own=(("", tuple(names)),),
+        own=tuple(sharing.own.values()),
+        separate=True,
+        folding=sharing.folding(),
         not_collapsible="its members are separate networks",
-        foldable=is_foldable(flow, ()),
         widths=widths,
         input_channels=input_channels,
     )
     drawn = [_redraw(copy.deepcopy(reference), initialise, generator) for _ in range(members)]
     ensemble = operate(reference, plan)
-    stacked = dict(ensemble.network.module.named_parameters())  # type: ignore[union-attr]
-    stacked.update(ensemble.network.module.named_buffers())  # type: ignore[union-attr]
     with torch.no_grad():
-        for a, network in enumerate(drawn):
-            for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-                stacked[name][a] = tensor
+        for name, own in ensemble.individuals.items():
+            for tensor, stack in zip(own.tensor_names(), own.tensors(), strict=True):
+                for a, network in enumerate(drawn):
+                    stack[a] = getattr(network.get_submodule(name), tensor)
     return ensemble
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from embens.checks import closest
-from embens.ensemble.plan import Kind, Site, layer_sizes
+from embens.ensemble.plan import Side, Site
 from embens.laws import Law
-from embens.reading import Flow, parameter_layers
+from embens.reading import Flow, channels, is_attention, parameter_layers
 
 Laws = Law | Mapping[str, Law | None] | None
 Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -63,13 +63,13 @@ def _match(pattern: str, names: Iterable[str]) -> list[str]:
 
 def _select(
     sites: Sites, layers: dict[str, nn.Module], flow: Flow
-) -> tuple[set[tuple[str, Kind]], set[tuple[str, Kind]]]:
+) -> tuple[set[tuple[str, Side]], set[tuple[str, Side]]]:
     """Return the selected sites, and the hidden ones."""
     called = [n for n in layers if n in flow.upstream]
     first, last = flow.first, flow.last
-    hidden: set[tuple[str, Kind]] = {(n, "pre") for n in called if n not in last}
+    hidden: set[tuple[str, Side]] = {(n, "pre") for n in called if n not in last}
     hidden |= {(n, "post") for n in called if n not in first}
-    every: set[tuple[str, Kind]] = {(n, k) for n in called for k in ("pre", "post")}
+    every: set[tuple[str, Side]] = {(n, k) for n in called for k in ("pre", "post")}
     if isinstance(sites, str) and sites in SELECTIONS:
         if sites == "hidden":
             return hidden, hidden
@@ -104,12 +104,12 @@ def _select(
 
 def _module_of(name: str, layers: dict[str, nn.Module]) -> nn.Module:
     module = layers[name]
-    if isinstance(module, nn.MultiheadAttention) and name.endswith("out_proj"):
+    if is_attention(module) and name.endswith("out_proj"):
         return module.out_proj
     return module
 
 
-def _per_site(given: Any, kind: Kind, names: list[str], what: str, valid: Callable) -> dict:
+def _per_site(given: Any, kind: Side, names: list[str], what: str, valid: Callable) -> dict:
     """Spread one value, or a mapping from names and wildcards to values, over sites."""
     if not isinstance(given, Mapping):
         if not valid(given):
@@ -165,12 +165,12 @@ def choose_sites(
     else:
         trains = {"pre": trainable, "post": trainable}
     result = []
-    kinds: tuple[tuple[Kind, Laws], ...] = (("pre", pre), ("post", post))
+    kinds: tuple[tuple[Side, Laws], ...] = (("pre", pre), ("post", post))
     for kind, law in kinds:
         possible = [
             n
             for n in layers
-            if (n, kind) in selected and (kind == "pre" or layer_sizes(n, layers)[0] is not None)
+            if (n, kind) in selected and (kind == "pre" or channels(n, layers[n])[0] is not None)
         ]
         laws = _per_site(law, kind, possible, kind, _is_law)
         named = [n for n in possible if laws.get(n) is not None]
@@ -178,7 +178,7 @@ def choose_sites(
         if isinstance(trains[kind], Mapping) or named:
             spread = _per_site(trains[kind], kind, named, f"trainable[{kind!r}]", _is_bool)
         for name in named:
-            takes, gives = layer_sizes(name, layers)
+            takes, gives = channels(name, layers[name])
             size, repeat = gives, 1
             if kind == "post":
                 repeat = flow.repeat.get(name, 1)

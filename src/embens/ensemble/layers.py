@@ -1,29 +1,52 @@
-r"""Modulations, and shared layers between two of them.
+r"""What an ensemble puts into a network: modulations, and modules that differ between members.
 
 .. math:: x = u \cdot \phi(v \cdot z), \qquad v \circ W (u \circ x) = (v u^\top \circ W)\, x
 
 A :class:`Modulation` holds one site's numbers for all members, ``(member, channel)``. A
 :class:`Modulated` layer multiplies its input by ``post`` (the paper's :math:`u` of the layer
 before) and its output, bias included, by ``pre`` (:math:`v`). Activations are modulated, not
-weights, save where the weights are much the smaller (a convolution over many positions, run one
-member at a time). :class:`ModulatedAttention` modulates the four projections of an
-``nn.MultiheadAttention`` through its weights, because torch's attention never calls them.
+weights, save where the weights are much the smaller. :class:`Own` is a module of which every
+member has its own tensors, :class:`Once` one that is computed once for all of them. Attention is in
+:mod:`embens.ensemble.attention`.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map
 
-from embens.ensemble.run import Cursor, Individual, Once, Own, Wrapper
+from embens.ensemble.run import Current, Run, Unfoldable, gather, interleave, repeat_rows
 from embens.laws import Law
-from embens.reading import PROJECTIONS
+from embens.reading.layers import kind_of, modulate_weight, spatial_axes
 
-__all__ = ["Modulated", "ModulatedAttention", "Modulation", "Once", "Own", "Scaled", "Wrapper"]
+
+class Individual(nn.Module):
+    """A module with numbers of its own for every member.
+
+    Attributes:
+        current: the ensemble's; where the running pass is found.
+        slot: the place of its first tensor among all individual tensors of the ensemble.
+        draw: draws its numbers anew, where every pass has new ones.
+    """
+
+    current: Current
+    slot: int
+    draw: Callable[[], Tensor] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return its tensors, each with the members as the first axis."""
+        raise NotImplementedError
+
+    def tensor_names(self) -> tuple[str, ...]:
+        """Return what the tensors are called, inside the module's own name."""
+        raise NotImplementedError
 
 
 class Modulation(Individual):
@@ -34,7 +57,6 @@ class Modulation(Individual):
         members: how many members.
         size: channels; one number each.
         repeat: how many consecutive features make one channel (a Linear after a Flatten).
-        trailing: how many axes follow the channels.
         trainable: a parameter, or a fixed mask.
         fresh: drawn anew at every pass, from the global generator.
         like: gives the dtype and device.
@@ -48,7 +70,6 @@ class Modulation(Individual):
         size: int,
         *,
         repeat: int = 1,
-        trailing: int = 0,
         trainable: bool = True,
         fresh: bool = False,
         like: Tensor,
@@ -56,8 +77,7 @@ class Modulation(Individual):
     ):
         super().__init__()
         self.law = law
-        self.members, self.size, self.repeat, self.trailing = members, size, repeat, trailing
-        self.fresh = fresh
+        self.members, self.size, self.repeat, self.fresh = members, size, repeat, fresh
         if fresh:
             self.register_buffer("values", torch.empty(0, dtype=like.dtype, device=like.device))
             return
@@ -67,18 +87,27 @@ class Modulation(Individual):
         else:
             self.register_buffer("values", values)
 
-    def stacks(self) -> list[Tensor]:
-        """Return the numbers of all members, shaped to multiply a layer's input or output."""
-        values = self.values
-        if self.fresh:
-            values = self.law.sample(
-                (self.members, self.size), dtype=values.dtype, device=values.device
-            )
-        if self.repeat > 1:
-            values = values.repeat_interleave(self.repeat, dim=1)
-        if self.trailing:
-            values = values.reshape(*values.shape, *(1,) * self.trailing)
-        return [values]
+    @property
+    def draw(self) -> Callable[[], Tensor] | None:  # type: ignore[override]
+        """What draws new masks, where every pass has its own."""
+        return self._draw if self.fresh else None
+
+    def _draw(self) -> Tensor:
+        shape, like = (self.members, self.size), self.values
+        return self.law.sample(shape, dtype=like.dtype, device=like.device)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the numbers, ``(member, channel)``."""
+        return [self.values]
+
+    def tensor_names(self) -> tuple[str, ...]:
+        """Return one name: a modulation is called by its site."""
+        return ("",)
+
+    def now(self, run: Run) -> Tensor:
+        """Return the numbers of the members that run now, ``(member, feature)``."""
+        numbers = run.of(self)
+        return numbers if self.repeat == 1 else numbers.repeat_interleave(self.repeat, dim=-1)
 
     def of(self, member: int | None) -> Tensor:
         """Return one member's numbers, ``(feature,)``; None: of all members."""
@@ -94,80 +123,76 @@ class Modulation(Individual):
         return f"{self.law!r}, members={self.members}, size={self.size}{repeat}, {kind}"
 
 
-def channel_axes(layer: nn.Module) -> int:
-    """Return how many axes follow the channels in a layer's input and output."""
-    if isinstance(layer, _ConvNd):
-        return len(layer.kernel_size)
-    return 0
+class Wrapper(nn.Module):
+    """A module around another that looks like it from outside.
 
-
-def channels(layer: nn.Module, projection: str = "") -> tuple[int | None, int]:
-    """Return the channels that a layer takes and gives; None for indices."""
-    if isinstance(layer, nn.MultiheadAttention):
-        takes = {"k_proj": layer.kdim, "v_proj": layer.vdim}.get(projection, layer.embed_dim)
-        return takes, layer.embed_dim
-    if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
-    if isinstance(layer, _ConvNd):
-        return layer.in_channels, layer.out_channels
-    if isinstance(layer, nn.Embedding):
-        return None, layer.embedding_dim
-    raise TypeError(f"{type(layer).__name__} is not a parameter layer")
-
-
-class Modulates(Wrapper):
-    """What holds modulations: where the cursor has their numbers is set by ``connect``.
-
-    Attributes:
-        cursor: the ensemble's.
-        slots: the places of ``pre`` and ``post`` in ``cursor.values``.
+    Attributes that it does not have itself are those of the module inside.
     """
 
-    cursor: Cursor
-    slots: tuple[int | None, int | None]
-    pre: Modulation | None
-    post: Modulation | None
+    def inner(self) -> nn.Module:
+        """Return the module inside."""
+        raise NotImplementedError
 
-    def connect(self, cursor: Cursor) -> None:
-        """Look up the places of the modulations, once they have them."""
-        self.cursor = cursor
-        self.slots = tuple(None if m is None else m.slot.start for m in (self.pre, self.post))  # type: ignore[assignment]
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or not self.__dict__.get("_modules"):
+                raise
+            return self._inner_attribute(name)
+
+    def _inner_attribute(self, name: str) -> Any:
+        return getattr(self.inner(), name)
 
 
-def modulate_weight(
-    layer: nn.Module, weight: Tensor, pre: Tensor | None, post: Tensor | None
-) -> Tensor:
-    r"""Return :math:`v u^\top \circ W` for the weight of any parameter layer."""
-    if pre is None and post is None:
-        return weight
-    if isinstance(layer, (nn.Linear, nn.Embedding)):
-        if isinstance(layer, nn.Embedding):
-            return weight if pre is None else weight * pre
-        scale = 1.0 if pre is None else pre[:, None]
-        return weight * (scale if post is None else scale * post)
-    assert isinstance(layer, _ConvNd)
-    groups = layer.groups
-    takes, gives = layer.in_channels // groups, layer.out_channels // groups
-    v = 1.0 if pre is None else pre.reshape(groups, gives, 1)
-    u = 1.0 if post is None else post.reshape(groups, 1, takes)
-    scale = torch.as_tensor(v * u).expand(groups, gives, takes)
-    if isinstance(layer, _ConvTransposeNd):
-        scale = scale.transpose(1, 2)
-    return weight * scale.reshape(*weight.shape[:2], *(1,) * len(layer.kernel_size))
+class Sealed:
+    """The weight of a modulated layer, seen from outside: what it is, but not its values."""
+
+    _ANSWERS = frozenset(
+        "dtype device shape ndim size dim numel nelement element_size itemsize nbytes layout "
+        "stride is_contiguous requires_grad is_floating_point is_complex is_cuda is_cpu is_meta "
+        "is_sparse is_quantized".split()
+    )
+
+    def __init__(self, tensor: Tensor, error: Exception):
+        self._tensor, self._error = tensor, error
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Sealed._ANSWERS:
+            return getattr(self._tensor, name)
+        raise self._error
+
+    def _refuse(self, *arguments: Any, **options: Any) -> Any:
+        raise self._error
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __matmul__ = __rmatmul__ = __neg__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sealed = next((a for a in args if isinstance(a, Sealed)), None)
+        found = sealed or next(v for v in (kwargs or {}).values() if isinstance(v, Sealed))
+        raise found._error
+
+    def __repr__(self) -> str:
+        return f"Sealed({tuple(self.shape)}, {self.dtype})"
 
 
 def is_linear_in_parameters(layer: nn.Module) -> bool:
     """Return whether scaling the weight and bias of a layer scales its output and input.
 
-    True for torch's own layers as they are, and for a subclass that says so by an attribute
-    ``linear_in_parameters``; not where a hook or a parametrization does something with the weight.
+    True for torch's own layers as they are, for registered ones that say so, and for a subclass
+    that says so by an attribute ``linear_in_parameters``; not where a hook or a parametrization
+    does something with the weight.
     """
     kind = type(layer)
     stock = kind.forward in _STOCK and getattr(kind, "_conv_forward", kind.forward) in _STOCK
+    known = kind_of(layer)
+    registered = not isinstance(layer, _STOCK_LAYERS) and known is not None and bool(known.weight)
     hooked = layer._forward_hooks or layer._forward_pre_hooks
     renormalised = isinstance(layer, nn.Embedding) and layer.max_norm is not None
     return (
-        (stock or getattr(layer, "linear_in_parameters", False))
+        (stock or registered or getattr(layer, "linear_in_parameters", False))
         and "weight" in layer._parameters
         and not hooked
         and not renormalised
@@ -183,22 +208,34 @@ _STOCK = {cls.forward for cls in _STOCK_LAYERS} | {
 }
 
 
-def multiply(x: Tensor, numbers: Tensor) -> Tensor:
-    """Multiply by one member's numbers; they never change the dtype."""
-    return x * numbers if numbers.dtype is x.dtype else x * numbers.to(x.dtype)
+class Modulated(Wrapper):
+    r"""A shared layer between two modulations: :math:`v \circ \mathrm{layer}(u \circ x)`.
 
+    Args:
+        layer: the layer, perhaps computed once for all members.
+        pre: :math:`v`.
+        post: :math:`u`.
+        border: whether its input is still the same for all members.
+    """
 
-class Modulated(Modulates):
-    r"""A shared layer between two modulations: :math:`v \circ \mathrm{layer}(u \circ x)`."""
+    current: Current
 
-    def __init__(self, layer: nn.Module, pre: Modulation | None, post: Modulation | None):
+    def __init__(
+        self,
+        layer: nn.Module,
+        pre: Modulation | None,
+        post: Modulation | None,
+        *,
+        border: bool = False,
+    ):
         super().__init__()
-        self.layer = layer
-        self.pre = pre
-        self.post = post
-        self._is_convolution = isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and (
-            type(layer).forward in _STOCK or hasattr(layer, "effective_parameters")
-        )
+        self.layer, self.pre, self.post, self.border = layer, pre, post, border
+        plain = self.plain_layer
+        self._spatial = spatial_axes(plain)
+        self._effective = getattr(plain, "effective_parameters", None) is not None
+        known = type(plain).forward in _STOCK or self._effective
+        self._convolution = isinstance(plain, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and known
+        self._product = isinstance(plain, nn.Linear) and known and border
         self.train(layer.training)
 
     @property
@@ -206,49 +243,80 @@ class Modulated(Modulates):
         """The layer itself, without what computes it once for all members."""
         return self.layer.module if isinstance(self.layer, Once) else self.layer
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the running member's output; input is the name in torch's own layers."""
-        x = input
-        values = self.cursor.values or self.cursor.missing()
-        pre, post = self.slots
-        if post is not None:
-            if self._is_convolution and self._weights_are_cheaper(x):
-                return self._through_weights(x, values)
-            x = multiply(x, values[post])
-        x = self.layer(x, *args, **kwargs)
-        return x if pre is None else multiply(x, values[pre])
+    def inner(self) -> nn.Module:
+        """Return the layer."""
+        return self.plain_layer
 
-    def _weights_are_cheaper(self, x: Tensor) -> bool:
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output of the running members; input is the name in torch's own layers."""
+        run = self.current.run or self.current.get()
+        x, common = input, self.border
+        if self.post is not None:
+            if self._convolution and self._weights_are_cheaper(run, x):
+                return self._through_weights(run, x)
+            if self._product and self._heads_are_cheaper(run, x):
+                return self._through_heads(run, x)
+            x = run.scale(x, self.post.now(run), self._spatial, common=common)
+            common = False
+        x = self.layer(x, *args, **kwargs)
+        if self.pre is None:
+            return x
+        return run.scale(x, self.pre.now(run), self._spatial, common=common)
+
+    def _parameters_of(self, layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+        return layer.effective_parameters() if self._effective else (layer.weight, layer.bias)  # type: ignore[return-value,operator]
+
+    def _weights_are_cheaper(self, run: Run, x: Tensor) -> bool:
         layer = self.layer
         return (
-            not self.cursor.folded
+            run.count == 1
+            and run.index is None
             and 2 * layer.weight.numel() < x.numel()  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
             and is_linear_in_parameters(layer)
         )
 
-    def _through_weights(self, x: Tensor, values: list[Tensor]) -> Tensor:
+    def _through_weights(self, run: Run, x: Tensor) -> Tensor:
         layer = self.layer
-        parameters = getattr(layer, "effective_parameters", None)
-        kernel, bias = (layer.weight, layer.bias) if parameters is None else parameters()
-        pre, post = (None if slot is None else values[slot].reshape(-1) for slot in self.slots)
-        weight = modulate_weight(layer, kernel, pre, post)  # type: ignore[arg-type]
+        kernel, bias = self._parameters_of(layer)
+        pre, post = (None if m is None else m.now(run)[0] for m in (self.pre, self.post))
+        weight = modulate_weight(layer, kernel, pre, post)
         if bias is not None and pre is not None:
-            bias = bias * pre  # type: ignore[operator]
+            bias = bias * pre
         return layer._conv_forward(x, weight, bias)  # type: ignore[operator]
 
-    def inner(self) -> nn.Module:
-        """Return the layer."""
-        return self.plain_layer
+    def _heads_are_cheaper(self, run: Run, x: Tensor) -> bool:
+        """Return whether common inputs are better multiplied by every member's weight."""
+        layer = self.layer
+        return (
+            run.count > 1
+            and run.common
+            and x.dim() == 2
+            and x.shape[0] > layer.out_features  # type: ignore[operator]
+            and x.dtype == layer.weight.dtype
+            and is_linear_in_parameters(layer)
+        )
+
+    def _through_heads(self, run: Run, x: Tensor) -> Tensor:
+        assert self.post is not None
+        weight, bias = self._parameters_of(self.layer)
+        heads = weight * self.post.now(run).unsqueeze(1)  # (member, out, in)
+        outputs = F.linear(x, heads.flatten(0, 1)).view(len(x), *heads.shape[:2]).transpose(0, 1)
+        if bias is not None:
+            outputs = outputs + bias
+        if self.pre is not None:
+            outputs = outputs * self.pre.now(run).unsqueeze(1)
+        return outputs.flatten(0, 1)
 
     def _inner_attribute(self, name: str) -> Any:
         layer = self.plain_layer
-        if name in layer._parameters:
-            raise AttributeError(
+        if name in layer._parameters and layer._parameters[name] is not None:
+            error = AttributeError(
                 f"the code reads the {name} of a modulated {type(layer).__name__} without "
                 "calling the layer, which would leave its modulations out. Leave this layer "
                 "out of embed's sites, or call it."
             )
+            return Sealed(getattr(layer, name), error)
         return getattr(layer, name)
 
     def plain(self, member: int | None) -> nn.Module:
@@ -263,26 +331,13 @@ class Modulated(Modulates):
                     "own has no mean weight"
                 )
             return Scaled(layer, pre, post)
-        bias = getattr(layer, "bias", None)
         with torch.no_grad():
-            if member is None:
-                weight = _mean_weight(layer, pre, post)
-                pre = None if pre is None else pre.mean(0)
-            else:
-                weight = modulate_weight(layer, layer.weight, pre, post)  # type: ignore[arg-type]
-            layer.weight.copy_(weight)  # type: ignore[operator]
+            weight: Any = modulate_weight(layer, layer.weight, pre, post)  # type: ignore[arg-type]
+            bias = getattr(layer, "bias", None)
             if bias is not None and pre is not None:
-                bias.mul_(pre)
+                bias.copy_((bias * pre).mean(0) if member is None else bias * pre)
+            layer.weight.copy_(weight.mean(0) if member is None else weight)  # type: ignore[operator]
         return layer
-
-
-def _mean_weight(layer: nn.Module, pre: Tensor | None, post: Tensor | None) -> Tensor:
-    if pre is None or post is None:
-        pre = None if pre is None else pre.mean(0)
-        post = None if post is None else post.mean(0)
-        return modulate_weight(layer, layer.weight, pre, post)  # type: ignore[arg-type]
-    members = zip(pre, post, strict=True)
-    return sum(modulate_weight(layer, layer.weight, v, u) for v, u in members) / len(pre)  # type: ignore[arg-type,return-value]
 
 
 class Scaled(nn.Module):
@@ -294,80 +349,213 @@ class Scaled(nn.Module):
     def __init__(self, layer: nn.Module, pre: Tensor | None, post: Tensor | None):
         super().__init__()
         self.layer = layer
-        shape = (-1, *(1,) * channel_axes(layer))
+        shape = (-1, *(1,) * spatial_axes(layer))
         self.register_buffer("pre", None if pre is None else pre.reshape(shape))
         self.register_buffer("post", None if post is None else post.reshape(shape))
         self.train(layer.training)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the member's output."""
-        x = input if self.post is None else multiply(input, self.post)
+        x = input if self.post is None else input * self.post.to(input.dtype)
         x = self.layer(x, *args, **kwargs)
-        return x if self.pre is None else multiply(x, self.pre)
+        return x if self.pre is None else x * self.pre.to(x.dtype)
 
 
-class ModulatedAttention(Wrapper):
-    """An ``nn.MultiheadAttention`` whose q, k, v and output projections are modulated."""
+class Once(Wrapper):
+    """A module whose output is the same for all members, computed once in a pass.
 
-    def __init__(self, attention: nn.MultiheadAttention, modulations: dict[str, Modulation]):
+    Args:
+        module: the module.
+        random: see :class:`embens.ensemble.plan.SharedModule`.
+        keep: likewise.
+        repeat: likewise.
+    """
+
+    current: Current
+
+    def __init__(self, module: nn.Module, *, random: bool, keep: bool, repeat: bool):
         super().__init__()
-        self.attention = attention
-        self.modulations = nn.ModuleDict(modulations)  # keys like "q_proj_pre"
-        self.train(attention.training)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the attention with the running member's weights."""
-        mine = {k: m.mine()[0] for k, m in self.modulations.items()}  # type: ignore[operator]
-        return torch.func.functional_call(
-            self.attention, modulated_projections(self.attention, mine), args, kwargs
-        )
+        self.module = module
+        self.random, self.keep, self.repeat = random, keep, repeat
+        self.train(module.training)
 
     def inner(self) -> nn.Module:
-        """Return the attention."""
-        return self.attention
+        """Return the module inside."""
+        return self.module
 
-    def plain(self, member: int | None) -> nn.Module:
-        """Return a plain attention with one member's weights."""
-        if member is None:
-            raise ValueError("attention has no mean weights: softmax is not linear")
-        attention = copy.deepcopy(self.attention)
-        mine = {k: m.of(member) for k, m in self.modulations.items()}  # type: ignore[operator]
-        with torch.no_grad():
-            for path, value in modulated_projections(attention, mine).items():
-                attention.get_parameter(path).copy_(value)
-        return attention
+    def extra_repr(self) -> str:
+        """Return the line that ``repr`` shows."""
+        return "computed once for all members"
 
-
-def modulated_projections(
-    attention: nn.MultiheadAttention, mine: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return an attention's weights and biases, by name, with one member's modulations in them."""
-
-    def scaled(weight: Tensor, projection: str) -> Tensor:
-        pre, post = mine.get(f"{projection}_pre"), mine.get(f"{projection}_post")
-        weight = weight if pre is None else weight * pre[:, None]
-        return weight if post is None else weight * post
-
-    def scaled_bias(bias: Tensor, projection: str) -> Tensor:
-        pre = mine.get(f"{projection}_pre")
-        return bias if pre is None else bias * pre
-
-    inputs = PROJECTIONS[:3]
-    result = {"out_proj.weight": scaled(attention.out_proj.weight, "out_proj")}
-    if attention.out_proj.bias is not None:
-        result["out_proj.bias"] = scaled_bias(attention.out_proj.bias, "out_proj")
-    if attention._qkv_same_embed_dim:
-        parts = attention.in_proj_weight.chunk(3)  # type: ignore[union-attr]
-        result["in_proj_weight"] = torch.cat(
-            [scaled(w, p) for w, p in zip(parts, inputs, strict=True)]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output."""
+        run = self.current.run
+        if run is None or run.results is None or (self.random and self.training):
+            return self.module(*args, **kwargs)
+        result = run.results.once(self, args, kwargs)
+        if not self.repeat or run.count == 1:
+            return result
+        return tree_map(
+            lambda x: repeat_rows(x, run.count) if isinstance(x, Tensor) and x.dim() else x, result
         )
-    else:
-        for projection in inputs:
-            name = f"{projection}_weight"
-            result[name] = scaled(getattr(attention, name), projection)
-    if attention.in_proj_bias is not None:
-        parts = attention.in_proj_bias.chunk(3)
-        result["in_proj_bias"] = torch.cat(
-            [scaled_bias(b, p) for b, p in zip(parts, inputs, strict=True)]
-        )
-    return result
+
+    def __iter__(self) -> Iterator:
+        return iter(self.module)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]  # type: ignore[index]
+
+
+class Own(Wrapper, Individual):
+    """A module some of whose tensors have one value for every member.
+
+    The module's own tensors of these names are stacks with the members first; a call uses the
+    running members'. In-place updates (running statistics) reach the stacks. A Linear runs all
+    members as one batched product, anything else one member after another.
+
+    Args:
+        module: the module; its tensors are replaced by stacks.
+        names: of its own tensors, not of those of modules inside it.
+        members: how many.
+        border: whether its input is still the same for all members.
+        stacks: stacks that were made before, by the id of the tensor: tied ones stay tied.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        members: int,
+        *,
+        border: bool = False,
+        stacks: dict[int, Tensor] | None = None,
+    ):
+        super().__init__()
+        self.module = module
+        self.names = tuple(names)
+        self.border = border
+        stacks = {} if stacks is None else stacks
+        for name in self.names:
+            tensor = getattr(module, name)
+            if id(tensor) not in stacks:
+                stack = tensor.detach().expand(members, *tensor.shape).clone()
+                if isinstance(tensor, nn.Parameter):
+                    stack = nn.Parameter(stack, tensor.requires_grad)
+                stacks[id(tensor)] = stack
+            setattr(module, name, stacks[id(tensor)])
+        linear = isinstance(module, nn.Linear) and {"weight"} <= set(self.names)
+        stock = type(module).forward in _STOCK or hasattr(module, "effective_parameters")
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        self._batched = linear and stock and not hooked
+        self.train(module.training)
+
+    def inner(self) -> nn.Module:
+        """Return the module inside."""
+        return self.module
+
+    def tensors(self) -> list[Tensor]:
+        """Return the stacked tensors."""
+        return [getattr(self.module, name) for name in self.names]
+
+    def tensor_names(self) -> tuple[str, ...]:
+        """Return the names of the stacked tensors."""
+        return self.names
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with the running members' tensors."""
+        run = self.current.run or self.current.get()
+        if run.index is None:
+            if run.count == 1:
+                return self._alone(run, args, kwargs)
+            if self._batched and not kwargs and args[0].dim() > 1:
+                return self._together(run, args[0])
+        present = range(run.count)
+        if run.index is not None:
+            present = range(min(run.members, len(run.index)))
+        outputs = []
+        for a in present:
+            mine = tree_map(lambda x, a=a: run.rows_of(x, a, common=self.border), (args, kwargs))
+            with run.only(a):
+                outputs.append(self._alone(run, *mine))
+        if run.index is None:
+            return gather(outputs, torch.cat)
+        return gather(outputs, lambda parts: interleave(parts, run.index))  # type: ignore[arg-type]
+
+    def _alone(self, run: Run, args: tuple, kwargs: dict) -> Any:
+        """Call the module for the one member that runs."""
+        if not self.names:
+            return self.module(*args, **kwargs)
+        mine = {name: run.of(self, i)[0] for i, name in enumerate(self.names)}
+        return call_with(self.module, mine, args, kwargs)
+
+    def _together(self, run: Run, x: Tensor) -> Tensor:
+        """Return a Linear layer's output for all members that run, as one product."""
+        module, stacks = self.module, {n: run.of(self, i) for i, n in enumerate(self.names)}
+        weight, bias = stacks["weight"], stacks.get("bias", module.bias)
+        effective = getattr(module, "effective_parameters", None)
+        if effective is not None:
+            weight, bias = effective(weight, bias)
+        if self.border and run.common:
+            products = F.linear(x, weight.flatten(0, 1))
+            products = products.unflatten(-1, weight.shape[:2]).movedim(-2, 0)
+        else:
+            x = run.apart(x)
+            products = torch.matmul(x.flatten(1, -2), weight.mT).unflatten(1, x.shape[1:-1])
+        if bias is not None:
+            bias = bias if bias.dim() == 2 else bias.expand(run.count, -1)  # type: ignore[union-attr]
+            shape = (run.count, *(1,) * (products.dim() - 2), -1)
+            products = products + bias.reshape(shape).to(products.dtype)
+        return products.flatten(0, 1)
+
+    def _inner_attribute(self, name: str) -> Any:
+        run = self.current.run
+        if name not in self.names or run is None or not run.open:
+            return getattr(self.module, name)
+        if run.count > 1 or run.index is not None:
+            why = f"the code reads {name!r}, of which every member has its own"
+            return Sealed(getattr(self.module, name)[0], Unfoldable(why))
+        return run.of(self, self.names.index(name))[0]
+
+    def plain(self, member: int, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the module with the tensors of one member.
+
+        ``memo`` is that of a deep copy of the whole network under way.
+        """
+        for stack in self.tensors():
+            tensor = stack.detach()[member].clone()
+            if id(stack) not in memo:
+                parameter = isinstance(stack, nn.Parameter)
+                memo[id(stack)] = nn.Parameter(tensor, stack.requires_grad) if parameter else tensor
+        return copy.deepcopy(self.module, memo)
+
+
+def call_with(module: nn.Module, tensors: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
+    """Call a module with other tensors in place of some of its own.
+
+    Unlike ``torch.func.functional_call`` it does not touch the module, which other threads may be
+    running; names may lead into modules inside it.
+    """
+    if torch.compiler.is_compiling():
+        return torch.func.functional_call(module, tensors, args, kwargs)
+    return _twin(module, tensors)(*args, **kwargs)
+
+
+def _twin(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
+    """Return a module that is another but for some tensors."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    inside: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        child, _, rest = name.partition(".")
+        if rest:
+            inside.setdefault(child, {})[rest] = tensor
+        else:
+            (parameters if name in parameters else buffers)[name] = tensor  # type: ignore[assignment]
+    children = {n: _twin(module.get_submodule(n), inside[n]) for n in inside}
+    modules = {**module._modules, **children}
+    twin.__dict__.update(_parameters=parameters, _buffers=buffers, _modules=modules)
+    return twin

@@ -8,23 +8,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from embens.checks import Gamma, closest
-from embens.ensemble import rates
-from embens.ensemble import run as execution
-from embens.ensemble.layers import Modulates
-from embens.ensemble.plain import plain
+from embens.ensemble import rates, storage
+from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.folding import FoldingChoice
+from embens.ensemble.layers import Individual, Modulated, Once
+from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
-from embens.ensemble.run import Cursor, Own, Store
-from embens.objective import Criterion, Of, objective
+from embens.ensemble.run import Current, Run, gather
+from embens.objective import OPTIONS, BatchKind, Criterion, Of, objective
 
-Batch = Literal["same", "own", "split"]
-BATCHES = ("same", "own", "split")
+FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
+"""The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
 
 
 class EmbeddedEnsemble(nn.Module):
@@ -37,24 +38,22 @@ class EmbeddedEnsemble(nn.Module):
             changes the results beyond rounding, nor the order of members.
     """
 
-    def __init__(self, network: nn.Module, plan: Plan, cursor: Cursor):
+    def __init__(self, network: nn.Module, plan: Plan):
         super().__init__()
         self.network = network
         self.plan = plan
         self.chunk: int | None = None
         self.training = network.training
-        self._cursor = cursor
-        self._individuals = execution.connect(cursor, network)
-        for module in network.modules():
-            if isinstance(module, Modulates):
-                module.connect(cursor)
-        dependent = list(execution.dependent_modules(network))
-        separate = plan.separate
-        self._unfoldable = not plan.foldable or not all(
-            execution.is_foldable(m) and not (separate and isinstance(m, nn.modules.conv._ConvNd))
-            for m in dependent
-        )
-        self._updating = [m for m in dependent if execution.updates_shared_statistics(m)]
+        self.current = Current()
+        self.individuals: dict[str, Individual] = {}
+        slot = 0
+        for name, module in walk(network):
+            if isinstance(module, (Individual, Modulated, ModulatedAttention, Once)):
+                module.current = self.current
+            if isinstance(module, Individual):
+                self.individuals[name], module.slot = module, slot
+                slot += len(module.tensor_names())
+        self.folding = FoldingChoice(self)
 
     @property
     def members(self) -> int:
@@ -63,9 +62,12 @@ class EmbeddedEnsemble(nn.Module):
 
     def individual_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of which every member has its own (trainable modulations)."""
-        for module in self._individuals:
-            tensors = module.stacks() if isinstance(module, Own) else module.parameters()
-            yield from (t for t in tensors if isinstance(t, nn.Parameter))
+        seen: set[int] = set()
+        for module in self.individuals.values():
+            for tensor in module.tensors():
+                if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield tensor
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that all members share (the reference's)."""
@@ -105,7 +107,7 @@ class EmbeddedEnsemble(nn.Module):
     # Running
 
     def forward(
-        self, *inputs: Any, batch: Batch = "same", chunk: int | None = None, **kwargs: Any
+        self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
     ) -> Any:
         """Run all members.
 
@@ -114,110 +116,67 @@ class EmbeddedEnsemble(nn.Module):
             batch: "same": every member sees the inputs; "own": tensors among the inputs have the
                 members as their first axis; "split": row i of every tensor goes to member i mod M.
             chunk: how many members run together, instead of ``self.chunk``.
-            **kwargs: passed to the reference as they are, for every member.
+            **kwargs: passed to the reference, for every member; tensors with a row for each sample
+                go with the samples.
 
         Returns:
             The outputs with the members as a new first axis; for "split" those of the reference.
         """
-        self._check_batch(inputs, batch)
-        size = self._chunk_size(inputs, chunk)
-        store = self._new_store(batch, size)
-        with execution.Pass(self._cursor, store):
+        with self.run(inputs, kwargs, batch=batch, chunk=chunk) as run:
             if batch == "split":
-                outputs = self._run_split(inputs, kwargs)
-            elif size == 1:
-                stacks = [execution.members_of(stack) for stack in self._stacks()]
-                outputs = self._run_each(stacks, range(self.members), inputs, kwargs, batch)
-            else:
-                chunks = list(self._run(self._stacks(), inputs, kwargs, batch, size))
-                outputs = chunks[0] if len(chunks) == 1 else execution.gather(chunks, torch.cat)
-        return outputs
+                return run.split()
+            chunks = list(run.chunks())
+            return chunks[0] if len(chunks) == 1 else gather(chunks, torch.cat)
 
-    def _new_store(self, batch: Batch, chunk: int, cut: bool = False) -> Store | None:
-        if batch != "same" or not self.plan.shared or (chunk >= self.members and not cut):
-            return None
-        return Store(cut=cut, copies=self.plan.copies)
+    def run(
+        self,
+        inputs: tuple,
+        kwargs: dict[str, Any] | None = None,
+        *,
+        batch: BatchKind = "same",
+        chunk: int | None = None,
+        cut: bool = False,
+    ) -> Run:
+        """Return a pass that is about to begin, for those who look at single members.
 
-    def _stacks(self) -> list[Tensor]:
-        """Return the tensors of all members, members first, for one pass."""
-        return [stack for module in self._individuals for stack in module.stacks()]
+        Example:
+            >>> import embens
+            >>> ensemble = embens.batch_ensemble(embens.networks.mlp(4, 8, 2), members=3)
+            >>> with ensemble.run((torch.ones(5, 4),)) as run:
+            ...     run.member(2).shape
+            torch.Size([5, 1])
+        """
+        self._check_batch(inputs, batch)
+        size = self.chunk_size(inputs, chunk)
+        return Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
 
-    def _run(
-        self, stacks: list, inputs: tuple, kwargs: dict, batch: Batch, chunk: int
-    ) -> Iterator[Any]:
-        """Yield the outputs of one chunk of members after another, members first."""
-        fold = chunk > 1 and self._foldable()
-        for start in range(0, self.members, chunk):
-            stop = min(start + chunk, self.members)
-            if fold and stop - start > 1:
-                try:
-                    result = self._run_folded(stacks, slice(start, stop), inputs, kwargs, batch)
-                except (RuntimeError, ValueError, TypeError) as error:
-                    if torch.compiler.is_compiling() or start > 0:
-                        raise
-                    if self._cursor.store is not None:
-                        self._cursor.store = self._new_store(
-                            batch, chunk, cut=self._cursor.store.cut
-                        )
-                    result = self._run_each(stacks, range(start, stop), inputs, kwargs, batch)
-                    self._unfoldable, fold = True, False
-                    execution.warn_unfoldable(error)
-            else:
-                result = self._run_each(stacks, range(start, stop), inputs, kwargs, batch)
-            yield result
-
-    def _run_folded(
-        self, stacks: list, members: slice, inputs: tuple, kwargs: dict, batch: Batch
-    ) -> Any:
-        own = batch == "own"
-        if own:
-            inputs = tree_map(lambda x: x[members] if isinstance(x, Tensor) else x, inputs)
-        values = [stack[members] for stack in stacks]
-        try:
-            return execution.run_folded(self.network, self._cursor, values, inputs, kwargs, own)
-        finally:
-            self._cursor.folded = False
-
-    def _run_each(
-        self, stacks: list, members: range, inputs: tuple, kwargs: dict, batch: Batch
-    ) -> Any:
-        outputs = []
-        for a in members:
-            mine = inputs
-            if batch == "own":
-                mine = tree_map(lambda x, a=a: x[a] if isinstance(x, Tensor) else x, inputs)
-            outputs.append(self._run_member([stack[a] for stack in stacks], mine, kwargs))
-        if len(outputs) == 1:
-            return tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, outputs[0])
-        return execution.gather(outputs, torch.stack)
-
-    def _run_member(self, values: list[Tensor], inputs: tuple, kwargs: dict) -> Any:
-        if self.plan.recompute and torch.is_grad_enabled():
-            with execution.following_recomputation(self._cursor, values):
-                return execution.run_member(self.network, self._cursor, values, inputs, kwargs)
-        return execution.run_member(self.network, self._cursor, values, inputs, kwargs)
-
-    def _run_split(self, inputs: tuple, kwargs: dict) -> Any:
-        stacks = [execution.members_of(stack) for stack in self._stacks()]
-        rows = next(x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor))
-        members = self.members
-        outputs = []
-        for a in range(max(1, min(members, rows))):
-            mine = tree_map(
-                lambda x, a=a: x[a::members] if isinstance(x, Tensor) and x.dim() else x, inputs
-            )
-            outputs.append(self._run_member([stack[a] for stack in stacks], mine, kwargs))
-        # Concatenated, member by member, row i is at position order[i].
-        order = torch.arange(rows).remainder(members).argsort(stable=True).argsort()
-        return execution.gather(
-            outputs, lambda parts: torch.cat(parts).index_select(0, order.to(parts[0].device))
+    def chunk_size(self, inputs: tuple, chunk: int | None = None) -> int:
+        """Return how many members run together on these inputs."""
+        chunk = self.chunk if chunk is None else chunk
+        if chunk is not None:
+            if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+                raise ValueError(
+                    f"chunk must be a whole number of at least 1, or None; got {chunk!r}"
+                )
+            return min(chunk, self.members)
+        if self.members == 1 or not self.folding.possible():
+            return 1
+        x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
+        if x is None or torch.compiler.is_compiling():
+            return self.members
+        rows, positions = self.plan.widths
+        numbers = max(
+            rows * len(x) if x.dim() else 1, positions * x.numel() // self.plan.input_channels
         )
+        budget = FOLDED_BYTES.get(x.device.type, FOLDED_BYTES["cuda"])
+        itemsize = 4 if not x.is_floating_point() else x.element_size()
+        return max(1, min(self.members, budget // max(1, numbers * itemsize)))
 
-    def _check_batch(self, inputs: tuple, batch: Batch) -> None:
-        if batch not in BATCHES:
-            raise ValueError(f"batch: unknown {batch!r}{closest(batch, BATCHES)}")
+    def _check_batch(self, inputs: tuple, batch: BatchKind) -> None:
         if batch == "same":
             return
+        if batch not in OPTIONS["batch"]:
+            raise ValueError(f"batch: unknown {batch!r}{closest(batch, OPTIONS['batch'])}")
         shapes = [tuple(x.shape) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
         if not shapes:
             raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs")
@@ -233,33 +192,6 @@ class EmbeddedEnsemble(nn.Module):
                 + ", ".join(map(str, shapes))
             )
 
-    def _foldable(self) -> bool:
-        """Whether several members can run at once; depends on the mode of norm layers."""
-        if self._unfoldable or _autocasting():
-            return False
-        return not any(module.training for module in self._updating)
-
-    def _chunk_size(self, inputs: tuple, chunk: int | None) -> int:
-        chunk = self.chunk if chunk is None else chunk
-        if chunk is not None:
-            if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-                raise ValueError(
-                    f"chunk must be a whole number of at least 1, or None; got {chunk!r}"
-                )
-            return min(chunk, self.members)
-        if self.members == 1 or not self._foldable():
-            return 1
-        x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
-        if x is None or torch.compiler.is_compiling():
-            return self.members
-        rows, positions = self.plan.widths
-        numbers = max(
-            rows * len(x) if x.dim() else 1, positions * x.numel() // self.plan.input_channels
-        )
-        budget = execution.FOLDED_BYTES.get(x.device.type, execution.FOLDED_BYTES["cuda"])
-        itemsize = 4 if not x.is_floating_point() else x.element_size()
-        return max(1, min(self.members, budget // max(1, numbers * itemsize)))
-
     # Training
 
     def objective(
@@ -268,7 +200,7 @@ class EmbeddedEnsemble(nn.Module):
         target: Any,
         criterion: Criterion | None = None,
         *,
-        batch: Batch = "same",
+        batch: BatchKind = "same",
         of: Of = "members",
         **unknown: Any,
     ) -> Tensor:
@@ -299,26 +231,14 @@ class EmbeddedEnsemble(nn.Module):
             The objective, the sum of the members' losses, detached.
         """
         *inputs, target = inputs_and_target
-        inputs = tuple(inputs)
-        chunk = self._chunk_size(inputs, chunk)
         total: Any = 0.0
-        cursor = self._cursor
-        with (
-            torch.enable_grad(),
-            execution.Pass(cursor, self._new_store("same", chunk, cut=True)),
-        ):
-            stacks = [execution.CutStack(stack) for stack in self._stacks()]
-            first = True  # what members share is computed in the first chunk
-            for outputs in self._run(stacks, inputs, kwargs, "same", chunk):
+        with torch.enable_grad(), self.run(tuple(inputs), kwargs, chunk=chunk, cut=True) as run:
+            for outputs in run.chunks():
                 loss = objective(outputs, target, criterion)
-                retain = first and cursor.store is not None and cursor.store.meets(loss)
-                loss.backward(retain_graph=retain)
-                first = False
+                # What members share is computed in the first chunk, and backpropagated last.
+                loss.backward(retain_graph=run.results is not None and run.results.meet(loss))
                 total = total + loss.detach()
-            if cursor.store is not None:
-                cursor.store.backward()
-            for stack in stacks:
-                stack.backward()
+            run.finish()
         return total
 
     @property
@@ -365,21 +285,16 @@ class EmbeddedEnsemble(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ensemble to one file, masks and laws included; see :func:`embens.load`."""
-        from embens.ensemble.storage import save
-
-        save(self, path)
+        storage.write(path, self.plan, self.state_dict())
 
     def extra_repr(self) -> str:
         """Return the line that ``repr`` shows."""
         shared = sum(p.numel() for p in self.shared_parameters())
         own = sum(p.numel() for p in self.individual_parameters())
         recompute = ", recompute" if self.plan.recompute else ""
+        why = self.folding.reason
         return (
             f"{self.plan.family}, members={self.members}, shared parameters={shared:,}, "
             f"individual parameters={own:,}{recompute}"
+            + (f", one member after another because {why}" if why else "")
         )
-
-
-def _autocasting() -> bool:
-    """Return whether autocast is on; under vmap it gives other dtypes than it does alone."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from embens.ensemble.layers import Modulated, ModulatedAttention, Once, Own, Wrapper
+from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.layers import Modulated, Once, Own, Wrapper
 from embens.ensemble.plan import Plan
 
 

@@ -1,29 +1,25 @@
 """The plan of an ensemble: everything that makes it out of a reference network.
 
 A plan is all that ``embed`` decides before it changes anything, and all that a saved ensemble needs
-besides its tensors. Here: what it holds, what members share, and its check against a reference.
+besides its tensors. :mod:`embens.embedding` makes it, :mod:`embens.ensemble.surgery` carries it
+out.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from torch import nn
 
-from embens import reading as dataflow
+from embens import reading
 from embens.checks import check_members, closest
-from embens.ensemble.layers import channels
-from embens.laws import Law
-from embens.reading import PROJECTIONS, Flow, parameter_layers
+from embens.laws import Law, from_dict
 
-Kind = Literal["pre", "post"]
-UNFOLDABLE = frozenset(
-    "scaled_dot_product_attention multi_head_attention_forward nonzero unique item tolist numpy "
-    "__bool__ __int__ __float__ __index__".split()
-)
-"""Functions that ``torch.func.vmap`` can't take, or has no fast rule for."""
+FORMAT, VERSION = "embens ensemble", 2
+Side = Literal["pre", "post"]
 
 
 @dataclass(frozen=True)
@@ -34,13 +30,63 @@ class Site:
     """
 
     layer: str
-    kind: Kind
+    kind: Side
     law: Law
     size: int
     repeat: int = 1
     trainable: bool = True
     fresh: bool = False
     hidden: bool = True
+
+
+@dataclass(frozen=True)
+class OwnTensors:
+    """A module of which every member has some tensors of its own.
+
+    A norm layer without any is here as well: its batch statistics are those of one member.
+    """
+
+    module: str
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SharedModule:
+    """A module whose output is the same for all members and computed once.
+
+    Attributes:
+        module: its name.
+        random: whether something random comes before it or lies in it, so that in training mode
+            members differ after all.
+        keep: whether anything but other shared modules uses its output.
+        repeat: whether code that runs for all members at once uses its output, which is then
+            repeated for each of them.
+    """
+
+    module: str
+    random: bool = False
+    keep: bool = True
+    repeat: bool = False
+
+
+@dataclass(frozen=True)
+class Folding:
+    """How several members can run as one larger batch.
+
+    Attributes:
+        impossible: why they can't; empty where they can.
+        unclear: the operations that may mix samples; empty where it is known that none does.
+        unclear_before: the same among what members share, if it is repeated for each of them.
+        shares: whether what members share can stay as it is up to the first modulations, the
+            ``border``; otherwise the inputs are repeated for each member.
+        border: the modules whose input is still the same for all members.
+    """
+
+    impossible: str = ""
+    unclear: tuple[str, ...] = ()
+    unclear_before: tuple[str, ...] = ()
+    shares: bool = False
+    border: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,13 +97,15 @@ class Plan:
         family: the function that made it.
         members: how many.
         sites: where they differ.
-        own: modules with some tensors of their own for each member: name to tensor names.
-        shared: modules computed once for all members: name to (random, keep), see ``Once``.
+        own: modules with tensors of each member's own.
+        shared: modules computed once for all members.
+        separate: whether members share nothing: they are networks of their own.
+        folding: how several members run at once.
+        random: whether code draws random numbers before the first modulation.
         copies: whether code may change what members share in place, so that each gets a copy.
         overwriting: ReLU modules that may work in place, because nothing else uses what a
             modulation just made for them.
         not_collapsible: why the ensemble mean is not one plain network; empty where it is.
-        foldable: whether several members may run at once; only code that was read in full.
         recompute: whether the reference recomputes activations in the backward pass.
         widths: the widest modulated input or output that has one row for each sample, and the
             widest that has one for each position (pixel, time) of the input.
@@ -67,202 +115,83 @@ class Plan:
     family: str
     members: int
     sites: tuple[Site, ...] = ()
-    own: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    shared: tuple[tuple[str, bool, bool], ...] = ()
+    own: tuple[OwnTensors, ...] = ()
+    shared: tuple[SharedModule, ...] = ()
+    separate: bool = False
+    folding: Folding = Folding()
+    random: bool = False
     copies: bool = False
     overwriting: tuple[str, ...] = ()
     not_collapsible: str = ""
-    foldable: bool = True
     recompute: bool = False
     widths: tuple[int, int] = (0, 0)
     input_channels: int = 1
 
-    @property
-    def separate(self) -> bool:
-        """Whether members share nothing: they are networks of their own."""
-        return self.family == "independent"
+    def to_json(self) -> str:
+        """Return the plan as text."""
+        sites = [{**asdict(site), "law": site.law.to_dict()} for site in self.sites]
+        plan = {**asdict(self), "sites": sites}
+        return json.dumps({"format": FORMAT, "version": VERSION, "plan": plan})
 
+    @classmethod
+    def from_json(cls, text: str, laws: Iterable[type[Law]] = ()) -> Plan:
+        """Return the plan that :meth:`to_json` wrote; ``laws`` are those that can't be found."""
+        content = json.loads(text)
+        if content.get("format") != FORMAT:
+            raise ValueError("not an ensemble's header")
+        if content.get("version") != VERSION:
+            newer = content.get("version", 0) > VERSION
+            advice = "use a newer embens" if newer else "read it with embens 0.1"
+            raise ValueError(
+                f"the header has format version {content.get('version')}, this embens reads "
+                f"{VERSION}; {advice}"
+            )
+        data = dict(content["plan"])
+        data["sites"] = [Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"]]
+        data["own"] = [OwnTensors(o["module"], tuple(o["tensors"])) for o in data["own"]]
+        data["shared"] = [SharedModule(**s) for s in data["shared"]]
+        folding = {k: tuple(v) if isinstance(v, list) else v for k, v in data["folding"].items()}
+        data["folding"] = Folding(**folding)
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
 
-def layer_sizes(name: str, layers: dict[str, nn.Module]) -> tuple[int | None, int]:
-    """Return the channels that a layer, or a projection of attention, takes and gives."""
-    return channels(layers[name], name.rpartition(".")[2])
+    def check(self, reference: nn.Module) -> None:
+        """Check a plan from outside against a reference, before anything is built from it."""
+        check_members(self.members)
+        layers = reading.parameter_layers(reference)
+        modules = dict(reference.named_modules())
+
+        def known(name: str, names: Iterable[str]) -> None:
+            if name not in names:
+                raise ValueError(
+                    f"the reference has no module {name!r}, which the saved ensemble has; pass a "
+                    f"reference of the architecture that was saved"
+                    f"{closest(name, [n for n in names if n])}"
+                )
+
+        for site in self.sites:
+            known(site.layer, layers)
+            takes, gives = reading.channels(site.layer, layers[site.layer])
+            expected = {"pre": gives, "post": takes}.get(site.kind)
+            if not isinstance(site.law, Law) or site.size * site.repeat != expected:
+                raise ValueError(
+                    f"the header's {site.kind!r} site of {site.layer!r} has {site.size} × "
+                    f"{site.repeat} numbers; the reference's layer needs {expected}, which is "
+                    "another shape"
+                )
+        for own in self.own:
+            known(own.module, modules)
+            module = modules[own.module]
+            present = {*module._parameters, *module._buffers}
+            for tensor in own.tensors:
+                if tensor not in present:
+                    raise ValueError(f"{own.module!r} in the reference has no tensor {tensor!r}")
+        for name in (*(s.module for s in self.shared), *self.overwriting, *self.folding.border):
+            known(name, modules)
 
 
 def site_module(name: str, layers: dict[str, nn.Module]) -> str:
     """Return the name of the module that carries a site: an attention for its projections."""
     owner, _, projection = name.rpartition(".")
-    if isinstance(layers[name], nn.MultiheadAttention) and projection in PROJECTIONS:
+    if reading.is_attention(layers[name]) and projection in reading.PROJECTIONS:
         return owner
     return name
-
-
-def plan_sharing(
-    reference: nn.Module,
-    layers: dict[str, nn.Module],
-    flow: Flow,
-    sites: tuple[Site, ...],
-    statistics: str,
-    affine: str,
-) -> tuple[tuple, tuple]:
-    """Return what members own besides modulations, and what is computed once for all of them."""
-    modules = dict(reference.named_modules())
-    post = {site_module(s.layer, layers) for s in sites if s.kind == "post"}
-    pre = {site_module(s.layer, layers) for s in sites if s.kind == "pre"}
-    attentions = {n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
-    within = post | (pre & attentions)  # what differs inside the module itself
-    carriers = post | pre
-    tokens = {s.layer for s in sites}
-
-    def inside_any(name: str, outer: Iterable[str]) -> bool:
-        return any(name == o or name.startswith(o + ".") for o in outer)
-
-    def shareable(own: Iterable[str]) -> dict[str, bool]:
-        """Modules that are the same for all members: name to whether randomness reaches them."""
-        apart = tokens | set(own)
-        found: dict[str, bool] = {}
-        spoiled: set[str] = set()
-        for index, call in enumerate(flow.calls):
-            inside = [n for n in carriers | set(own) if inside_any(n, [call.name])]
-            differs = [n for n in inside if not (n == call.name and n not in within and n in pre)]
-            unsafe = not call.visible or call.aliases or _overwrites_others(index, flow, modules)
-            if not call.name or call.upstream & apart or differs or unsafe:
-                spoiled.add(call.name)
-            random = any(t.startswith("random") for t in call.upstream | call.result)
-            found[call.name] = found.get(call.name, False) or random
-        return {n: r for n, r in found.items() if n not in spoiled}
-
-    own: dict[str, tuple[str, ...]] = {}
-    plain = [n for n, random in shareable(()).items() if not random and n not in carriers]
-    for name, module in modules.items():
-        if not isinstance(module, dataflow.NORMS):
-            continue
-        names = ["weight", "bias"] if affine == "member" else []
-        if statistics == "member" and not inside_any(name, plain):
-            names += ["running_mean", "running_var", "num_batches_tracked"]
-        present = tuple(n for n in names if getattr(module, n, None) is not None)
-        if present:
-            own[name] = present
-    shared = shareable(own)
-    maximal = {n: r for n, r in shared.items() if not inside_any(n.rpartition(".")[0], shared)}
-    keep = {n: n in carriers for n in maximal}
-    for call in flow.calls:
-        if call.name in maximal:
-            for chain in call.consumers:
-                users = [flow.calls[i].name for i in chain]
-                if not any(maximal.get(u) == maximal[call.name] for u in users):
-                    keep[call.name] = True
-    return tuple(own.items()), tuple((n, r, keep[n]) for n, r in maximal.items())
-
-
-def _overwrites_others(index: int, flow: Flow, modules: dict[str, nn.Module]) -> bool:
-    """Return whether a call works in place on what anyone else uses as well."""
-    call = flow.calls[index]
-    if not any(getattr(m, "inplace", False) for m in modules[call.name].modules()):
-        return False
-    return any(
-        index not in chain for parent in call.parents for chain in flow.calls[parent].consumers
-    )
-
-
-def plan_overwriting(
-    flow: Flow, sites: tuple[Site, ...], modules: dict[str, nn.Module]
-) -> tuple[str, ...]:
-    """Return the ReLU modules that only ever get the output of a ``pre`` modulation."""
-    modulated = {s.layer for s in sites if s.kind == "pre"}
-    allowed: dict[str, bool] = {}
-    for index, call in enumerate(flow.calls):
-        if type(modules.get(call.name)) is nn.ReLU:
-            fresh = bool(call.parents) and all(
-                flow.calls[parent].name in modulated
-                and all(index in chain for chain in flow.calls[parent].consumers)
-                for parent in call.parents
-            )
-            allowed[call.name] = allowed.get(call.name, True) and fresh
-    relus = {name for name, fresh in allowed.items() if fresh}
-    return tuple(n for n in modules if n in relus and not modules[n].inplace)
-
-
-def may_overwrite(flow: Flow, modules: dict[str, nn.Module]) -> bool:
-    """Return whether any code may change a value in place."""
-    inplace = any(getattr(m, "inplace", False) for m in modules.values())
-    named = any(dataflow.is_in_place(operation) for operation in flow.operations)
-    return inplace or named or bool(flow.opaque)
-
-
-def is_foldable(flow: Flow, shared: tuple[tuple[str, bool, bool], ...]) -> bool:
-    """Return whether all code that runs for each member is known to run for several at once."""
-    once = [name for name, random, _ in shared if not random]
-    hidden = [o for o in flow.opaque if not any(o == n or o.startswith(n + ".") for n in once)]
-    return bool(flow.calls) and not hidden and not flow.operations & UNFOLDABLE
-
-
-def measure_widths(
-    layers: dict[str, nn.Module], flow: Flow, names: Iterable[str]
-) -> tuple[tuple[int, int], int]:
-    """Return ``Plan.widths`` and ``Plan.input_channels`` where these layers differ by member."""
-    rows = positions = 1
-    for name in names:
-        width = max(s or 1 for s in layer_sizes(name, layers))
-        if name in flow.repeat:
-            rows = max(rows, width)
-        else:
-            positions = max(positions, width)
-    takes = [layer_sizes(n, layers)[0] or 1 for n in flow.first]
-    return (rows, positions), min(takes, default=1)
-
-
-def check_plan(plan: Plan, reference: nn.Module) -> None:
-    """Check a plan from outside against a reference, before anything is built from it."""
-    check_members(plan.members)
-    layers = parameter_layers(reference)
-    modules = dict(reference.named_modules())
-
-    def known(name: str, names: Iterable[str]) -> None:
-        if name not in names:
-            raise ValueError(
-                f"the reference has no module {name!r}, which the saved ensemble has; pass a "
-                f"reference of the architecture that was saved"
-                f"{closest(name, [n for n in names if n])}"
-            )
-
-    for site in plan.sites:
-        known(site.layer, layers)
-        takes, gives = layer_sizes(site.layer, layers)
-        expected = {"pre": gives, "post": takes}.get(site.kind)
-        if not isinstance(site.law, Law) or site.size * site.repeat != expected:
-            raise ValueError(
-                f"the header's {site.kind!r} site of {site.layer!r} has {site.size} × "
-                f"{site.repeat} numbers; the reference's layer needs {expected}, which is another "
-                "shape"
-            )
-    for name, tensors in plan.own:
-        known(name, modules)
-        module = modules[name]
-        present = {n for n, _ in (*module.named_parameters(), *module.named_buffers())}
-        for tensor in tensors:
-            if tensor not in present:
-                raise ValueError(f"{name!r} in the reference has no tensor {tensor!r}")
-    for name, *_ in plan.shared:
-        known(name, modules)
-    for name in plan.overwriting:
-        known(name, modules)
-
-
-def why_not_collapsible(flow: Flow, sites: tuple[Site, ...], own: tuple) -> str:
-    """Return why the mean of the members' outputs is not one network's; empty where it is."""
-    if any(s.fresh for s in sites):
-        return "its masks are drawn anew at each pass"
-    if own:
-        return f"members have tensors of their own in {own[0][0]!r}"
-    layers = {s.layer for s in sites}
-    for layer in layers:
-        chained = flow.upstream.get(layer, set()) & layers
-        if chained:
-            return f"the modulations of {sorted(chained)[0]!r} and {layer!r} multiply each other"
-    if not flow.outputs:
-        return "the data flow after the modulated layers could not be read; pass example_input"
-    for trail in flow.outputs:
-        bent = (trail.upstream & layers) - trail.affine
-        if bent:
-            return f"the output is not linear in the output of {sorted(bent)[0]!r}"
-    return ""

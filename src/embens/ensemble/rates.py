@@ -61,7 +61,7 @@ def parameter_groups(
     for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be finite and not negative; got {value}")
-    own = {id(p) for m in ensemble.modules() if isinstance(m, Own) for p in m.stacks()}
+    own = {id(p) for m in ensemble.modules() if isinstance(m, Own) for p in m.tensors()}
     individual = list(ensemble.individual_parameters())
     factor, decay_factor = shared_factors(ensemble, gamma, optimizer)
     groups = [

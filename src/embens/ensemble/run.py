@@ -1,82 +1,429 @@
-"""How the members of one network are run: one pass over all members, chunk by chunk.
+"""One pass of an ensemble: which members run now, with which numbers, on which rows.
 
-A pass goes through the network once for each chunk of members. Modules with numbers of their own
-for every member are :class:`Individual`; before a chunk runs, the pass puts that chunk's numbers
-into the :class:`Cursor`, which all modules of an ensemble share, and they read them there. A chunk
-of several members is *folded* (``torch.func.vmap`` over the members' numbers, shared weights
-unbatched) or goes member by member; the results are the same.
+A pass goes through the network once for each chunk of members. Modules that differ between members
+find the :class:`Run` that is open in their thread and ask it for their numbers. A chunk of m
+members runs *folded*, as one batch of m·B rows, or member by member; the results are the same.
 
-What no modulation lies before is the same for all members: a :class:`Once` module is computed in
-the first chunk and remembered for the others, unless a random module before it draws separately
-for each member.
+What no modulation lies before is the same for all members: it is computed in the first chunk and
+kept for the others (:class:`SharedResults`), and rows are repeated where members begin to differ.
 """
 
 from __future__ import annotations
 
-import copy
-import warnings
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
-"""The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
+if TYPE_CHECKING:
+    from embens.ensemble.layers import Individual, Once
+    from embens.ensemble.module import EmbeddedEnsemble
+
+Batch = Literal["same", "own", "split"]
 
 
-class Cursor:
-    """Where a pass stands: the numbers of the members that run now, and what they share."""
+class Unfoldable(RuntimeError):
+    """Several members can't run as one batch here; they can one by one."""
 
-    def __init__(self) -> None:
-        self.values: list[Tensor] | None = None
-        self.store: Store | None = None
-        self.folded = False
-        self.open = False
 
-    def missing(self) -> list[Tensor]:
-        """Say why there are no numbers to multiply by."""
-        raise RuntimeError(
-            "a modulated layer was called outside a pass of its ensemble, so there is no "
-            "member to run it for. Call the ensemble, or take ensemble.member(a). If the "
-            "reference recomputes activations (torch.utils.checkpoint), pass "
-            "recompute=True to embed."
-        )
+class Way(Enum):
+    """How a chunk of several members runs."""
 
-    def __deepcopy__(self, memo: dict) -> Cursor:
-        return memo.setdefault(id(self), Cursor())
+    EACH = "member by member"
+    SHARED = "as one batch, with what they share at its own rows"
+    REPEATED = "as one batch, everything repeated for each member"
+    REPEATED_INPUTS = "as one batch, positional inputs repeated for each member"
+
+
+class Current(threading.local):
+    """The run that is open in this thread; all modules of an ensemble hold the same one."""
+
+    run: Run | None = None
+
+    def get(self) -> Run:
+        """Return the run, or say why there is none."""
+        if self.run is None:
+            raise RuntimeError(
+                "a modulated layer was called outside a pass of its ensemble, so there is no "
+                "member to run it for. Call the ensemble, or take ensemble.member(a). If the "
+                "reference recomputes activations (torch.utils.checkpoint), pass "
+                "recompute=True to embed."
+            )
+        return self.run
+
+    def __deepcopy__(self, memo: dict) -> Current:
+        return memo.setdefault(id(self), Current())
 
     def __reduce__(self):
-        return Cursor, ()
+        return Current, ()
 
 
-class Individual(nn.Module):
-    """A module with numbers of its own for every member.
+class Run:
+    """A pass, as a context: nothing of it stays behind, whatever happens.
 
-    A subclass says in :meth:`stacks` which tensors it has, each with the members as its first
-    axis, and finds those of the running member in ``self.mine()``.
+    Args:
+        ensemble: whose.
+        inputs: of the reference.
+        kwargs: of the reference.
+        batch: see :meth:`EmbeddedEnsemble.forward`.
+        chunk: how many members run together.
+        cut: whether what members share is cut off the graph, for :meth:`finish`.
+        numbers: instead of the members' own: a stack for each individual tensor; there are then as
+            many members as these have.
+
+    Attributes:
+        members: how many there are.
+        start: the first member of the chunk that runs.
+        count: how many run now.
+        index: the member of each row, in a batch that members split.
+        common: whether rows are those of the input up to the first modulations, rather than each
+            member's own from the start.
+        results: what members share; None where nothing is kept.
     """
 
-    cursor: Cursor
-    slot: slice
-    count: int = 1
+    def __init__(
+        self,
+        ensemble: EmbeddedEnsemble,
+        inputs: tuple,
+        kwargs: dict,
+        *,
+        batch: Batch = "same",
+        chunk: int = 1,
+        cut: bool = False,
+        numbers: Sequence[Tensor] | None = None,
+    ):
+        self.ensemble, self.inputs, self.kwargs = ensemble, inputs, kwargs
+        self.batch, self.chunk, self.cut = batch, chunk, cut
+        self.given = numbers
+        self.members = ensemble.members if numbers is None else len(numbers[0])
+        self.open = False
+        self.start, self.count = 0, 1
+        self.index: Tensor | None = None
+        self.fresh: dict[int, Tensor] = {}
+        self.common = False
+        self.results = self._new_results()
 
-    def stacks(self) -> list[Tensor]:
-        """Return the tensors of all members for one pass."""
-        raise NotImplementedError
+    def _new_results(self) -> SharedResults | None:
+        plan = self.ensemble.plan
+        if self.batch != "same" or not plan.shared:
+            return None
+        return SharedResults(cut=self.cut, copies=plan.copies)
 
-    def mine(self) -> list[Tensor]:
-        """Return the tensors of the member that is running."""
-        values = self.cursor.values or self.cursor.missing()
-        return values[self.slot]
+    def __enter__(self) -> Run:
+        current = self.ensemble.current
+        if current.run is not None and current.run.open:
+            raise RuntimeError("an ensemble was called from inside its own pass")
+        current.run, self.open = self, True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ensemble.current.run, self.open = None, False
+
+    # Numbers
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The tensors of all members, members first, as they are in this pass."""
+        return [
+            self._stack(module, i)
+            for module in self.ensemble.individuals.values()
+            for i in range(len(module.tensors()))
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of :attr:`numbers` in the reference."""
+        return [
+            f"{name}.{tensor}" if tensor else name
+            for name, module in self.ensemble.individuals.items()
+            for tensor in module.tensor_names()
+        ]
+
+    def _stack(self, module: Individual, i: int) -> Tensor:
+        if self.given is not None:
+            return self.given[module.slot + i]
+        if module.draw is None:
+            return module.tensors()[i]
+        key = module.slot + i
+        if key not in self.fresh:
+            self.fresh[key] = module.draw()
+        return self.fresh[key]
+
+    def of(self, module: Individual, i: int = 0) -> Tensor:
+        """Return a module's numbers for the members that run now, ``(member, …)``.
+
+        In a batch that members split: one for each row.
+        """
+        stack = self._stack(module, i)
+        if self.index is not None:
+            return stack[self.index]
+        if self.count == len(stack):
+            return stack
+        return stack.narrow(0, self.start, self.count)
+
+    def scale(self, x: Tensor, numbers: Tensor, spatial: int, *, common: bool) -> Tensor:
+        """Multiply every member's rows by its numbers; they never change the dtype.
+
+        Args:
+            x: features after the batch, at the end but for ``spatial`` axes.
+            numbers: ``(member, feature)``, of the members that run now.
+            spatial: how many axes follow the features.
+            common: whether the rows of x are the same for all members.
+        """
+        if numbers.dtype is not x.dtype:
+            numbers = numbers.to(x.dtype)
+        if self.index is not None:
+            return x * self._by_row(x, numbers, spatial)
+        if self.count == 1:
+            if spatial or x.dim() == 1:
+                numbers = numbers.view(-1, *(1,) * spatial)
+            return x * numbers
+        if x.dim() < 2 + spatial:
+            raise Unfoldable("an input has no batch axis")
+        axes = (*(1,) * (x.dim() - 1 - spatial), numbers.shape[1], *(1,) * spatial)
+        numbers = numbers.unsqueeze(1) if x.dim() == 2 else numbers.view(self.count, *axes)
+        if common and self.common:
+            return (x * numbers).flatten(0, 1)
+        return (self.apart(x) * numbers).flatten(0, 1)
+
+    def _by_row(self, x: Tensor, numbers: Tensor, spatial: int) -> Tensor:
+        rows, features = numbers.shape
+        if x.dim() < 2 + spatial or len(x) % rows:
+            raise Unfoldable("an input has no batch axis")
+        if len(x) != rows:
+            numbers = numbers.repeat_interleave(len(x) // rows, 0)
+        return numbers.view(len(x), *(1,) * (x.dim() - 2 - spatial), features, *(1,) * spatial)
+
+    def apart(self, x: Tensor) -> Tensor:
+        """Return ``(member, row, …)`` for the rows of all members that run now."""
+        rows = x.shape[0] // self.count
+        return x.view(self.count, rows, *x.shape[1:])
+
+    def rows_of(self, value: Any, a: int, *, common: bool) -> Any:
+        """Return the rows of one of the members that run now, of a tensor."""
+        if not isinstance(value, Tensor) or not value.dim() or (common and self.common):
+            return value
+        if self.index is None:
+            if value.shape[0] % self.count:
+                raise Unfoldable("a module of each member's own takes a tensor without rows")
+            rows = value.shape[0] // self.count
+            return value.narrow(0, a * rows, rows)
+        if value.shape[0] % len(self.index):
+            raise Unfoldable("a module of each member's own takes a tensor without rows")
+        return value.unflatten(0, (len(self.index), -1))[a :: self.members].flatten(0, 1)
+
+    @contextmanager
+    def only(self, a: int) -> Iterator[None]:
+        """Let one of the members that run now run alone."""
+        start, count, index = self.start, self.count, self.index
+        self.start, self.count, self.index = (a if index is not None else start + a), 1, None
+        try:
+            yield
+        finally:
+            self.start, self.count, self.index = start, count, index
+
+    # Members
+
+    def member(self, a: int, numbers: Sequence[Tensor] | None = None) -> Any:
+        """Return the outputs of one member, without the members' axis.
+
+        Args:
+            a: which.
+            numbers: in place of its own.
+        """
+        given = self.given
+        self.start, self.count = a, 1
+        inputs = self.inputs
+        if self.batch == "own":
+            inputs = tree_map(lambda x: x[a] if isinstance(x, Tensor) else x, inputs)
+        if numbers is not None:
+            self.start, self.given = 0, [n.unsqueeze(0) for n in numbers]
+        try:
+            return self._call(inputs, self.kwargs)
+        finally:
+            self.given = given
+
+    def chunks(self) -> Iterator[Any]:
+        """Yield the outputs of one chunk of members after another, members first."""
+        way = self.ensemble.folding.choose(self) if self.chunk > 1 else Way.EACH
+        for start in range(0, self.members, self.chunk):
+            count = min(self.chunk, self.members - start)
+            if count == 1 or way is Way.EACH:
+                yield self.each(start, count)
+                continue
+            try:
+                yield self.folded(start, count, way)
+            except (RuntimeError, ValueError, TypeError) as error:
+                if torch.compiler.is_compiling() or start > 0:
+                    raise
+                self.results = self._new_results()
+                outputs = self.each(start, count)
+                self.ensemble.folding.refuse(error)
+                way = Way.EACH
+                yield outputs
+
+    def each(self, start: int, count: int) -> Any:
+        """Return the outputs of some members that run one after another."""
+        outputs = [self.member(a) for a in range(start, start + count)]
+        if len(outputs) == 1:
+            return tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, outputs[0])
+        return gather(outputs, torch.stack)
+
+    def folded(self, start: int, count: int, way: Way) -> Any:
+        """Return the outputs of some members that run as one batch."""
+        self.start, self.count, self.common = start, count, way is Way.SHARED
+        inputs, kwargs = self.inputs, self.kwargs
+        results = self.results
+        if self.batch == "own":
+            inputs = tree_map(
+                lambda x: x.narrow(0, start, count).flatten(0, 1) if isinstance(x, Tensor) else x,
+                inputs,
+            )
+        if way is not Way.SHARED:
+            self.results = None
+            rows = batch_size(inputs) // (count if self.batch == "own" else 1)
+            if self.batch == "same":
+                inputs = _repeated(inputs, count, rows)
+            if way is Way.REPEATED:
+                kwargs = _repeated(kwargs, count, rows)
+        try:
+            outputs = self._call(inputs, kwargs)
+        finally:
+            self.results = results
+
+        def unfold(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if not value.dim() or value.shape[0] % count:
+                raise Unfoldable("an output has no axis of samples")
+            return value.unflatten(0, (count, value.shape[0] // count))
+
+        return tree_map(unfold, outputs)
+
+    def split(self) -> Any:
+        """Return the outputs of a batch whose row i belongs to member i mod M."""
+        alone = self.members == 1 or batch_size(self.inputs) == 0
+        if alone or self.ensemble.folding.choose(self) is Way.EACH:
+            return self.split_each()
+        try:
+            return self.split_folded()
+        except (RuntimeError, ValueError, TypeError) as error:
+            if torch.compiler.is_compiling():
+                raise
+            outputs = self.split_each()
+            self.ensemble.folding.refuse(error)
+            return outputs
+
+    def split_folded(self) -> Any:
+        """Run the rows of all members together, each with its member's numbers."""
+        x = next(v for v in tree_leaves(self.inputs) if isinstance(v, Tensor))
+        self.index = torch.arange(len(x), device=x.device).remainder(self.members)
+        self.count = self.members
+        try:
+            return self._call(self.inputs, self.kwargs)
+        finally:
+            self.index = None
+
+    def split_each(self) -> Any:
+        """Run the rows of one member after another."""
+        members, rows = self.members, batch_size(self.inputs)
+
+        def mine(values: Any, a: int) -> Any:
+            return tree_map(
+                lambda x: x[a::members] if isinstance(x, Tensor) and x.shape[:1] == (rows,) else x,
+                values,
+            )
+
+        outputs = []
+        for a in range(max(1, min(members, rows))):
+            self.start, self.count = a, 1
+            outputs.append(self._call(mine(self.inputs, a), mine(self.kwargs, a)))
+        index = torch.arange(rows).remainder(members)
+        return gather(outputs, lambda parts: interleave(parts, index.to(parts[0].device)))
+
+    def _call(self, inputs: tuple, kwargs: dict) -> Any:
+        if self.results is not None:
+            self.results.restart()
+        recompute = self.ensemble.plan.recompute and torch.is_grad_enabled()
+        with self._following_recomputation() if recompute else nullcontext():
+            return self.ensemble.network(*inputs, **kwargs)
+
+    @contextmanager
+    def _following_recomputation(self) -> Iterator[None]:
+        """Let activations that are recomputed in the backward pass be so for their members.
+
+        ``torch.utils.checkpoint`` saves the inputs of what it will recompute; unpacking any of them
+        opens this run again, in the thread that does so, as it is now.
+        """
+        again = object.__new__(Run)
+        again.__dict__.update(self.__dict__, open=False)
+        current = self.ensemble.current
+
+        def unpack(saved: Tensor) -> Tensor:
+            current.run = again
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            yield
+
+    def finish(self) -> None:
+        """Backpropagate what the chunks left at the cuts, each part of the graph once."""
+        if self.results is not None:
+            self.results.backward()
 
 
-class Store:
+def _repeated(values: Any, count: int, rows: int) -> Any:
+    """Repeat every tensor that has a row for each sample."""
+
+    def repeat(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows:
+            return repeat_rows(x, count)
+        return x
+
+    return tree_map(repeat, values)
+
+
+def repeat_rows(x: Tensor, count: int) -> Tensor:
+    """Return the rows of a tensor, all of them ``count`` times."""
+    return x.unsqueeze(0).expand(count, *x.shape).flatten(0, 1)
+
+
+def batch_size(values: Any) -> int:
+    """Return the length of the first tensor that has one."""
+    return next((x.shape[0] for x in tree_leaves(values) if isinstance(x, Tensor) and x.dim()), 0)
+
+
+def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
+    """Join the outputs of members (or of chunks) leaf by leaf."""
+    if isinstance(outputs[0], Tensor):
+        return join(list(outputs))
+    flat = [tree_flatten(output) for output in outputs]
+    spec = flat[0][1]
+    leaves = [
+        join(list(column)) if isinstance(column[0], Tensor) else column[0]
+        for column in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    return tree_unflatten(leaves, spec)
+
+
+def interleave(parts: list[Tensor], index: Tensor) -> Tensor:
+    """Put the rows of members, one member after another, back where they were in the batch."""
+    order = index.argsort(stable=True).argsort()
+    rows = torch.cat(parts)
+    if len(rows) == len(index):
+        return rows.index_select(0, order)
+    return rows.unflatten(0, (len(index), -1)).index_select(0, order).flatten(0, 1)
+
+
+class SharedResults:
     """What the members of one pass share.
 
-    With ``cut`` the outputs are cut off the graph, so that every chunk can be backpropagated on
+    With ``cut`` the results are cut off the graph, so that every chunk can be backpropagated on
     its own; :meth:`backward` then goes on to what came before. With ``copies`` every use gets a
     copy, for code that changes results in place.
     """
@@ -84,34 +431,35 @@ class Store:
     def __init__(self, *, cut: bool = False, copies: bool = False) -> None:
         self.cut = cut
         self.copies = copies
-        self.results: dict[tuple[int, int], Any] = {}
+        self.found: dict[tuple[int, int], Any] = {}
         self.counts: dict[int, int] = {}
         self.edges: list[tuple[Tensor, Tensor]] = []
+        self.met = 0
 
     def restart(self) -> None:
         """Begin the next chunk."""
         self.counts.clear()
 
-    def once(self, shared: Once, args: tuple, kwargs: dict) -> Any:
+    def once(self, once: Once, args: tuple, kwargs: dict) -> Any:
         """Return the module's output, computed at the first call of this kind in the pass."""
-        count = self.counts.get(id(shared), 0)
-        self.counts[id(shared)] = count + 1
-        key = (id(shared), count)
-        if key not in self.results:
-            result = shared.module(*args, **kwargs)
-            if not shared.keep:
-                self.results[key] = None
+        count = self.counts.get(id(once), 0)
+        self.counts[id(once)] = count + 1
+        key = (id(once), count)
+        if key not in self.found:
+            result = once.module(*args, **kwargs)
+            if not once.keep:
+                self.found[key] = None
                 return result
-            self.results[key] = tree_map(self._leaf, result) if self.cut else result
-        elif not shared.keep:  # used by shared modules only, which won't look at it
+            self.found[key] = tree_map(self._leaf, result) if self.cut else result
+        elif not once.keep:  # used by shared modules only, which won't look at it
             return next(v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))
-        result = self.results[key]
+        result = self.found[key]
         return tree_map(_copied, result) if self.copies else result
 
     def _leaf(self, value: Any) -> Any:
         if not (isinstance(value, Tensor) and value.requires_grad):
             return value
-        leaf = torch.autograd.Variable(value.detach(), requires_grad=True)  # also under vmap
+        leaf = value.detach().requires_grad_()
         self.edges.append((value, leaf))
         return leaf
 
@@ -128,8 +476,11 @@ class Store:
                 values, gradients = zip(*ready, strict=True)
                 torch.autograd.backward(values, gradients)
 
-    def meets(self, losses: Tensor) -> bool:
-        """Return whether losses and the cut results share a part of the graph that is freed."""
+    def meet(self, losses: Tensor) -> bool:
+        """Return whether losses and new cut results share a part of the graph that is freed."""
+        if len(self.edges) == self.met:
+            return False
+        self.met = len(self.edges)
         common = set().union(*(_nodes_before(value) for value, _ in self.edges))
         common &= _nodes_before(losses)
         return any(not node.name().endswith("AccumulateGrad") for node in common)
@@ -155,275 +506,3 @@ def _leaves_before(value: Tensor) -> set[int]:
     """Return the ids of the leaves that a value was computed from."""
     nodes = _nodes_before(value)
     return {id(node.variable) for node in nodes if hasattr(node, "variable")}
-
-
-class Wrapper(nn.Module):
-    """A module around another that looks like it from outside.
-
-    Attributes that it does not have itself are those of the module inside.
-    """
-
-    def inner(self) -> nn.Module:
-        """Return the module inside."""
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or not self.__dict__.get("_modules"):
-                raise
-            return self._inner_attribute(name)
-
-    def _inner_attribute(self, name: str) -> Any:
-        return getattr(self.inner(), name)
-
-
-class Once(Wrapper):
-    """A module whose output is the same for all members, computed once in a pass.
-
-    Args:
-        module: the module.
-        cursor: the ensemble's.
-        random: whether a random module (Dropout) comes before or lies in it, so that in training
-            mode members differ after all.
-        keep: whether anything but other shared modules uses its output; otherwise it need not be
-            remembered.
-    """
-
-    def __init__(self, module: nn.Module, cursor: Cursor, *, random: bool, keep: bool):
-        super().__init__()
-        self.module = module
-        self.cursor = cursor
-        self.random = random
-        self.keep = keep
-        self.train(module.training)
-
-    def inner(self) -> nn.Module:
-        """Return the module inside."""
-        return self.module
-
-    def extra_repr(self) -> str:
-        """Return the line that ``repr`` shows."""
-        return "computed once for all members"
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's output."""
-        store = self.cursor.store
-        if store is None or (self.random and self.training):
-            return self.module(*args, **kwargs)
-        return store.once(self, args, kwargs)
-
-    def __iter__(self) -> Iterator:
-        return iter(self.module)  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.module[index]  # type: ignore[index]
-
-
-class Own(Individual):
-    """A module some of whose tensors (given by name) have one value for every member.
-
-    The module's own tensors of these names are stacks with the members first; a call puts the
-    running member's in their place. In-place updates (running statistics) reach the stacks.
-    """
-
-    def __init__(self, module: nn.Module, names: Sequence[str], members: int):
-        super().__init__()
-        self.module = module
-        self.names = tuple(names)
-        self.count = len(self.names)
-        for owner, name, tensor in self._tensors():
-            stack = tensor.detach().expand(members, *tensor.shape).clone()
-            if isinstance(tensor, nn.Parameter):
-                stack = nn.Parameter(stack, tensor.requires_grad)
-            setattr(owner, name, stack)
-        self.train(module.training)
-
-    def _tensors(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for path in self.names:
-            owner_path, _, name = path.rpartition(".")
-            owner = self.module.get_submodule(owner_path)
-            yield owner, name, getattr(owner, name)
-
-    def stacks(self) -> list[Tensor]:
-        """Return the stacked tensors."""
-        return [tensor for _, _, tensor in self._tensors()]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with the running member's tensors."""
-        mine = dict(zip(self.names, self.mine(), strict=True))
-        return torch.func.functional_call(self.module, mine, args, kwargs)
-
-    def plain(self, member: int, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the module with the tensors of one member.
-
-        ``memo`` is that of a deep copy of the whole network under way.
-        """
-        for _, _, stack in self._tensors():
-            tensor = stack.detach()[member].clone()
-            is_parameter = isinstance(stack, nn.Parameter)
-            memo[id(stack)] = nn.Parameter(tensor, stack.requires_grad) if is_parameter else tensor
-        return copy.deepcopy(self.module, memo)
-
-
-class Pass:
-    """A context that holds a pass open; nothing of it stays behind, whatever happens."""
-
-    def __init__(self, cursor: Cursor, store: Store | None):
-        self.cursor = cursor
-        self.store = store
-
-    def __enter__(self) -> None:
-        if self.cursor.open:
-            raise RuntimeError("an ensemble was called from inside its own pass")
-        self.cursor.open, self.cursor.store = True, self.store
-
-    def __exit__(self, *error: object) -> None:
-        cursor = self.cursor
-        cursor.values, cursor.store, cursor.folded, cursor.open = None, None, False, False
-
-
-def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
-    """Join the outputs of members (or of chunks) leaf by leaf."""
-    if isinstance(outputs[0], Tensor):
-        return join(list(outputs))
-    flat = [tree_flatten(output) for output in outputs]
-    spec = flat[0][1]
-    leaves = [
-        join(list(column)) if isinstance(column[0], Tensor) else column[0]
-        for column in zip(*(leaves for leaves, _ in flat), strict=True)
-    ]
-    return tree_unflatten(leaves, spec)
-
-
-def members_of(stack: Tensor) -> Sequence[Tensor]:
-    """Return a stack as something to index by member: one node of the graph for all members."""
-    if not stack.requires_grad:
-        return stack  # type: ignore[return-value]
-    return (stack.squeeze(0),) if stack.shape[0] == 1 else stack.unbind(0)
-
-
-class CutStack:
-    """A stack cut off the graph: each chunk of members is a leaf that collects its own gradient."""
-
-    def __init__(self, stack: Tensor):
-        self.stack = stack
-        self.gradient = torch.zeros_like(stack) if stack.requires_grad else None
-
-    def __getitem__(self, members: int | slice) -> Tensor:
-        if self.gradient is None:
-            return self.stack[members]
-        leaf = self.stack.detach()[members].requires_grad_()
-        leaf.grad = self.gradient[members]
-        return leaf
-
-    def backward(self) -> None:
-        """Pass the gradient of all chunks on."""
-        if self.gradient is not None:
-            torch.autograd.backward(self.stack, self.gradient)
-
-
-def run_member(
-    network: nn.Module, cursor: Cursor, values: list, inputs: tuple, kwargs: dict
-) -> Any:
-    """Run the network for one member."""
-    cursor.values = values
-    if cursor.store is not None:
-        cursor.store.restart()
-    return network(*inputs, **kwargs)
-
-
-def run_folded(
-    network: nn.Module, cursor: Cursor, values: list, inputs: tuple, kwargs: dict, own: bool
-) -> Any:
-    """Run the network for several members at once; the outputs have them as their first axis."""
-    structure: list[Any] = []
-
-    def call(values: list[Tensor], inputs: tuple) -> Any:
-        result = run_member(network, cursor, values, inputs, kwargs)
-        if isinstance(result, Tensor):
-            return result
-        leaves, spec = tree_flatten(result)
-        structure.extend(([x if not isinstance(x, Tensor) else None for x in leaves], spec))
-        structure.append([isinstance(x, Tensor) for x in leaves])
-        return tuple(x for x in leaves if isinstance(x, Tensor))
-
-    cursor.folded = True
-    in_dims = (0, tree_map(lambda x: 0 if own and isinstance(x, Tensor) else None, inputs))
-    outputs = torch.func.vmap(call, in_dims, randomness="different")(values, inputs)
-    if not structure:
-        return outputs
-    leaves, spec, is_tensor = structure
-    tensors = iter(outputs)
-    filled = [next(tensors) if t else x for x, t in zip(leaves, is_tensor, strict=True)]
-    return tree_unflatten(filled, spec)
-
-
-@contextmanager
-def following_recomputation(cursor: Cursor, values: list[Tensor]) -> Iterator[None]:
-    """Let activations that are recomputed in the backward pass be recomputed for their member.
-
-    ``torch.utils.checkpoint`` saves the inputs of what it will recompute; unpacking any of them
-    puts the cursor back to where it was.
-    """
-
-    def unpack(saved: Tensor) -> Tensor:
-        cursor.values = values
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-        yield
-
-
-def connect(cursor: Cursor, network: nn.Module) -> list[Individual]:
-    """Give every individual module its place in the cursor; return them."""
-    individuals = [m for m in network.modules() if isinstance(m, Individual)]
-    start = 0
-    for module in individuals:
-        module.cursor = cursor
-        module.slot = slice(start, start + module.count)
-        start += module.count
-    return individuals
-
-
-def is_foldable(module: nn.Module) -> bool:
-    """Return whether ``torch.func.vmap`` can ever go through a module."""
-    unruly = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.SyncBatchNorm)
-    cumulative = isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
-    return not isinstance(module, unruly) and not cumulative
-
-
-def updates_shared_statistics(module: nn.Module) -> bool:
-    """Return whether a module, in training mode, updates statistics that all members share.
-
-    ``torch.func.vmap`` can't.
-    """
-    return (
-        isinstance(module, nn.modules.batchnorm._NormBase)
-        and module.running_mean is not None
-        and module.running_mean.dim() == 1
-    )
-
-
-def dependent_modules(network: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that run for every member, rather than once."""
-    yield network
-    if isinstance(network, Once) and not network.random:
-        return
-    for child in network.children():
-        yield from dependent_modules(child)
-
-
-def warn_unfoldable(error: Exception) -> None:
-    """Say that members go one at a time from now on, and why."""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    warnings.warn(
-        "this network can't run several members at once (torch.func.vmap: "
-        f"{reason}); its members run one after another from now on. Set ensemble.chunk = 1 to "
-        "choose that yourself.",
-        stacklevel=4,
-    )

@@ -1,71 +1,107 @@
-"""Carry out a plan on a copy of the reference."""
+"""Carry out a plan, a new one or that of a file, on a copy of the reference.
+
+A deep copy looks every object up in a memo first; putting the replacements there puts them wherever
+the reference holds the originals, in lists and attributes as well.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from embens import reading as dataflow
-from embens.ensemble.layers import Modulated, ModulatedAttention, Modulation, channel_axes
+from embens import reading
+from embens.ensemble import storage
+from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.layers import Modulated, Modulation, Once, Own
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.plan import Plan, site_module
-from embens.ensemble.run import Cursor, Once, Own
+from embens.laws import Law
 
 
 def operate(
     reference: nn.Module, plan: Plan, generator: torch.Generator | None = None
 ) -> EmbeddedEnsemble:
-    """Carry out a plan on a copy of the reference.
-
-    A deep copy looks every object up in a memo first; putting the replacements there puts them
-    wherever the reference holds the originals, in lists and attributes as well.
-    """
-    layers = dataflow.parameter_layers(reference)
-    cursor = Cursor()
+    """Return the ensemble that a plan makes of a reference, which is not changed."""
     modules = dict(reference.named_modules())
-    shared = {name: (random, keep) for name, random, keep in plan.shared}
-    modulations: dict[str, dict[str, Modulation]] = {}
+    modulations = _modulations(reference, plan, generator)
+    own = {o.module: o.tensors for o in plan.own}
+    shared = {s.module: s for s in plan.shared}
+    border = set(plan.folding.border)
+    memo: dict[int, Any] = {}
+    stacks: dict[int, Tensor] = {}
+    for name in sorted(modules, key=lambda n: (-n.count(".") - bool(n), n)):
+        module, mine = modules[name], modulations.get(name)
+        if not (mine or name in own or name in shared) or id(module) in memo:
+            continue
+        copied: nn.Module = copy.deepcopy(module, memo)
+        if name in own:
+            copied = Own(copied, own[name], plan.members, border=name in border, stacks=stacks)
+        if name in shared:
+            once = shared[name]
+            copied = Once(copied, random=once.random, keep=once.keep, repeat=once.repeat)
+        if mine and isinstance(module, nn.MultiheadAttention):
+            copied = ModulatedAttention(copied, mine)  # type: ignore[arg-type]
+        elif mine:
+            copied = Modulated(copied, mine.get("pre"), mine.get("post"), border=name in border)
+        memo[id(module)] = copied
+    network = copy.deepcopy(reference, memo)
+    reading.disable_fast_paths(network)
+    ensemble = EmbeddedEnsemble(network, plan)
+    for name in plan.overwriting:
+        network.get_submodule(name).inplace = True  # type: ignore[assignment]
+    return ensemble
+
+
+def load(
+    path: str | os.PathLike[str],
+    reference: nn.Module,
+    *,
+    laws: Iterable[type[Law]] = (),
+) -> EmbeddedEnsemble:
+    """Read an ensemble that :meth:`EmbeddedEnsemble.save` wrote.
+
+    Args:
+        path: the file.
+        reference: a network of the same architecture; its weights are not used, and it is not
+            changed.
+        laws: classes of laws that are defined nowhere yet, or that share a name with others.
+    """
+    plan, tensors = storage.read(path, laws)
+    name = Path(path).name
+    try:
+        plan.check(reference)
+    except TypeError as error:
+        raise ValueError(f"{name} has a damaged embens header: {error}") from None
+    ensemble = operate(reference, plan)
+    storage.check_tensors(name, tensors, ensemble.state_dict())
+    ensemble.load_state_dict(tensors)
+    return ensemble
+
+
+def _modulations(
+    reference: nn.Module, plan: Plan, generator: torch.Generator | None
+) -> dict[str, dict[str, Modulation]]:
+    """Draw the modulations: those of each module by side, of an attention by projection too."""
+    layers = reading.parameter_layers(reference)
+    found: dict[str, dict[str, Modulation]] = {}
     for site in plan.sites:
         layer = layers[site.layer]
-        like = next(layer.parameters())
         owner = site_module(site.layer, layers)
         key = site.kind if owner == site.layer else f"{site.layer.rpartition('.')[2]}_{site.kind}"
-        modulations.setdefault(owner, {})[key] = Modulation(
+        found.setdefault(owner, {})[key] = Modulation(
             site.law,
             plan.members,
             site.size,
             repeat=site.repeat,
-            trailing=channel_axes(layer),
             trainable=site.trainable,
             fresh=site.fresh,
-            like=like,
+            like=next(layer.parameters()),
             generator=generator,
         )
-    memo: dict[int, Any] = {}
-    by_depth = sorted(modules, key=lambda n: (-n.count(".") - bool(n), n))
-    own = dict(plan.own)
-    for name in by_depth:
-        module = modules[name]
-        if name not in modulations and name not in own and name not in shared:
-            continue
-        copied: nn.Module = copy.deepcopy(module, memo)
-        if name in own:
-            copied = Own(copied, own[name], plan.members)
-        if name in shared:
-            random, keep = shared[name]
-            copied = Once(copied, cursor, random=random, keep=keep)
-        if name in modulations:
-            mine = modulations[name]
-            if isinstance(module, nn.MultiheadAttention):
-                copied = ModulatedAttention(copied, mine)  # type: ignore[arg-type]
-            else:
-                copied = Modulated(copied, mine.get("pre"), mine.get("post"))
-        memo[id(module)] = copied
-    network = copy.deepcopy(reference, memo)
-    dataflow.disable_fast_paths(network)
-    for name in plan.overwriting:
-        network.get_submodule(name).inplace = True  # type: ignore[assignment]
-    return EmbeddedEnsemble(network, plan, cursor)
+    return found

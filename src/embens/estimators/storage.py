@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from embens.embedding.families import operate
-from embens.ensemble import storage
+from embens.ensemble.plan import Plan
 from embens.estimators.preprocessing import Preprocessing
 from embens.files import write_atomically
 from embens.laws import Law, from_dict
@@ -68,7 +68,7 @@ def save(estimator: TableEnsemble, path: str | os.PathLike[str]) -> None:
         "columns": columns,
         "history": dataclasses.asdict(estimator.run_),
         "diagnosis": _diagnosis_to_json(state.get("diagnosis_")),
-        "plan": storage.plan_to_json(estimator.ensemble_.plan),
+        "plan": estimator.ensemble_.plan.to_json(),
     }
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
     metadata = {"embens_estimator": json.dumps(header)}
@@ -128,7 +128,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     estimator.preprocessing_ = Preprocessing(**header["columns"], **arrays)
     estimator.run_ = History(**header["history"])
     estimator.diagnosis_ = header["diagnosis"]
-    plan = storage.plan_from_json(header["plan"])
+    plan = Plan.from_json(header["plan"])
     weights = {k.removeprefix("ensemble."): v for k, v in tensors.items() if k[:9] == "ensemble."}
     reference = estimator._reference(estimator._make_head(False).outputs)
     kinds = {t.dtype for t in weights.values() if t.is_floating_point()}

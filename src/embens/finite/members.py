@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_map
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble import run as execution
-from embens.ensemble.layers import Modulation
+from embens.ensemble.layers import Individual, Modulation
 from embens.ensemble.plain import walk
-from embens.ensemble.run import Individual
 
 Criterion = Callable[[Any, Any], Tensor]
 

@@ -16,44 +16,62 @@ from typing import Any
 from torch import nn
 
 from embens.reading.flow import (
-    NORMS,
-    PROJECTIONS,
+    RANDOM,
     Call,
     Flow,
     Reader,
     Trail,
     disable_fast_paths,
     is_in_place,
-    is_layer,
     mentions,
-    parameter_layers,
 )
+from embens.reading.layers import (
+    NORMS,
+    PROJECTIONS,
+    channels,
+    is_attention,
+    is_layer,
+    modulate_weight,
+    parameter_layers,
+    register_layer,
+    spatial_axes,
+    unknown_layers,
+)
+from embens.reading.samples import time_first
 from embens.reading.symbolic import read_symbolically
 from embens.reading.watched import read_from_run
 
 __all__ = [
     "NORMS",
     "PROJECTIONS",
+    "RANDOM",
     "Call",
     "Flow",
+    "channels",
     "disable_fast_paths",
+    "is_attention",
     "is_in_place",
     "mentions",
+    "modulate_weight",
     "parameter_layers",
     "read",
+    "register_layer",
+    "spatial_axes",
+    "time_first",
+    "unknown_layers",
 ]
 
 
 def read_registration(reference: nn.Module) -> Flow:
     """Take the layers in the order of their registration, as one chain."""
     reader = Reader(reference)
-    reader.pass_leaf(reference, "", [Trail()])
+    reader.pass_leaf(reference, "", [Trail(rows="input")])
     return reader.flow
 
 
 def read(reference: nn.Module, example_input: Any = None) -> Flow:
     """Read the data flow by the best means there is."""
-    if is_layer(reference) or isinstance(reference, nn.MultiheadAttention):
+    if is_layer(reference) or is_attention(reference):
         return read_registration(reference)
     symbolic = None
     in_place = any(getattr(m, "inplace", False) for m in reference.modules())

@@ -13,11 +13,17 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-LAYERS = (nn.Linear, _ConvNd, nn.Embedding)
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
-RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+from embens.reading.layers import (
+    NORMS,
+    PROJECTIONS,
+    channels,
+    is_attention,
+    is_layer,
+    parameter_layers,
+)
+from embens.reading.samples import is_row_by_row, module_is_row_by_row
 
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 # Operations by name. "Channelwise" ones keep axis 1 as the channels; "affine" ones keep a value
 # affine in whatever it was affine in. A name in neither set makes nothing of a value known.
@@ -77,26 +83,6 @@ def is_in_place(operation: str) -> bool:
     return augmented or (operation.endswith("_") and not operation.startswith("__"))
 
 
-def is_layer(module: nn.Module) -> bool:
-    """Return whether a module is a parameter layer that can be modulated."""
-    return isinstance(module, LAYERS)
-
-
-def parameter_layers(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the parameter layers by name, in the order of registration, each once.
-
-    The projections of an ``nn.MultiheadAttention`` named ``attn`` are ``attn.q_proj`` … and
-    ``attn.out_proj``; they stand for the attention module itself.
-    """
-    found: dict[str, nn.Module] = {}
-    for name, module in root.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            found.update({f"{name}.{p}".lstrip("."): module for p in PROJECTIONS})
-        elif is_layer(module) and name not in found:
-            found[name] = module
-    return found
-
-
 @dataclass(frozen=True)
 class Trail:
     """What is known of one value in the network.
@@ -107,6 +93,9 @@ class Trail:
         channels: the size of axis 1, where that axis is known to be channels of an image.
         flat: the number of channels, where channels and positions were flattened into one axis.
         producer: the index of the module call whose very output it is, if any.
+        rows: what its first axis is made of: "" (a constant), "input" (an input of the network, or
+            made of inputs by functions alone), "result" (made of a module's output), or "size" (a
+            number that was read off a shape).
     """
 
     upstream: frozenset[str] = frozenset()
@@ -114,6 +103,7 @@ class Trail:
     channels: int | None = None
     flat: int | None = None
     producer: int | None = None
+    rows: str = ""
 
 
 @dataclass
@@ -123,7 +113,9 @@ class Call:
     A consumer is the chain of calls (by index) inside which the output is used, outermost first.
     ``visible`` says whether any value was seen among the inputs; ``parents`` are the calls whose
     outputs they are. ``aliases``: the output is one of the inputs (a module that works in place,
-    in a run), so that which of the two is used later can't be told.
+    in a run), so that which of the two is used later can't be told. ``loose`` are the ``rows`` of
+    those inputs that are no module's very output. ``inside``: the calls around it, outermost first.
+    ``leaf``: it is not looked into.
     """
 
     name: str
@@ -132,6 +124,9 @@ class Call:
     parents: frozenset[int] = frozenset()
     aliases: bool = False
     result: frozenset[str] = frozenset()
+    loose: frozenset[str] = frozenset()
+    inside: tuple[int, ...] = ()
+    leaf: bool = False
     consumers: set[tuple[int, ...]] = field(default_factory=set)
 
 
@@ -148,6 +143,10 @@ class Flow:
         opaque: modules whose code could not be read.
         bypassed: layers whose weight the code reads without calling them.
         guesses: what had to be guessed, in words; empty where the flow is exact.
+        unclear: operations that are not known to keep samples to themselves, each with the calls
+            inside which it is.
+        meetings: the calls inside which a function takes inputs of the network together with
+            results of modules.
     """
 
     upstream: dict[str, set[str]] = field(default_factory=dict)
@@ -158,6 +157,8 @@ class Flow:
     opaque: set[str] = field(default_factory=set)
     bypassed: set[str] = field(default_factory=set)
     guesses: list[str] = field(default_factory=list)
+    unclear: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    meetings: set[tuple[int, ...]] = field(default_factory=set)
 
     @property
     def first(self) -> set[str]:
@@ -183,7 +184,7 @@ class Reader:
         self.weights = {
             id(p): name
             for name, layer in self.layers.items()
-            if not isinstance(layer, nn.MultiheadAttention)
+            if not is_attention(layer)
             for p in layer.parameters()
         }
 
@@ -192,7 +193,8 @@ class Reader:
         self.flow.operations.add(operation)
         operation = operation.strip("_")
         if operation in _SHAPE or (operation == "getattr" and arguments[0] in _SHAPE):
-            return Trail()
+            return Trail(rows="size" if any(t.rows for t in trails) else "")
+        rows = self._meet(operation, trails, arguments)
         upstream = frozenset().union(*(t.upstream for t in trails))
         if operation in _RANDOM_FUNCTIONS:
             upstream |= {"random"}
@@ -221,16 +223,33 @@ class Reader:
             axis = arguments[0] if arguments else 0
             if axis == 1:
                 channels = sum(t.channels or 0 for t in trails)
-        return Trail(upstream, affine, channels, flat)
+        return Trail(upstream, affine, channels, flat, rows=rows)
 
-    def enter(self, name: str, trails: list[Trail]) -> int:
-        """Record that a module is called on values with these trails; return the call's index."""
+    def _meet(self, operation: str, trails: list[Trail], arguments: tuple) -> str:
+        """Return what the first axis of an operation's result is made of; note what is unclear."""
+        kinds = {t.rows for t in trails} - {""}
+        if kinds and ("size" in kinds or not is_row_by_row(operation, arguments)):
+            self.flow.unclear.add((operation, tuple(self.stack)))
+        if kinds >= {"input", "result"}:
+            self.flow.meetings.add(tuple(self.stack))
+        return next((kind for kind in ("result", "input", "size") if kind in kinds), "")
+
+    def enter(self, name: str, trails: list[Trail], *, leaf: bool) -> int:
+        """Record that a module is called on values with these trails; return the call's index.
+
+        Only a leaf, which is not looked into, uses the values itself.
+        """
         index = len(self.flow.calls)
         upstream = frozenset().union(*(t.upstream for t in trails))
         parents = frozenset(t.producer for t in trails if t.producer is not None)
-        self.flow.calls.append(Call(name, upstream, bool(trails), parents))
+        loose = frozenset(t.rows for t in trails if t.producer is None) - {""}
+        call = Call(
+            name, upstream, bool(trails), parents, loose=loose, inside=tuple(self.stack), leaf=leaf
+        )
+        self.flow.calls.append(call)
         self.stack.append(index)
-        self.use(trails)
+        if leaf:
+            self.use(trails)
         return index
 
     def leave(self, index: int, trails: list[Trail]) -> list[Trail]:
@@ -238,7 +257,7 @@ class Reader:
         self.stack.pop()
         for trail in trails:
             self.flow.calls[index].result |= trail.upstream
-        return [replace(trail, producer=index) for trail in trails]
+        return [replace(t, producer=index, rows=t.rows and "result") for t in trails]
 
     def use(self, trails: list[Trail]) -> None:
         """Record that the code of the innermost open call uses these values."""
@@ -249,22 +268,24 @@ class Reader:
     def _pass_layer(self, name: str, inputs: Trail) -> Trail:
         layer = self.layers[name]
         self.flow.upstream.setdefault(name, set()).update(self._only_layers(inputs.upstream))
-        if isinstance(layer, nn.Linear) and inputs.flat and layer.in_features % inputs.flat == 0:
-            repeat = layer.in_features // inputs.flat
+        takes, gives = channels(name, layer)
+        spatial = isinstance(layer, _ConvNd)
+        if takes and not spatial and inputs.flat and takes % inputs.flat == 0:
+            repeat = takes // inputs.flat
             if self.flow.repeat.setdefault(name, repeat) != repeat:
                 self.flow.repeat[name] = 1
-        elif isinstance(layer, nn.Linear) and inputs.flat is None and inputs.channels is None:
+        elif takes and not spatial and inputs.flat is None and inputs.channels is None:
             near = [self.layers[n] for n in self._nearest(inputs.upstream)]
             if (
                 near
                 and all(isinstance(n, _ConvNd) for n in near)
-                and all(n.out_channels != layer.in_features for n in near)
+                and all(n.out_channels != takes for n in near)
             ):
                 self.flow.guesses.append(
-                    f"how the {layer.in_features} input features of {name!r} make channels"
+                    f"how the {takes} input features of {name!r} make channels"
                 )
-        channels = layer.out_channels if isinstance(layer, _ConvNd) else None
-        return Trail(inputs.upstream | {name}, inputs.affine | {name}, channels)
+        upstream, affine = inputs.upstream | {name}, inputs.affine | {name}
+        return Trail(upstream, affine, gives if spatial else None, rows=inputs.rows and "result")
 
     def _only_layers(self, names: frozenset[str]) -> set[str]:
         return {n for n in names if n in self.layers}
@@ -276,7 +297,12 @@ class Reader:
 
     def pass_leaf(self, module: nn.Module, name: str, trails: list[Trail]) -> Trail:
         """Return the trail of the output of a module that is not looked into."""
+        unclear = set(self.flow.unclear)
         joint = self.combine(type(module).__name__, trails, _flatten_arguments(module))
+        self.flow.unclear = unclear  # the module's type tells more than its name
+        if not module_is_row_by_row(module) and not is_layer(module):
+            self.flow.unclear.add((type(module).__name__, tuple(self.stack)))
+        joint = replace(joint, rows=joint.rows and "result")
         if is_layer(module) and len(trails) == 1:
             joint = trails[0]
         if isinstance(module, nn.MultiheadAttention):
@@ -285,7 +311,8 @@ class Reader:
                 self._pass_layer(_join(name, projection), trail)
             inner = joint.upstream | {_join(name, p) for p in PROJECTIONS[:3]}
             out = _join(name, "out_proj")
-            return replace(self._pass_layer(out, Trail(inner)), affine=frozenset({out}))
+            last = self._pass_layer(out, Trail(inner, rows=joint.rows))
+            return replace(last, affine=frozenset({out}))
         if is_layer(module):
             name = next((n for n, layer in self.layers.items() if layer is module), name)
             return self._pass_layer(name, joint)
@@ -297,7 +324,7 @@ class Reader:
 
     def _pass_black_box(self, module: nn.Module, name: str, trail: Trail) -> Trail:
         """Take the layers inside a module in the order of registration."""
-        attentions = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
+        attentions = [m for m in module.modules() if is_attention(m)]
         projections = {id(a.out_proj) for a in attentions}
         inside = [
             m
@@ -312,7 +339,7 @@ class Reader:
         if mentions(module, lambda word: word.strip("_") in _RANDOM_FUNCTIONS):
             randoms.add(f"random:{name}")
         if inside:
-            trail = Trail(trail.upstream)
+            trail = Trail(trail.upstream, rows=trail.rows)
         for part in inside:
             trail = replace(self.pass_leaf(part, self.names[id(part)], [trail]), channels=None)
         upstream = trail.upstream | randoms

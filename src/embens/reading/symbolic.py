@@ -11,7 +11,8 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from embens.reading.flow import Flow, Reader, Trail, copy_structure, is_in_place, is_layer
+from embens.reading.flow import Flow, Reader, Trail, copy_structure, is_in_place
+from embens.reading.layers import is_layer
 
 _TRACING = threading.Lock()
 """torch.fx replaces ``nn.Module.__call__`` while it traces, for all threads."""
@@ -33,7 +34,8 @@ class _SymbolicTracer(torch.fx.Tracer):
     def call_module(self, m, forward, args, kwargs):
         name = self.reader.names.get(id(m)) or self.path_of_module(m)
         trails = _trails_of((args, kwargs))
-        index = self.reader.enter(name, trails)
+        leaf = self.is_leaf_module(m, self.path_of_module(m))
+        index = self.reader.enter(name, trails, leaf=leaf)
         result = super().call_module(m, forward, args, kwargs)
         metas = [v.node.meta for v in tree_leaves(result) if isinstance(v, torch.fx.Proxy)]
         for meta, trail in zip(
@@ -59,7 +61,7 @@ class _SymbolicTracer(torch.fx.Tracer):
                 self.reader.flow.operations.add("in_place_")
                 _overwrite(node.args[0], node.meta["trail"])
         else:
-            node.meta["trail"] = Trail()
+            node.meta["trail"] = Trail(rows="input" if kind == "placeholder" else "")
             if kind == "get_attr":
                 owner, _, _ = target.rpartition(".")
                 if owner in self.reader.layers:

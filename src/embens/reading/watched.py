@@ -20,8 +20,8 @@ from embens.reading.flow import (
     copy_structure,
     disable_fast_paths,
     is_in_place,
-    is_layer,
 )
+from embens.reading.layers import is_layer
 
 
 class _RunWatcher(TorchFunctionMode):
@@ -50,7 +50,11 @@ class _RunWatcher(TorchFunctionMode):
         trails = self.of((args, kwargs))
         if name in ("__get__", "__set__"):
             self.reader.use(trails)
+            if getattr(getattr(func, "__self__", None), "__name__", "") == "shape":
+                self.reader.flow.unclear.add(("shape", tuple(self.reader.stack)))
             return result
+        if name in ("size", "__len__", "numel") and trails:  # a number that leaves no trail
+            self.reader.flow.unclear.add((name, tuple(self.reader.stack)))
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, nn.Parameter) and id(value) in self.reader.weights:
                 self.reader.flow.bypassed.add(self.reader.weights[id(value)])
@@ -78,8 +82,8 @@ class _RunWatcher(TorchFunctionMode):
         def enter(module, args, kwargs):
             if not self.leaf_depth:
                 trails = self.of((args, kwargs))
-                index = self.reader.enter(self.reader.names[id(module)], trails)
                 leaf = _is_run_leaf(module)
+                index = self.reader.enter(self.reader.names[id(module)], trails, leaf=leaf)
                 opened.append((index, leaf, trails))
             else:
                 leaf = True
@@ -151,7 +155,8 @@ def _watch(root: nn.Module, example_input: Any) -> Flow:
     for value in tree_leaves(example_input):
         if isinstance(value, Tensor):
             image = value.is_floating_point() and value.dim() in (4, 5)
-            watcher.mark(value, Trail(channels=value.shape[1] if image else None))
+            channels = value.shape[1] if image else None
+            watcher.mark(value, Trail(channels=channels, rows="input"))
     named = dict(example_input) if isinstance(example_input, Mapping) else {}
     arguments = example_input if isinstance(example_input, tuple) else (example_input,)
     with torch.random.fork_rng(), torch.no_grad(), watcher.hooked(root), watcher:

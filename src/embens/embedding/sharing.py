@@ -1,0 +1,282 @@
+"""What members share, what each has of its own, and how several run at once.
+
+Decided from the data flow of the reference. A value is *apart* if a modulation, or a tensor of a
+member's own, lies before it; all other values are the same for every member. A module that gets
+and gives only such values is computed once.
+
+Several members run as one larger batch, *folded*: up to the border, the first modulations, rows are
+those of the input; after it every sample has a row for each member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from embens import reading
+from embens.ensemble.plan import Folding, OwnTensors, SharedModule, Site, site_module
+from embens.reading import Call, Flow
+
+LOOKING = frozenset(
+    "__bool__ __int__ __float__ __index__ item tolist numpy nonzero unique unique_consecutive "
+    "masked_select argwhere equal allclose is_nonzero".split()
+)
+"""Operations that look at the values of tensors, so that the code may branch on them."""
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _within(name: str, outer: Iterable[str]) -> bool:
+    """Return whether a module is one of these, or lies inside one."""
+    return any(name == o or not o or name.startswith(o + ".") for o in outer)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+class Sharing:
+    """The decision for one reference and its sites.
+
+    Args:
+        reference: the network.
+        flow: its data flow.
+        sites: where members differ.
+        statistics: "member" or "shared" running statistics of norm layers.
+        affine: "member" or "shared" scale and shift of norm layers.
+    """
+
+    def __init__(
+        self,
+        reference: nn.Module,
+        flow: Flow,
+        sites: Iterable[Site],
+        *,
+        statistics: str = "member",
+        affine: str = "shared",
+    ):
+        sites = tuple(sites)
+        layers = reading.parameter_layers(reference)
+        self.modules = dict(reference.named_modules())
+        self.flow = flow
+        self.post = {site_module(s.layer, layers) for s in sites if s.kind == "post"}
+        self.carriers = self.post | {site_module(s.layer, layers) for s in sites}
+        self.tokens = {s.layer for s in sites}
+        self.own = {o.module: o for o in self._own_norms(statistics, affine)}
+        shareable = self._shareable(set(self.own))
+        outermost = [n for n in shareable if not _within(n.rpartition(".")[0], shareable)]
+        self.once = {n: shareable[n] for n in outermost}
+
+    @classmethod
+    def of_separate(cls, reference: nn.Module, flow: Flow) -> Sharing:
+        """Return the decision for members that have every tensor for themselves."""
+        self = cls(reference, flow, ())
+        held = ((n, (*m._parameters.items(), *m._buffers.items())) for n, m in self.modules.items())
+        tensors = {n: tuple(k for k, t in items if t is not None) for n, items in held}
+        self.own = {n: OwnTensors(n, names) for n, names in tensors.items() if names}
+        self.once = {}
+        return self
+
+    # What is the same for all members
+
+    def _shareable(self, own: set[str]) -> dict[str, bool]:
+        """Return the modules that give all members the same: name to whether they are random."""
+        found: dict[str, bool] = {}
+        for index, call in enumerate(self.flow.calls):
+            same = self._is_same(index, call, own)
+            random = any(t.startswith("random") for t in call.upstream | call.result)
+            if call.name not in found or same is False:
+                found[call.name] = random if same else None  # type: ignore[assignment]
+            elif found[call.name] is not None:
+                found[call.name] = found[call.name] or random
+        return {n: random for n, random in found.items() if random is not None}
+
+    def _is_same(self, index: int, call: Call, own: set[str]) -> bool:
+        if not call.name or not call.visible or call.aliases:
+            return False
+        if call.upstream & (self.tokens | own) or self._overwrites_others(index):
+            return False
+        differing = {n for n in self.carriers | own if _within(n, [call.name])}
+        if call.name in self.carriers - self.post and not self._is_attention(call.name):
+            differing.discard(call.name)  # only its output is multiplied
+        return not differing
+
+    def _overwrites_others(self, index: int) -> bool:
+        """Return whether a call works in place on what anyone else uses as well."""
+        calls = self.flow.calls
+        call = calls[index]
+        if not any(getattr(m, "inplace", False) for m in self.modules[call.name].modules()):
+            return False
+        return any(index not in chain for p in call.parents for chain in calls[p].consumers)
+
+    def _is_attention(self, name: str) -> bool:
+        return reading.is_attention(self.modules[name])
+
+    def _own_norms(self, statistics: str, affine: str) -> Iterable[OwnTensors]:
+        """Yield the norm layers that differ between members."""
+        untouched = [n for n, random in self._shareable(set()).items() if not random]
+        untouched = [n for n in untouched if n not in self.carriers]
+        for name, module in self.modules.items():
+            if not isinstance(module, reading.NORMS):
+                continue
+            names = ["weight", "bias"] if affine == "member" else []
+            apart = not _within(name, untouched)
+            if statistics == "member" and apart:
+                names += RUNNING
+            present = tuple(n for n in names if getattr(module, n, None) is not None)
+            if present or (apart and isinstance(module, nn.modules.batchnorm._NormBase)):
+                yield OwnTensors(name, present)
+
+    def shared(self) -> tuple[SharedModule, ...]:
+        """Return the modules that are computed once."""
+        result = []
+        for name, random in self.once.items():
+            uses = [c for c in self._uses(name) if self._once_of(c) != random]
+            repeat = name not in self.carriers and any(map(self._takes_every_row, uses))
+            result.append(SharedModule(name, random, name in self.carriers or bool(uses), repeat))
+        return tuple(result)
+
+    def _uses(self, name: str) -> list[list[str]]:
+        """Return the chains of modules inside which the outputs of a module are used."""
+        calls = [c for c in self.flow.calls if c.name == name]
+        return [[self.flow.calls[i].name for i in chain] for c in calls for chain in c.consumers]
+
+    def _once_of(self, chain: list[str]) -> bool | None:
+        """Return whether the shared module of a chain is random; None if there is none."""
+        return next((self.once[n] for n in chain if n in self.once), None)
+
+    def _takes_every_row(self, chain: list[str]) -> bool:
+        """Return whether the code of a chain runs on the rows of all members."""
+        return self._once_of(chain) is None and not (chain and self._is_border_aware(chain[-1]))
+
+    # Several members at once
+
+    def _is_border_aware(self, name: str) -> bool:
+        """Return whether a module itself can go from common rows to rows for each member."""
+        return name in self.own or (name in self.carriers and not self._is_attention(name))
+
+    def folding(self) -> Folding:
+        """Return how several members run as one larger batch."""
+        calls = self.flow.calls
+        dependent = [n for n in self.modules if not _within(n, self.once)]
+        first = next((n for n in dependent if reading.time_first(self._alone(n)) is not None), None)
+        if first is not None:
+            return Folding(f"the batch is not the first axis in {first!r}")
+        looking = sorted(self.flow.operations & LOOKING)
+        if looking:
+            return Folding(f"the code looks at values ({', '.join(looking)})")
+        if not calls:
+            return Folding(unclear=("the code could not be read",))
+        unclear = {name for name, chain in self.flow.unclear if not self._in_once(chain)}
+        unclear |= {f"a hook of {n!r}" for n in dependent if _is_hooked(self.modules[n])}
+        unclear |= {o for o in self.flow.opaque if not _within(o, self.once)}
+        before = {name for name, chain in self.flow.unclear if self._in_once(chain)}
+        before |= {o for o in self.flow.opaque if _within(o, self.once)}
+        border = self._border()
+        return Folding(
+            unclear=tuple(sorted(unclear)),
+            unclear_before=tuple(sorted(before)),
+            shares=border is not None,
+            border=tuple(sorted(border or ())),
+        )
+
+    def _alone(self, name: str) -> nn.Module:
+        module = self.modules[name]
+        kinds = (nn.MultiheadAttention, nn.RNNBase)
+        return module if isinstance(module, kinds) else nn.Identity()
+
+    def _in_once(self, chain: tuple[int, ...]) -> bool:
+        return any(self.flow.calls[i].name in self.once for i in chain)
+
+    def _border(self) -> set[str] | None:
+        """Return the modules at the border; None where it can't be drawn."""
+        if any(not self._in_once(chain) for chain in self.flow.meetings):
+            return None
+        if any(trail.rows == "input" for trail in self.flow.outputs):
+            return None
+        repeated = {s.module for s in self.shared() if s.repeat}
+        found: dict[str, bool] = {}
+        for call in self.flow.calls:
+            if self._in_once(call.inside):
+                continue
+            sources = {self._is_common(self.flow.calls[p].name, repeated) for p in call.parents}
+            sources |= {rows == "input" for rows in call.loose}
+            once = call.name in self.once
+            if not (once or self._is_border_aware(call.name)):
+                if call.leaf and "input" in call.loose:
+                    return None
+                continue
+            if len(sources) > 1 or (once and sources == {False}):
+                return None
+            common = sources == {True}
+            if found.setdefault(call.name, common) != common:
+                return None
+        return {n for n, common in found.items() if common and self._is_border_aware(n)}
+
+    def _is_common(self, name: str, repeated: set[str]) -> bool:
+        return name in self.once and name not in self.carriers and name not in repeated
+
+    def random(self) -> bool:
+        """Return whether anything random comes before the first modulation."""
+        calls = [c for c in self.flow.calls if not c.upstream & (self.tokens | set(self.own))]
+        return any(t.startswith("random") for c in calls for t in c.upstream | c.result)
+
+
+def plan_overwriting(
+    flow: Flow, sites: Iterable[Site], modules: Mapping[str, nn.Module]
+) -> tuple[str, ...]:
+    """Return the ReLU modules that only ever get the output of a ``pre`` modulation."""
+    modulated = {s.layer for s in sites if s.kind == "pre"}
+    allowed: dict[str, bool] = {}
+    for index, call in enumerate(flow.calls):
+        if type(modules.get(call.name)) is nn.ReLU:
+            fresh = bool(call.parents) and all(
+                flow.calls[parent].name in modulated
+                and all(index in chain for chain in flow.calls[parent].consumers)
+                for parent in call.parents
+            )
+            allowed[call.name] = allowed.get(call.name, True) and fresh
+    relus = {name for name, fresh in allowed.items() if fresh}
+    return tuple(n for n in modules if n in relus and not modules[n].inplace)
+
+
+def may_overwrite(flow: Flow, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether any code may change a value in place."""
+    inplace = any(getattr(m, "inplace", False) for m in modules.values())
+    named = any(reading.is_in_place(operation) for operation in flow.operations)
+    return inplace or named or bool(flow.opaque)
+
+
+def measure_widths(
+    layers: Mapping[str, nn.Module], flow: Flow, names: Iterable[str]
+) -> tuple[tuple[int, int], int]:
+    """Return ``Plan.widths`` and ``Plan.input_channels`` where these layers differ by member."""
+    rows = positions = 1
+    for name in names:
+        width = max(s or 1 for s in reading.channels(name, layers[name]))
+        if name in flow.repeat:
+            rows = max(rows, width)
+        else:
+            positions = max(positions, width)
+    takes = [reading.channels(n, layers[n])[0] or 1 for n in flow.first]
+    return (rows, positions), min(takes, default=1)
+
+
+def why_not_collapsible(flow: Flow, sites: tuple[Site, ...], own: tuple[OwnTensors, ...]) -> str:
+    """Return why the mean of the members' outputs is not one network's; empty where it is."""
+    if any(s.fresh for s in sites):
+        return "its masks are drawn anew at each pass"
+    if own:
+        return f"members have tensors of their own in {own[0].module!r}"
+    layers = {s.layer for s in sites}
+    for layer in layers:
+        chained = flow.upstream.get(layer, set()) & layers
+        if chained:
+            return f"the modulations of {sorted(chained)[0]!r} and {layer!r} multiply each other"
+    if not flow.outputs:
+        return "the data flow after the modulated layers could not be read; pass example_input"
+    for trail in flow.outputs:
+        bent = (trail.upstream & layers) - trail.affine
+        if bent:
+            return f"the output is not linear in the output of {sorted(bent)[0]!r}"
+    return ""

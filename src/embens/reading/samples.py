@@ -1,0 +1,91 @@
+"""Which operations keep samples to themselves.
+
+Members run together as one larger batch, which is right where every row of an operation's result
+depends on the same row of its inputs alone. Known of an operation by its name and arguments, or of
+a module of torch by its type; whatever is not known here is *unclear*, and is tried out with
+numbers before it is trusted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_ROW_BY_ROW = frozenset(
+    "relu leaky_relu elu selu celu gelu silu mish softplus hardtanh hardswish hardsigmoid relu6 "
+    "tanh sigmoid logsigmoid abs erf sin cos exp log sqrt rsqrt square pow clamp clamp_min "
+    "clamp_max softsign tanhshrink max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
+    "avg_pool3d lp_pool1d lp_pool2d boolean_dispatch adaptive_avg_pool1d adaptive_avg_pool2d "
+    "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d dropout "
+    "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout layer_norm group_norm "
+    "rms_norm local_response_norm interpolate upsample pad add sub mul div truediv iadd isub imul "
+    "itruediv radd rsub rmul neg contiguous clone to float double half bfloat16 type_as detach "
+    "where maximum minimum pixel_shuffle identity".split()
+)
+_ALONG_AXES = frozenset(
+    "mean sum amax amin softmax log_softmax cumsum flatten unsqueeze squeeze transpose cat concat "
+    "stack chunk split unbind flip roll select narrow".split()
+)
+"""Row by row, if every axis among the arguments is another than the first."""
+
+_MODULES = (
+    *(n for n in nn.modules.activation.__all__ if n != "MultiheadAttention"),
+    *(*nn.modules.batchnorm.__all__, *nn.modules.instancenorm.__all__),
+    *(*nn.modules.dropout.__all__, *nn.modules.pooling.__all__, *nn.modules.padding.__all__),
+    *(*nn.modules.upsampling.__all__, *nn.modules.normalization.__all__, *nn.modules.conv.__all__),
+    *("Linear", "Identity", "Embedding", "PixelShuffle", "PixelUnshuffle", "ChannelShuffle"),
+)
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+def is_row_by_row(operation: str, arguments: tuple) -> bool:
+    """Return whether a function is known to keep samples to themselves.
+
+    Args:
+        operation: its name without underscores around it.
+        arguments: all but the first.
+    """
+    if operation in _ROW_BY_ROW:
+        return True
+    if operation == "scaled_dot_product_attention":
+        return all(_is_number(a) for a in arguments[2:])  # a mask may have any axes
+    if operation == "getitem":
+        index = arguments[0] if arguments else None
+        return isinstance(index, tuple) and bool(index) and index[0] == slice(None)
+    if operation == "permute":
+        axes = arguments[0] if isinstance(arguments[0], (tuple, list)) else arguments
+        return axes[0] == 0
+    if operation in _ALONG_AXES:
+        axes = [a for a in _flat(arguments) if not isinstance(a, bool) and a is not None]
+        return bool(axes) and all(isinstance(a, int) and a > 0 for a in axes)
+    return False
+
+
+def module_is_row_by_row(module: nn.Module) -> bool:
+    """Return whether a module of torch that is not looked into keeps samples to themselves."""
+    if not type(module).__module__.startswith("torch.nn"):
+        return False
+    if isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmin)):
+        return module.dim is not None and module.dim > 0
+    if isinstance(module, nn.Flatten):
+        return module.start_dim > 0
+    if isinstance(module, _ATTENTION):
+        return time_first(module) is None
+    if isinstance(module, nn.Sequential):
+        return all(map(module_is_row_by_row, module))
+    return type(module).__name__ in _MODULES
+
+
+def time_first(module: nn.Module) -> nn.Module | None:
+    """Return the first part of a module whose batch is not the first axis, if there is one."""
+    kinds = (nn.MultiheadAttention, nn.RNNBase)
+    return next((m for m in module.modules() if isinstance(m, kinds) and not m.batch_first), None)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float))
+
+
+def _flat(arguments: tuple) -> list[Any]:
+    return [v for a in arguments for v in (a if isinstance(a, (tuple, list)) else (a,))]

@@ -1,0 +1,280 @@
+"""Members as one larger batch: right wherever it is done, and not done where it would be wrong."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import embens
+from embens import laws
+from embens.ensemble.run import Way
+
+
+class Mixing(nn.Module):
+    """Two layers with something between them that may look across the batch."""
+
+    def __init__(self, mix, outputs: int = 3):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, outputs)
+        self.mix = mix
+
+    def forward(self, x, mask=None):
+        h = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return self.out(self.mix(h) if mask is None else h * mask)
+
+
+def own_statistics(h):
+    return (h - h.mean(0)) / (h.std(0, unbiased=False) + 0.1)
+
+
+def if_any_is_large(h):
+    return h * 2 if bool((h > 0.5).any()) else -h
+
+
+MIXING = {
+    "batch statistics by hand": own_statistics,
+    "first row": lambda h: h - h[0],
+    "mean over the batch": lambda h: h + h.mean(0),
+    "mean of everything": lambda h: h / h.abs().mean(),
+    "sorted over the batch": lambda h: h + h.sort(0).values,
+    "rolled": lambda h: h + h.roll(1, 0),
+    "similarities": lambda h: (h @ h.T).softmax(-1) @ h,
+    "size of the batch": lambda h: h / h.shape[0],
+    "length of the batch": lambda h: h / len(h),
+    "cumulated over the batch": lambda h: h.cumsum(0),
+    "softmax over the batch": lambda h: h.softmax(0),
+    "positions in the batch": lambda h: h + torch.arange(len(h))[:, None] / 10,
+    "functional batch norm": lambda h: F.batch_norm(h, None, None, training=True),
+}
+KEEPING = {
+    "views by the size": lambda h: h.view(h.size(0), 2, 3).flatten(1),
+    "a buffer of zeros": lambda h: torch.zeros(len(h), 6) + h,
+    "einsum": lambda h: torch.einsum("bi,bj->bi", h, h),
+    "transposed twice": lambda h: h.T.T,
+    "split and joined": lambda h: torch.cat(h.chunk(2, -1), -1),
+    "rows as samples": lambda h: h.reshape(-1, 3).tanh().reshape(-1, 6),
+}
+
+
+def ensembles(mix, **options):
+    reference = Mixing(mix)
+    yield embens.embed(reference, 3, **options)
+    yield embens.embed(reference, 3, example_input=torch.randn(5, 4), **options)
+
+
+def passes(ensemble, x, **options) -> int:
+    """Return how often the network is called in a pass."""
+    calls: list[int] = []
+    hook = ensemble.network.register_forward_hook(lambda *_: calls.append(1))
+    ensemble(x, **options)
+    hook.remove()
+    return len(calls)
+
+
+def member_by_member(ensemble, x, **kwargs):
+    return torch.stack([ensemble.member(a)(x, **kwargs) for a in range(ensemble.members)])
+
+
+@pytest.mark.parametrize("mix", MIXING.values(), ids=MIXING)
+@pytest.mark.parametrize("law", [laws.Normal(), laws.Constant(1)], ids=str)
+@pytest.mark.filterwarnings("ignore:the data flow of")
+def test_a_reference_that_mixes_samples_runs_member_by_member_and_says_why_once(mix, law):
+    def check(ensemble, *batches):
+        for x in batches:
+            expected = member_by_member(ensemble, x)
+            torch.testing.assert_close(ensemble(x), expected, rtol=1e-3, atol=1e-3)
+
+    for ensemble in ensembles(mix, pre=law, post=law):
+        with pytest.warns(UserWarning, match="can't run several members at once") as seen:
+            check(ensemble, torch.zeros(5, 4), *(torch.randn(rows, 4) for rows in (5, 2, 7)))
+        assert len(seen) == 1
+        with torch.no_grad():
+            for modulation in ensemble.individuals.values():
+                modulation.values.normal_()  # members that were equal differ now
+        check(ensemble, torch.randn(5, 4))
+
+
+@pytest.mark.filterwarnings("ignore:the data flow of")
+def test_code_that_looks_at_values_is_never_folded():
+    for ensemble in ensembles(if_any_is_large):
+        for x in (torch.zeros(5, 4), *torch.randn(20, 5, 4)):
+            torch.testing.assert_close(ensemble(x), member_by_member(ensemble, x))
+        assert "looks at values" in repr(ensemble)
+
+
+@pytest.mark.parametrize("mix", KEEPING.values(), ids=KEEPING)
+@pytest.mark.filterwarnings("ignore:the data flow of")
+def test_code_that_keeps_samples_apart_in_ways_that_are_not_known_is_folded(mix):
+    for ensemble in ensembles(mix):
+        for x in (torch.randn(5, 4), torch.randn(1, 4)):
+            torch.testing.assert_close(ensemble(x), member_by_member(ensemble, x))
+            assert passes(ensemble, x) == 1
+
+
+def test_a_mode_is_tried_out_by_itself():
+    class Net(Mixing):
+        def forward(self, x):
+            h = torch.tanh(self.b(torch.tanh(self.a(x))))
+            return self.out(own_statistics(h) if self.training else h)
+
+    ensemble = embens.embed(Net(torch.tanh), 3).eval()
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(ensemble(x), member_by_member(ensemble, x))
+    ensemble.train()
+    with pytest.warns(UserWarning, match="can't run several"):
+        outputs = ensemble(x)
+    torch.testing.assert_close(outputs, ensemble(x, chunk=1))
+
+
+def test_a_number_of_rows_is_tried_out_by_itself():
+    mix = lambda h: own_statistics(h) if len(h) > 6 else h  # noqa: E731
+    ensemble = embens.embed(Mixing(mix), 3, example_input=torch.randn(2, 4))
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(ensemble(x), member_by_member(ensemble, x))
+    x = torch.randn(8, 4)
+    with pytest.warns(UserWarning, match="can't run several"):
+        outputs = ensemble(x)
+    torch.testing.assert_close(outputs, member_by_member(ensemble, x))
+
+
+MASKS = {
+    "a row for each sample": lambda rows: torch.rand(rows, 6),
+    "one row": lambda rows: torch.rand(1, 6),
+    "no rows": lambda rows: torch.rand(6),
+    "a number": lambda rows: torch.tensor(0.5),
+}
+
+
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("rows", [1, 5, 6])
+def test_tensors_passed_by_keyword_go_with_the_samples_where_they_belong_to_them(make, rows):
+    ensemble = embens.embed(Mixing(torch.tanh), 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            x, mask = torch.randn(rows, 4), make(rows)
+            torch.testing.assert_close(
+                ensemble(x, mask=mask), member_by_member(ensemble, x, mask=mask)
+            )
+
+
+class Masked(nn.Module):
+    """Attention with masks of both kinds, over as many steps as there are samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens, padding=None, mask=None):
+        h = self.encoder(self.embedding(tokens), mask=mask, src_key_padding_mask=padding)
+        return self.head(h.mean(1))
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_attention_masks_are_told_apart_by_what_they_do(rows):
+    tokens = torch.randint(9, (rows, 5))
+    ensemble = embens.embed(Masked(), 3, example_input=tokens)
+    padding = torch.rand(rows, 5) > 0.6
+    padding[:, 0] = False
+    causal = torch.triu(torch.full((5, 5), float("-inf")), 1)
+    for kwargs in ({}, {"padding": padding}, {"mask": causal}):
+        outputs = ensemble(tokens, **kwargs)
+        torch.testing.assert_close(outputs, member_by_member(ensemble, tokens, **kwargs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's own: masks of two types
+        both = {"padding": padding, "mask": causal}
+        torch.testing.assert_close(
+            ensemble(tokens, **both), member_by_member(ensemble, tokens, **both)
+        )
+
+
+def test_outputs_without_samples_run_member_by_member():
+    class Loss(Mixing):
+        def forward(self, x):
+            y = super().forward(x)
+            return {"logits": y, "loss": y.square().mean()}
+
+    ensemble = embens.embed(Loss(lambda h: h), 3, example_input=torch.randn(5, 4))
+    x = torch.randn(5, 4)
+    with pytest.warns(UserWarning, match="can't run several"):
+        outputs = ensemble(x)
+    assert outputs["loss"].shape == (3,)
+    for a in range(3):
+        torch.testing.assert_close(outputs["loss"][a], ensemble.member(a)(x)["loss"])
+
+
+@pytest.mark.parametrize("case", ["mlp", "cnn", "residual", "transformer"])
+def test_well_known_code_is_folded_without_trying_out(case):
+    reference, x = {
+        "mlp": lambda: (embens.networks.mlp(4, 8, 3), torch.randn(5, 4)),
+        "cnn": lambda: (embens.networks.cnn((4, 6), image=8), torch.randn(5, 3, 8, 8)),
+        "residual": lambda: (__import__("cases").Residual(), torch.randn(5, 3, 6, 6)),
+        "transformer": lambda: (__import__("cases").Tokens(), torch.randint(11, (3, 5))),
+    }[case]()
+    ensemble = embens.embed(reference, 4)
+    assert not ensemble.plan.folding.impossible
+    assert not ensemble.plan.folding.unclear
+    with ensemble.run((x,), chunk=4) as run:
+        assert ensemble.folding.choose(run) is not Way.EACH
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("statistics", ["member", "shared"])
+def test_batch_statistics_are_those_of_one_member(training, statistics):
+    torch.manual_seed(0)
+    reference = nn.Sequential(
+        *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
+        *(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(64, 2)),
+    ).double()
+    x = torch.randn(5, 3, 8, 8, dtype=torch.float64)
+    results = []
+    for chunk in (1, 2, 4):
+        ensemble = embens.batch_ensemble(
+            *(reference, 4), norm_statistics=statistics, generator=torch.Generator().manual_seed(1)
+        ).train(training)
+        outputs = [ensemble(x, chunk=chunk) for _ in range(2)]
+        results.append([*outputs, *ensemble.buffers()])
+    for other in results[1:]:
+        for left, right in zip(results[0], other, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", [embens.batch_ensemble, embens.independent])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_split_and_own_batches_are_folded_too(family, rows):
+    torch.manual_seed(0)
+    reference = nn.Sequential(
+        *(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    )
+    ensemble = family(reference, 3)
+    alone = [ensemble.member(a) for a in range(3)]
+    x = torch.randn(rows, 4)
+    outputs = ensemble(x, batch="split")
+    assert passes(ensemble, x, batch="split") == 1
+    for i in range(rows):
+        torch.testing.assert_close(outputs[i], alone[i % 3](x[i : i + 1])[0])
+    own = torch.randn(3, rows, 4)
+    torch.testing.assert_close(
+        ensemble(own, batch="own"), torch.stack([alone[a](own[a]) for a in range(3)])
+    )
+    assert passes(ensemble, own, batch="own") == 1
+
+
+def test_split_batches_with_batch_statistics_have_those_of_one_member():
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+    for family in (embens.batch_ensemble, embens.independent):
+        ensemble = family(reference, 3)
+        alone = [ensemble.member(a) for a in range(3)]
+        x = torch.randn(7, 4)
+        outputs = ensemble(x, batch="split")
+        for a in range(3):
+            torch.testing.assert_close(outputs[a::3], alone[a](x[a::3]))
