@@ -8,7 +8,7 @@ import pytest
 import torch
 
 NEEDS = {  # the part of a test's name: the torch that it needs, what for
-    r"ensemble/.*(compil|export)": ((2, 13), "to compile or export a whole ensemble"),
+    r"ensemble/.*(compil|export)": ((2, 10), "to compile or export a whole ensemble"),
     r"\[Adam, decoupled": ((2, 7), "for Adam(decoupled_weight_decay=True)"),
 }
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])

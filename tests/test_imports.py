@@ -32,7 +32,6 @@ HEAVY = set(
     "zarr ray plotly pooch".split()
 )
 TO_DO = {
-    ("embens.ensemble.module", "embens.ensemble.storage"),
     ("embens.estimators.base", "embens.estimators.storage"),
     ("embens.estimators.storage", "embens.estimators"),
     ("embens.theory.kernel", "embens.theory.gamma"),

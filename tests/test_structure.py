@@ -20,7 +20,8 @@ WITHOUT_TESTS = {
     "cli/kernel.py",
     "cli/predict.py",
     "cli/report.py",
-    "ensemble/layers.py",
+    "embedding/sharing.py",
+    "ensemble/attention.py",
     "ensemble/plain.py",
     "ensemble/plan.py",
     "ensemble/surgery.py",
@@ -75,6 +76,8 @@ WITHOUT_TESTS = {
     "finite/empirical/terms.py",
     "finite/members.py",
     "reading/flow.py",
+    "reading/layers.py",
+    "reading/samples.py",
     "reading/symbolic.py",
     "reading/watched.py",
     "theory/blocks.py",
@@ -129,19 +132,6 @@ PRIVATE_READS = {
     ("embens.estimators.onnx", "_make_head"),
     ("embens.estimators.storage", "_make_head"),
     ("embens.estimators.storage", "_reference"),
-    ("embens.finite.empirical.covariance", "_cursor"),
-    ("embens.finite.empirical.covariance", "_new_store"),
-    ("embens.finite.empirical.covariance", "_stacks"),
-    ("embens.finite.empirical.recording", "_cursor"),
-    ("embens.finite.empirical.recording", "_new_store"),
-    ("embens.finite.empirical.recording", "_run_member"),
-    ("embens.finite.empirical.recording", "_stacks"),
-    ("embens.finite.empirical.samplewise", "_cursor"),
-    ("embens.finite.empirical.samplewise", "_individuals"),
-    ("embens.finite.members", "_cursor"),
-    ("embens.finite.members", "_individuals"),
-    ("embens.finite.members", "_new_store"),
-    ("embens.finite.members", "_run_each"),
 }
 """Private names of other files that a file still reads."""
 
@@ -157,7 +147,6 @@ LONG_BY_PROMISE = {
 
 LONG = {
     "embens.embedding.families.mc_dropout",
-    "embens.ensemble.layers.Modulation.__init__",
     "embens.experiments.training.train",
     "embens.finite.diagnosis.diagnose.diagnose",
     "embens.theory.flow.classification.cross_entropy_flow",

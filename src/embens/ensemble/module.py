@@ -161,7 +161,8 @@ class EmbeddedEnsemble(nn.Module):
             return min(chunk, self.members)
         if self.members == 1 or not self.folding.possible():
             return 1
-        x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
+        tensors = [v for v in tree_leaves(inputs) if isinstance(v, Tensor)]
+        x = tensors[0] if tensors else None
         if x is None or torch.compiler.is_compiling():
             return self.members
         rows, positions = self.plan.widths
@@ -298,3 +299,14 @@ class EmbeddedEnsemble(nn.Module):
             f"individual parameters={own:,}{recompute}"
             + (f", one member after another because {why}" if why else "")
         )
+
+
+if torch.__version__ < (2, 10):  # type: ignore[operator]
+    _forward = EmbeddedEnsemble.forward
+
+    @torch.compiler.disable
+    def compiling_or_exporting_an_ensemble_needs_torch_2_10(self, *inputs, **options):
+        """Run all members uncompiled; the compiler names this function where that won't do."""
+        return _forward(self, *inputs, **options)
+
+    EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore

@@ -395,7 +395,8 @@ def repeat_rows(x: Tensor, count: int) -> Tensor:
 
 def batch_size(values: Any) -> int:
     """Return the length of the first tensor that has one."""
-    return next((x.shape[0] for x in tree_leaves(values) if isinstance(x, Tensor) and x.dim()), 0)
+    sizes = [x.shape[0] for x in tree_leaves(values) if isinstance(x, Tensor) and x.dim()]
+    return sizes[0] if sizes else 0
 
 
 def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
