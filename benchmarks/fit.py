@@ -25,7 +25,7 @@ BATCH = 128
 
 
 def bare(ensemble, x, y, epochs):
-    optimizer = torch.optim.SGD(ensemble.parameter_groups(), momentum=0.9)
+    optimizer = torch.optim.SGD(ensemble.parameter_groups(), momentum=0.9, fused=True)
     ensemble.train()
     for epoch in range(epochs):
         order = training_batches((x, y), BATCH, seed=0).order(epoch)

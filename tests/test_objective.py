@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import pytest
@@ -327,6 +328,13 @@ class TestDefaultCriterion:
         target = torch.tensor([0, 1, 2, 2, 1, 0], dtype=dtype)
         expected = self.losses(F.cross_entropy, target.long())
         torch.testing.assert_close(member_losses(self.outputs, target), expected)
+
+    @pytest.mark.parametrize("few", [2, 3])
+    def test_is_the_same_for_few_and_for_many_classes(self, few, monkeypatch):
+        monkeypatch.setattr(sys.modules["embens.objective"], "FEW_CLASSES", few)
+        for target in (torch.tensor([0, -100, 2, 2, 1, 0]), torch.rand(6, 3).softmax(-1)):
+            expected = self.losses(F.cross_entropy, target)
+            torch.testing.assert_close(member_losses(self.outputs, target), expected)
 
     def test_leaves_out_ignored_labels_as_torch_does(self):
         target = torch.tensor([0, -100, 2, 2, -100, 0])

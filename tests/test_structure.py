@@ -15,7 +15,6 @@ from source import MODULES, SOURCE, TESTS, syntax
 from torch import nn
 
 WITHOUT_TESTS = {
-    "cli/diagnose.py",
     "cli/fit.py",
     "cli/kernel.py",
     "cli/predict.py",
@@ -60,21 +59,6 @@ WITHOUT_TESTS = {
     "experiments/trajectories.py",
     "experiments/transition.py",
     "experiments/widths.py",
-    "finite/checks.py",
-    "finite/diagnosis/diagnose.py",
-    "finite/diagnosis/findings.py",
-    "finite/diagnosis/measurement.py",
-    "finite/diagnosis/report.py",
-    "finite/diagnosis/room.py",
-    "finite/diagnosis/stability.py",
-    "finite/empirical/blocks.py",
-    "finite/empirical/contraction.py",
-    "finite/empirical/covariance.py",
-    "finite/empirical/kernels.py",
-    "finite/empirical/recording.py",
-    "finite/empirical/samplewise.py",
-    "finite/empirical/terms.py",
-    "finite/members.py",
     "reading/flow.py",
     "reading/layers.py",
     "reading/samples.py",
@@ -103,11 +87,6 @@ WITHOUT_TESTS = {
     "theory/limit/rules.py",
     "theory/limit/state.py",
     "theory/limit/weights.py",
-    "training/batches.py",
-    "training/progress.py",
-    "training/randomness.py",
-    "training/run.py",
-    "training/settings.py",
 }
 """Files of the source that have no test file of their name yet."""
 
@@ -148,7 +127,6 @@ LONG_BY_PROMISE = {
 LONG = {
     "embens.embedding.families.mc_dropout",
     "embens.experiments.training.train",
-    "embens.finite.diagnosis.diagnose.diagnose",
     "embens.theory.flow.classification.cross_entropy_flow",
     "embens.theory.flow.flow.gradient_descent",
     "embens.theory.flow.flow.gradient_flow",

@@ -11,21 +11,23 @@ loop can use it. The paper's :math:`\gamma(M)/M` is not here: it is a factor of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens.checks import closest
+from embens.checks import check_choice, closest
 
 Criterion = Callable[[Any, Any], Tensor]
 BatchKind = Literal["same", "own", "split"]
 Of = Literal["members", "mean"]
-OPTIONS = {"batch": ("same", "own", "split"), "of": ("members", "mean")}
+OPTIONS = {"batch": get_args(BatchKind), "of": get_args(Of)}
 IGNORED = -100
 """The label that cross-entropy leaves out, as torch's does."""
+FEW_CLASSES = 32
+"""Up to here a softmax over the last but one axis is faster, above it one over the last axis."""
 
 
 def objective(
@@ -67,8 +69,7 @@ def objective(
             "objective has no gamma any more: gamma is a factor of the shared parameters' rate. "
             "Pass it to ensemble.parameter_groups(lr, gamma=…), or to embens.fit(gamma=…)."
         )
-    if unknown:
-        name = next(iter(unknown))
+    for name in unknown:
         known = ("criterion", "batch", "of", "members")
         raise TypeError(f"objective has no argument {name!r}{closest(name, known)}")
     return member_losses(outputs, target, criterion, batch=batch, of=of, members=members).sum()
@@ -87,15 +88,14 @@ def member_losses(
 
     Members without rows in a split batch are left out.
     """
-    for name, value in (("batch", batch), ("of", of)):
-        if value not in OPTIONS[name]:
-            raise ValueError(f"{name}: unknown {value!r}{closest(value, OPTIONS[name])}")
+    check_choice("batch", batch, OPTIONS["batch"])
+    check_choice("of", of, OPTIONS["of"])
+    length = len(outputs) if isinstance(outputs, Tensor) else len(tree_leaves(outputs)[0])
     if batch == "split" and members is None:
         raise TypeError(
             "the outputs of a split batch don't say how many members there are; pass members=, or "
             "call ensemble.objective(outputs, target, batch='split')"
         )
-    length = _length(outputs)
     if batch != "split" and members not in (None, length):
         raise ValueError(
             f"expected the outputs of {members} members, ({members}, batch, …); their first axis "
@@ -109,42 +109,41 @@ def member_losses(
             )
         mean = tree_map(lambda o: o.mean(0, keepdim=True), outputs)
         return member_losses(mean, target, criterion).expand(length)
-    if batch == "own":
-        _check_own(length, target)
-    if batch == "split":
-        assert members is not None
-        return _split_losses(outputs, target, criterion, members)
     if criterion is None:
         criterion = default_criterion(outputs, target, batch)
-    if criterion is F.cross_entropy and isinstance(outputs, Tensor) and outputs.dim() > 2:
-        return _cross_entropies(outputs, target, batch)
-    if criterion is F.mse_loss and isinstance(outputs, Tensor):
-        return _squared_errors(outputs, target, batch)
-    if batch == "same" and getattr(criterion, "over_members", False):
-        losses = criterion(outputs, target)
-        if losses.dim() < 2 or len(losses) != length:
-            raise ValueError(
-                "a criterion with over_members=True returns losses (member, batch, …) for the "
-                f"outputs of all members; got shape {tuple(losses.shape)} for {length} members."
-            )
-        return losses.flatten(1).mean(1)
-    targets = [target] * length if batch == "same" else [_pick(target, a) for a in range(length)]
-    return torch.stack([_reduced(criterion(_pick(outputs, a), targets[a])) for a in range(length)])
+    if criterion is F.mse_loss:
+        criterion = squared_error
+    if batch == "same":
+        if criterion is F.cross_entropy and isinstance(outputs, Tensor) and outputs.dim() > 2:
+            return _cross_entropies(outputs, target)
+        if criterion is squared_error:
+            return (outputs - _like(target, outputs.shape[1:])).square().flatten(1).mean(1)
+        if getattr(criterion, "over_members", False):
+            return _all_at_once(criterion, outputs, target, length)
+        pairs = ((_take(outputs, a), target) for a in range(length))
+    elif batch == "own":
+        _check_own(length, target)
+        pairs = ((_take(outputs, a), _take(target, a)) for a in range(length))
+    else:
+        rows = [slice(a, None, members) for a in range(min(members or 1, length))]
+        pairs = ((_take(outputs, mine), _take(target, mine)) for mine in rows)
+    losses = (criterion(o, t) for o, t in pairs)
+    return torch.stack([loss.mean() if loss.dim() else loss for loss in losses])
 
 
 def default_criterion(outputs: Any, target: Any, batch: BatchKind = "same") -> Criterion:
-    """Return ``cross_entropy`` or ``mse_loss`` of ``torch.nn.functional``, as the target asks."""
+    """Return ``torch.nn.functional.cross_entropy`` or :func:`squared_error`, as the target asks."""
     if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
         kind = type(outputs if not isinstance(outputs, Tensor) else target).__name__
         raise TypeError(
             f"criterion: there is a default for tensors of outputs and targets; got a {kind}. Pass "
             "a function of (outputs, target) of one member."
         )
-    shape = outputs.shape[1:]
+    shape = outputs.shape if batch == "split" else outputs.shape[1:]
     if target.is_floating_point():
-        rows = target.shape if batch == "same" else target.shape[1:]
+        rows = target.shape[1:] if batch == "own" else target.shape
         soft = len(shape) == 2 and shape == rows and shape[1] > 1 and _are_probabilities(target)
-        return F.cross_entropy if soft else F.mse_loss
+        return F.cross_entropy if soft else squared_error
     if target.dtype == torch.bool or target.is_complex():
         raise TypeError(
             f"criterion: there is no default for targets of {target.dtype}. Pass target.long() for "
@@ -159,67 +158,56 @@ def default_criterion(outputs: Any, target: Any, batch: BatchKind = "same") -> C
     return F.cross_entropy
 
 
+def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
+    """Return the mean squared error of one member; ``(n,)`` meets ``(n, 1)`` row by row."""
+    return (outputs - _like(target, outputs.shape)).square().mean()
+
+
+def _like(target: Tensor, shape: torch.Size) -> Tensor:
+    """Return targets in the shape of a member's outputs; nothing is broadcast."""
+    if target.shape == shape:
+        return target
+    if target.shape == shape[:-1] and shape[-1] == 1:
+        return target.unsqueeze(-1)
+    if target.shape[:-1] == shape and target.shape[-1] == 1:
+        return target.squeeze(-1)
+    raise ValueError(
+        f"squared error: expected targets of the shape of a member's outputs, {tuple(shape)}; got "
+        f"{tuple(target.shape)}"
+    )
+
+
 @torch.no_grad()
 def _are_probabilities(target: Tensor) -> bool:
-    sums = target.sum(-1)
-    return bool(((target >= 0).all(-1) & ((sums - 1).abs() < 1e-3)).all())
+    return bool(((target >= 0).all(-1) & ((target.sum(-1) - 1).abs() < 1e-3)).all())
 
 
-def _cross_entropies(outputs: Tensor, target: Tensor, batch: BatchKind) -> Tensor:
+def _cross_entropies(outputs: Tensor, target: Tensor) -> Tensor:
     """Return ``cross_entropy`` of each member, in one call."""
-    targets = target.unsqueeze(0) if batch == "same" else target
-    if not targets.is_floating_point():
-        targets = targets.long()
-    labels = targets.expand(len(outputs), *targets.shape[1:]).flatten(0, 1)
-    losses = F.cross_entropy(outputs.flatten(0, 1), labels, reduction="none")
-    losses = losses.view(len(outputs), -1)
-    if target.is_floating_point():
-        return losses.mean(1)
-    return losses.sum(1) / (targets != IGNORED).flatten(1).sum(1)
+    members, soft = len(outputs), target.is_floating_point()
+    target = target if soft else target.long()
+    targets = target.expand(members, *target.shape)
+    if outputs.shape[2] <= FEW_CLASSES:  # members are torch's batch, their rows its positions
+        targets = targets.movedim(2, 1) if soft else targets
+        losses = F.cross_entropy(outputs.movedim(2, 1), targets, reduction="none").flatten(1)
+    else:
+        losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(0, 1), reduction="none")
+        losses = losses.view(members, -1)
+    return losses.mean(1) if soft else losses.sum(1) / (target != IGNORED).sum()
 
 
-def _squared_errors(outputs: Tensor, target: Tensor, batch: BatchKind) -> Tensor:
-    """Return the mean squared error of each member; nothing is broadcast but the members."""
-    targets = target.unsqueeze(0) if batch == "same" else target
-    if targets.shape[1:] != outputs.shape[1:]:
-        if targets.shape[1:] == outputs.shape[1:-1] and outputs.shape[-1] == 1:
-            targets = targets.unsqueeze(-1)
-        elif targets.shape[1:-1] == outputs.shape[1:] and targets.shape[-1] == 1:
-            targets = targets.squeeze(-1)
-        else:
-            raise ValueError(
-                f"squared error: expected targets of the shape of a member's outputs, "
-                f"{tuple(outputs.shape[1:])}; got {tuple(targets.shape[1:])}"
-            )
-    return (outputs - targets).square().flatten(1).mean(1)
+def _all_at_once(criterion: Criterion, outputs: Any, target: Any, members: int) -> Tensor:
+    losses = criterion(outputs, target)
+    if losses.dim() < 2 or len(losses) != members:
+        raise ValueError(
+            "a criterion with over_members=True returns losses (member, batch, …) for the outputs "
+            f"of all members; got shape {tuple(losses.shape)} for {members} members."
+        )
+    return losses.flatten(1).mean(1)
 
 
-def _split_losses(outputs: Any, target: Any, criterion: Criterion | None, members: int) -> Tensor:
-    if criterion is None:
-        criterion = default_criterion(_add_axis(outputs), _add_axis(target), "own")
-    losses = []
-    for a in range(min(members, _length(outputs))):
-        mine, wanted = (_add_axis(_rows(value, a, members)) for value in (outputs, target))
-        losses.append(member_losses(mine, wanted, criterion, batch="own"))
-    return torch.cat(losses)
-
-
-def _length(outputs: Any) -> int:
-    return len(outputs) if isinstance(outputs, Tensor) else len(tree_leaves(outputs)[0])
-
-
-def _pick(values: Any, a: int) -> Any:
-    if isinstance(values, Tensor):
-        return values[a] if values.dim() else values
-    return tree_map(lambda v: v[a] if isinstance(v, Tensor) and v.dim() else v, values)
-
-
-def _rows(values: Any, a: int, members: int) -> Any:
-    return tree_map(lambda v: v[a::members] if isinstance(v, Tensor) and v.dim() else v, values)
-
-
-def _add_axis(values: Any) -> Any:
-    return tree_map(lambda v: v[None] if isinstance(v, Tensor) and v.dim() else v, values)
+def _take(values: Any, index: int | slice) -> Any:
+    return tree_map(lambda v: v[index] if isinstance(v, Tensor) and v.dim() else v, values)
 
 
 def _check_own(members: int, target: Any) -> None:
@@ -229,7 +217,3 @@ def _check_own(members: int, target: Any) -> None:
                 f"batch='own' expects a target of shape ({members}, batch, …), one for each "
                 f"member; got {tuple(leaf.shape)}. For one target of all members use batch='same'."
             )
-
-
-def _reduced(loss: Tensor) -> Tensor:
-    return loss.mean() if loss.dim() else loss

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import embens
 from embens import laws
 from embens.finite.gradients import cosines, gradient_cosines, gradient_norms, gram_of, off_diagonal
-from embens.finite.members import for_each_member, norm_of
+from embens.finite.members import norm_of
 
 MEMBERS = 3
 ATTENTIVE = ("transformer", "encoder layer, time first", "cross attention")
@@ -154,25 +154,6 @@ def test_a_gradient_that_vanishes_has_no_direction():
     gram = gram_of([torch.zeros(3), torch.ones(3), -torch.ones(3)])
     expected = torch.tensor([[1.0, 0, 0], [0, 1, -1], [0, -1, 1]], dtype=torch.float64)
     assert torch.equal(cosines(gram), expected)
-
-
-def test_what_members_share_runs_once_and_a_visit_can_stop():
-    calls = []
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-    net[0].register_forward_hook(lambda *_: calls.append(1))
-    ensemble = embens.last_layer_dropout(net, 4)
-    calls.clear()
-    seen = []
-    x, y = torch.randn(4, 3), torch.zeros(4).long()
-
-    def visit(member) -> bool:
-        seen.append(member.member)
-        return len(seen) == 2
-
-    for_each_member(ensemble, x, y, nn.functional.cross_entropy, visit)
-    assert seen == [0, 1]
-    assert len(calls) == 1
-    gradient_norms(ensemble, x, y)  # the pass was closed
 
 
 def test_several_arguments_are_a_tuple():

@@ -15,7 +15,6 @@ from embens.finite.scaling import (
     measure_cosine,
     measure_ntk_ratio,
     scaling,
-    student_quantile,
 )
 
 WIDTHS = (16, 32, 64, 128)
@@ -45,13 +44,6 @@ def test_the_interval_holds_the_exponent_as_often_as_it_says(level):
     mean = sum(law.exponent for law in laws) / runs
     spread = math.sqrt(sum((law.exponent - mean) ** 2 for law in laws) / runs)
     assert abs(mean + 0.5) < 4 * spread / math.sqrt(runs)
-
-
-@pytest.mark.parametrize(("freedom", "level"), [(1, 0.5), (1, 0.95), (5, 0.95), (30, 0.99)])
-def test_student_s_quantile_is_scipy_s(freedom, level):
-    stats = pytest.importorskip("scipy.stats")
-    expected = stats.t.ppf((1 + level) / 2, freedom)
-    assert student_quantile(freedom, level) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_measurement_depends_on_its_generator_alone():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import embens
 
@@ -43,3 +46,19 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 def without_time(history) -> list[dict]:
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in history.epochs]
     return rows + history.members
+
+
+class Pairs(Dataset):
+    """A map-style data set that is no TensorDataset."""
+
+    def __init__(self, x, y, noise=False):
+        self.x, self.y, self.noise = x, y, noise
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, i):
+        x = self.x[i]
+        if self.noise:
+            x = x + 0.1 * torch.randn(x.shape) + 0.1 * random.random()
+        return x, self.y[i]

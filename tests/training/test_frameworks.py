@@ -33,9 +33,17 @@ def test_a_plain_loop_of_twenty_lines_trains_an_ensemble():
     assert metrics.ensemble_accuracy(ensemble(x), y) > 0.9
 
 
+def groups_of(ensemble: embens.EmbeddedEnsemble) -> list[dict]:
+    return ensemble.parameter_groups(lr=0.05, gamma=2.0)
+
+
+def collective() -> embens.EmbeddedEnsemble:
+    return problem.ensemble(p=0.9)
+
+
 def expected_after_one_epoch(batch_size: int) -> embens.EmbeddedEnsemble:
-    ensemble = problem.ensemble()
-    optimizer = torch.optim.SGD(ensemble.parameter_groups(lr=0.05), momentum=0.9)
+    ensemble = collective()
+    optimizer = torch.optim.SGD(groups_of(ensemble), momentum=0.9)
     for x, y in zip(*(t.split(batch_size) for t in problem.data()), strict=True):
         optimizer.zero_grad()
         embens.objective(ensemble(x), y).backward()
@@ -51,14 +59,14 @@ def test_lightning_trains_an_ensemble_with_the_same_objective(tmp_path):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.ensemble = problem.ensemble()
+            self.ensemble = collective()
 
         def training_step(self, batch, _):
             x, y = batch
             return embens.objective(self.ensemble(x), y)
 
         def configure_optimizers(self):
-            return torch.optim.SGD(self.ensemble.parameter_groups(lr=0.05), momentum=0.9)
+            return torch.optim.SGD(groups_of(self.ensemble), momentum=0.9)
 
     module = Module()
     loader = DataLoader(TensorDataset(*problem.data()), batch_size=16)
@@ -89,15 +97,14 @@ def test_skorch_trains_an_ensemble_with_the_same_objective():
             return embens.objective(y_pred, y_true)
 
         def initialize_optimizer(self, triggered_directly=None):
-            groups = self.module_.parameter_groups(lr=self.lr)
-            self.optimizer_ = torch.optim.SGD(groups, momentum=0.9)
+            self.optimizer_ = torch.optim.SGD(groups_of(self.module_), momentum=0.9)
             return self
 
     x, y = problem.data()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net = Net(
-            problem.ensemble,
+            collective,
             criterion=torch.nn.CrossEntropyLoss,
             lr=0.05,
             batch_size=16,
@@ -109,3 +116,36 @@ def test_skorch_trains_an_ensemble_with_the_same_objective():
     expected = expected_after_one_epoch(16)
     for name, tensor in problem.weights(expected).items():
         torch.testing.assert_close(net.module_.state_dict()[name], tensor)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_whole_step_compiles_with_the_objective_in_it():
+    torch._dynamo.reset()
+    ensemble = collective()
+
+    def loss(x, y):
+        outputs = ensemble(x)
+        return embens.objective(outputs, y) + 0.1 * outputs.square().mean()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    x, y = problem.data(16)
+    gradients = []
+    for function in (loss, compiled):
+        ensemble.zero_grad()
+        function(x, y).backward()
+        gradients.append([p.grad.clone() for p in ensemble.parameters()])
+    for plain, fast in zip(*gradients, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_code_that_sets_rates_finds_the_factor_of_gamma_in_the_group():
+    """As the gotchas say: a scheduler with absolute rates is told the rates of each group."""
+    ensemble = collective()
+    optimizer = torch.optim.SGD(groups_of(ensemble), momentum=0.9)
+    highest = [0.1 * group["gamma_factor"] for group in optimizer.param_groups]
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, highest, total_steps=10)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+        shared, modulations = (group["lr"] for group in optimizer.param_groups)
+        assert shared == pytest.approx(modulations * 2 / 3)

@@ -69,7 +69,7 @@ def test_a_split_batch_is_counted_by_the_rows_of_each_member():
     tally.add(torch.stack(losses), mixed, target, 10)
     tally.add(torch.stack(losses[:2]), mixed[:2], target[:2], 2)
     found = tally.summary()
-    assert tally.rows.tolist() == [4, 4, 2, 2]
+    assert tally.sums["rows"].tolist() == [4, 4, 2, 2]
     assert found["member_loss"] == pytest.approx(torch.stack(losses).tolist())
     right = (mixed.argmax(-1) == target).double()
     again = torch.cat([right, right[:2]])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from embens.cli.specification import parse_reference, read_data
 from embens.ensemble.surgery import load
-from embens.finite.diagnosis.diagnose import diagnose
+from embens.finite import Budget, diagnose
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", default="digits", help="digits (default), or an .npz file with x and y"
     )
     parser.add_argument("--gamma", type=float, help="the gradient scale that you mean to use")
-    parser.add_argument("--optimizer", help="the optimiser that you mean to use, such as Adam")
+    parser.add_argument("--optimizer", help="the optimizer that you mean to use, such as Adam")
     parser.add_argument("--wanted", choices=["independent"], help="what members should be")
-    parser.add_argument("--seconds", type=float, default=10.0, help="budget (default 10)")
+    parser.add_argument("--samples", type=int, default=256, help="at most so many (default 256)")
+    parser.add_argument(
+        "--members", type=int, default=16, help="measure at most so many (default 16)"
+    )
     parser.add_argument("--json", action="store_true", help="print numbers for programs")
     parser.add_argument("--plot", type=Path, help="a file for a picture")
 
@@ -51,9 +54,10 @@ def run(options: argparse.Namespace) -> int:
             gamma=options.gamma,
             optimizer=options.optimizer,
             wanted=options.wanted,
-            seconds=options.seconds,
-            plot=options.plot,
+            budget=Budget(samples=options.samples, members=options.members),
         )
+        if options.plot is not None:
+            report.plot(options.plot)
     except (ValueError, TypeError, RuntimeError, IndexError, OSError) as error:
         options.parser.error(str(error))
         raise  # it does not return

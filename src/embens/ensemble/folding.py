@@ -37,6 +37,7 @@ class FoldingChoice:
         self.plan, self.network = ensemble.plan, ensemble.network
         self.known: dict[Any, dict[int, Way]] = {}
         self.said = False
+        self.certain = self.plan.folding.shares and not self.plan.folding.unclear
         self.reason = self.plan.folding.impossible
         once = [m for m in self.network.modules() if isinstance(m, Once)]
         prefix = [inner for m in once for inner in m.modules()]
@@ -52,6 +53,9 @@ class FoldingChoice:
         """Return the way for a pass."""
         if self.reason:
             return Way.EACH
+        usual = self.certain and run.batch == "same" and not run.kwargs
+        if usual and not any(m.training for m in self.draws):
+            return Way.SHARED
         candidates = self._candidates(run)
         if not candidates:
             return Way.EACH

@@ -106,7 +106,14 @@ class Modulation(Individual):
 
     def now(self, run: Run) -> Tensor:
         """Return the numbers of the members that run now, ``(member, feature)``."""
-        numbers = run.of(self)
+        if self.fresh or run.given is not None or run.index is not None:
+            numbers = run.of(self)
+        else:  # the usual case, made short
+            values = self._parameters.get("values")
+            numbers = self._buffers["values"] if values is None else values
+            assert numbers is not None
+            if run.count != run.members:
+                numbers = numbers.narrow(0, run.start, run.count)
         return numbers if self.repeat == 1 else numbers.repeat_interleave(self.repeat, dim=-1)
 
     def of(self, member: int | None) -> Tensor:
@@ -250,18 +257,20 @@ class Modulated(Wrapper):
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output of the running members; input is the name in torch's own layers."""
         run = self.current.run or self.current.get()
+        parts = self._modules  # looked up directly: attributes of modules are slow
+        pre, post, layer = parts.get("pre"), parts.get("post"), parts["layer"]
         x, common = input, self.border
-        if self.post is not None:
+        if post is not None:
             if self._convolution and self._weights_are_cheaper(run, x):
                 return self._through_weights(run, x)
             if self._product and self._heads_are_cheaper(run, x):
                 return self._through_heads(run, x)
-            x = run.scale(x, self.post.now(run), self._spatial, common=common)
+            x = run.scale(x, post.now(run), self._spatial, common=common)  # type: ignore[operator]
             common = False
-        x = self.layer(x, *args, **kwargs)
-        if self.pre is None:
+        x = layer(x, *args, **kwargs)  # type: ignore[misc]
+        if pre is None:
             return x
-        return run.scale(x, self.pre.now(run), self._spatial, common=common)
+        return run.scale(x, pre.now(run), self._spatial, common=common)  # type: ignore[operator]
 
     def _parameters_of(self, layer: nn.Module) -> tuple[Tensor, Tensor | None]:
         return layer.effective_parameters() if self._effective else (layer.weight, layer.bias)  # type: ignore[return-value,operator]
@@ -359,6 +368,21 @@ class Scaled(nn.Module):
         x = input if self.post is None else input * self.post.to(input.dtype)
         x = self.layer(x, *args, **kwargs)
         return x if self.pre is None else x * self.pre.to(x.dtype)
+
+
+class OverwritingReLU(nn.ReLU):
+    """A ReLU of what a modulation just made for it, and nothing else uses.
+
+    One member's is overwritten, which saves memory; that of several is a view, which autograd
+    overwrites slowly.
+    """
+
+    current: Current
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the positive part."""
+        run = self.current.run
+        return F.relu(input, inplace=run is not None and run.count == 1)
 
 
 class Once(Wrapper):

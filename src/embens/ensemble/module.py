@@ -18,7 +18,7 @@ from embens.checks import Gamma, closest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.folding import FoldingChoice
-from embens.ensemble.layers import Individual, Modulated, Once
+from embens.ensemble.layers import Individual, Modulated, Once, OverwritingReLU
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
@@ -26,6 +26,10 @@ from embens.objective import OPTIONS, BatchKind, Criterion, Of, objective
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
+
+
+CONNECTED = (Individual, Modulated, ModulatedAttention, Once, OverwritingReLU)
+"""The modules that look for the pass that is running."""
 
 
 class EmbeddedEnsemble(nn.Module):
@@ -48,7 +52,7 @@ class EmbeddedEnsemble(nn.Module):
         self.individuals: dict[str, Individual] = {}
         slot = 0
         for name, module in walk(network):
-            if isinstance(module, (Individual, Modulated, ModulatedAttention, Once)):
+            if isinstance(module, CONNECTED):
                 module.current = self.current
             if isinstance(module, Individual):
                 self.individuals[name], module.slot = module, slot
@@ -161,8 +165,9 @@ class EmbeddedEnsemble(nn.Module):
             return min(chunk, self.members)
         if self.members == 1 or not self.folding.possible():
             return 1
-        tensors = [v for v in tree_leaves(inputs) if isinstance(v, Tensor)]
-        x = tensors[0] if tensors else None
+        x = inputs[0] if inputs else None
+        if not isinstance(x, Tensor):
+            x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
         if x is None or torch.compiler.is_compiling():
             return self.members
         rows, positions = self.plan.widths
@@ -171,7 +176,8 @@ class EmbeddedEnsemble(nn.Module):
         )
         budget = FOLDED_BYTES.get(x.device.type, FOLDED_BYTES["cuda"])
         itemsize = 4 if not x.is_floating_point() else x.element_size()
-        return max(1, min(self.members, budget // max(1, numbers * itemsize)))
+        most = max(1, min(self.members, budget // max(1, numbers * itemsize)))
+        return math.ceil(self.members / math.ceil(self.members / most))  # chunks of one size
 
     def _check_batch(self, inputs: tuple, batch: BatchKind) -> None:
         if batch == "same":
@@ -269,7 +275,7 @@ class EmbeddedEnsemble(nn.Module):
                 "masks that are drawn anew at each pass belong to no member; use fresh=False for a "
                 "fixed set"
             )
-        return plain(self.network, a % self.members, self.plan)
+        return plain(self.network, a % self.members)
 
     def collapse(self) -> nn.Module:
         """Return one plain network whose output is the mean of the members' outputs.
@@ -282,7 +288,7 @@ class EmbeddedEnsemble(nn.Module):
                 "output is linear in the modulations (last-layer dropout) is the mean of the "
                 "members one network."
             )
-        return plain(self.network, None, self.plan)
+        return plain(self.network, None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ensemble to one file, masks and laws included; see :func:`embens.load`."""

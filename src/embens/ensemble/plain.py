@@ -9,24 +9,23 @@ from typing import Any
 from torch import nn
 
 from embens.ensemble.attention import ModulatedAttention
-from embens.ensemble.layers import Modulated, Once, Own, Wrapper
-from embens.ensemble.plan import Plan
+from embens.ensemble.layers import Modulated, Once, OverwritingReLU, Own, Wrapper
 
 
-def plain(network: nn.Module, member: int | None, plan: Plan) -> nn.Module:
+def plain(network: nn.Module, member: int | None) -> nn.Module:
     """Return a plain network with the weights of one member; None: the mean of all members'."""
     memo: dict[int, Any] = {}
     for module in reversed(list(network.modules())):
         if isinstance(module, (Modulated, ModulatedAttention)):
             memo[id(module)] = module.plain(member)
+        elif isinstance(module, OverwritingReLU):
+            memo[id(module)] = nn.ReLU().train(module.training)
         elif isinstance(module, Once):
             memo[id(module)] = copy.deepcopy(module.module, memo)
         elif isinstance(module, Own):
             assert member is not None
             memo[id(module)] = module.plain(member, memo)
     network = copy.deepcopy(network, memo)
-    for name in plan.overwriting:
-        network.get_submodule(name).inplace = False  # type: ignore[assignment]
     for module in network.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = _fast_activation(module.activation)
@@ -49,7 +48,9 @@ def without_members(network: nn.Module) -> nn.Module:
     """
     memo: dict[int, object] = {id(p): p for p in network.parameters()}
     for module in reversed(list(network.modules())):
-        if isinstance(module, Wrapper):
+        if isinstance(module, OverwritingReLU):
+            memo[id(module)] = nn.ReLU()
+        elif isinstance(module, Wrapper):
             memo[id(module)] = copy.deepcopy(module.inner(), memo)
     return copy.deepcopy(network, memo)
 

@@ -31,7 +31,6 @@ Every group has its factor of the rate as ``gamma_factor``, for code that sets r
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embens.checks import Gamma, gradient_factor
+from embens.checks import Gamma, check_number, gradient_factor
 from embens.ensemble.layers import Own
 
 if TYPE_CHECKING:
@@ -58,9 +57,9 @@ def parameter_groups(
     modulation_weight_decay: float,
 ) -> list[dict[str, Any]]:
     """Return the groups; see :meth:`~embens.EmbeddedEnsemble.parameter_groups`."""
+    modulation_lr = lr if modulation_lr is None else modulation_lr
     for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} must be finite and not negative; got {value}")
+        check_number(name, value, "finite and not negative", lambda rate: rate >= 0)
     own = {id(p) for m in ensemble.modules() if isinstance(m, Own) for p in m.tensors()}
     individual = list(ensemble.individual_parameters())
     factor, decay_factor = shared_factors(ensemble, gamma, optimizer)
@@ -73,7 +72,7 @@ def parameter_groups(
         },
         {
             "params": [p for p in individual if id(p) not in own],
-            "lr": lr if modulation_lr is None else modulation_lr,
+            "lr": modulation_lr,
             "weight_decay": modulation_weight_decay,
             "gamma_factor": 1.0,
         },

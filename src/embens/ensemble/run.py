@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -162,9 +162,7 @@ class Run:
         stack = self._stack(module, i)
         if self.index is not None:
             return stack[self.index]
-        if self.count == len(stack):
-            return stack
-        return stack.narrow(0, self.start, self.count)
+        return stack if self.count == self.members else stack.narrow(0, self.start, self.count)
 
     def scale(self, x: Tensor, numbers: Tensor, spatial: int, *, common: bool) -> Tensor:
         """Multiply every member's rows by its numbers; they never change the dtype.
@@ -179,14 +177,18 @@ class Run:
             numbers = numbers.to(x.dtype)
         if self.index is not None:
             return x * self._by_row(x, numbers, spatial)
+        axes = x.dim()
         if self.count == 1:
-            if spatial or x.dim() == 1:
+            if spatial or axes == 1:
                 numbers = numbers.view(-1, *(1,) * spatial)
             return x * numbers
-        if x.dim() < 2 + spatial:
+        if axes < 2 + spatial:
             raise Unfoldable("an input has no batch axis")
-        axes = (*(1,) * (x.dim() - 1 - spatial), numbers.shape[1], *(1,) * spatial)
-        numbers = numbers.unsqueeze(1) if x.dim() == 2 else numbers.view(self.count, *axes)
+        if axes == 2:
+            numbers = numbers.unsqueeze(1)
+        else:
+            ones = (1,) * (axes - 1 - spatial)
+            numbers = numbers.view(self.count, *ones, numbers.shape[1], *(1,) * spatial)
         if common and self.common:
             return (x * numbers).flatten(0, 1)
         return (self.apart(x) * numbers).flatten(0, 1)
@@ -301,9 +303,9 @@ class Run:
                 return value
             if not value.dim() or value.shape[0] % count:
                 raise Unfoldable("an output has no axis of samples")
-            return value.unflatten(0, (count, value.shape[0] // count))
+            return self.apart(value)
 
-        return tree_map(unfold, outputs)
+        return unfold(outputs) if isinstance(outputs, Tensor) else tree_map(unfold, outputs)
 
     def split(self) -> Any:
         """Return the outputs of a batch whose row i belongs to member i mod M."""
@@ -349,9 +351,11 @@ class Run:
     def _call(self, inputs: tuple, kwargs: dict) -> Any:
         if self.results is not None:
             self.results.restart()
-        recompute = self.ensemble.plan.recompute and torch.is_grad_enabled()
-        with self._following_recomputation() if recompute else nullcontext():
-            return self.ensemble.network(*inputs, **kwargs)
+        network = self.ensemble.network
+        if not self.ensemble.plan.recompute or not torch.is_grad_enabled():
+            return network(*inputs, **kwargs)
+        with self._following_recomputation():
+            return network(*inputs, **kwargs)
 
     @contextmanager
     def _following_recomputation(self) -> Iterator[None]:
@@ -395,8 +399,9 @@ def repeat_rows(x: Tensor, count: int) -> Tensor:
 
 def batch_size(values: Any) -> int:
     """Return the length of the first tensor that has one."""
-    sizes = [x.shape[0] for x in tree_leaves(values) if isinstance(x, Tensor) and x.dim()]
-    return sizes[0] if sizes else 0
+    if isinstance(values, tuple) and values and isinstance(values[0], Tensor) and values[0].dim():
+        return values[0].shape[0]
+    return next((x.shape[0] for x in tree_leaves(values) if isinstance(x, Tensor) and x.dim()), 0)
 
 
 def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from embens import reading
 from embens.ensemble import storage
 from embens.ensemble.attention import ModulatedAttention
-from embens.ensemble.layers import Modulated, Modulation, Once, Own
+from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Own
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.plan import Plan, site_module
 from embens.laws import Law
@@ -35,6 +35,8 @@ def operate(
     border = set(plan.folding.border)
     memo: dict[int, Any] = {}
     stacks: dict[int, Tensor] = {}
+    for name in plan.overwriting:
+        memo[id(modules[name])] = OverwritingReLU().train(modules[name].training)
     for name in sorted(modules, key=lambda n: (-n.count(".") - bool(n), n)):
         module, mine = modules[name], modulations.get(name)
         if not (mine or name in own or name in shared) or id(module) in memo:
@@ -52,10 +54,7 @@ def operate(
         memo[id(module)] = copied
     network = copy.deepcopy(reference, memo)
     reading.disable_fast_paths(network)
-    ensemble = EmbeddedEnsemble(network, plan)
-    for name in plan.overwriting:
-        network.get_submodule(name).inplace = True  # type: ignore[assignment]
-    return ensemble
+    return EmbeddedEnsemble(network, plan)
 
 
 def load(

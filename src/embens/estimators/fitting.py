@@ -169,7 +169,6 @@ def _diagnosis(estimator: TableEnsemble, head: Head, rows: list[Tensor]) -> fini
             rows[-1],
             criterion=head.criterion,
             gamma=None if estimator.gamma == "auto" else estimator.gamma,
-            seconds=1e6,  # what is found must not depend on the machine; rows are few
         )
 
 

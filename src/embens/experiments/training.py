@@ -21,10 +21,10 @@ from embens.experiments.lean import Lean, Steps, lean
 from embens.experiments.setting import Setting
 from embens.prediction import predict
 from embens.training import randomness
-from embens.training.batches import ALONE, Shuffled
+from embens.training.batches import Shuffled, training_batches
 from embens.training.loop import fit
 from embens.training.rates import linear_decay
-from embens.training.run import Divergence
+from embens.training.trainer import Divergence
 
 Row = dict[str, float]
 
@@ -138,9 +138,8 @@ def _train_lean(
         weight_decay=setting.weight_decay,
         separate=ensemble.plan.separate,
     )
-    batches = Shuffled(
-        lambda index: (), len(targets), size, seed=seed, own=None, part=ALONE
-    )  # for its order alone
+    batches = training_batches((inputs, targets), size, seed=seed)  # for its order alone
+    assert isinstance(batches, Shuffled)
     result = Training()
     with randomness.seeded(seed):
         for epoch, rate in enumerate(rates):

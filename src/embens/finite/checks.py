@@ -5,7 +5,6 @@ An error says what was expected, what was got, and what to do.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -57,12 +56,12 @@ def check_call(ensemble: Any, x: Any, target: Any = None, criterion: Any = F.mse
 
 def check_ensemble(ensemble: Any) -> None:
     """Raise where something else was given."""
-    if isinstance(ensemble, EmbeddedEnsemble):
-        return
-    cure = "Make one of it: embens.batch_ensemble(net, 8)"
-    if not isinstance(ensemble, nn.Module):
-        cure = "Make one of a network: embens.batch_ensemble(net, 8)"
-    raise TypeError(f"expected an ensemble; got {type(ensemble).__name__}. {cure}")
+    if not isinstance(ensemble, EmbeddedEnsemble):
+        what = "it" if isinstance(ensemble, nn.Module) else "a network"
+        raise TypeError(
+            f"expected an ensemble; got {type(ensemble).__name__}. Make one of {what}: "
+            "embens.batch_ensemble(net, 8)"
+        )
 
 
 def check_inputs(x: Any, name: str = "x", *, ensemble: EmbeddedEnsemble) -> None:
@@ -71,15 +70,13 @@ def check_inputs(x: Any, name: str = "x", *, ensemble: EmbeddedEnsemble) -> None
     A network may take gaps (NaN) for what they are, so that inputs which are not finite are only
     refused if its outputs are not either.
     """
-    leaves = tree_leaves(x)
-    if not any(isinstance(v, Tensor) for v in leaves):
+    tensors = [v for v in tree_leaves(x) if isinstance(v, Tensor)]
+    if not tensors:
         raise TypeError(
             f"{name}: expected a tensor with samples along its first axis, or a tuple of them; got "
             f"{type(x).__name__}. Convert it: torch.as_tensor({name})"
         )
-    for value in leaves:
-        if not isinstance(value, Tensor):
-            continue
+    for value in tensors:
         if value.dim() and len(value) == 0:
             raise ValueError(
                 f"{name}: expected at least one sample; got shape {tuple(value.shape)}"
@@ -106,14 +103,6 @@ def _takes(ensemble: EmbeddedEnsemble, inputs: tuple) -> bool:
         for module, training in modes:
             module.training = training
     return all(bool(o.isfinite().all()) for o in outputs if isinstance(o, Tensor))
-
-
-def check_budget(seconds: Any, memory: Any) -> None:
-    """Raise where a budget is not a positive number."""
-    for name, value in (("seconds", seconds), ("memory", memory)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or math.isnan(value) or value <= 0:
-            raise ValueError(f"{name}: the budget must be positive, a number; got {value!r}")
 
 
 def prepared(criterion: Any, target: Any) -> tuple[Any, Any]:

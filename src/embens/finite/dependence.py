@@ -12,19 +12,19 @@ batch) that already is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from embens.checks import Gamma
 from embens.finite.empirical.kernels import FiniteKernel
+from embens.finite.gradients import off_diagonal
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 Kernel = FiniteKernel | Tensor
-Gamma = float | Callable[[int], float] | None
 
 
 def ntk_ratio(
@@ -54,11 +54,8 @@ def ntk_ratio(
         0.25
     """
     theta = _dense(kernel, gamma)
-    members = len(theta)
-    diagonal = theta[range(members), range(members)]
-    squares = theta.square().mean((2, 3))
-    cross = (squares.sum() - squares.trace()) / (members * (members - 1))
-    return cross / (diagonal if same is None else same.to(theta)).square().mean()
+    cross = off_diagonal(theta.square().mean((2, 3))).mean()
+    return cross / (theta.diagonal() if same is None else same.to(theta)).square().mean()
 
 
 def other_members_weight(
@@ -100,12 +97,11 @@ def other_members_weight(
             f"m must be a whole number of other members, from 1 to {others}; got {m!r}"
         )
     pull = theta.mean(3)  # (member, member, batch)
-    diagonal = torch.eye(len(theta), dtype=torch.bool, device=theta.device)[:, :, None]
-    cross = pull.masked_fill(diagonal, 0.0)
-    squares = cross.square().sum(1)
-    pairs = cross.sum(1).square() - squares
+    own = pull.diagonal().mT  # (member, batch)
+    squares = pull.square().sum(1) - own.square()
+    pairs = (pull.sum(1) - own).square() - squares
     together = (m - 1) / (others - 1) if m > 1 else 0.0
-    own = pull[range(len(theta)), range(len(theta))] if same is None else same.to(theta).mean(-1)
+    own = own if same is None else same.to(theta).mean(-1)
     return (m / others * (squares + together * pairs)).mean() / own.square().mean()
 
 

@@ -17,6 +17,7 @@ How single members are run, and how layers are named, is in :mod:`embens.finite.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call, prepared
-from embens.finite.members import Criterion, MemberGradient, for_each_member, norm_of
+from embens.finite.members import flat, member_gradients, norm_of
+from embens.objective import Criterion
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -96,15 +98,12 @@ def gradient_norms(
     """
     check_call(ensemble, x, target, criterion)
     criterion, target = prepared(criterion, target)
-    shared: dict[str, list[float]] = {}
-    individual: dict[str, list[float]] = {}
-
-    def visit(member: MemberGradient) -> None:
+    shared: dict[str, list[float]] = defaultdict(list)
+    individual: dict[str, list[float]] = defaultdict(list)
+    for member in member_gradients(ensemble, x, target, criterion):
         for found, norms in ((member.shared, shared), (member.individual, individual)):
             for layer, gradients in found.items():
-                norms.setdefault(layer, []).append(norm_of(gradients))
-
-    for_each_member(ensemble, x, target, criterion, visit)
+                norms[layer].append(norm_of(gradients))
     dtype = working_dtype(ensemble)
     return GradientNorms(
         {layer: torch.tensor(v, dtype=dtype) for layer, v in shared.items()},
@@ -183,13 +182,10 @@ def shared_grams(
     ensemble: EmbeddedEnsemble, x: Any, target: Any, criterion: Criterion
 ) -> dict[str, Float[Tensor, "member member"]]:
     """Return the inner products of the members' shared gradients, layer by layer, in float64."""
-    rows: dict[str, list[Tensor]] = {}
-
-    def visit(member: MemberGradient) -> None:
+    rows: dict[str, list[Tensor]] = defaultdict(list)
+    for member in member_gradients(ensemble, x, target, criterion):
         for layer, gradients in member.shared.items():
-            rows.setdefault(layer, []).append(torch.cat([g.flatten() for g in gradients]))
-
-    for_each_member(ensemble, x, target, criterion, visit)
+            rows[layer].append(flat(gradients))
     return {layer: gram_of(vectors) for layer, vectors in rows.items()}
 
 

@@ -9,7 +9,8 @@ running statistics, no random state. Parameters with ``requires_grad=False`` are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,118 +20,72 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble import run as execution
-from embens.ensemble.layers import Individual, Modulation
 from embens.ensemble.plain import walk
-
-Criterion = Callable[[Any, Any], Tensor]
+from embens.objective import Criterion
 
 
 @dataclass(frozen=True)
 class MemberGradient:
     """One member's loss and its gradients: layer (or site) to the tensors that it has there."""
 
-    member: int
     loss: float
-    outputs: Tensor
+    outputs: Any
     shared: dict[str, list[Tensor]]
     individual: dict[str, list[Tensor]]
 
 
-def for_each_member(
+def member_gradients(
     ensemble: EmbeddedEnsemble,
     x: Any,
     target: Any,
     criterion: Criterion,
-    visit: Callable[[MemberGradient], Any],
     *,
     members: int | None = None,
     generator: torch.Generator | None = None,
-) -> None:
-    """Call ``visit`` with the gradients of one member after another.
+) -> Iterator[MemberGradient]:
+    """Yield the gradients of one member after another, or of the first ``members`` alone.
 
-    Args:
-        ensemble: see :func:`embens.finite.gradient_cosines`, as for x, target and criterion.
-        x: the batch.
-        target: what the criterion takes.
-        criterion: of one member.
-        visit: what to do; it returns True to stop.
-        members: only so many, the first ones; None: all.
-        generator: seeds what the network draws itself (fresh masks, Dropout); None: as the global
-            random state has it, which is put back.
+    The generator seeds what the network draws itself (fresh masks, Dropout); without one it is as
+    the global random state has it. Other arguments as in :func:`embens.finite.gradient_cosines`.
     """
-    inputs = x if isinstance(x, tuple) else (x,)
     layers = shared_layers(ensemble)
     parameters = [p for found in layers.values() for p in found]
-    count = ensemble.members if members is None else min(members, ensemble.members)
-    store = ensemble._new_store("same", 1)
-    with (
-        unchanged(ensemble, generator),
-        torch.enable_grad(),
-        execution.Pass(ensemble._cursor, store),
-    ):
-        individuals = [
-            (name, module, _MemberLeaves(stack))
-            for name, module in individual_modules(ensemble)
-            for stack in module.stacks()
-        ]
-        leaves = [leaf for _, _, leaf in individuals]
-        for a in range(count):
-            outputs = ensemble._run_each(leaves, range(a, a + 1), inputs, {}, "same")
-            outputs = tree_map(lambda o: o[0], outputs)
-            loss = criterion(outputs, target)
-            if not isinstance(loss, Tensor):
-                raise TypeError(
-                    "criterion: expected a tensor, one member's loss or a vector of losses; got "
-                    f"{type(loss).__name__}. Return the loss alone."
-                )
-            loss = loss.mean() if loss.dim() else loss
-            mine = [leaf.current for leaf in leaves if leaf.current.requires_grad]
-            found = _gradients(loss, [*parameters, *mine])
-            shared_part, own = found[: len(parameters)], iter(found[len(parameters) :])
-            pieces = iter(shared_part)
-            shared = {layer: [next(pieces) for _ in ps] for layer, ps in layers.items()}
-            individual: dict[str, list[Tensor]] = {}
-            for name, module, leaf in individuals:
-                if leaf.current.requires_grad:
-                    gradient = _of_parameter(module, next(own))
-                    individual.setdefault(name, []).append(gradient)
+    inputs = x if isinstance(x, tuple) else (x,)
+    with unchanged(ensemble, generator), ensemble.run(inputs, chunk=1) as run:
+        stacks = {id(stack): stack for stack in run.numbers}  # tied ones once
+        sites = {id(stack): name for stack, name in zip(run.numbers, run.names, strict=True)}
+        for a in range(min(members or ensemble.members, ensemble.members)):
+            own = {k: s[a].detach().requires_grad_(s.requires_grad) for k, s in stacks.items()}
+            with torch.enable_grad():
+                outputs = run.member(a, numbers=[own[id(stack)] for stack in run.numbers])
+                loss = member_loss(criterion, outputs, target)
+            trained = {key: leaf for key, leaf in own.items() if leaf.requires_grad}
+            found = iter(_gradients(loss, [*parameters, *trained.values()]))
+            shared = {layer: [next(found) for _ in ps] for layer, ps in layers.items()}
+            individual: dict[str, list[Tensor]] = defaultdict(list)
+            for key, gradient in zip(trained, found, strict=True):
+                individual[site_of(ensemble, sites[key])].append(gradient)
             outputs = tree_map(lambda o: o.detach(), outputs)
-            value = MemberGradient(a, float(loss.detach()), outputs, shared, individual)
-            del outputs, loss, found, shared_part
-            if visit(value) is True:
-                return
+            yield MemberGradient(float(loss.detach()), outputs, shared, dict(individual))
 
 
-def _gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+def member_loss(criterion: Criterion, outputs: Any, target: Any) -> Tensor:
+    """Return one member's loss; a vector of losses is averaged."""
+    loss = criterion(outputs, target)
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            "criterion: expected a tensor, one member's loss or a vector of losses; got "
+            f"{type(loss).__name__}. Return the loss alone."
+        )
+    return loss.mean() if loss.dim() else loss
+
+
+def _gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
     if not parameters or not loss.requires_grad:
         return [torch.zeros_like(p) for p in parameters]
-    return list(
-        torch.autograd.grad(
-            loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
+    return torch.autograd.grad(
+        loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
     )
-
-
-class _MemberLeaves:
-    """A stack that gives out one member at a time as a leaf of its own."""
-
-    def __init__(self, stack: Tensor):
-        self.stack = stack
-        self.current = stack
-
-    def __getitem__(self, member: int) -> Tensor:
-        self.current = self.stack[member]
-        if self.stack.requires_grad:
-            self.current = self.current.detach().requires_grad_()
-        return self.current
-
-
-def _of_parameter(module: Individual, gradient: Tensor) -> Tensor:
-    """Return the gradient of a member's own numbers from that of what multiplies its features."""
-    if isinstance(module, Modulation):
-        return gradient.reshape(module.size, module.repeat).sum(1)
-    return gradient
 
 
 @contextmanager
@@ -150,12 +105,6 @@ def unchanged(ensemble: nn.Module, generator: torch.Generator | None = None) -> 
                         buffer.copy_(before)
 
 
-def individual_modules(ensemble: EmbeddedEnsemble) -> list[tuple[str, Individual]]:
-    """Return the modules with numbers for each member, in the order of the ensemble's stacks."""
-    names = {id(module): name for name, module in walk(ensemble.network)}
-    return [(names[id(module)], module) for module in ensemble._individuals]
-
-
 def shared_layers(ensemble: EmbeddedEnsemble) -> dict[str, list[nn.Parameter]]:
     """Return the trainable shared parameters by the layer that holds them, each once."""
     left = {id(p): p for p in ensemble.shared_parameters() if p.requires_grad}
@@ -165,6 +114,16 @@ def shared_layers(ensemble: EmbeddedEnsemble) -> dict[str, list[nn.Parameter]]:
             if left.pop(id(parameter), None) is not None:
                 layers.setdefault(name, []).append(parameter)
     return layers
+
+
+def site_of(ensemble: EmbeddedEnsemble, name: str) -> str:
+    """Return the site or layer that one of a pass's numbers belongs to."""
+    return name if name in ensemble.individuals else name.rpartition(".")[0]
+
+
+def flat(gradients: Sequence[Tensor]) -> Tensor:
+    """Return some tensors as one vector."""
+    return torch.cat([g.flatten() for g in gradients]) if gradients else torch.zeros(0)
 
 
 def norm_of(gradients: Sequence[Tensor]) -> float:

@@ -19,8 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,9 +28,11 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.finite.dependence import ntk_ratio
 from embens.finite.empirical.kernels import Outputs, ntk
 from embens.finite.gradients import cosines, off_diagonal, shared_grams, total_gram
-from embens.finite.members import Criterion
+from embens.finite.jackknife import jackknife_error
+from embens.objective import Criterion
 
 Measure = Callable[[int, torch.Generator], float]
+COLUMNS: tuple[str, ...] = ("width", "mean", "error", "slope", "values")
 Build = Callable[[int, torch.Generator], EmbeddedEnsemble]
 
 
@@ -123,6 +123,8 @@ def fit_exponent(
     level: float = 0.95,
 ) -> ScalingLaw:
     """Fit the exponent to values ``(width, seed)`` that were measured already."""
+    from scipy.stats import t
+
     means = values.mean(1)
     if not bool((means > 0).all()) or not bool(values.isfinite().all()):
         raise ValueError(
@@ -137,23 +139,13 @@ def fit_exponent(
             "the mean over seeds changes its sign when one is left out; measure more seeds"
         )
     estimates = torch.stack([_slope(widths, left_out[:, seed]) for seed in range(seeds)])
-    variance = (seeds - 1) / seeds * (estimates - estimates.mean()).square().sum()
-    reach = student_quantile(seeds - 1, level) * math.sqrt(float(variance))
+    reach = float(t.ppf((1 + level) / 2, seeds - 1)) * jackknife_error(estimates)
     reach += 1e-12 * (1 + abs(float(exponent)))  # a quantity without chance is exact to rounding
     errors = values.std(1) / math.sqrt(seeds)
-    slopes = (means[1:] / means[:-1]).log() / torch.tensor(
-        [math.log(b / a) if a != b else math.nan for a, b in pairwise(widths)]
-    )
-    table = tuple(
-        {
-            "width": int(width),
-            "mean": float(means[i]),
-            "error": float(errors[i]),
-            "slope": float(slopes[i - 1]) if i else None,
-            "values": values[i].tolist(),
-        }
-        for i, width in enumerate(widths)
-    )
+    steps = torch.tensor(widths, dtype=torch.float64).log().diff()
+    slopes = [None, *(means.log().diff() / steps).tolist()]  # NaN or infinite for equal widths
+    columns = zip(widths, means.tolist(), errors.tolist(), slopes, values.tolist(), strict=True)
+    table = tuple(dict(zip(COLUMNS, row, strict=True)) for row in columns)
     interval = (float(exponent) - reach, float(exponent) + reach)
     return ScalingLaw(float(exponent), interval, level, table, predicted)
 
@@ -162,28 +154,6 @@ def _slope(widths: Sequence[int], means: Tensor) -> Tensor:
     x = torch.tensor([math.log(w) for w in widths], dtype=torch.float64)
     x = x - x.mean()
     return (x * means.log()).sum() / x.square().sum()
-
-
-@lru_cache
-def student_quantile(freedom: int, level: float) -> float:
-    """Return how many standard errors hold a mean with this probability (two-sided).
-
-    Example:
-        >>> round(student_quantile(4, 0.95), 3)
-        2.776
-    """
-    log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
-    scale = math.exp(log_scale) / math.sqrt(math.pi)
-
-    def probability(angle: float) -> float:  # t = sqrt(freedom) tan(angle)
-        grid = torch.linspace(0, angle, 2001, dtype=torch.float64)
-        return 2 * scale * float(torch.trapezoid(grid.cos() ** (freedom - 1), grid))
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if probability(middle) < level else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
 
 
 def measure_cosine(

@@ -4,6 +4,6 @@ from embens.objective import objective
 from embens.training.history import History
 from embens.training.loop import fit
 from embens.training.rates import linear_decay
-from embens.training.run import Divergence
+from embens.training.trainer import Divergence
 
 __all__ = ["Divergence", "History", "fit", "linear_decay", "objective"]

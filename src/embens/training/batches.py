@@ -1,10 +1,10 @@
 """Where batches come from: tensors, data sets or loaders.
 
-A batch is ``(*inputs, target)``. Tensors and map-style data sets are shuffled by the run's seed and
-the number of the epoch alone, so that any batch can be had without those before it; a
-``DataLoader`` is iterated as it is, and can only start an epoch anew. With several processes each
-takes its :class:`Part` of every batch; a loader has to deal out different rows itself
-(``DistributedSampler``).
+A batch is ``(*inputs, target)``, or ``(inputs, target)`` with a tuple of several inputs. Tensors
+and map-style data sets are shuffled by the run's seed and the number of the epoch alone, so that
+any batch can be had without those before it; a ``DataLoader`` is iterated as it is, and can only
+start an epoch anew. With several processes each takes its part of every batch; a loader has to deal
+out different rows itself (``DistributedSampler``).
 """
 
 from __future__ import annotations
@@ -18,23 +18,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from embens.training import randomness
+from embens.training.parallel import ALONE, World
 
 EXPECTED = (
     "expected tensors (inputs, targets), a torch Dataset of such pairs, or a DataLoader of batches"
 )
+_BLOCK = 2**24  # bytes of tensors that are put into a new order at once
 
 
-class Part(NamedTuple):
-    """This process's part of the work: the number of the process, and how many there are."""
-
-    rank: int = 0
-    of: int = 1
-
-
-ALONE = Part()
-
-
-class Batch(NamedTuple):
+class Minibatch(NamedTuple):
     """One step's data: how many rows are here, of how many in all processes (None: not known)."""
 
     inputs: tuple[Any, ...]
@@ -43,77 +35,96 @@ class Batch(NamedTuple):
     total: int | None
 
 
+class Samples(NamedTuple):
+    """Samples that are found by number.
+
+    Attributes:
+        fetch: returns ``(*inputs, target)`` of some of them.
+        size: how many there are.
+        together: how many may be fetched at once; 0: one batch at a time, since items that are
+            random must be drawn in the order of the batches.
+    """
+
+    fetch: Callable[[Tensor], Sequence[Any]]
+    size: int
+    together: int = 0
+
+
 class Shuffled:
-    """Batches of rows that are found by number.
+    """Batches of samples that are found by number.
 
     Args:
-        fetch: returns ``(*inputs, target)`` of some rows.
-        rows: how many there are.
+        samples: what to take them from.
         batch_size: rows a batch has in all processes.
         seed: of the order.
         own: a different order, and a leading axis, for each of so many members.
-        part: this process's.
+        world: this process's place.
     """
 
     resumable = True
 
     def __init__(
         self,
-        fetch: Callable[[Tensor], Sequence[Any]],
-        rows: int,
+        samples: Samples,
         batch_size: int,
         *,
         seed: int,
-        own: int | None,
-        part: Part,
+        own: int | None = None,
+        world: World = ALONE,
     ):
-        self.fetch, self.rows, self.batch_size = fetch, rows, batch_size
-        self.seed, self.own, self.part = seed, own, part
+        self.samples, self.count, self.batch_size = samples, samples.size, batch_size
+        self.seed, self.own, self.world = seed, own, world
+        self.generators: list[torch.Generator] = []
 
     def __len__(self) -> int:
-        return -(-self.rows // self.batch_size)
+        return -(-self.count // self.batch_size)
 
     def order(self, epoch: int) -> Tensor:
         """Return the order of the rows in an epoch; with ``own``, one for each member."""
         generator = torch.Generator().manual_seed(randomness.combine(self.seed, epoch))
-        orders = [torch.randperm(self.rows, generator=generator) for _ in range(self.own or 1)]
+        orders = [torch.randperm(self.count, generator=generator) for _ in range(self.own or 1)]
         return torch.stack(orders) if self.own else orders[0]
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
         """Yield the batches of an epoch from one on."""
-        order = self.order(epoch)
-        for step in range(start, len(self)):
-            index = order[..., step * self.batch_size : (step + 1) * self.batch_size]
-            total = rows = index.shape[-1]
-            if self.part.of > 1:
-                index = index.tensor_split(self.part.of, dim=-1)[self.part.rank]
-                rows = index.shape[-1]
-                if rows == 0:  # too few to share: run any row, and count it as none
-                    index = order[..., :1]
-            *inputs, target = self._fetch(index)
-            yield Batch(tuple(inputs), target, rows, total)
+        indices = self.order(epoch).split(self.batch_size, -1)
+        if self.own or self.world.size > 1:
+            yield from map(self._part, indices[start:])
+            return
+        block = max(1, self.samples.together // self.batch_size)
+        for first in range(start - start % block, len(self), block):
+            several = indices[first : first + block]
+            sizes = [len(index) for index in several]
+            values = self.samples.fetch(torch.cat(several))
+            columns = [v.split(sizes) for v in values] if block > 1 else [[v] for v in values]
+            for step, batch in enumerate(zip(*columns, strict=True)):
+                if first + step >= start:
+                    yield Minibatch(*parts_of(batch), sizes[step], sizes[step])
 
-    def _fetch(self, index: Tensor) -> Sequence[Any]:
-        if self.own is None:
-            return self.fetch(index)
-        values = self.fetch(index.flatten())
-        return [tree_map(lambda v: v.unflatten(0, index.shape), v) for v in values]
-
-    def state(self) -> dict[str, Any]:
-        """Return what is needed to go on after a restart, besides the epoch's number."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+    def _part(self, index: Tensor) -> Minibatch:
+        """Return this process's part of a batch."""
+        total = index.shape[-1]
+        mine = index.tensor_split(self.world.size, -1)[self.world.rank]
+        rows = mine.shape[-1]
+        if rows == 0:  # too few to share: run any row, and count it as none
+            mine = index[..., :1]
+        values = self.samples.fetch(mine.flatten())
+        if self.own:
+            values = [tree_map(lambda v: v.unflatten(0, mine.shape), v) for v in values]
+        return Minibatch(*parts_of(values), rows, total)
 
 
 class Loaded:
-    """Batches of a user's loader."""
+    """Batches of a user's loader, which may draw from generators of its own."""
 
     resumable = False
 
     def __init__(self, loader: DataLoader, own: int | None):
         self.loader, self.own = loader, own
+        self.count = len(self)
+        found = (loader.generator, getattr(loader.sampler, "generator", None))
+        found = {id(g): g for g in found if isinstance(g, torch.Generator)}
+        self.generators = list(found.values())
 
     def __len__(self) -> int:
         try:
@@ -121,7 +132,7 @@ class Loaded:
         except TypeError:  # of an iterable data set without a length
             return 0
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
         """Yield the batches of an epoch."""
         if hasattr(self.loader.sampler, "set_epoch"):
             self.loader.sampler.set_epoch(epoch)  # type: ignore[union-attr]
@@ -131,21 +142,15 @@ class Loaded:
                     f"the loader: expected batches (inputs, targets); got {type(values).__name__}. "
                     "Give the data set or the collate_fn that form."
                 )
-            *inputs, target = values
-            yield Batch(tuple(inputs), target, count_rows(target, self.own), None)
+            inputs, target = parts_of(values)
+            yield Minibatch(inputs, target, count_rows(target, self.own), None)
 
-    def _generators(self) -> list[torch.Generator]:
-        found = (self.loader.generator, getattr(self.loader.sampler, "generator", None))
-        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
-    def state(self) -> dict[str, Any]:
-        """Return the states of the loader's own generators."""
-        return {"generators": [g.get_state() for g in self._generators()]}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        for generator, value in zip(self._generators(), state["generators"], strict=True):
-            generator.set_state(value)
+def parts_of(values: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    """Return the inputs and the target of a batch."""
+    *inputs, target = values
+    several = len(inputs) == 1 and isinstance(inputs[0], (tuple, list))
+    return tuple(inputs[0] if several else inputs), target
 
 
 def count_rows(target: Any, own: int | None = None) -> int:
@@ -157,15 +162,14 @@ def count_rows(target: Any, own: int | None = None) -> int:
 
 
 def training_batches(
-    data: Any, batch_size: int, *, seed: int, own: int | None = None, part: Part = ALONE
+    data: Any, batch_size: int, *, seed: int, own: int | None = None, world: World = ALONE
 ) -> Shuffled | Loaded:
     """Return the batches to train on."""
+    if isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size)
     if isinstance(data, DataLoader):
         return Loaded(data, own)
-    if isinstance(data, IterableDataset):
-        return Loaded(DataLoader(data, batch_size), own)
-    fetch, rows = _rows_of(data, "train")
-    return Shuffled(fetch, rows, batch_size, seed=seed, own=own, part=part)
+    return Shuffled(samples_of(data, "train"), batch_size, seed=seed, own=own, world=world)
 
 
 def validation_batches(data: Any, batch_size: int) -> Callable[[], Iterator[tuple[tuple, Any]]]:
@@ -173,68 +177,60 @@ def validation_batches(data: Any, batch_size: int) -> Callable[[], Iterator[tupl
     if isinstance(data, (DataLoader, IterableDataset)):
         loaded = training_batches(data, batch_size, seed=0)
         return lambda: ((batch.inputs, batch.target) for batch in loaded.epoch(0))
-    fetch, rows = _rows_of(data, "validation")
+    samples = samples_of(data, "validation")
 
     def batches() -> Iterator[tuple[tuple, Any]]:
-        for index in torch.arange(rows).split(batch_size):
-            *inputs, target = fetch(index)
-            yield tuple(inputs), target
+        for index in torch.arange(samples.size).split(batch_size):
+            yield parts_of(samples.fetch(index))
 
     return batches
 
 
-def _rows_of(data: Any, name: str) -> tuple[Callable[[Tensor], Sequence[Any]], int]:
-    """Return a function from numbers of rows to ``(*inputs, target)``, and how many there are."""
+def samples_of(data: Any, name: str) -> Samples:
+    """Return the samples in tensors or in a map-style data set; ``name`` is for messages."""
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, (tuple, list)):
-        if len(data) < 2 or not all(isinstance(t, Tensor) and t.dim() for t in data):
-            got = ", ".join(type(t).__name__ for t in data)
-            raise TypeError(f"{name}: {EXPECTED}; got ({got})")
-        rows = len(data[-1])
-        if any(len(t) != rows for t in data):
-            shapes = ", ".join(str(tuple(t.shape)) for t in data)
-            raise ValueError(f"{name}: expected as many inputs as targets; got shapes {shapes}")
-        fetch = _fetch_tensors(data)
-    elif isinstance(data, Dataset) or _is_map(data):
-        rows = len(data)  # type: ignore[arg-type]
-        fetch = _fetch_items(data)
+        several = len(data) == 2 and isinstance(data[0], (tuple, list))
+        samples = _samples_of_tensors((*data[0], data[1]) if several else data, name)
+    elif isinstance(data, Dataset) or (
+        hasattr(data, "__getitem__")
+        and hasattr(data, "__len__")
+        and not isinstance(data, (Tensor, dict, str))
+    ):
+        samples = Samples(lambda index: _collate(data, index.tolist()), len(data))  # type: ignore[arg-type]
     else:
         parts = hasattr(data, "train") and hasattr(data, "test")
         hint = ". Pass one part: data.train" if parts else ""
         raise TypeError(f"{name}: {EXPECTED}; got {type(data).__name__}{hint}")
-    if rows == 0:
+    if samples.size == 0:
         raise ValueError(f"{name}: expected at least one sample; got none")
-    return fetch, rows
+    return samples
 
 
-def _is_map(data: Any) -> bool:
-    """Return whether an object, not derived from torch's ``Dataset``, can be used like one."""
-    return (
-        hasattr(data, "__getitem__")
-        and hasattr(data, "__len__")
-        and not isinstance(data, (Tensor, dict, str))
+def _samples_of_tensors(tensors: Sequence[Any], name: str) -> Samples:
+    if len(tensors) < 2 or not all(isinstance(t, Tensor) and t.dim() for t in tensors):
+        got = ", ".join(type(t).__name__ for t in tensors)
+        raise TypeError(f"{name}: {EXPECTED}; got ({got})")
+    count = len(tensors[-1])
+    if any(len(t) != count for t in tensors):
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise ValueError(f"{name}: expected as many inputs as targets; got shapes {shapes}")
+    size = sum(t.nbytes for t in tensors) // max(1, count)
+    return Samples(
+        lambda index: [t.index_select(0, index.to(t.device)) for t in tensors],
+        count,
+        _BLOCK // max(1, size),
     )
 
 
-def _fetch_tensors(tensors: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Any]]:
-    def fetch(index: Tensor) -> Sequence[Tensor]:
-        return [t.index_select(0, index.to(t.device)) for t in tensors]
-
-    return fetch
-
-
-def _fetch_items(data: Any) -> Callable[[Tensor], Sequence[Any]]:
-    def fetch(index: Tensor) -> Sequence[Any]:
-        numbers = index.tolist()
-        many = getattr(data, "__getitems__", None)
-        items = many(numbers) if many else [data[i] for i in numbers]
-        values = default_collate(items)
-        if not isinstance(values, (tuple, list)) or len(values) < 2:
-            raise TypeError(
-                "the data set: expected items (input, target); got "
-                f"{type(items[0]).__name__}. Wrap it in one that returns such pairs."
-            )
-        return values
-
-    return fetch
+def _collate(data: Any, numbers: list[int]) -> Sequence[Any]:
+    many = getattr(data, "__getitems__", None)
+    items = many(numbers) if many else [data[i] for i in numbers]
+    values = default_collate(items)
+    if not isinstance(values, (tuple, list)) or len(values) < 2:
+        raise TypeError(
+            f"the data set: expected items (input, target); got {type(items[0]).__name__}. Wrap it "
+            "in one that returns such pairs."
+        )
+    return values

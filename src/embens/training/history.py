@@ -1,9 +1,9 @@
-"""What happened in a run: two tables, and the counts behind their rows.
+"""What happened in a run: two tables, and the sums behind their rows.
 
 A :class:`Tally` adds up what batches say about members: losses, right answers, and how often two
-members are right together, from which the correlation follows. It is one flat tensor, so that it
-can be summed over processes and kept in a checkpoint. Outputs wait in a buffer and are counted
-many at a time, because on small networks a dozen small operations at each step would be felt.
+members are right together, from which the correlation follows. Batches wait in a buffer and are
+counted many at a time, because on small networks a dozen small operations at each step would be
+felt.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     import pandas
@@ -31,9 +32,10 @@ class History:
             and, with validation data, ``validation_loss``, ``validation_accuracy``.
         epochs: one row for each epoch: ``epoch``, ``loss`` (mean of the members'),
             ``ensemble_accuracy``, ``correlation`` (of being right, between members), the same with
-            ``validation_`` before, ``metric`` (what early stopping goes by), ``lr`` and
-            ``modulation_lr``, ``gradient_norm_shared`` and ``gradient_norm_individual`` (at the
-            first step of the epoch, as the optimizer gets them) and ``seconds``.
+            ``validation_`` before, ``metric`` (what early stopping goes by), ``lr`` (of the shared
+            parameters, gamma included) and ``modulation_lr``, ``gradient_norm_shared`` and
+            ``gradient_norm_individual`` (at the first step of the epoch, as the optimizer gets
+            them) and ``seconds``.
         best_epoch: the epoch with the best metric, if there was validation data.
         stopped: why the run ended: "epochs" (all done) or "patience".
 
@@ -70,32 +72,37 @@ def history_of(records: Sequence[dict[str, Any]], best_epoch: int | None, stoppe
 
 
 class Tally:
-    """Counts over batches.
+    """Sums over batches.
 
     Args:
         members: how many.
         batch: how the members were given their rows, as in :func:`embens.objective`.
         device: where to count.
+
+    Attributes:
+        sums: by name, of all batches that were counted. For each member: ``loss``, over ``rows``
+            samples; ``right``, the correct answers among ``rated`` ones (labels to ignore are
+            not). Where all members see the same rows: ``together``, the rows on which both of two
+            members are right, and ``ensemble``, those on which the mean output is.
     """
 
     def __init__(self, members: int, batch: str = "same", device: torch.device | str = "cpu"):
         self.members, self.batch = members, batch
-        self.counts = torch.zeros(4 * members + 2 + members**2, device=device, dtype=torch.float64)
-        sizes = (members, members, members, members, 1, 1, members**2)
-        (self.loss, self.rows, self.right, self.rated, self.ensemble_right, self.common, both) = (
-            self.counts.split(sizes)
-        )
-        self.both = both.view(members, members)
+        shapes = dict.fromkeys(("loss", "rows", "right", "rated"), (members,))
+        shapes |= {"together": (members, members), "ensemble": ()}
+        self.sums = {
+            name: torch.zeros(shape, device=device, dtype=torch.float64)
+            for name, shape in shapes.items()
+        }
         self._losses: list[tuple[Tensor, int]] = []
-        self._outputs: list[tuple[Tensor, Tensor]] = []
+        self._answers: list[tuple[Tensor, Tensor]] = []
         self._size = 0
 
-    @torch.no_grad()
     def add(self, losses: Tensor, outputs: Any, target: Any, rows: int) -> None:
         """Count a batch: the members' losses, their outputs, the target, the number of rows."""
         self._losses.append((losses.detach(), rows))
         if is_classification(outputs, target, self.batch):
-            self._outputs.append((outputs.detach(), target))
+            self._answers.append((outputs.detach(), target))
             self._size += outputs.numel()
             if self._size > _BUFFER:
                 self.flush()
@@ -105,59 +112,55 @@ class Tally:
         """Count what waits in the buffer."""
         if self._losses:
             self._count_losses()
-        if self._outputs:
-            axis = 0 if self.batch == "split" else 1
-            groups = self._outputs if self.batch == "split" else [self._joined(axis)]
-            for outputs, target in groups:
-                self._count_right(outputs, target)
-        self._losses, self._outputs, self._size = [], [], 0
-
-    def _joined(self, axis: int) -> tuple[Tensor, Tensor]:
-        outputs = torch.cat([o for o, _ in self._outputs], axis)
-        return outputs, torch.cat([t for _, t in self._outputs], -1).to(outputs.device)
+        if self._answers:
+            self._count_answers()
+        self._losses, self._answers, self._size = [], [], 0
 
     def _count_losses(self) -> None:
-        rows = torch.tensor([r for _, r in self._losses], dtype=torch.float64)
-        rows = rows.to(self.counts.device)
+        """Add the losses, weighted by the rows that each member had."""
+        members = self.members
         if self.batch == "split":
-            for losses, count in self._losses:
-                mine = (count - 1 - torch.arange(self.members)) // self.members + 1
-                mine = mine.clamp(min=0).to(self.counts)
-                self.rows += mine
-                self.loss[: len(losses)] += losses * mine[: len(losses)]
+            rows = [
+                [len(range(a, count, members)) for a in range(members)] for _, count in self._losses
+            ]
+            losses = [F.pad(losses, (0, members - len(losses))) for losses, _ in self._losses]
         else:
-            stacked = torch.stack([losses for losses, _ in self._losses])
-            self.loss += rows @ stacked.to(torch.float64)
-            self.rows += rows.sum()
+            rows = [[count] for _, count in self._losses]
+            losses = [losses for losses, _ in self._losses]
+        weights = torch.tensor(rows, dtype=torch.float64).to(self.sums["loss"].device)
+        self.sums["loss"] += (weights * torch.stack(losses)).sum(0)
+        self.sums["rows"] += weights.sum(0)
 
-    def _count_right(self, outputs: Tensor, target: Tensor) -> None:
-        target = target.to(outputs.device)
+    def _count_answers(self) -> None:
+        """Add the answers that are right, of all members at once."""
+        outputs = torch.cat([o for o, _ in self._answers], 0 if self.batch == "split" else 1)
+        target = torch.cat([t for _, t in self._answers], -1).to(outputs.device)
         rated = (target >= 0) & (target < outputs.shape[-1])  # others are labels to ignore
         right = (outputs.argmax(-1) == target) & rated
-        if self.batch == "split":
-            of = torch.arange(len(target), device=outputs.device) % self.members
-            self.right.index_add_(0, of, right.to(self.counts))
-            self.rated.index_add_(0, of, rated.to(self.counts))
-            return
-        self.right += right.sum(1)
-        self.rated += rated.sum(-1)
+        if self.batch == "split":  # rows of other members are not mine
+            owner = torch.cat([torch.arange(len(t)) % self.members for _, t in self._answers])
+            mine = owner.to(outputs.device) == torch.arange(self.members)[:, None].to(owner)
+            right, rated = right & mine, rated & mine
+        self.sums["right"] += right.sum(1)
+        self.sums["rated"] += rated.sum(-1)
         if self.batch == "same":
-            self.ensemble_right += ((outputs.mean(0).argmax(-1) == target) & rated).sum()
-            self.common += rated.sum()
             ones = right.to(torch.float32)
-            self.both += ones @ ones.T  # whole numbers, exact below 2²⁴
+            self.sums["together"] += ones @ ones.T  # whole numbers, exact below 2²⁴
+            self.sums["ensemble"] += ((outputs.mean(0).argmax(-1) == target) & rated).sum()
 
     def summary(self, prefix: str = "") -> dict[str, Any]:
         """Return the columns of an epoch's record."""
         self.flush()
-        losses = self.loss / self.rows
-        seen = losses[self.rows > 0]
+        sums = {name: value.cpu() for name, value in self.sums.items()}
+        losses = sums["loss"] / sums["rows"]
         return {
-            f"{prefix}loss": float(seen.mean()),
-            f"{prefix}ensemble_accuracy": float(self.ensemble_right / self.common),
+            f"{prefix}loss": float(losses[sums["rows"] > 0].mean()),
+            f"{prefix}ensemble_accuracy": float(sums["ensemble"] / sums["rated"][0])
+            if self.batch == "same"
+            else math.nan,
             f"{prefix}correlation": self.correlation(),
             f"{prefix}member_loss": losses.tolist(),
-            f"{prefix}member_accuracy": (self.right / self.rated).tolist(),
+            f"{prefix}member_accuracy": (sums["right"] / sums["rated"]).tolist(),
         }
 
     def correlation(self) -> float:
@@ -165,15 +168,15 @@ class Tally:
 
         As :func:`embens.metrics.correctness_correlation`; NaN where there is no pair.
         """
-        count = float(self.common)
-        chance = self.right / count
+        count = float(self.sums["rated"][0])
+        chance = self.sums["right"].cpu() / count
         varies = (chance > 0) & (chance < 1)
         pairs = int(varies.sum()) * (int(varies.sum()) - 1)
         if self.batch != "same" or count == 0 or pairs == 0:
             return math.nan
         chance = chance[varies]
         deviation = (chance * (1 - chance)).sqrt()
-        together = self.both[varies][:, varies] / count
+        together = self.sums["together"].cpu()[varies][:, varies] / count
         correlation = (together - chance[:, None] * chance) / (deviation[:, None] * deviation)
         return float((correlation.sum() - correlation.trace()) / pairs)
 

@@ -13,24 +13,22 @@ What ``fit`` adds is around it: validation, a history, checkpoints, several proc
 
 from __future__ import annotations
 
-import inspect
 import os
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from embens.checks import Gamma, closest
+from embens.checks import Gamma, check_whole, closest
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import BatchKind, Criterion, Of
-from embens.training import parallel, randomness
-from embens.training.batches import Part, training_batches, validation_batches
-from embens.training.checkpoint import Checkpoints
+from embens.training import randomness
 from embens.training.history import History
-from embens.training.progress import Silent, make_progress
 from embens.training.rates import MakeScheduler
-from embens.training.run import Run
 from embens.training.settings import Metric, Settings
+from embens.training.trainer import Callback, Trainer
 
 
 def fit(
@@ -51,6 +49,7 @@ def fit(
     chunk: int | None = None,
     optimizer: MakeOptimizer | None = None,
     scheduler: MakeScheduler | None = None,
+    callbacks: Sequence[Callback] = (),
     metric: Metric = None,
     maximise: bool | None = None,
     patience: int | None = None,
@@ -74,7 +73,8 @@ def fit(
 
     Args:
         ensemble: of any family; ``embens.independent(reference, members)`` are separate networks.
-        train: tensors ``(inputs, targets)``, a ``Dataset`` of such pairs, or a ``DataLoader``.
+        train: tensors ``(inputs, targets)``, a ``Dataset`` of such pairs, or a ``DataLoader``;
+            several inputs are ``((x, z), y)`` or ``(x, z, y)``.
         validation: the same, to be evaluated after each epoch.
         epochs: how many.
         batch_size: samples in a step, in all processes together; a loader has its own.
@@ -95,6 +95,8 @@ def fit(
         scheduler: a function from the optimizer to a torch scheduler, which makes a step after each
             epoch (``ReduceLROnPlateau`` by the metric; choose its mode for it); None: the
             paper's, constant for half the epochs, then linearly to 1 % (``linear_decay``).
+        callbacks: called after each epoch with the ensemble and the epoch's record, a dict like
+            the rows of ``history.epochs``; what they draw at random does not change the run.
         metric: what is best on the validation data: "accuracy" (of the ensemble), "loss" (mean of
             the members'), or a function of ``(outputs, target)`` such as ``embens.metrics.nll``;
             None: "accuracy" for classes, otherwise "loss".
@@ -120,78 +122,23 @@ def fit(
         >>> history.epochs[-1]["ensemble_accuracy"] > 0.9
         True
     """
-    if unknown:
-        name = next(iter(unknown))
-        known = [k for k in inspect.signature(fit).parameters if k != "unknown"]
-        raise TypeError(f"fit has no argument {name!r}{closest(name, known)}")
+    given = locals()
+    for name in unknown:
+        known = given.keys() - {"unknown"}
+        raise TypeError(f"fit has no argument {name!r}{closest(name, sorted(known))}")
     _check_ensemble(ensemble)
-    settings = Settings(
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        modulation_lr=modulation_lr,
-        weight_decay=weight_decay,
-        modulation_weight_decay=modulation_weight_decay,
-        gamma=gamma,
-        criterion=criterion,
-        batch=batch,
-        of=of,
-        chunk=chunk,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        metric=metric,
-        maximise=maximise,
-        patience=patience,
-        keep=keep,
-        seed=seed,
-    )
+    settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
     settings.check(validation is not None)
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise ValueError(f"every: expected a whole number of steps of at least 1; got {every!r}")
+    if every is not None:
+        check_whole("every", every)
     modes = [(module, module.training) for module in ensemble.modules()]
     try:
-        part = parallel.join(next(ensemble.parameters()).device)
         with randomness.seeded(seed), torch.enable_grad():
-            return _fit(ensemble, train, validation, settings, part, checkpoint, every, progress)
+            run = Trainer(ensemble, train, validation, settings, callbacks, progress)
+            return run.train(checkpoint, every)
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _fit(
-    ensemble: EmbeddedEnsemble,
-    train: Any,
-    validation: Any,
-    settings: Settings,
-    part: Part,
-    checkpoint: str | os.PathLike[str] | None,
-    every: int | None,
-    progress: bool | None,
-) -> History:
-    if part.of > 1 and settings.batch == "split":
-        raise ValueError(
-            "batch='split' deals out the rows of one batch to members, which several processes "
-            "can't do for each other; use one process, or batch='same' or 'own'"
-        )
-    own = ensemble.members if settings.batch == "own" else None
-    batches = training_batches(train, settings.batch_size, seed=settings.seed, own=own, part=part)
-    held = None if validation is None else validation_batches(validation, settings.batch_size)
-    show = make_progress(progress, settings.epochs, len(batches)) if part.rank == 0 else Silent()
-    parallel.broadcast_(part, ensemble.state_dict().values())
-    run = Run(ensemble, settings, batches, held, part, show)
-    checkpoints = None
-    if checkpoint is not None:
-        rows = getattr(batches, "rows", len(batches))
-        description = settings.describe(ensemble, run.optimizer, rows)
-        checkpoints = Checkpoints(checkpoint, description)
-        state = checkpoints.load_last()
-        if state is not None:
-            run.load(state)
-    parallel.broadcast_(part, ensemble.state_dict().values())  # nobody starts before all have read
-    if checkpoints is not None and part.rank == 0:
-        checkpoints.remove_leftovers()
-    with show:
-        return run.train(checkpoints, every)
 
 
 def _check_ensemble(ensemble: Any) -> None:

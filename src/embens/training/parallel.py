@@ -10,29 +10,38 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embens.training.batches import Part
+
+class World(NamedTuple):
+    """The number of this process, and how many there are."""
+
+    rank: int = 0
+    size: int = 1
 
 
-def join(device: torch.device) -> Part:
-    """Return this process's part.
+ALONE = World()
+
+
+def join(device: torch.device) -> World:
+    """Return this process's place.
 
     Under ``torchrun`` the processes are connected if nobody has done so, and stay connected until
     they end: a second connection after a first one that was closed would wait forever.
     """
     if not dist.is_available():
-        return Part()
+        return ALONE
     if not dist.is_initialized():
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if not (several and dist.is_torchelastic_launched()):
-            return Part()
+            return ALONE
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         atexit.register(_leave)
-    return Part(dist.get_rank(), dist.get_world_size())
+    return World(dist.get_rank(), dist.get_world_size())
 
 
 def _leave() -> None:
@@ -41,35 +50,37 @@ def _leave() -> None:
 
 
 @torch.no_grad()
-def broadcast_(part: Part, tensors: Iterable[Tensor]) -> None:
+def broadcast_(world: World, tensors: Iterable[Tensor]) -> None:
     """Give all processes the values of the first."""
-    if part.of > 1:
+    if world.size > 1:
         for tensor in tensors:
             dist.broadcast(tensor.detach(), 0)
 
 
-def sum_(part: Part, tensor: Tensor) -> Tensor:
-    """Sum a tensor over processes, in place."""
-    if part.of > 1:
-        dist.all_reduce(tensor)
-    return tensor
+def sum_(world: World, tensors: Iterable[Tensor]) -> None:
+    """Sum tensors over processes, in place."""
+    if world.size > 1:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
 
 
 @torch.no_grad()
 def average_(
-    part: Part, loss: Tensor, parameters: Iterable[Tensor], rows: int, total: int | None
+    world: World, loss: Tensor, parameters: Iterable[Tensor], rows: int, total: int | None
 ) -> Tensor:
     """Average gradients in place over processes, each with the weight of its rows.
 
     Returns:
         The loss, averaged in the same way, so that all processes know the same.
     """
-    if part.of == 1:
+    if world.size == 1:
         return loss
     if total is None:
-        total = int(sum_(part, torch.tensor([rows], device=loss.device)))
+        count = torch.tensor([rows], device=loss.device)
+        sum_(world, [count])
+        total = int(count)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    values = [loss.detach().clone().reshape(1), *gradients]
+    values = [loss.clone().reshape(1), *gradients]
     for kind in dict.fromkeys(value.dtype for value in values):
         mine = [value for value in values if value.dtype == kind]
         flat = torch.cat([value.flatten() for value in mine]).mul_(rows / total)

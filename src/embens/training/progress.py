@@ -9,7 +9,15 @@ import sys
 import time
 from typing import Any
 
+from torch import Tensor
+
 _INTERVAL = 0.1  # seconds between updates of the bar
+_SHOWN = {
+    "loss": "loss",
+    "ensemble_accuracy": "accuracy",
+    "validation_loss": "validation loss",
+    "validation_ensemble_accuracy": "validation accuracy",
+}
 
 
 class Silent:
@@ -24,8 +32,8 @@ class Silent:
     def start(self, done: int) -> None:
         """Say that so many steps were done before."""
 
-    def step(self, loss: float) -> None:
-        """Show that a step was done."""
+    def step(self, loss: Tensor, members: int) -> None:
+        """Show that a step was done, and the sum of the members' losses in it."""
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Show how an epoch ended."""
@@ -39,37 +47,33 @@ class Lines(Silent):
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Print the line."""
-        print(f"epoch {record['epoch']}/{self.epochs}: {describe(record)}", file=sys.stderr)
+        print(self.describe(record), file=sys.stderr)
+
+    def describe(self, record: dict[str, Any]) -> str:
+        """Return the main numbers of an epoch as text."""
+        values = ((name, record.get(key)) for key, name in _SHOWN.items())
+        shown = [f"{name} {v:.4g}" for name, v in values if v is not None and v == v]
+        shown.append(f"{record['seconds']:.2g} s")
+        return f"epoch {record['epoch']}/{self.epochs}: {', '.join(shown)}"
 
 
-class Bar(Silent):
+class Bar(Lines):
     """A bar over all steps with losses, rate and time left."""
 
     def __init__(self, epochs: int, steps: int):
+        from rich import progress
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
 
-        self.epochs, self.done, self.shown = epochs, 0, 0.0
-        self.began, self.before = time.monotonic(), 0
-        self.bar = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[text]}"),
+        super().__init__(epochs)
+        self.done = self.before = 0
+        self.began, self.shown = time.monotonic(), 0.0
+        fields = ("{task.fields[rate]}", "loss {task.fields[loss]}", "{task.fields[text]}")
+        self.bar = progress.Progress(
+            *(progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()),
+            *(progress.TimeRemainingColumn(), *map(progress.TextColumn, fields)),
             console=Console(file=sys.stderr),
         )
-        total = steps * epochs or None
-        self.task = self.bar.add_task("", total=total, loss="", text="", rate="")
+        self.task = self.bar.add_task("", total=steps * epochs or None, loss="", text="", rate="")
 
     def __enter__(self) -> Bar:
         self.bar.start()
@@ -83,34 +87,19 @@ class Bar(Silent):
         """Say that so many steps were done before."""
         self.done = self.before = done
 
-    def step(self, loss: float) -> None:
+    def step(self, loss: Tensor, members: int) -> None:
         """Move the bar, a few times a second."""
         self.done += 1
         now = time.monotonic()
         if now - self.shown > _INTERVAL:
             self.shown = now
             rate = f"{(self.done - self.before) / max(now - self.began, 1e-9):.1f} steps/s"
-            self.bar.update(self.task, completed=self.done, loss=f"{loss:.4g}", rate=rate)
+            mean = f"{float(loss) / members:.4g}"
+            self.bar.update(self.task, completed=self.done, loss=mean, rate=rate)
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Show the last epoch beside the bar."""
-        text = f"epoch {record['epoch']}/{self.epochs}: {describe(record)}"
-        self.bar.update(self.task, text=text)
-
-
-def describe(record: dict[str, Any]) -> str:
-    """Return the main numbers of an epoch as text."""
-    names = {
-        "loss": "loss",
-        "ensemble_accuracy": "accuracy",
-        "validation_loss": "validation loss",
-        "validation_ensemble_accuracy": "validation accuracy",
-    }
-    values = ((name, record.get(key)) for key, name in names.items())
-    shown = [
-        f"{name} {value:.4g}" for name, value in values if value is not None and value == value
-    ]
-    return ", ".join([*shown, f"{record['seconds']:.2g} s"])
+        self.bar.update(self.task, text=self.describe(record))
 
 
 def make_progress(progress: bool | None, epochs: int, steps: int) -> Silent:
@@ -118,9 +107,7 @@ def make_progress(progress: bool | None, epochs: int, steps: int) -> Silent:
     terminal = sys.stderr is not None and sys.stderr.isatty()
     if progress is False or (progress is None and not terminal):
         return Silent()
-    if not terminal:
-        return Lines(epochs)
     try:
-        return Bar(epochs, steps)
+        return Bar(epochs, steps) if terminal else Lines(epochs)
     except ImportError:
         return Lines(epochs)

@@ -1,4 +1,4 @@
-r"""The paper's optimizer and the paper's schedule of the rate.
+r"""The paper's schedule of the rate.
 
 What :math:`\gamma` does to rates is in :mod:`embens.ensemble.rates`.
 """
@@ -6,9 +6,7 @@ What :math:`\gamma` does to rates is in :mod:`embens.ensemble.rates`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -24,6 +22,7 @@ def linear_decay(epochs: int, *, hold: float = 0.5, final: float = 0.01) -> Make
         final: fraction of the rate at the end; the last epoch comes one step short of it.
 
     Example:
+        >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         >>> scheduler = linear_decay(8, final=0.0)(optimizer)
         >>> [scheduler.lr_lambdas[0](epoch) for epoch in range(8)]
@@ -37,8 +36,3 @@ def linear_decay(epochs: int, *, hold: float = 0.5, final: float = 0.01) -> Make
         return final + (1 - final) * min(1.0, max(0.0, left))
 
     return lambda optimizer: LambdaLR(optimizer, factor)
-
-
-def sgd(groups: list[dict[str, Any]]) -> Optimizer:
-    """Return the paper's optimizer: SGD with momentum 0.9."""
-    return torch.optim.SGD(groups, momentum=0.9)

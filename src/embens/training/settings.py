@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from embens import checks, metrics
-from embens.checks import Gamma, closest
+from embens import metrics
+from embens.checks import Gamma, check_choice, check_whole, closest, gradient_factor
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import OPTIONS, BatchKind, Criterion, Of
-from embens.training import rates
+from embens.training.rates import MakeScheduler, linear_decay
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
@@ -47,7 +48,7 @@ class Settings:
     of: Of
     chunk: int | None
     optimizer: MakeOptimizer | None
-    scheduler: rates.MakeScheduler | None
+    scheduler: MakeScheduler | None
     metric: Metric
     maximise: bool | None
     patience: int | None
@@ -58,18 +59,10 @@ class Settings:
         """Raise where a value, or a combination, has no meaning."""
         least = {"epochs": 0, "batch_size": 1, "chunk": 1, "patience": 1, "seed": 0}
         for name, low in least.items():
-            value = getattr(self, name)
-            if value is None and name in ("chunk", "patience"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(
-                    f"{name}: expected a whole number of at least {low}; got {value!r}"
-                )
-        choices = {**OPTIONS, "keep": ("best", "last")}
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name}: unknown {value!r}{closest(value, allowed)}")
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), low)
+        for name, choices in {**OPTIONS, "keep": ("best", "last")}.items():
+            check_choice(name, getattr(self, name), choices)
         if self.chunk is not None and (self.batch != "same" or self.of != "members"):
             raise ValueError(
                 "chunk= runs members one group after another on the same batch; it can't be "
@@ -100,66 +93,72 @@ class Settings:
         return known
 
     def make_optimizer(self, ensemble: EmbeddedEnsemble) -> Optimizer:
-        """Return the optimizer, gamma in its rates."""
-        make = rates.sgd if self.optimizer is None else self.optimizer
+        """Return the optimizer, with gamma in its rates; None: SGD with momentum 0.9."""
+        make = self.optimizer or functools.partial(SGD, momentum=0.9, fused=_can_fuse(ensemble))
         groups = ensemble.parameter_groups(
             *(self.lr, self.modulation_lr, self.weight_decay),
             gamma=self.gamma,
-            optimizer=SGD if self.optimizer is None else make,
+            optimizer=make,
             modulation_weight_decay=self.modulation_weight_decay,
         )
         return make(groups)
+
+    def make_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        """Return the scheduler; None: the paper's."""
+        return (self.scheduler or linear_decay(self.epochs))(optimizer)
+
+    def gamma_of(self, ensemble: EmbeddedEnsemble) -> float:
+        """Return the number that gamma stands for."""
+        members = ensemble.members
+        return members * gradient_factor(self.gamma, members, ensemble.natural_gamma)
 
     def describe(
         self, ensemble: EmbeddedEnsemble, optimizer: Optimizer, rows: int
     ) -> dict[str, Any]:
         """Return what identifies a run, for its checkpoints."""
-        members, natural = ensemble.members, ensemble.natural_gamma
-        factor = checks.gradient_factor(self.gamma, members, natural)
-        hidden = ("lr", "initial_lr")
+        hidden = ("params", "lr", "initial_lr")
         groups = [
-            {k: v for k, v in group.items() if k not in hidden and _is_plain(v)}
+            {k: describe(v) for k, v in group.items() if k not in hidden}
             for group in optimizer.param_groups
         ]
-        plain = {k: v for k, v in vars(self).items() if v is None or _is_plain(v)}
-        named = ("criterion", "scheduler", "metric")
         sites = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in ensemble.plan.sites]
+        tensors = ensemble.state_dict().items()
         return {
             "family": ensemble.plan.family,
-            "members": members,
+            "members": ensemble.members,
             "sites": sites,
-            **{
-                f"shape of {name}": [list(tensor.shape), str(tensor.dtype)]
-                for name, tensor in ensemble.state_dict().items()
-            },
-            **plain,
-            **{name: describe(getattr(self, name)) for name in named},
-            "gamma": factor * members,
+            **{f"shape of {name}": [list(t.shape), str(t.dtype)] for name, t in tensors},
+            **{name: describe(value) for name, value in vars(self).items()},
+            "gamma": self.gamma_of(ensemble),
             "optimizer": {"name": type(optimizer).__name__, "groups": groups},
             "batches or rows": rows,
         }
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(_is_plain(v) for v in value)
-    return isinstance(value, (bool, int, str)) or (
-        isinstance(value, float) and not math.isnan(value)
-    )
+def _can_fuse(ensemble: EmbeddedEnsemble) -> bool:
+    """Return whether one fused kernel may update all parameters.
+
+    On the CPU torch's takes any memory for contiguous, and it has none for sparse gradients.
+    """
+    sparse = any(getattr(module, "sparse", False) for module in ensemble.modules())
+    dense = (p.is_contiguous() and p.device.type == "cpu" for p in ensemble.parameters())
+    return not sparse and all(dense)
 
 
 def describe(value: Any) -> Any:
-    """Return a name for a function, a module or a number that is the same in every process."""
-    if value is None or _is_plain(value):
+    """Return JSON for a function, a module or a number that is the same in every process."""
+    if isinstance(value, (tuple, list)):
+        return [describe(v) for v in value]
+    if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, float):
+        return str(value) if math.isnan(value) else value
     if isinstance(value, functools.partial):
-        return [describe(value.func), *map(describe, value.args)] + [
-            [key, describe(v)] for key, v in sorted(value.keywords.items())
-        ]
+        return describe([value.func, value.args, sorted(value.keywords.items())])
     if isinstance(value, Tensor):
         return value.tolist() if value.numel() < 1000 else list(value.shape)
     if isinstance(value, nn.Module):
-        return [repr(value), *(describe(t) for t in value.state_dict().values())]
+        return [repr(value), *map(describe, value.state_dict().values())]
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return type(value).__name__

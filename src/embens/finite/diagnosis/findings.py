@@ -7,6 +7,7 @@ something and one in which it must not.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from embens.checks import closest
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.plan import Site
 from embens.ensemble.rates import kind_of
+from embens.finite.diagnosis.report import Diagnosis, Finding
 from embens.laws import Law
+from embens.theory.regime import Structure
 
 NARROW = 8
 """Inputs of at most so many channels don't average their modulations out."""
@@ -32,49 +35,29 @@ CROWDED = 8.0
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Something that will go wrong: its code, what it is, and what to do."""
-
-    code: str
-    message: str
-    what_to_do: str
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.message} → {self.what_to_do}"
-
-
-@dataclass(frozen=True)
 class Facts:
-    """What is known of an ensemble.
+    """What is known of an ensemble, and what is meant to be done with it.
 
     Attributes:
         ensemble: itself.
-        collective: whether its members are coupled in the limit by more than output biases.
+        report: what was measured of it.
         last: the last layers and the law of the modulations of their inputs, if they have any.
-        natural: the gradient scale that suits it.
-        gamma: the one that is to be used.
-        gamma_given: whether it is not the default.
-        optimiser: an optimiser, its class or its name; None if it is not known.
-        wanted: "independent", or None.
-        norms: of each member's shared gradient, ``(member,)``.
+        collective: whether its members are coupled in the limit by more than output biases.
         biases: shared output biases that can be trained, and how strongly they couple members: in
             the limit, or as their mean part in the cosine of two members' gradients.
-        room: for how many members there is room.
-        most_room: the upper end of its interval.
+        gamma_given: whether the gradient scale is not the default one.
+        optimizer: an optimizer, its class or its name; None if it is not known.
+        wanted: "independent", or None.
     """
 
     ensemble: EmbeddedEnsemble
-    collective: bool
+    report: Diagnosis
     last: Mapping[str, Law | None]
-    natural: float
-    gamma: float
-    gamma_given: bool
-    optimiser: Any
-    wanted: str | None
-    norms: Tensor
+    collective: bool
     biases: tuple[tuple[str, ...], float]
-    room: float
-    most_room: float
+    gamma_given: bool
+    optimizer: Any
+    wanted: str | None
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -84,17 +67,29 @@ class Facts:
     @property
     def spread(self) -> float:
         """Ratio of the longest to the shortest gradient of a member."""
-        alive = self.norms[self.norms > 0]
+        alive = self.report.norms[self.report.norms > 0]
         return float(alive.max() / alive.min()) if len(alive) else 1.0
 
 
 def find(facts: Facts) -> list[Finding]:
     """Return what the checks find."""
-    alone = facts.ensemble.members == 1
-    found = (check(facts) for check in CHECKS if not (alone and check in BETWEEN_MEMBERS))
-    return [finding for finding in found if finding is not None]
+    return [finding for check in CHECKS if (finding := check(facts)) is not None]
 
 
+Check = Callable[[Facts], Finding | None]
+
+
+def between_members(check: Check) -> Check:
+    """Mark a check of what members do to each other: a single one has no such trouble."""
+
+    @functools.wraps(check)
+    def checked(facts: Facts) -> Finding | None:
+        return None if facts.ensemble.members == 1 else check(facts)
+
+    return checked
+
+
+@between_members
 def shifted_laws(facts: Facts) -> Finding | None:
     """Laws with a mean where independent members were wanted."""
     shifted = [n for n, law in facts.last.items() if law is not None and law.mean != 0]
@@ -108,6 +103,7 @@ def shifted_laws(facts: Facts) -> Finding | None:
     )
 
 
+@between_members
 def uncentred_last_layer(facts: Facts) -> Finding | None:
     """Centred modulations everywhere but where it matters."""
     if not facts.collective or not facts.sites:
@@ -127,6 +123,7 @@ def uncentred_last_layer(facts: Facts) -> Finding | None:
     )
 
 
+@between_members
 def shared_output_bias(facts: Facts) -> Finding | None:
     """A bias of the output layer that members of an independent ensemble share."""
     layers, part = facts.biases
@@ -172,10 +169,11 @@ def output_modulations(facts: Facts) -> Finding | None:
     )
 
 
+@between_members
 def converging_modulations(facts: Facts) -> Finding | None:
     """Members that differ in the last layer alone, by numbers that are trained."""
     alone = facts.sites and all(s.kind == "post" and s.layer in facts.last for s in facts.sites)
-    if not alone or not any(s.trainable for s in facts.sites) or facts.ensemble.members == 1:
+    if not alone or not any(s.trainable for s in facts.sites):
         return None
     return Finding(
         "converging-modulations",
@@ -186,33 +184,35 @@ def converging_modulations(facts: Facts) -> Finding | None:
     )
 
 
+@between_members
 def large_gamma(facts: Facts) -> Finding | None:
     """A gradient scale for independent members where they pull together."""
-    fast = FAST_GIVEN if facts.gamma_given else FAST
-    if not facts.collective or facts.gamma <= fast * facts.natural:
+    natural, meant = facts.report.gamma, facts.report.gamma_as_meant
+    if not facts.collective or meant <= (FAST_GIVEN if facts.gamma_given else FAST) * natural:
         return None
     return Finding(
         "large-gamma",
-        f"gamma={facts.gamma:g}, but members pull together: the effective rate of what they have "
-        f"in common is {facts.gamma / facts.natural:.3g} times too large",
-        f"use gamma={facts.natural:.3g}, or divide the rate of the shared parameters",
+        f"gamma={meant:g}, but members pull together: the effective rate of what they have in "
+        f"common is {meant / natural:.3g} times too large",
+        f"use gamma={natural:.3g}, or divide the rate of the shared parameters",
     )
 
 
+@between_members
 def decayed_modulations(facts: Facts) -> Finding | None:
     """Weight decay on modulations."""
     ensemble = facts.ensemble
     modulations = {id(p) for p in ensemble.individual_parameters() if p.requires_grad}
-    if facts.optimiser is None or not facts.sites or not modulations:
+    if facts.optimizer is None or not facts.sites or not modulations:
         return None
-    if isinstance(facts.optimiser, torch.optim.Optimizer):
+    if isinstance(facts.optimizer, torch.optim.Optimizer):
         decay = [
             float(group.get("weight_decay", 0.0))
-            for group in facts.optimiser.param_groups
+            for group in facts.optimizer.param_groups
             if any(id(p) in modulations for p in group["params"])
         ]
     else:  # a class decays all that it is given by its default
-        usual = inspect.signature(optimiser_class(facts.optimiser)).parameters.get("weight_decay")
+        usual = inspect.signature(optimizer_class(facts.optimizer)).parameters.get("weight_decay")
         decay = [float(usual.default)] if usual and isinstance(usual.default, (int, float)) else []
     if not any(decay):
         return None
@@ -220,46 +220,47 @@ def decayed_modulations(facts: Facts) -> Finding | None:
         "decayed-modulations",
         f"the modulations have a weight decay of {max(decay):g}, which pulls all members to the "
         "same point",
-        "give the optimiser ensemble.parameter_groups(lr=…, weight_decay=…), which decays the "
+        "give the optimizer ensemble.parameter_groups(lr=…, weight_decay=…), which decays the "
         "shared parameters alone",
     )
 
 
 def cancelled_gamma(facts: Facts) -> Finding | None:
-    """An optimiser that divides by the size of the gradient, and gamma with it."""
-    if facts.optimiser is None or facts.gamma == 1.0 or facts.ensemble.plan.separate:
+    """An optimizer that divides by the size of the gradient, and gamma with it."""
+    meant = facts.report.gamma_as_meant
+    if facts.optimizer is None or meant == 1.0 or facts.ensemble.plan.separate:
         return None
-    kind = optimiser_class(facts.optimiser)
+    kind = optimizer_class(facts.optimizer)
     if not _is_scale_free(kind):
         return None
-    factor = facts.gamma / facts.natural
+    factor = meant / facts.report.gamma
     rate = "as it is" if abs(factor - 1) < 1e-9 else f"times {factor:.3g}"
     return Finding(
         "cancelled-gamma",
-        f"{kind.__name__} divides by the size of the gradient, and so cancels "
-        f"gamma={facts.gamma:.3g}",
+        f"{kind.__name__} divides by the size of the gradient, and so cancels gamma={meant:.3g}",
         f"put it into the rate of the shared parameters instead (the natural one {rate}): "
         "embens.fit does, in your own loop ensemble.parameter_groups(…, "
         f"optimizer=torch.optim.{kind.__name__}) does; or use SGD",
     )
 
 
+@between_members
 def crowded(facts: Facts) -> Finding | None:
     """Far more members than there is room for."""
-    members = facts.ensemble.members
-    if members <= CROWDED * max(facts.room, facts.most_room):
+    members, room = facts.ensemble.members, facts.report.room
+    if members <= CROWDED * max(room, *facts.report.room_interval):
         return None
     return Finding(
         "crowded",
-        f"{members} members in a network with room for about {facts.room:.0f}: they disturb each "
-        "other more than the ensemble gains",
-        f"take about {max(1, round(facts.room))} members, or a wider network",
+        f"{members} members in a network with room for about {room:.0f}: they disturb each other "
+        "more than the ensemble gains",
+        f"take about {max(1, round(room))} members, or a wider network",
     )
 
 
 def no_gradient(facts: Facts) -> Finding | None:
     """Members that can't learn."""
-    norms = facts.norms
+    norms = facts.report.norms
     dead = [a for a, norm in enumerate(norms.tolist()) if not 0 < norm < float("inf")]
     if not dead or facts.ensemble.plan.separate:
         return None
@@ -271,7 +272,7 @@ def no_gradient(facts: Facts) -> Finding | None:
     return Finding("no-gradient", f"the shared gradient of members {dead} is {what}", cure)
 
 
-CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (
+CHECKS: tuple[Check, ...] = (
     shifted_laws,
     uncentred_last_layer,
     shared_output_bias,
@@ -286,33 +287,21 @@ CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (
 )
 
 
-BETWEEN_MEMBERS = (
-    shifted_laws,
-    uncentred_last_layer,
-    shared_output_bias,
-    converging_modulations,
-    large_gamma,
-    decayed_modulations,
-    crowded,
-)
-"""The checks of what members do to each other: a single one has none of these troubles."""
-
-
-def optimiser_class(optimiser: Any) -> type[torch.optim.Optimizer]:
-    """Return the class of an optimiser that is given as such, as its class, or by its name."""
-    if isinstance(optimiser, torch.optim.Optimizer):
-        return type(optimiser)
-    if isinstance(optimiser, str):
+def optimizer_class(optimizer: Any) -> type[torch.optim.Optimizer]:
+    """Return the class of an optimizer that is given as such, as its class, or by its name."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer)
+    if isinstance(optimizer, str):
         names = {n.lower(): n for n in torch.optim.__all__ if n[0].isupper() and n != "Optimizer"}
-        if optimiser.lower() not in names:
+        if optimizer.lower() not in names:
             raise ValueError(
-                f"optimiser: unknown {optimiser!r}{closest(optimiser, names.values())}"
+                f"optimizer: unknown {optimizer!r}{closest(optimizer, names.values())}"
             )
-        return getattr(torch.optim, names[optimiser.lower()])
-    if isinstance(optimiser, type) and issubclass(optimiser, torch.optim.Optimizer):
-        return optimiser
+        return getattr(torch.optim, names[optimizer.lower()])
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        return optimizer
     raise TypeError(
-        f"optimizer: expected a torch optimiser, its class or its name; got {optimiser!r}"
+        f"optimizer: expected a torch optimizer, its class or its name; got {optimizer!r}"
     )
 
 
@@ -325,11 +314,14 @@ def _is_scale_free(kind: type[torch.optim.Optimizer]) -> bool:
         return "Adam" in kind.__name__
 
 
-def output_biases(layers: Mapping[str, nn.Module], ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
-    """Return the biases of these layers that members share and that can be trained."""
+def output_biases(ensemble: EmbeddedEnsemble, structure: Structure | None) -> dict[str, Tensor]:
+    """Return the biases of the last layers that members share and that can be trained."""
     shared = {id(p) for p in ensemble.shared_parameters() if p.requires_grad}
-    found = {}
-    for name, layer in layers.items():
+    found: dict[str, Tensor] = {}
+    if structure is None:
+        return found
+    for name in structure.last:
+        layer = structure.layers[name]
         owner = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
         bias = getattr(owner, "bias", None)
         if isinstance(bias, Tensor) and id(bias) in shared:

@@ -1,13 +1,12 @@
 """What a diagnosis measures: gradients of some members on some samples, within a budget.
 
-A pass of one member over a few samples is timed first, and what it saves for the backward pass is
-counted. From this follow how many samples and members are used; the limits on both are kept as
-well as such a trial allows, and what was left out is said in ``notes``.
+A :class:`Budget` counts samples, members, outputs and bytes, never seconds, so that a diagnosis
+depends on nothing but its arguments. What was left out is said in ``notes``.
 """
 
 from __future__ import annotations
 
-import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,28 +14,68 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from embens.checks import check_number, check_whole
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.gradients import gram_of, off_diagonal, total_gram
-from embens.finite.members import (
-    Criterion,
-    MemberGradient,
-    for_each_member,
-    norm_of,
-    shared_layers,
-)
+from embens.finite.members import flat, member_gradients, norm_of, shared_layers
+from embens.objective import Criterion
 
-ROWS, MEMBERS = 256, 16
-"""How many samples and members are enough."""
+TRIED = 16
+"""With how many samples the memory of a pass is counted."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a diagnosis may use at most, and what chooses it.
+
+    Attributes:
+        samples: whose gradients are measured.
+        members: whose gradients are measured.
+        rate_samples: of the tangent kernel behind the stable rate; 0: no such rate.
+        rate_outputs: of that kernel.
+        memory: in bytes, beyond the ensemble itself.
+        generator: draws samples and outputs, and the masks of an ensemble with fresh ones; None:
+            always the same.
+    """
+
+    samples: int = 256
+    members: int = 16
+    rate_samples: int = 12
+    rate_outputs: int = 16
+    memory: float = 1e9
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "members", "rate_outputs"):
+            check_whole(name, getattr(self, name))
+        check_whole("rate_samples", self.rate_samples, least=0)
+        check_number("memory", self.memory, "a number of bytes", lambda bytes: bytes >= 1)
+
+    def source(self) -> torch.Generator:
+        """Return the generator."""
+        return torch.Generator().manual_seed(0) if self.generator is None else self.generator
 
 
 @dataclass
 class Measured:
-    """What the members' gradients were like."""
+    """What the members' gradients were like.
 
-    x: Any = None
-    target: Any = None
-    rows: int = 0
-    pass_seconds: float = 0.0
+    Attributes:
+        x: the samples that were used, as for target.
+        target: of these.
+        rows: how many they are.
+        outputs: of the first member.
+        losses: of each member.
+        shared: the norm of each member's shared gradient.
+        individual: the norm of its individual gradient.
+        grams: inner products of the members' shared gradients, by layer.
+        bias_grams: the part of shared output biases in these.
+        notes: what was left out, and why.
+    """
+
+    x: Any
+    target: Any
+    rows: int
     outputs: Any = None
     losses: list[float] = field(default_factory=list)
     shared: list[float] = field(default_factory=list)
@@ -64,81 +103,57 @@ def measure(
     target: Any,
     criterion: Criterion,
     biases: dict[str, Tensor],
-    seconds: float,
-    memory: float,
+    budget: Budget,
     generator: torch.Generator,
 ) -> Measured:
-    """Measure the gradients of some members on some samples."""
-    deadline = time.perf_counter() + seconds
-    found = Measured()
-    total, aligned = _count_rows(x, target)
-    rows, members = min(total, ROWS), min(ensemble.members, MEMBERS)
-    parameters = sum(p.numel() * p.element_size() for p in ensemble.shared_parameters())
-    members = min(members, max(2, int(memory / 2 / max(1, parameters))))
-    if aligned:
-        order = torch.randperm(total, generator=generator)
-
-        def trial(count: int) -> tuple[float, float]:
-            few = order[:count]
-            return _try(ensemble, take(x, few), take(target, few), criterion, generator)
-
-        two, size = trial(2)
-        sixteen, each = 8 * two, size / 2
-        if rows > 16 and 20 * two < seconds:  # now it is warm
-            two, (sixteen, size) = trial(2)[0], trial(16)
-            each = size / 16
-        rows = min(rows, max(2, int(memory / 2 / max(1, each))))
-        rows, members = afford(rows, members, seconds, two, sixteen)
-        found.x, found.target = take(x, order[:rows]), take(target, order[:rows])
-    else:
-        rows, found.x, found.target = total, x, target
-        found.notes.append("all samples were used: they could not be told apart in x and target")
-    found.rows = rows
-    vectors: dict[str, list[Tensor]] = {}
-    bias_vectors: dict[str, list[Tensor]] = {}
-    positions = _positions(ensemble, biases)
-
-    def visit(member: MemberGradient) -> bool:
+    """Measure the gradients of some members on some samples; of these biases also apart."""
+    found, limited = _samples(ensemble, x, target, criterion, budget, generator)
+    weights = sum(p.numel() * p.element_size() for p in ensemble.shared_parameters())
+    count = min(ensemble.members, budget.members)
+    members = min(count, max(2, int(budget.memory / 2 / max(1, weights))))
+    if members < count or limited:
+        found.notes.append(f"the budget allowed {members} members and {found.rows} samples")
+    vectors: dict[str, list[Tensor]] = defaultdict(list)
+    bias_vectors: dict[str, list[Tensor]] = defaultdict(list)
+    wanted = {id(bias) for bias in biases.values()}
+    layers = shared_layers(ensemble)
+    for member in member_gradients(
+        ensemble, found.x, found.target, criterion, members=members, generator=generator
+    ):
         for layer, gradients in member.shared.items():
-            vectors.setdefault(layer, []).append(torch.cat([g.flatten() for g in gradients]))
-        for layer, i in positions:
-            bias_vectors.setdefault(layer, []).append(member.shared[layer][i].flatten())
+            vectors[layer].append(flat(gradients))
+            for parameter, gradient in zip(layers[layer], gradients, strict=True):
+                if id(parameter) in wanted:
+                    bias_vectors[layer].append(gradient.flatten())
         found.losses.append(member.loss)
-        found.shared.append(norm_of([g for gs in member.shared.values() for g in gs]))
-        found.individual.append(norm_of([g for gs in member.individual.values() for g in gs]))
-        if found.outputs is None:
-            found.outputs = member.outputs
-        return len(found.losses) >= 2 and time.perf_counter() > deadline
-
-    began = time.perf_counter()
-    for_each_member(
-        ensemble, found.x, found.target, criterion, visit, members=members, generator=generator
-    )
-    count = len(found.losses)
-    found.pass_seconds = (time.perf_counter() - began) / count
-    if count < min(ensemble.members, MEMBERS) or (aligned and rows < min(total, ROWS)):
-        found.notes.append(f"the budget allowed {count} members and {rows} samples")
+        for norms, of in ((found.shared, member.shared), (found.individual, member.individual)):
+            norms.append(norm_of([g for gradients in of.values() for g in gradients]))
+        found.outputs = member.outputs if found.outputs is None else found.outputs
     found.grams = {layer: gram_of(v) for layer, v in vectors.items()}
     found.bias_grams = {layer: gram_of(v) for layer, v in bias_vectors.items()}
     return found
 
 
-def _positions(ensemble: EmbeddedEnsemble, biases: dict[str, Tensor]) -> list[tuple[str, int]]:
-    wanted = {id(bias) for bias in biases.values()}
-    return [
-        (layer, i)
-        for layer, parameters in shared_layers(ensemble).items()
-        for i, parameter in enumerate(parameters)
-        if id(parameter) in wanted
-    ]
-
-
-def _count_rows(x: Any, target: Any) -> tuple[int, bool]:
-    """Return the number of samples, and whether they are the first axis of all tensors."""
+def _samples(
+    ensemble: EmbeddedEnsemble,
+    x: Any,
+    target: Any,
+    criterion: Criterion,
+    budget: Budget,
+    generator: torch.Generator,
+) -> tuple[Measured, bool]:
+    """Choose the samples, as many as are wanted; return also whether memory allows fewer."""
     lengths = {len(t) if t.dim() else 0 for t in tree_leaves((x, target)) if isinstance(t, Tensor)}
     if 0 in lengths:
         raise ValueError("x and target need at least one sample; got an empty or 0-d tensor")
-    return max(lengths, default=1), len(lengths) == 1
+    if len(lengths) != 1:
+        note = "all samples were used: they could not be told apart in x and target"
+        return Measured(x, target, max(lengths, default=1), notes=[note]), False
+    order = torch.randperm(lengths.pop(), generator=generator)
+    few, wanted = order[:TRIED], min(len(order), budget.samples)
+    each = kept_bytes(ensemble, take(x, few), take(target, few), criterion) / len(few)
+    rows = min(wanted, max(2, int(budget.memory / 2 / max(1, each))))
+    return Measured(take(x, order[:rows]), take(target, order[:rows]), rows), rows < wanted
 
 
 def take(values: Any, index: Tensor) -> Any:
@@ -148,46 +163,8 @@ def take(values: Any, index: Tensor) -> Any:
     )
 
 
-def afford(rows: int, members: int, seconds: float, two: float, sixteen: float) -> tuple[int, int]:
-    """Return how many samples and members a time allows: at least two of each.
-
-    Args:
-        rows: samples that would be good to have.
-        members: members that would be good to have.
-        seconds: the budget.
-        two: what one member takes for two samples.
-        sixteen: what it takes for sixteen.
-
-    Example:
-        >>> afford(256, 16, 10.0, two=0.01, sixteen=0.01), afford(256, 16, 10.0, 0.2, 1.6)
-        ((256, 16), (16, 6))
-    """
-    each = max(0.0, (sixteen - two) / 14)
-    fixed = max(0.0, two - 2 * each)
-
-    def samples(members: int) -> int:
-        left = seconds / members - fixed
-        return rows if left > each * rows else int(left / each) if left > 0 else 0
-
-    wanted = rows
-    rows = min(wanted, max(16, samples(members)))
-    if members * (fixed + each * rows) > seconds:
-        members = min(members, max(4, int(seconds / (fixed + each * rows))))
-    if members * (fixed + each * rows) > seconds:
-        rows = min(rows, max(2, samples(members)))
-    if members * (fixed + each * rows) > seconds:
-        members = min(members, max(2, int(seconds / (fixed + each * rows))))
-    return rows, members
-
-
-def _try(
-    ensemble: EmbeddedEnsemble,
-    x: Any,
-    target: Any,
-    criterion: Criterion,
-    generator: torch.Generator,
-) -> tuple[float, float]:
-    """Return the seconds of one member's gradient, and the bytes that its graph keeps."""
+def kept_bytes(ensemble: EmbeddedEnsemble, x: Any, target: Any, criterion: Criterion) -> float:
+    """Return how many bytes the graph of one member's gradient keeps, beside the weights."""
     weights = {t.untyped_storage().data_ptr() for t in ensemble.state_dict().values()}
     kept: dict[int, int] = {}
 
@@ -197,9 +174,6 @@ def _try(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    begin = time.perf_counter()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        for_each_member(
-            ensemble, x, target, criterion, lambda _: True, members=1, generator=generator
-        )
-    return time.perf_counter() - begin, float(sum(kept.values()))
+        list(member_gradients(ensemble, x, target, criterion, members=1))
+    return float(sum(kept.values()))

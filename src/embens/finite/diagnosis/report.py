@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from embens.finite.diagnosis.findings import Finding
 from embens.finite.diagnosis.room import FULL, LayerOverlap
 
 if TYPE_CHECKING:
     from embens.theory.regime import RegimeReport
 
 WIDTH = 92
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that will go wrong: its code, what it is, and what to do."""
+
+    code: str
+    message: str
+    what_to_do: str
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message} → {self.what_to_do}"
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,6 @@ class Diagnosis:
 
     Attributes:
         regime: equals ``Regime.INDEPENDENT`` or ``Regime.COLLECTIVE``; with its reason.
-        coupling: of members in the infinite-width limit, from 0 to 1.
-        exact: whether that is from the limit's kernels, or only from laws and structure.
         pull: rms, mean and chance part of the cosine of two members' shared gradients.
         pull_error: standard error of that mean, from leaving out one member at a time.
         overlap: the same, layer by layer.
@@ -54,20 +63,18 @@ class Diagnosis:
         gamma: suggested gradient scale.
         gamma_as_meant: the one that was given, or the ensemble's default.
         rates: suggested rates.
-        warnings: what will go wrong, with what to do.
-        notes: what was left out, and why.
         cosines: of the members that were measured, ``(member, member)``.
         norms: of their shared gradients, ``(member,)``.
         losses: of the members, ``(member,)``.
         members: how many the ensemble has.
         rows: how many samples were used.
         family: which function made the ensemble.
-        seconds: what it took.
+        separate: whether members are separate networks.
+        notes: what was left out, and why.
+        warnings: what will go wrong, with what to do.
     """
 
     regime: RegimeReport
-    coupling: float
-    exact: bool
     pull: LayerOverlap
     pull_error: float
     overlap: dict[str, LayerOverlap]
@@ -77,15 +84,25 @@ class Diagnosis:
     gamma: float
     gamma_as_meant: float
     rates: Rates
-    warnings: list[Finding]
     cosines: Tensor
     norms: Tensor
     losses: Tensor
     members: int
     rows: int
     family: str
-    seconds: float
+    separate: bool
     notes: list[str] = field(default_factory=list)
+    warnings: list[Finding] = field(default_factory=list)
+
+    @property
+    def coupling(self) -> float:
+        """The coupling of members in the infinite-width limit, from 0 to 1."""
+        return self.regime.coupling
+
+    @property
+    def exact(self) -> bool:
+        """Whether that is from the limit's kernels, or only from laws and structure."""
+        return self.regime.exact
 
     @property
     def codes(self) -> list[str]:
@@ -95,8 +112,9 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers, strings, lists and dicts; None for what is infinite."""
         values = asdict(self)
-        values["regime"] = self.regime.value
-        values["reason"] = self.regime.reason
+        regime = self.regime
+        values |= {"regime": regime.value, "reason": regime.reason}
+        values |= {"coupling": regime.coupling, "exact": regime.exact}
         for name in ("cosines", "norms", "losses"):
             values[name] = values[name].tolist()
         return _plain(values)
@@ -112,7 +130,7 @@ class Diagnosis:
 
         say("regime", f"{self.regime.value}: {self.regime.reason}")
         say("", f"coupling {self.coupling:.3g} ({source})")
-        if self.family == "independent":
+        if self.separate:
             say("pull", "none: members share no parameters")
         else:
             about = "" if math.isnan(error) else f" ± {error:.2g}"
@@ -128,7 +146,7 @@ class Diagnosis:
                     f"share {overlap.share:4.0%}  {bar}"
                 )
         say("room", self._room_in_words())
-        if self.family != "independent":
+        if not self.separate:
             say("gamma", f"{self.gamma:.3g}" + self._meant())
         say("rates", self._rates_in_words())
         for note in self.notes:
@@ -140,7 +158,7 @@ class Diagnosis:
         return "\n".join(line.rstrip() for line in lines)
 
     def _room_in_words(self) -> str:
-        if self.family == "independent":
+        if self.separate:
             return "any number: each has its own parameters"
         if math.isinf(self.room):
             return "no limit: what others add helps a member more than it disturbs"

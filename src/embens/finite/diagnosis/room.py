@@ -29,7 +29,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from embens.finite.gradients import cosines, off_diagonal, total_gram
+from embens.finite.gradients import cosines, off_diagonal
+from embens.finite.jackknife import pair_error
 
 SHARE = 0.01
 """Layers with less of the squared gradient than this don't limit the room."""
@@ -58,23 +59,31 @@ class LayerOverlap:
     room: float
 
 
+@dataclass(frozen=True)
+class Room:
+    """How many members there is room for.
+
+    Attributes:
+        members: the room; infinite where nothing limits it.
+        interval: the same, one standard error lower and higher.
+        tightest: the layer that limits it.
+    """
+
+    members: float
+    interval: tuple[float, float]
+    tightest: str | None
+
+
 def layer_overlaps(grams: Mapping[str, Tensor], coupling: float) -> dict[str, LayerOverlap]:
     """Return the overlap of each layer from the inner products of its gradients."""
-    total = sum(float(gram.diagonal().sum()) for gram in grams.values())
-    return {
-        layer: _overlap(gram, coupling, float(gram.diagonal().sum()) / total if total else 0.0)
-        for layer, gram in grams.items()
-    }
+    sizes = {layer: float(gram.diagonal().sum()) for layer, gram in grams.items()}
+    total = sum(sizes.values()) or 1.0
+    return {layer: overlap(grams[layer], coupling, sizes[layer] / total) for layer in grams}
 
 
-def total_overlap(grams: Mapping[str, Tensor], coupling: float, members: int) -> LayerOverlap:
-    """Return the overlap of all layers together."""
-    return _overlap(total_gram(grams, members), coupling, 1.0)
-
-
-def _overlap(gram: Tensor, coupling: float, share: float) -> LayerOverlap:
-    alive = gram.diagonal() > 0
-    gram = gram[alive][:, alive]
+def overlap(gram: Tensor, coupling: float, share: float = 1.0) -> LayerOverlap:
+    """Return the overlap of gradients with these inner products; those that vanish don't count."""
+    gram = _alive(gram)
     if len(gram) < 2:
         return LayerOverlap(0.0, 0.0, share, 0.0, 0.0, math.inf)
     pairs = off_diagonal(cosines(gram))
@@ -82,6 +91,11 @@ def _overlap(gram: Tensor, coupling: float, share: float) -> LayerOverlap:
     systematic = min(max(mean, 0.0), coupling)
     chance = float((pairs - systematic).square().mean().sqrt())
     return LayerOverlap(mean, rms, share, systematic, chance, room_of(chance, systematic))
+
+
+def _alive(gram: Tensor) -> Tensor:
+    alive = gram.diagonal() > 0
+    return gram[alive][:, alive]
 
 
 def room_of(chance: float, systematic: float = 0.0) -> float:
@@ -98,30 +112,24 @@ def room_of(chance: float, systematic: float = 0.0) -> float:
     return 1 + root**2
 
 
-def room(overlaps: Mapping[str, LayerOverlap]) -> tuple[float, str | None]:
-    """Return how many members there is room for, and the layer that limits them."""
-    counted = {layer: o for layer, o in overlaps.items() if o.share >= SHARE}
-    tightest = min(counted, key=lambda layer: counted[layer].room, default=None)
-    if tightest is None or math.isinf(counted[tightest].room):
-        return math.inf, None
-    return counted[tightest].room, tightest
+def room(grams: Mapping[str, Tensor], coupling: float) -> Room:
+    """Return how many members there is room for, from the inner products of layers' gradients."""
+    overlaps = layer_overlaps(grams, coupling)
+    rooms = {layer: found.room for layer, found in overlaps.items() if found.share >= SHARE}
+    tightest = min(rooms, key=rooms.__getitem__, default=None)
+    if tightest is None or math.isinf(rooms[tightest]):
+        return Room(math.inf, (math.inf, math.inf), None)
+    return Room(rooms[tightest], room_interval(grams[tightest], coupling), tightest)
 
 
 def room_interval(gram: Tensor, coupling: float = 0.0) -> tuple[float, float]:
     """Return the room of a layer for a chance part one standard error larger, and one smaller.
 
-    The error is the jackknife's, leaving out one member at a time; with fewer than three members
-    nothing is known, from 1 to infinity.
+    With fewer than three members nothing is known: from 1 to infinity.
     """
-    gram = gram[gram.diagonal() > 0][:, gram.diagonal() > 0]
-    count = len(gram)
-    if count < 3:
+    found = overlap(gram, coupling)
+    error = pair_error((cosines(_alive(gram)) - found.systematic).square())
+    if math.isnan(error):
         return 1.0, math.inf
-    overlap = _overlap(gram, coupling, 1.0)
-    squares = (cosines(gram) - overlap.systematic).square().fill_diagonal_(0.0)
-    without = (squares.sum() - 2 * squares.sum(0)) / ((count - 1) * (count - 2))
-    spread = (without - without.mean()).square().sum()
-    error = math.sqrt((count - 1) / count * float(spread))
-    least = max(0.0, overlap.chance**2 - error)
-    most = overlap.chance**2 + error
-    return tuple(room_of(math.sqrt(c), overlap.systematic) for c in (most, least))  # type: ignore[return-value]
+    least, most = (max(0.0, found.chance**2 + sign * error) for sign in (-1, 1))
+    return room_of(math.sqrt(most), found.systematic), room_of(math.sqrt(least), found.systematic)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.empirical.kernels import trace_of
-from embens.finite.members import Criterion
+from embens.objective import Criterion
 
 
 def curvature(outputs: Tensor, target: Any, criterion: Criterion, *, steps: int = 30) -> float:
@@ -59,23 +59,14 @@ def largest_stable_rates(
     *,
     outputs: Tensor,
     gammas: Sequence[float],
-    chosen: Tensor | None = None,
-    memory: float = 1e9,
+    chosen: Tensor,
+    memory: float,
 ) -> list[float]:
     """Return the largest stable rate for each gamma.
 
-    Args:
-        ensemble: of any family with fixed masks.
-        x: a few samples.
-        target: of these.
-        criterion: of one member.
-        outputs: of one member for these samples, ``(batch, …)``.
-        gammas: gradient scales.
-        chosen: the outputs that the kernel is averaged over; None: all.
-        memory: budget of bytes; a ValueError where it is too small.
+    ``outputs`` are those of one member for these samples, ``(batch, …)``; the kernel is averaged
+    over the ``chosen`` ones of a sample. A ValueError where ``memory``, in bytes, is too small.
     """
-    if chosen is None:
-        chosen = torch.arange(outputs[0].numel())
     kernel = trace_of(ensemble, x, chosen=chosen, memory=memory).to(torch.float64)
     count = len(chosen)
     bend = curvature(outputs, target, criterion)

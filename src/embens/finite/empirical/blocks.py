@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens.finite.empirical.contraction import Side, contract, contract_rows, group_uses
-from embens.finite.empirical.recording import PROBED, Inputs, Recorder, Recording
+from embens.checks import check_whole
+from embens.finite.empirical.contraction import Gradients, contract, group_uses
+from embens.finite.empirical.recording import PROBED, Inputs, Recorder, Recording, Samples
 from embens.finite.empirical.samplewise import Samplewise
-from embens.finite.empirical.terms import Term
+from embens.finite.empirical.terms import Given, Term
 
 Outputs = Literal["all", "trace", "target", "nll"]
 OUTPUTS = ("all", "trace", "target", "nll")
@@ -30,25 +30,7 @@ SMALL = 2**16
 """Numbers in a backward pass below which classes go through it together, to save overhead."""
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Inputs with the classes of their targets."""
-
-    inputs: Inputs
-    target: Tensor | None
-
-    def __len__(self) -> int:
-        return len(self.inputs[0])
-
-    def split(self, size: int) -> Iterator[Samples]:
-        """Yield them in chunks."""
-        for start in range(0, len(self), size):
-            part = slice(start, start + size)
-            target = None if self.target is None else self.target[part]
-            yield Samples(tuple(x[part] for x in self.inputs), target)
-
-
-class Run:
+class Blocks:
     """The computation of one kernel."""
 
     def __init__(
@@ -69,11 +51,11 @@ class Run:
 
     def chunk_size(self, samples: Samples, chunk: int | None) -> int:
         """Return how many samples run at once, as given or as memory allows."""
-        if isinstance(chunk, bool) or not (chunk is None or (isinstance(chunk, int) and chunk > 0)):
-            raise ValueError(f"chunk must be a whole number of at least 1, or None; got {chunk!r}")
+        if chunk is not None:
+            check_whole("chunk", chunk)
         limit = PASS_BYTES if self.memory is None else min(PASS_BYTES, self.memory / 2)
         members, general = self.ensemble.members, self.recorder.general
-        terms = 8 * self.recorder.numbers * members
+        terms = 8 * self.recorder.size * members
         # Rows without structure of both sides: as they are found, and joined for one parameter.
         largest = max((p.numel() * p.element_size() for p in general.values()), default=0)
         row = 4 * largest * members
@@ -92,7 +74,7 @@ class Run:
         size = max(1, int(limit // each)) if chunk is None else chunk
         at_once = 4 * members * self._at_once * min(size, len(samples))
         self._samplewise = [
-            Samplewise(self.ensemble, self.recorder.stacks, group)
+            Samplewise(self.ensemble, self.recorder.numbers, group)
             for group in _groups(general, max(largest, limit / at_once))
         ]
         return size
@@ -101,16 +83,13 @@ class Run:
         """Return the shared and the individual part for all pairs of samples."""
         rows = []
         for i, samples in enumerate(left):
-            first = self.recorder.record(samples.inputs)
-            row = []
+            first, row = self.recorder.record(samples), []
             for j, others in enumerate(left if right is None else right):
                 if right is None and j < i:
                     row.append(tuple(_transposed(block) for block in rows[j][i]))
-                elif right is None and j == i:
-                    row.append(self._block(samples, first, None, None))
                 else:
-                    second = self.recorder.record(others.inputs)
-                    row.append(self._block(samples, first, others, second))
+                    itself = right is None and j == i
+                    row.append(self._block(first, None if itself else self.recorder.record(others)))
             rows.append(row)
         shared, individual = (
             torch.cat([torch.cat([block[part] for block in row], -3) for row in rows], -4)
@@ -120,95 +99,75 @@ class Run:
             shared, individual = shared[..., 0, 0], individual[..., 0, 0]
         return shared, individual
 
-    def _block(
-        self,
-        samples: Samples,
-        first: Recording,
-        others: Samples | None,
-        second: Recording | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _block(self, first: Recording, second: Recording | None) -> tuple[Tensor, Tensor]:
         """Return both parts, ``(member[, member], batch, batch, class, class)``."""
         members, individual = self.ensemble.members, self.recorder.individual
         like = first.outputs[0].detach()
         classes = like[0].numel() if self.outputs == "all" else 1
-        columns = first.batch if second is None else second.batch
-        rows, columns = first.batch * classes, columns * classes
+        rows, columns = (classes * len(side.samples) for side in (first, second or first))
         shared = like.new_zeros(members * rows, members * columns)
         own = like.new_zeros(members, rows, columns)
         for part in self._parts():
-            left = self._side(samples, first, part)
-            right = None if second is None else self._side(others, second, part)  # type: ignore[arg-type]
-            for key in left.uses[0]:
-                if key[0][1] in individual:
-                    for a in range(members):
-                        own[a] += contract(key, left.of(a), right and right.of(a))
-                else:
-                    shared += contract(key, left, right)
-            for group in self._samplewise:
-                left = self._general(group, samples, first, part)
-                right = None if second is None else self._general(group, others, second, part)  # type: ignore[arg-type]
-                for parameter in group.parameters:
-                    if parameter in individual:
+            for group in (None, *self._samplewise):
+                left = self._gradients(group, first, part)
+                right = None if second is None else self._gradients(group, second, part)
+                for key in list(left.uses[0]):
+                    if key[0][1] in individual:
                         for a in range(members):
-                            own[a] += contract_rows(parameter, left.of(a), right and right.of(a))
+                            own[a] += contract(key, left.of(a), right and right.of(a))
                     else:
-                        shared += contract_rows(parameter, left, right)
-                del left, right
+                        shared += contract(key, left, right)
+                    for uses in (*left.uses, *(right.uses if right else ())):
+                        del uses[key]  # they may be large
         shape = (rows // classes, classes, columns // classes, classes)
         shared = shared.view(members, *shape[:2], members, *shape[2:]).permute(0, 3, 1, 4, 2, 5)
         return shared, own.view(members, *shape).transpose(2, 3)
 
     def _parts(self) -> Iterator[slice]:
         """Yield the outputs whose gradients are in memory together."""
-        if self.outputs in ("target", "nll"):
-            yield slice(0, 1)
-            return
-        count = len(self.chosen)
+        count = 1 if self.outputs in ("target", "nll") else len(self.chosen)
         for start in range(0, count, self._at_once):
             yield slice(start, min(start + self._at_once, count))
 
-    def _side(self, samples: Samples, recording: Recording, part: slice) -> Side:
-        uses = []
+    def _gradients(self, group: Samplewise | None, recording: Recording, part: slice) -> Gradients:
+        """Return the gradients of parameters with structure, or of a group of those without."""
+        uses, samples = [], recording.samples
         for a, output in enumerate(recording.outputs):
-            terms = recording.terms[a]
-            cotangents = self._cotangents(output, samples.target, part)
-            arrived = self._backward(output, terms, cotangents)
-            uses.append(group_uses(terms, arrived, self.recorder.individual))
-        rows: list[dict[int, Tensor]] = [{} for _ in uses]
-        return Side(recording.batch, uses, rows, fold=self.outputs == "trace")
-
-    def _general(
-        self, group: Samplewise, samples: Samples, recording: Recording, part: slice
-    ) -> Side:
-        """Return the gradients of some parameters without structure."""
-        rows = [
-            group.rows(a, samples.inputs, self._cotangents(output, samples.target, part))
-            for a, output in enumerate(recording.outputs)
-        ]
-        return Side(recording.batch, [{} for _ in rows], rows, fold=self.outputs == "trace")
+            terms, cotangents = recording.terms[a], self._cotangents(output, samples.target, part)
+            if group is None:
+                arrived = self._backward(output, terms, cotangents)
+                uses.append(group_uses(terms, arrived, self.recorder.individual))
+            else:
+                rows = group.rows(a, samples.inputs, cotangents)
+                uses.append({(("given", key),): [(Given(), row)] for key, row in rows.items()})
+        return Gradients(len(samples), uses, fold=self.outputs == "trace")
 
     def _backward(self, output: Tensor, terms: list[Term], cotangents: Tensor) -> list[Tensor]:
-        """Return the cotangents at all terms, ``(class, …)``."""
-        edges = [term.edge for term in terms]
-        if not edges:
+        """Return the cotangents at all terms, ``(class, …)``; zero where an output is constant."""
+        if not terms:
             return []
-        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+
+        def gradients(cotangent: Tensor, **options: Any) -> list[Tensor]:
+            edges = [term.edge for term in terms]
+            options |= {"retain_graph": True, "allow_unused": True}
+            found = torch.autograd.grad(output, edges, cotangent, **options)
+            return [
+                output.new_zeros(*cotangent.shape[: -output.dim()], *term.shape) if g is None else g
+                for g, term in zip(found, terms, strict=True)
+            ]
+
         small = sum(term.shape.numel() for term in terms) < SMALL
         if len(cotangents) > 1 and small and self._batched:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # operations without a batching rule are slow
-                    found = torch.autograd.grad(
-                        output, edges, cotangents, is_grads_batched=True, **options
-                    )
-                return [
-                    output.new_zeros(len(cotangents), *term.shape) if c is None else c
-                    for c, term in zip(found, terms, strict=True)
-                ]
+                    return gradients(cotangents, is_grads_batched=True)
             except (RuntimeError, NotImplementedError):
                 self._batched = False  # one class after another from now on
-        found = [torch.autograd.grad(output, edges, c, **options) for c in cotangents]
-        return [_stacked([f[i] for f in found], t.shape, output) for i, t in enumerate(terms)]
+        found = [gradients(c) for c in cotangents]
+        if len(found) == 1:
+            return [gradient.unsqueeze(0) for gradient in found[0]]
+        return [torch.stack(each) for each in zip(*found, strict=True)]
 
     def _cotangents(self, output: Tensor, target: Tensor | None, part: slice) -> Tensor:
         """Return what the outputs are contracted with, ``(class, batch, …)``."""
@@ -232,12 +191,6 @@ class Run:
         return (chosen if self.outputs == "target" else values.softmax(1) - chosen)[None]
 
 
-def _stacked(gradients: list[Tensor | None], shape: torch.Size, like: Tensor) -> Tensor:
-    """Stack the gradients of several classes; there are none where an output is constant."""
-    found = [like.new_zeros(shape) if g is None else g for g in gradients]
-    return found[0].unsqueeze(0) if len(found) == 1 else torch.stack(found)
-
-
 def _transposed(block: Tensor) -> Tensor:
     """Exchange rows and columns of a block of either part."""
     block = block.transpose(-3, -4).transpose(-1, -2)
@@ -255,16 +208,15 @@ def probe(left: Samples, right: Samples | None) -> Inputs:
     return tuple(torch.cat([x, y[:PROBED]]) for x, y in zip(few, right.inputs, strict=True))
 
 
-def _groups(parameters: dict[int, nn.Parameter], limit: float) -> Iterator[dict[int, nn.Parameter]]:
-    """Yield parameters in groups of at most so many bytes; at least one in each."""
-    group: dict[int, nn.Parameter] = {}
-    size = 0
+def _groups(parameters: dict[int, nn.Parameter], limit: float) -> list[dict[int, nn.Parameter]]:
+    """Return parameters in groups of at most so many bytes; at least one in each."""
+    groups: list[dict[int, nn.Parameter]] = []
+    left = 0.0
     for key, parameter in parameters.items():
-        mine = parameter.numel() * parameter.element_size()
-        if group and size + mine > limit:
-            yield group
-            group, size = {}, 0
-        group[key] = parameter
-        size += mine
-    if group:
-        yield group
+        size = parameter.numel() * parameter.element_size()
+        if not groups or size > left:
+            groups.append({})
+            left = limit
+        groups[-1][key] = parameter
+        left -= size
+    return groups

@@ -8,9 +8,9 @@ covariance of drawing everything, up to fluctuations that vanish with the width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble import run as execution
-from embens.ensemble.layers import Modulated
+from embens.ensemble.layers import Modulated, Modulation
 from embens.finite.checks import check_ensemble, check_inputs
 from embens.finite.empirical.recording import Inputs, as_inputs, check_modes
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+KNOWN = (nn.Linear.forward, networks.Linear.forward)
 
 
 def nngp(
@@ -65,118 +66,102 @@ def nngp(
         if samples is not None:
             check_inputs(samples, name, ensemble=ensemble)
     check_modes(ensemble)
-    stacks = ensemble._stacks()
-    with torch.no_grad(), _Watch(ensemble.network).watching() as watch:
-        left = _run(ensemble, stacks, as_inputs(x, "x"), watch)
-        right = left if x2 is None else _run(ensemble, stacks, as_inputs(x2, "x2"), watch)
-    if all(head is not None for head in (*left.heads, *right.heads)):
-        return _from_heads(left.heads, right.heads)  # type: ignore[arg-type]
-    rows, columns = (torch.stack(side.outputs).flatten(2) for side in (left, right))
-    return torch.einsum("aik,bjk->abij", rows, columns) / rows.shape[2]
+    ending = _Ending(ensemble)
+    rows = ending.run(as_inputs(x, "x"))
+    columns = rows if x2 is None else ending.run(as_inputs(x2, "x2"))
+    heads = [[head for _, head in side if head is not None] for side in (rows, columns)]
+    if all(len(found) == ensemble.members for found in heads):
+        return _from_heads(*heads)
+    left, right = (torch.stack([o for o, _ in side]).flatten(2) for side in (rows, columns))
+    return torch.einsum("aik,bjk->abij", left, right) / left.shape[2]
 
 
 @dataclass(frozen=True)
 class _Head:
-    """The last layer in one member's pass."""
+    """The last layer in one member's pass.
 
-    inputs: Tensor
-    weight_variance: float
-    bias_variance: float
+    Attributes:
+        features: its inputs, times the standard deviation of its weights.
+        bias_std: the standard deviation of its biases.
+        pre: the modulations of its outputs, if it has any.
+        own: whether the member has its own.
+    """
+
+    features: Tensor
+    bias_std: float
     pre: Tensor | None
     own: bool
 
 
-@dataclass
-class _Side:
-    outputs: list[Tensor]
-    heads: list[_Head | None]
+class _Ending:
+    """Runs an ensemble, and finds the Linear layer that it ends in by its latest calls."""
 
+    def __init__(self, ensemble: EmbeddedEnsemble):
+        self.ensemble = ensemble
+        self.numbers: list[Tensor] = []
+        self.own = {id(p) for p in ensemble.individual_parameters()}
+        self.calls: list[tuple[nn.Module, Tensor, Tensor, tuple[float, float]]] = []
 
-class _Watch:
-    """Keeps the latest calls of Linear layers, to find the one that the network ends in."""
+    def run(self, inputs: Inputs) -> list[tuple[Tensor, _Head | None]]:
+        """Return the output and the last layer of each member."""
+        found = []
+        with torch.no_grad(), ExitStack() as stack:
+            for module in self.ensemble.network.modules():
+                linear = isinstance(module, nn.Linear) and type(module).forward in KNOWN
+                if linear or isinstance(module, Modulated):
+                    hook = partial(self._keep, module)
+                    stack.callback(module.register_forward_hook(hook).remove)
+            run = stack.enter_context(self.ensemble.run(inputs, chunk=1))
+            self.numbers = self.numbers or run.numbers  # fresh ones are drawn once
+            for a in range(self.ensemble.members):
+                output = run.member(a, numbers=[numbers[a] for numbers in self.numbers])
+                if not isinstance(output, Tensor):
+                    raise TypeError(
+                        "a covariance needs a network whose output is one tensor; got "
+                        f"{type(output).__name__}. Wrap the reference in a module that returns it."
+                    )
+                found.append((output, self._head(output, a)))
+                self.calls.clear()
+        return found
 
-    def __init__(self, network: nn.Module):
-        self.network = network
-        self.calls: list[tuple[Any, ...]] = []
+    def _keep(self, layer: nn.Module, now: nn.Module, args: tuple, output: Any) -> None:
+        """Note a call of a layer; ``now`` is the same, or its copy with a member's weights."""
+        stds = _stds(now) if isinstance(now, nn.Linear) else (0.0, 0.0)
+        self.calls = [*self.calls[-1:], (layer, args[0] if args else output, output, stds)]
 
-    @contextmanager
-    def watching(self) -> Iterator[_Watch]:
-        known = (nn.Linear.forward, networks.Linear.forward)
-        handles = [
-            module.register_forward_hook(self._keep)
-            for module in self.network.modules()
-            if (isinstance(module, nn.Linear) and type(module).forward in known)
-            or isinstance(module, Modulated)
-        ]
-        try:
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _keep(self, module: nn.Module, args: tuple, output: Any) -> None:
-        variances = (0.0, 0.0) if isinstance(module, Modulated) else _variances(module)
-        self.calls = [*self.calls[-1:], (module, args, output, variances)]
-
-    def head(self, output: Tensor, values: list[Tensor], own: set[int]) -> _Head | None:
+    def _head(self, output: Tensor, a: int) -> _Head | None:
         """Return the layer whose output this is, if it is a Linear layer's."""
         calls, pre = list(self.calls), None
         if calls and isinstance(calls[-1][0], Modulated) and calls[-1][2] is output:
-            module, _, _, _ = calls.pop()
-            if module.slots[0] is not None:
-                pre = values[module.slots[0]]
-                output = calls[-1][2] if calls else output
+            site = calls.pop()[0].pre
+            if isinstance(site, Modulation) and calls:
+                pre, output = self.numbers[site.slot][a], calls[-1][2]
         if not calls or calls[-1][2] is not output or not isinstance(calls[-1][0], nn.Linear):
             return None
-        layer, args, _, (weight, bias) = calls[-1]
-        if not args or args[0].dim() != 2:
+        layer, features, _, (weight_std, bias_std) = calls[-1]
+        if features.dim() != 2:
             return None
-        return _Head(args[0], weight, bias, pre, id(layer.weight) in own)
+        return _Head(features * weight_std, bias_std, pre, id(layer.weight) in self.own)
 
 
-def _run(ensemble: EmbeddedEnsemble, stacks: list[Tensor], inputs: Inputs, watch: _Watch) -> _Side:
-    own = {id(p) for p in ensemble.individual_parameters()}
-    side = _Side([], [])
-    with execution.Pass(ensemble._cursor, ensemble._new_store("same", 1)):
-        for a in range(ensemble.members):
-            values = [stack[a] for stack in stacks]
-            watch.calls.clear()
-            output = execution.run_member(ensemble.network, ensemble._cursor, values, inputs, {})
-            if not isinstance(output, Tensor):
-                raise TypeError(
-                    "a covariance needs a network whose output is one tensor; got "
-                    f"{type(output).__name__}. Wrap the reference in a module that returns it."
-                )
-            side.outputs.append(output)
-            side.heads.append(watch.head(output, values, own))
-    return side
-
-
-def _variances(layer: nn.Module) -> tuple[float, float]:
-    """Return the variances of a Linear layer's weights and biases."""
-    assert isinstance(layer, nn.Linear)
+def _stds(layer: nn.Linear) -> tuple[float, float]:
+    """Return the standard deviations of a layer's weights and biases."""
     if not isinstance(layer, networks.Linear):
-        bias = 0.0 if layer.bias is None else float(layer.bias.square().mean())
-        return float(layer.weight.square().mean()), bias
+        tensors = (layer.weight, layer.bias)
+        return tuple(0.0 if t is None else float(t.square().mean().sqrt()) for t in tensors)  # type: ignore[return-value]
     inputs, outputs = layer.in_features, layer.out_features
     fan = (inputs + outputs) / 2 if layer.parametrization == "xavier" else inputs
-    return layer.weight_std**2 / fan, layer.bias_std**2
+    return layer.weight_std / math.sqrt(fan), layer.bias_std
 
 
 def _from_heads(left: list[_Head], right: list[_Head]) -> Tensor:
-    members, first = len(left), left[0]
-    # Members with a last layer of their own have its numbers in their inputs' scale.
-    scales = [math.sqrt(head.weight_variance) for head in left]
-    rows, columns = (
-        torch.stack([h.inputs * s for h, s in zip(heads, scales, strict=True)])
-        for heads in (left, right)
-    )
+    rows, columns = (torch.stack([head.features for head in heads]) for heads in (left, right))
     result = torch.einsum("aif,bjf->abij", rows, columns)
-    biases = torch.tensor([math.sqrt(head.bias_variance) for head in left]).to(result)
+    biases = torch.tensor([head.bias_std for head in left]).to(result)
     result += torch.outer(biases, biases)[:, :, None, None]
-    if first.pre is not None:
+    if left[0].pre is not None:
         pre = torch.stack([head.pre for head in left])  # type: ignore[arg-type]
         result *= (pre @ pre.mT / pre.shape[1])[:, :, None, None]
-    if first.own:
-        result *= torch.eye(members).to(result)[:, :, None, None]
+    if left[0].own:
+        result *= torch.eye(len(left)).to(result)[:, :, None, None]
     return result

@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from embens.checks import closest, gradient_factor
+from embens.checks import check_choice, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call, check_inputs
-from embens.finite.empirical.blocks import OUTPUTS, Outputs, Run, Samples, probe
-from embens.finite.empirical.recording import Inputs, Recorder, as_inputs
+from embens.finite.empirical.blocks import OUTPUTS, Blocks, Outputs, probe
+from embens.finite.empirical.recording import Inputs, Recorder, Samples, as_inputs
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -137,8 +137,7 @@ def ntk(
     check_call(ensemble, x1)
     if x2 is not None:
         check_inputs(x2, "x2", ensemble=ensemble)
-    if outputs not in OUTPUTS:
-        raise ValueError(f"outputs: unknown {outputs!r}{closest(outputs, OUTPUTS)}")
+    check_choice("outputs", outputs, OUTPUTS)
     left = Samples(as_inputs(x1, "x1"), _check_target(outputs, target, x1, "target"))
     right = None
     if x2 is not None:
@@ -151,13 +150,9 @@ def ntk(
 def trace_of(
     ensemble: EmbeddedEnsemble, x: Tensor | Inputs, *, chosen: Int[Tensor, " k"], memory: float
 ) -> FiniteKernel:
-    """Return the sum of the kernels of some outputs of few samples, within a budget of memory.
+    """Return the sum of the kernels of chosen outputs, counted over all axes after the batch.
 
-    Args:
-        ensemble: see :func:`ntk`, as for x.
-        x: the samples.
-        chosen: which outputs, counted over all axes after the batch.
-        memory: in bytes, roughly; a ValueError where not even one sample fits.
+    ``memory`` is in bytes, roughly; a ValueError where not even one sample fits.
     """
     samples = Samples(as_inputs(x, "x"), None)
     return _compute(ensemble, samples, None, "trace", None, chosen, memory)
@@ -175,11 +170,9 @@ def _compute(
     recorder = Recorder(ensemble)
     with torch.no_grad(), recorder.watching():
         recorder.survey(probe(left, right))
-        run = Run(recorder, outputs, chosen, memory)
+        run = Blocks(recorder, outputs, chosen, memory)
         size = run.chunk_size(left, chunk)
-        parts = run.kernel(
-            list(left.split(size)), None if right is None else list(right.split(size))
-        )
+        parts = run.kernel(left.split(size), None if right is None else right.split(size))
     return FiniteKernel(*parts, natural_gamma=ensemble.natural_gamma)
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,23 +28,42 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble import run as execution
-from embens.ensemble.layers import Modulated, Once, is_linear_in_parameters
+from embens.ensemble.layers import Modulated, Modulation, is_linear_in_parameters
 from embens.finite.empirical.terms import Affine, Lookup, Scale, Term
 from embens.reading import NORMS
+from embens.reading.layers import spatial_axes
 
 Inputs = tuple[Tensor, ...]
+Call = tuple[nn.Module, Term]
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How much numbers may change, relative to the largest, by running samples together."""
 PROBED = 64
 """Among how many samples two different ones are looked for."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class Samples:
+    """Inputs, with the classes of their targets."""
+
+    inputs: Inputs
+    target: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs[0])
+
+    def split(self, size: int) -> list[Samples]:
+        """Return them in chunks."""
+        inputs = zip(*(x.split(size) for x in self.inputs), strict=True)
+        if self.target is None:
+            return [Samples(chunk) for chunk in inputs]
+        return [Samples(*chunk) for chunk in zip(inputs, self.target.split(size), strict=True)]
+
+
+@dataclass(frozen=True)
 class Recording:
     """One pass of all members: outputs ``(batch, …)`` and terms of each."""
 
-    batch: int
+    samples: Samples
     outputs: list[Tensor]
     terms: list[list[Term]]
 
@@ -52,149 +71,117 @@ class Recording:
 class Recorder:
     """Runs an ensemble and keeps the terms of its trainable parameters.
 
-    Args:
-        ensemble: is left as it is, but for hooks while :meth:`watching`.
+    The ensemble is left as it is, but for hooks while :meth:`watching`.
 
     Attributes:
-        stacks: the members' own numbers, drawn once where they are fresh.
+        numbers: the members' own numbers, as they are in the first pass.
         individual: ids of the individual parameters.
         general: the trainable parameters that have no terms; set by :meth:`survey`.
-        numbers: how many numbers one sample's terms hold for one member; set by :meth:`survey`.
+        size: how many numbers one sample's terms hold for one member; set by :meth:`survey`.
         classes: how many outputs a sample has; set by :meth:`survey`.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.ensemble = ensemble
-        self.stacks = ensemble._stacks()
+        self.numbers: list[Tensor] = []
         self.individual = {id(p) for p in ensemble.individual_parameters()}
         self.trainable = {id(p): p for p in ensemble.parameters() if p.requires_grad}
         self.general: dict[int, nn.Parameter] = {}
-        self.numbers = 0
+        self.size = 0
         self.classes = 0
         self._structured: dict[int, nn.Parameter] = dict(self.trainable)
-        self._own: list[Term] = []
-        self._common: list[Term] = []
-        self._surveyed: list[Term] = []
-        self._paused = True
-        self._once = {
-            id(inner)
-            for module in ensemble.modules()
-            if isinstance(module, Once) and not (module.random and module.training)
-            for inner in module.modules()
-        }
+        self._channels_last = True
+        self._calls: list[Call] | None = None
 
     # Passes
 
-    def record(self, inputs: Inputs) -> Recording:
+    def record(self, samples: Samples) -> Recording:
         """Run all members and keep their terms."""
-        batch = len(inputs[0])
-        outputs, own = [], []
-        self._common = []
-        store = self.ensemble._new_store("same", 1)
-        for output in self._run(inputs, range(self.ensemble.members), store):
-            outputs.append(_checked_output(output, batch))
-            own.append(self._own)
-        return Recording(batch, outputs, [[*self._common, *terms] for terms in own])
+        passes = self._run(samples.inputs, range(self.ensemble.members))
+        outputs, calls = [output for output, _ in passes], [found for _, found in passes]
+        if len(calls) > 1:  # what ran for the first member alone is computed once for all
+            again = {id(module) for module, _ in calls[1]}
+            once = [call for call in calls[0] if id(call[0]) not in again]
+            calls = [calls[0], *([*once, *found] for found in calls[1:])]
+        return Recording(samples, outputs, [[term for _, term in found] for found in calls])
 
-    def _run(self, inputs: Inputs, members: Sequence[int], store: Any = None) -> Iterator[Any]:
-        cursor = self.ensemble._cursor
-        with execution.Pass(cursor, store), torch.enable_grad():
+    def _run(self, inputs: Inputs, members: Iterable[int]) -> list[tuple[Tensor, list[Call]]]:
+        """Return the outputs of some members and their terms, with the modules that they are of."""
+        if self._channels_last:  # faster for images, the same for all else
+            inputs = tuple(
+                x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+                for x in inputs
+            )
+        found = []
+        with torch.enable_grad(), self.ensemble.run(inputs, chunk=1) as run:
+            self.numbers = self.numbers or run.numbers  # fresh ones are drawn once
             for a in members:
-                self._own, self._paused = [], False
+                self._calls = calls = []
                 try:
-                    values = [stack[a] for stack in self.stacks]
-                    output = self.ensemble._run_member(values, inputs, {})
+                    output = run.member(a, numbers=[stack[a] for stack in self.numbers])
                 finally:
-                    self._paused = True
-                yield output
+                    self._calls = None
+                found.append((_checked_output(output, len(inputs[0])), calls))
+        return found
 
     # Hooks
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Keep hooks on all layers that have terms."""
-        handles: list[Any] = []
         modules = [] if self.ensemble.plan.recompute else list(self.ensemble.network.modules())
         layers = [m for m in modules if _is_known(m)]  # before there are hooks of ours
-        try:
+        with ExitStack() as stack:
             for module in modules:
                 if isinstance(module, Modulated):
-                    handles += self._watch_modulated(module)
+                    for handle in self._watch_modulated(module):
+                        stack.callback(handle.remove)
             for module in layers:
-                roles = self._roles(module)
+                roles = {r: p for r, p in module._parameters.items() if id(p) in self.trainable}
                 if roles:
-                    hook = self._keep_layer(roles)
-                    handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                    hook = self._keep_layer(module, roles)  # type: ignore[arg-type]
+                    stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _roles(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        return {
-            role: p
-            for role, p in module._parameters.items()
-            if p is not None and id(p) in self.trainable
-        }
-
-    def _keep(self, term: Term, *, common: bool) -> None:
-        if term.parameters:
-            (self._common if common else self._own).append(term)
-
-    def _keep_layer(self, roles: dict[str, nn.Parameter]) -> Callable:
+    def _keep_layer(self, layer: nn.Module, roles: dict[str, nn.Parameter]) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            if self._paused or not (isinstance(output, Tensor) and output.requires_grad):
-                return
-            value = args[0] if args else next(iter(kwargs.values()))
-            with torch.no_grad(), self._pause():
-                term = _term(module, self._wanted(roles), value, output)
-            once = self.ensemble._cursor.store is not None and id(module) in self._once
-            self._keep(term, common=once)
+            calls, self._calls = self._calls, None  # a term may call the layer itself
+            if calls is not None and isinstance(output, Tensor) and output.requires_grad:
+                value = args[0] if args else next(iter(kwargs.values()))
+                with torch.no_grad():
+                    term = _term(module, self._wanted(roles), value, output)
+                if term.parameters:
+                    calls.append((layer, term))  # the module may be a copy for one member
+            self._calls = calls
 
         return hook
 
     def _wanted(self, roles: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         return {role: p for role, p in roles.items() if id(p) in self._structured}
 
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
     def _watch_modulated(self, module: Modulated) -> list[Any]:
         """Keep what the two modulations of a layer multiply."""
-        numbers = {"post": module.post, "pre": module.pre}
-        trainable = {
-            k: m for k, m in numbers.items() if m is not None and id(m.values) in self.trainable
-        }
-        if not trainable:
-            return []
         seen: dict[str, Any] = {}
 
-        def scale(kind: str, value: Tensor, product: Tensor, source: Any) -> None:
-            modulation = trainable.get(kind)
-            if modulation is None or not product.requires_grad:
+        def scale(numbers: Modulation | None, value: Tensor, product: Tensor, source: Any) -> None:
+            if numbers is None or id(numbers.values) not in self._structured:
                 return
-            wanted = self._wanted({"weight": modulation.values})  # type: ignore[dict-item]
             edge = torch.autograd.graph.get_gradient_edge(product)
-            shape = (modulation.size * modulation.repeat, *(1,) * modulation.trailing)
-            common = (wanted, value.detach(), edge, source, product.shape)
-            self._keep(Scale(*common, shape, modulation.repeat), common=False)
+            shape = (numbers.size * numbers.repeat, *(1,) * spatial_axes(module.plain_layer))
+            use = ({"weight": numbers.values}, value.detach(), edge, source, product.shape)
+            self._calls.append((module, Scale(*use, shape, numbers.repeat)))  # type: ignore[union-attr, arg-type]
 
         def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
             seen["input"] = args[0] if args else kwargs["input"]
 
         def inside(_: nn.Module, args: tuple, output: Tensor) -> None:
-            if not self._paused:
-                scale("post", seen["input"], args[0], seen["input"].grad_fn)
+            if self._calls is not None:
+                scale(module.post, seen["input"], args[0], seen["input"].grad_fn)
                 seen["output"], seen["source"] = output, output.grad_fn
 
         def after(_: nn.Module, args: tuple, output: Tensor) -> None:
-            if not self._paused:
-                scale("pre", seen["output"], output, seen["source"])
+            if self._calls is not None and "output" in seen:
+                scale(module.pre, seen["output"], output, seen["source"])
             seen.clear()
 
         return [
@@ -211,35 +198,44 @@ class Recorder:
         Two samples of those given are run, as different as there are. Where they are equal in
         places, they are run again with noise, as what is equal can't be told apart; equal samples
         of whole numbers leave no way to find structure.
-
-        Args:
-            inputs: samples.
         """
         check_modes(self.ensemble)
         pair, distinct = _different_pair(inputs)
-        general = self._unstructured(pair)
-        if len(pair[0]) > 1 and not distinct:
-            noisy = _with_noise(pair)
-            if noisy is not None:
-                try:
-                    general |= self._unstructured(noisy)
-                except (RuntimeError, IndexError):  # noise is not in the network's domain
-                    general = set(self.trainable)
-            elif all(torch.equal(x[0], x[1]) for x in pair):
+        try:
+            general, terms = self._unstructured(pair)
+        except RuntimeError:  # the network's code may need images to be contiguous
+            if not any(x.dim() == 4 for x in inputs):
+                raise
+            self._channels_last = False
+            general, terms = self._unstructured(pair)
+        if not distinct:
+            try:
+                general |= self._unstructured(_with_noise(pair))[0]
+            except (RuntimeError, IndexError):  # noise is not in the network's domain
+                general = set(self.trainable)
+            if all(torch.equal(x[0], x[1]) and not x.is_floating_point() for x in pair):
                 general = set(self.trainable)
         self.general = {k: p for k, p in self.trainable.items() if k in general}
         self._structured = {k: p for k, p in self.trainable.items() if k not in general}
-        sizes = [2 * t.value.numel() for t in self._surveyed if self._wanted(t.parameters)]
-        self.numbers = math.ceil(sum(sizes) / len(pair[0]))
+        sizes = [2 * term.value.numel() for term in terms if self._wanted(term.parameters)]
+        self.size = math.ceil(sum(sizes) / len(pair[0]))
 
-    def _unstructured(self, inputs: Inputs) -> set[int]:
-        """Return the parameters whose uses by these one or two samples are without structure."""
+    def _unstructured(self, inputs: Inputs) -> tuple[set[int], list[Term]]:
+        """Return the parameters that these one or two samples use without structure; all terms."""
         batch = len(inputs[0])
-        (output,) = self._run(inputs, [0])
-        output, together = _checked_output(output, batch), self._own
-        unusable: set[int] = set()
+        ((output, calls),) = self._run(inputs, [0])
+        terms, self.classes = [term for _, term in calls], output[0].numel()
+        found = _leaves(output, terms)
         if batch > 1:
-            first = self._run_alone(tuple(x[:1] for x in inputs))
+            sample = tuple(x[:1] for x in inputs)
+            try:
+                ((first, alone),) = self._run(sample, [0])
+            except (RuntimeError, ValueError) as error:
+                raise ValueError(
+                    "the network can't run on a batch of one sample, of shape "
+                    f"{', '.join(str(tuple(x.shape)) for x in sample)} ({error}). A kernel between "
+                    "samples needs the batch as the first axis of inputs and outputs."
+                ) from error
             if not _begins_with(output, first, batch):
                 raise ValueError(
                     "a sample's outputs depend on the samples beside it, or are random: a kernel "
@@ -247,25 +243,12 @@ class Recorder:
                     "ensemble.eval() for Dropout and batch statistics, and let the batch be the "
                     "first axis of inputs and outputs."
                 )
-            unusable = _misplaced(together, self._own, batch)
-        reached = _leaves(output, together)
+            found |= _misplaced(terms, [term for _, term in alone], batch)
         forms: dict[int, set] = defaultdict(set)
-        for term in together:
+        for term in terms:
             for p in term.parameters.values():
                 forms[id(p)].add(term.form)
-        self._surveyed, self.classes = together, output[0].numel()
-        return unusable | reached | {p for p, found in forms.items() if len(found) > 1}
-
-    def _run_alone(self, sample: Inputs) -> Tensor:
-        try:
-            (output,) = self._run(sample, [0])
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                "the network can't run on a batch of one sample, of shape "
-                f"{', '.join(str(tuple(x.shape)) for x in sample)} ({error}). A kernel between "
-                "samples needs the batch as the first axis of inputs and outputs."
-            ) from error
-        return _checked_output(output, 1)
+        return found | {p for p, different in forms.items() if len(different) > 1}, terms
 
 
 def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
@@ -283,10 +266,8 @@ def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
     return tuple(x[[0, other]] for x in inputs), distinct
 
 
-def _with_noise(inputs: Inputs) -> Inputs | None:
-    """Return inputs with a tenth of noise; None where all are whole numbers."""
-    if not any(x.is_floating_point() for x in inputs):
-        return None
+def _with_noise(inputs: Inputs) -> Inputs:
+    """Return inputs with a tenth of noise, but for whole numbers."""
     source = torch.Generator().manual_seed(0)
 
     def noisy(x: Tensor) -> Tensor:
@@ -346,10 +327,8 @@ def _term(
         return Lookup(parameters, value.detach(), *use, module.padding_idx)
     scales = {"weight": 1.0, "bias": 1.0}
     if isinstance(module, networks.Parametrized) and module.parametrization == "ntk":
-        scales = {
-            "weight": module.weight_std / math.sqrt(module.fan_in),
-            "bias": module.bias_std,
-        }
+        weight_scale = module.weight_std / math.sqrt(module.fan_in)
+        scales = {"weight": weight_scale, "bias": module.bias_std}
     return Affine(parameters, value.detach(), *use, module, scales)
 
 
@@ -400,16 +379,13 @@ def _begins_with(together: Tensor, first: Tensor, batch: int) -> bool:
 
 def _misplaced(together: list[Term], alone: list[Term], batch: int) -> set[int]:
     """Return the parameters of uses whose first axis is not the batch, sample after sample."""
-    used = [{id(p) for p in term.parameters.values()} for term in together]
-    if used != [{id(p) for p in term.parameters.values()} for term in alone]:
-        return set().union(*used)
-    return set().union(
-        *(
-            parameters
-            for parameters, term, single in zip(used, together, alone, strict=True)
-            if not _begins_with(term.value, single.value, batch)
-        )
-    )
+    same = [term.key for term in together] == [term.key for term in alone]
+    return {
+        parameter
+        for i, term in enumerate(together)
+        if not (same and _begins_with(term.value, alone[i].value, batch))
+        for _, parameter in term.key
+    }
 
 
 def _leaves(output: Tensor, terms: list[Term]) -> set[int]:

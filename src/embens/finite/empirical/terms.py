@@ -13,7 +13,7 @@ diagonal of the product.
 
 A :class:`Term` is one such use in one pass. The batch is the first axis of ``value`` and of the
 cotangent, with a fixed number of rows for each sample. Axes of factors are ``inputs`` (batch,
-group, feature, position) and ``outputs`` (batch, class, group, channel, position).
+group, position, feature) and ``outputs`` (batch, class, group, position, channel).
 """
 
 from __future__ import annotations
@@ -47,8 +47,25 @@ class Term:
     shape: torch.Size
 
     @property
+    def key(self) -> tuple[tuple[str, int], ...]:
+        """The parameters' roles and ids."""
+        return tuple((role, id(p)) for role, p in self.parameters.items())
+
+    @property
     def form(self) -> Hashable:
         """What terms of one parameter must have in common for their gradients to be added."""
+        raise NotImplementedError
+
+    def inputs(self, batch: int) -> Tensor:
+        """Return :math:`h`."""
+        raise NotImplementedError
+
+    def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
+        """Return :math:`c`."""
+        raise NotImplementedError
+
+    def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
+        """Return gradients that are short, ``(batch, class, number)``."""
         raise NotImplementedError
 
 
@@ -67,31 +84,29 @@ class Affine(Term):
         return "affine", convolution, transposed, groups, tuple(self.scales.items())
 
     def inputs(self, batch: int) -> Tensor:
-        """Return :math:`h`, ``(batch, group, feature, position)``."""
+        """Return :math:`h`, ``(batch, group, position, feature)``."""
         layer, value = self.layer, self.value
         if not isinstance(layer, _ConvNd):
-            return value.reshape(batch, 1, -1, value.shape[-1]).mT
-        if isinstance(layer, _ConvTransposeNd):
-            return _by_group(_with_batch(value, layer), layer.groups, batch)
-        return join_positions(patches(_with_batch(value, layer), layer), batch)
+            return value.reshape(batch, 1, -1, value.shape[-1])
+        images = value if value.dim() == len(layer.kernel_size) + 2 else value.unsqueeze(0)
+        seen = by_group if isinstance(layer, _ConvTransposeNd) else patches
+        return join_positions(seen(images, layer), batch)
 
     def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
-        """Return :math:`c`, ``(batch, class, group, channel, position)``."""
+        """Return :math:`c`, ``(batch, class, group, position, channel)``."""
         layer, classes = self.layer, len(cotangent)
         if not isinstance(layer, _ConvNd):
-            rows = cotangent.reshape(classes, batch, 1, -1, cotangent.shape[-1])
-            return rows.mT.transpose(0, 1)
+            return cotangent.reshape(classes, batch, 1, -1, cotangent.shape[-1]).transpose(0, 1)
         images = cotangent.reshape(-1, *cotangent.shape[-1 - len(layer.kernel_size) :])
-        if isinstance(layer, _ConvTransposeNd):
-            split = join_positions(patches(images, layer), classes * batch)
-        else:
-            split = _by_group(images, layer.groups, classes * batch)
+        seen = patches if isinstance(layer, _ConvTransposeNd) else by_group
+        split = join_positions(seen(images, layer), classes * batch)
         return split.unflatten(0, (classes, batch)).transpose(0, 1)
 
-    def bias_rows(self, cotangent: Tensor, batch: int) -> Tensor:
+    def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
         """Return the gradients of the bias, ``(batch, class, channel)``."""
-        axes = len(self.layer.kernel_size) if isinstance(self.layer, _ConvNd) else 0  # type: ignore[arg-type]
-        return sum_to(cotangent, (cotangent.shape[-1 - axes], *(1,) * axes), batch)
+        axes = len(self.layer.kernel_size) if isinstance(self.layer, _ConvNd) else 0
+        rows = sum_to(cotangent, (cotangent.shape[-1 - axes], *(1,) * axes), batch)
+        return rows * self.scales[role]
 
 
 @dataclass(frozen=True)
@@ -104,15 +119,14 @@ class Lookup(Term):
     def form(self) -> Hashable:
         return "lookup", self.ignored
 
-    def tokens(self, batch: int) -> Tensor:
-        """Return the tokens, ``(batch, position)``; -1 where there is no gradient."""
-        tokens = self.value.reshape(batch, -1)
+    def inputs(self, batch: int) -> Tensor:
+        """Return the tokens, ``(batch, position, 1)``; -1 where there is no gradient."""
+        tokens = self.value.reshape(batch, -1, 1)
         return tokens if self.ignored is None else tokens.masked_fill(tokens == self.ignored, -1)
 
     def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
-        """Return the cotangents, ``(batch, class, 1, channel, position)``."""
-        classes, channels = len(cotangent), cotangent.shape[-1]
-        return cotangent.reshape(classes, batch, 1, -1, channels).mT.transpose(0, 1)
+        """Return the cotangents, ``(batch, class, 1, position, channel)``."""
+        return cotangent.reshape(len(cotangent), batch, 1, -1, cotangent.shape[-1]).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -138,6 +152,17 @@ class Scale(Term):
         return rows.unflatten(-1, (-1, self.repeat)).sum(-1) if self.repeat > 1 else rows
 
 
+class Given(Term):
+    """Gradients that are known as they are: they stand in the place of the cotangent."""
+
+    def __init__(self) -> None:
+        """Take nothing: there are no factors."""
+
+    def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
+        """Return the gradients."""
+        return cotangent
+
+
 def sum_to(values: Tensor, shape: tuple[int, ...], batch: int) -> Tensor:
     """Sum what broadcasting repeated: ``(class, row, …)`` to ``(batch, class, number)``.
 
@@ -155,38 +180,34 @@ def sum_to(values: Tensor, shape: tuple[int, ...], batch: int) -> Tensor:
     return values.reshape(classes, batch, numbers // kept, kept).sum(2).transpose(0, 1)
 
 
-def patches(images: Tensor, layer: nn.Module) -> Tensor:
-    """Return what each position of a convolution sees, ``(image, group, feature, position)``.
+def patches(images: Tensor, layer: _ConvNd) -> Tensor:
+    """Return what each position of a convolution sees, ``(image, group, position, feature)``.
 
-    For a transposed convolution: what each position of its input contributes to.
+    For a transposed convolution: what each position of its input contributes to. Channels are the
+    last of a feature's axes, so that images in the memory format ``channels_last`` are copied in
+    long pieces.
     """
-    assert isinstance(layer, _ConvNd)
     if isinstance(layer, _ConvTransposeNd):
         margins = [int(size) for size in reversed(layer.padding) for _ in range(2)]
     else:
         margins = layer._reversed_padding_repeated_twice
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    windows = F.pad(images, margins, mode=mode)
+    windows = F.pad(images, margins, mode=mode).movedim(1, -1)
     axes = len(layer.kernel_size)
     for i in range(axes):
         reach = (layer.kernel_size[i] - 1) * layer.dilation[i] + 1
-        windows = windows.unfold(2 + i, reach, layer.stride[i])[..., :: layer.dilation[i]]
-    order = (0, 1, *range(2 + axes, 2 + 2 * axes), *range(2, 2 + axes))
-    windows = windows.permute(order)
-    positions = windows.shape[-axes:].numel()
-    return windows.reshape(len(images), layer.groups, -1, positions)
+        windows = windows.unfold(1 + i, reach, layer.stride[i])[..., :: layer.dilation[i]]
+    windows = windows.movedim(1 + axes, -1).unflatten(-1, (layer.groups, -1)).movedim(-2, 1)
+    return windows.reshape(*windows.shape[:2], windows.shape[2 : 2 + axes].numel(), -1)
+
+
+def by_group(images: Tensor, layer: _ConvNd) -> Tensor:
+    """Return the channels at each position, ``(image, group, position, channel)``."""
+    return images.flatten(2).mT.unflatten(-1, (layer.groups, -1)).transpose(1, 2)
 
 
 def join_positions(values: Tensor, batch: int) -> Tensor:
-    """Make rows of one sample positions: ``(row, g, f, p)`` to ``(batch, g, f, position)``."""
+    """Make rows of one sample positions: ``(row, g, p, f)`` to ``(batch, g, position, f)``."""
     if len(values) == batch:
         return values
-    return values.unflatten(0, (batch, -1)).movedim(1, -2).flatten(-2)
-
-
-def _by_group(images: Tensor, groups: int, batch: int) -> Tensor:
-    return join_positions(images.flatten(2).unflatten(1, (groups, -1)), batch)
-
-
-def _with_batch(images: Tensor, layer: _ConvNd) -> Tensor:
-    return images if images.dim() == len(layer.kernel_size) + 2 else images.unsqueeze(0)
+    return values.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)

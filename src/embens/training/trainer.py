@@ -1,10 +1,16 @@
-"""A run of :func:`embens.fit`: its state, its steps, and what happens at the end of an epoch."""
+"""A run of :func:`embens.fit`: its state, its steps, and what happens at the end of an epoch.
+
+A step is forward, backward, update; whatever can wait is done for many steps at once, because on
+small networks book-keeping would take longer than the arithmetic. So a loss that is not finite is
+found a little later than it happens, and the run goes back to the weights of the epoch before.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,17 +18,26 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
-from embens.objective import BatchKind, member_losses
+from embens.objective import BatchKind, default_criterion, member_losses, squared_error
 from embens.prediction import evaluating
-from embens.training import parallel, randomness, rates
-from embens.training.batches import Batch, Loaded, Part, Shuffled, count_rows
+from embens.training import parallel, randomness
+from embens.training.batches import (
+    Minibatch,
+    count_rows,
+    training_batches,
+    validation_batches,
+)
 from embens.training.checkpoint import Checkpoints
 from embens.training.history import History, Tally, history_of
-from embens.training.progress import Silent
+from embens.training.progress import make_progress
 from embens.training.settings import Settings
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
+
+Callback = Callable[["EmbeddedEnsemble", dict[str, Any]], object]
+_CHECK_EVERY = 64  # steps between looks at whether losses are finite
+_DEFAULTS = {f.__name__: f for f in (torch.nn.functional.cross_entropy, squared_error)}
 
 
 class Divergence(ArithmeticError):
@@ -37,37 +52,55 @@ class Divergence(ArithmeticError):
         self.history = history
 
 
-class Run:
+class Trainer:
     """A training run between two steps.
 
     Attributes:
         epoch: how many epochs are done.
         step: how many steps of the next one are done.
         steps: how many steps are done in all.
+        criterion: the settings', or what its default turned out to be on the first batch.
+        callbacks: called with the ensemble and its record at the end of each epoch.
     """
 
     def __init__(
         self,
         ensemble: EmbeddedEnsemble,
+        train: Any,
+        validation: Any,
         settings: Settings,
-        batches: Shuffled | Loaded,
-        validation: Callable[[], Iterator[tuple[tuple, Any]]] | None,
-        part: Part,
-        progress: Silent,
+        callbacks: Sequence[Callback] = (),
+        progress: bool | None = False,
     ):
-        self.ensemble, self.settings, self.part, self.progress = ensemble, settings, part, progress
-        self.batches, self.validation = batches, validation
+        self.ensemble, self.settings, self.callbacks = ensemble, settings, callbacks
         self.device = next(ensemble.parameters()).device
+        self.world = parallel.join(self.device)
+        if self.world.size > 1 and settings.batch == "split":
+            raise ValueError(
+                "batch='split' deals out the rows of one batch to members, which several processes "
+                "can't do for each other; use one process, or batch='same' or 'own'"
+            )
+        own = ensemble.members if settings.batch == "own" else None
+        options = {"seed": settings.seed, "own": own, "world": self.world}
+        self.batches = training_batches(train, settings.batch_size, **options)
+        self.validation = None
+        if validation is not None:
+            self.validation = validation_batches(validation, settings.batch_size)
+        progress = progress if self.world.rank == 0 else False
+        self.progress = make_progress(progress, settings.epochs, len(self.batches))
+        parallel.broadcast_(self.world, ensemble.state_dict().values())
         self.optimizer = settings.make_optimizer(ensemble)
-        make_scheduler = settings.scheduler or rates.linear_decay(settings.epochs)
-        self.scheduler = make_scheduler(self.optimizer)
+        self.scheduler = settings.make_scheduler(self.optimizer)
+        self.criterion = settings.criterion
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
-        self.epoch = self.step = self.steps = 0
+        self.parameters = [*self.shared, *self.individual]
+        self.epoch = self.steps = 0
         self.records: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] | None = None
         self.best_value, self.best_epoch = math.nan, None
         self.stopped: str | None = None
+        self._unchecked: list[Tensor] = []
         self._begin_epoch()
         self.keep_good()
 
@@ -78,8 +111,23 @@ class Run:
 
     # Steps
 
-    def train(self, checkpoints: Checkpoints | None, every: int | None) -> History:
-        """Run until the end, from wherever the state is."""
+    def train(self, folder: str | os.PathLike[str] | None, every: int | None) -> History:
+        """Run until the end, from the last checkpoint in the folder if there is one."""
+        checkpoints = None if folder is None else Checkpoints(folder, self.describe())
+        if checkpoints and (state := checkpoints.load_last()):
+            self.load(state)
+        tensors = self.ensemble.state_dict().values()
+        parallel.broadcast_(self.world, tensors)  # nobody starts before all have read
+        if checkpoints and self.world.rank == 0:
+            checkpoints.remove_leftovers()
+        with self.progress:
+            self._train(checkpoints, every if self.batches.resumable else None)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.best is not None:
+            self.ensemble.load_state_dict(self.best)
+        return self.history()
+
+    def _train(self, checkpoints: Checkpoints | None, every: int | None) -> None:
         self.progress.start(self.steps)
         if self.settings.epochs == 0:
             self.stopped = "epochs"
@@ -87,84 +135,92 @@ class Run:
             self.ensemble.train()
             began = time.perf_counter() - self.seconds
             for batch in self.batches.epoch(self.epoch, self.step):
-                self.progress.step(self.take_step(batch))
-                self.step += 1
-                self.steps += 1
-                if checkpoints and every and self.batches.resumable and self.steps % every == 0:
+                self.take_step(batch)
+                if checkpoints and every and self.steps % every == 0:
                     self.seconds = time.perf_counter() - began
                     self.save(checkpoints)
             if self.step == 0:
                 raise ValueError("train: expected at least one batch; the loader gave none")
             self.seconds = time.perf_counter() - began
             self.end_epoch()
-            if checkpoints and (not every or not self.batches.resumable or self.stopped):
+            if checkpoints and (not every or self.stopped):
                 self.save(checkpoints)
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.best is not None:
-            self.ensemble.load_state_dict(self.best)
-        return self.history()
 
-    def take_step(self, batch: Batch) -> float:
-        """Forward, backward, update; return the loss."""
-        settings, ensemble = self.settings, self.ensemble
-        inputs, target = self._move(batch.inputs), self._move(batch.target)
-        self.optimizer.zero_grad(set_to_none=True)
-        if settings.chunk is None:
-            outputs = ensemble(*inputs, batch=settings.batch)
-            losses = self._losses(outputs, target, settings.batch)
-            losses.sum().backward()
-        else:
-            losses, outputs = self._backward_in_chunks(inputs, target, settings.chunk)
-        parameters = (*self.shared, *self.individual)
-        loss = losses.detach().mean()
-        loss = parallel.average_(self.part, loss, parameters, batch.rows, batch.total)
+    def take_step(self, batch: Minibatch) -> None:
+        """Forward, backward, update."""
+        inputs, target = tuple(map(self._move, batch.inputs)), self._move(batch.target)
+        for parameter in self.parameters:
+            parameter.grad = None
+        try:
+            loss, losses, outputs = self._backward(inputs, target)
+        except (RuntimeError, ValueError):  # what is not finite may be refused somewhere
+            self.check_losses()
+            raise
+        loss = parallel.average_(self.world, loss, self.parameters, batch.rows, batch.total)
         if self.norms is None:
             self.norms = [gradient_norm(self.shared), gradient_norm(self.individual)]
-        value = float(loss)
-        if not math.isfinite(value):
-            raise self._divergence(f"the loss is {value}")
         self.optimizer.step()
         if batch.rows:
             self.tally.add(losses, outputs, target, batch.rows)
-        return value
+        self.step += 1
+        self.steps += 1
+        self._unchecked.append(loss)
+        if self.step % _CHECK_EVERY == 0:
+            self.check_losses()
+        self.progress.step(loss, len(losses))
 
-    def _backward_in_chunks(self, inputs: tuple, target: Any, chunk: int) -> tuple[Tensor, Any]:
-        """Backpropagate chunk by chunk; return the losses and the outputs, detached."""
+    def _backward(self, inputs: tuple, target: Any) -> tuple[Tensor, Tensor, Any]:
+        """Run forward and backward; return the objective, the members' losses, their outputs."""
+        if self.settings.chunk is None:
+            outputs = self.ensemble(*inputs, batch=self.settings.batch)
+            losses = self._losses(outputs, target, self.settings.batch)
+            loss = losses.sum()
+            loss.backward()
+            return loss.detach(), losses, outputs
         seen: list[tuple[Any, Tensor]] = []
 
         def watched(outputs: Any, target: Any) -> Tensor:
-            losses = member_losses(outputs, target, self.settings.criterion)
+            losses = self._losses(outputs, target)
             seen.append((tree_map(Tensor.detach, outputs), losses.detach()))
             return losses[:, None]
 
         watched.over_members = True  # type: ignore[attr-defined]
-        self.ensemble.backward(*inputs, target, criterion=watched, chunk=chunk)
+        loss = self.ensemble.backward(*inputs, target, criterion=watched, chunk=self.settings.chunk)
         whole = all(isinstance(outputs, Tensor) for outputs, _ in seen)
         outputs = torch.cat([outputs for outputs, _ in seen]) if whole else None
-        return torch.cat([losses for _, losses in seen]), outputs
+        return loss, torch.cat([losses for _, losses in seen]), outputs
 
     def _losses(self, outputs: Any, target: Any, batch: BatchKind = "same") -> Tensor:
-        settings, members = self.settings, self.ensemble.members
+        if self.criterion is None:
+            self.criterion = default_criterion(outputs, target, batch)
+        members = self.ensemble.members if batch == "split" else None
         return member_losses(
-            *(outputs, target, settings.criterion), batch=batch, of=settings.of, members=members
+            *(outputs, target, self.criterion), batch=batch, of=self.settings.of, members=members
         )
 
     def _move(self, values: Any) -> Any:
         if isinstance(values, Tensor):
             return values.to(self.device, non_blocking=True)
-        return tree_map(
-            lambda v: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v, values
-        )
+        return tree_map(lambda v: self._move(v) if isinstance(v, Tensor) else v, values)
+
+    def check_losses(self) -> None:
+        """Raise :class:`Divergence` if a loss since the last time is not finite."""
+        values = torch.stack(self._unchecked).tolist() if self._unchecked else []
+        self._unchecked = []
+        for index, value in enumerate(values):
+            if not math.isfinite(value):
+                raise self._divergence(f"the loss is {value}", self.step - len(values) + index + 1)
 
     # Epochs
 
     def end_epoch(self) -> None:
         """Write the epoch's record, validate, change the rates, decide whether to go on."""
+        self.check_losses()
         self.tally.flush()
-        parallel.sum_(self.part, self.tally.counts)
+        parallel.sum_(self.world, self.tally.sums.values())
         record: dict[str, Any] = {"epoch": self.epoch + 1, **self.tally.summary()}
         if not all_finite(self.ensemble.parameters()):
-            raise self._divergence("a weight is not finite")
+            raise self._divergence("a weight is not finite", self.step)
         metric = self._validate(record) if self.validation is not None else math.nan
         record["lr"], record["modulation_lr"] = self._rates()
         norms = self.norms or [math.nan, math.nan]
@@ -182,20 +238,22 @@ class Run:
             self.stopped = "epochs"
         self._begin_epoch()
         self.progress.epoch(record)
+        for callback in self.callbacks:
+            with randomness.seeded(self.settings.seed):
+                callback(self.ensemble, history_of([record], None, None).epochs[0])
 
     @torch.no_grad()
     def _validate(self, record: dict[str, Any]) -> float:
         """Add the validation columns; return the metric."""
         assert self.validation is not None
-        settings, members = self.settings, self.ensemble.members
-        tally, kept = Tally(members, device=self.device), []
+        settings = self.settings
+        tally, kept = Tally(self.ensemble.members, device=self.device), []
         seed = randomness.combine(settings.seed, self.epoch, 1)
         with evaluating(self.ensemble), randomness.seeded(seed):
             for inputs, target in self.validation():
-                inputs, target = self._move(inputs), self._move(target)
-                outputs = self.ensemble(*inputs)
-                losses = self._losses(outputs, target)
-                tally.add(losses, outputs, target, count_rows(target))
+                target = self._move(target)
+                outputs = self.ensemble(*map(self._move, inputs))
+                tally.add(self._losses(outputs, target), outputs, target, count_rows(target))
                 if callable(settings.metric):
                     kept.append((outputs, target))
         record.update(tally.summary("validation_"))
@@ -207,7 +265,7 @@ class Run:
         else:
             value = record["validation_ensemble_accuracy"]
         value = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
-        parallel.broadcast_(self.part, [value])
+        parallel.broadcast_(self.world, [value])
         record["metric"] = float(value)
         return record["metric"]
 
@@ -246,27 +304,32 @@ class Run:
         """Remember the weights as good ones."""
         self.good = {k: v.detach().clone() for k, v in self.ensemble.state_dict().items()}
 
-    def _divergence(self, what: str) -> Divergence:
+    def _divergence(self, what: str, step: int) -> Divergence:
         settings, (shared, individual) = self.settings, self._rates()
         self.ensemble.load_state_dict(self.good)
         self.optimizer.zero_grad(set_to_none=True)
-        gamma = self.ensemble.natural_gamma if settings.gamma is None else settings.gamma
-        gamma = gamma(self.ensemble.members) if callable(gamma) else gamma
         where = f"after epoch {self.epoch}" if self.epoch else "before training"
         return Divergence(
-            f"the run diverged in epoch {self.epoch + 1} at step {self.step + 1}: {what}. The "
-            f"ensemble has its weights from {where} again. Try a lower lr (now {shared:g}, "
-            f"modulations {individual:g}), a smaller gamma (now {gamma:g}: it multiplies the rate "
-            "of the shared parameters; 1 is the mean gradient), standardised inputs, or clipped "
-            "gradients in a loop of your own.",
+            f"the run diverged in epoch {self.epoch + 1} at step {step}: {what}. The ensemble has "
+            f"its weights from {where} again. Try a lower lr (shared rate now {shared:g}, "
+            f"modulations {individual:g}), a smaller gamma (now "
+            f"{settings.gamma_of(self.ensemble):g}: it multiplies the rate of the shared "
+            "parameters; 1 is the mean gradient), standardised inputs, or clipped gradients in a "
+            "loop of your own.",
             self.history(),
         )
 
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the run, for its checkpoints."""
+        return self.settings.describe(self.ensemble, self.optimizer, self.batches.count)
+
     def save(self, checkpoints: Checkpoints) -> None:
         """Write a checkpoint, from the first process."""
+        self.check_losses()
         self.tally.flush()
-        tally = parallel.sum_(self.part, self.tally.counts.clone())
-        if self.part.rank > 0 or not all_finite(self.ensemble.parameters()):
+        sums = {name: value.clone() for name, value in self.tally.sums.items()}
+        parallel.sum_(self.world, sums.values())
+        if self.world.rank > 0 or not all_finite(self.ensemble.parameters()):
             return
         state = {
             "model": self.ensemble.state_dict(),
@@ -275,8 +338,9 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "random": randomness.get_states(),
-            "batches": self.batches.state(),
-            "tally": tally,
+            "generators": [g.get_state() for g in self.batches.generators],
+            "tally": sums,
+            "criterion": next((k for k, v in _DEFAULTS.items() if v is self.criterion), None),
             **{name: getattr(self, name) for name in _POSITION},
         }
         checkpoints.save(self.steps, state)
@@ -290,9 +354,12 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         randomness.set_states(state["random"])
-        self.batches.load_state(state["batches"])
-        if self.part.rank == 0:
-            self.tally.counts.copy_(state["tally"])
+        for generator, value in zip(self.batches.generators, state["generators"], strict=True):
+            generator.set_state(value)
+        self.criterion = _DEFAULTS.get(state["criterion"], self.criterion)
+        if self.world.rank == 0:
+            for name, value in state["tally"].items():
+                self.tally.sums[name].copy_(value)
         for name in _POSITION:
             setattr(self, name, state[name])
 
@@ -306,11 +373,14 @@ _POSITION = (
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
     """Return the norm of all gradients together; NaN if there are none."""
-    norms = [p.grad.norm() for p in parameters if p.grad is not None]
-    return float(torch.stack(norms).norm()) if norms else math.nan
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else math.nan
 
 
+@torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether all numbers are finite."""
-    floats = (t.detach() for t in tensors if t.is_floating_point())
-    return all(math.isfinite(t.sum()) or bool(torch.isfinite(t).all()) for t in floats)
+    floats = [t for t in tensors if t.is_floating_point()]
+    return math.isfinite(torch.nn.utils.get_total_norm(floats)) or all(
+        bool(t.isfinite().all()) for t in floats
+    )

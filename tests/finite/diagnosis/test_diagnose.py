@@ -1,0 +1,181 @@
+"""The diagnosis as a whole: what it reports, and that it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ARCHITECTURES
+from finite.diagnosed import X, Y, batch_ensemble, mlp, seeded
+from torch import Tensor, nn
+
+import embens
+from embens import networks
+from embens.finite import Budget, diagnose
+from embens.finite.diagnosis.findings import CHECKS
+from embens.theory.regime import Regime
+
+
+def test_regime_coupling_and_gamma_are_those_of_the_limit():
+    report = diagnose(batch_ensemble(p=0.0), X, Y)
+    assert report.regime == Regime.INDEPENDENT
+    assert report.exact
+    assert (report.coupling, report.gamma) == (0.0, 8.0)
+    shifted = batch_ensemble(p=0.9)
+    report = diagnose(shifted, X, Y)
+    assert report.regime == Regime.COLLECTIVE
+    assert 0 < report.coupling < 1
+    pace = 8 / (1 + 7 * report.coupling)  # THEORY: within a few per cent of the spectrum's
+    assert report.gamma == pytest.approx(pace, rel=0.1)
+    assert diagnose(batch_ensemble(p=1.0), X, Y).gamma == pytest.approx(1.0, rel=1e-6)
+
+
+def test_the_pull_is_that_of_the_gradient_cosines():
+    ensemble = batch_ensemble(members=5)
+    report = diagnose(ensemble, X, Y)
+    found = embens.finite.gradient_cosines(ensemble, X, Y)
+    torch.testing.assert_close(report.cosines.float(), found, atol=1e-5, rtol=0)
+    pairs = torch.tensor([float(found[a, b]) for a in range(5) for b in range(5) if a != b])
+    assert report.pull.mean == pytest.approx(float(pairs.mean()), abs=1e-5)
+    assert report.pull.rms == pytest.approx(float(pairs.square().mean().sqrt()), rel=1e-4)
+    assert list(report.overlap) == ["0", "2", "4"]
+    assert sum(o.share for o in report.overlap.values()) == pytest.approx(1)
+    without = [
+        float(sum(found[b, c] for b in range(5) for c in range(5) if b != c and a not in (b, c)))
+        / 12
+        for a in range(5)
+    ]
+    mean = sum(without) / 5
+    error = math.sqrt(4 / 5 * sum((w - mean) ** 2 for w in without))
+    assert report.pull_error == pytest.approx(error, rel=1e-3)
+
+
+def test_regression_has_another_criterion():
+    reference = networks.mlp(12, 64, 2, 1, generator=seeded())
+    target = X[:, :1].sin()
+    ensemble = embens.batch_ensemble(reference, 4, generator=seeded())
+    report = diagnose(ensemble, X, target)
+    with torch.no_grad():
+        expected = F.mse_loss(ensemble(X)[0], target).item()
+    assert report.losses[0].item() == pytest.approx(expected, rel=1e-4)
+    assert report.codes == []
+    with pytest.raises(TypeError, match="pass criterion="):
+        diagnose(batch_ensemble(), X, None)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_any_network_can_be_diagnosed(architecture):
+    x = architecture.inputs(seeded())
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        reference = architecture.build()
+    ensemble = embens.embed(reference.eval(), 3, example_input=x, generator=seeded())
+
+    def criterion(outputs: Tensor, target: object) -> Tensor:
+        return outputs.square().mean()
+
+    report = diagnose(ensemble, x, None, criterion=criterion)
+    assert len(report.losses) == 3
+    assert report.overlap
+    json.dumps(report.to_dict())
+
+
+def test_the_ensemble_is_not_changed():
+    reference = nn.Sequential(
+        *(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5)),
+        *(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4, bias=False)),
+    )
+    ensemble = embens.batch_ensemble(reference, 3, generator=seeded()).train()
+    next(iter(ensemble.parameters())).grad = torch.ones(16, 12)
+    before = copy.deepcopy(ensemble.state_dict())
+    modes = [m.training for m in ensemble.modules()]
+    state, own = torch.random.get_rng_state(), torch.Generator().manual_seed(3)
+    diagnose(ensemble, X, Y, budget=Budget(generator=own))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert modes == [m.training for m in ensemble.modules()]
+    for name, value in ensemble.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    first, *others = ensemble.parameters()
+    assert torch.equal(first.grad, torch.ones(16, 12))
+    assert all(p.grad is None for p in others)
+
+
+def test_it_is_the_same_every_time():
+    ensemble = embens.mc_dropout(mlp(), 4, fresh=True)
+    one, other = diagnose(ensemble, X, Y), diagnose(ensemble, X, Y)
+    assert torch.equal(one.cosines, other.cosines)
+    assert one.rates == other.rates
+    state = torch.random.get_rng_state()
+    diagnose(ensemble, X, Y)
+    assert torch.equal(state, torch.random.get_rng_state())
+    third = diagnose(ensemble, X, Y, budget=Budget(generator=seeded(9)))
+    assert not torch.equal(one.cosines, third.cosines)
+
+
+def test_values_without_an_axis_of_outputs_are_compared_sample_by_sample():
+    reference = networks.mlp(12, 64, 2, 1, generator=seeded())
+    ensemble = embens.batch_ensemble(reference, 4, generator=seeded())
+    flat, column = (diagnose(ensemble, X, t) for t in (X[:, 0].sin(), X[:, :1].sin()))
+    assert torch.equal(flat.losses, column.losses)
+    assert flat.rates == column.rates
+    with pytest.raises(ValueError, match="expected values of the outputs' shape"):
+        diagnose(ensemble, X, X[:, :2])
+
+
+def test_classes_of_any_whole_dtype_and_with_an_axis_more_are_taken():
+    expected = diagnose(batch_ensemble(), X, Y)
+    for target in (Y.int(), Y.to(torch.uint8), Y[:, None]):
+        assert torch.equal(diagnose(batch_ensemble(), X, target).losses, expected.losses)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"wanted": "collective"}, ValueError, "wanted must be"),
+        ({"criterion": "nll"}, TypeError, "expected a function of one member's outputs"),
+        ({"criterion": lambda o, t: (o, t)}, TypeError, "expected a tensor.*got tuple"),
+        ({"gamma": -1}, ValueError, "gamma must be finite"),
+        ({"optimizer": "Adm"}, ValueError, "did you mean 'Adam'"),
+        ({"optimizer": 3}, TypeError, "a torch optimizer, its class or its name"),
+    ],
+)
+def test_a_wrong_call_is_explained_before_any_work(options, error, message):
+    with pytest.raises(error, match=message):
+        diagnose(batch_ensemble(), X, Y, **options)
+    with pytest.raises(ValueError, match="at least one sample"):
+        diagnose(batch_ensemble(), X[:0], Y[:0])
+
+
+def test_the_how_to_is_true(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    root = Path(__file__).parents[3]
+    page = root / "docs" / "how-to" / "is-my-ensemble-an-ensemble.md"
+    text = page.read_text()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= 3
+    for block in blocks:
+        exec(compile(block, page.name, "exec"), names)
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+    for check in CHECKS:
+        assert f"`{check.__name__.replace('_', '-')}`" in text
+
+
+def test_the_example_runs_at_its_smallest(capsys):
+    pytest.importorskip("sklearn")
+    path = Path(__file__).parents[3] / "examples" / "how_many_members.py"
+    main = runpy.run_path(str(path))["main"]
+    (row,) = main(widths=(8,), members=(1, 2), epochs=1)
+    assert row["room"] > 1
+    assert 0 <= row[2] <= 1
+    assert "| width | room | M=1 | M=2 |" in capsys.readouterr().out

@@ -1,0 +1,229 @@
+"""Findings: each known trouble is found where it is, and healthy ensembles raise no alarm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from finite.diagnosed import IMAGES, LABELS, X, Y, batch_ensemble, cnn, mlp, seeded
+from torch import nn
+
+import embens
+from embens import laws, networks
+from embens.finite import diagnose
+from embens.finite.diagnosis.findings import CHECKS, optimizer_class
+
+
+def codes(ensemble: embens.EmbeddedEnsemble, **kwargs) -> list[str]:
+    image = isinstance(next(iter(embens.reading.parameter_layers(ensemble).values())), nn.Conv2d)
+    return diagnose(ensemble, *((IMAGES, LABELS) if image else (X, Y)), **kwargs).codes
+
+
+def decayed(ensemble: embens.EmbeddedEnsemble) -> torch.optim.Optimizer:
+    return torch.optim.SGD(ensemble.parameters(), lr=0.1, weight_decay=1e-4)
+
+
+def grouped(ensemble: embens.EmbeddedEnsemble) -> torch.optim.Optimizer:
+    return torch.optim.SGD(ensemble.parameter_groups(lr=0.1, weight_decay=1e-4))
+
+
+HEALTHY = {
+    "centred, ntk": batch_ensemble,
+    "centred, standard": lambda: batch_ensemble(parametrization="standard"),
+    "shifted, as was wanted": lambda: batch_ensemble(p=0.9),
+    "odd activations, v alone": lambda: embens.embed(
+        mlp(activation="tanh"), 8, post=None, generator=seeded()
+    ),
+    "paper's cnn": lambda: embens.batch_ensemble(cnn(), 4, generator=seeded(1)),
+    "last-layer dropout": lambda: embens.last_layer_dropout(mlp(), 8, generator=seeded()),
+    "fixed masks": lambda: embens.mc_dropout(mlp(), 8, generator=seeded()),
+    "fresh masks": lambda: embens.mc_dropout(mlp(), 8, fresh=True),
+    "separate networks": lambda: embens.independent(mlp(), 4, generator=seeded()),
+    "one member": lambda: batch_ensemble(members=1),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_ensemble_raises_no_alarm(name):
+    ensemble = HEALTHY[name]()
+    assert codes(ensemble, optimizer=grouped(ensemble)) == []
+
+
+TROUBLES = [
+    ("shifted-laws", lambda: batch_ensemble(p=0.5), {"wanted": "independent"}),
+    (
+        "uncentred-last-layer",
+        lambda: embens.embed(mlp(), 8, post={"2": laws.Normal()}, generator=seeded()),
+        {},
+    ),
+    (
+        "uncentred-last-layer",
+        lambda: embens.embed(mlp(), 8, post=None, generator=seeded()),
+        {"wanted": "independent"},
+    ),
+    (
+        "uncentred-last-layer",
+        lambda: embens.embed(
+            mlp(), 8, post={"2": laws.Normal(), "4": laws.Shifted(0.9)}, generator=seeded()
+        ),
+        {},
+    ),
+    ("shared-output-bias", lambda: batch_ensemble(bias_std=0.5), {}),
+    (
+        "input-modulations",
+        lambda: embens.embed(cnn(), 4, sites="all", generator=seeded()),
+        {},
+    ),
+    ("output-modulations", lambda: embens.embed(mlp(), 8, sites="all", generator=seeded()), {}),
+    (
+        "converging-modulations",
+        lambda: embens.last_layer_dropout(mlp(), 8, trainable=True, generator=seeded()),
+        {},
+    ),
+    ("large-gamma", lambda: batch_ensemble(p=0.99), {"gamma": 8.0}),
+    ("large-gamma", lambda: batch_ensemble(p=0.99), {"gamma": lambda members: members}),
+    ("decayed-modulations", batch_ensemble, {"optimizer": decayed}),
+    ("cancelled-gamma", batch_ensemble, {"optimizer": "Adam"}),
+    ("cancelled-gamma", batch_ensemble, {"optimizer": "SparseAdam"}),
+    ("cancelled-gamma", batch_ensemble, {"optimizer": torch.optim.RMSprop, "gamma": 3.0}),
+    ("decayed-modulations", batch_ensemble, {"optimizer": torch.optim.AdamW}),
+    ("decayed-modulations", batch_ensemble, {"optimizer": "adamw"}),
+    ("large-gamma", lambda: batch_ensemble(p=0.8), {"gamma": 8}),
+    ("crowded", lambda: batch_ensemble(members=64, width=4), {}),
+    ("no-gradient", lambda: embens.mc_dropout(dead(), 4), {}),
+]
+
+
+FINE = [
+    ("shifted-laws", lambda: batch_ensemble(p=0.5), {}),
+    ("shifted-laws", batch_ensemble, {"wanted": "independent"}),
+    ("uncentred-last-layer", batch_ensemble, {"wanted": "independent"}),
+    ("uncentred-last-layer", lambda: batch_ensemble(p=0.5), {}),
+    (
+        "uncentred-last-layer",
+        lambda: embens.embed(mlp(activation="tanh"), 8, post=None, generator=seeded()),
+        {"wanted": "independent"},
+    ),
+    ("shared-output-bias", batch_ensemble, {}),
+    ("shared-output-bias", lambda: batch_ensemble(p=0.5, bias_std=0.5), {}),
+    ("shared-output-bias", lambda: frozen_bias(batch_ensemble(bias_std=0.5)), {}),
+    ("input-modulations", lambda: embens.embed(cnn(), 4, generator=seeded()), {}),
+    (
+        "input-modulations",
+        lambda: embens.embed(mlp(), 4, sites="all", generator=seeded()),
+        {},
+    ),
+    ("output-modulations", lambda: embens.embed(mlp(), 8, generator=seeded()), {}),
+    (
+        "converging-modulations",
+        lambda: embens.embed(
+            mlp(), 8, pre={"0": laws.Normal()}, post={"4": laws.Normal()}, generator=seeded()
+        ),
+        {},
+    ),
+    ("converging-modulations", lambda: embens.last_layer_dropout(mlp(), 8), {}),
+    ("large-gamma", lambda: batch_ensemble(p=0.99), {"gamma": 1}),
+    ("large-gamma", batch_ensemble, {"gamma": 8}),
+    ("decayed-modulations", batch_ensemble, {"optimizer": grouped}),
+    ("decayed-modulations", lambda: embens.mc_dropout(mlp(), 4), {"optimizer": decayed}),
+    (
+        "decayed-modulations",
+        lambda: embens.independent(mlp(), 4, generator=seeded()),
+        {"optimizer": decayed},
+    ),
+    ("cancelled-gamma", batch_ensemble, {"optimizer": "SGD"}),
+    ("cancelled-gamma", batch_ensemble, {"optimizer": torch.optim.Adam, "gamma": 1.0}),
+    ("cancelled-gamma", batch_ensemble, {"optimizer": "LBFGS"}),
+    ("decayed-modulations", batch_ensemble, {"optimizer": torch.optim.Adam}),
+    ("large-gamma", lambda: batch_ensemble(p=0.8), {}),
+    ("crowded", lambda: batch_ensemble(members=8), {}),
+    (
+        "crowded",
+        lambda: embens.last_layer_dropout(mlp(width=16), 8, generator=seeded()),
+        {},
+    ),
+    (
+        "crowded",
+        lambda: embens.batch_ensemble(
+            networks.cnn(width=1 / 8, outputs=4, image=8, generator=seeded()), 16
+        ),
+        {},
+    ),
+    ("no-gradient", lambda: embens.mc_dropout(mlp(), 4), {}),
+]
+
+
+def dead() -> nn.Sequential:
+    reference = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
+    nn.init.constant_(reference[0].bias, -100.0)
+    return reference
+
+
+def frozen_bias(ensemble: embens.EmbeddedEnsemble) -> embens.EmbeddedEnsemble:
+    ensemble.network[4].layer.bias.requires_grad_(False)
+    return ensemble
+
+
+def called(make, options: dict) -> list[str]:
+    ensemble = make()
+    options = dict(options)
+    if options.get("optimizer") in (decayed, grouped):
+        options["optimizer"] = options["optimizer"](ensemble)
+    return codes(ensemble, **options)
+
+
+def case_name(value: object) -> str | None:
+    return value if isinstance(value, str) else ""
+
+
+@pytest.mark.parametrize(("code", "make", "options"), TROUBLES, ids=case_name)
+def test_a_trouble_is_found(code, make, options):
+    assert code in called(make, options)
+
+
+@pytest.mark.parametrize(("code", "make", "options"), FINE, ids=case_name)
+def test_a_trouble_is_not_found_where_it_is_not(code, make, options):
+    assert code not in called(make, options)
+
+
+def test_every_check_has_a_case_of_either_kind():
+    checked = {check.__name__.replace("_", "-") for check in CHECKS}
+    assert {code for code, *_ in TROUBLES} == {code for code, *_ in FINE} == checked
+
+
+def test_a_finding_says_what_and_what_to_do():
+    (finding,) = diagnose(batch_ensemble(p=0.5), X, Y, wanted="independent").warnings
+    assert finding.code == "shifted-laws"
+    assert "Shifted(p=0.5)" in finding.message
+    assert "p=0" in finding.what_to_do
+    assert finding.what_to_do in str(finding)
+
+
+def test_modulated_inputs_spread_the_gradients_over_orders_of_magnitude():
+    report = diagnose(embens.embed(cnn(), 16, sites="all", generator=seeded()), IMAGES, LABELS)
+    spread = float(report.norms.max() / report.norms.min())
+    hidden = diagnose(embens.embed(cnn(), 16, generator=seeded()), IMAGES, LABELS)
+    assert spread > 3 * float(hidden.norms.max() / hidden.norms.min())
+    (finding,) = [f for f in report.warnings if f.code == "input-modulations"]
+    assert f"{spread:.3g}" in finding.message
+
+
+def test_a_shared_output_bias_is_found_whatever_its_gradient_now_is():
+    for seed in range(3):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            reference = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
+        ensemble = embens.batch_ensemble(reference, 4, generator=seeded(seed))
+        assert codes(ensemble) == ["shared-output-bias"]
+
+
+@pytest.mark.parametrize("options", [{}, {"wanted": "independent"}, {"gamma": 8}])
+def test_a_single_member_is_coupled_to_nobody(options):
+    for p in (0.0, 0.9):
+        assert codes(batch_ensemble(p=p, members=1, bias_std=0.5), **options) == []
+    alone = embens.embed(mlp(), 1, post={"2": laws.Normal()}, generator=seeded())
+    assert codes(alone, **options) == []
+
+
+def test_an_optimizer_is_known_by_its_name():
+    assert optimizer_class("adamw") is torch.optim.AdamW
+    assert optimizer_class(torch.optim.SGD) is torch.optim.SGD

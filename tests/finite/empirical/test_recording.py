@@ -1,0 +1,161 @@
+"""Which parameters have structure, and which networks have no kernel between samples."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from cases import ARCHITECTURES, Residual, Tokens
+from finite.jacobians import (
+    BATCHED,
+    NOT_BATCHED,
+    Strange,
+    assert_equal,
+    build,
+    flat_outputs,
+    jacobians,
+    naive,
+)
+from torch import Tensor, nn
+
+import embens
+from embens import finite
+from embens.finite.empirical.recording import Recorder
+
+
+def test_the_ensemble_is_left_as_it_was():
+    ensemble, x = build(ARCHITECTURES[3], "batch_ensemble")
+    before = copy.deepcopy(ensemble.state_dict())
+    state = torch.get_rng_state()
+    finite.ntk(ensemble, x)
+    finite.nngp(ensemble, x)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(v, before[k]) for k, v in ensemble.state_dict().items())
+    assert all(p.grad is None for p in ensemble.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in ensemble.modules())
+    with torch.no_grad():
+        assert finite.ntk(ensemble, x, outputs="trace").shared.any()
+
+
+@pytest.mark.parametrize("time_first", [True, False])
+def test_positions_folded_into_the_batch_and_bare_parameters_are_found_out(time_first):
+    x = torch.randn(3, 3, 3, dtype=torch.float64)
+    ensemble = embens.embed(
+        Strange(time_first).double(), 2, sites=["input", "mixed"], example_input=x
+    )
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+
+
+@pytest.mark.parametrize("blind", ["first two equal", "first two zero", "all zero", "all equal"])
+def test_positions_before_the_batch_are_found_out_whatever_the_first_samples_are(blind):
+    x = torch.randn(4, 3, 3, dtype=torch.float64)
+    if blind == "first two equal":
+        x[1] = x[0]
+    elif blind == "all equal":
+        x[:] = x[0, 0]
+    else:
+        x[: 2 if blind == "first two zero" else 4] = 0.0
+    ensemble = embens.embed(Strange(True).double(), 2, sites=["input", "mixed"], example_input=x)
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+
+
+def test_equal_samples_of_whole_numbers_leave_nothing_to_structure():
+    architecture = next(a for a in BATCHED if not a.inputs(torch.Generator()).is_floating_point())
+    ensemble, x = build(architecture, "batch_ensemble")
+    x = x[:1, :1].expand(2, *x.shape[1:]).clone()
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+
+
+def test_samples_that_mix_are_refused_also_where_the_first_two_are_equal():
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.first(x))
+            return self.last(x - 0.5 * x.mean(0))
+
+    ensemble, x = embens.batch_ensemble(Mixing(), 2), torch.randn(5, 4)
+    x[1] = x[0]
+    for samples in (x, x[:2]):
+        with pytest.raises(ValueError, match="depend on the samples beside it"):
+            finite.ntk(ensemble, samples)
+
+
+def test_batch_statistics_are_refused():
+    x = torch.randn(4, 3, 6, 6)
+    ensemble = embens.batch_ensemble(Residual(), 2).train()
+    for function in (finite.ntk, finite.nngp):
+        with pytest.raises(ValueError, match=r"norm1.*statistics of the batch.*ensemble\.eval"):
+            function(ensemble, x)
+
+
+def test_random_layers_are_refused_in_training_mode_only():
+    x = torch.randn(4, 3, 6, 6)
+    ensemble = embens.batch_ensemble(Residual(dropout=0.5), 2).eval()
+    finite.ntk(ensemble, x, outputs="trace")
+    ensemble.network.get_submodule("dropout").train()
+    with pytest.raises(ValueError, match=r"dropout.*random.*ensemble\.eval"):
+        finite.ntk(ensemble, x)
+
+
+@pytest.mark.parametrize("name", NOT_BATCHED)
+def test_a_batch_that_is_not_the_first_axis_is_refused(name):
+    architecture = next(a for a in ARCHITECTURES if a.name == name)
+    ensemble, x = build(architecture, "batch_ensemble")
+    with pytest.raises(ValueError, match="first axis"):
+        finite.ntk(ensemble, x)
+
+
+def test_outputs_that_are_no_tensor_are_refused():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = torch.tanh(self.a(x))
+            return y, self.b(y)
+
+    ensemble = embens.embed(Pair(), 2)
+    for function in (finite.ntk, finite.nngp):
+        with pytest.raises(TypeError, match="one tensor; got tuple"):
+            function(ensemble, torch.randn(4, 3))
+
+
+def test_a_transformer_uses_terms_for_all_but_its_attention():
+    x = torch.randint(11, (3, 5))
+    ensemble = embens.last_layer_dropout(Tokens(), 2, example_input=x).eval()
+    recorder = Recorder(ensemble)
+    with recorder.watching():
+        recorder.survey((x[:2],))
+    names = {id(p): name for name, p in ensemble.named_parameters()}
+    assert all("self_attn" in names[p] for p in recorder.general)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_images_in_any_memory_format_give_the_same_kernel(contiguous):
+    class Viewing(nn.Module):
+        """Code that needs images to be contiguous, or does not."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(2, 3, 3), nn.Linear(3 * 16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            return self.last(x.view(len(x), -1) if contiguous else x.flatten(1))
+
+    x = torch.randn(3, 2, 6, 6, dtype=torch.float64)
+    ensemble = embens.embed(Viewing().double(), 2, example_input=x)
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    recorder = Recorder(ensemble)
+    with recorder.watching():
+        recorder.survey((x,))
+    assert recorder.general == {}
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))

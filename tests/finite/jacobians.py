@@ -1,0 +1,108 @@
+"""Ensembles of all architectures, and their kernels by naive Jacobians."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from cases import ARCHITECTURES, Architecture
+from torch import Tensor, nn
+
+import embens
+from embens import finite
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+FAMILIES = {
+    "batch_ensemble": lambda reference, x: embens.batch_ensemble(reference, 2, example_input=x),
+    "all sites": lambda reference, x: embens.embed(reference, 2, sites="all", example_input=x),
+    "last_layer_dropout": lambda reference, x: embens.last_layer_dropout(
+        reference, 2, example_input=x
+    ),
+    "independent": lambda reference, x: embens.independent(reference, 2),
+}
+
+
+NOT_BATCHED = ("unbatched conv", "encoder layer, time first")
+
+
+BATCHED = [a for a in ARCHITECTURES if a.name not in NOT_BATCHED]
+
+
+class Few(nn.Module):
+    """A few of the outputs, where a naive Jacobian of all would take long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, ::7][:, :6]
+
+
+def build(architecture: Architecture, family: str) -> tuple[embens.EmbeddedEnsemble, Tensor]:
+    x = architecture.inputs(torch.Generator().manual_seed(1))
+    x = x.double() if x.is_floating_point() else x
+    reference = architecture.build().double().eval()
+    if architecture.name not in NOT_BATCHED and reference(x)[0].numel() > 10:
+        reference = nn.Sequential(reference, Few())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # guesses about the data flow are not the matter here
+        return FAMILIES[family](reference, x).eval(), x
+
+
+def jacobians(ensemble: embens.EmbeddedEnsemble, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of outputs (member, batch, class) by one call for each of them."""
+    shared = [p for p in ensemble.shared_parameters() if p.requires_grad]
+    own = [p for p in ensemble.individual_parameters() if p.requires_grad]
+    rows: tuple[list, list] = ([], [])
+    for a, of_member in enumerate(outputs):
+        for value in of_member.flatten():
+            gradients = torch.autograd.grad(
+                value, shared + own, retain_graph=True, materialize_grads=True
+            )
+            nothing = outputs.new_zeros(1)
+            rows[0].append(torch.cat([nothing, *(g.flatten() for g in gradients[: len(shared)])]))
+            rows[1].append(
+                torch.cat([nothing, *(g[a].flatten() for g in gradients[len(shared) :])])
+            )
+    first, second = (torch.stack(r).view(*outputs.shape, -1) for r in rows)
+    return first, second
+
+
+def naive(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Contract Jacobians."""
+    shared = torch.einsum("aikp,bjlp->abijkl", left[0], right[0])
+    return shared, torch.einsum("aikp,ajlp->aijkl", left[1], right[1])
+
+
+def flat_outputs(ensemble: embens.EmbeddedEnsemble, x: Tensor) -> Tensor:
+    return ensemble(x, chunk=1).flatten(2)
+
+
+def assert_equal(kernel: finite.FiniteKernel, expected: tuple[Tensor, Tensor], **tolerance) -> None:
+    for part, other in zip((kernel.shared, kernel.individual), expected, strict=True):
+        scale = other.abs().max().clamp(min=1e-30)
+        torch.testing.assert_close(part / scale, other / scale, **(tolerance or EXACT))
+
+
+class Strange(nn.Module):
+    """Parameters in unusual places: positions folded into the batch, a bare one, a used twice."""
+
+    def __init__(self, time_first: bool):
+        super().__init__()
+        self.time_first = time_first
+        self.input = nn.Linear(3, 4)
+        self.mixed = nn.Linear(4, 4)
+        self.token = nn.Parameter(torch.randn(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, times, _ = x.shape
+        x = torch.tanh(self.input(x))
+        x = x.transpose(0, 1) if self.time_first else x
+        x = torch.tanh(self.mixed(x.reshape(rows * times, 4)))
+        x = (
+            x.reshape(times, rows, 4).mean(0)
+            if self.time_first
+            else x.reshape(rows, times, 4).mean(1)
+        )
+        x = x * self.token + self.mixed(self.token)
+        return self.head(x) * self.head.weight.square().mean()

@@ -1,0 +1,138 @@
+"""Data in any form, and the batches that are made of them."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from training import problem
+
+import embens
+from embens import data, metrics
+from embens.training import batches, fit, linear_decay
+from embens.training.batches import training_batches
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(problem.Pairs(*problem.data())[i] for i in range(problem.ROWS))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x, y: TensorDataset(x, y),
+        lambda x, y: problem.Pairs(x, y),
+        lambda x, y: [x, y],
+        lambda x, y: data.Part(x, y),
+    ],
+    ids=["TensorDataset", "Dataset", "list", "Part"],
+)
+def test_data_in_any_form_gives_the_same_result(wrap):
+    expected, found = problem.ensemble(), problem.ensemble()
+    first = fit(expected, problem.data(), problem.data(30, 5), epochs=2, batch_size=16)
+    second = fit(found, wrap(*problem.data()), wrap(*problem.data(30, 5)), epochs=2, batch_size=16)
+    problem.assert_equal(problem.weights(expected), problem.weights(found))
+    assert repr(problem.without_time(first)) == repr(problem.without_time(second))
+
+
+def test_a_loader_is_used_as_it_is():
+    x, y = problem.data()
+    loader = DataLoader(TensorDataset(x, y), batch_size=20)
+    ensemble, expected = problem.ensemble(), problem.ensemble()
+    fit(ensemble, loader, DataLoader(TensorDataset(x, y), 7), epochs=2, keep="last")
+    optimizer = torch.optim.SGD(expected.parameter_groups(), momentum=0.9, fused=True)
+    scheduler = linear_decay(2)(optimizer)
+    for _ in range(2):
+        for inputs, target in loader:
+            optimizer.zero_grad()
+            embens.objective(expected(inputs), target).backward()
+            optimizer.step()
+        scheduler.step()
+    problem.assert_equal(problem.weights(ensemble), problem.weights(expected))
+
+
+def test_shuffling_loaders_and_streams_are_deterministic():
+    def run(data):
+        ensemble = problem.ensemble()
+        fit(ensemble, data, epochs=2, batch_size=16)
+        return problem.weights(ensemble)
+
+    def loader():
+        return DataLoader(TensorDataset(*problem.data()), 16, shuffle=True)
+
+    problem.assert_equal(run(loader()), run(loader()))
+    problem.assert_equal(run(Stream()), run(Stream()))
+
+
+def test_several_inputs_are_passed_to_the_reference():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(2, 8)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, a, b):
+            return self.head(torch.relu(self.first(a) + self.second(b)))
+
+    x, y = problem.data()
+    ensemble = embens.batch_ensemble(Sum(), 2)
+    forms = {
+        "flat": (x, x[:, :2], y),
+        "nested": ((x, x[:, :2]), y),
+        "items": problem.Pairs(list(zip(x, x[:, :2], strict=True)), y),
+    }
+    found = []
+    for form in forms.values():
+        twin = copy.deepcopy(ensemble)
+        history = fit(twin, form, form, epochs=3, lr=0.05, batch_size=16)
+        assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
+        found.append(problem.weights(twin))
+    problem.assert_equal(found[0], found[1])
+    problem.assert_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("batch", ["same", "own", "split"])
+def test_batches_can_be_common_own_or_split(batch):
+    ensemble = problem.ensemble()
+    history = fit(ensemble, problem.data(), epochs=30, batch_size=16, lr=0.05, batch=batch)
+    assert metrics.ensemble_accuracy(ensemble(problem.data()[0]), problem.data()[1]) > 0.8
+    assert len(history.members) == 90
+    assert history.members[-1]["accuracy"] > 0.6
+    last = history.epochs[-1]
+    assert math.isnan(last["correlation"]) == (batch != "same")
+    assert math.isnan(last["ensemble_accuracy"]) == (batch != "same")
+
+
+def test_own_batches_are_different_orders_of_the_same_rows():
+    own = training_batches(problem.data(), 16, seed=0, own=3)
+    orders = own.order(0)
+    assert orders.shape == (3, problem.ROWS)
+    assert all(torch.equal(o.sort().values, torch.arange(problem.ROWS)) for o in orders)
+    assert not torch.equal(orders[0], orders[1])
+    (x,), y, rows, total = next(own.epoch(0))
+    assert x.shape == (3, 16, 4)
+    assert y.shape == (3, 16)
+    assert (rows, total) == (16, 16)
+    assert torch.equal(x[1], problem.data()[0][orders[1, :16]])
+
+
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_tensors_that_are_put_in_order_by_blocks_give_the_same_batches(start, monkeypatch):
+    x, y = problem.data()
+    whole = list(training_batches((x, y), 7, seed=3).epoch(2, start))
+    monkeypatch.setattr(batches, "_BLOCK", 30 * 24)  # bytes: four batches of rows with 24 each
+    blocks = training_batches((x, y), 7, seed=3)
+    assert blocks.samples.together == 30
+    found = list(blocks.epoch(2, start))
+    single = list(training_batches(problem.Pairs(x, y), 7, seed=3).epoch(2, start))
+    assert len(whole) == len(found) == len(single) == 9 - start
+    for several in zip(whole, found, single, strict=True):
+        for batch in several[1:]:
+            assert torch.equal(batch.inputs[0], several[0].inputs[0])
+            assert torch.equal(batch.target, several[0].target)
+            assert batch[2:] == several[0][2:]

@@ -1,0 +1,177 @@
+"""Steps and epochs of a run: chunks, validation, the best weights, divergence."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from training import problem
+
+import embens
+from embens.training import Divergence, fit, linear_decay, trainer
+
+
+def test_members_can_be_backpropagated_in_chunks():
+    whole, chunked = problem.ensemble(members=5), problem.ensemble(members=5)
+    first = fit(whole, problem.data(), epochs=2, batch_size=16)
+    second = fit(chunked, problem.data(), epochs=2, batch_size=16, chunk=2)
+    for name, tensor in problem.weights(whole).items():
+        torch.testing.assert_close(chunked.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
+    for a, b in zip(first.members, second.members, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["accuracy"] == pytest.approx(b["accuracy"], abs=0.05)
+
+
+def test_the_loss_of_the_mean_can_be_trained():
+    ensemble = problem.ensemble()
+    history = fit(ensemble, problem.data(), epochs=10, batch_size=16, lr=0.05, of="mean")
+    assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
+
+
+def test_regression_has_losses_and_no_accuracies():
+    x, _ = problem.data()
+    ensemble = problem.ensemble(outputs=1)
+    history = fit(
+        ensemble,
+        (x, x.sum(1, keepdim=True)),
+        (x, x.sum(1, keepdim=True)),
+        criterion=F.mse_loss,
+        epochs=20,
+        batch_size=16,
+    )
+    assert history.epochs[-1]["loss"] < 0.5 * history.epochs[0]["loss"]
+    assert math.isnan(history.epochs[0]["ensemble_accuracy"])
+    assert history.epochs[0]["metric"] == history.epochs[0]["validation_loss"]
+    values = [row["metric"] for row in history.epochs]
+    assert history.best_epoch == values.index(min(values)) + 1
+
+
+def test_the_best_weights_are_kept_and_patience_stops():
+    train, validation = problem.data(), problem.data(40, 9)
+    kept = []
+
+    def metric(outputs, target):
+        kept.append(outputs.clone())
+        return [0.3, 0.7, 0.7, 0.1, 0.9, 0.2][len(kept) - 1]
+
+    ensemble = problem.ensemble()
+    history = fit(
+        ensemble, train, validation, epochs=6, lr=0.05, metric=metric, maximise=True, patience=2
+    )
+    assert history.stopped == "patience"
+    assert history.best_epoch == 2
+    assert [row["metric"] for row in history.epochs] == [0.3, 0.7, 0.7, 0.1]
+    torch.testing.assert_close(ensemble(validation[0]), kept[1])
+    kept.clear()
+    ensemble = problem.ensemble()
+    history = fit(ensemble, train, validation, epochs=6, metric=metric, maximise=False, keep="last")
+    assert (history.stopped, history.best_epoch) == ("epochs", 4)
+    torch.testing.assert_close(ensemble(validation[0]), kept[5])
+
+
+def test_divergence_says_what_to_try_and_leaves_the_last_good_weights():
+    x, y = problem.data()
+    ensemble = problem.ensemble()
+    seen = []
+
+    def exploding(outputs, target):
+        if outputs.requires_grad:
+            seen.append(1)
+        return F.cross_entropy(outputs, target) * (math.inf if len(seen) > 3 * 4 * 2 + 1 else 1)
+
+    expected = problem.ensemble()
+    each = partial(fit, criterion=lambda outputs, target: F.cross_entropy(outputs, target))
+    each(expected, (x, y), epochs=2, batch_size=16, scheduler=linear_decay(2, hold=1.0))
+    with pytest.raises(
+        Divergence, match=r"epoch 3 at step 1: the loss is inf.*lower lr.*gamma"
+    ) as e:
+        fit(
+            ensemble,
+            (x, y),
+            epochs=5,
+            batch_size=16,
+            criterion=exploding,
+            scheduler=linear_decay(5, hold=1.0),
+        )
+    assert "weights from after epoch 2" in str(e.value)
+    assert len(e.value.history.epochs) == 2
+    problem.assert_equal(problem.weights(ensemble), problem.weights(expected))
+
+
+def test_a_rate_that_is_far_too_high_ends_in_finite_weights(tmp_path):
+    ensemble = problem.ensemble()
+    before = problem.weights(ensemble)
+    with pytest.raises(Divergence, match="diverged in epoch 1"):
+        fit(ensemble, problem.data(), epochs=3, lr=1e12, batch_size=16, checkpoint=tmp_path)
+    problem.assert_equal(problem.weights(ensemble), before)
+    assert all(torch.isfinite(v).all() for v in ensemble.state_dict().values())
+    assert not list(tmp_path.iterdir())
+
+
+def test_validation_does_not_change_the_training():
+    def run(validation):
+        net = problem.reference(dropout=0.3)
+        ensemble = embens.mc_dropout(net, 3, fresh=True, generator=torch.Generator().manual_seed(0))
+        fit(ensemble, problem.data(), validation, epochs=3, batch_size=16, keep="last")
+        return problem.weights(ensemble)
+
+    problem.assert_equal(run(None), run(problem.data(20, 5)))
+
+
+def test_a_loss_is_looked_at_after_some_steps_and_named_by_the_one_that_was_not_finite(monkeypatch):
+    monkeypatch.setattr(trainer, "_CHECK_EVERY", 3)
+    steps = []
+
+    def exploding(outputs, target):
+        steps.append(1)
+        return F.cross_entropy(outputs, target) * (math.nan if len(steps) == 2 * 3 + 1 else 1)
+
+    with pytest.raises(Divergence, match="epoch 1 at step 3: the loss is nan"):
+        fit(problem.ensemble(), problem.data(), epochs=5, batch_size=4, criterion=exploding)
+    assert len(steps) == 3 * 3  # three members, three steps
+
+
+def test_what_refuses_numbers_that_are_not_finite_is_a_divergence_too():
+    steps = []
+
+    def refusing(outputs, target):
+        steps.append(1)
+        if len(steps) > 6:
+            raise RuntimeError("all elements should be between 0 and 1")
+        return F.cross_entropy(outputs, target) * (math.inf if len(steps) > 3 else 1)
+
+    with pytest.raises(Divergence, match="epoch 1 at step 2: the loss is inf"):
+        fit(problem.ensemble(), problem.data(), epochs=1, batch_size=4, criterion=refusing)
+
+
+def test_the_default_criterion_is_chosen_once():
+    """Labels that are yes or no for each class: some batches look like probabilities."""
+    x, _ = problem.data()
+    y = (x[:, :3] > 0.5).float()
+    y[:8] = F.one_hot(torch.arange(8) % 3, 3).float()
+    first, second = problem.ensemble(), problem.ensemble()
+    loader = DataLoader(TensorDataset(x, y), 4)
+    history = fit(first, loader, epochs=2)
+    expected = fit(second, loader, epochs=2, criterion=F.cross_entropy)
+    assert history.epochs[-1]["loss"] == pytest.approx(expected.epochs[-1]["loss"])
+    problem.assert_equal(problem.weights(first), problem.weights(second))
+
+
+def test_callbacks_see_each_epoch_and_leave_the_run_as_it_is():
+    plain, watched = problem.ensemble(dropout=0.3), problem.ensemble(dropout=0.3)
+    seen = []
+
+    def callback(ensemble, record):
+        assert ensemble is watched
+        seen.append({**record, "noise": torch.rand(())})
+
+    fit(plain, problem.data(), epochs=3)
+    history = fit(watched, problem.data(), epochs=3, callbacks=[callback])
+    problem.assert_equal(problem.weights(plain), problem.weights(watched))
+    for row in seen:
+        row.pop("noise")
+    assert repr(seen) == repr(history.epochs)
