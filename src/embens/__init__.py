@@ -16,11 +16,11 @@ from embens.ensemble.surgery import load
 from embens.objective import objective
 from embens.prediction import Prediction, predict
 from embens.reading import register_layer
-from embens.training import Divergence, History, fit
 
 if _TYPE_CHECKING:
     from embens import finite, theory
     from embens.finite import diagnose
+    from embens.training import Divergence, History, fit
 
 __all__ = [
     "Divergence",
@@ -49,8 +49,10 @@ __all__ = [
 
 def __getattr__(name: str):
     """Import what is large, or needs more than torch, when it is asked for."""
-    if name in ("estimators", "finite", "theory"):
+    if name in ("estimators", "finite", "theory", "training"):
         return _import_module(f"embens.{name}")
+    if name in ("Divergence", "History", "fit"):
+        return getattr(_import_module("embens.training"), name)
     if name == "diagnose":
         return _import_module("embens.finite").diagnose
     if name == "__version__":
