@@ -3,17 +3,23 @@
 PYTHON  ?= $(shell command -v python3.11 || command -v python3)
 VENV    := .venv
 BENCH   := .venv-bench
+OLDEST  := .venv-oldest
 BIN     := $(VENV)/bin
 PIP     := -m pip install --quiet --disable-pip-version-check
 # One thread per worker, at most eight workers: small tensors gain nothing from more.
-PYTEST  := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=agg $(BIN)/python -m pytest
+ONE     := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=agg
 WORKERS ?= auto
+SPREAD  := -n $(WORKERS) --maxprocesses 8 --dist worksteal
+# What needs the requirements alone, and a few libraries to compare with.
+CORE    := $(addprefix tests/,test_checks.py test_files.py test_laws.py test_networks.py \
+	test_objective.py test_prediction.py data embedding ensemble metrics reading training)
+PEERS   := pytest pytest-xdist jaxtyping beartype pandas scikit-learn torchmetrics
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test browser test-peers check format demo bench clean
+.PHONY: help venv test browser test-oldest test-peers check format demo bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.stamp  ## build .venv with the tested versions (again only when they change)
 
@@ -23,7 +29,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@touch $@
 
 test: venv browser  ## run the tests and doctests (ARGS="-k laws" to choose)
-	$(PYTEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(ONE) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 # The report is tested in a real browser; root on Debian gets one, others see those tests skipped.
 browser:
@@ -35,6 +41,16 @@ browser:
 
 test-peers: $(BENCH)/.stamp  ## compare kernels with neural-tangents, in the benchmarks' environment
 	$(BENCH)/bin/python -m pytest -q -p no:cacheprovider tests/theory/test_neural_tangents.py $(ARGS)
+
+# The oldest torch that PyPI has for Linux is a CUDA build, which does not load without its CUDA
+# packages (7 GB in all); PIP_EXTRA_INDEX_URL as in CONTRIBUTING.md finds one for CPUs.
+test-oldest: $(OLDEST)/.stamp  ## run the core's tests with the oldest supported versions
+	$(ONE) $(OLDEST)/bin/python -m pytest $(SPREAD) $(wildcard $(CORE)) $(ARGS)
+
+$(OLDEST)/.stamp: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python $(PIP) -e . $(PEERS) -c constraints-oldest.txt
+	@touch $@
 
 check: venv  ## lint, formatting, types
 	$(BIN)/ruff check .
@@ -59,5 +75,5 @@ $(BENCH)/.stamp: pyproject.toml constraints.txt benchmarks/requirements.txt
 	@touch $@
 
 clean:  ## remove environments, caches and build products
-	rm -rf $(VENV) $(BENCH) embens-results build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(BENCH) $(OLDEST) embens-results build dist .pytest_cache .ruff_cache
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,8 +1,9 @@
 """embens: embedded ensembles. One neural network, many models inside it."""
 
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from embens import data, finite, laws, metrics, networks, theory
+from embens import data, laws, metrics, networks
 from embens.embedding.families import (
     batch_ensemble,
     embed,
@@ -12,11 +13,14 @@ from embens.embedding.families import (
 )
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.surgery import load
-from embens.finite import diagnose
 from embens.objective import objective
 from embens.prediction import Prediction, predict
 from embens.reading import register_layer
-from embens.training import Divergence, History, fit
+
+if _TYPE_CHECKING:
+    from embens import finite, theory
+    from embens.finite import diagnose
+    from embens.training import Divergence, History, fit
 
 __all__ = [
     "Divergence",
@@ -44,7 +48,17 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Import ``embens.estimators`` when it is asked for: it needs scikit-learn."""
-    if name == "estimators":
-        return _import_module("embens.estimators")
+    """Import what is large, or needs more than torch, when it is asked for."""
+    if name in ("estimators", "finite", "theory", "training"):
+        return _import_module(f"embens.{name}")
+    if name in ("Divergence", "History", "fit"):
+        return getattr(_import_module("embens.training"), name)
+    if name == "diagnose":
+        return _import_module("embens.finite").diagnose
+    if name == "__version__":
+        return _import_module("importlib.metadata").version("embens")
     raise AttributeError(f"module 'embens' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "estimators", "__version__"})

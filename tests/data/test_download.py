@@ -177,6 +177,18 @@ def test_a_server_that_is_not_there_is_given_up(get, server, tmp_path):
         get(attempts=2)
 
 
+def test_a_terminal_sees_how_far_it_is(get, server, tmp_path, capsys, monkeypatch):
+    get()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    server.cuts = [1024]
+    tmp_path.joinpath("folder", "file.bin").unlink()
+    get()
+    shown = capsys.readouterr().err
+    assert "\rfile.bin: 0 MB, 10%\n" in shown
+    assert shown.endswith("\rfile.bin: 0 MB, 100%\n")
+
+
 def archive(path, members):
     with tarfile.open(path, "w:gz") as tar:
         for name, content in members.items():

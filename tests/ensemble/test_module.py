@@ -311,3 +311,13 @@ def test_an_objective_without_gradients_is_the_sum_of_the_losses():
         value = embens.objective(ensemble(x), target)
     losses = [F.cross_entropy(o, target) for o in ensemble(x)]
     torch.testing.assert_close(value, torch.stack(losses).sum().detach())
+
+
+@pytest.mark.skipif(torch.__version__ >= (2, 10), reason="every ensemble compiles whole")
+def test_an_older_torch_names_the_one_that_is_needed():
+    ensemble = embens.batch_ensemble(embens.networks.mlp(4, 8, 2), 3)
+    x = torch.ones(5, 4)
+    with pytest.raises(Exception, match="compiling_or_exporting_an_ensemble_needs_torch_2_10"):
+        torch.compile(ensemble, fullgraph=True, backend="eager")(x)
+    compiled = torch.compile(ensemble, backend="eager")
+    torch.testing.assert_close(compiled(x), ensemble(x))

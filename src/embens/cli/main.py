@@ -10,22 +10,15 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+
+import embens
 
 COMMANDS = {
-    "diagnose": (
-        "embens.cli.diagnose",
-        "say before training whether members will differ",
-        "plot",
-    ),
+    "diagnose": ("embens.cli.diagnose", "say before training whether members will differ", "plot"),
     "reproduce": ("embens.cli.reproduce", "run an experiment of the paper", "experiments"),
     "report": ("embens.cli.report", "make one page of the results in a folder", "experiments"),
     "fit": ("embens.cli.fit", "fit an ensemble to a table", "estimators"),
-    "predict": (
-        "embens.cli.predict",
-        "predict with a fitted ensemble",
-        "estimators",
-    ),
+    "predict": ("embens.cli.predict", "predict with a fitted ensemble", "estimators"),
     "kernel": ("embens.cli.kernel", "write the kernels of an infinitely wide ensemble", "data"),
 }
 """Name to module, help line, and the extra that installs what it needs."""
@@ -37,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="embens", description="Embedded ensembles: one neural network, many models inside it."
     )
-    parser.add_argument("--version", action="version", version=f"embens {version('embens')}")
+    parser.add_argument("--version", action="version", version=f"embens {embens.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     subparsers = {
         name: commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

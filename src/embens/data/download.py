@@ -1,17 +1,18 @@
 """Files from the network, whole or not at all.
 
 A download goes to ``<name>.part`` and gets its name when its checksum is right. If the connection
-is cut, also by the end of the process, the next attempt asks the server for the rest.
+is cut, also by the end of the process, the next attempt asks the server for the rest: that is why
+this is not left to a library (pooch begins again). A terminal shows how far it is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import http.client
-import logging
 import os
 import shutil
 import ssl
+import sys
 import tarfile
 import tempfile
 import time
@@ -19,16 +20,12 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
-
-_NETWORK_ERRORS = (
-    urllib.error.URLError,
-    http.client.HTTPException,
-    ConnectionError,
-    TimeoutError,
-    ssl.SSLError,
+_NETWORK_ERRORS = (  # a full disk is none of them
+    *(urllib.error.URLError, http.client.HTTPException),
+    *(ConnectionError, TimeoutError, ssl.SSLError),
 )
 _PASSING = (408, 425, 429)  # answers to a request that may succeed later, as do those from 500 on
 
@@ -59,7 +56,6 @@ def fetch(
     most, failures = _size(part), 0
     while True:
         start = _size(part)
-        logger.info("downloading %s from byte %d", url, start)
         try:
             _receive(url, part, timeout)
         except _NETWORK_ERRORS as error:
@@ -100,11 +96,19 @@ def _receive(url: str, part: Path, timeout: float) -> None:
     with response:
         if not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
             start = 0
+        length = int(response.headers.get("Content-Length", -1))
+        done = 0
         with part.open("ab" if start else "wb") as file:
-            shutil.copyfileobj(response, file, 2**20)
-        length = int(response.headers.get("Content-Length", _size(part) - start))
-        if _size(part) - start != length:  # a cut connection looks like the end of the file
-            raise http.client.IncompleteRead(b"", length - (_size(part) - start))
+            for block in iter(partial(response.read, 2**20), b""):
+                done += file.write(block)
+                if sys.stderr.isatty():
+                    share = f", {(start + done) / (start + length):.0%}" if length > 0 else ""
+                    text = f"\r{part.stem}: {(start + done) / 2**20:.0f} MB{share}"
+                    print(text, end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    if length >= 0 and done != length:  # a cut connection looks like the end of the file
+        raise http.client.IncompleteRead(b"", length - done)
 
 
 def unpack(archive: Path, folder: Path, names: Collection[str]) -> None:
@@ -147,8 +151,6 @@ def _size(path: Path) -> int:
 
 
 def _md5(path: Path) -> str:
+    checksum = partial(hashlib.md5, usedforsecurity=False)
     with path.open("rb") as file:
-        return hashlib.file_digest(
-            file,
-            lambda: hashlib.md5(usedforsecurity=False),  # a checksum only
-        ).hexdigest()
+        return hashlib.file_digest(file, checksum).hexdigest()

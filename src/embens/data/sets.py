@@ -67,6 +67,11 @@ class Part(NamedTuple):
     inputs: Tensor
     targets: Tensor
 
+    def take(self, index: Tensor) -> Part:
+        """Return these samples, in the order that they have here."""
+        index = index.sort().values
+        return Part(self.inputs[index], self.targets[index])
+
 
 @dataclass(frozen=True)
 class DataSet:
@@ -116,10 +121,9 @@ class DataSet:
                     f"{name}: expected at most the {count} samples that the {name} part of "
                     f"{self.name} has, and at least 1, got {size}"
                 )
-            order = torch.arange(count)
-            if generator is not None:
-                order = torch.randperm(count, generator=generator)
-            parts[name] = _take(part, order[:size].sort().values)
+            drawn = generator is not None
+            order = torch.randperm(count, generator=generator) if drawn else torch.arange(count)
+            parts[name] = part.take(order[:size])
         return replace(self, **parts)
 
     def standardise(self) -> DataSet:
@@ -163,10 +167,6 @@ class DataSet:
         )
 
 
-def _take(part: Part, index: Tensor) -> Part:
-    return Part(part.inputs[index], part.targets[index])
-
-
 def _hold_out(part: Part, size: int, generator: torch.Generator | None) -> tuple[Part, Part]:
     """Return the part without this many samples, drawn at random, and those samples."""
     count = len(part.targets)
@@ -176,7 +176,7 @@ def _hold_out(part: Part, size: int, generator: torch.Generator | None) -> tuple
             "choose a smaller part"
         )
     order = torch.randperm(count, generator=generator)
-    return _take(part, order[size:].sort().values), _take(part, order[:size].sort().values)
+    return part.take(order[size:]), part.take(order[:size])
 
 
 def digits(*, test: int = 450, generator: torch.Generator | None = None) -> DataSet:

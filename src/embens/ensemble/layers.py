@@ -444,6 +444,9 @@ class Once(Wrapper):
     def __len__(self) -> int:
         return len(self.module)  # type: ignore[arg-type]
 
+    def __bool__(self) -> bool:
+        return bool(self.module)  # most modules have no length
+
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]
 

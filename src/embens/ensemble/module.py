@@ -305,3 +305,14 @@ class EmbeddedEnsemble(nn.Module):
             f"individual parameters={own:,}{recompute}"
             + (f", one member after another because {why}" if why else "")
         )
+
+
+if torch.__version__ < (2, 10):  # type: ignore[operator]
+    _forward = EmbeddedEnsemble.forward
+
+    @torch.compiler.disable
+    def compiling_or_exporting_an_ensemble_needs_torch_2_10(self, *inputs, **options):
+        """Run all members uncompiled; the compiler names this function where that won't do."""
+        return _forward(self, *inputs, **options)
+
+    EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore
