@@ -14,16 +14,7 @@ from packaging.version import Version
 from source import MODULES, SOURCE, TESTS, syntax
 from torch import nn
 
-WITHOUT_TESTS = {
-    "ensemble/plain.py",
-    "ensemble/plan.py",
-    "ensemble/surgery.py",
-    "reading/flow.py",
-    "reading/layers.py",
-    "reading/samples.py",
-    "reading/symbolic.py",
-    "reading/watched.py",
-}
+WITHOUT_TESTS: set[str] = set()
 """Files of the source that have no test file of their name yet."""
 
 PRIVATE_READS: set[tuple[str, str]] = set()

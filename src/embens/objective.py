@@ -78,8 +78,10 @@ def objective(
             criterion = default_criterion(outputs, target) if criterion is None else criterion
             if criterion is F.cross_entropy and not target.is_floating_point():
                 # All members have as many labels, so the mean over all rows is the members' mean.
-                labels = target.long().repeat(len(outputs))
-                return F.cross_entropy(outputs.flatten(0, 1), labels) * len(outputs)
+                labels = target.long().expand(len(outputs), -1)
+                if outputs.shape[2] <= FEW_CLASSES:
+                    return F.cross_entropy(outputs.transpose(1, 2), labels) * len(outputs)
+                return F.cross_entropy(outputs.flatten(0, 1), labels.flatten()) * len(outputs)
     return member_losses(outputs, target, criterion, batch=batch, of=of, members=members).sum()
 
 

@@ -268,6 +268,8 @@ class _Still(TorchFunctionMode):
             return args[0] if args else kwargs["input"]
         if name in self._FILLS:
             return args[0].fill_(1.0)
+        if name == "multi_head_attention_forward":
+            args = (*args[:10], 0.0, *args[11:])  # its probability of dropout
         if name == "scaled_dot_product_attention":
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}

@@ -179,6 +179,7 @@ class Reader:
         self.root = root
         self.names: dict[int, str] = {id(m): n for n, m in reversed(list(root.named_modules()))}
         self.layers = parameter_layers(root)
+        self.channels = {name: channels(name, layer) for name, layer in self.layers.items()}
         self.flow = Flow()
         self.stack: list[int] = []
         self.weights = {
@@ -268,7 +269,7 @@ class Reader:
     def _pass_layer(self, name: str, inputs: Trail) -> Trail:
         layer = self.layers[name]
         self.flow.upstream.setdefault(name, set()).update(self._only_layers(inputs.upstream))
-        takes, gives = channels(name, layer)
+        takes, gives = self.channels[name]
         spatial = isinstance(layer, _ConvNd)
         if takes and not spatial and inputs.flat and takes % inputs.flat == 0:
             repeat = takes // inputs.flat

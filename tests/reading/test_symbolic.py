@@ -1,0 +1,56 @@
+"""Reading code with torch.fx."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from embens.reading.symbolic import read_symbolically
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.inner(x) if x.sum() > 0 else x
+
+
+def test_code_that_cannot_be_traced_is_a_black_box_and_the_rest_is_read():
+    flow = read_symbolically(nn.Sequential(nn.Linear(3, 3), Branching(), nn.Linear(3, 2)))
+    assert flow is not None
+    assert flow.opaque == {"1"}
+    assert flow.upstream["2"] == {"0", "1.inner"}
+    assert read_symbolically(Branching()) is None
+
+
+def test_what_is_written_in_place_has_a_new_trail():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x):
+            h = torch.zeros(3) + x
+            h[:, :1].add_(self.a(x)[:, :1])
+            h.add_(self.b(x))
+            return self.c(h)
+
+    flow = read_symbolically(Net())
+    assert flow is not None
+    assert flow.upstream["c"] == {"a", "b"}
+
+
+def test_sizes_leave_a_mark():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.a(x) / x.shape[0]
+
+    flow = read_symbolically(Net())
+    assert flow is not None
+    assert {name for name, _ in flow.unclear} == {"truediv", "getitem"}
