@@ -127,6 +127,42 @@ def mlp_task(width: int, batch: int) -> Task:
     return Task(make, torch.randn(batch, 54), 7)
 
 
+class Folded(nn.Module):
+    """A BatchEnsemble of a perceptron written by hand, members in the batch."""
+
+    def __init__(self, network: nn.Sequential, members: int):
+        super().__init__()
+        self.layers = nn.ModuleList([m for m in network if isinstance(m, nn.Linear)])
+        self.members = members
+        sizes = [layer.out_features for layer in self.layers][:-1]
+        self.pre = nn.ParameterList([torch.randn(members, 1, size) for size in sizes])
+        self.post = nn.ParameterList([torch.randn(members, 1, size) for size in sizes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        x = (first(x) * self.pre[0]).flatten(0, 1)
+        for i, layer in enumerate(others):
+            x = torch.relu(x).view(self.members, -1, layer.in_features)
+            x = layer((x * self.post[i]).flatten(0, 1))
+            if i + 1 < len(others):
+                x = (x.view(self.members, -1, layer.out_features) * self.pre[i + 1]).flatten(0, 1)
+        return x.view(self.members, -1, x.shape[-1])
+
+
+class Transformer(nn.Module):
+    """Two layers of torch's own encoder, 64 wide, on tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(tokens)).mean(1))
+
+
 class Masked(nn.Module):
     """Last-layer dropout written by hand: the trunk once, then masks on its features."""
 
@@ -186,11 +222,82 @@ def mlp(rounds: int) -> Iterator[Row]:
         "mlp",
         "MLP 3×512, 54 inputs, batch 256, BatchEnsemble M=32, forward and backward",
         "32 × reference",
-        bar=0.95,
+        bar=0.91,
         limit=timing.flops(contestants[1].step) / (members * timing.flops(task.step)),
         limit_reason="arithmetic with the first layer computed once, modulations free",
     )
     yield timed(row, task, contestants, rounds, members)
+
+
+def small(rounds: int) -> Iterator[Row]:
+    """BatchEnsemble of a small perceptron, where calls cost more than arithmetic; one thread."""
+    members, threads = 16, torch.get_num_threads()
+    task = mlp_task(64, 64)
+    ensemble = embens.batch_ensemble(task.reference, members=members)
+    contestants = [
+        Contestant("embens", one_graph(ensemble, *task.data), ours=True),
+        Contestant("embens, chunk=1", one_graph(ensemble, *task.data, chunk=1), ours=True),
+        Contestant("by hand", peer(Folded(task.make(), members), *task.data, members)),
+        Contestant("tabm", peer(peers.TabM(task.reference, members), *task.data, members)),
+    ]
+    row = Row(
+        "small",
+        "MLP 3×64, 54 inputs, batch 64, BatchEnsemble M=16, one thread, both passes",
+        "16 × reference",
+        bar=0.36,
+        limit=timing.flops(contestants[1].step) / (members * timing.flops(task.step)),
+        limit_reason="arithmetic with the first layer computed once, modulations free",
+    )
+    torch.set_num_threads(1)
+    yield timed(row, task, contestants, rounds, members)
+    torch.set_num_threads(threads)
+
+
+def transformer(rounds: int) -> Iterator[Row]:
+    """BatchEnsemble of a small transformer, in float32 and under autocast; one thread."""
+    members, threads = 8, torch.get_num_threads()
+    task = Task(Transformer, torch.randint(50, (16, 20)), 5)
+    ensemble = embens.batch_ensemble(task.reference, members=members)
+    contestants = [
+        Contestant("embens", one_graph(ensemble, *task.data), ours=True),
+        Contestant("embens, chunk=1", one_graph(ensemble, *task.data, chunk=1), ours=True),
+        Contestant(
+            "M networks in a loop", separate([task.make() for _ in range(members)], *task.data)
+        ),
+    ]
+    row = Row(
+        "transformer",
+        "transformer, 2 layers of 64, 20 tokens, batch 16, BatchEnsemble M=8, both passes",
+        "8 × reference",
+        bar=0.90,
+        limit=timing.flops(contestants[1].step) / (members * timing.flops(task.step)),
+        limit_reason="arithmetic, modulations free",
+    )
+    torch.set_num_threads(1)
+    yield timed(row, task, contestants, rounds, members)
+
+    def cast(chunk: int | None) -> Step:
+        step = one_graph(ensemble, *task.data, chunk=chunk)
+
+        def run() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                step()
+
+        return run
+
+    row = Row(
+        "transformer-autocast",
+        "the same under autocast to bfloat16",
+        "members one after another",
+        bar=0.9,
+        limit=1.0,
+        limit_reason="the same arithmetic",
+    )
+    folded = [Contestant("embens", cast(None), ours=True)]
+    row.results, row.reference = timing.compare(cast(1), folded, rounds=rounds)
+    row.rounds = rounds
+    yield row
+    torch.set_num_threads(threads)
 
 
 def last_layer(rounds: int) -> Iterator[Row]:
@@ -212,7 +319,7 @@ def last_layer(rounds: int) -> Iterator[Row]:
             f"last-layer{suffix}",
             f"last-layer dropout, M=50, paper's CNN, batch 128{suffix.replace('-', ' ')}",
             "reference",
-            bar=1.07,
+            bar=1.05,
             limit=timing.flops(contestants[1].step) / timing.flops(task.step),
             limit_reason="arithmetic of 50 heads on one trunk; no other library shares the trunk",
         )
@@ -335,11 +442,13 @@ def overhead(rounds: int) -> Iterator[Row]:
         "overhead",
         "wrapper at M=1, Constant(1), MLP 3×64, batch 32, forward and backward",
         "reference",
-        bar=1.6,
+        bar=1.9,
         limit=timing.flops(contestants[0].step) / timing.flops(task.step),
         limit_reason="the same products; six multiplications more, and their gradients",
     )
-    yield timed(row, task, contestants, rounds, 1)
+    timed(row, task, contestants, rounds, 1)
+    row.bar = next(result.ratio for result in row.results if result.name == "tabm")
+    yield row
 
 
 def rivals(task: Task, members: int) -> list[Contestant]:
@@ -364,6 +473,8 @@ def timed(row: Row, task: Task, contestants: list[Contestant], rounds: int, per:
 ROWS: dict[str, Callable[[int], Iterator[Row]]] = {
     "cnn": cnn,
     "mlp": mlp,
+    "small": small,
+    "transformer": transformer,
     "last-layer": last_layer,
     "collapse": collapse,
     "memory": memory,
@@ -394,7 +505,7 @@ def sweep(rounds: int, only: list[str]) -> None:
             contestants.append(Contestant(f"chunk={chunk}, backward", steps))
         per = 1 if name.startswith("last") else members
         results, reference = timing.compare(task.step, contestants, rounds=rounds, per=per)
-        automatic = ensemble._chunk_size((task.x,), None)
+        automatic = ensemble.chunk_size((task.x,))
         print(f"\n{name}: M={members}, × {per} reference; automatic is {automatic}\n  {reference}")
         for result in results:
             low, high = result.quartiles or (0.0, 0.0)

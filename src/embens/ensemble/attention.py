@@ -31,7 +31,6 @@ class ModulatedAttention(Wrapper):
         self.train(attention.training)
 
     def inner(self) -> nn.Module:
-        """Return the attention."""
         return self.attention
 
     def forward(

@@ -41,11 +41,9 @@ class Individual(nn.Module):
     draw: Callable[[], Tensor] | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return its tensors, each with the members as the first axis."""
         raise NotImplementedError
 
     def tensor_names(self) -> tuple[str, ...]:
-        """Return what the tensors are called, inside the module's own name."""
         raise NotImplementedError
 
 
@@ -89,7 +87,6 @@ class Modulation(Individual):
 
     @property
     def draw(self) -> Callable[[], Tensor] | None:  # type: ignore[override]
-        """What draws new masks, where every pass has its own."""
         return self._draw if self.fresh else None
 
     def _draw(self) -> Tensor:
@@ -97,11 +94,9 @@ class Modulation(Individual):
         return self.law.sample(shape, dtype=like.dtype, device=like.device)
 
     def tensors(self) -> list[Tensor]:
-        """Return the numbers, ``(member, channel)``."""
         return [self.values]
 
     def tensor_names(self) -> tuple[str, ...]:
-        """Return one name: a modulation is called by its site."""
         return ("",)
 
     def now(self, run: Run) -> Tensor:
@@ -124,7 +119,6 @@ class Modulation(Individual):
         return values if member is None else values[member]
 
     def extra_repr(self) -> str:
-        """Return the line that ``repr`` shows."""
         kind = "fresh" if self.fresh else "trainable" if self._parameters else "frozen"
         repeat = f", repeat={self.repeat}" if self.repeat > 1 else ""
         return f"{self.law!r}, members={self.members}, size={self.size}{repeat}, {kind}"
@@ -137,7 +131,6 @@ class Wrapper(nn.Module):
     """
 
     def inner(self) -> nn.Module:
-        """Return the module inside."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
@@ -255,7 +248,6 @@ class Modulated(Wrapper):
         return self.layer.module if isinstance(self.layer, Once) else self.layer
 
     def inner(self) -> nn.Module:
-        """Return the layer."""
         return self.plain_layer
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -419,11 +411,9 @@ class Once(Wrapper):
         self.train(module.training)
 
     def inner(self) -> nn.Module:
-        """Return the module inside."""
         return self.module
 
     def extra_repr(self) -> str:
-        """Return the line that ``repr`` shows."""
         return "computed once for all members"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -495,15 +485,12 @@ class Own(Wrapper, Individual):
         self.train(module.training)
 
     def inner(self) -> nn.Module:
-        """Return the module inside."""
         return self.module
 
     def tensors(self) -> list[Tensor]:
-        """Return the stacked tensors."""
         return [getattr(self.module, name) for name in self.names]
 
     def tensor_names(self) -> tuple[str, ...]:
-        """Return the names of the stacked tensors."""
         return self.names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ Made by :func:`embens.embed` and the named families. Axis order is ``(member, ba
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator
@@ -170,14 +171,8 @@ class EmbeddedEnsemble(nn.Module):
             x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
         if x is None or torch.compiler.is_compiling():
             return self.members
-        rows, positions = self.plan.widths
-        numbers = max(
-            rows * len(x) if x.dim() else 1, positions * x.numel() // self.plan.input_channels
-        )
-        budget = FOLDED_BYTES.get(x.device.type, FOLDED_BYTES["cuda"])
-        itemsize = 4 if not x.is_floating_point() else x.element_size()
-        most = max(1, min(self.members, budget // max(1, numbers * itemsize)))
-        return math.ceil(self.members / math.ceil(self.members / most))  # chunks of one size
+        widths, channels = self.plan.widths, self.plan.input_channels
+        return _chunk_size(self.members, widths, channels, x.shape, x.dtype, x.device.type)
 
     def _check_batch(self, inputs: tuple, batch: BatchKind) -> None:
         if batch == "same":
@@ -295,7 +290,6 @@ class EmbeddedEnsemble(nn.Module):
         storage.write(path, self.plan, self.state_dict())
 
     def extra_repr(self) -> str:
-        """Return the line that ``repr`` shows."""
         shared = sum(p.numel() for p in self.shared_parameters())
         own = sum(p.numel() for p in self.individual_parameters())
         recompute = ", recompute" if self.plan.recompute else ""
@@ -316,3 +310,21 @@ if torch.__version__ < (2, 10):  # type: ignore[operator]
         return _forward(self, *inputs, **options)
 
     EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore
+
+
+@functools.lru_cache(maxsize=256)
+def _chunk_size(
+    members: int,
+    widths: tuple[int, int],
+    input_channels: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: str,
+) -> int:
+    """Return how many members fit into the budget, in chunks of one size."""
+    rows, positions = widths
+    numbers = max(rows * shape[0] if shape else 1, positions * shape.numel() // input_channels)
+    itemsize = dtype.itemsize if dtype.is_floating_point else 4
+    budget = FOLDED_BYTES.get(device, FOLDED_BYTES["cuda"])
+    most = max(1, min(members, budget // max(1, numbers * itemsize)))
+    return math.ceil(members / math.ceil(members / most))
