@@ -186,16 +186,8 @@ def mc_dropout(
 ) -> EmbeddedEnsemble:
     """Embed an MC-dropout ensemble: frozen masks on the inputs of all but the first layers.
 
-    Args:
-        reference: see :func:`embed`, as for the arguments not listed here.
-        members: how many masks.
-        law: of the masks; ``Bernoulli(0.9)`` by default.
-        fresh: new masks at each pass instead of a fixed set.
-        sites: see :func:`embed`.
-        example_input: see :func:`embed`.
-        generator: draws the fixed masks.
-        norm_statistics: see :func:`embed`.
-        norm_affine: see :func:`embed`.
+    The law of the masks is ``Bernoulli(0.9)`` by default; with ``fresh`` every pass has new ones.
+    For the other arguments see :func:`embed`.
     """
     return embed(
         reference,

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
+from embens.ensemble.plan import Site
 from embens.ensemble.run import Current, Run, Unfoldable, gather, interleave, repeat_rows
-from embens.laws import Law
 from embens.reading.layers import kind_of, modulate_weight, spatial_axes
 
 
@@ -48,39 +48,27 @@ class Individual(nn.Module):
 
 
 class Modulation(Individual):
-    """The numbers of one site.
+    """The numbers of one site: a parameter, a fixed mask, or drawn anew at every pass.
 
     Args:
-        law: their distribution.
+        site: says their law, how many there are, and how many consecutive features make one
+            channel (a Linear after a Flatten).
         members: how many members.
-        size: channels; one number each.
-        repeat: how many consecutive features make one channel (a Linear after a Flatten).
-        trainable: a parameter, or a fixed mask.
-        fresh: drawn anew at every pass, from the global generator.
         like: gives the dtype and device.
         generator: draws the numbers.
     """
 
     def __init__(
-        self,
-        law: Law,
-        members: int,
-        size: int,
-        *,
-        repeat: int = 1,
-        trainable: bool = True,
-        fresh: bool = False,
-        like: Tensor,
-        generator: torch.Generator | None = None,
+        self, site: Site, members: int, like: Tensor, generator: torch.Generator | None = None
     ):
         super().__init__()
-        self.law = law
-        self.members, self.size, self.repeat, self.fresh = members, size, repeat, fresh
-        if fresh:
-            self.register_buffer("values", torch.empty(0, dtype=like.dtype, device=like.device))
-            return
-        values = law.sample((members, size), generator, dtype=like.dtype, device=like.device)
-        if trainable:
+        self.law, self.members, self.size = site.law, members, site.size
+        self.repeat, self.fresh = site.repeat, site.fresh
+        values = torch.empty(0, dtype=like.dtype, device=like.device)
+        if not site.fresh:
+            shape = (members, site.size)
+            values = site.law.sample(shape, generator, dtype=like.dtype, device=like.device)
+        if site.trainable and not site.fresh:
             self.values = nn.Parameter(values)
         else:
             self.register_buffer("values", values)
@@ -260,9 +248,9 @@ class Modulated(Wrapper):
             if self._convolution and self._weights_are_cheaper(run, x):
                 return self._through_weights(run, x)
             if self._linear and run.count > 1 and run.index is None and x.dim() == 2:
-                if not common:
+                if not common and not torch.compiler.is_compiling():
                     return self._stacked(run, x)
-                if self._heads_are_cheaper(x):
+                if common and self._heads_are_cheaper(x):
                     return self._through_heads(run, x)
             x = run.scale(x, post.now(run), self._spatial, common=common)  # type: ignore[operator]
             common = False

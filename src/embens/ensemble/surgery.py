@@ -94,13 +94,6 @@ def _modulations(
         owner = site_module(site.layer, layers)
         key = site.kind if owner == site.layer else f"{site.layer.rpartition('.')[2]}_{site.kind}"
         found.setdefault(owner, {})[key] = Modulation(
-            site.law,
-            plan.members,
-            site.size,
-            repeat=site.repeat,
-            trainable=site.trainable,
-            fresh=site.fresh,
-            like=next(layer.parameters()),
-            generator=generator,
+            site, plan.members, next(layer.parameters()), generator
         )
     return found
