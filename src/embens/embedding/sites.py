@@ -109,19 +109,18 @@ def _module_of(name: str, layers: dict[str, nn.Module]) -> nn.Module:
     return module
 
 
-def _per_site(given: Any, kind: Side, names: list[str], what: str, valid: Callable) -> dict:
+def _per_site(given: Any, kind: Side, names: list[str], what: str, expected: str) -> dict:
     """Spread one value, or a mapping from names and wildcards to values, over sites."""
+    types = _EXPECTED[expected]
     if not isinstance(given, Mapping):
-        if not valid(given):
+        if not isinstance(given, types):
             hint = " (a law: for example laws.Normal())" if what == kind else ""
-            raise TypeError(
-                f"{what} must be {valid.__doc__}, or a mapping to it{hint}; got {given!r}"
-            )
+            raise TypeError(f"{what} must be {expected}, or a mapping to it{hint}; got {given!r}")
         return dict.fromkeys(names, given)
     spread = {}
     for pattern, value in given.items():
-        if not valid(value):
-            raise TypeError(f"{what}[{pattern!r}] must be {valid.__doc__}; got {value!r}")
+        if not isinstance(value, types):
+            raise TypeError(f"{what}[{pattern!r}] must be {expected}; got {value!r}")
         found = _match(pattern, names) if isinstance(pattern, str) else []
         if not found:
             raise ValueError(
@@ -135,14 +134,10 @@ def _per_site(given: Any, kind: Side, names: list[str], what: str, valid: Callab
     return spread
 
 
-def _is_law(value: Any) -> bool:
-    """a law or None"""  # noqa: D403, D415 - part of a message
-    return value is None or isinstance(value, Law)
-
-
-def _is_bool(value: Any) -> bool:
-    """True or False"""  # noqa: D415 - part of a message
-    return isinstance(value, bool)
+_EXPECTED: dict[str, tuple[type, ...]] = {
+    "a law or None": (Law, type(None)),
+    "True or False": (bool,),
+}
 
 
 def choose_sites(
@@ -172,11 +167,12 @@ def choose_sites(
             for n in layers
             if (n, kind) in selected and (kind == "pre" or channels(n, layers[n])[0] is not None)
         ]
-        laws = _per_site(law, kind, possible, kind, _is_law)
+        laws = _per_site(law, kind, possible, kind, "a law or None")
         named = [n for n in possible if laws.get(n) is not None]
         spread: dict[str, bool] = {}
         if isinstance(trains[kind], Mapping) or named:
-            spread = _per_site(trains[kind], kind, named, f"trainable[{kind!r}]", _is_bool)
+            what = f"trainable[{kind!r}]"
+            spread = _per_site(trains[kind], kind, named, what, "True or False")
         for name in named:
             takes, gives = channels(name, layers[name])
             size, repeat = gives, 1

@@ -148,21 +148,17 @@ class FoldingChoice:
 
     def _outputs(self, run: Run, inputs: tuple, pair: list[Tensor], way: Way) -> Any:
         current, run.ensemble.current.run = run.ensemble.current.run, None
-        numbers = [n.clone() for n in pair]
+        numbers, still = [n.clone() for n in pair], _Still()
+        trial = Run(run.ensemble, inputs, run.kwargs, batch=run.batch, chunk=2, numbers=numbers)
         try:
-            with (
-                _Still() as still,
-                Run(
-                    run.ensemble, inputs, run.kwargs, batch=run.batch, chunk=2, numbers=numbers
-                ) as trial,
-            ):
+            with still, trial:
                 if run.batch == "split":
                     return trial.split_each() if way is Way.EACH else trial.split_folded()
                 return trial.each(0, 2) if way is Way.EACH else trial.folded(0, 2, way)
         finally:
+            run.ensemble.current.run = current
             if still.looked:  # no trial can tell what the code does with other values
                 self.reason = "the code looks at values"
-            run.ensemble.current.run = current
 
     # Refusing
 

@@ -523,8 +523,8 @@ class Own(Wrapper, Individual):
             x = run.apart(x)
             products = torch.matmul(x.flatten(1, -2), weight.mT).unflatten(1, x.shape[1:-1])
         if bias is not None:
-            bias = bias if bias.dim() == 2 else bias.expand(run.count, -1)  # type: ignore[union-attr]
-            shape = (run.count, *(1,) * (products.dim() - 2), -1)
+            assert isinstance(bias, Tensor)
+            shape = (len(bias) if bias.dim() == 2 else 1, *(1,) * (products.dim() - 2), -1)
             products = products + bias.reshape(shape).to(products.dtype)
         return products.flatten(0, 1)
 

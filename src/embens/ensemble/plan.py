@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -150,9 +150,8 @@ class Plan:
         data["sites"] = [Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"]]
         data["own"] = [OwnTensors(o["module"], tuple(o["tensors"])) for o in data["own"]]
         data["shared"] = [SharedModule(**s) for s in data["shared"]]
-        folding = {k: tuple(v) if isinstance(v, list) else v for k, v in data["folding"].items()}
-        data["folding"] = Folding(**folding)
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        data["folding"] = Folding(**_with_tuples(data["folding"]))
+        return cls(**_with_tuples(data))
 
     def check(self, reference: nn.Module) -> None:
         """Check a plan from outside against a reference, before anything is built from it."""
@@ -187,6 +186,10 @@ class Plan:
                     raise ValueError(f"{own.module!r} in the reference has no tensor {tensor!r}")
         for name in (*(s.module for s in self.shared), *self.overwriting, *self.folding.border):
             known(name, modules)
+
+
+def _with_tuples(data: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
 
 
 def site_module(name: str, layers: dict[str, nn.Module]) -> str:

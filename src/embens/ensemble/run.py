@@ -14,17 +14,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from embens.objective import BatchKind
+
 if TYPE_CHECKING:
     from embens.ensemble.layers import Individual, Once
     from embens.ensemble.module import EmbeddedEnsemble
-
-Batch = Literal["same", "own", "split"]
 
 
 class Unfoldable(RuntimeError):
@@ -93,13 +93,14 @@ class Run:
         inputs: tuple,
         kwargs: dict,
         *,
-        batch: Batch = "same",
+        batch: BatchKind = "same",
         chunk: int = 1,
         cut: bool = False,
         numbers: Sequence[Tensor] | None = None,
     ):
         self.ensemble, self.inputs, self.kwargs = ensemble, inputs, kwargs
-        self.batch, self.chunk, self.cut = batch, chunk, cut
+        self.batch: BatchKind = batch
+        self.chunk, self.cut = chunk, cut
         self.given = numbers
         self.members = ensemble.members if numbers is None else len(numbers[0])
         self.open = False
