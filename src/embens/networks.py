@@ -31,28 +31,17 @@ PARAMETRIZATIONS = ("ntk", "standard", "xavier")
 
 
 class Parametrized(nn.Module):
-    """What the layers of this module share: a law for their parameters and its scales.
+    """What the layers of this module share: the law of their parameters.
 
-    Attributes:
-        weight_std: Standard deviation :math:`σ_w` that one output would have for unit inputs.
-        bias_std: Standard deviation :math:`σ_b` of the bias; 0 for a layer without one.
-        parametrization: ``"ntk"``, ``"standard"`` or ``"xavier"``.
-        fan_in: Number of inputs that one output sees.
-        linear_in_parameters: Marks that the output is linear in weight and bias together.
+    Its values are ``weight_std`` :math:`σ_w`, ``bias_std`` :math:`σ_b` (0: no bias),
+    ``parametrization``, and ``fan_in``, the number of inputs that one output sees.
     """
 
     weight: Tensor
     bias: Any
-    linear_in_parameters = True
+    linear_in_parameters = True  # in weight and bias together
 
-    def _set_law(
-        self,
-        weight_std: float,
-        bias_std: float,
-        parametrization: str,
-        generator: torch.Generator | None,
-    ) -> None:
-        """Set the law of the parameters and draw them."""
+    def _set_law(self, weight_std, bias_std, parametrization, generator) -> None:
         expected = "a number >= 0, a standard deviation"
         self.weight_std = check_number("weight_std", weight_std, expected, lambda std: std >= 0)
         self.bias_std = check_number("bias_std", bias_std, expected, lambda std: std >= 0)
@@ -202,19 +191,12 @@ def mlp(
     parametrization: str = "ntk",
     generator: torch.Generator | None = None,
 ) -> nn.Sequential:
-    """Build a perceptron with ``depth`` hidden layers.
+    """Build a perceptron with ``depth`` hidden layers of ``width`` units.
 
-    Args:
-        inputs: Number of inputs.
-        width: Number of units in each hidden layer.
-        depth: Number of hidden layers.
-        outputs: Number of outputs.
-        activation: A name in ``ACTIVATIONS``, or a module, which is copied for each layer.
-        activation_slope: Slope of ``"leaky_relu"`` for negative inputs.
-        weight_std: Scale of the weights; sqrt(2) keeps the size of a signal under ReLU.
-        bias_std: Scale of the biases; 0 for layers without biases.
-        parametrization: ``"ntk"``, ``"standard"`` or ``"xavier"``.
-        generator: Source of the weights.
+    The activation is a name in ``ACTIVATIONS``, or a module, which is copied for each layer;
+    ``activation_slope`` is the slope of ``"leaky_relu"`` for negative inputs. A ``weight_std`` of
+    sqrt(2) keeps the size of a signal under ReLU; with ``bias_std=0`` there are no biases. The
+    parametrization is ``"ntk"``, ``"standard"`` or ``"xavier"``.
 
     Example:
         >>> network = mlp(inputs=8, width=16, depth=2, outputs=3)
@@ -249,19 +231,10 @@ def cnn(
 ) -> nn.Sequential:
     """Build the paper's convolutional network: 3×3 filters, 2×2 pooling between layers, no biases.
 
-    Args:
-        channels: Number of channels of each convolution.
-        width: Factor of all channel numbers.
-        inputs: Number of channels of an image.
-        outputs: Number of outputs.
-        image: Height and width of an image; only the readout ``"flatten"`` depends on it.
-        pool: ``"average"`` or ``"max"``.
-        readout: ``"mean"`` over pixels, or ``"flatten"`` for weights of their own for each pixel.
-        activation: A name in ``ACTIVATIONS``, or a module, which is copied for each layer.
-        activation_slope: Slope of ``"leaky_relu"`` for negative inputs.
-        weight_std: Scale of the weights.
-        parametrization: ``"xavier"`` (the paper's), ``"ntk"`` or ``"standard"``.
-        generator: Source of the weights.
+    There is a convolution for each of ``channels``, and ``width`` is a factor of them all. Pooling
+    is ``"average"`` or ``"max"``. The readout is the ``"mean"`` over pixels, or ``"flatten"``, with
+    weights of their own for each pixel; only then ``image``, the height and width of an image,
+    matters. Everything else is as in :func:`mlp`.
 
     Example:
         >>> network = cnn(width=1 / 16, outputs=10)

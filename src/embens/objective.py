@@ -2,10 +2,9 @@ r"""The training objective: the sum over members of their losses, with its plain
 
 .. math:: L = \sum_a L_a, \qquad L_a = \mathrm{criterion}(\mathrm{outputs}_a, \mathrm{target})
 
-Every modulation :math:`u_a` gets the gradient of its member's loss, every shared weight the sum
-over members. It is a function of tensors, so any other loss or penalty can be added to it, and any
-loop can use it. The paper's :math:`\gamma(M)/M` is not here: it is a factor of the shared rate, see
-:mod:`embens.ensemble.rates`.
+It is a function of tensors, so any other loss or penalty can be added to it, and any loop can use
+it. Not here: the paper's :math:`\gamma(M)/M`, a factor of the shared rate
+(:mod:`embens.ensemble.rates`).
 """
 
 from __future__ import annotations
@@ -64,22 +63,19 @@ def objective(
         >>> round(objective(outputs, target).item(), 4)  # 4 log 2
         2.7726
     """
-    if "gamma" in unknown:
-        raise TypeError(
-            "objective has no gamma any more: gamma is a factor of the shared parameters' rate. "
-            "Pass it to ensemble.parameter_groups(lr, gamma=…), or to embens.fit(gamma=…)."
-        )
     for name in unknown:
-        known = ("criterion", "batch", "of", "members")
-        raise TypeError(f"objective has no argument {name!r}{closest(name, known)}")
-    if criterion is None or criterion is F.cross_entropy:
-        usual = batch == "same" and of == "members" and isinstance(outputs, Tensor)
-        if usual and outputs.dim() == 3 and members in (None, len(outputs)):
-            criterion = default_criterion(outputs, target) if criterion is None else criterion
-            if criterion is F.cross_entropy and not target.is_floating_point():
-                # All members have as many labels, so the mean over all rows is the members' mean.
-                labels = target.long().repeat(len(outputs))
-                return F.cross_entropy(outputs.flatten(0, 1), labels) * len(outputs)
+        hint = closest(name, ("criterion", "batch", "of", "members"))
+        if name == "gamma":
+            hint = " any more: it is a factor of the shared rate. Pass it to ensemble."
+            hint += "parameter_groups(lr, gamma=…), or to embens.fit(gamma=…)."
+        raise TypeError(f"objective has no argument {name!r}{hint}")
+    usual = batch == "same" and of == "members" and isinstance(outputs, Tensor)
+    if usual and outputs.dim() == 3 and members in (None, len(outputs)):
+        criterion = default_criterion(outputs, target) if criterion is None else criterion
+        if criterion is F.cross_entropy and not target.is_floating_point():
+            # All members have as many labels, so the mean over all rows is the members' mean.
+            labels = target.long().repeat(len(outputs))
+            return F.cross_entropy(outputs.flatten(0, 1), labels) * len(outputs)
     return member_losses(outputs, target, criterion, batch=batch, of=of, members=members).sum()
 
 
@@ -172,7 +168,6 @@ def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def _like(target: Tensor, shape: torch.Size) -> Tensor:
-    """Return targets in the shape of a member's outputs; nothing is broadcast."""
     if target.shape == shape:
         return target
     if target.shape == shape[:-1] and shape[-1] == 1:
@@ -191,7 +186,6 @@ def _are_probabilities(target: Tensor) -> bool:
 
 
 def _cross_entropies(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return ``cross_entropy`` of each member, in one call."""
     members, soft = len(outputs), target.is_floating_point()
     target = target if soft else target.long()
     targets = target.expand(members, *target.shape)

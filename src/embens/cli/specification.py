@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
+import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,9 +62,8 @@ def parse_law(text: str) -> Law | None:
 def parse_reference(text: str) -> nn.Module:
     """Return a reference network.
 
-    Args:
-        text: ``mlp(inputs=64, width=32)`` or ``cnn(…)`` of :mod:`embens.networks`; or
-            ``file.py:function`` or ``package.module:function``, a function of no arguments.
+    It is written as ``mlp(inputs=64, width=32)`` or ``cnn(…)`` of :mod:`embens.networks`, or as
+    ``file.py:function`` or ``package.module:function``, a function of no arguments.
     """
     place, colon, name = text.rpartition(":")
     if not colon:
@@ -85,12 +85,7 @@ def _module(place: str) -> Any:
             raise ValueError(f"{place} can't be imported: {error}") from None
     if not Path(place).is_file():
         raise ValueError(f"there is no file {place}")
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(place))
 
 
 def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
