@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from embens import metrics
 from embens.checks import check_choice, check_members, check_whole
@@ -36,12 +35,7 @@ Task = Literal["classification", "regression", "gaussian"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The members' outputs, and what follows from them.
-
-    Attributes:
-        members: outputs ``(member, batch, …)``; for "gaussian" ``(member, batch, …, 2)``.
-        task: see :func:`predict`.
-    """
+    """The members' outputs, and what follows from them; for the ``task`` see :func:`predict`."""
 
     members: Float[Tensor, "member batch *output"]
     task: Task = "classification"
@@ -174,7 +168,6 @@ def _check_inputs(x: Any) -> tuple[Tensor, ...]:
 def _run(
     ensemble: EmbeddedEnsemble, inputs: tuple[Tensor, ...], batch_size: int, seed: int | None
 ) -> Tensor:
-    """Return the outputs of all samples; with a seed, the same masks for every batch."""
     device = next(ensemble.parameters(), inputs[0]).device
     devices = [device] if device.type == "cuda" else []
     outputs = []
@@ -185,10 +178,9 @@ def _run(
                 torch.manual_seed(seed)
             result = ensemble(*rows)
         if not isinstance(result, Tensor):
-            kinds = {type(leaf).__name__ for leaf in tree_leaves(result)}
             raise TypeError(
                 f"predict expects a network that returns one tensor; this one returns a "
-                f"{type(result).__name__} of {', '.join(sorted(kinds))}. Call the ensemble itself."
+                f"{type(result).__name__}. Call the ensemble itself."
             )
         outputs.append(result.to(inputs[0].device))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)

@@ -39,11 +39,8 @@ _CIFAR100 = (
 _CIFAR100_FILES = ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt")
 _CIFAR100_CLASSES = {"coarse": 20, "fine": 100}  # in the order of their bytes in a record
 _CIFAR100_RECORD = 2 + 3 * 32 * 32  # coarse label, fine label, pixels by channel
-_IDX_FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
+_IDX_FILES = tuple(
+    f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
 _MNIST = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -134,7 +131,7 @@ class DataSet:
         axes = [axis for axis in range(self.train.inputs.ndim) if axis != 1]
         variance, mean = torch.var_mean(self.train.inputs, axes, correction=0, keepdim=True)
         scale = torch.where(variance > 0, variance, 1).sqrt()
-        return self._map_inputs(lambda inputs: inputs.sub(mean).div_(scale))
+        return self._map(lambda inputs: inputs.sub(mean).div_(scale))
 
     def downsample(self, size: int) -> DataSet:
         """Average images over areas, to this height and width."""
@@ -144,27 +141,23 @@ class DataSet:
                 f"size: expected images (sample, channel, height, width) of at least {size} pixels "
                 f"a side, got shape {shape}; downsample before flattening, and only to fewer pixels"
             )
-        return self._map_inputs(lambda inputs: adaptive_avg_pool2d(inputs, size))
+        return self._map(lambda inputs: adaptive_avg_pool2d(inputs, size))
 
     def flatten(self) -> DataSet:
         """Make each input a vector."""
-        return self._map_inputs(lambda inputs: inputs.flatten(1))
+        return self._map(lambda inputs: inputs.flatten(1))
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> DataSet:
         """Move inputs and targets to a device, and inputs to a floating type."""
-        moved = self._map_inputs(lambda inputs: inputs.to(device=device, dtype=dtype))
-        return moved._map(lambda part: Part(part.inputs, part.targets.to(device=device)))
+        return self._map(lambda x: x.to(device=device, dtype=dtype), lambda y: y.to(device=device))
 
-    def _map_inputs(self, function: Callable[[Tensor], Tensor]) -> DataSet:
-        return self._map(lambda part: Part(function(part.inputs), part.targets))
-
-    def _map(self, function: Callable[[Part], Part]) -> DataSet:
-        validation = None if self.validation is None else function(self.validation)
-        return replace(
-            self, train=function(self.train), validation=validation, test=function(self.test)
-        )
+    def _map(self, inputs, targets=lambda targets: targets) -> DataSet:
+        parts = {"train": self.train, "validation": self.validation, "test": self.test}
+        for name, part in parts.items():
+            parts[name] = part and Part(inputs(part.inputs), targets(part.targets))
+        return replace(self, **parts)
 
 
 def _hold_out(part: Part, size: int, generator: torch.Generator | None) -> tuple[Part, Part]:
@@ -202,13 +195,10 @@ def digits(*, test: int = 450, generator: torch.Generator | None = None) -> Data
 def cifar100(
     root: str | Path | None = None, *, labels: str = "fine", download: bool = False
 ) -> DataSet:
-    """Load CIFAR-100, 32 by 32 pixels in colour, from the official binary files.
+    """Load CIFAR-100, 32 by 32 pixels in colour, from the official binary files (161 MB).
 
-    Args:
-        root: Folder with ``train.bin`` and ``test.bin``, which may hold fewer records than the
-            official ones; or a folder that has or gets them in ``cifar-100-binary``.
-        labels: ``"fine"`` (100 classes) or ``"coarse"`` (20).
-        download: Get the official archive (161 MB) if there are no such files.
+    They are ``train.bin`` and ``test.bin`` in ``root`` or in its folder ``cifar-100-binary``, and
+    may hold fewer records. Labels are ``"fine"`` (100 classes) or ``"coarse"`` (20).
     """
     if labels not in _CIFAR100_CLASSES:
         raise ValueError(f"labels: expected 'fine' or 'coarse', got {labels!r}")
@@ -220,22 +210,12 @@ def cifar100(
 
 
 def mnist(root: str | Path | None = None, *, download: bool = False) -> DataSet:
-    """Load MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip.
-
-    Args:
-        root: Folder with the files, or one that has or gets them in ``mnist``.
-        download: Get the files (12 MB) if they are missing.
-    """
+    """Load MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip (12 MB)."""
     return _load_idx("mnist", root, _MNIST if download else None)
 
 
 def fashion_mnist(root: str | Path | None = None, *, download: bool = False) -> DataSet:
-    """Load Fashion-MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip.
-
-    Args:
-        root: Folder with the files, or one that has or gets them in ``fashion-mnist``.
-        download: Get the files (31 MB) if they are missing.
-    """
+    """Load Fashion-MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip (31 MB)."""
     return _load_idx("fashion-mnist", root, _FASHION_MNIST if download else None)
 
 
@@ -254,10 +234,7 @@ def cache_folder() -> Path:
 
 
 def _find(
-    root: str | Path | None,
-    name: str,
-    files: Sequence[str],
-    fetch_into: Callable[[Path], None] | None,
+    root: str | Path | None, name: str, files: Sequence[str], fetch_into: Callable | None
 ) -> Path:
     """Return the folder with the files, after fetching them if there is none."""
     root = cache_folder() if root is None else Path(root).expanduser()
@@ -281,8 +258,8 @@ def _find(
 
 def _path(folder: Path, file: str) -> Path | None:
     """Return the path of a file, if there is one; those of the IDX format may be compressed."""
-    paths = [folder / file, folder / f"{file}.gz"] if file in _IDX_FILES else [folder / file]
-    return next((path for path in paths if path.is_file()), None)
+    names = [file, f"{file}.gz"] if file in _IDX_FILES else [file]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _fetch_cifar100(folder: Path) -> None:
