@@ -57,11 +57,7 @@ class Law(ABC):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Draw independent values.
-
-        With a ``generator``, they are drawn on its device and then moved to ``device``, so that
-        the same generator gives the same values everywhere; torch's global one is left alone.
-        """
+        """Draw independent values, on the device of the generator, and move them to ``device``."""
 
     @property
     def variance(self) -> float:
@@ -142,7 +138,6 @@ class Discrete(Law):
         return math.fsum(p * abs(value) ** k for value, p in self._support() if sign * value > 0)
 
     def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
-        """Return the atoms and their probabilities: exact, whatever ``n``."""
         nodes, weights = torch.tensor(self._support(), dtype=torch.float64, device="cpu").unbind(1)
         return nodes, weights
 
@@ -311,10 +306,6 @@ def known() -> dict[str, type[Law]]:
     """Return every law by its name: embens' own, and yours as soon as their class is defined.
 
     Of two classes with one name, embens' own is taken, else the one that was defined last.
-
-    Example:
-        >>> known()["Shifted"](0.5)
-        Shifted(p=0.5)
     """
     return {kind.__name__: kind for kind in _concrete()}
 
@@ -329,8 +320,7 @@ def from_dict(data: dict[str, Any], others: Iterable[type[Law]] = ()) -> Law:
         Shifted(p=0.5)
     """
     given = {kind.__name__: kind for kind in others}
-    kinds = known() | given
-    fields = dict(data)
+    kinds, fields = known() | given, dict(data)
     name = fields.pop("law")
     if name not in kinds:
         raise ValueError(

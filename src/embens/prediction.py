@@ -1,11 +1,7 @@
 r"""Predict with an ensemble: what the members say, and how sure they are together.
 
-**Classification**, with :math:`p_a = \mathrm{softmax}(f_a)`: the mean output, the mean probability
-:math:`\bar p`, its entropy, and the part of it that is the members' disagreement,
-:math:`I = H(\bar p) - \frac1M\sum_a H(p_a)`.
-
-**Regression**: the ensemble is a mixture of its members. If each member gives a mean
-:math:`\mu_a` and a variance :math:`\sigma_a^2`, the mixture has
+What it says of classes are :mod:`embens.metrics`. For regression the ensemble is a mixture of its
+members: if each gives a mean :math:`\mu_a` and a variance :math:`\sigma_a^2`, the mixture has
 
 .. math::
     \mu = \frac1M\sum_a \mu_a, \qquad
@@ -112,9 +108,9 @@ def predict(
         ensemble: its mode is restored afterwards.
         x: inputs ``(batch, …)``, or a tuple of them for references that take several; moved to
             the ensemble's device batch by batch, while the outputs come back to that of ``x``.
-        batch_size: how many samples at a time; does not change the result beyond rounding.
-        members: how many masks to draw, where they are drawn anew at each pass; a mask is the same
-            for all samples. None: as many as the ensemble has members.
+        batch_size: how many samples at a time.
+        members: how many masks to draw, where they are fresh at each pass (one mask for all
+            samples); None: as many as the ensemble has members.
         task: "classification" (outputs are logits), "regression" (outputs are point predictions)
             or "gaussian" (outputs ``(…, 2)`` are a mean and the logarithm of a variance).
         generator: draws fresh masks; None: the global one.
@@ -146,8 +142,7 @@ def predict(
     if task == "gaussian" and result.shape[-1] != 2:
         raise ValueError(
             "task='gaussian' expects outputs (…, 2), a mean and the logarithm of a variance; got "
-            f"{tuple(result.shape[1:])} for each member. For point predictions use "
-            "task='regression'."
+            f"{tuple(result.shape[1:])}. For point predictions use task='regression'."
         )
     return Prediction(result[:count], task)
 

@@ -109,7 +109,7 @@ def unpack(archive: Path, folder: Path, names: Collection[str]) -> None:
             f"{folder}: expected no such folder, got one without all the files wanted; "
             "move it away or complete it"
         )
-    wanted = {f"{folder.name}/{name}": name for name in names}
+    wanted = {f"{folder.name}/{name}" for name in names}
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         whole = Path(temporary) / folder.name
         whole.mkdir()
@@ -118,7 +118,7 @@ def unpack(archive: Path, folder: Path, names: Collection[str]) -> None:
                 for member in tar:
                     source = tar.extractfile(member) if member.isreg() else None
                     if source is not None and member.name in wanted:
-                        with source, (whole / wanted[member.name]).open("wb") as file:
+                        with source, (Path(temporary) / member.name).open("wb") as file:
                             shutil.copyfileobj(source, file)
         except (tarfile.TarError, EOFError, zlib.error) as error:
             raise ValueError(

@@ -1,14 +1,11 @@
 """Data sets as tensors.
 
-A :class:`DataSet` holds its parts whole in memory, ``(inputs, targets)`` each, so that a batch is
-an index. Images are ``(sample, channel, height, width)`` in float32 from 0 to 1, targets are class
-indices. What prepares them is a method that returns a new data set, to be chained::
-
-    data.digits().split(300, generator=generator).standardise().flatten()
+Images are ``(sample, channel, height, width)`` in float32 from 0 to 1, targets are class indices.
+What prepares them is a method of :class:`DataSet` that returns a new one.
 
 Files are looked for in the folder that is passed as ``root``, or in one named after the data set
-within it; without ``root``, in :func:`cache_folder`. Nothing is downloaded unless asked for, and
-nothing downloaded is used before its checksum is right (:mod:`embens.data.download`).
+within it; without ``root``, in :func:`cache_folder`. Nothing is downloaded unless asked for
+(``download=True``), and nothing downloaded is used before its checksum is right.
 
 Not here: augmentation, and data too large for memory; ``embens.fit`` takes any ``DataLoader``.
 """
@@ -91,10 +88,8 @@ class DataSet:
     def split(self, validation: int, *, generator: torch.Generator | None = None) -> DataSet:
         """Move this many samples, drawn at random, from the train part to the validation part."""
         if self.validation is not None:
-            raise ValueError(
-                f"split: expected {self.name} without a validation part, got one of "
-                f"{len(self.validation.targets)} samples; split the data set as it was loaded"
-            )
+            got = f"got one of {len(self.validation.targets)} samples; split it as it was loaded"
+            raise ValueError(f"split: expected {self.name} without a validation part, {got}")
         train, held = _hold_out(self.train, validation, generator)
         return replace(self, train=train, validation=held)
 
@@ -124,10 +119,7 @@ class DataSet:
         return replace(self, **parts)
 
     def standardise(self) -> DataSet:
-        """Shift and scale all parts to mean 0 and variance 1 over the train part.
-
-        Images by channel, flat inputs by feature; a constant one is only shifted.
-        """
+        """Shift and scale by channel or feature to mean 0 and variance 1 over the train part."""
         axes = [axis for axis in range(self.train.inputs.ndim) if axis != 1]
         variance, mean = torch.var_mean(self.train.inputs, axes, correction=0, keepdim=True)
         scale = torch.where(variance > 0, variance, 1).sqrt()
@@ -161,13 +153,10 @@ class DataSet:
 
 
 def _hold_out(part: Part, size: int, generator: torch.Generator | None) -> tuple[Part, Part]:
-    """Return the part without this many samples, drawn at random, and those samples."""
     count = len(part.targets)
     if not 0 < size < count:
-        raise ValueError(
-            f"expected to hold out at least 1 sample and fewer than all {count}, got {size}; "
-            "choose a smaller part"
-        )
+        expected = f"expected to hold out at least 1 sample and fewer than all {count}"
+        raise ValueError(f"{expected}, got {size}; choose another size")
     order = torch.randperm(count, generator=generator)
     return part.take(order[size:]), part.take(order[:size])
 
@@ -175,16 +164,13 @@ def _hold_out(part: Part, size: int, generator: torch.Generator | None) -> tuple
 def digits(*, test: int = 450, generator: torch.Generator | None = None) -> DataSet:
     """Load the 1797 handwritten digits of 8 by 8 pixels that come with scikit-learn.
 
-    They have no test part of their own: ``test`` samples are drawn for it, always the same ones
-    if there is no generator.
+    ``test`` samples are drawn for the test part, always the same ones if there is no generator.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError(
-            "digits: expected scikit-learn, which holds the data, got none; "
-            "install it with: pip install 'embens[data]'"
-        ) from error
+        message = "digits come with scikit-learn; install it with: pip install 'embens[data]'"
+        raise ImportError(message) from error
     pixels, targets = load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).float().div_(16).unflatten(1, (1, 8, 8))
     whole = Part(inputs, torch.from_numpy(targets).long())
