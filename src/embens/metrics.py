@@ -52,13 +52,7 @@ Ignored: TypeAlias = "Int[Tensor, ' batch'] | None"
 
 
 def ensemble_accuracy(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
-    """Fraction of samples whose class has the largest mean output.
-
-    Example:
-        >>> outputs = torch.tensor([[[3.0, 0.0]], [[0.0, 1.0]]])
-        >>> ensemble_accuracy(outputs, torch.tensor([0])).item()
-        1.0
-    """
+    """Fraction of samples whose class has the largest mean output."""
     outputs, target = _check(outputs, target)
     return (outputs.mean(0).argmax(-1) == target).to(outputs.dtype).mean()
 
@@ -70,10 +64,7 @@ def member_accuracy(outputs: Outputs, target: Target) -> Float[Tensor, " member"
 
 
 def nll(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
-    r"""Negative log-likelihood of the mean probability, in nats; differentiable.
-
-    .. math::
-        -\frac1n \sum_i \log \bar p(y_i \mid x_i)
+    r"""Negative log-likelihood :math:`-\log \bar p(y \mid x)`, mean in nats; differentiable.
 
     Never above the mean of :func:`member_nll`, by Jensen's inequality.
 
@@ -178,18 +169,13 @@ def expected_calibration_error(
 
     .. math::
         \sum_b \frac{n_b}{n} \left| \mathrm{accuracy}_b - \mathrm{confidence}_b \right|
-
-    Example:
-        >>> outputs = torch.tensor([[[0.0, 0.0], [0.0, 0.0]]])
-        >>> expected_calibration_error(outputs, torch.tensor([0, 1])).item()
-        0.0
     """
     confidence, correct, membership = _binned(outputs, target, bins)
     return ((correct - confidence) @ membership).abs().sum() / len(correct)
 
 
 def _binned(outputs: Tensor, target: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each sample's confidence, correctness and membership ``(batch, bin)`` in a bin."""
+    """Return the confidence and correctness of each sample, and its bin as ``(batch, bin)``."""
     if not isinstance(bins, int) or bins < 1:
         raise ValueError(f"bins: expected a positive integer, got {bins!r}; 15 is usual")
     outputs, target = _check(outputs, target)
@@ -270,42 +256,36 @@ def ood_auroc(
             f"got {type(target).__name__}; convert with torch.as_tensor"
         )
     if target.is_floating_point():
-        other = _check_outputs(target)
-        if (len(other), other.shape[-1]) != (len(outputs), outputs.shape[-1]):
+        other, (members, batch, classes) = _check_outputs(target), outputs.shape
+        if (len(other), other.shape[-1]) != (members, classes):
             raise ValueError(
                 f"target: expected logits out of distribution like outputs, {tuple(outputs.shape)} "
                 f"but for the batch, got {tuple(other.shape)}; use the same members and classes"
             )
-        within, out = _scores(score, outputs), _scores(score, other)
-    else:
-        marks, scores = _check_marks(outputs, target), _scores(score, outputs)
-        within, out = scores[~marks], scores[marks]
-    within = within.sort().values
+        outputs = torch.cat([outputs, other.to(outputs.device)], 1)
+        target = torch.arange(outputs.shape[1]) >= batch
+    scores, marks = score(outputs), _check_marks(target, outputs.shape[1]).to(outputs.device)
+    if not isinstance(scores, Tensor) or scores.shape != marks.shape:
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(
+            "score: expected a function that returns one value per sample, shape "
+            f"{tuple(marks.shape)}, got {got}; reduce over members and classes"
+        )
+    if scores.isnan().any():
+        raise ValueError("score: expected numbers, got NaN; see what the score makes of outputs")
+    within, out = scores[~marks].detach().sort().values, scores[marks].detach()
     pairs = sum(int(torch.searchsorted(within, out, right=ties).sum()) for ties in (False, True))
     return outputs.new_tensor(pairs / (2 * len(within) * len(out)))
 
 
-def _scores(score: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
-    scores = score(outputs)
-    if not isinstance(scores, Tensor) or scores.shape != outputs.shape[1:2]:
-        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(
-            f"score: expected a function that returns one value per sample, shape "
-            f"{tuple(outputs.shape[1:2])}, got {got}; reduce over members and classes"
-        )
-    if scores.isnan().any():
-        raise ValueError("score: expected numbers, got NaN; see what the score makes of outputs")
-    return scores.detach()
-
-
-def _check_marks(outputs: Tensor, target: Tensor) -> Tensor:
-    if target.shape != outputs.shape[1:2]:
+def _check_marks(target: Tensor, samples: int) -> Tensor:
+    if target.shape != (samples,):
         got = f"shape {tuple(target.shape)}; pass one mark per sample, or the logits themselves"
     elif (values := target.unique().tolist()) != [0, 1]:
         got = f"the values {values}; pass samples of both kinds, 0 and 1"
     else:
-        return target.to(device=outputs.device, dtype=torch.bool)
-    expected = f"target: expected {outputs.shape[1]} marks, true or 1 where out of distribution"
+        return target.bool()
+    expected = f"target: expected {samples} marks, true or 1 where out of distribution"
     raise ValueError(f"{expected}, got {got}")
 
 
@@ -341,19 +321,15 @@ def _check(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError(f"{expected}, got {type(target).__name__}; convert with torch.as_tensor")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"{expected}, got {target.dtype}; convert with target.long()")
-    if target.shape != (batch,):
-        raise ValueError(
-            f"{expected}, got shape {tuple(target.shape)}; "
-            "squeeze a column, take the argmax of one-hot rows"
-        )
     target = target.to(device=outputs.device, dtype=torch.int64)
-    least, most = (int(bound) for bound in target.aminmax())
-    if least < 0 or most >= classes:
-        raise ValueError(
-            f"{expected}, got indices from {least} to {most}; leave out samples without a label, "
-            "or check that the network has an output for every class"
-        )
-    return outputs, target
+    if target.shape != (batch,):
+        got = f"shape {tuple(target.shape)}; squeeze a column, take the argmax of one-hot rows"
+    elif target.min() < 0 or target.max() >= classes:
+        got = f"indices from {int(target.min())} to {int(target.max())}; leave out samples without "
+        got += "a label, or check that the network has an output for every class"
+    else:
+        return outputs, target
+    raise ValueError(f"{expected}, got {got}")
 
 
 def _log_probabilities(outputs: Tensor) -> Tensor:

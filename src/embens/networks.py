@@ -1,7 +1,6 @@
 r"""Reference networks, and layers that know the law of their own weights.
 
-An infinite-width limit is that of a network *with* its initialisation. The layers here carry it,
-so that a network and its limit read off the same object, and drawing anew keeps the law:
+An infinite-width limit is that of a network *with* its initialisation, which the layers here carry:
 
 .. math::
     y = \frac{\sigma_w}{\sqrt{N}} W x + \sigma_b b, \qquad W, b \sim N(0, 1)
@@ -10,8 +9,6 @@ in the ``"ntk"`` parametrization, where :math:`N` is the number of inputs of one
 ``"standard"``, :math:`\sigma_w / \sqrt{N}` and :math:`\sigma_b` are in the law of :math:`W` and
 :math:`b` instead: the same functions at initialisation, other gradients. ``"xavier"`` replaces
 :math:`1 / N` by the paper's :math:`2 / (N + N')` with :math:`N'` outputs of one input.
-
-``mlp`` and ``cnn`` build plain ``nn.Sequential``; any other module can be a reference as well.
 """
 
 import copy
@@ -67,7 +64,7 @@ class Parametrized(nn.Module):
     def effective_parameters(
         self, weight: Tensor | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias as the plain torch layer would have them; others than its own."""
+        """Return its weight and bias, or others, as the plain torch layer would have them."""
         weight = self.weight if weight is None else weight
         bias = self.bias if bias is None else bias
         if self.parametrization != "ntk":

@@ -41,11 +41,8 @@ def parse_call(text: str, known: Mapping[str, Callable[..., Any]], what: str) ->
         positional = [ast.literal_eval(a) for a in node.args]
         named = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords}
     except (SyntaxError, ValueError):
-        example = next(iter(known))
-        raise ValueError(
-            f"a {what} is written as a call with literal values, such as {example}(…); "
-            f"got {text!r}."
-        ) from None
+        expected = f"a call with literal values, such as {next(iter(known))}(…)"
+        raise ValueError(f"a {what} is written as {expected}; got {text!r}.") from None
     if name not in known:
         raise ValueError(f"unknown {what} {name!r}{closest(name, known)}")
     try:
@@ -101,9 +98,8 @@ def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
 
     path = Path(text)
     if path.suffix not in (".npz", ".npy"):
-        raise ValueError(
-            f"data is 'digits', a .npz file with x (and y), or a .npy file; got {text!r}."
-        )
+        expected = "'digits', a .npz file with x (and y), or a .npy file"
+        raise ValueError(f"data is {expected}; got {text!r}.")
     if not path.is_file():
         raise ValueError(f"there is no file {text}")
     try:
@@ -114,8 +110,7 @@ def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
         return torch.from_numpy(loaded), None
     with loaded:
         if "x" not in loaded:
-            raise ValueError(
-                f"expected arrays x and y in {path.name}; got {', '.join(loaded) or 'none'}."
-            )
+            got = ", ".join(loaded) or "none"
+            raise ValueError(f"expected arrays x and y in {path.name}; got {got}.")
         y = torch.from_numpy(loaded["y"]) if "y" in loaded else None
         return torch.from_numpy(loaded["x"]), y

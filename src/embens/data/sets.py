@@ -209,14 +209,12 @@ def cache_folder() -> Path:
     """Return where data sets are kept: ``EMBENS_DATA``, or as the platform has it."""
     if os.environ.get("EMBENS_DATA"):
         return Path(os.environ["EMBENS_DATA"]).expanduser()
-    home = Path.home()
     if sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return base / "embens"
+        return Path.home() / "Library" / "Caches" / "embens"
+    name, usual = "XDG_CACHE_HOME", ".cache"
+    if sys.platform == "win32":
+        name, usual = "LOCALAPPDATA", "AppData/Local"
+    return Path(os.environ.get(name) or Path.home() / usual) / "embens"
 
 
 def _find(
@@ -286,8 +284,7 @@ def _load_idx(name: str, root: str | Path | None, source: tuple[str, ...] | None
             )
         targets = _check_targets(folder / labels, targets, 10)
         parts.append(Part(pixels.float().div_(255).unsqueeze(1), targets))
-    train, test = parts
-    return DataSet(train, None, test, classes=10, name=name)
+    return DataSet(parts[0], None, parts[1], classes=10, name=name)
 
 
 def _read_idx(folder: Path, file: str, axes: int) -> Tensor:
@@ -303,11 +300,12 @@ def _read_idx(folder: Path, file: str, axes: int) -> Tensor:
     start = 4 + 4 * axes
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
     expected = start + math.prod(shape)
-    if content[:4] != bytes((0, 0, 8, axes)) or len(content) != expected or 0 in shape:
+    begin = bytes((0, 0, 8, axes))
+    if content[:4] != begin or len(content) != expected or 0 in shape:
         raise ValueError(
-            f"{path}: expected IDX bytes with {axes} axes, which begin {bytes((0, 0, 8, axes))!r}, "
-            f"and {expected} bytes for shape {tuple(shape)}, got {bytes(content[:4])!r} and "
-            f"{len(content)} bytes; the file is cut or another one: delete it and download it again"
+            f"{path}: expected IDX bytes that begin {begin!r} and {expected} bytes for shape "
+            f"{tuple(shape)}, got {bytes(content[:4])!r} and {len(content)} bytes; the file is cut "
+            "or another one: delete it and download it again"
         )
     return torch.frombuffer(content, dtype=torch.uint8, offset=start).view(shape)
 
