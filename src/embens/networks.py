@@ -30,15 +30,31 @@ PARAMETRIZATIONS = ("ntk", "standard", "xavier")
 class Parametrized(nn.Module):
     """What the layers of this module share: the law of their parameters.
 
-    Its values are ``weight_std`` :math:`σ_w`, ``bias_std`` :math:`σ_b` (0: no bias),
-    ``parametrization``, and ``fan_in``, the number of inputs that one output sees.
+    ``fan_in`` is the number of inputs that one output sees.
+
+    Args:
+        *sizes: those of torch's layer, such as the numbers of inputs and outputs.
+        weight_std: :math:`σ_w`.
+        bias_std: :math:`σ_b`; 0 for a layer without biases.
+        parametrization: ``"ntk"``, ``"standard"`` or ``"xavier"``.
+        generator: source of the parameters.
+        **options: other options of torch's layer, such as ``padding``.
     """
 
     weight: Tensor
     bias: Any
     linear_in_parameters = True  # in weight and bias together
 
-    def _set_law(self, weight_std, bias_std, parametrization, generator) -> None:
+    def __init__(
+        self,
+        *sizes: Any,
+        weight_std: float = 1.0,
+        bias_std: float = 0.0,
+        parametrization: str = "ntk",
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ):
+        super().__init__(*sizes, bias=bias_std != 0, **options)
         expected = "a number >= 0, a standard deviation"
         self.weight_std = check_number("weight_std", weight_std, expected, lambda std: std >= 0)
         self.bias_std = check_number("bias_std", bias_std, expected, lambda std: std >= 0)
@@ -89,43 +105,12 @@ class Linear(Parametrized, nn.Linear):
         4.0
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        weight_std: float = 1.0,
-        bias_std: float = 0.0,
-        parametrization: str = "ntk",
-        generator: torch.Generator | None = None,
-    ):
-        super().__init__(in_features, out_features, bias=bias_std != 0)
-        self._set_law(weight_std, bias_std, parametrization, generator)
-
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, *self.effective_parameters())
 
 
 class Conv2d(Parametrized, nn.Conv2d):
     """Convolution in one of the parametrizations."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        *,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | str = 0,
-        weight_std: float = 1.0,
-        bias_std: float = 0.0,
-        parametrization: str = "ntk",
-        generator: torch.Generator | None = None,
-    ):
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, bias=bias_std != 0
-        )
-        self._set_law(weight_std, bias_std, parametrization, generator)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._conv_forward(input, *self.effective_parameters())
