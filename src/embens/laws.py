@@ -88,18 +88,16 @@ class Law(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the law's name and its parameters, for :func:`from_dict`."""
-        kind = type(self)
+        kind, name = type(self), type(self).__name__
         if not dataclasses.is_dataclass(self):
-            raise TypeError(
-                f"the law {kind.__name__} has no fields to write to a file; make it a frozen "
-                "dataclass, so that its parameters are known"
-            )
-        if (own := known()[kind.__name__]).__module__ == __name__ and own is not kind:
+            message = f"the law {name} has no fields to write to a file; make it a frozen dataclass"
+            raise TypeError(message)
+        if (own := known()[name]).__module__ == __name__ and own is not kind:
             raise ValueError(
-                f"a file knows a law by its name, and embens has one that is called "
-                f"{kind.__name__} too; give {_place(kind)} another name"
+                "a file knows a law by its name, and embens has one that is called "
+                f"{name} too; give {_place(kind)} another name"
             )
-        return {"law": kind.__name__, **dataclasses.asdict(self)}
+        return {"law": name, **dataclasses.asdict(self)}
 
 
 class Discrete(Law):
@@ -235,13 +233,7 @@ class _Unit(Law):
 @final
 @dataclass(frozen=True)
 class Shifted(_Unit, _Gaussian):
-    """Normal law :math:`N(p, 1 - p^2)`, from independent members (0) to equal ones (1).
-
-    Example:
-        >>> law = Shifted(0.6)
-        >>> law.std, law.second_moment, law.overlap
-        (0.8, 1.0, 0.36)
-    """
+    """Normal law :math:`N(p, 1 - p^2)`, from independent members (0) to equal ones (1)."""
 
     @property
     def std(self):  # pyright: ignore

@@ -57,10 +57,9 @@ class Prediction:
     @property
     def aleatoric(self) -> Tensor:
         """Mean of the variances that members predict; 0 where they predict none."""
-        self._only("aleatoric", "regression", "gaussian")
-        if self.task == "gaussian":
-            return self.members[..., 1].exp().mean(0)
-        return torch.zeros_like(self.mean)
+        outputs = self._outputs("aleatoric", "regression", "gaussian")
+        gaussian = self.task == "gaussian"
+        return outputs[..., 1].exp().mean(0) if gaussian else torch.zeros_like(self.mean)
 
     @property
     def variance(self) -> Tensor:
@@ -70,27 +69,26 @@ class Prediction:
     @property
     def probabilities(self) -> Tensor:
         """Mean of the members' class probabilities, ``(batch, class)``."""
-        self._only("probabilities", "classification")
-        return self.members.softmax(-1).mean(0)
+        return self._outputs("probabilities", "classification").softmax(-1).mean(0)
 
     @property
     def entropy(self) -> Tensor:
         """Entropy of the mean probability, in nats: all uncertainty of each sample."""
-        self._only("entropy", "classification")
-        return metrics.predictive_entropy(self.members)
+        return metrics.predictive_entropy(self._outputs("entropy", "classification"))
 
     @property
     def mutual_information(self) -> Tensor:
         """Entropy of the mean probability less the members' mean entropy: the epistemic part."""
-        self._only("mutual_information", "classification")
-        return metrics.mutual_information(self.members)
+        return metrics.mutual_information(self._outputs("mutual_information", "classification"))
 
-    def _only(self, name: str, *tasks: Task) -> None:
-        if self.task not in tasks:
-            raise ValueError(
-                f"{name} is defined for {' and '.join(map(repr, tasks))}; this prediction is for "
-                f"{self.task!r}. Pass task={tasks[-1]!r} to predict if that is what outputs are."
-            )
+    def _outputs(self, name: str, *tasks: Task) -> Tensor:
+        """Return the outputs for a value that is defined for these tasks."""
+        if self.task in tasks:
+            return self.members
+        raise ValueError(
+            f"{name} is defined for {' and '.join(map(repr, tasks))}; this prediction is for "
+            f"{self.task!r}. Pass task={tasks[-1]!r} to predict if that is what outputs are."
+        )
 
 
 def predict(
@@ -150,10 +148,8 @@ def predict(
 def _check_inputs(x: Any) -> tuple[Tensor, ...]:
     inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     if not inputs or not all(isinstance(value, Tensor) and value.dim() for value in inputs):
-        raise TypeError(
-            "x: expected a tensor (batch, …), or a tuple of them; got "
-            + ", ".join(type(value).__name__ for value in inputs)
-        )
+        kinds = ", ".join(type(value).__name__ for value in inputs)
+        raise TypeError(f"x: expected a tensor (batch, …), or a tuple of them; got {kinds}")
     if len({len(value) for value in inputs}) > 1:
         shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
         raise ValueError(f"x: expected inputs with the same number of samples; got shapes {shapes}")
@@ -173,10 +169,8 @@ def _run(
                 torch.manual_seed(seed)
             result = ensemble(*rows)
         if not isinstance(result, Tensor):
-            raise TypeError(
-                f"predict expects a network that returns one tensor; this one returns a "
-                f"{type(result).__name__}. Call the ensemble itself."
-            )
+            got = f"this one returns a {type(result).__name__}. Call the ensemble itself."
+            raise TypeError(f"predict expects a network that returns one tensor; {got}")
         outputs.append(result.to(inputs[0].device))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 

@@ -102,24 +102,25 @@ class DataSet:
         generator: torch.Generator | None = None,
     ) -> DataSet:
         """Keep so many samples of each part: the first ones, or drawn if there is a generator."""
-        parts = {}
-        for name, size in (("train", train), ("validation", validation), ("test", test)):
+        sizes, parts = {"train": train, "validation": validation, "test": test}, {}
+        for name, size in sizes.items():
             if size is None:
                 continue
             part: Part | None = getattr(self, name)
             count = 0 if part is None else len(part.targets)
             if part is None or not 0 < size <= count:
-                raise ValueError(
-                    f"{name}: expected at most the {count} samples that the {name} part of "
-                    f"{self.name} has, and at least 1, got {size}"
-                )
+                has = f"the {count} samples that the {name} part of {self.name} has"
+                raise ValueError(f"{name}: expected at most {has}, and at least 1, got {size}")
             drawn = generator is not None
             order = torch.randperm(count, generator=generator) if drawn else torch.arange(count)
             parts[name] = part.take(order[:size])
         return replace(self, **parts)
 
     def standardise(self) -> DataSet:
-        """Shift and scale by channel or feature to mean 0 and variance 1 over the train part."""
+        """Shift and scale channels or features to mean 0 and variance 1 over the train part.
+
+        Constant ones are only shifted.
+        """
         axes = [axis for axis in range(self.train.inputs.ndim) if axis != 1]
         variance, mean = torch.var_mean(self.train.inputs, axes, correction=0, keepdim=True)
         scale = torch.where(variance > 0, variance, 1).sqrt()
@@ -188,10 +189,9 @@ def cifar100(
     """
     if labels not in _CIFAR100_CLASSES:
         raise ValueError(f"labels: expected 'fine' or 'coarse', got {labels!r}")
-    folder = _find(
-        root, "cifar-100-binary", _CIFAR100_FILES[:2], _fetch_cifar100 if download else None
-    )
-    train, test = (_read_cifar100(folder / name, labels) for name in _CIFAR100_FILES[:2])
+    files, fetch_into = _CIFAR100_FILES[:2], _fetch_cifar100 if download else None
+    folder = _find(root, "cifar-100-binary", files, fetch_into)
+    train, test = (_read_cifar100(folder / name, labels) for name in files)
     return DataSet(train, None, test, classes=_CIFAR100_CLASSES[labels], name="cifar100")
 
 
