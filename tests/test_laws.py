@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from embens import laws
-from embens.laws import Bernoulli, Constant, Discrete, Law, Normal, Rademacher, Shifted, Ternary
+from embens.laws import (
+    Bernoulli,
+    Constant,
+    Discrete,
+    Law,
+    Normal,
+    Rademacher,
+    Shifted,
+    Signs,
+    Ternary,
+)
 
 CASES = [
     Constant(),
@@ -30,6 +40,9 @@ CASES = [
     Ternary(),
     Ternary(0.0),
     Rademacher(),
+    Signs(0.0),
+    Signs(0.7),
+    Signs(-1.0),
 ]
 SAMPLES = 200_000
 
@@ -169,6 +182,7 @@ class TestExactMoments:
             (Bernoulli(0.25, scale=4), 1, 4, 1 / 4),
             (Ternary(0.2), 0, 0.8, 0),
             (Rademacher(), 0, 1, 0),
+            (Signs(-0.7), -0.7, 1, 0.49),
         ],
     )
     def test_are_those_of_the_textbook(self, law, mean, second_moment, overlap):
@@ -183,6 +197,7 @@ class TestExactMoments:
             (Normal(), (1 / 2, 1 / math.sqrt(2 * math.pi), 1 / 2), None),
             (Rademacher(), (1 / 2, 1 / 2, 1 / 2), None),
             (Ternary(0.4), (0.3, 0.3, 0.3), None),
+            (Signs(0.5), (0.75, 0.75, 0.75), (0.25, 0.25, 0.25)),
             (Bernoulli(0.6, scale=2), (0.6, 1.2, 2.4), (0, 0, 0)),
             (Bernoulli(0.6, scale=-2), (0, 0, 0), (0.6, 1.2, 2.4)),
             (Constant(3), (1, 3, 9), (0, 0, 0)),
@@ -259,6 +274,16 @@ class TestShifted:
         assert Shifted(p).std == math.sqrt(Fraction(1) - Fraction(p) ** 2)
 
 
+class TestSigns:
+    def test_of_mean_zero_have_the_draws_of_rademacher(self):
+        assert torch.equal(Signs(0).sample(99, generator()), Rademacher().sample(99, generator()))
+        assert Signs(0).atoms == Rademacher().atoms
+
+    def test_of_mean_one_are_constant(self):
+        for p in (-1, 1):
+            assert Signs(p).quadrature()[0].tolist() == [p]
+
+
 class TestParameters:
     def test_are_made_floats(self):
         assert Normal(0, 1) == Normal(0.0, 1.0) == Normal(torch.tensor(0), torch.ones(1, 1))
@@ -278,6 +303,7 @@ class TestParameters:
                 r"Shifted: p must be .* in \[-1, 1\].*use Normal.*got 1.5",
             ),
             (lambda: Shifted(-1.0001), r"p must be a number in \[-1, 1\].*got -1.0001"),
+            (lambda: Signs(1.5), r"Signs: p must be a number in \[-1, 1\].*got 1.5"),
             (lambda: Normal(0, -1), r"Normal: std must be a number >= 0.*got -1"),
             (lambda: Bernoulli(0), r"Bernoulli: keep must be in \(0, 1\], one minus.*got 0"),
             (lambda: Bernoulli(1.1), r"keep must be in \(0, 1\].*got 1.1"),
@@ -298,7 +324,7 @@ class TestParameters:
             make()
 
     @pytest.mark.parametrize("value", ["1", True, None, 1j, [1.0], torch.ones(2), torch.ones(0)])
-    @pytest.mark.parametrize("law", [Constant, Normal, Shifted, Bernoulli, Ternary])
+    @pytest.mark.parametrize("law", [Constant, Normal, Shifted, Signs, Bernoulli, Ternary])
     def test_of_another_type_are_refused(self, law, value):
         with pytest.raises(TypeError, match=rf"{law.__name__}: \w+ must be .*; got "):
             law(value)

@@ -22,12 +22,11 @@ PRIVATE_READS: set[tuple[str, str]] = set()
 
 LONG_BY_PROMISE = {
     "embens.embedding.families.embed",
-    "embens.networks.Conv2d.__init__",
     "embens.networks.cnn",
     "embens.networks.mlp",
     "embens.training.loop.fit",
 }
-"""Signatures that the public promise fixes, or torch (Conv2d)."""
+"""Signatures that the public promise fixes."""
 
 LONG = {
     "embens.embedding.families.mc_dropout",

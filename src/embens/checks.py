@@ -36,11 +36,7 @@ def check_number(
 ) -> float:
     """Return a finite number as a float; a tensor of one element is one.
 
-    Args:
-        name: of the argument.
-        value: that was given.
-        expected: ends the sentence "the argument must be …".
-        valid: tells whether a finite number will do.
+    ``expected`` ends the sentence "the argument must be …"; ``valid`` tells which numbers will do.
     """
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     message = f"{name} must be {expected}; got {value!r}."
@@ -73,12 +69,8 @@ Gamma = float | int | Callable[[int], float] | None
 def gradient_factor(gamma: Gamma, members: int, natural: float) -> float:
     r"""Return :math:`\gamma(M)/M`."""
     value = natural if gamma is None else gamma(members) if callable(gamma) else gamma
-    try:
-        value = float(value)
-    except (TypeError, ValueError):
+    if not isinstance(value, Real | Tensor):
         raise TypeError(
             f"gamma must be a number, a function of the number of members, or None; got {gamma!r}"
-        ) from None
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"gamma must be finite and not negative; got {value}")
-    return value / members
+        )
+    return check_number("gamma", value, "finite and not negative", lambda g: g >= 0) / members

@@ -1,8 +1,4 @@
-"""Files that are written whole or not at all.
-
-Not here: files that grow line by line (:mod:`embens.experiments.results`), and downloads
-(:mod:`embens.data.download`).
-"""
+"""Files that are written whole or not at all. Not here: downloads (:mod:`embens.data.download`)."""
 
 from __future__ import annotations
 
@@ -17,14 +13,10 @@ def write_atomically(
 ) -> None:
     """Write a file so that whoever reads it sees the old one or the new one, whole.
 
-    It is written under another name in the same folder, ``.NAME.`` and eight letters, synced to the
-    disk and renamed. It keeps the permissions of the file that it replaces; if ``path`` is a link,
-    the file that it leads to is replaced. If anything fails, the old file stays as it was and the
-    new one is removed.
-
-    Args:
-        path: in a folder that exists.
-        content: text, bytes, or a function that writes a file at the path it is given.
+    ``content`` is text, bytes, or a function that writes a file at the path it is given: one with
+    another name in the same folder, synced to the disk and renamed at the end. The new file has the
+    permissions of the old one; if ``path`` is a link, the file that it leads to is replaced. If
+    anything fails, the old file stays as it was and nothing else is left.
 
     Example:
         >>> import tempfile
@@ -53,7 +45,6 @@ def write_atomically(
 
 
 def _sync(path: Path, mode: int) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, mode)
     try:
         os.fsync(handle)

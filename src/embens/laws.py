@@ -1,15 +1,13 @@
 r"""Laws: the distributions that modulations are drawn from.
 
-Theory needs little of a law. A post-activation modulation :math:`u` enters by ``mean``
-:math:`E u` and ``second_moment`` :math:`E u^2` alone. A pre-activation modulation :math:`v` sits
-inside :math:`\phi(v z)`; it enters by its ``half_moment`` where :math:`\phi` is piecewise linear,
-and by its ``quadrature`` where it is smooth.
+In theory a post-activation modulation :math:`u` enters by ``mean`` and ``second_moment`` alone. A
+pre-activation modulation :math:`v` sits inside :math:`\phi(v z)`; it enters by its ``half_moment``
+where :math:`\phi` is piecewise linear, and by its ``quadrature`` where it is smooth.
 
-Laws are immutable values: equal parameters make equal, hashable laws, and ``eval(repr(law))`` is
-the law again. Your own is a subclass of :class:`Discrete` with ``atoms``, or of :class:`Law` with
-``mean``, ``second_moment`` and ``sample``; ``half_moment`` and ``quadrature`` can be left out
-unless theory is to use it before an activation. Nothing else needs to be told of it: files and
-the command line find every law that is defined or imported (:func:`known`).
+Laws are immutable values. Your own is a subclass of :class:`Discrete` with ``atoms``, or of
+:class:`Law` with ``mean``, ``second_moment`` and ``sample``; ``half_moment`` and ``quadrature`` are
+needed only for theory of pre-activations. Files and the command line find every law that is
+defined or imported (:func:`known`).
 """
 
 import dataclasses
@@ -59,11 +57,7 @@ class Law(ABC):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Draw independent values.
-
-        With a ``generator``, they are drawn on its device and then moved to ``device``, so that
-        the same generator gives the same values everywhere; torch's global one is left alone.
-        """
+        """Draw independent values, on the device of the generator, and move them to ``device``."""
 
     @property
     def variance(self) -> float:
@@ -74,8 +68,7 @@ class Law(ABC):
     def overlap(self) -> float:
         r"""Share :math:`(E u)^2 / E u^2` of a signal that two members have in common.
 
-        It is 0 for centred laws and 1 for constant ones, under which members are equal. That
-        includes the constant 0, where the quotient itself does not exist.
+        It is 0 for centred laws and 1 for constant ones, 0 included, under which members are equal.
         """
         return 1.0 if self.variance == 0 else self.mean**2 / self.second_moment
 
@@ -95,18 +88,16 @@ class Law(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the law's name and its parameters, for :func:`from_dict`."""
-        kind = type(self)
+        kind, name = type(self), type(self).__name__
         if not dataclasses.is_dataclass(self):
-            raise TypeError(
-                f"the law {kind.__name__} has no fields to write to a file; make it a frozen "
-                "dataclass, so that its parameters are known"
-            )
-        if (own := known()[kind.__name__]).__module__ == __name__ and own is not kind:
+            message = f"the law {name} has no fields to write to a file; make it a frozen dataclass"
+            raise TypeError(message)
+        if (own := known()[name]).__module__ == __name__ and own is not kind:
             raise ValueError(
-                f"a file knows a law by its name, and embens has one that is called "
-                f"{kind.__name__} too; give {_place(kind)} another name"
+                "a file knows a law by its name, and embens has one that is called "
+                f"{name} too; give {_place(kind)} another name"
             )
-        return {"law": kind.__name__, **dataclasses.asdict(self)}
+        return {"law": name, **dataclasses.asdict(self)}
 
 
 class Discrete(Law):
@@ -145,7 +136,6 @@ class Discrete(Law):
         return math.fsum(p * abs(value) ** k for value, p in self._support() if sign * value > 0)
 
     def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
-        """Return the atoms and their probabilities: exact, whatever ``n``."""
         nodes, weights = torch.tensor(self._support(), dtype=torch.float64, device="cpu").unbind(1)
         return nodes, weights
 
@@ -160,12 +150,7 @@ class Discrete(Law):
 
 
 class _Gaussian(Law):
-    """What normal laws have in common; ``std`` may be 0."""
-
-    @property
-    @abstractmethod
-    def std(self) -> float:
-        """Standard deviation."""
+    std: float  # may be 0
 
     @property
     def second_moment(self) -> float:
@@ -190,11 +175,8 @@ class _Gaussian(Law):
         return max(0.0, (mass, mean * mass + edge, (mean**2 + std**2) * mass + mean * edge)[k])
 
     def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
-        """Return the trapezoid rule in the standard normal variable.
-
-        Activations such as tanh have poles, which large values of ``v`` bring near the real axis;
-        there this rule beats Gauss–Hermite by several digits.
-        """
+        # The trapezoid rule: large values of v bring the poles of activations such as tanh near the
+        # real axis, where it beats Gauss–Hermite by several digits.
         if n < 2:
             raise ValueError(f"quadrature needs n >= 2 nodes; got {n}. Leave n out for 181.")
         if self.std == 0:
@@ -225,25 +207,19 @@ class Normal(_Gaussian):
     """Normal law with this mean and this standard deviation."""
 
     mean: float = 0.0  # pyright: ignore
-    std: float = 1.0  # pyright: ignore
+    std: float = 1.0
 
     def __post_init__(self):
         _check(self, "mean", "a finite number")
         _check(self, "std", "a number >= 0, the root of the variance", lambda std: std >= 0)
 
 
-@final
 @dataclass(frozen=True)
-class Shifted(_Gaussian):
-    """Normal law :math:`N(p, 1 - p^2)`, from independent members (0) to equal ones (1).
-
-    Example:
-        >>> law = Shifted(0.6)
-        >>> law.std, law.second_moment, law.overlap
-        (0.8, 1.0, 0.36)
-    """
+class _Unit(Law):
+    """Laws of mean p and second moment 1."""
 
     p: float
+    second_moment = 1.0  # pyright: ignore
 
     def __post_init__(self):
         expected = "a number in [-1, 1], since E u^2 = 1 (for other means use Normal)"
@@ -253,13 +229,15 @@ class Shifted(_Gaussian):
     def mean(self):
         return self.p
 
-    @property
-    def std(self):
-        return math.sqrt((1 - self.p) * (1 + self.p))
+
+@final
+@dataclass(frozen=True)
+class Shifted(_Unit, _Gaussian):
+    """Normal law :math:`N(p, 1 - p^2)`, from independent members (0) to equal ones (1)."""
 
     @property
-    def second_moment(self):
-        return 1.0
+    def std(self):  # pyright: ignore
+        return math.sqrt((1 - self.p) * (1 + self.p))
 
 
 @final
@@ -306,14 +284,20 @@ class Rademacher(Discrete):
         return [(-1.0, 0.5), (1.0, 0.5)]
 
 
+@final
+@dataclass(frozen=True)
+class Signs(_Unit, Discrete):
+    """Random sign of mean p: 1 with probability :math:`(1 + p) / 2`, else -1."""
+
+    @property
+    def atoms(self):
+        return [(-1.0, (1 - self.p) / 2), (1.0, (1 + self.p) / 2)]
+
+
 def known() -> dict[str, type[Law]]:
     """Return every law by its name: embens' own, and yours as soon as their class is defined.
 
     Of two classes with one name, embens' own is taken, else the one that was defined last.
-
-    Example:
-        >>> known()["Shifted"](0.5)
-        Shifted(p=0.5)
     """
     return {kind.__name__: kind for kind in _concrete()}
 
@@ -321,17 +305,14 @@ def known() -> dict[str, type[Law]]:
 def from_dict(data: dict[str, Any], others: Iterable[type[Law]] = ()) -> Law:
     """Return the law that :meth:`Law.to_dict` described; nothing is imported or executed.
 
-    Args:
-        data: the name, as ``"law"``, and the parameters.
-        others: classes to look at before the :func:`known` ones.
+    ``others`` are classes to look at before the :func:`known` ones.
 
     Example:
         >>> from_dict(Shifted(0.5).to_dict())
         Shifted(p=0.5)
     """
     given = {kind.__name__: kind for kind in others}
-    kinds = known() | given
-    fields = dict(data)
+    kinds, fields = known() | given, dict(data)
     name = fields.pop("law")
     if name not in kinds:
         raise ValueError(
@@ -348,7 +329,6 @@ def from_dict(data: dict[str, Any], others: Iterable[type[Law]] = ()) -> Law:
 
 
 def _concrete() -> list[type[Law]]:
-    """Return all classes of laws that are no mere bases, embens' own last."""
     found: list[type[Law]] = [Law]
     for kind in found:  # grows as it is read
         found += kind.__subclasses__()
@@ -361,7 +341,6 @@ def _place(kind: type) -> str:
 
 
 def _check(law: Law, name: str, *valid: Any) -> None:
-    """Make a parameter a float, or say what it should have been."""
     value = check_number(f"{type(law).__name__}: {name}", getattr(law, name), *valid)
     object.__setattr__(law, name, value)
 

@@ -1,7 +1,6 @@
 r"""Reference networks, and layers that know the law of their own weights.
 
-An infinite-width limit is that of a network *with* its initialisation. The layers here carry it,
-so that a network and its limit read off the same object, and drawing anew keeps the law:
+An infinite-width limit is that of a network *with* its initialisation, which the layers here carry:
 
 .. math::
     y = \frac{\sigma_w}{\sqrt{N}} W x + \sigma_b b, \qquad W, b \sim N(0, 1)
@@ -10,8 +9,6 @@ in the ``"ntk"`` parametrization, where :math:`N` is the number of inputs of one
 ``"standard"``, :math:`\sigma_w / \sqrt{N}` and :math:`\sigma_b` are in the law of :math:`W` and
 :math:`b` instead: the same functions at initialisation, other gradients. ``"xavier"`` replaces
 :math:`1 / N` by the paper's :math:`2 / (N + N')` with :math:`N'` outputs of one input.
-
-``mlp`` and ``cnn`` build plain ``nn.Sequential``; any other module can be a reference as well.
 """
 
 import copy
@@ -31,28 +28,33 @@ PARAMETRIZATIONS = ("ntk", "standard", "xavier")
 
 
 class Parametrized(nn.Module):
-    """What the layers of this module share: a law for their parameters and its scales.
+    """What the layers of this module share: the law of their parameters.
 
-    Attributes:
-        weight_std: Standard deviation :math:`σ_w` that one output would have for unit inputs.
-        bias_std: Standard deviation :math:`σ_b` of the bias; 0 for a layer without one.
+    ``fan_in`` is the number of inputs that one output sees.
+
+    Args:
+        *sizes: those of torch's layer, such as the numbers of inputs and outputs.
+        weight_std: :math:`σ_w`.
+        bias_std: :math:`σ_b`; 0 for a layer without biases.
         parametrization: ``"ntk"``, ``"standard"`` or ``"xavier"``.
-        fan_in: Number of inputs that one output sees.
-        linear_in_parameters: Marks that the output is linear in weight and bias together.
+        generator: source of the parameters.
+        **options: other options of torch's layer, such as ``padding``.
     """
 
     weight: Tensor
     bias: Any
-    linear_in_parameters = True
+    linear_in_parameters = True  # in weight and bias together
 
-    def _set_law(
+    def __init__(
         self,
-        weight_std: float,
-        bias_std: float,
-        parametrization: str,
-        generator: torch.Generator | None,
-    ) -> None:
-        """Set the law of the parameters and draw them."""
+        *sizes: Any,
+        weight_std: float = 1.0,
+        bias_std: float = 0.0,
+        parametrization: str = "ntk",
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ):
+        super().__init__(*sizes, bias=bias_std != 0, **options)
         expected = "a number >= 0, a standard deviation"
         self.weight_std = check_number("weight_std", weight_std, expected, lambda std: std >= 0)
         self.bias_std = check_number("bias_std", bias_std, expected, lambda std: std >= 0)
@@ -78,7 +80,7 @@ class Parametrized(nn.Module):
     def effective_parameters(
         self, weight: Tensor | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias as the plain torch layer would have them; others than its own."""
+        """Return its weight and bias, or others, as the plain torch layer would have them."""
         weight = self.weight if weight is None else weight
         bias = self.bias if bias is None else bias
         if self.parametrization != "ntk":
@@ -103,43 +105,12 @@ class Linear(Parametrized, nn.Linear):
         4.0
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        weight_std: float = 1.0,
-        bias_std: float = 0.0,
-        parametrization: str = "ntk",
-        generator: torch.Generator | None = None,
-    ):
-        super().__init__(in_features, out_features, bias=bias_std != 0)
-        self._set_law(weight_std, bias_std, parametrization, generator)
-
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, *self.effective_parameters())
 
 
 class Conv2d(Parametrized, nn.Conv2d):
     """Convolution in one of the parametrizations."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        *,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | str = 0,
-        weight_std: float = 1.0,
-        bias_std: float = 0.0,
-        parametrization: str = "ntk",
-        generator: torch.Generator | None = None,
-    ):
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, bias=bias_std != 0
-        )
-        self._set_law(weight_std, bias_std, parametrization, generator)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._conv_forward(input, *self.effective_parameters())
@@ -202,19 +173,12 @@ def mlp(
     parametrization: str = "ntk",
     generator: torch.Generator | None = None,
 ) -> nn.Sequential:
-    """Build a perceptron with ``depth`` hidden layers.
+    """Build a perceptron with ``depth`` hidden layers of ``width`` units.
 
-    Args:
-        inputs: Number of inputs.
-        width: Number of units in each hidden layer.
-        depth: Number of hidden layers.
-        outputs: Number of outputs.
-        activation: A name in ``ACTIVATIONS``, or a module, which is copied for each layer.
-        activation_slope: Slope of ``"leaky_relu"`` for negative inputs.
-        weight_std: Scale of the weights; sqrt(2) keeps the size of a signal under ReLU.
-        bias_std: Scale of the biases; 0 for layers without biases.
-        parametrization: ``"ntk"``, ``"standard"`` or ``"xavier"``.
-        generator: Source of the weights.
+    The activation is a name in ``ACTIVATIONS``, or a module, which is copied for each layer;
+    ``activation_slope`` is the slope of ``"leaky_relu"`` for negative inputs. A ``weight_std`` of
+    sqrt(2) keeps the size of a signal under ReLU; with ``bias_std=0`` there are no biases. The
+    parametrization is ``"ntk"``, ``"standard"`` or ``"xavier"``.
 
     Example:
         >>> network = mlp(inputs=8, width=16, depth=2, outputs=3)
@@ -249,19 +213,10 @@ def cnn(
 ) -> nn.Sequential:
     """Build the paper's convolutional network: 3×3 filters, 2×2 pooling between layers, no biases.
 
-    Args:
-        channels: Number of channels of each convolution.
-        width: Factor of all channel numbers.
-        inputs: Number of channels of an image.
-        outputs: Number of outputs.
-        image: Height and width of an image; only the readout ``"flatten"`` depends on it.
-        pool: ``"average"`` or ``"max"``.
-        readout: ``"mean"`` over pixels, or ``"flatten"`` for weights of their own for each pixel.
-        activation: A name in ``ACTIVATIONS``, or a module, which is copied for each layer.
-        activation_slope: Slope of ``"leaky_relu"`` for negative inputs.
-        weight_std: Scale of the weights.
-        parametrization: ``"xavier"`` (the paper's), ``"ntk"`` or ``"standard"``.
-        generator: Source of the weights.
+    There is a convolution for each of ``channels``, and ``width`` is a factor of them all. Pooling
+    is ``"average"`` or ``"max"``. The readout is the ``"mean"`` over pixels, or ``"flatten"``, with
+    weights of their own for each pixel; only then ``image``, the height and width of an image,
+    matters. Everything else is as in :func:`mlp`.
 
     Example:
         >>> network = cnn(width=1 / 16, outputs=10)

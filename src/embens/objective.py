@@ -2,10 +2,9 @@ r"""The training objective: the sum over members of their losses, with its plain
 
 .. math:: L = \sum_a L_a, \qquad L_a = \mathrm{criterion}(\mathrm{outputs}_a, \mathrm{target})
 
-Every modulation :math:`u_a` gets the gradient of its member's loss, every shared weight the sum
-over members. It is a function of tensors, so any other loss or penalty can be added to it, and any
-loop can use it. The paper's :math:`\gamma(M)/M` is not here: it is a factor of the shared rate, see
-:mod:`embens.ensemble.rates`.
+It is a function of tensors, so any other loss or penalty can be added to it, and any loop can use
+it. Not here: the paper's :math:`\gamma(M)/M`, a factor of the shared rate
+(:mod:`embens.ensemble.rates`).
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ Criterion = Callable[[Any, Any], Tensor]
 BatchKind = Literal["same", "own", "split"]
 Of = Literal["members", "mean"]
 OPTIONS = {"batch": get_args(BatchKind), "of": get_args(Of)}
-IGNORED = -100
-"""The label that cross-entropy leaves out, as torch's does."""
-FEW_CLASSES = 32
-"""Up to here a softmax over the last but one axis is faster, above it one over the last axis."""
+IGNORED = -100  # the label that cross-entropy leaves out, as torch's does
+FEW_CLASSES = 32  # up to here a softmax over the last but one axis is faster than over the last
 
 
 def objective(
@@ -47,10 +44,9 @@ def objective(
             a tuple of such tensors.
         target: passed to the criterion with each member's outputs.
         criterion: a function of ``(outputs, target)`` of one member; a vector of losses is
-            averaged. None: cross-entropy for whole numbers and for rows of probabilities over as
-            many classes as there are outputs, squared error for other numbers. One with an
-            attribute ``over_members = True`` is called once, with the outputs of all members, and
-            returns ``(member, batch, …)``, which is faster for small networks.
+            averaged. None: cross-entropy for whole numbers and for rows of probabilities, squared
+            error for other numbers. One with an attribute ``over_members = True`` is called once,
+            with the outputs of all members, and returns ``(member, batch, …)``.
         batch: how the ensemble was called. "same": all members have the target; "own": the target
             has the members first as well; "split": outputs are ``(batch, …)`` and member a's loss
             is the mean over its rows a, a + M, ….
@@ -64,24 +60,21 @@ def objective(
         >>> round(objective(outputs, target).item(), 4)  # 4 log 2
         2.7726
     """
-    if "gamma" in unknown:
-        raise TypeError(
-            "objective has no gamma any more: gamma is a factor of the shared parameters' rate. "
-            "Pass it to ensemble.parameter_groups(lr, gamma=…), or to embens.fit(gamma=…)."
-        )
     for name in unknown:
-        known = ("criterion", "batch", "of", "members")
-        raise TypeError(f"objective has no argument {name!r}{closest(name, known)}")
-    if criterion is None or criterion is F.cross_entropy:
-        usual = batch == "same" and of == "members" and isinstance(outputs, Tensor)
-        if usual and outputs.dim() == 3 and members in (None, len(outputs)):
-            criterion = default_criterion(outputs, target) if criterion is None else criterion
-            if criterion is F.cross_entropy and not target.is_floating_point():
-                # All members have as many labels, so the mean over all rows is the members' mean.
-                labels = target.long().expand(len(outputs), -1)
-                if outputs.shape[2] <= FEW_CLASSES:
-                    return F.cross_entropy(outputs.transpose(1, 2), labels) * len(outputs)
-                return F.cross_entropy(outputs.flatten(0, 1), labels.flatten()) * len(outputs)
+        hint = closest(name, ("criterion", "batch", "of", "members"))
+        if name == "gamma":
+            hint = " any more: it is a factor of the shared rate. Pass it to ensemble."
+            hint += "parameter_groups(lr, gamma=…), or to embens.fit(gamma=…)."
+        raise TypeError(f"objective has no argument {name!r}{hint}")
+    usual = batch == "same" and of == "members" and isinstance(outputs, Tensor)
+    if usual and outputs.dim() == 3 and members in (None, len(outputs)):
+        criterion = default_criterion(outputs, target) if criterion is None else criterion
+        if criterion is F.cross_entropy and not target.is_floating_point():
+            # All members have as many labels, so the mean over all rows is the members' mean.
+            labels = target.long().expand(len(outputs), -1)
+            if outputs.shape[2] <= FEW_CLASSES:
+                return F.cross_entropy(outputs.transpose(1, 2), labels) * len(outputs)
+            return F.cross_entropy(outputs.flatten(0, 1), labels.flatten()) * len(outputs)
     return member_losses(outputs, target, criterion, batch=batch, of=of, members=members).sum()
 
 
@@ -129,10 +122,21 @@ def member_losses(
         if criterion is squared_error:
             return (outputs - _like(target, outputs.shape[1:])).square().flatten(1).mean(1)
         if getattr(criterion, "over_members", False):
-            return _all_at_once(criterion, outputs, target, length)
+            losses = criterion(outputs, target)
+            if losses.dim() < 2 or len(losses) != length:
+                raise ValueError(
+                    "a criterion with over_members=True returns losses (member, batch, …) for the "
+                    f"outputs of {length} members; got shape {tuple(losses.shape)}."
+                )
+            return losses.flatten(1).mean(1)
         pairs = ((_take(outputs, a), target) for a in range(length))
     elif batch == "own":
-        _check_own(length, target)
+        for leaf in tree_leaves(target):
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != length:
+                raise ValueError(
+                    f"batch='own' expects a target of shape ({length}, batch, …), one for each "
+                    f"member; got {tuple(leaf.shape)}. For one target of all use batch='same'."
+                )
         pairs = ((_take(outputs, a), _take(target, a)) for a in range(length))
     else:
         rows = [slice(a, None, members) for a in range(min(members or 1, length))]
@@ -146,13 +150,15 @@ def default_criterion(outputs: Any, target: Any, batch: BatchKind = "same") -> C
     if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
         kind = type(outputs if not isinstance(outputs, Tensor) else target).__name__
         raise TypeError(
-            f"criterion: there is a default for tensors of outputs and targets; got a {kind}. Pass "
-            "a function of (outputs, target) of one member."
+            f"criterion: its default is for tensors; got a {kind}. Pass a function of (outputs, "
+            "target) of one member."
         )
     shape = outputs.shape if batch == "split" else outputs.shape[1:]
     if target.is_floating_point():
         rows = target.shape[1:] if batch == "own" else target.shape
-        soft = len(shape) == 2 and shape == rows and shape[1] > 1 and _are_probabilities(target)
+        if len(shape) != 2 or shape != rows or shape[1] < 2 or (target < 0).any():
+            return squared_error
+        soft = ((target.detach().sum(-1) - 1).abs() < 1e-3).all()
         return F.cross_entropy if soft else squared_error
     if target.dtype == torch.bool or target.is_complex():
         raise TypeError(
@@ -174,26 +180,15 @@ def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def _like(target: Tensor, shape: torch.Size) -> Tensor:
-    """Return targets in the shape of a member's outputs; nothing is broadcast."""
-    if target.shape == shape:
-        return target
-    if target.shape == shape[:-1] and shape[-1] == 1:
-        return target.unsqueeze(-1)
-    if target.shape[:-1] == shape and target.shape[-1] == 1:
-        return target.squeeze(-1)
+    if shape in (target.shape, (*target.shape, 1)) or target.shape == (*shape, 1):
+        return target.reshape(shape)
     raise ValueError(
         f"squared error: expected targets of the shape of a member's outputs, {tuple(shape)}; got "
         f"{tuple(target.shape)}"
     )
 
 
-@torch.no_grad()
-def _are_probabilities(target: Tensor) -> bool:
-    return bool(((target >= 0).all(-1) & ((target.sum(-1) - 1).abs() < 1e-3)).all())
-
-
 def _cross_entropies(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return ``cross_entropy`` of each member, in one call."""
     members, soft = len(outputs), target.is_floating_point()
     target = target if soft else target.long()
     targets = target.expand(members, *target.shape)
@@ -206,24 +201,5 @@ def _cross_entropies(outputs: Tensor, target: Tensor) -> Tensor:
     return losses.mean(1) if soft else losses.sum(1) / (target != IGNORED).sum()
 
 
-def _all_at_once(criterion: Criterion, outputs: Any, target: Any, members: int) -> Tensor:
-    losses = criterion(outputs, target)
-    if losses.dim() < 2 or len(losses) != members:
-        raise ValueError(
-            "a criterion with over_members=True returns losses (member, batch, …) for the outputs "
-            f"of all members; got shape {tuple(losses.shape)} for {members} members."
-        )
-    return losses.flatten(1).mean(1)
-
-
 def _take(values: Any, index: int | slice) -> Any:
     return tree_map(lambda v: v[index] if isinstance(v, Tensor) and v.dim() else v, values)
-
-
-def _check_own(members: int, target: Any) -> None:
-    for leaf in tree_leaves(target):
-        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != members:
-            raise ValueError(
-                f"batch='own' expects a target of shape ({members}, batch, …), one for each "
-                f"member; got {tuple(leaf.shape)}. For one target of all members use batch='same'."
-            )

@@ -1,11 +1,7 @@
 r"""Predict with an ensemble: what the members say, and how sure they are together.
 
-**Classification**, with :math:`p_a = \mathrm{softmax}(f_a)`: the mean output, the mean probability
-:math:`\bar p`, its entropy, and the part of it that is the members' disagreement,
-:math:`I = H(\bar p) - \frac1M\sum_a H(p_a)`.
-
-**Regression**: the ensemble is a mixture of its members. If each member gives a mean
-:math:`\mu_a` and a variance :math:`\sigma_a^2`, the mixture has
+What it says of classes are :mod:`embens.metrics`. For regression the ensemble is a mixture of its
+members: if each gives a mean :math:`\mu_a` and a variance :math:`\sigma_a^2`, the mixture has
 
 .. math::
     \mu = \frac1M\sum_a \mu_a, \qquad
@@ -22,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from embens import metrics
 from embens.checks import check_choice, check_members, check_whole
@@ -36,12 +31,7 @@ Task = Literal["classification", "regression", "gaussian"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The members' outputs, and what follows from them.
-
-    Attributes:
-        members: outputs ``(member, batch, …)``; for "gaussian" ``(member, batch, …, 2)``.
-        task: see :func:`predict`.
-    """
+    """The members' outputs, and what follows from them; for the ``task`` see :func:`predict`."""
 
     members: Float[Tensor, "member batch *output"]
     task: Task = "classification"
@@ -67,10 +57,9 @@ class Prediction:
     @property
     def aleatoric(self) -> Tensor:
         """Mean of the variances that members predict; 0 where they predict none."""
-        self._only("aleatoric", "regression", "gaussian")
-        if self.task == "gaussian":
-            return self.members[..., 1].exp().mean(0)
-        return torch.zeros_like(self.mean)
+        outputs = self._outputs("aleatoric", "regression", "gaussian")
+        gaussian = self.task == "gaussian"
+        return outputs[..., 1].exp().mean(0) if gaussian else torch.zeros_like(self.mean)
 
     @property
     def variance(self) -> Tensor:
@@ -80,27 +69,26 @@ class Prediction:
     @property
     def probabilities(self) -> Tensor:
         """Mean of the members' class probabilities, ``(batch, class)``."""
-        self._only("probabilities", "classification")
-        return self.members.softmax(-1).mean(0)
+        return self._outputs("probabilities", "classification").softmax(-1).mean(0)
 
     @property
     def entropy(self) -> Tensor:
         """Entropy of the mean probability, in nats: all uncertainty of each sample."""
-        self._only("entropy", "classification")
-        return metrics.predictive_entropy(self.members)
+        return metrics.predictive_entropy(self._outputs("entropy", "classification"))
 
     @property
     def mutual_information(self) -> Tensor:
         """Entropy of the mean probability less the members' mean entropy: the epistemic part."""
-        self._only("mutual_information", "classification")
-        return metrics.mutual_information(self.members)
+        return metrics.mutual_information(self._outputs("mutual_information", "classification"))
 
-    def _only(self, name: str, *tasks: Task) -> None:
-        if self.task not in tasks:
-            raise ValueError(
-                f"{name} is defined for {' and '.join(map(repr, tasks))}; this prediction is for "
-                f"{self.task!r}. Pass task={tasks[-1]!r} to predict if that is what outputs are."
-            )
+    def _outputs(self, name: str, *tasks: Task) -> Tensor:
+        """Return the outputs for a value that is defined for these tasks."""
+        if self.task in tasks:
+            return self.members
+        raise ValueError(
+            f"{name} is defined for {' and '.join(map(repr, tasks))}; this prediction is for "
+            f"{self.task!r}. Pass task={tasks[-1]!r} to predict if that is what outputs are."
+        )
 
 
 def predict(
@@ -118,9 +106,9 @@ def predict(
         ensemble: its mode is restored afterwards.
         x: inputs ``(batch, …)``, or a tuple of them for references that take several; moved to
             the ensemble's device batch by batch, while the outputs come back to that of ``x``.
-        batch_size: how many samples at a time; does not change the result beyond rounding.
-        members: how many masks to draw, where they are drawn anew at each pass; a mask is the same
-            for all samples. None: as many as the ensemble has members.
+        batch_size: how many samples at a time.
+        members: how many masks to draw, where they are fresh at each pass (one mask for all
+            samples); None: as many as the ensemble has members.
         task: "classification" (outputs are logits), "regression" (outputs are point predictions)
             or "gaussian" (outputs ``(…, 2)`` are a mean and the logarithm of a variance).
         generator: draws fresh masks; None: the global one.
@@ -152,8 +140,7 @@ def predict(
     if task == "gaussian" and result.shape[-1] != 2:
         raise ValueError(
             "task='gaussian' expects outputs (…, 2), a mean and the logarithm of a variance; got "
-            f"{tuple(result.shape[1:])} for each member. For point predictions use "
-            "task='regression'."
+            f"{tuple(result.shape[1:])}. For point predictions use task='regression'."
         )
     return Prediction(result[:count], task)
 
@@ -161,10 +148,8 @@ def predict(
 def _check_inputs(x: Any) -> tuple[Tensor, ...]:
     inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     if not inputs or not all(isinstance(value, Tensor) and value.dim() for value in inputs):
-        raise TypeError(
-            "x: expected a tensor (batch, …), or a tuple of them; got "
-            + ", ".join(type(value).__name__ for value in inputs)
-        )
+        kinds = ", ".join(type(value).__name__ for value in inputs)
+        raise TypeError(f"x: expected a tensor (batch, …), or a tuple of them; got {kinds}")
     if len({len(value) for value in inputs}) > 1:
         shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
         raise ValueError(f"x: expected inputs with the same number of samples; got shapes {shapes}")
@@ -174,7 +159,6 @@ def _check_inputs(x: Any) -> tuple[Tensor, ...]:
 def _run(
     ensemble: EmbeddedEnsemble, inputs: tuple[Tensor, ...], batch_size: int, seed: int | None
 ) -> Tensor:
-    """Return the outputs of all samples; with a seed, the same masks for every batch."""
     device = next(ensemble.parameters(), inputs[0]).device
     devices = [device] if device.type == "cuda" else []
     outputs = []
@@ -185,11 +169,8 @@ def _run(
                 torch.manual_seed(seed)
             result = ensemble(*rows)
         if not isinstance(result, Tensor):
-            kinds = {type(leaf).__name__ for leaf in tree_leaves(result)}
-            raise TypeError(
-                f"predict expects a network that returns one tensor; this one returns a "
-                f"{type(result).__name__} of {', '.join(sorted(kinds))}. Call the ensemble itself."
-            )
+            got = f"this one returns a {type(result).__name__}. Call the ensemble itself."
+            raise TypeError(f"predict expects a network that returns one tensor; {got}")
         outputs.append(result.to(inputs[0].device))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 

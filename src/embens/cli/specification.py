@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
+import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,11 +41,8 @@ def parse_call(text: str, known: Mapping[str, Callable[..., Any]], what: str) ->
         positional = [ast.literal_eval(a) for a in node.args]
         named = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords}
     except (SyntaxError, ValueError):
-        example = next(iter(known))
-        raise ValueError(
-            f"a {what} is written as a call with literal values, such as {example}(…); "
-            f"got {text!r}."
-        ) from None
+        expected = f"a call with literal values, such as {next(iter(known))}(…)"
+        raise ValueError(f"a {what} is written as {expected}; got {text!r}.") from None
     if name not in known:
         raise ValueError(f"unknown {what} {name!r}{closest(name, known)}")
     try:
@@ -61,9 +59,8 @@ def parse_law(text: str) -> Law | None:
 def parse_reference(text: str) -> nn.Module:
     """Return a reference network.
 
-    Args:
-        text: ``mlp(inputs=64, width=32)`` or ``cnn(…)`` of :mod:`embens.networks`; or
-            ``file.py:function`` or ``package.module:function``, a function of no arguments.
+    It is written as ``mlp(inputs=64, width=32)`` or ``cnn(…)`` of :mod:`embens.networks`, or as
+    ``file.py:function`` or ``package.module:function``, a function of no arguments.
     """
     place, colon, name = text.rpartition(":")
     if not colon:
@@ -85,12 +82,7 @@ def _module(place: str) -> Any:
             raise ValueError(f"{place} can't be imported: {error}") from None
     if not Path(place).is_file():
         raise ValueError(f"there is no file {place}")
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(place))
 
 
 def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -106,9 +98,8 @@ def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
 
     path = Path(text)
     if path.suffix not in (".npz", ".npy"):
-        raise ValueError(
-            f"data is 'digits', a .npz file with x (and y), or a .npy file; got {text!r}."
-        )
+        expected = "'digits', a .npz file with x (and y), or a .npy file"
+        raise ValueError(f"data is {expected}; got {text!r}.")
     if not path.is_file():
         raise ValueError(f"there is no file {text}")
     try:
@@ -119,8 +110,7 @@ def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
         return torch.from_numpy(loaded), None
     with loaded:
         if "x" not in loaded:
-            raise ValueError(
-                f"expected arrays x and y in {path.name}; got {', '.join(loaded) or 'none'}."
-            )
+            got = ", ".join(loaded) or "none"
+            raise ValueError(f"expected arrays x and y in {path.name}; got {got}.")
         y = torch.from_numpy(loaded["y"]) if "y" in loaded else None
         return torch.from_numpy(loaded["x"]), y

@@ -31,23 +31,12 @@ _PASSING = (408, 425, 429)  # answers to a request that may succeed later, as do
 
 
 def fetch(
-    url: str,
-    path: Path,
-    *,
-    md5: str,
-    attempts: int = 5,
-    pause: float = 1.0,
-    timeout: float = 30.0,
+    url: str, path: Path, *, md5: str, attempts: int = 5, pause: float = 1.0, timeout: float = 30.0
 ) -> Path:
     """Return the path of the file with this checksum, downloaded if it is not there yet.
 
-    Args:
-        url: Where the file comes from.
-        path: Where it goes; a file that is there with another checksum is replaced.
-        md5: The checksum, in hexadecimal.
-        attempts: How often to try in a row without receiving anything new.
-        pause: Seconds before the second attempt; doubled for each further one.
-        timeout: Seconds to wait for an answer, and for each block of it.
+    A file with another checksum is replaced. So many ``attempts`` in a row may bring nothing new;
+    the ``pause`` between them doubles. Both pause and timeout are in seconds.
     """
     if path.is_file() and _md5(path) == md5:
         return path
@@ -83,7 +72,6 @@ def fetch(
 
 
 def _receive(url: str, part: Path, timeout: float) -> None:
-    """Get what is missing of the file, or all of it if the server can't send a rest."""
     start = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
@@ -114,15 +102,14 @@ def _receive(url: str, part: Path, timeout: float) -> None:
 def unpack(archive: Path, folder: Path, names: Collection[str]) -> None:
     """Make a folder of these files of an archive, which has them in a folder of the same name.
 
-    Nothing else is taken from the archive, no path in it is followed, and the folder appears when
-    it is complete. That the archive is the right one is for :func:`fetch` to see.
+    Nothing else is taken, no path is followed, and the folder appears when it is complete.
     """
     if folder.exists():
         raise FileExistsError(
             f"{folder}: expected no such folder, got one without all the files wanted; "
             "move it away or complete it"
         )
-    wanted = {f"{folder.name}/{name}": name for name in names}
+    wanted = {f"{folder.name}/{name}" for name in names}
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         whole = Path(temporary) / folder.name
         whole.mkdir()
@@ -131,7 +118,7 @@ def unpack(archive: Path, folder: Path, names: Collection[str]) -> None:
                 for member in tar:
                     source = tar.extractfile(member) if member.isreg() else None
                     if source is not None and member.name in wanted:
-                        with source, (whole / wanted[member.name]).open("wb") as file:
+                        with source, (Path(temporary) / member.name).open("wb") as file:
                             shutil.copyfileobj(source, file)
         except (tarfile.TarError, EOFError, zlib.error) as error:
             raise ValueError(

@@ -1,14 +1,11 @@
 """Data sets as tensors.
 
-A :class:`DataSet` holds its parts whole in memory, ``(inputs, targets)`` each, so that a batch is
-an index. Images are ``(sample, channel, height, width)`` in float32 from 0 to 1, targets are class
-indices. What prepares them is a method that returns a new data set, to be chained::
-
-    data.digits().split(300, generator=generator).standardise().flatten()
+Images are ``(sample, channel, height, width)`` in float32 from 0 to 1, targets are class indices.
+What prepares them is a method of :class:`DataSet` that returns a new one.
 
 Files are looked for in the folder that is passed as ``root``, or in one named after the data set
-within it; without ``root``, in :func:`cache_folder`. Nothing is downloaded unless asked for, and
-nothing downloaded is used before its checksum is right (:mod:`embens.data.download`).
+within it; without ``root``, in :func:`cache_folder`. Nothing is downloaded unless asked for
+(``download=True``), and nothing downloaded is used before its checksum is right.
 
 Not here: augmentation, and data too large for memory; ``embens.fit`` takes any ``DataLoader``.
 """
@@ -39,11 +36,8 @@ _CIFAR100 = (
 _CIFAR100_FILES = ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt")
 _CIFAR100_CLASSES = {"coarse": 20, "fine": 100}  # in the order of their bytes in a record
 _CIFAR100_RECORD = 2 + 3 * 32 * 32  # coarse label, fine label, pixels by channel
-_IDX_FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
+_IDX_FILES = tuple(
+    f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
 _MNIST = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -94,10 +88,8 @@ class DataSet:
     def split(self, validation: int, *, generator: torch.Generator | None = None) -> DataSet:
         """Move this many samples, drawn at random, from the train part to the validation part."""
         if self.validation is not None:
-            raise ValueError(
-                f"split: expected {self.name} without a validation part, got one of "
-                f"{len(self.validation.targets)} samples; split the data set as it was loaded"
-            )
+            got = f"got one of {len(self.validation.targets)} samples; split it as it was loaded"
+            raise ValueError(f"split: expected {self.name} without a validation part, {got}")
         train, held = _hold_out(self.train, validation, generator)
         return replace(self, train=train, validation=held)
 
@@ -110,31 +102,29 @@ class DataSet:
         generator: torch.Generator | None = None,
     ) -> DataSet:
         """Keep so many samples of each part: the first ones, or drawn if there is a generator."""
-        parts = {}
-        for name, size in (("train", train), ("validation", validation), ("test", test)):
+        sizes, parts = {"train": train, "validation": validation, "test": test}, {}
+        for name, size in sizes.items():
             if size is None:
                 continue
             part: Part | None = getattr(self, name)
             count = 0 if part is None else len(part.targets)
             if part is None or not 0 < size <= count:
-                raise ValueError(
-                    f"{name}: expected at most the {count} samples that the {name} part of "
-                    f"{self.name} has, and at least 1, got {size}"
-                )
+                has = f"the {count} samples that the {name} part of {self.name} has"
+                raise ValueError(f"{name}: expected at most {has}, and at least 1, got {size}")
             drawn = generator is not None
             order = torch.randperm(count, generator=generator) if drawn else torch.arange(count)
             parts[name] = part.take(order[:size])
         return replace(self, **parts)
 
     def standardise(self) -> DataSet:
-        """Shift and scale all parts to mean 0 and variance 1 over the train part.
+        """Shift and scale channels or features to mean 0 and variance 1 over the train part.
 
-        Images by channel, flat inputs by feature; a constant one is only shifted.
+        Constant ones are only shifted.
         """
         axes = [axis for axis in range(self.train.inputs.ndim) if axis != 1]
         variance, mean = torch.var_mean(self.train.inputs, axes, correction=0, keepdim=True)
         scale = torch.where(variance > 0, variance, 1).sqrt()
-        return self._map_inputs(lambda inputs: inputs.sub(mean).div_(scale))
+        return self._map(lambda inputs: inputs.sub(mean).div_(scale))
 
     def downsample(self, size: int) -> DataSet:
         """Average images over areas, to this height and width."""
@@ -144,37 +134,30 @@ class DataSet:
                 f"size: expected images (sample, channel, height, width) of at least {size} pixels "
                 f"a side, got shape {shape}; downsample before flattening, and only to fewer pixels"
             )
-        return self._map_inputs(lambda inputs: adaptive_avg_pool2d(inputs, size))
+        return self._map(lambda inputs: adaptive_avg_pool2d(inputs, size))
 
     def flatten(self) -> DataSet:
         """Make each input a vector."""
-        return self._map_inputs(lambda inputs: inputs.flatten(1))
+        return self._map(lambda inputs: inputs.flatten(1))
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> DataSet:
         """Move inputs and targets to a device, and inputs to a floating type."""
-        moved = self._map_inputs(lambda inputs: inputs.to(device=device, dtype=dtype))
-        return moved._map(lambda part: Part(part.inputs, part.targets.to(device=device)))
+        return self._map(lambda x: x.to(device=device, dtype=dtype), lambda y: y.to(device=device))
 
-    def _map_inputs(self, function: Callable[[Tensor], Tensor]) -> DataSet:
-        return self._map(lambda part: Part(function(part.inputs), part.targets))
-
-    def _map(self, function: Callable[[Part], Part]) -> DataSet:
-        validation = None if self.validation is None else function(self.validation)
-        return replace(
-            self, train=function(self.train), validation=validation, test=function(self.test)
-        )
+    def _map(self, inputs, targets=lambda targets: targets) -> DataSet:
+        parts = {"train": self.train, "validation": self.validation, "test": self.test}
+        for name, part in parts.items():
+            parts[name] = part and Part(inputs(part.inputs), targets(part.targets))
+        return replace(self, **parts)
 
 
 def _hold_out(part: Part, size: int, generator: torch.Generator | None) -> tuple[Part, Part]:
-    """Return the part without this many samples, drawn at random, and those samples."""
     count = len(part.targets)
     if not 0 < size < count:
-        raise ValueError(
-            f"expected to hold out at least 1 sample and fewer than all {count}, got {size}; "
-            "choose a smaller part"
-        )
+        expected = f"expected to hold out at least 1 sample and fewer than all {count}"
+        raise ValueError(f"{expected}, got {size}; choose another size")
     order = torch.randperm(count, generator=generator)
     return part.take(order[size:]), part.take(order[:size])
 
@@ -182,16 +165,13 @@ def _hold_out(part: Part, size: int, generator: torch.Generator | None) -> tuple
 def digits(*, test: int = 450, generator: torch.Generator | None = None) -> DataSet:
     """Load the 1797 handwritten digits of 8 by 8 pixels that come with scikit-learn.
 
-    They have no test part of their own: ``test`` samples are drawn for it, always the same ones
-    if there is no generator.
+    ``test`` samples are drawn for the test part, always the same ones if there is no generator.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError(
-            "digits: expected scikit-learn, which holds the data, got none; "
-            "install it with: pip install 'embens[data]'"
-        ) from error
+        message = "digits come with scikit-learn; install it with: pip install 'embens[data]'"
+        raise ImportError(message) from error
     pixels, targets = load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).float().div_(16).unflatten(1, (1, 8, 8))
     whole = Part(inputs, torch.from_numpy(targets).long())
@@ -202,40 +182,26 @@ def digits(*, test: int = 450, generator: torch.Generator | None = None) -> Data
 def cifar100(
     root: str | Path | None = None, *, labels: str = "fine", download: bool = False
 ) -> DataSet:
-    """Load CIFAR-100, 32 by 32 pixels in colour, from the official binary files.
+    """Load CIFAR-100, 32 by 32 pixels in colour, from the official binary files (161 MB).
 
-    Args:
-        root: Folder with ``train.bin`` and ``test.bin``, which may hold fewer records than the
-            official ones; or a folder that has or gets them in ``cifar-100-binary``.
-        labels: ``"fine"`` (100 classes) or ``"coarse"`` (20).
-        download: Get the official archive (161 MB) if there are no such files.
+    They are ``train.bin`` and ``test.bin`` in ``root`` or in its folder ``cifar-100-binary``, and
+    may hold fewer records. Labels are ``"fine"`` (100 classes) or ``"coarse"`` (20).
     """
     if labels not in _CIFAR100_CLASSES:
         raise ValueError(f"labels: expected 'fine' or 'coarse', got {labels!r}")
-    folder = _find(
-        root, "cifar-100-binary", _CIFAR100_FILES[:2], _fetch_cifar100 if download else None
-    )
-    train, test = (_read_cifar100(folder / name, labels) for name in _CIFAR100_FILES[:2])
+    files, fetch_into = _CIFAR100_FILES[:2], _fetch_cifar100 if download else None
+    folder = _find(root, "cifar-100-binary", files, fetch_into)
+    train, test = (_read_cifar100(folder / name, labels) for name in files)
     return DataSet(train, None, test, classes=_CIFAR100_CLASSES[labels], name="cifar100")
 
 
 def mnist(root: str | Path | None = None, *, download: bool = False) -> DataSet:
-    """Load MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip.
-
-    Args:
-        root: Folder with the files, or one that has or gets them in ``mnist``.
-        download: Get the files (12 MB) if they are missing.
-    """
+    """Load MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip (12 MB)."""
     return _load_idx("mnist", root, _MNIST if download else None)
 
 
 def fashion_mnist(root: str | Path | None = None, *, download: bool = False) -> DataSet:
-    """Load Fashion-MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip.
-
-    Args:
-        root: Folder with the files, or one that has or gets them in ``fashion-mnist``.
-        download: Get the files (31 MB) if they are missing.
-    """
+    """Load Fashion-MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip (31 MB)."""
     return _load_idx("fashion-mnist", root, _FASHION_MNIST if download else None)
 
 
@@ -243,21 +209,16 @@ def cache_folder() -> Path:
     """Return where data sets are kept: ``EMBENS_DATA``, or as the platform has it."""
     if os.environ.get("EMBENS_DATA"):
         return Path(os.environ["EMBENS_DATA"]).expanduser()
-    home = Path.home()
     if sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return base / "embens"
+        return Path.home() / "Library" / "Caches" / "embens"
+    name, usual = "XDG_CACHE_HOME", ".cache"
+    if sys.platform == "win32":
+        name, usual = "LOCALAPPDATA", "AppData/Local"
+    return Path(os.environ.get(name) or Path.home() / usual) / "embens"
 
 
 def _find(
-    root: str | Path | None,
-    name: str,
-    files: Sequence[str],
-    fetch_into: Callable[[Path], None] | None,
+    root: str | Path | None, name: str, files: Sequence[str], fetch_into: Callable | None
 ) -> Path:
     """Return the folder with the files, after fetching them if there is none."""
     root = cache_folder() if root is None else Path(root).expanduser()
@@ -281,8 +242,8 @@ def _find(
 
 def _path(folder: Path, file: str) -> Path | None:
     """Return the path of a file, if there is one; those of the IDX format may be compressed."""
-    paths = [folder / file, folder / f"{file}.gz"] if file in _IDX_FILES else [folder / file]
-    return next((path for path in paths if path.is_file()), None)
+    names = [file, f"{file}.gz"] if file in _IDX_FILES else [file]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _fetch_cifar100(folder: Path) -> None:
@@ -323,8 +284,7 @@ def _load_idx(name: str, root: str | Path | None, source: tuple[str, ...] | None
             )
         targets = _check_targets(folder / labels, targets, 10)
         parts.append(Part(pixels.float().div_(255).unsqueeze(1), targets))
-    train, test = parts
-    return DataSet(train, None, test, classes=10, name=name)
+    return DataSet(parts[0], None, parts[1], classes=10, name=name)
 
 
 def _read_idx(folder: Path, file: str, axes: int) -> Tensor:
@@ -340,11 +300,12 @@ def _read_idx(folder: Path, file: str, axes: int) -> Tensor:
     start = 4 + 4 * axes
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
     expected = start + math.prod(shape)
-    if content[:4] != bytes((0, 0, 8, axes)) or len(content) != expected or 0 in shape:
+    begin = bytes((0, 0, 8, axes))
+    if content[:4] != begin or len(content) != expected or 0 in shape:
         raise ValueError(
-            f"{path}: expected IDX bytes with {axes} axes, which begin {bytes((0, 0, 8, axes))!r}, "
-            f"and {expected} bytes for shape {tuple(shape)}, got {bytes(content[:4])!r} and "
-            f"{len(content)} bytes; the file is cut or another one: delete it and download it again"
+            f"{path}: expected IDX bytes that begin {begin!r} and {expected} bytes for shape "
+            f"{tuple(shape)}, got {bytes(content[:4])!r} and {len(content)} bytes; the file is cut "
+            "or another one: delete it and download it again"
         )
     return torch.frombuffer(content, dtype=torch.uint8, offset=start).view(shape)
 

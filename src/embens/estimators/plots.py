@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from embens.metrics.uncertainty import reliability
+from embens.metrics import reliability
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
