@@ -68,7 +68,9 @@ def half_squares(outputs: Tensor, target: Tensor) -> Tensor:
     return (outputs - target).square().mean() / 2
 
 
-def train(ensemble: embens.EmbeddedEnsemble, flow: theory.GradientFlow, steps: list[int]) -> list[Tensor]:
+def train(
+    ensemble: embens.EmbeddedEnsemble, flow: theory.GradientFlow, steps: list[int]
+) -> list[Tensor]:
     """Return the test outputs after so many steps, in rising order."""
     angle, target, test = problem()
     groups = ensemble.parameter_groups(

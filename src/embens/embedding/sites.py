@@ -105,7 +105,7 @@ def _select(
 def _module_of(name: str, layers: dict[str, nn.Module]) -> nn.Module:
     module = layers[name]
     if is_attention(module) and name.endswith("out_proj"):
-        return module.out_proj
+        return module.out_proj  # type: ignore[return-value]
     return module
 
 
