@@ -20,7 +20,7 @@ from torch import Tensor
 from embens import laws, networks
 from embens.embedding.families import batch_ensemble, embed
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, first, judge, last, mean, select, trend
+from embens.experiments.claims import Claim, Frame, Rows, judge, trend
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set
@@ -203,26 +203,17 @@ def _target_part(ensemble: EmbeddedEnsemble, x: Tensor, y: Tensor) -> float:
     return float(part / (whole.same + whole.individual).double().sum())
 
 
-# Claims
+def _late(rows: Rows) -> Rows:
+    return rows.where(part="training").last("step")
 
 
-def _kernels(table: Frame, case: str) -> Frame:
-    return select(table, part="kernels", case=case)
+def _not_uniform(rows: Rows) -> float:
+    early = rows.where(part="training").first("step")
+    return math.log(_late(rows).mean("drift") / early.mean("drift"))
 
 
-def _late(table: Frame) -> Frame:
-    return last(select(table, part="training"), "step")
-
-
-def _not_uniform(table: Frame) -> float:
-    early = first(select(table, part="training"), "step")
-    return math.log(mean(_late(table), "drift") / mean(early, "drift"))
-
-
-def _change_of_target(table: Frame) -> float:
-    rows = select(table, part="classification")
-    late, early = (mean(select(rows, stage=stage), "target_part") for stage in (1.0, 0.0))
-    return late - early
+def _target_class(rows: Rows, stage: float) -> float:
+    return rows.where(part="classification", stage=stage).mean("target_part")
 
 
 def claims(table: Frame) -> list[Claim]:
@@ -231,7 +222,7 @@ def claims(table: Frame) -> list[Claim]:
     found = [
         test(
             f"{case}: {column}",
-            trend(partial(_kernels, case=case), column, "units", log_y=True),
+            trend(partial(Rows.where, part="kernels", case=case), column, "units", log_y=True),
             above=-1.5,
             below=-0.5,
         ).says(
@@ -251,7 +242,9 @@ def claims(table: Frame) -> list[Claim]:
     found += [
         test(
             f"cross: {case}",
-            lambda t, case=case: mean(last(_kernels(t, case), "units"), "ntk_coupling"),
+            lambda t, case=case: (
+                t.where(part="kernels", case=case).last("units").mean("ntk_coupling")
+            ),
             above=low,
             below=high,
         ).says(
@@ -270,7 +263,7 @@ def claims(table: Frame) -> list[Claim]:
         *found,
         test(
             "A1",
-            trend(partial(select, part="outputs"), "kurtosis", "units", log_y=True),
+            trend(partial(Rows.where, part="outputs"), "kurtosis", "units", log_y=True),
             above=-1.6,
             below=-0.5,
         ).says(
@@ -295,7 +288,9 @@ def claims(table: Frame) -> list[Claim]:
             paper="the dynamics are those of the limit",
             measure="exponent of the relative error at the last step in the width",
         ),
-        test("target class", _change_of_target, above=0.0).says(
+        test(
+            "target class", lambda t: _target_class(t, 1.0) - _target_class(t, 0.0), above=0.0
+        ).says(
             "target-class components matter more late in training than at first",
             paper="they dominate in the late stages if classes are many",
             measure="their part in the change of the loss, late less early",

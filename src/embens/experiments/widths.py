@@ -10,17 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from embens.embedding.families import batch_ensemble, independent
-from embens.experiments.claims import (
-    Claim,
-    Frame,
-    Missing,
-    best,
-    curve,
-    first,
-    growth_of_best,
-    judge,
-    select,
-)
+from embens.experiments.claims import Claim, Frame, Missing, Rows, judge
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Curve, Figure, Panel, curves, shades
 from embens.experiments.setting import Setting
@@ -78,17 +68,16 @@ def measure(cell: Cell) -> Row:
     return train(ensemble, cell.setting, seed=cell.seed).evaluate()
 
 
-def _embedded(table: Frame) -> Frame:
-    return select(table, family="embedded")
+def _embedded(rows: Rows) -> Rows:
+    return rows.where(family="embedded")
 
 
-def _inner_best(table: Frame) -> float:
-    """Return by how much the best M beats the largest, at the smallest width."""
-    _, values = curve(first(_embedded(table), "width"), "members", "accuracy")
+def _inner_best(rows: Rows) -> float:
+    _, values = _embedded(rows).first("width").curve("members", "accuracy")
     return max(values) - values[-1]
 
 
-def _advantage(table: Frame) -> float:
+def _advantage(rows: Rows) -> float:
     """Return accuracy at the best M less that of independent ensembles with as many parameters.
 
     Those are interpolated in the logarithm of parameters along their upper envelope (more
@@ -96,18 +85,17 @@ def _advantage(table: Frame) -> float:
     """
     import numpy
 
-    ensembles = select(table, family="independent").groupby(["width", "members"])
+    ensembles = rows.where(family="independent").frame.groupby(["width", "members"])
     means = ensembles[["parameters", "accuracy"]].mean().sort_values("parameters", kind="stable")
     envelope = means[means["accuracy"] > means["accuracy"].cummax().shift(fill_value=-math.inf)]
     sizes = numpy.log(envelope["parameters"])
     gains = []
-    for _, rows in _embedded(table).groupby("width"):
-        chosen = select(rows, members=int(best(rows, "members", "accuracy")))
-        size = math.log(chosen["parameters"].mean())
+    for _, mine in _embedded(rows).by("width"):
+        chosen = mine.where(members=int(mine.best("members")))
+        size = math.log(chosen.mean("parameters"))
         if size >= sizes.iloc[0] - 1e-9:
-            gains.append(
-                chosen["accuracy"].mean() - numpy.interp(size, sizes, envelope["accuracy"])
-            )
+            found = numpy.interp(size, sizes, envelope["accuracy"])
+            gains.append(chosen.mean("accuracy") - found)
     if not gains:
         raise Missing("independent ensembles with as many parameters")
     return sum(gains) / len(gains)
@@ -117,7 +105,7 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
     return [
-        test("best M grows with width", lambda t: growth_of_best(_embedded(t)), above=0.0).says(
+        test("best M grows with width", lambda t: _embedded(t).growth_of_best(), above=0.0).says(
             "the best number of members grows with the width",
             paper="the optimal size increases with the network width",
             measure="exponent of best M in width, mean over seeds",
