@@ -40,20 +40,17 @@ class Progress(Watcher):
         self.live.stop()
 
     def start(self, total: float, done: float, cells: int, finished: int) -> None:
-        """Begin."""
         self.total, self.done, self.cells, self.finished = total, done, cells, finished
         self.before, self.began = done, time.perf_counter()
         if finished:
             self._print(f"{self.title}: {finished} of {cells} cells are there already")
 
     def update(self, job: Job, done: Done) -> None:
-        """Count a cell."""
         self.failed += done.error is not None
         self.latest = describe(job, done)
         self.skip(job.cell.weight)
 
     def skip(self, weight: float) -> None:
-        """Count a cell that another run has measured: it is done, whoever did it."""
         self.finished += 1
         self.done += weight
         part = _LINES * self.finished // max(1, self.cells)

@@ -19,12 +19,7 @@ _VERDICTS = ("holds", "does not hold", "undecided")
 
 
 def render(entries: list[dict[str, Any]], pictures: list[str | None]) -> str:
-    """Return the page.
-
-    Args:
-        entries: as :func:`embens.report.page.collect` gives them.
-        pictures: the address of each entry's picture, relative to the page; None: no picture.
-    """
+    """Return the page of some entries and the addresses of their pictures, None for no picture."""
     lines = [
         "# Claims of the paper, as measured",
         "",

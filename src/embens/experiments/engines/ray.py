@@ -57,7 +57,6 @@ class Ray:
         return max(2, 2 * int(self.ray.cluster_resources().get("CPU", 1)))
 
     def submit(self, job: Job) -> None:
-        """Send a job to the cluster."""
         resources = {"num_cpus": job.threads, "num_gpus": job.gpus * self.gpus_per_cell}
         self._flying[self._remote.options(**resources).remote(job)] = (job, time.perf_counter())
 
