@@ -60,7 +60,6 @@ class Cell(CellBase):
 
     @property
     def weight(self) -> float:
-        """See :class:`~embens.experiments.contract.CellBase`."""
         folded = 1 if self.family == "last-layer dropout" else self.members
         return (2 + folded) * self.turns
 

@@ -30,7 +30,6 @@ ABOUT = (
 KINDS = {"centred": 0.0, "shifted": math.sqrt(0.5), "input and output": 0.0}
 PARTS = {"total": "#1f77b4", "first": "#2ca02c", "inner": "#d62728", "last": "#9467bd"}
 
-
 WIDTHS = {
     "quick": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
     "cpu": (0.5, 1.0, 2.0, 4.0, 8.0),
@@ -50,7 +49,6 @@ class Cell(CellBase):
 
     @property
     def weight(self) -> float:
-        """See :class:`~embens.experiments.contract.CellBase`."""
         return 1 + self.width**2 / 16
 
 
@@ -172,23 +170,12 @@ def _histogram(table: Frame, kind: str, colour: str) -> Curve:
 
 def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
-    panels = [
-        Panel(
-            "gradient norms at width 1",
-            "log10 of the norm",
-            "part of members",
-            [
-                _histogram(table, "centred", "#1f77b4"),
-                _histogram(table, "input and output", "#bcbd22"),
-            ],
-        )
-    ]
+    colours = {"centred": "#1f77b4", "input and output": "#bcbd22"}
+    bars = [_histogram(table, kind, colour) for kind, colour in colours.items()]
+    panels = [Panel("gradient norms at width 1", "log10 of the norm", "part of members", bars)]
     for kind in ("centred", "shifted"):
-        rows = table[table["kind"] == kind]
-        found = [
-            c
-            for part, colour in PARTS.items()
-            for c in curves(rows, "width", f"cos_{part}", label=part, colours=colour)
-        ]
+        rows = table[table["kind"] == kind].rename(columns={f"cos_{part}": part for part in PARTS})
+        rows = rows.melt(["width", "seed"], list(PARTS), "part", "cos")
+        found = curves(rows, "width", "cos", by="part", colours=PARTS)
         panels.append(Panel(kind, "relative width", "mean |cos|", found, x_log=10, y_log=10))
     return Figure(TITLE, panels, columns=3)

@@ -33,7 +33,6 @@ CHOICES = {
     "best loss at epoch 10": "#9467bd",
 }
 
-
 RATES = tuple(round(10 ** (k / 3), 6) for k in range(-9, 4))
 MEMBERS = {
     "quick": (1, 2, 5, 10, 20, 49),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -117,28 +118,18 @@ def claims(table: Frame) -> list[Claim]:
 
 def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
-    ratios = [
-        c
-        for kind, colour in (("centred", "#1f77b4"), ("shifted", "#d62728"))
-        for text, column, style in (
-            ("by the limit", "ratio_to_limit", "line"),
-            ("by the measured", "ratio", "dash"),
-        )
-        for c in curves(
-            table[(table["kind"] == kind) & (table["others"] == 1)],
-            "width",
-            column,
-            label=f"{kind}, {text}",
-            colours=colour,
-            style=style,
-        )
-    ]
+    ratios = []
+    for kind, colour in (("centred", "#1f77b4"), ("shifted", "#d62728")):
+        rows = table[(table["kind"] == kind) & (table["others"] == 1)]
+        draw = partial(curves, rows, "width", colours=colour)
+        ratios += draw(y="ratio_to_limit", label=f"{kind}, by the limit")
+        ratios += draw(y="ratio", label=f"{kind}, by the measured", style="dash")
     panels = [Panel("cross/same", "relative width", "ratio of squares", ratios, 10, 10)]
     for column in ("nll", "target"):
         found = []
         for kind, shade in (("centred", "winter"), ("shifted", "autumn")):
             rows = table[table["kind"] == kind]
-            colours, label = shades(rows["width"], shade), kind + " ×{}"
-            found += curves(rows, "others", column, by="width", label=label, colours=colours)
+            some = shades(rows["width"], shade)
+            found += curves(rows, "others", column, by="width", label=kind + " ×{}", colours=some)
         panels.append(Panel(column, "other members m", "weight of others", found, 10, 10))
     return Figure(TITLE, panels, columns=3)

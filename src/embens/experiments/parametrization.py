@@ -14,7 +14,7 @@ from functools import partial
 from embens.embedding.families import batch_ensemble
 from embens.experiments.claims import Claim, Frame, Missing, Rows, judge
 from embens.experiments.contract import CellBase, Row
-from embens.experiments.figure import Curve, Figure, Panel, curves
+from embens.experiments.figure import Figure, Panel, curves
 from embens.experiments.setting import Setting
 from embens.experiments.training import train
 
@@ -25,7 +25,6 @@ ABOUT = (
     "rates by final test accuracy: loss and accuracy of members against epochs."
 )
 COLOURS = {"standard": "#1f77b4", "ntk": "#d62728"}
-
 
 FACTORS = {"standard": (0.5, 1.0, 2.0), "ntk": (1.0, 4.0, 16.0, 64.0)}
 MEMBERS = {"quick": 8, "cpu": 4, "paper": 7}
@@ -118,28 +117,20 @@ def claims(table: Frame) -> list[Claim]:
 
 def plot(table: Frame) -> Figure:
     """Return loss and accuracy against epochs at the best rates, and accuracy against rates."""
-    there = [name for name in COLOURS if name in set(table["parametrization"])]
-    chosen = {name: at_best(Rows(table), name).frame for name in there}
-
-    def of_epochs(column: str) -> list[Curve]:
-        return [
-            c
-            for name, rows in chosen.items()
-            for c in curves(
-                rows,
-                "epoch",
-                column,
-                label=f"{name}, rate ×{rows['factor'].iloc[0]:g}",
-                colours=COLOURS[name],
-            )
-        ]
-
+    losses, accuracies = [], []
+    for name, colour in COLOURS.items():
+        if name in set(table["parametrization"]):
+            rows = at_best(Rows(table), name).frame
+            label = f"{name}, rate ×{rows['factor'].iloc[0]:g}"
+            draw = partial(curves, rows, "epoch", label=label, colours=colour)
+            losses += draw(y="loss")
+            accuracies += draw(y="member_accuracy")
     rates = curves(
         *(table, "factor", "final_accuracy"), by="parametrization", colours=COLOURS, style="dash"
     )
     panels = [
-        Panel("train", "epoch", "member loss", of_epochs("loss"), y_log=10),
-        Panel("test", "epoch", "member accuracy", of_epochs("member_accuracy")),
+        Panel("train", "epoch", "member loss", losses, y_log=10),
+        Panel("test", "epoch", "member accuracy", accuracies),
         Panel("rates", "factor of the rate", "ensemble accuracy", rates, x_log=10),
     ]
     return Figure(TITLE, panels, columns=3)

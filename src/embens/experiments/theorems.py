@@ -50,6 +50,12 @@ UNITS = {
     "paper": (64, 128, 256, 512, 1024, 2048, 4096),
 }
 SEEDS = {"quick": 10, "cpu": 6, "paper": 10}
+ERRORS = {
+    "nngp_error": "covariance within a member",
+    "nngp_cross_error": "covariance between members",
+    "ntk_error": "tangent kernel within a member",
+    "ntk_cross_error": "tangent kernel between members",
+}
 DRAWS = 60
 STEPS = (10, 30, 100, 300)
 
@@ -64,7 +70,6 @@ class Cell(CellBase):
 
     @property
     def weight(self) -> float:
-        """See :class:`~embens.experiments.contract.CellBase`."""
         part = {"kernels": 1, "outputs": 8, "training": 4, "classification": 4}[self.part]
         return part * (1 + self.units / 256)
 
@@ -81,13 +86,11 @@ def cells(setting: Setting) -> list[Cell]:
 
 def measure(cell: Cell) -> list[Row]:
     """Measure one part."""
-    parts = {
-        "kernels": measure_kernels,
-        "outputs": measure_outputs,
-        "training": measure_training,
-        "classification": measure_classification,
-    }
-    return parts[cell.part](cell)
+    if cell.part == "kernels":
+        return [_measure_kernels(cell)]
+    if cell.part == "outputs":
+        return [_measure_outputs(cell)]
+    return (_measure_training if cell.part == "training" else _measure_classification)(cell)
 
 
 def _ensemble(
@@ -110,7 +113,7 @@ def _inputs(cell: Cell, count: int) -> Tensor:
     return flat / flat.square().mean(1, keepdim=True).sqrt()
 
 
-def measure_kernels(cell: Cell) -> list[Row]:
+def _measure_kernels(cell: Cell) -> Row:
     """Return errors of both kernels, and how much of them is between members."""
     ensemble = _ensemble(cell, 8, torch.Generator().manual_seed(cell.seed))
     x = _inputs(cell, 10)
@@ -128,21 +131,20 @@ def measure_kernels(cell: Cell) -> list[Row]:
         own = expected.same.diagonal().mean()
         row[f"{name}_coupling"] = float(cross.diagonal(dim1=-2, dim2=-1).mean() / own)
         row[f"{name}_coupling_limit"] = float(expected.cross.diagonal().mean() / own)
-    return [row]
+    return row
 
 
 @torch.no_grad()
-def measure_outputs(cell: Cell) -> list[Row]:
+def _measure_outputs(cell: Cell) -> Row:
     """Return the excess kurtosis of outputs over many networks, at one input."""
     generator = torch.Generator().manual_seed(cell.seed)
     x = _inputs(cell, 1)
-    draws = (_ensemble(cell, 64, generator, depth=2, outputs=4)(x) for _ in range(DRAWS))
-    values = torch.stack(list(draws))
-    kurtosis = values.pow(4).mean() / values.square().mean().square() - 3
-    return [{"kurtosis": float(kurtosis)}]
+    draws = [_ensemble(cell, 64, generator, depth=2, outputs=4)(x) for _ in range(DRAWS)]
+    values = torch.stack(draws)
+    return {"kurtosis": float(values.pow(4).mean() / values.square().mean().square() - 3)}
 
 
-def measure_training(cell: Cell) -> list[Row]:
+def _measure_training(cell: Cell) -> list[Row]:
     """Descend on the squared loss with γ=M; return a row for each of some times."""
     ensemble = _ensemble(cell, 4, torch.Generator().manual_seed(cell.seed), depth=2)
     x = _inputs(cell, 24)
@@ -175,15 +177,10 @@ def _half_square(outputs: Tensor, target: Tensor) -> Tensor:
     return (outputs - target).square().mean() / 2
 
 
-def measure_classification(cell: Cell) -> list[Row]:
+def _measure_classification(cell: Cell) -> list[Row]:
     """Return the part of target-class components in the change of the loss, before and after."""
-    setting = replace(
-        cell.setting,
-        network="mlp",
-        channels=(cell.units,) * 3,
-        parametrization="standard",
-        weight_std=math.sqrt(2),
-    )
+    shape = {"network": "mlp", "channels": (cell.units,) * 3, "weight_std": math.sqrt(2)}
+    setting = replace(cell.setting, parametrization="standard", **shape)
     network, generator = replace(cell, setting=setting).draw()
     ensemble = batch_ensemble(network, 4, generator=generator)
     inputs, targets = data_set(setting).train
@@ -231,12 +228,7 @@ def claims(table: Frame) -> list[Claim]:
             measure="exponent of the relative mean square error in the width",
         )
         for case in ("centred", "shifted")
-        for column, text in (
-            ("nngp_error", "covariance within a member"),
-            ("nngp_cross_error", "covariance between members"),
-            ("ntk_error", "tangent kernel within a member"),
-            ("ntk_cross_error", "tangent kernel between members"),
-        )
+        for column, text in ERRORS.items()
     ]
     vanishes, stays = (-0.02, 0.02), (0.02, math.inf)
     found += [
@@ -304,23 +296,15 @@ def plot(table: Frame) -> Figure:
         table[table["part"] == part]
         for part in ("kernels", "outputs", "training", "classification")
     )
-    colours = {
-        "nngp_error": "#1f77b4",
-        "nngp_cross_error": "#17becf",
-        "ntk_error": "#d62728",
-        "ntk_cross_error": "#ff7f0e",
-    }
+    errors = zip(ERRORS, ("#1f77b4", "#17becf", "#d62728", "#ff7f0e"), strict=True)
+    colours = {column.replace("_", " "): colour for column, colour in errors}
     panels = []
     for case in ("centred", "shifted"):
-        errors = [
-            c
-            for y, colour in colours.items()
-            for c in curves(
-                rows[rows["case"] == case], "units", y, label=y.replace("_", " "), colours=colour
-            )
-        ]
+        each = rows[rows["case"] == case].rename(columns=lambda name: name.replace("_", " "))
+        each = each.melt(["units", "seed"], list(colours), "kernel", "error")
+        found = curves(each, "units", "error", by="kernel", colours=colours)
         title = f"errors of kernels, {case}"
-        panels.append(Panel(title, "units", "relative mean square error", errors, 10, 10))
+        panels.append(Panel(title, "units", "relative mean square error", found, 10, 10))
     coupling = curves(rows, "units", "ntk_coupling", by="case")
     coupling += curves(
         *(rows, "units", "ntk_coupling_limit"), by="case", label="{}, limit", style="dash"

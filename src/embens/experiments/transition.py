@@ -28,7 +28,6 @@ ABOUT = (
 )
 LOW, HIGH = 0.55, 0.65  # the paper's groups: at most LOW, at least HIGH
 
-
 SHIFTS = {
     "quick": (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     "cpu": (0.0, 0.3, 0.5, 0.6, 0.7, 0.9),

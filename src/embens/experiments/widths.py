@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from embens.embedding.families import batch_ensemble, independent
+from embens.experiments import transition
 from embens.experiments.claims import Claim, Frame, Missing, Rows, judge
 from embens.experiments.contract import CellBase, Row, product
-from embens.experiments.figure import Curve, Figure, Panel, curves, shades
+from embens.experiments.figure import MEASURES, Curve, Figure, Panel, curves, shades
 from embens.experiments.setting import Setting
 from embens.experiments.training import train
 
@@ -30,11 +31,7 @@ WIDTHS = {
     "paper": (0.25, 0.5, 1.0, 2.0, 4.0),
 }
 MEMBERS = {
-    "embedded": {
-        "quick": (1, 2, 4, 8, 16, 32),
-        "cpu": (1, 2, 4, 8, 16),
-        "paper": (1, 2, 3, 5, 7, 10, 14, 20, 28, 40),
-    },
+    "embedded": transition.MEMBERS,
     "independent": {"quick": (1, 2, 4, 8), "cpu": (1, 2, 4), "paper": (1, 2, 3, 5, 7, 10)},
 }
 
@@ -134,14 +131,10 @@ def plot(table: Frame) -> Figure:
 
     separate = {"label": "×{}, independent", "style": "dash"}
     panels = []
-    for title, label, column in (
-        ("(a) ensemble, test", "accuracy", "accuracy"),
-        ("(b) members, test", "mean accuracy", "member_accuracy"),
-        ("(c) correlation, test", "correlation", "correlation"),
-    ):
-        found = of("embedded", "members", column, label="×{}")
+    for letter, column in (("a", "accuracy"), ("b", "member_accuracy"), ("c", "correlation")):
+        (title, label), found = MEASURES[column], of("embedded", "members", column, label="×{}")
         found += of("independent", "members", column, **separate)
-        panels.append(Panel(title, "members M", label, found, x_log=2))
+        panels.append(Panel(f"({letter}) {title}", "members M", label, found, x_log=2))
     scatter = of("embedded", "parameters", "accuracy", label="×{}", style="points")
     scatter += of("independent", "parameters", "accuracy", **separate)
     panels.append(Panel("(d) accuracy and size", "parameters", "accuracy", scatter, x_log=10))
