@@ -73,10 +73,9 @@ def measure(cell: Cell) -> Row:
 
 
 def choose(rows: Rows) -> Frame:
-    """Return, for each way to choose the rate and each M, the means over seeds at that rate.
+    """Return the means over seeds at the rate that is chosen, for each choice and each M.
 
-    Rates at which a run diverged are left out. Ties (all members fit all data) go to the lower
-    loss.
+    Rates at which a run diverged are left out; ties go to the lower loss.
     """
     import pandas
 

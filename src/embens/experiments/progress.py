@@ -61,12 +61,10 @@ class Progress(Watcher):
             self._print(f"{self.title} {self._count()}, {left} left: {latest}")
 
     def time_left(self) -> float:
-        """Return the seconds that the remaining weight will take at the pace so far."""
         passed, work = time.perf_counter() - self.began, self.done - self.before
         return (self.total - self.done) * passed / work if work > 0 else float("nan")
 
     def frame(self) -> RenderableType:
-        """Return what a terminal shows: the bar, and the latest result on a line of its own."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table

@@ -11,6 +11,7 @@ the kernel rule the late stages of training on cross-entropy, as the paper argue
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -200,6 +201,10 @@ def _target_part(ensemble: EmbeddedEnsemble, x: Tensor, y: Tensor) -> float:
     return float(part / (whole.same + whole.individual).double().sum())
 
 
+def _kernels(rows: Rows, case: str) -> Rows:
+    return rows.where(part="kernels", case=case)
+
+
 def _late(rows: Rows) -> Rows:
     return rows.where(part="training").last("step")
 
@@ -216,13 +221,14 @@ def _target_class(rows: Rows, stage: float) -> float:
 def claims(table: Frame) -> list[Claim]:
     """Return what the theorems and assumptions say."""
     test = partial(judge, table)
+
+    def exponent(
+        name: str, column: str, rows: Callable[[Rows], Rows], low: float, high: float
+    ) -> Claim:
+        return test(name, trend(rows, column, "units", log_y=True), above=low, below=high)
+
     found = [
-        test(
-            f"{case}: {column}",
-            trend(partial(Rows.where, part="kernels", case=case), column, "units", log_y=True),
-            above=-1.5,
-            below=-0.5,
-        ).says(
+        exponent(f"{case}: {column}", column, partial(_kernels, case=case), -1.5, -0.5).says(
             f"{case}: the squared error of the {text} falls as 1/width",
             paper="kernels converge to their limit",
             measure="exponent of the relative mean square error in the width",
@@ -234,9 +240,7 @@ def claims(table: Frame) -> list[Claim]:
     found += [
         test(
             f"cross: {case}",
-            lambda t, case=case: (
-                t.where(part="kernels", case=case).last("units").mean("ntk_coupling")
-            ),
+            lambda t, case=case: _kernels(t, case).last("units").mean("ntk_coupling"),
             above=low,
             below=high,
         ).says(
@@ -253,17 +257,12 @@ def claims(table: Frame) -> list[Claim]:
     ]
     return [
         *found,
-        test(
-            "A1",
-            trend(partial(Rows.where, part="outputs"), "kurtosis", "units", log_y=True),
-            above=-1.6,
-            below=-0.5,
-        ).says(
+        exponent("A1", "kurtosis", partial(Rows.where, part="outputs"), -1.6, -0.5).says(
             "outputs become Gaussian: excess kurtosis falls as 1/width",
             paper="outputs are Gaussian in the limit",
             measure="exponent of the excess kurtosis in the width",
         ),
-        test("A3", trend(_late, "drift", "units", log_y=True), above=-1.3, below=-0.5).says(
+        exponent("A3", "drift", _late, -1.3, -0.5).says(
             "the change of the tangent kernel in training falls as 1/width",
             paper="deviation bounded as O(1/N)",
             measure="exponent of |ΔΘ|/|Θ| at the last step in the width",
@@ -273,9 +272,7 @@ def claims(table: Frame) -> list[Claim]:
             paper="the bound is not uniform in time",
             measure="log of the ratio of the change at the last step to the first",
         ),
-        test(
-            "predictions", trend(_late, "prediction_error", "units", log_y=True), below=-0.25
-        ).says(
+        exponent("predictions", "prediction_error", _late, -math.inf, -0.25).says(
             "the limit predicts trained outputs better as the width grows",
             paper="the dynamics are those of the limit",
             measure="exponent of the relative error at the last step in the width",

@@ -12,7 +12,7 @@ from functools import partial
 from embens.embedding.families import batch_ensemble, independent
 from embens.experiments import transition
 from embens.experiments.claims import Claim, Frame, Missing, Rows, judge
-from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.contract import CellBase, Row
 from embens.experiments.figure import MEASURES, Curve, Figure, Panel, curves, shades
 from embens.experiments.setting import Setting
 from embens.experiments.training import train
@@ -48,12 +48,12 @@ class Cell(CellBase):
 def cells(setting: Setting) -> list[Cell]:
     """Return the sweep over widths and members, for both families."""
     widths = WIDTHS[setting.preset]
+    both = {family: members[setting.preset] for family, members in MEMBERS.items()}
     return [
-        cell
-        for family, members in MEMBERS.items()
-        for cell in product(
-            Cell, setting, family=[family], width=widths, members=members[setting.preset]
-        )
+        Cell(family, width, count, setting=setting)
+        for family, members in both.items()
+        for width in widths
+        for count in members
     ]
 
 
@@ -75,13 +75,10 @@ def _inner_best(rows: Rows) -> float:
 
 
 def _advantage(rows: Rows) -> float:
-    """Return accuracy at the best M less that of independent ensembles with as many parameters.
-
-    Those are interpolated in the logarithm of parameters along their upper envelope (more
-    parameters never help there); embedded ensembles smaller than all of them are left out.
-    """
     import numpy
 
+    # Independent ensembles are interpolated in the logarithm of parameters along their upper
+    # envelope; embedded ensembles smaller than all of them are left out.
     ensembles = rows.where(family="independent").frame.groupby(["width", "members"])
     means = ensembles[["parameters", "accuracy"]].mean().sort_values("parameters", kind="stable")
     envelope = means[means["accuracy"] > means["accuracy"].cummax().shift(fill_value=-math.inf)]

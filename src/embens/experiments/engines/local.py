@@ -59,7 +59,6 @@ class Local:
         return self.workers + 1
 
     def submit(self, job: Job) -> None:
-        """Send a job to an idle worker, started if need be; or keep it until there is one."""
         self._waiting.append(job)
         self._distribute()
 
