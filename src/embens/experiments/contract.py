@@ -1,8 +1,6 @@
 """What an experiment is: the names that its module must have, and what all cells have in common.
 
-A cell is everything that one measurement depends on: the setting of a preset, what the experiment
-sweeps, and a seed. The grid uses ``cells`` and ``measure``, the verdicts ``claims``, the figures
-``plot``.
+A cell is all that one measurement depends on: a preset's setting, what is swept, and a seed.
 """
 
 from __future__ import annotations

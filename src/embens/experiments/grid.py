@@ -54,10 +54,7 @@ def run(
     watcher: Watcher | None = None,
     retry_failed: bool = False,
 ) -> Outcome:
-    """Measure the cells that have no result, from the longest to the shortest.
-
-    The engine is not closed.
-    """
+    """Measure the cells that have no result, longest first; the engine is not closed."""
     started, watcher = time.perf_counter(), watcher or Watcher()
     jobs = {job.key: job for job in (make_job(name, cell) for cell in cells)}
     results.refresh()
