@@ -14,18 +14,9 @@ from embens.experiments.claims import (
     HOLDS,
     UNDECIDED,
     Missing,
-    best,
-    between,
-    curve,
-    first,
-    growth_of_best,
+    Rows,
     interval,
     judge,
-    last,
-    per_seed,
-    rise_and_fall,
-    select,
-    slope,
     trend,
     verdict,
 )
@@ -90,7 +81,7 @@ def test_a_verdict_follows_from_interval_and_region(low, high, above, below, exp
 def test_a_claim_says_why_it_is_undecided():
     one = judge(seeds(1.0), "n", lambda t: t["y"].mean(), above=0)
     assert (one.verdict, one.note) == (UNDECIDED, "1 seed has no interval")
-    none = judge(seeds(1.0, 2.0), "n", lambda t: select(t, y=7.0)["y"].mean(), above=0)
+    none = judge(seeds(1.0, 2.0), "n", lambda t: t.where(y=7.0)["y"].mean(), above=0)
     assert (none.verdict, none.note) == (UNDECIDED, "missing: cells with y=7.0")
     undefined = judge(seeds(1.0, math.nan), "n", lambda t: math.nan, above=0)
     assert undefined.note == "the statistic is not defined on this table"
@@ -118,27 +109,27 @@ def test_slopes_are_those_of_least_squares():
     y = numpy.array([3.0, 2.9, 1.0, 0.8, 0.7])
     table = pandas.DataFrame({"x": x, "y": y})
     expected = numpy.polyfit(numpy.log2(x), y, 1)[0]
-    assert slope(table, "x", "y") == pytest.approx(expected)
+    assert Rows(table).slope("x", "y") == pytest.approx(expected)
     power = numpy.polyfit(numpy.log2(x), numpy.log2(y), 1)[0]
-    assert slope(table, "x", "y", log_y=True) == pytest.approx(power)
-    assert slope(table, "x", "y", log_x=False) == pytest.approx(numpy.polyfit(x, y, 1)[0])
-    assert math.isnan(slope(table.assign(y=-y), "x", "y", log_y=True))
+    assert Rows(table).slope("x", "y", log_y=True) == pytest.approx(power)
+    assert Rows(table).slope("x", "y", log_x=False) == pytest.approx(numpy.polyfit(x, y, 1)[0])
+    assert math.isnan(Rows(table.assign(y=-y)).slope("x", "y", log_y=True))
 
 
 def test_curves_are_means_over_what_is_not_named():
     table = pandas.DataFrame({"x": [1, 1, 2, 2], "y": [1.0, 3.0, 5.0, math.nan]})
-    assert curve(table, "x", "y") == ([1.0, 2.0], [2.0, 5.0])
+    assert Rows(table).curve("x", "y") == ([1.0, 2.0], [2.0, 5.0])
     with pytest.raises(Missing, match="at least two values of x"):
-        curve(table.head(1), "x", "y")
+        Rows(table.head(1)).curve("x", "y")
     with pytest.raises(Missing, match="column z"):
-        curve(table, "x", "z")
+        Rows(table).curve("x", "z")
 
 
 def test_an_inverted_u_rises_and_falls():
     table = pandas.DataFrame({"x": [1, 2, 4], "up": [1.0, 2.0, 3.0], "bent": [1.0, 3.0, 2.5]})
-    assert rise_and_fall(table, "x", "up") == 0
-    assert rise_and_fall(table, "x", "bent") == 0.5
-    assert best(table, "x", "bent") == 2
+    assert Rows(table).rise_and_fall("x", "up") == 0
+    assert Rows(table).rise_and_fall("x", "bent") == 0.5
+    assert Rows(table).best("x", "bent") == 2
 
 
 def test_the_best_number_of_members_grows_with_an_exponent():
@@ -148,28 +139,28 @@ def test_the_best_number_of_members_grows_with_an_exponent():
         for w in (1, 2, 4)
         for m in (1, 2, 4, 8, 16)
     ]
-    assert growth_of_best(pandas.DataFrame(rows)) == pytest.approx(2.0)
+    assert Rows(pandas.DataFrame(rows)).growth_of_best() == pytest.approx(2.0)
 
 
 def test_rows_are_chosen_by_range_and_by_extremes():
     table = pandas.DataFrame({"m": [1, 2, 4, 4], "y": [0, 1, 2, 3]})
-    assert list(between(table, "m", 2)["y"]) == [1, 2, 3]
-    assert list(between(table, "m", high=2)["y"]) == [0, 1]
-    assert list(first(table, "m")["y"]) == [0]
-    assert list(last(table, "m")["y"]) == [2, 3]
+    assert list(Rows(table).between("m", 2)["y"]) == [1, 2, 3]
+    assert list(Rows(table).between("m", high=2)["y"]) == [0, 1]
+    assert list(Rows(table).first("m")["y"]) == [0]
+    assert list(Rows(table).last("m")["y"]) == [2, 3]
     with pytest.raises(Missing, match="cells with m from 5 to 9"):
-        between(table, "m", 5, 9)
+        Rows(table).between("m", 5, 9)
 
 
 def test_a_trend_is_the_slope_of_some_rows():
     table = pandas.DataFrame({"k": list("aab"), "members": [1, 2, 4], "y": [1.0, 2.0, 9.0]})
-    assert trend(lambda t: select(t, k="a"), "y")(table) == 1.0
+    assert trend(lambda rows: rows.where(k="a"), "y")(Rows(table)) == 1.0
 
 
 def test_select_finds_floats_and_sets():
     table = pandas.DataFrame({"p": [0.1 + 0.2, 0.5], "k": ["a", "b"]})
-    assert list(select(table, p=0.3)["k"]) == ["a"]
-    assert len(select(table, k=["a", "b"])) == 2
+    assert list(Rows(table).where(p=0.3)["k"]) == ["a"]
+    assert len(Rows(table).where(k=["a", "b"]).frame) == 2
     with pytest.raises(Missing, match="cells with k=c"):
-        select(table, k="c")
-    assert per_seed(seeds(1.0, 3.0), lambda t: t["y"].max()) == 2.0
+        Rows(table).where(k="c")
+    assert Rows(seeds(1.0, 3.0)).per_seed(lambda t: t["y"].max()) == 2.0

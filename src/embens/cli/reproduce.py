@@ -73,14 +73,13 @@ def run(options: argparse.Namespace) -> int:
         for name, cells in sweeps.items():
             _estimate(console, name, cells, options)
         return 0
-    engine = _engine(options)
-    failed = 0
+    engine, failed = _engine(options), 0
     try:
         for name, cells in sweeps.items():
             failed += _reproduce(console, options, name, cells, setting, engine)
     finally:
         engine.close()
-    return 1 if failed else 0
+    return int(failed > 0)
 
 
 def _check(options: argparse.Namespace) -> list[str]:
@@ -92,14 +91,11 @@ def _check(options: argparse.Namespace) -> list[str]:
             contract.load(options.name)
         except ValueError as problem:
             error(str(problem))
-    for name in ("seeds", "epochs"):
+    for name, least in {"seeds": 1, "epochs": 1, "workers": 0, "first_seed": 0}.items():
         value = getattr(options, name)
-        if value is not None and value < 1:
-            error(f"--{name} must be at least 1; got {value}")
-    for name in ("workers", "first_seed"):
-        value = getattr(options, name)
-        if value is not None and value < 0:
-            error(f"--{name.replace('_', '-')} must not be negative; got {value}")
+        if value is not None and value < least:
+            words = f"be at least {least}" if least else "not be negative"
+            error(f"--{name.replace('_', '-')} must {words}; got {value}")
     if options.engine == "ray" and options.workers == 0:
         error("--workers 0 is for the local engine; with Ray it must be at least 1")
     for item in options.only:
@@ -109,26 +105,19 @@ def _check(options: argparse.Namespace) -> list[str]:
 
 
 def _setting(options: argparse.Namespace) -> Setting:
-    setting = PRESETS[options.preset]
-    if options.epochs is not None:
-        setting = replace(setting, epochs=options.epochs)
-    device = options.device
-    if device is None and options.preset == "paper":
-        import torch
+    import torch
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    setting = replace(setting, device=device or "cpu")
-    if setting.data == "digits":
-        return setting
-    if options.download:
+    found = options.preset == "paper" and torch.cuda.is_available()
+    preset, device = PRESETS[options.preset], options.device or ("cuda" if found else "cpu")
+    setting = replace(preset, epochs=options.epochs or preset.epochs, device=device)
+    if options.download and setting.data == "cifar100":
         from embens import data
 
         data.cifar100(download=True)
     try:
-        setting = fingerprint(setting)
+        return fingerprint(setting)
     except FileNotFoundError as problem:
-        options.parser.error(f"{problem}. Here: --data DIR, or --download.")
-    return setting
+        return options.parser.error(f"{problem}. Here: --data DIR, or --download.")
 
 
 def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any]:
@@ -139,17 +128,11 @@ def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any
     for item in options.only:
         field, _, values = item.partition("=")
         wanted[field] = values.split(",")
-    swept = cells[0].swept()
-    wanted = {
-        field: values
-        for field, values in wanted.items()
-        if values is not None and (options.name or field in swept)
-    }
+    known = wanted if options.name else cells[0].swept()  # others may sweep the rest
     try:
-        cells = grid.narrow(cells, **wanted)
+        return grid.narrow(cells, **{f: v for f, v in wanted.items() if v and f in known})
     except ValueError as problem:
-        options.parser.error(str(problem))
-    return cells
+        return options.parser.error(str(problem))
 
 
 def _engine(options: argparse.Namespace) -> Engine:
@@ -157,15 +140,9 @@ def _engine(options: argparse.Namespace) -> Engine:
         from embens.experiments.engines.ray import Ray
 
         return Ray(options.address, options.workers, options.gpus_per_cell)
-    if options.workers == 0:
-        return Inline()
     from embens.experiments.engines.local import Local
 
-    return Local(_workers(options))
-
-
-def _workers(options: argparse.Namespace) -> int:
-    return (os.cpu_count() or 1) if options.workers is None else options.workers
+    return Inline() if options.workers == 0 else Local(options.workers or os.cpu_count() or 1)
 
 
 def _reproduce(
@@ -176,7 +153,6 @@ def _reproduce(
     setting: Setting,
     engine: Engine,
 ) -> int:
-    """Run one experiment; return how many cells have failed."""
     from embens.experiments.progress import Progress, duration
 
     folder = folder_of(options.out, name, setting.preset)
@@ -203,13 +179,12 @@ def _reproduce(
         return 1
     console.print(
         f"{name}: {outcome.measured} cells measured in {duration(outcome.seconds)}, "
-        f"{outcome.known} known before; results in {folder}",
+        f"{outcome.known} known before; results in {folder}"
     )
-    others = table.count_others(results, name)
-    if others:
+    if others := table.count_others(results, name):
         console.print(
             f"{name}: {others} results in this folder are of other code, or another version of "
-            "embens or torch; they are kept, and left out",
+            "embens or torch; they are kept, and left out"
         )
     for key in outcome.failed[:5]:
         record = results.records[key]
@@ -234,7 +209,6 @@ def summarise(
 
 
 def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
-    """Print each claim in two lines: the verdict, and the number behind it."""
     from rich.markup import escape
 
     styles = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
@@ -251,7 +225,6 @@ def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
 
 
 def _estimate(console: Console, name: str, cells: list[Any], options: argparse.Namespace) -> None:
-    """Time a small part of one cell and say what the whole would take."""
     from embens.experiments.job import make_job, perform
     from embens.experiments.progress import duration
 
@@ -267,7 +240,7 @@ def _estimate(console: Console, name: str, cells: list[Any], options: argparse.N
         raise RuntimeError(f"{name}: the cell that was timed failed:\n{result.error}")
     unit = result.seconds / trial.weight
     costs, todo = ([unit * cell.weight for cell in some] for some in (cells, left))
-    workers = max(1, _workers(options))
+    workers = max(1, options.workers if options.workers is not None else os.cpu_count() or 1)
     wall = max(sum(todo) / workers, *todo, 0.0)
     console.print(
         f"{name} ({options.preset}): {len(cells)} cells, {len(left)} to do; about "

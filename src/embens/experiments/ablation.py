@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embens.embedding.families import batch_ensemble, embed, last_layer_dropout
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, between, judge, mean, select
+from embens.experiments.claims import Claim, Frame, Rows, judge
 from embens.experiments.contract import MEMBERS, CellBase, Row, product
 from embens.experiments.figure import Figure, against_members, curves
 from embens.experiments.setting import Setting, data_set
@@ -83,10 +83,7 @@ def measure(cell: Cell) -> Row:
 
 
 def gradient_ratio(ensemble: EmbeddedEnsemble, inputs: Tensor, target: Tensor) -> float:
-    """Return how large a member's modulation gradient is beside its gradient of the weights.
-
-    Root mean squares over members of the norms of both, at initialisation.
-    """
+    """Return the ratio of members' gradients in modulations and weights, root mean squares."""
     norms = gradient_norms(ensemble, inputs, target)
     own, shared = (
         sum(float(norm.square().sum()) for norm in part.values())
@@ -95,8 +92,8 @@ def gradient_ratio(ensemble: EmbeddedEnsemble, inputs: Tensor, target: Tensor) -
     return math.sqrt(own / shared) if own > 0 < shared else math.nan
 
 
-def _several(table: Frame, variant: str, column: str) -> float:
-    return mean(select(between(table, "members", 4), variant=variant), column)
+def _several(rows: Rows, variant: str, column: str) -> float:
+    return rows.between("members", 4).where(variant=variant).mean(column)
 
 
 def claims(table: Frame) -> list[Claim]:
@@ -150,7 +147,7 @@ def claims(table: Frame) -> list[Claim]:
         ),
         test(
             "modulation gradients",
-            lambda t: mean(select(t, variant="baseline"), "gradient_ratio"),
+            lambda t: t.where(variant="baseline").mean("gradient_ratio"),
             below=0.5,
         ).says(
             "gradients of modulations are much smaller than those of weights",

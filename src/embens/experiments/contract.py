@@ -1,8 +1,6 @@
 """What an experiment is: the names that its module must have, and what all cells have in common.
 
-A cell is everything that one measurement depends on: the setting of a preset, what the experiment
-sweeps, and a seed. The grid uses ``cells`` and ``measure``, the verdicts ``claims``, the figures
-``plot``.
+A cell is all that one measurement depends on: a preset's setting, what is swept, and a seed.
 """
 
 from __future__ import annotations
@@ -72,35 +70,18 @@ def product(cell: type[AnyCell], setting: Setting, **axes: Iterable[Any]) -> lis
 
 
 class Experiment(Protocol):
-    """A module of this package.
+    """A module of this package; it may also have ``SEEDS``, their number for each preset."""
 
-    Attributes:
-        LABEL: of the figure in the paper's source.
-        TITLE: one line.
-        ABOUT: what is swept and shown, and where it differs from the paper.
+    LABEL: str  # of the figure in the paper's source
+    TITLE: str  # one line
+    ABOUT: str  # what is swept and shown, and where it differs from the paper
 
-    It may also have ``SEEDS``, their number for each preset; else it is the one above.
-    """
-
-    LABEL: str
-    TITLE: str
-    ABOUT: str
-
-    def cells(self, setting: Setting) -> list[Any]:
-        """Return the cells of a preset's sweep, for one seed."""
-        ...
-
-    def measure(self, cell: Any) -> Row | list[Row]:
-        """Return the numbers of a cell, in one row or several (one for each epoch, say)."""
-        ...
-
-    def claims(self, table: Frame) -> list[Claim]:
-        """Return the paper's claims with their verdicts on a table."""
-        ...
-
-    def plot(self, table: Frame) -> Figure:
-        """Return the paper's panels."""
-        ...
+    # The cells of a preset's sweep for one seed; the numbers of a cell, in one row or several (one
+    # for each epoch, say); the paper's claims with their verdicts; the paper's panels.
+    def cells(self, setting: Setting) -> list[Any]: ...
+    def measure(self, cell: Any) -> Row | list[Row]: ...
+    def claims(self, table: Frame) -> list[Claim]: ...
+    def plot(self, table: Frame) -> Figure: ...
 
 
 def load(name: str) -> Experiment:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from embens import laws
 from embens.embedding.families import batch_ensemble, independent, last_layer_dropout, mc_dropout
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, judge, mean, select, trend
+from embens.experiments.claims import Claim, Frame, Rows, judge, trend
 from embens.experiments.contract import CellBase, Row
 from embens.experiments.figure import Figure, Panel, curves
 from embens.experiments.setting import PRESETS, Setting
@@ -60,7 +60,6 @@ class Cell(CellBase):
 
     @property
     def weight(self) -> float:
-        """See :class:`~embens.experiments.contract.CellBase`."""
         folded = 1 if self.family == "last-layer dropout" else self.members
         return (2 + folded) * self.turns
 
@@ -157,14 +156,14 @@ def _memory(module: nn.Module, loss: Callable[[], Tensor]) -> float:
     return float(sum(kept.values()))
 
 
-def _at_fifty(table: Frame) -> Frame:
-    return select(table, family="last-layer dropout", members=50)
+def _at_fifty(rows: Rows) -> Rows:
+    return rows.where(family="last-layer dropout", members=50)
 
 
-def _most_common(table: Frame) -> Frame:
+def _most_common(rows: Rows) -> Rows:
     """Return the BatchEnsembles with the largest M that all families have."""
-    common = min(int(rows["members"].max()) for _, rows in table.groupby("family"))
-    return select(table, family="BatchEnsemble", members=common)
+    common = min(int(some["members"].max()) for _, some in rows.by("family"))
+    return rows.where(family="BatchEnsemble", members=common)
 
 
 def claims(table: Frame) -> list[Claim]:
@@ -172,20 +171,20 @@ def claims(table: Frame) -> list[Claim]:
     test = partial(judge, table)
     cheap = "about 10 % more computation time at M=50"
     return [
-        test("last-layer dropout: step", lambda t: mean(_at_fifty(t), "step"), below=1.1).says(
+        test("last-layer dropout: step", lambda t: _at_fifty(t).mean("step"), below=1.1).says(
             "a training step costs at most 1.1 × that of one network at M=50",
             paper=cheap,
             measure="ratio of times",
         ),
         test(
-            "last-layer dropout: inference", lambda t: mean(_at_fifty(t), "inference"), below=1.1
+            "last-layer dropout: inference", lambda t: _at_fifty(t).mean("inference"), below=1.1
         ).says(
             "inference costs at most 1.1 × that of one network at M=50",
             paper=cheap,
             measure="ratio of times, collapsed",
         ),
         test(
-            "BatchEnsemble: parameters", lambda t: mean(_most_common(t), "parameters"), below=1.1
+            "BatchEnsemble: parameters", lambda t: _most_common(t).mean("parameters"), below=1.1
         ).says(
             "a BatchEnsemble has hardly more parameters than one network (1.1 ×)",
             paper="approximately the same as in the reference model",
@@ -193,7 +192,7 @@ def claims(table: Frame) -> list[Claim]:
         ),
         test(
             "BatchEnsemble: step",
-            trend(partial(select, family="BatchEnsemble"), "step", log_y=True),
+            trend(partial(Rows.where, family="BatchEnsemble"), "step", log_y=True),
             above=0.7,
             below=1.2,
         ).says(

@@ -39,23 +39,14 @@ _CROWDED = 6  # labels of one panel from which on its legend would hide its curv
 
 @dataclass(frozen=True)
 class Curve:
-    """Points with error bars.
+    """Points with error bars."""
 
-    Attributes:
-        label: for the legend; curves of the same label in several panels belong together.
-        x: abscissae.
-        y: ordinates.
-        error: standard errors; empty: none are drawn.
-        colour: as ``#rrggbb``.
-        style: ``"line"``, ``"dash"``, ``"points"`` or ``"bars"``.
-    """
-
-    label: str
+    label: str  # curves of the same label in several panels belong together
     x: list[float]
     y: list[float]
-    error: list[float] = field(default_factory=list)
+    error: list[float] = field(default_factory=list)  # standard errors; empty: none are drawn
     colour: str = PALETTE[0]
-    style: str = "line"
+    style: str = "line"  # or "dash", "points", "bars"
 
 
 @dataclass(frozen=True)
@@ -95,14 +86,8 @@ def curves(
 ) -> list[Curve]:
     """Return a curve of means over seeds, with standard errors, for each value of ``by``.
 
-    Args:
-        table: tidy, with a column ``seed``.
-        x: column of abscissae.
-        y: column of ordinates.
-        by: column with a value for each curve; None: one curve.
-        label: of a curve; ``{}`` is its value of ``by``.
-        colours: of one curve, of each value in the order of curves, or to choose from in turn.
-        style: see :class:`Curve`.
+    In ``label`` ``{}`` stands for that value. ``colours`` is one for all, one for each value in the
+    order of curves (others are left out), or some to choose from in turn.
     """
     if y not in table or not len(table):
         return []
@@ -179,7 +164,6 @@ def draw(figure: Figure, path: str | Path) -> None:
 
 
 def _add_legend(place: Any, handles: dict[str, Any], **options: Any) -> None:
-    """Add a legend to a panel, or to the whole figure for labels of several panels."""
     shown = {label: handle for label, handle in handles.items() if label}
     if shown:
         place.legend(shown.values(), shown.keys(), **options)

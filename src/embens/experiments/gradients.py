@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embens.embedding.families import batch_ensemble
-from embens.experiments.claims import Claim, Frame, curve, judge, line, select, trend
+from embens.experiments.claims import Claim, Frame, Rows, judge, line, trend
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Curve, Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set
@@ -29,7 +29,6 @@ ABOUT = (
 )
 KINDS = {"centred": 0.0, "shifted": math.sqrt(0.5), "input and output": 0.0}
 PARTS = {"total": "#1f77b4", "first": "#2ca02c", "inner": "#d62728", "last": "#9467bd"}
-
 
 WIDTHS = {
     "quick": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
@@ -50,7 +49,6 @@ class Cell(CellBase):
 
     @property
     def weight(self) -> float:
-        """See :class:`~embens.experiments.contract.CellBase`."""
         return 1 + self.width**2 / 16
 
 
@@ -94,19 +92,16 @@ def measure(cell: Cell) -> list[Row]:
     return rows
 
 
-def _spread(table: Frame, kind: str) -> float:
-    """Return the decades between the 5 % and 95 % quantiles of norms."""
+def _spread(rows: Rows, kind: str) -> float:
     import numpy
 
-    norms = numpy.log10(select(table, kind=kind, width=1.0)["norm"].clip(lower=1e-30))
+    norms = numpy.log10(rows.where(kind=kind, width=1.0)["norm"].clip(lower=1e-30))
     return float(norms.quantile(0.95) - norms.quantile(0.05))
 
 
-def _exponent_of_deviation(table: Frame) -> float:
-    """Return the exponent of the standard deviation of |cos| in the width."""
-    rows = select(table, kind="centred")
-    widths, means = curve(rows, "width", "cos_total")
-    _, squares = curve(rows, "width", "cos2_total")
+def _exponent_of_deviation(rows: Rows) -> float:
+    widths, means = rows.where(kind="centred").curve("width", "cos_total")
+    _, squares = rows.where(kind="centred").curve("width", "cos2_total")
     deviations = [math.sqrt(max(s - m * m, 1e-30)) for s, m in zip(squares, means, strict=True)]
     return line([math.log2(w) for w in widths], [math.log2(d) for d in deviations])
 
@@ -116,10 +111,10 @@ def claims(table: Frame) -> list[Claim]:
     test = partial(judge, table)
     power, measure = "falls as 1/width", "exponent of |cos| in the width"
     inverse, root = "|cos| ∝ 1/width", "|cos| ∝ width^−1/2"
-    centred, shifted = partial(select, kind="centred"), partial(select, kind="shifted")
 
-    def exponent(name: str, column: str, low: float, high: float) -> Claim:
-        return test(name, trend(centred, column, "width", log_y=True), above=low, below=high)
+    def exponent(name: str, column: str, low: float, high: float, kind: str = "centred") -> Claim:
+        found = trend(partial(Rows.where, kind=kind), column, "width", log_y=True)
+        return test(name, found, above=low, below=high)
 
     return [
         test(
@@ -136,9 +131,7 @@ def claims(table: Frame) -> list[Claim]:
             paper=power,
             measure=measure,
         ),
-        test(
-            "stays when shifted", trend(shifted, "cos_total", "width", log_y=True), above=-0.15
-        ).says(
+        exponent("stays when shifted", "cos_total", -0.15, math.inf, "shifted").says(
             "|cos| stays when modulations are shifted",
             paper="gradients are not orthogonal in general",
             measure=measure,
@@ -177,23 +170,12 @@ def _histogram(table: Frame, kind: str, colour: str) -> Curve:
 
 def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
-    panels = [
-        Panel(
-            "gradient norms at width 1",
-            "log10 of the norm",
-            "part of members",
-            [
-                _histogram(table, "centred", "#1f77b4"),
-                _histogram(table, "input and output", "#bcbd22"),
-            ],
-        )
-    ]
+    colours = {"centred": "#1f77b4", "input and output": "#bcbd22"}
+    bars = [_histogram(table, kind, colour) for kind, colour in colours.items()]
+    panels = [Panel("gradient norms at width 1", "log10 of the norm", "part of members", bars)]
     for kind in ("centred", "shifted"):
-        rows = table[table["kind"] == kind]
-        found = [
-            c
-            for part, colour in PARTS.items()
-            for c in curves(rows, "width", f"cos_{part}", label=part, colours=colour)
-        ]
+        rows = table[table["kind"] == kind].rename(columns={f"cos_{part}": part for part in PARTS})
+        rows = rows.melt(["width", "seed"], list(PARTS), "part", "cos")
+        found = curves(rows, "width", "cos", by="part", colours=PARTS)
         panels.append(Panel(kind, "relative width", "mean |cos|", found, x_log=10, y_log=10))
     return Figure(TITLE, panels, columns=3)

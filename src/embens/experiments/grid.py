@@ -37,20 +37,11 @@ class Watcher:
 
 @dataclass
 class Outcome:
-    """What a run did.
+    """What a run did."""
 
-    Attributes:
-        cells: how many there are.
-        measured: how many this run measured.
-        known: how many were known before, or were measured by another run.
-        failed: keys of cells that have an error.
-        seconds: that the run took.
-    """
-
-    cells: int = 0
     measured: int = 0
-    known: int = 0
-    failed: list[str] = field(default_factory=list)
+    known: int = 0  # before, or measured by another run
+    failed: list[str] = field(default_factory=list)  # keys of cells that have an error
     seconds: float = 0.0
 
 
@@ -63,16 +54,7 @@ def run(
     watcher: Watcher | None = None,
     retry_failed: bool = False,
 ) -> Outcome:
-    """Measure the cells that have no result.
-
-    Args:
-        name: of the experiment.
-        cells: which; measured from the longest to the shortest.
-        results: those that are there; new ones are added.
-        engine: does the work; it is not closed.
-        watcher: is told what happens.
-        retry_failed: try cells again that have failed before.
-    """
+    """Measure the cells that have no result, longest first; the engine is not closed."""
     started, watcher = time.perf_counter(), watcher or Watcher()
     jobs = {job.key: job for job in (make_job(name, cell) for cell in cells)}
     results.refresh()
@@ -84,7 +66,7 @@ def run(
 
     todo = [job for job in jobs.values() if not is_known(job.key)]
     pending = deque(sorted(todo, key=lambda job: -job.cell.weight))
-    outcome = Outcome(cells=len(jobs), known=len(jobs) - len(todo))
+    outcome = Outcome(known=len(jobs) - len(todo))
     total = sum(job.cell.weight for job in jobs.values())
     left = sum(job.cell.weight for job in todo)
     watcher.start(total, total - left, len(jobs), outcome.known)
@@ -119,10 +101,7 @@ def _fill(
     flying: dict[str, Job],
     is_known: Callable[[str], bool],
 ) -> list[Job]:
-    """Give the engine as much as it takes; return what another run has done in the meantime.
-
-    What another run is doing goes to the end of the queue.
-    """
+    """Give the engine as much as it takes; return what another run has done in the meantime."""
     found: list[Job] = []
     for _ in range(len(pending)):
         if len(flying) >= engine.slots:
@@ -137,7 +116,7 @@ def _fill(
             flying[job.key] = job
             engine.submit(job)
         else:
-            pending.append(job)
+            pending.append(job)  # another run is at it
     return found
 
 
@@ -152,11 +131,7 @@ def _record(job: Job, done: Done) -> Record:
 
 
 def narrow(cells: Sequence[CellBase], **wanted: Sequence[Any]) -> list[CellBase]:
-    """Return the cells whose fields have one of the wanted values.
-
-    Raises:
-        ValueError: if a field is not swept, or nothing is left.
-    """
+    """Return the cells whose fields have one of the wanted values; an error if there are none."""
     found = list(cells)
     for name, values in wanted.items():
         swept = found[0].swept()

@@ -39,12 +39,10 @@ class Job:
 
     @property
     def threads(self) -> int:
-        """How many threads the cell asks for."""
         return self.cell.setting.threads
 
     @property
     def gpus(self) -> int:
-        """How many GPUs it asks for."""
         return int(self.cell.setting.device.startswith("cuda"))
 
 
@@ -77,9 +75,8 @@ def code_version(name: str) -> str:
 def measuring_code(measure: Any) -> str:
     """Return a function's code and that of everything in this package that it uses.
 
-    Functions and classes are followed by the names in their code, annotations included; constants
-    count by their values. Comments, docstrings, and what is not used (sweeps, claims, figures)
-    change no number and are left out.
+    Functions and classes are followed by the names in their code; constants count by their values.
+    Comments, docstrings and what is not used (sweeps, claims, figures) change no number.
     """
     found: dict[str, str] = {}
     todo = [inspect.unwrap(measure)]
@@ -107,7 +104,6 @@ def measuring_code(measure: Any) -> str:
 
 
 def _text_of(constant: Any, name: str) -> str:
-    """Return a value as a text that is the same in every process."""
     text = constant.__name__ if isinstance(constant, types.ModuleType) else repr(constant)
     if text.startswith(_PACKAGE) or " at 0x" in text:
         raise TypeError(

@@ -8,20 +8,7 @@ from functools import partial
 
 from embens import laws
 from embens.embedding.families import last_layer_dropout
-from embens.experiments.claims import (
-    Claim,
-    Frame,
-    between,
-    curve,
-    growth_of_best,
-    judge,
-    last,
-    line,
-    rise_and_fall,
-    select,
-    slope,
-    trend,
-)
+from embens.experiments.claims import Claim, Frame, Rows, judge, line, trend
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import LABELS, Figure, Panel, curves, shades
 from embens.experiments.setting import Setting
@@ -71,41 +58,35 @@ def measure(cell: Cell) -> Row:
     return train(ensemble, cell.setting, seed=cell.seed).evaluate()
 
 
-def _centred(table: Frame) -> Frame:
-    return select(table, p=0.0)
+def _centred(rows: Rows) -> Rows:
+    return rows.where(p=0.0)
 
 
-def _several(table: Frame) -> Frame:
-    return between(table, "members", 4)
+def _inverted_u(rows: Rows) -> float:
+    widths = _centred(rows).by("width")
+    return sum(mine.rise_and_fall("members") for _, mine in widths) / len(widths)
 
 
-def _inverted_u(table: Frame) -> float:
-    """Return the inverted U of ensemble accuracy in M at p=0, mean over widths."""
-    widths = [rows for _, rows in _centred(table).groupby("width")]
-    return sum(rise_and_fall(rows, "members", "accuracy") for rows in widths) / len(widths)
-
-
-def _gain(table: Frame) -> float:
-    """Return the slope in log2(width) of the relative gain of the best M over M=1, at p=0."""
+def _gain(rows: Rows) -> float:
     points = []
-    for width, rows in _centred(table).groupby("width"):
-        _, values = curve(rows, "members", "accuracy")
+    for width, mine in _centred(rows).by("width"):
+        _, values = mine.curve("members", "accuracy")
         points.append((math.log2(width), max(values) / values[0] - 1))
     return line(*zip(*points, strict=True))
 
 
-def _flattening(table: Frame) -> float:
-    """Return the slope in p of the range of ensemble accuracy over M, mean over widths."""
-    means = table.groupby(["p", "width", "members"])["accuracy"].mean()
+def _flattening(rows: Rows) -> float:
+    means = rows.frame.groupby(["p", "width", "members"])["accuracy"].mean()
     ranges = means.groupby(["p", "width"]).agg(["max", "min"])
     ranges = (ranges["max"] - ranges["min"]).groupby("p").mean()
     return line(list(ranges.index), list(ranges))
 
 
-def _suffering(table: Frame) -> float:
-    """Return the slope of member accuracy in M at the largest p, less that at p=0."""
-    large, none = last(table, "p"), _centred(table)
-    return slope(large, "members", "member_accuracy") - slope(none, "members", "member_accuracy")
+def _suffering(rows: Rows) -> float:
+    large, none = (
+        some.slope("members", "member_accuracy") for some in (rows.last("p"), _centred(rows))
+    )
+    return large - none
 
 
 def claims(table: Frame) -> list[Claim]:
@@ -117,7 +98,7 @@ def claims(table: Frame) -> list[Claim]:
             paper="a clear maximum at some M > 1",
             measure="smaller of rise to the best M and fall to the largest, mean over widths",
         ),
-        test("best M grows with width", lambda t: growth_of_best(_centred(t)), above=0.0).says(
+        test("best M grows with width", lambda t: _centred(t).growth_of_best(), above=0.0).says(
             "at p=0 the best M moves right with width",
             paper="width moves the point of optimal performance to the right",
             measure="exponent of best M in width, mean over seeds",
@@ -143,7 +124,9 @@ def claims(table: Frame) -> list[Claim]:
             measure="slope of member accuracy per doubling of M, largest p less p=0",
         ),
         test(
-            "correlation grows with p", trend(_several, "correlation", "p", log_x=False), above=0.0
+            "correlation grows with p",
+            trend(lambda t: t.between("members", 4), "correlation", "p", log_x=False),
+            above=0.0,
         ).says(
             "correlation grows with p",
             paper="mean correlation increases with p",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from embens.embedding.families import batch_ensemble, last_layer_dropout
-from embens.experiments.claims import Claim, Frame, Missing, judge, select
+from embens.experiments.claims import Claim, Frame, Missing, Rows, judge
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Curve, Figure, Panel, against_members
 from embens.experiments.setting import Setting
@@ -32,7 +32,6 @@ CHOICES = {
     "best train": "#17becf",
     "best loss at epoch 10": "#9467bd",
 }
-
 
 RATES = tuple(round(10 ** (k / 3), 6) for k in range(-9, 4))
 MEMBERS = {
@@ -73,49 +72,47 @@ def measure(cell: Cell) -> Row:
     return {**training.evaluate(), "early_loss": min(loss, 1e9)}
 
 
-def choose(table: Frame) -> Frame:
-    """Return, for each way to choose the rate and each M, the means over seeds at that rate.
+def choose(rows: Rows) -> Frame:
+    """Return the means over seeds at the rate that is chosen, for each choice and each M.
 
-    Rates at which a run diverged are left out. Ties (all members fit all data) go to the lower
-    loss.
+    Rates at which a run diverged are left out; ties go to the lower loss.
     """
     import pandas
 
-    means = select(table, family="lld").groupby(["members", "lr"]).mean(numeric_only=True)
+    means = rows.where(family="lld").frame.groupby(["members", "lr"]).mean(numeric_only=True)
     means = means[means["diverged"] == 0].reset_index()
     if 1 not in set(means["members"]):
         raise Missing("cells with M=1 that do not diverge")
 
-    def top(rows: Frame, merit: Frame) -> Frame:
-        return rows.loc[[(merit - 1e-9 * rows["train_loss"]).idxmax()]]
+    def top(some: Frame, merit: Frame) -> Frame:
+        return some.loc[[(merit - 1e-9 * some["train_loss"]).idxmax()]]
 
     alone = means[means["members"] == 1]
     single = float(top(alone, alone["accuracy"])["lr"].iloc[0])
     found = []
-    for _, rows in means.groupby("members"):
+    for _, mine in means.groupby("members"):
         chosen = (
-            rows[(rows["lr"] - BASIC).abs() < 1e-9],
-            rows[(rows["lr"] - single).abs() < 1e-9],
-            top(rows, rows["accuracy"]),
-            top(rows, rows["member_train_accuracy"]),
-            top(rows, -rows["early_loss"]),
+            mine[(mine["lr"] - BASIC).abs() < 1e-9],
+            mine[(mine["lr"] - single).abs() < 1e-9],
+            top(mine, mine["accuracy"]),
+            top(mine, mine["member_train_accuracy"]),
+            top(mine, -mine["early_loss"]),
         )
         found += [row.assign(choice=name) for name, row in zip(CHOICES, chosen, strict=True)]
     return pandas.concat(found).set_index("members").sort_index()
 
 
-def _chosen(table: Frame, name: str, column: str = "accuracy") -> Frame:
+def _chosen(rows: Rows, name: str, column: str = "accuracy") -> Frame:
     """Return a column at the rates chosen in some way, by members."""
-    return select(choose(table), choice=name)[column]
+    return Rows(choose(rows)).where(choice=name)[column]
 
 
-def _all_layers(table: Frame) -> Frame:
-    return select(table, family="all").groupby("members")["accuracy"].mean()
+def _all_layers(rows: Rows) -> Frame:
+    return rows.where(family="all").frame.groupby("members")["accuracy"].mean()
 
 
-def _correction(table: Frame, name: str) -> float:
-    """Return the largest |log(γ(M)/M)| over 1 < M < 50, in units of log 3."""
-    rates = _chosen(table, name, "lr")
+def _correction(rows: Rows, name: str) -> float:
+    rates = _chosen(rows, name, "lr")
     some = rates[(rates.index > 1) & (rates.index < 50)]
     if not len(some) or 1 not in rates.index:
         raise Missing("M=1 and others below 50")
@@ -128,15 +125,15 @@ def _gain(values: Frame) -> float:
     return float(values.max() - values[1])
 
 
-def _inverted_u(table: Frame) -> float:
-    values = _chosen(table, "best test")
+def _inverted_u(rows: Rows) -> float:
+    values = _chosen(rows, "best test")
     return float(values.max() - max(values.iloc[0], values.iloc[-1]))
 
 
-def _difference(table: Frame, one: str, other: str) -> float:
-    found = (_chosen(table, one) - _chosen(table, other)).dropna()
+def _less_than_best(rows: Rows, name: str) -> float:
+    found = (_chosen(rows, "best test") - _chosen(rows, name)).dropna()
     if not len(found):
-        raise Missing(f"members with both {one} and {other}")
+        raise Missing(f"members with both best test and {name}")
     return float(found.mean())
 
 
@@ -172,18 +169,12 @@ def claims(table: Frame) -> list[Claim]:
             paper="2 % against 5 %",
             measure="difference of gains over M=1",
         ),
-        test(
-            "tuning helps", partial(_difference, one="best test", other="constant .01"), above=0.005
-        ).says(
+        test("tuning helps", partial(_less_than_best, name="constant .01"), above=0.005).says(
             "a tuned rate is clearly (0.5 %) better than 0.01",
             paper="significant increase of accuracy",
             measure="difference of accuracies, mean over M",
         ),
-        test(
-            "one rate for all",
-            partial(_difference, one="best test", other="best test, M=1"),
-            below=0.01,
-        ).says(
+        test("one rate for all", partial(_less_than_best, name="best test, M=1"), below=0.01).says(
             "the rate tuned for a single model is almost (to 1 %) as good as the best",
             paper="almost optimal performance",
             measure="difference of accuracies, mean over M",
@@ -193,7 +184,7 @@ def claims(table: Frame) -> list[Claim]:
 
 def plot(table: Frame) -> Figure:
     """Return the measures for each way to choose the rate, and the gradient scale."""
-    rows = choose(table)
+    rows = choose(Rows(table))
     chosen = {name: rows[rows["choice"] == name] for name in CHOICES}
 
     def curve(name: str, values: Frame, colour: str, style: str = "line") -> Curve:
@@ -204,7 +195,7 @@ def plot(table: Frame) -> Figure:
         ("accuracy", "member_accuracy", "member_train_accuracy"),
     )
     if "all" in set(table["family"]):
-        panels[0].curves.append(curve("all layers", _all_layers(table), "#7f7f7f", "dash"))
+        panels[0].curves.append(curve("all layers", _all_layers(Rows(table)), "#7f7f7f", "dash"))
     scales = [
         curve(name, mine["lr"] / mine["lr"][1], CHOICES[name])
         for name, mine in chosen.items()

@@ -15,21 +15,7 @@ import torch
 
 from embens import laws
 from embens.embedding.families import mc_dropout
-from embens.experiments.claims import (
-    Claim,
-    Frame,
-    Missing,
-    between,
-    curve,
-    first,
-    growth_of_best,
-    judge,
-    last,
-    mean,
-    rise_and_fall,
-    select,
-    trend,
-)
+from embens.experiments.claims import Claim, Frame, Missing, Rows, judge, trend
 from embens.experiments.contract import MEMBERS, CellBase, Row, product
 from embens.experiments.figure import LABELS, Figure, Panel, curves, shades
 from embens.experiments.setting import Setting
@@ -86,31 +72,28 @@ def measure(cell: Cell) -> list[Row]:
     ]
 
 
-def _fresh(table: Frame) -> Frame:
-    return select(table, kind="fresh shifted")
+def _fresh(rows: Rows) -> Rows:
+    return rows.where(kind="fresh shifted")
 
 
-def _fixed(table: Frame) -> Frame:
-    return select(table, kind="fixed centred")
+def _fixed(rows: Rows) -> Rows:
+    return rows.where(kind="fixed centred")
 
 
-def _saturation(table: Frame) -> float:
-    """Return the gain of the first half of the doublings of M less that of the second half."""
-    _, values = curve(_fresh(table), "masks", "accuracy")
+def _saturation(rows: Rows) -> float:
+    _, values = _fresh(rows).curve("masks", "accuracy")
     if len(values) < 3:
         raise Missing("at least three numbers of masks")
     middle = values[len(values) // 2]
     return (middle - values[0]) - (values[-1] - middle)
 
 
-def _last(table: Frame, kind: str) -> float:
-    return mean(last(select(table, kind=kind), "masks"), "accuracy")
+def _last(rows: Rows, kind: str) -> float:
+    return rows.where(kind=kind).last("masks").mean("accuracy")
 
 
-def _correlations(table: Frame) -> float:
-    several = between(table, "masks", 4)
-    fixed = select(_fixed(several), width=1.0)
-    return mean(_fresh(several), "correlation") - mean(fixed, "correlation")
+def _correlation(rows: Rows) -> float:
+    return rows.between("masks", 4).mean("correlation")
 
 
 def claims(table: Frame) -> list[Claim]:
@@ -134,11 +117,7 @@ def claims(table: Frame) -> list[Claim]:
             paper="individual accuracy does not suffer from ensemble size",
             measure="slope of member accuracy per doubling of M",
         ),
-        test(
-            "fresh shifted: correlation",
-            lambda t: mean(_fresh(between(t, "masks", 4)), "correlation"),
-            above=0.8,
-        ).says(
+        test("fresh shifted: correlation", lambda t: _correlation(_fresh(t)), above=0.8).says(
             "fresh shifted masks are highly correlated (collective)",
             paper="highly correlated",
             measure="correlation, mean over M ≥ 4",
@@ -152,21 +131,25 @@ def claims(table: Frame) -> list[Claim]:
             paper="does not learn",
             measure="accuracy relative to fresh shifted masks, at the largest M",
         ),
-        test("fixed centred: correlation", _correlations, above=0.1).says(
+        test(
+            "fixed centred: correlation",
+            lambda t: _correlation(_fresh(t)) - _correlation(_fixed(t).where(width=1.0)),
+            above=0.1,
+        ).says(
             "fixed centred masks are much less correlated (independent; by 0.1)",
             paper="models are not correlated",
             measure="correlation of fresh shifted less fixed centred masks, M ≥ 4, width 1",
         ),
         test(
             "fixed centred: inverted U",
-            lambda t: rise_and_fall(first(_fixed(t), "width"), "masks", "accuracy"),
+            lambda t: _fixed(t).first("width").rise_and_fall("masks"),
             above=0.0,
         ).says(
             "fixed centred masks have a best M (at the smallest width)",
             paper="an optimal number of models for each width",
             measure="smaller of rise to the best M and fall to the largest",
         ),
-        test("fixed centred: width", lambda t: growth_of_best(_fixed(t), "masks"), above=0.0).says(
+        test("fixed centred: width", lambda t: _fixed(t).growth_of_best("masks"), above=0.0).says(
             "the best M grows with width",
             paper="an optimal finite ratio of the number of models to the width",
             measure="exponent of best M in width, mean over seeds",

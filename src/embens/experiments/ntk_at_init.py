@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from embens.embedding.families import batch_ensemble
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, first, judge, last, select, trend
+from embens.experiments.claims import Claim, Frame, Rows, judge, trend
 from embens.experiments.contract import Row, product
 from embens.experiments.figure import Figure, Panel, curves, shades
 from embens.experiments.gradients import WIDTHS, Cell, some_samples
@@ -77,40 +76,40 @@ def limit_of(ensemble: EmbeddedEnsemble, x: Tensor, y: Tensor) -> Tensor:
 
 def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
-    test = partial(judge, table)
 
-    one, most = partial(first, column="others"), partial(last, column="others")
-    wide = partial(last, column="width")
+    def exponent(name: str, x: str, y: str, low: float, high: float) -> Claim:
+        def some(rows: Rows) -> Rows:
+            rows = rows.where(kind=name.partition(":")[0])
+            if x == "others":
+                return rows.last("width")
+            return rows.first("others") if y.startswith("ratio") else rows.last("others")
 
-    def exponent(name: str, rows: Any, x: str, y: str, low: float, high: float) -> Claim:
-        kind = partial(select, kind=name.partition(":")[0])
-        found = trend(lambda t: rows(kind(t)), y, x, log_y=True)
-        measure = f"exponent of {y.replace('_', ' ')} in {x}"
-        return test(name, found, above=low, below=high, measure=measure)
+        found, measure = trend(some, y, x, log_y=True), f"exponent of {y.replace('_', ' ')} in {x}"
+        return judge(table, name, found, above=low, below=high, measure=measure)
 
     found = [
-        exponent("centred: ratio", one, "width", "ratio_to_limit", -1.3, -0.7).says(
+        exponent("centred: ratio", "width", "ratio_to_limit", -1.3, -0.7).says(
             "the ratio falls as 1/width when centred (by the limit)", paper="∝ 1/width"
         ),
-        exponent("centred: measured ratio", one, "width", "ratio", -1.3, -0.7).says(
+        exponent("centred: measured ratio", "width", "ratio", -1.3, -0.7).says(
             "and so does the ratio by the measured kernel", paper="∝ 1/width"
         ),
-        exponent("shifted: ratio", one, "width", "ratio_to_limit", -0.7, 0.3).says(
+        exponent("shifted: ratio", "width", "ratio_to_limit", -0.7, 0.3).says(
             "the ratio does not fall when shifted (by the limit)", paper="constant"
         ),
     ]
     for name in ("nll", "target"):
         found += [
-            exponent(f"centred: {name} and m", wide, "others", name, 0.7, 1.3).says(
+            exponent(f"centred: {name} and m", "others", name, 0.7, 1.3).says(
                 f"the {name} measure grows as m when centred", paper="∝ m/width"
             ),
-            exponent(f"shifted: {name} and m", wide, "others", name, 1.7, 2.3).says(
+            exponent(f"shifted: {name} and m", "others", name, 1.7, 2.3).says(
                 f"the {name} measure grows as m² when shifted", paper="∝ m²"
             ),
-            exponent(f"centred: {name} and width", most, "width", name, -math.inf, -0.4).says(
+            exponent(f"centred: {name} and width", "width", name, -math.inf, -0.4).says(
                 f"the {name} measure falls with width when centred", paper="∝ m/width"
             ),
-            exponent(f"shifted: {name} and width", most, "width", name, -0.3, 0.3).says(
+            exponent(f"shifted: {name} and width", "width", name, -0.3, 0.3).says(
                 f"the {name} measure does not depend on width when shifted", paper="∝ m²"
             ),
         ]
@@ -119,28 +118,18 @@ def claims(table: Frame) -> list[Claim]:
 
 def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
-    ratios = [
-        c
-        for kind, colour in (("centred", "#1f77b4"), ("shifted", "#d62728"))
-        for text, column, style in (
-            ("by the limit", "ratio_to_limit", "line"),
-            ("by the measured", "ratio", "dash"),
-        )
-        for c in curves(
-            table[(table["kind"] == kind) & (table["others"] == 1)],
-            "width",
-            column,
-            label=f"{kind}, {text}",
-            colours=colour,
-            style=style,
-        )
-    ]
+    ratios = []
+    for kind, colour in (("centred", "#1f77b4"), ("shifted", "#d62728")):
+        rows = table[(table["kind"] == kind) & (table["others"] == 1)]
+        draw = partial(curves, rows, "width", colours=colour)
+        ratios += draw(y="ratio_to_limit", label=f"{kind}, by the limit")
+        ratios += draw(y="ratio", label=f"{kind}, by the measured", style="dash")
     panels = [Panel("cross/same", "relative width", "ratio of squares", ratios, 10, 10)]
     for column in ("nll", "target"):
         found = []
         for kind, shade in (("centred", "winter"), ("shifted", "autumn")):
             rows = table[table["kind"] == kind]
-            colours, label = shades(rows["width"], shade), kind + " ×{}"
-            found += curves(rows, "others", column, by="width", label=label, colours=colours)
+            some = shades(rows["width"], shade)
+            found += curves(rows, "others", column, by="width", label=kind + " ×{}", colours=some)
         panels.append(Panel(column, "other members m", "weight of others", found, 10, 10))
     return Figure(TITLE, panels, columns=3)

@@ -40,20 +40,17 @@ class Progress(Watcher):
         self.live.stop()
 
     def start(self, total: float, done: float, cells: int, finished: int) -> None:
-        """Begin."""
         self.total, self.done, self.cells, self.finished = total, done, cells, finished
         self.before, self.began = done, time.perf_counter()
         if finished:
             self._print(f"{self.title}: {finished} of {cells} cells are there already")
 
     def update(self, job: Job, done: Done) -> None:
-        """Count a cell."""
         self.failed += done.error is not None
         self.latest = describe(job, done)
         self.skip(job.cell.weight)
 
     def skip(self, weight: float) -> None:
-        """Count a cell that another run has measured: it is done, whoever did it."""
         self.finished += 1
         self.done += weight
         part = _LINES * self.finished // max(1, self.cells)
@@ -64,12 +61,10 @@ class Progress(Watcher):
             self._print(f"{self.title} {self._count()}, {left} left: {latest}")
 
     def time_left(self) -> float:
-        """Return the seconds that the remaining weight will take at the pace so far."""
         passed, work = time.perf_counter() - self.began, self.done - self.before
         return (self.total - self.done) * passed / work if work > 0 else float("nan")
 
     def frame(self) -> RenderableType:
-        """Return what a terminal shows: the bar, and the latest result on a line of its own."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table

@@ -22,10 +22,7 @@ Record = dict[str, Any]
 
 
 class Results:
-    """The results of one experiment in one folder.
-
-    Args:
-        folder: made if missing.
+    """The results of one experiment in one folder, which is made if missing.
 
     Example:
         >>> import tempfile

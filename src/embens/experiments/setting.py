@@ -23,47 +23,26 @@ from embens.data import DataSet
 
 @dataclass(frozen=True)
 class Setting:
-    """Data, network and training of one preset.
-
-    Attributes:
-        preset: its name.
-        data: ``"digits"`` or ``"cifar100"``.
-        labels: of CIFAR-100, ``"fine"`` or ``"coarse"``.
-        image: height and width that images are averaged to.
-        train: samples to train on, the first ones of the data after validation was drawn.
-        validation: samples drawn at random from the train part and held out.
-        test: samples to test on.
-        network: ``"mlp"`` or ``"cnn"``.
-        channels: units of the hidden layers at relative width 1.
-        parametrization: of the network; see :mod:`embens.networks`.
-        weight_std: of the network.
-        epochs: of training.
-        batch_size: of training.
-        lr: rate; chosen once for a single network.
-        weight_decay: of the shared weights.
-        threads: of one cell.
-        device: of one cell.
-        records: fingerprint of the data that were read; see :func:`fingerprint`.
-    """
+    """Data, network and training of one preset."""
 
     preset: str = "quick"
-    data: str = "digits"
-    labels: str = "fine"
-    image: int = 8
-    train: int = 1347
-    validation: int = 0
+    data: str = "digits"  # or "cifar100"
+    labels: str = "fine"  # of CIFAR-100, or "coarse"
+    image: int = 8  # height and width that images are averaged to
+    train: int = 1347  # samples, the first ones of the data after validation was drawn
+    validation: int = 0  # samples drawn at random from the train part and held out
     test: int = 450
-    network: str = "mlp"
-    channels: tuple[int, ...] = (16, 16, 16)
-    parametrization: str = "standard"
+    network: str = "mlp"  # or "cnn"
+    channels: tuple[int, ...] = (16, 16, 16)  # units of hidden layers at relative width 1
+    parametrization: str = "standard"  # see embens.networks
     weight_std: float = math.sqrt(2)
     epochs: int = 60
     batch_size: int = 64
-    lr: float = 0.003
-    weight_decay: float = 5e-4
-    threads: int = 1
+    lr: float = 0.003  # chosen once for a single network
+    weight_decay: float = 5e-4  # of the shared weights
+    threads: int = 1  # of one cell
     device: str = "cpu"
-    records: str = ""
+    records: str = ""  # fingerprint of the data that were read
 
 
 # Rates were chosen once: the largest at which a single network (M=1) fits its train data well
@@ -104,6 +83,9 @@ PRESETS = {
 }
 
 
+_CLASSES = {"fine": 100, "coarse": 20}
+
+
 def reference(
     setting: Setting, width: float = 1.0, *, generator: torch.Generator | None = None
 ) -> nn.Module:
@@ -114,8 +96,8 @@ def reference(
         >>> network(torch.zeros(3, 64)).shape, network[0].out_features
         (torch.Size([3, 10]), 32)
     """
-    channels, image, outputs = setting.channels, setting.image, classes(setting)
-    inputs = 3 if setting.data == "cifar100" else 1
+    channels, image = setting.channels, setting.image
+    inputs, outputs = (1, 10) if setting.data == "digits" else (3, _CLASSES[setting.labels])
     law = {"weight_std": setting.weight_std, "parametrization": setting.parametrization}
     if setting.network == "cnn":
         make = partial(networks.cnn, channels, width, inputs=inputs, outputs=outputs, image=image)
@@ -123,11 +105,6 @@ def reference(
         units = max(1, round(width * channels[0]))
         make = partial(networks.mlp, inputs * image**2, units, len(channels), outputs)
     return make(**law, generator=generator).to(setting.device)
-
-
-def classes(setting: Setting) -> int:
-    """Return the number of classes."""
-    return 10 if setting.data == "digits" else {"fine": 100, "coarse": 20}[setting.labels]
 
 
 def data_set(setting: Setting) -> DataSet:
@@ -156,10 +133,7 @@ def _read(setting: Setting) -> DataSet:
 
 
 def fingerprint(setting: Setting) -> Setting:
-    """Return the setting with the fingerprint of its data, which it reads for that.
-
-    Digits come with a library and need none.
-    """
+    """Return the setting with the fingerprint of its data; digits, from a library, need none."""
     if setting.data == "digits":
         return setting
     hashed = hashlib.sha256()

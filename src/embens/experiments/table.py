@@ -39,16 +39,12 @@ def tidy(results: Results, name: str, setting: Setting) -> Frame:
     table = pandas.DataFrame(rows)
     if not rows:
         return table
-    extra = [c for c in ("epoch",) if c in table]
-    return table.sort_values([*swept, *extra], kind="stable", ignore_index=True)
+    order = [*swept, "epoch"] if "epoch" in table else swept
+    return table.sort_values(order, kind="stable", ignore_index=True)
 
 
 def records(results: Results, name: str, setting: Setting) -> list[Record]:
-    """Return the records of the present code whose setting is one that the sweep has.
-
-    An experiment may give its cells other settings than the preset's; those are asked for, so that
-    nothing else (a trial with fewer epochs, say) can slip in.
-    """
+    """Return the records of the present code whose setting is one that the sweep has."""
     settings = {cell.setting for cell in contract.load(name).cells(setting)}
     wanted = [json.loads(json.dumps(dataclasses.asdict(one))) for one in settings]
     code = code_version(name)
@@ -69,14 +65,9 @@ def count_others(results: Results, name: str) -> int:
 def write(
     results: Results, name: str, setting: Setting, table: Frame, seconds: float | None = None
 ) -> list[Claim]:
-    """Write the table, its claims, its figure and where it comes from; return the claims.
+    """Write a table beside its results, its claims, its figure and where it comes from.
 
-    Args:
-        results: that the table was made of; the files are written to their folder.
-        name: of the experiment.
-        setting: of the table.
-        table: as :func:`tidy` gives it.
-        seconds: that the run took.
+    Returns the claims. ``table`` is as :func:`tidy` gives it, ``seconds`` what the run took.
     """
     experiment = contract.load(name)
     claims, figure = experiment.claims(table), experiment.plot(table)
@@ -111,10 +102,7 @@ def write(
 
 
 def commit() -> str | None:
-    """Return the commit of the code, marked if it was changed since; None outside a repository.
-
-    A repository in which the library is merely installed does not count.
-    """
+    """Return the commit of the code, marked if it was changed since; None if it is installed."""
     here = Path(__file__).parent
     try:
         _git(here, "ls-files", "--error-unmatch", Path(__file__).name)

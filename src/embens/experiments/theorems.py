@@ -11,6 +11,7 @@ the kernel rule the late stages of training on cross-entropy, as the paper argue
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from embens import laws, networks
 from embens.embedding.families import batch_ensemble, embed
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, first, judge, last, mean, select, trend
+from embens.experiments.claims import Claim, Frame, Rows, judge, trend
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set
@@ -50,6 +51,12 @@ UNITS = {
     "paper": (64, 128, 256, 512, 1024, 2048, 4096),
 }
 SEEDS = {"quick": 10, "cpu": 6, "paper": 10}
+ERRORS = {
+    "nngp_error": "covariance within a member",
+    "nngp_cross_error": "covariance between members",
+    "ntk_error": "tangent kernel within a member",
+    "ntk_cross_error": "tangent kernel between members",
+}
 DRAWS = 60
 STEPS = (10, 30, 100, 300)
 
@@ -64,7 +71,6 @@ class Cell(CellBase):
 
     @property
     def weight(self) -> float:
-        """See :class:`~embens.experiments.contract.CellBase`."""
         part = {"kernels": 1, "outputs": 8, "training": 4, "classification": 4}[self.part]
         return part * (1 + self.units / 256)
 
@@ -81,13 +87,11 @@ def cells(setting: Setting) -> list[Cell]:
 
 def measure(cell: Cell) -> list[Row]:
     """Measure one part."""
-    parts = {
-        "kernels": measure_kernels,
-        "outputs": measure_outputs,
-        "training": measure_training,
-        "classification": measure_classification,
-    }
-    return parts[cell.part](cell)
+    if cell.part == "kernels":
+        return [_measure_kernels(cell)]
+    if cell.part == "outputs":
+        return [_measure_outputs(cell)]
+    return (_measure_training if cell.part == "training" else _measure_classification)(cell)
 
 
 def _ensemble(
@@ -110,7 +114,7 @@ def _inputs(cell: Cell, count: int) -> Tensor:
     return flat / flat.square().mean(1, keepdim=True).sqrt()
 
 
-def measure_kernels(cell: Cell) -> list[Row]:
+def _measure_kernels(cell: Cell) -> Row:
     """Return errors of both kernels, and how much of them is between members."""
     ensemble = _ensemble(cell, 8, torch.Generator().manual_seed(cell.seed))
     x = _inputs(cell, 10)
@@ -128,21 +132,20 @@ def measure_kernels(cell: Cell) -> list[Row]:
         own = expected.same.diagonal().mean()
         row[f"{name}_coupling"] = float(cross.diagonal(dim1=-2, dim2=-1).mean() / own)
         row[f"{name}_coupling_limit"] = float(expected.cross.diagonal().mean() / own)
-    return [row]
+    return row
 
 
 @torch.no_grad()
-def measure_outputs(cell: Cell) -> list[Row]:
+def _measure_outputs(cell: Cell) -> Row:
     """Return the excess kurtosis of outputs over many networks, at one input."""
     generator = torch.Generator().manual_seed(cell.seed)
     x = _inputs(cell, 1)
-    draws = (_ensemble(cell, 64, generator, depth=2, outputs=4)(x) for _ in range(DRAWS))
-    values = torch.stack(list(draws))
-    kurtosis = values.pow(4).mean() / values.square().mean().square() - 3
-    return [{"kurtosis": float(kurtosis)}]
+    draws = [_ensemble(cell, 64, generator, depth=2, outputs=4)(x) for _ in range(DRAWS)]
+    values = torch.stack(draws)
+    return {"kurtosis": float(values.pow(4).mean() / values.square().mean().square() - 3)}
 
 
-def measure_training(cell: Cell) -> list[Row]:
+def _measure_training(cell: Cell) -> list[Row]:
     """Descend on the squared loss with γ=M; return a row for each of some times."""
     ensemble = _ensemble(cell, 4, torch.Generator().manual_seed(cell.seed), depth=2)
     x = _inputs(cell, 24)
@@ -175,15 +178,10 @@ def _half_square(outputs: Tensor, target: Tensor) -> Tensor:
     return (outputs - target).square().mean() / 2
 
 
-def measure_classification(cell: Cell) -> list[Row]:
+def _measure_classification(cell: Cell) -> list[Row]:
     """Return the part of target-class components in the change of the loss, before and after."""
-    setting = replace(
-        cell.setting,
-        network="mlp",
-        channels=(cell.units,) * 3,
-        parametrization="standard",
-        weight_std=math.sqrt(2),
-    )
+    shape = {"network": "mlp", "channels": (cell.units,) * 3, "weight_std": math.sqrt(2)}
+    setting = replace(cell.setting, parametrization="standard", **shape)
     network, generator = replace(cell, setting=setting).draw()
     ensemble = batch_ensemble(network, 4, generator=generator)
     inputs, targets = data_set(setting).train
@@ -203,55 +201,46 @@ def _target_part(ensemble: EmbeddedEnsemble, x: Tensor, y: Tensor) -> float:
     return float(part / (whole.same + whole.individual).double().sum())
 
 
-# Claims
+def _kernels(rows: Rows, case: str) -> Rows:
+    return rows.where(part="kernels", case=case)
 
 
-def _kernels(table: Frame, case: str) -> Frame:
-    return select(table, part="kernels", case=case)
+def _late(rows: Rows) -> Rows:
+    return rows.where(part="training").last("step")
 
 
-def _late(table: Frame) -> Frame:
-    return last(select(table, part="training"), "step")
+def _not_uniform(rows: Rows) -> float:
+    early = rows.where(part="training").first("step")
+    return math.log(_late(rows).mean("drift") / early.mean("drift"))
 
 
-def _not_uniform(table: Frame) -> float:
-    early = first(select(table, part="training"), "step")
-    return math.log(mean(_late(table), "drift") / mean(early, "drift"))
-
-
-def _change_of_target(table: Frame) -> float:
-    rows = select(table, part="classification")
-    late, early = (mean(select(rows, stage=stage), "target_part") for stage in (1.0, 0.0))
-    return late - early
+def _target_class(rows: Rows, stage: float) -> float:
+    return rows.where(part="classification", stage=stage).mean("target_part")
 
 
 def claims(table: Frame) -> list[Claim]:
     """Return what the theorems and assumptions say."""
     test = partial(judge, table)
+
+    def exponent(
+        name: str, column: str, rows: Callable[[Rows], Rows], low: float, high: float
+    ) -> Claim:
+        return test(name, trend(rows, column, "units", log_y=True), above=low, below=high)
+
     found = [
-        test(
-            f"{case}: {column}",
-            trend(partial(_kernels, case=case), column, "units", log_y=True),
-            above=-1.5,
-            below=-0.5,
-        ).says(
+        exponent(f"{case}: {column}", column, partial(_kernels, case=case), -1.5, -0.5).says(
             f"{case}: the squared error of the {text} falls as 1/width",
             paper="kernels converge to their limit",
             measure="exponent of the relative mean square error in the width",
         )
         for case in ("centred", "shifted")
-        for column, text in (
-            ("nngp_error", "covariance within a member"),
-            ("nngp_cross_error", "covariance between members"),
-            ("ntk_error", "tangent kernel within a member"),
-            ("ntk_cross_error", "tangent kernel between members"),
-        )
+        for column, text in ERRORS.items()
     ]
     vanishes, stays = (-0.02, 0.02), (0.02, math.inf)
     found += [
         test(
             f"cross: {case}",
-            lambda t, case=case: mean(last(_kernels(t, case), "units"), "ntk_coupling"),
+            lambda t, case=case: _kernels(t, case).last("units").mean("ntk_coupling"),
             above=low,
             below=high,
         ).says(
@@ -268,17 +257,12 @@ def claims(table: Frame) -> list[Claim]:
     ]
     return [
         *found,
-        test(
-            "A1",
-            trend(partial(select, part="outputs"), "kurtosis", "units", log_y=True),
-            above=-1.6,
-            below=-0.5,
-        ).says(
+        exponent("A1", "kurtosis", partial(Rows.where, part="outputs"), -1.6, -0.5).says(
             "outputs become Gaussian: excess kurtosis falls as 1/width",
             paper="outputs are Gaussian in the limit",
             measure="exponent of the excess kurtosis in the width",
         ),
-        test("A3", trend(_late, "drift", "units", log_y=True), above=-1.3, below=-0.5).says(
+        exponent("A3", "drift", _late, -1.3, -0.5).says(
             "the change of the tangent kernel in training falls as 1/width",
             paper="deviation bounded as O(1/N)",
             measure="exponent of |ΔΘ|/|Θ| at the last step in the width",
@@ -288,14 +272,14 @@ def claims(table: Frame) -> list[Claim]:
             paper="the bound is not uniform in time",
             measure="log of the ratio of the change at the last step to the first",
         ),
-        test(
-            "predictions", trend(_late, "prediction_error", "units", log_y=True), below=-0.25
-        ).says(
+        exponent("predictions", "prediction_error", _late, -math.inf, -0.25).says(
             "the limit predicts trained outputs better as the width grows",
             paper="the dynamics are those of the limit",
             measure="exponent of the relative error at the last step in the width",
         ),
-        test("target class", _change_of_target, above=0.0).says(
+        test(
+            "target class", lambda t: _target_class(t, 1.0) - _target_class(t, 0.0), above=0.0
+        ).says(
             "target-class components matter more late in training than at first",
             paper="they dominate in the late stages if classes are many",
             measure="their part in the change of the loss, late less early",
@@ -309,23 +293,15 @@ def plot(table: Frame) -> Figure:
         table[table["part"] == part]
         for part in ("kernels", "outputs", "training", "classification")
     )
-    colours = {
-        "nngp_error": "#1f77b4",
-        "nngp_cross_error": "#17becf",
-        "ntk_error": "#d62728",
-        "ntk_cross_error": "#ff7f0e",
-    }
+    errors = zip(ERRORS, ("#1f77b4", "#17becf", "#d62728", "#ff7f0e"), strict=True)
+    colours = {column.replace("_", " "): colour for column, colour in errors}
     panels = []
     for case in ("centred", "shifted"):
-        errors = [
-            c
-            for y, colour in colours.items()
-            for c in curves(
-                rows[rows["case"] == case], "units", y, label=y.replace("_", " "), colours=colour
-            )
-        ]
+        each = rows[rows["case"] == case].rename(columns=lambda name: name.replace("_", " "))
+        each = each.melt(["units", "seed"], list(colours), "kernel", "error")
+        found = curves(each, "units", "error", by="kernel", colours=colours)
         title = f"errors of kernels, {case}"
-        panels.append(Panel(title, "units", "relative mean square error", errors, 10, 10))
+        panels.append(Panel(title, "units", "relative mean square error", found, 10, 10))
     coupling = curves(rows, "units", "ntk_coupling", by="case")
     coupling += curves(
         *(rows, "units", "ntk_coupling_limit"), by="case", label="{}, limit", style="dash"

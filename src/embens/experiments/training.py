@@ -22,20 +22,12 @@ from embens.training.trainer import Divergence
 
 @dataclass(frozen=True)
 class Training:
-    """An ensemble that was trained.
+    """An ensemble that was trained."""
 
-    Attributes:
-        ensemble: with its last weights.
-        data: that it was trained on.
-        diverged: whether the run ended before its time.
-        trace: one row for each epoch: the members' mean loss over the epoch's steps and, if asked
-            for, their accuracy on the test data after it.
-    """
-
-    ensemble: EmbeddedEnsemble
+    ensemble: EmbeddedEnsemble  # with its last weights
     data: DataSet
-    diverged: bool
-    trace: list[Row]
+    diverged: bool  # the run ended before its time
+    trace: list[Row]  # of each epoch: members' mean loss and, if asked for, their test accuracy
 
     def evaluate(self) -> Row:
         """Return the paper's four measures, and what goes with them."""
@@ -63,14 +55,8 @@ def train(
 ) -> Training:
     """Train in place, as the paper does: momentum 0.9, rate constant, then linearly to 1 %.
 
-    Args:
-        ensemble: to train.
-        setting: data, epochs, batch size, rate, decay.
-        seed: of the order of samples and of fresh masks.
-        gamma: gradient scale; None: :math:`M`, as in the paper's experiments.
-        lr: another rate than the setting's.
-        modulation_lr: another rate for the modulations.
-        test_each_epoch: add the members' test accuracy to the trace.
+    ``seed`` is of the order of samples and of fresh masks, ``gamma`` is :math:`M` by default, and
+    ``lr`` the setting's.
     """
     data = data_set(setting)
     try:
@@ -102,8 +88,7 @@ def train(
 def run(ensemble: EmbeddedEnsemble, inputs: Tensor) -> Tensor:
     """Return the outputs in evaluation mode, ``(member, batch, class)``.
 
-    Weights may be finite and so large that outputs are not; such an output says nothing, and all
-    its classes become equal.
+    Outputs that overflow, though weights are finite, say nothing: all classes become equal.
     """
     outputs = predict(ensemble, inputs).members
     return outputs.where(outputs.isfinite().all(-1, keepdim=True), 0.0)

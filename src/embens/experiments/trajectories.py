@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from embens.embedding.families import batch_ensemble
-from embens.experiments.claims import Claim, Frame, Missing, judge, mean, select, slope
+from embens.experiments.claims import Claim, Frame, Missing, Rows, judge
 from embens.experiments.contract import MEMBERS, CellBase, Row
 from embens.experiments.figure import Figure, Panel, curves, shades
 from embens.experiments.setting import Setting
@@ -57,49 +57,52 @@ def measure(cell: Cell) -> list[Row]:
     return training.trace
 
 
-def _early(table: Frame) -> Frame:
-    last = max(2, round(EARLY * table["epoch"].max()))
-    return table[table["epoch"] <= last]
+def _early(rows: Rows) -> Rows:
+    return rows.between("epoch", high=max(2, round(EARLY * rows["epoch"].max())))
 
 
-def _departures(table: Frame) -> Frame:
-    """Return log(loss of M / loss of a single model), by M and epoch, mean over seeds."""
+def _departures(rows: Rows) -> Frame:
+    """Return |log(loss of M / loss of a single model)|, by M and epoch, mean over seeds."""
     import numpy
 
-    losses = table.groupby(["members", "epoch"])["loss"].mean().unstack("epoch")
+    losses = rows.frame.groupby(["members", "epoch"])["loss"].mean().unstack("epoch")
     if 1 not in losses.index or len(losses) < 2:
         raise Missing("M=1 and another M")
-    return numpy.log(losses.drop(index=1) / losses.loc[1])
+    return numpy.log(losses.drop(index=1) / losses.loc[1]).abs()
 
 
-def _early_difference(table: Frame) -> float:
-    return float(_departures(_early(select(table, gamma="M", width=1.0))).abs().to_numpy().mean())
+def _early_slowdown(rows: Rows, gamma: str) -> float:
+    return _early(rows.where(gamma=gamma, width=1.0)).slope("members", "loss", log_y=True)
 
 
-def _early_slowdown(table: Frame, gamma: str) -> float:
-    return slope(_early(select(table, gamma=gamma, width=1.0)), "members", "loss", log_y=True)
-
-
-def _duration(table: Frame, width: float) -> float:
+def _duration(rows: Rows, width: float) -> float:
     """Return the log of the epoch at which curves part, mean over M."""
-    apart = _departures(select(table, gamma="M", width=width)).abs() > APART
+    apart = _departures(rows.where(gamma="M", width=width)) > APART
     end = apart.columns.max() + 1
     first = [next((e for e in apart.columns if row[e]), end) for _, row in apart.iterrows()]
     return sum(map(math.log, first)) / len(first)
 
 
-def _longer(table: Frame) -> float:
-    wide, narrow = _duration(table, 4.0), _duration(table, 1.0)
-    if wide == narrow == math.log(table["epoch"].max() + 1):
+def _longer(rows: Rows) -> float:
+    wide, narrow = _duration(rows, 4.0), _duration(rows, 1.0)
+    if wide == narrow == math.log(rows["epoch"].max() + 1):
         raise Missing("epochs enough for curves to part; none did")
     return wide - narrow
+
+
+def _early_loss_alone(rows: Rows, gamma: str) -> float:
+    return _early(rows.where(gamma=gamma, width=1.0, members=1)).mean("loss")
 
 
 def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
     return [
-        test("early curves coincide", _early_difference, below=0.15).says(
+        test(
+            "early curves coincide",
+            lambda t: _departures(_early(t.where(gamma="M", width=1.0))).to_numpy().mean(),
+            below=0.15,
+        ).says(
             "with γ=M the early curves of all M coincide (to 15 %)",
             paper="almost identical in the early epochs for all M",
             measure="mean |log(loss at M / loss at 1)| over the first tenth of the epochs",
@@ -123,10 +126,7 @@ def claims(table: Frame) -> list[Claim]:
         ),
         test(
             "a single model has no γ",
-            lambda t: (
-                mean(_early(select(t, gamma="1", members=[1])), "loss")
-                / mean(_early(select(t, gamma="M", width=1.0, members=[1])), "loss")
-            ),
+            lambda t: _early_loss_alone(t, "1") / _early_loss_alone(t, "M"),
             above=0.999,
             below=1.001,
         ).says(

@@ -12,22 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from embens.embedding.families import batch_ensemble
-from embens.experiments.claims import (
-    Claim,
-    Frame,
-    Missing,
-    best,
-    between,
-    curve,
-    judge,
-    last,
-    mean,
-    per_seed,
-    rise_and_fall,
-    select,
-    slope,
-    trend,
-)
+from embens.experiments.claims import Claim, Frame, Missing, Rows, judge, trend
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Figure, Panel, against_members, curves, shades
 from embens.experiments.setting import Setting, data_set
@@ -42,7 +27,6 @@ ABOUT = (
     "ensemble's kernels, which changes smoothly."
 )
 LOW, HIGH = 0.55, 0.65  # the paper's groups: at most LOW, at least HIGH
-
 
 SHIFTS = {
     "quick": (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
@@ -89,29 +73,24 @@ def measure(cell: Cell) -> Row:
     return {**training.evaluate(), "coupling": coupling}
 
 
-# Statistics
+def _scaled(rows: Rows) -> Rows:
+    return rows.where(gamma="M")
 
 
-def _scaled(table: Frame) -> Frame:
-    return select(table, gamma="M")
+def _below(rows: Rows) -> Rows:
+    return _scaled(rows).between("p", high=LOW)
 
 
-def _below(table: Frame) -> Frame:
-    return between(_scaled(table), "p", high=LOW)
+def _above(rows: Rows) -> Rows:
+    return _scaled(rows).between("p", HIGH, 0.999)  # at p=1 all members are the same model
 
 
-def _above(table: Frame) -> Frame:
-    # At p=1 all members are the same model and there is no ensemble.
-    return between(_scaled(table), "p", HIGH, 0.999)
+def _several(rows: Rows) -> Rows:
+    return rows.between("members", 4)
 
 
-def _several(table: Frame) -> Frame:
-    return between(table, "members", 4)
-
-
-def _halfway(table: Frame) -> float:
-    """Return the p at which the correlation is half-way between its values at small and large p."""
-    shifts, values = curve(_several(_scaled(table)), "p", "correlation")
+def _halfway(rows: Rows) -> float:
+    shifts, values = _several(_scaled(rows)).curve("p", "correlation")
     middle = (values[0] + values[-1]) / 2
     for k in range(1, len(values)):
         if values[k] >= middle:
@@ -120,9 +99,8 @@ def _halfway(table: Frame) -> float:
     return math.nan
 
 
-def _sharpness(table: Frame) -> float:
-    """Return the part of the change in members' train accuracy that falls between two p's."""
-    shifts, values = curve(last(_scaled(table), "members"), "p", "member_train_accuracy")
+def _sharpness(rows: Rows) -> float:
+    shifts, values = _scaled(rows).last("members").curve("p", "member_train_accuracy")
     below = [v for p, v in zip(shifts, values, strict=True) if p <= LOW]
     above = [v for p, v in zip(shifts, values, strict=True) if p >= HIGH]
     if not below or not above or len(below) + len(above) < 3:
@@ -130,45 +108,42 @@ def _sharpness(table: Frame) -> float:
     return (above[0] - below[-1]) / (above[-1] - below[0])
 
 
-def _early_growth(table: Frame) -> float:
-    """Return the part of the growth of correlation with p that happens below the transition."""
-    shifts, values = curve(_several(_scaled(table)), "p", "correlation")
+def _early_growth(rows: Rows) -> float:
+    shifts, values = _several(_scaled(rows)).curve("p", "correlation")
     end = max(k for k, p in enumerate(shifts) if p <= LOW)
     return (values[end] - values[0]) / (values[-1] - values[0])
 
 
-def _around_the_best(table: Frame) -> Frame:
-    rows = _below(table)
+def _around_the_best(rows: Rows) -> Rows:
+    rows = _below(rows)
     if rows["members"].min() > 3 or rows["members"].max() < 14:
         raise Missing("numbers of members from 3 or fewer to 14 or more")
     return rows
 
 
-def _effect_of_gamma(table: Frame) -> float:
-    slow = select(table, gamma="1")
-    both = between(select(table, p=sorted(slow["p"].unique())), "members", 2)
-    rise = partial(slope, x="members", y="member_accuracy")
-    return rise(select(both, gamma="M")) - rise(select(both, gamma="1"))
+def _effect_of_gamma(rows: Rows) -> float:
+    shifts = sorted(rows.where(gamma="1")["p"].unique())
+    both = rows.where(p=shifts).between("members", 2)
+    scaled, plain = (both.where(gamma=gamma) for gamma in ("M", "1"))
+    return scaled.slope("members", "member_accuracy") - plain.slope("members", "member_accuracy")
 
 
-def _gap(table: Frame) -> float:
-    return mean(table, "member_train_accuracy") - mean(table, "member_accuracy")
+def _gap(rows: Rows) -> float:
+    several = _several(rows)
+    return several.mean("member_train_accuracy") - several.mean("member_accuracy")
 
 
-def _spread(table: Frame) -> float:
-    spread = _several(table).groupby(["p", "members"])["accuracy"].std().mean()
+def _spread(rows: Rows) -> float:
+    spread = _several(rows).frame.groupby(["p", "members"])["accuracy"].std().mean()
     return math.log(spread) if spread > 0 else math.nan
 
 
-def _switch(table: Frame) -> float:
-    """Return by how much of the distance between the groups p=0.6 moves as M grows past 10."""
-    rows = _scaled(table)
+def _switch(rows: Rows) -> float:
     positions = []
     for low, high in ((2, 7), (11, math.inf)):
-        part = between(rows, "members", low, high)
-        below, middle, above = (
-            mean(side, "correlation") for side in (_below(part), select(part, p=0.6), _above(part))
-        )
+        part = _scaled(rows).between("members", low, high)
+        sides = (_below(part), part.where(p=0.6), _above(part))
+        below, middle, above = (side.mean("correlation") for side in sides)
         positions.append((middle - below) / (above - below))
     return abs(positions[1] - positions[0])
 
@@ -195,7 +170,7 @@ def claims(table: Frame) -> list[Claim]:
         ),
         test(
             "correlation grows above",
-            lambda t: slope(_several(_above(t)), "p", "correlation", log_x=False),
+            trend(lambda t: _several(_above(t)), "correlation", "p", log_x=False),
             above=0.0,
         ).says(
             "above the transition correlation grows with p",
@@ -204,7 +179,7 @@ def claims(table: Frame) -> list[Claim]:
         ),
         test(
             "inverted U below",
-            lambda t: rise_and_fall(_around_the_best(t), "members", "accuracy"),
+            lambda t: _around_the_best(t).rise_and_fall("members"),
             above=0.0,
         ).says(
             "below, ensemble accuracy rises with M and falls again",
@@ -213,7 +188,7 @@ def claims(table: Frame) -> list[Claim]:
         ),
         test(
             "best M below",
-            lambda t: per_seed(_around_the_best(t), lambda rows: best(rows, "members", "accuracy")),
+            lambda t: _around_the_best(t).per_seed(lambda mine: mine.best("members")),
             above=3.5,
             below=14.0,
         ).says(
@@ -228,7 +203,7 @@ def claims(table: Frame) -> list[Claim]:
         ),
         test(
             "train accuracy maximal above",
-            lambda t: min(curve(_above(t), "members", "member_train_accuracy")[1]),
+            lambda t: min(_above(t).curve("members", "member_train_accuracy")[1]),
             above=0.98,
         ).says(
             "above, members fit the train data whatever M is",
@@ -255,11 +230,7 @@ def claims(table: Frame) -> list[Claim]:
             paper="decreases in the independent regime",
             measure="slope per doubling of M",
         ),
-        test(
-            "smaller gap below",
-            lambda t: _gap(_several(_above(t))) - _gap(_several(_below(t))),
-            above=0.0,
-        ).says(
+        test("smaller gap below", lambda t: _gap(_above(t)) - _gap(_below(t)), above=0.0).says(
             "the gap between train and test accuracy of members is smaller below",
             paper="small difference between train and test accuracy in the independent regime",
             measure="gap above less gap below (M ≥ 4)",
@@ -281,7 +252,8 @@ def claims(table: Frame) -> list[Claim]:
 
 def plot(table: Frame) -> Figure:
     """Return the paper's four panels, and one against p."""
-    rows, slow, colours = _scaled(table), table[table["gamma"] == "1"], shades(table["p"])
+    rows, slow = (table[table["gamma"] == gamma] for gamma in ("M", "1"))
+    colours = shades(table["p"])
     by_shift = partial(curves, x="members", by="p", colours=colours)
     panels = against_members(lambda column: by_shift(rows, y=column, label="p={}"))
     panels[1].curves.extend(by_shift(slow, y="member_accuracy", label="γ=1, p={}", style="dash"))

@@ -10,19 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from embens.embedding.families import batch_ensemble, independent
-from embens.experiments.claims import (
-    Claim,
-    Frame,
-    Missing,
-    best,
-    curve,
-    first,
-    growth_of_best,
-    judge,
-    select,
-)
-from embens.experiments.contract import CellBase, Row, product
-from embens.experiments.figure import Curve, Figure, Panel, curves, shades
+from embens.experiments import transition
+from embens.experiments.claims import Claim, Frame, Missing, Rows, judge
+from embens.experiments.contract import CellBase, Row
+from embens.experiments.figure import MEASURES, Curve, Figure, Panel, curves, shades
 from embens.experiments.setting import Setting
 from embens.experiments.training import train
 
@@ -40,11 +31,7 @@ WIDTHS = {
     "paper": (0.25, 0.5, 1.0, 2.0, 4.0),
 }
 MEMBERS = {
-    "embedded": {
-        "quick": (1, 2, 4, 8, 16, 32),
-        "cpu": (1, 2, 4, 8, 16),
-        "paper": (1, 2, 3, 5, 7, 10, 14, 20, 28, 40),
-    },
+    "embedded": transition.MEMBERS,
     "independent": {"quick": (1, 2, 4, 8), "cpu": (1, 2, 4), "paper": (1, 2, 3, 5, 7, 10)},
 }
 
@@ -61,12 +48,12 @@ class Cell(CellBase):
 def cells(setting: Setting) -> list[Cell]:
     """Return the sweep over widths and members, for both families."""
     widths = WIDTHS[setting.preset]
+    both = {family: members[setting.preset] for family, members in MEMBERS.items()}
     return [
-        cell
-        for family, members in MEMBERS.items()
-        for cell in product(
-            Cell, setting, family=[family], width=widths, members=members[setting.preset]
-        )
+        Cell(family, width, count, setting=setting)
+        for family, members in both.items()
+        for width in widths
+        for count in members
     ]
 
 
@@ -78,36 +65,31 @@ def measure(cell: Cell) -> Row:
     return train(ensemble, cell.setting, seed=cell.seed).evaluate()
 
 
-def _embedded(table: Frame) -> Frame:
-    return select(table, family="embedded")
+def _embedded(rows: Rows) -> Rows:
+    return rows.where(family="embedded")
 
 
-def _inner_best(table: Frame) -> float:
-    """Return by how much the best M beats the largest, at the smallest width."""
-    _, values = curve(first(_embedded(table), "width"), "members", "accuracy")
+def _inner_best(rows: Rows) -> float:
+    _, values = _embedded(rows).first("width").curve("members", "accuracy")
     return max(values) - values[-1]
 
 
-def _advantage(table: Frame) -> float:
-    """Return accuracy at the best M less that of independent ensembles with as many parameters.
-
-    Those are interpolated in the logarithm of parameters along their upper envelope (more
-    parameters never help there); embedded ensembles smaller than all of them are left out.
-    """
+def _advantage(rows: Rows) -> float:
     import numpy
 
-    ensembles = select(table, family="independent").groupby(["width", "members"])
+    # Independent ensembles are interpolated in the logarithm of parameters along their upper
+    # envelope; embedded ensembles smaller than all of them are left out.
+    ensembles = rows.where(family="independent").frame.groupby(["width", "members"])
     means = ensembles[["parameters", "accuracy"]].mean().sort_values("parameters", kind="stable")
     envelope = means[means["accuracy"] > means["accuracy"].cummax().shift(fill_value=-math.inf)]
     sizes = numpy.log(envelope["parameters"])
     gains = []
-    for _, rows in _embedded(table).groupby("width"):
-        chosen = select(rows, members=int(best(rows, "members", "accuracy")))
-        size = math.log(chosen["parameters"].mean())
+    for _, mine in _embedded(rows).by("width"):
+        chosen = mine.where(members=int(mine.best("members")))
+        size = math.log(chosen.mean("parameters"))
         if size >= sizes.iloc[0] - 1e-9:
-            gains.append(
-                chosen["accuracy"].mean() - numpy.interp(size, sizes, envelope["accuracy"])
-            )
+            found = numpy.interp(size, sizes, envelope["accuracy"])
+            gains.append(chosen.mean("accuracy") - found)
     if not gains:
         raise Missing("independent ensembles with as many parameters")
     return sum(gains) / len(gains)
@@ -117,7 +99,7 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
     return [
-        test("best M grows with width", lambda t: growth_of_best(_embedded(t)), above=0.0).says(
+        test("best M grows with width", lambda t: _embedded(t).growth_of_best(), above=0.0).says(
             "the best number of members grows with the width",
             paper="the optimal size increases with the network width",
             measure="exponent of best M in width, mean over seeds",
@@ -146,14 +128,10 @@ def plot(table: Frame) -> Figure:
 
     separate = {"label": "×{}, independent", "style": "dash"}
     panels = []
-    for title, label, column in (
-        ("(a) ensemble, test", "accuracy", "accuracy"),
-        ("(b) members, test", "mean accuracy", "member_accuracy"),
-        ("(c) correlation, test", "correlation", "correlation"),
-    ):
-        found = of("embedded", "members", column, label="×{}")
+    for letter, column in (("a", "accuracy"), ("b", "member_accuracy"), ("c", "correlation")):
+        (title, label), found = MEASURES[column], of("embedded", "members", column, label="×{}")
         found += of("independent", "members", column, **separate)
-        panels.append(Panel(title, "members M", label, found, x_log=2))
+        panels.append(Panel(f"({letter}) {title}", "members M", label, found, x_log=2))
     scatter = of("embedded", "parameters", "accuracy", label="×{}", style="points")
     scatter += of("independent", "parameters", "accuracy", **separate)
     panels.append(Panel("(d) accuracy and size", "parameters", "accuracy", scatter, x_log=10))

@@ -18,13 +18,9 @@ from embens.report.page import collect
 _VERDICTS = ("holds", "does not hold", "undecided")
 
 
-def render(entries: list[dict[str, Any]], pictures: list[str | None]) -> str:
-    """Return the page.
-
-    Args:
-        entries: as :func:`embens.report.page.collect` gives them.
-        pictures: the address of each entry's picture, relative to the page; None: no picture.
-    """
+def text(folder: str | Path, beside: str | Path) -> str:
+    """Return the page of a results folder, to lie in the folder ``beside``."""
+    entries = collect(folder)
     lines = [
         "# Claims of the paper, as measured",
         "",
@@ -34,21 +30,19 @@ def render(entries: list[dict[str, Any]], pictures: list[str | None]) -> str:
         "|---|---|---|---|---|---|---|---|",
         *(_summary(entry) for entry in entries),
     ]
-    for entry, picture in zip(entries, pictures, strict=True):
-        lines += ["", *_section(entry, picture)]
+    for entry in entries:
+        picture = folder_of(folder, entry["name"], entry["manifest"]["preset"]) / "figure.png"
+        address = Path(os.path.relpath(picture, beside)).as_posix() if picture.exists() else None
+        lines += ["", *_section(entry, address)]
     return "\n".join(lines) + "\n"
-
-
-def _anchor(entry: dict[str, Any]) -> str:
-    return f"{entry['name']}-{entry['manifest']['preset']}"
 
 
 def _summary(entry: dict[str, Any]) -> str:
     count = Counter(claim["verdict"] for claim in entry["claims"])
-    manifest = entry["manifest"]
+    name, manifest = entry["name"], entry["manifest"]
     seeds = max((claim["seeds"] for claim in entry["claims"]), default=0)
     cells = [
-        f"[{entry['name']}](#{_anchor(entry)})", manifest["preset"], manifest["cells"], seeds,
+        f"[{name}](#{name}-{manifest['preset']})", manifest["preset"], manifest["cells"], seeds,
         *(count[verdict] for verdict in _VERDICTS), round(manifest["cell_seconds"] / 60),
     ]  # fmt: skip
     return _row(cells)
@@ -76,17 +70,6 @@ def _number(claim: dict[str, Any]) -> str:
 
 def _row(cells: list[Any]) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def text(folder: str | Path, beside: str | Path) -> str:
-    """Return the page of a results folder, to lie in the folder ``beside``."""
-    entries = collect(folder)
-    pictures: list[str | None] = []
-    for entry in entries:
-        picture = folder_of(folder, entry["name"], entry["manifest"]["preset"]) / "figure.png"
-        here = Path(os.path.relpath(picture, beside)).as_posix()
-        pictures.append(here if picture.exists() else None)
-    return render(entries, pictures)
 
 
 def write(folder: str | Path, path: str | Path) -> Path:

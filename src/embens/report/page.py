@@ -19,19 +19,11 @@ from typing import Any
 from embens.experiments import NAMES
 from embens.files import write_atomically
 
-_HERE = files("embens.report")
-_LIBRARY = ("plotly", "package_data/plotly.min.js")
-
 
 def collect(folder: str | Path) -> list[dict[str, Any]]:
-    """Return what the folder has of each experiment, in the order of the paper.
-
-    Raises:
-        FileNotFoundError: if there is nothing.
-    """
-    folder = Path(folder)
-    found = [_read(path.parent) for path in sorted(folder.rglob("manifest.json"))]
-    found = [entry for entry in found if entry is not None]
+    """Return what the folder has of each experiment, in the order of the paper."""
+    paths = sorted(Path(folder).rglob("manifest.json"))
+    found = [entry for path in paths if (entry := _read(path.parent)) is not None]
     if not found:
         raise FileNotFoundError(
             f"{folder}: expected results of `embens reproduce` (a manifest.json in a folder of "
@@ -64,12 +56,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def render(entries: list[dict[str, Any]], title: str = "Embedded ensembles: reproduction") -> str:
-    """Return the page.
-
-    Args:
-        entries: as :func:`collect` gives them.
-        title: of the page.
-    """
+    """Return the page of what :func:`collect` gives."""
     parts = {
         "title": html.escape(title),
         "style": _text("page.css"),
@@ -90,11 +77,9 @@ def write(folder: str | Path, path: str | Path | None = None) -> Path:
     return path
 
 
-def _text(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")
+def _text(name: str, package: str = "embens.report") -> str:
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def _library() -> str:
-    package, path = _LIBRARY
-    found = files(package).joinpath(path).read_text(encoding="utf-8")
-    return found.replace("</script", "<\\/script")
+    return _text("package_data/plotly.min.js", "plotly").replace("</script", "<\\/script")

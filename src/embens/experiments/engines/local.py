@@ -36,7 +36,6 @@ class _Worker:
     started: float = 0.0
 
     def end(self) -> None:
-        """End the process, if it has not, and wait for it."""
         self.process.terminate()
         self.process.join(5)
         if self.process.is_alive():
@@ -47,11 +46,7 @@ class _Worker:
 
 @dataclass
 class Local:
-    """As many processes as asked for; see the module.
-
-    Args:
-        workers: how many.
-    """
+    """As many processes as asked for; see the module."""
 
     workers: int
     _pool: list[_Worker] = field(default_factory=list, init=False)
@@ -64,7 +59,6 @@ class Local:
         return self.workers + 1
 
     def submit(self, job: Job) -> None:
-        """Send a job to an idle worker, started if need be; or keep it until there is one."""
         self._waiting.append(job)
         self._distribute()
 
@@ -111,7 +105,6 @@ class Local:
         return Done(job.key, None, text, time.perf_counter() - worker.started)
 
     def close(self) -> None:
-        """End the workers at once."""
         self._waiting.clear()
         for worker in self._pool:
             worker.end()

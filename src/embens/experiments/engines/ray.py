@@ -38,11 +38,12 @@ class Ray:
             import ray
 
             self.ray = ray
+            passed_on = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
             if not ray.is_initialized():
                 local = {} if address else {"num_cpus": workers, "include_dashboard": False}
                 ray.init(
                     address=address or "local",
-                    runtime_env={"env_vars": _passed_on()},
+                    runtime_env={"env_vars": {**passed_on, "OMP_NUM_THREADS": "1"}},
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     **local,
@@ -57,12 +58,10 @@ class Ray:
         return max(2, 2 * int(self.ray.cluster_resources().get("CPU", 1)))
 
     def submit(self, job: Job) -> None:
-        """Send a job to the cluster."""
         resources = {"num_cpus": job.threads, "num_gpus": job.gpus * self.gpus_per_cell}
         self._flying[self._remote.options(**resources).remote(job)] = (job, time.perf_counter())
 
     def wait(self, seconds: float) -> list[Done]:
-        """Return what is done; what Ray gave up on is a failure."""
         from ray.exceptions import RayError
 
         ready, _ = self.ray.wait(list(self._flying), num_returns=1, timeout=seconds)
@@ -84,8 +83,3 @@ class Ray:
             self.ray.cancel(reference, force=True)
         self._flying.clear()
         self.ray.shutdown()
-
-
-def _passed_on() -> dict[str, str]:
-    found = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-    return {**found, "OMP_NUM_THREADS": "1"}
