@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.dependence import ntk_ratio
 from embens.finite.empirical.kernels import Outputs, ntk
-from embens.finite.gradients import cosines, off_diagonal, shared_grams, total_gram
-from embens.finite.jackknife import jackknife_error
+from embens.finite.gradients import cosines, jackknife_error, off_diagonal, shared_grams, total_gram
 from embens.objective import Criterion
 
 Measure = Callable[[int, torch.Generator], float]

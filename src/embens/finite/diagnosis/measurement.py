@@ -16,8 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from embens.checks import check_number, check_whole
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.gradients import gram_of, off_diagonal, total_gram
-from embens.finite.members import flat, member_gradients, norm_of, shared_layers
+from embens.finite.gradients import (
+    gram_of,
+    member_gradients,
+    norm_of,
+    off_diagonal,
+    shared_layers,
+    total_gram,
+)
 from embens.objective import Criterion
 
 TRIED = 16
@@ -51,23 +57,15 @@ class Budget:
         check_whole("rate_samples", self.rate_samples, least=0)
         check_number("memory", self.memory, "a number of bytes", lambda bytes: bytes >= 1)
 
-    def source(self) -> torch.Generator:
-        """Return the generator."""
-        return torch.Generator().manual_seed(0) if self.generator is None else self.generator
-
 
 @dataclass
 class Measured:
     """What the members' gradients were like.
 
     Attributes:
-        x: the samples that were used, as for target.
-        target: of these.
-        rows: how many they are.
+        x, target, rows: the samples that were used, and how many they are.
         outputs: of the first member.
-        losses: of each member.
-        shared: the norm of each member's shared gradient.
-        individual: the norm of its individual gradient.
+        shared, individual: the norm of each member's gradient of these parameters.
         grams: inner products of the members' shared gradients, by layer.
         bias_grams: the part of shared output biases in these.
         notes: what was left out, and why.
@@ -121,7 +119,7 @@ def measure(
         ensemble, found.x, found.target, criterion, members=members, generator=generator
     ):
         for layer, gradients in member.shared.items():
-            vectors[layer].append(flat(gradients))
+            vectors[layer].append(torch.cat([g.flatten() for g in gradients]))
             for parameter, gradient in zip(layers[layer], gradients, strict=True):
                 if id(parameter) in wanted:
                     bias_vectors[layer].append(gradient.flatten())
@@ -151,7 +149,7 @@ def _samples(
         return Measured(x, target, max(lengths, default=1), notes=[note]), False
     order = torch.randperm(lengths.pop(), generator=generator)
     few, wanted = order[:TRIED], min(len(order), budget.samples)
-    each = kept_bytes(ensemble, take(x, few), take(target, few), criterion) / len(few)
+    each = _kept_bytes(ensemble, take(x, few), take(target, few), criterion) / len(few)
     rows = min(wanted, max(2, int(budget.memory / 2 / max(1, each))))
     return Measured(take(x, order[:rows]), take(target, order[:rows]), rows), rows < wanted
 
@@ -163,7 +161,7 @@ def take(values: Any, index: Tensor) -> Any:
     )
 
 
-def kept_bytes(ensemble: EmbeddedEnsemble, x: Any, target: Any, criterion: Criterion) -> float:
+def _kept_bytes(ensemble: EmbeddedEnsemble, x: Any, target: Any, criterion: Criterion) -> float:
     """Return how many bytes the graph of one member's gradient keeps, beside the weights."""
     weights = {t.untyped_storage().data_ptr() for t in ensemble.state_dict().values()}
     kept: dict[int, int] = {}

@@ -29,8 +29,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from embens.finite.gradients import cosines, off_diagonal
-from embens.finite.jackknife import pair_error
+from embens.finite.gradients import cosines, off_diagonal, pair_error
 
 SHARE = 0.01
 """Layers with less of the squared gradient than this don't limit the room."""
@@ -43,12 +42,11 @@ class LayerOverlap:
     """How the members' gradients of one layer's shared parameters lie to each other.
 
     Attributes:
-        mean: mean cosine of two members, with its sign.
-        rms: root of the mean squared cosine.
+        mean: mean cosine of two members; ``rms`` is the root of the mean squared one.
         share: of the squared gradient of all layers that this layer has.
         systematic: the part of the mean that the limit's coupling explains.
         chance: root of the mean squared distance of the cosine from that.
-        room: see :func:`room_of`, for this layer.
+        room: for how many members, if this layer were all.
     """
 
     mean: float
@@ -61,13 +59,7 @@ class LayerOverlap:
 
 @dataclass(frozen=True)
 class Room:
-    """How many members there is room for.
-
-    Attributes:
-        members: the room; infinite where nothing limits it.
-        interval: the same, one standard error lower and higher.
-        tightest: the layer that limits it.
-    """
+    """How many members there is room for, maybe infinitely many, and the layer that limits it."""
 
     members: float
     interval: tuple[float, float]
@@ -93,11 +85,6 @@ def overlap(gram: Tensor, coupling: float, share: float = 1.0) -> LayerOverlap:
     return LayerOverlap(mean, rms, share, systematic, chance, room_of(chance, systematic))
 
 
-def _alive(gram: Tensor) -> Tensor:
-    alive = gram.diagonal() > 0
-    return gram[alive][:, alive]
-
-
 def room_of(chance: float, systematic: float = 0.0) -> float:
     r"""Return the :math:`M` at which the chance part fills the room; infinite if it never does.
 
@@ -115,21 +102,21 @@ def room_of(chance: float, systematic: float = 0.0) -> float:
 def room(grams: Mapping[str, Tensor], coupling: float) -> Room:
     """Return how many members there is room for, from the inner products of layers' gradients."""
     overlaps = layer_overlaps(grams, coupling)
-    rooms = {layer: found.room for layer, found in overlaps.items() if found.share >= SHARE}
-    tightest = min(rooms, key=rooms.__getitem__, default=None)
-    if tightest is None or math.isinf(rooms[tightest]):
+    counting = {layer: found for layer, found in overlaps.items() if found.share >= SHARE}
+    tightest = min(counting, key=lambda layer: counting[layer].room, default=None)
+    if tightest is None or math.isinf(counting[tightest].room):
         return Room(math.inf, (math.inf, math.inf), None)
-    return Room(rooms[tightest], room_interval(grams[tightest], coupling), tightest)
+    found = counting[tightest]
+    error = pair_error((cosines(_alive(grams[tightest])) - found.systematic).square())
+    if math.isnan(error):  # nothing is known of fewer than three members
+        return Room(found.room, (1.0, math.inf), tightest)
+    low, high = (
+        room_of(math.sqrt(max(0.0, found.chance**2 + sign * error)), found.systematic)
+        for sign in (1, -1)
+    )
+    return Room(found.room, (low, high), tightest)
 
 
-def room_interval(gram: Tensor, coupling: float = 0.0) -> tuple[float, float]:
-    """Return the room of a layer for a chance part one standard error larger, and one smaller.
-
-    With fewer than three members nothing is known: from 1 to infinity.
-    """
-    found = overlap(gram, coupling)
-    error = pair_error((cosines(_alive(gram)) - found.systematic).square())
-    if math.isnan(error):
-        return 1.0, math.inf
-    least, most = (max(0.0, found.chance**2 + sign * error) for sign in (-1, 1))
-    return room_of(math.sqrt(most), found.systematic), room_of(math.sqrt(least), found.systematic)
+def _alive(gram: Tensor) -> Tensor:
+    alive = gram.diagonal() > 0
+    return gram[alive][:, alive]

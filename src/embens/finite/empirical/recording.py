@@ -71,14 +71,12 @@ class Recording:
 class Recorder:
     """Runs an ensemble and keeps the terms of its trainable parameters.
 
-    The ensemble is left as it is, but for hooks while :meth:`watching`.
-
     Attributes:
         numbers: the members' own numbers, as they are in the first pass.
         individual: ids of the individual parameters.
-        general: the trainable parameters that have no terms; set by :meth:`survey`.
-        size: how many numbers one sample's terms hold for one member; set by :meth:`survey`.
-        classes: how many outputs a sample has; set by :meth:`survey`.
+        general: the trainable parameters that have no terms; set by :meth:`survey`, as are
+        size: how many numbers one sample's terms hold for one member, and
+        classes: how many outputs a sample has.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble):
@@ -93,8 +91,6 @@ class Recorder:
         self._channels_last = True
         self._calls: list[Call] | None = None
 
-    # Passes
-
     def record(self, samples: Samples) -> Recording:
         """Run all members and keep their terms."""
         passes = self._run(samples.inputs, range(self.ensemble.members))
@@ -106,7 +102,6 @@ class Recorder:
         return Recording(samples, outputs, [[term for _, term in found] for found in calls])
 
     def _run(self, inputs: Inputs, members: Iterable[int]) -> list[tuple[Tensor, list[Call]]]:
-        """Return the outputs of some members and their terms, with the modules that they are of."""
         if self._channels_last:  # faster for images, the same for all else
             inputs = tuple(
                 x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
@@ -123,8 +118,6 @@ class Recorder:
                     self._calls = None
                 found.append((_checked_output(output, len(inputs[0])), calls))
         return found
-
-    # Hooks
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -160,7 +153,6 @@ class Recorder:
         return {role: p for role, p in roles.items() if id(p) in self._structured}
 
     def _watch_modulated(self, module: Modulated) -> list[Any]:
-        """Keep what the two modulations of a layer multiply."""
         seen: dict[str, Any] = {}
 
         def scale(numbers: Modulation | None, value: Tensor, product: Tensor, source: Any) -> None:
@@ -190,14 +182,11 @@ class Recorder:
             module.register_forward_hook(after),
         ]
 
-    # Survey
-
     def survey(self, inputs: Inputs) -> None:
         """Find out which parameters are structured; raise where samples do not stand alone.
 
-        Two samples of those given are run, as different as there are. Where they are equal in
-        places, they are run again with noise, as what is equal can't be told apart; equal samples
-        of whole numbers leave no way to find structure.
+        Two samples are run, as different as there are; where they are equal in places, again with
+        noise. Equal samples of whole numbers leave no way to find structure.
         """
         check_modes(self.ensemble)
         pair, distinct = _different_pair(inputs)
@@ -252,10 +241,7 @@ class Recorder:
 
 
 def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
-    """Return the first sample and the one that differs from it in most numbers, and if in all.
-
-    A first sample whose numbers are all equal does not count as different from any.
-    """
+    """Return the first sample and the one that differs from it in most numbers, and if in all."""
     if len(inputs[0]) < 2:
         return inputs, True
     few = [x[: 2 * PROBED] for x in inputs]
@@ -267,12 +253,11 @@ def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
 
 
 def _with_noise(inputs: Inputs) -> Inputs:
-    """Return inputs with a tenth of noise, but for whole numbers."""
     source = torch.Generator().manual_seed(0)
 
     def noisy(x: Tensor) -> Tensor:
         noise = torch.randn(x.shape, generator=source, dtype=torch.float64).to(x)
-        return x + 0.1 * (x.abs().amax() + (x.abs().amax() == 0)) * noise
+        return x + 0.1 * (x.abs().amax() or 1.0) * noise
 
     return tuple(noisy(x) if x.is_floating_point() else x for x in inputs)
 
@@ -294,7 +279,6 @@ def as_inputs(x: Tensor | Inputs, name: str) -> Inputs:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether the gradients of a layer's parameters have a form that is known."""
     if isinstance(module, NORMS):
         stock = type(module).__module__.startswith("torch.nn.")
         return stock and not (module._forward_hooks or module._forward_pre_hooks)
@@ -310,8 +294,7 @@ def _is_known(module: nn.Module) -> bool:
 def _term(
     module: nn.Module, parameters: dict[str, nn.Parameter], value: Tensor, output: Tensor
 ) -> Term:
-    edge, source = torch.autograd.graph.get_gradient_edge(output), value.grad_fn
-    use = (edge, source, output.shape)
+    use = (torch.autograd.graph.get_gradient_edge(output), value.grad_fn, output.shape)
     if isinstance(module, NORMS):
         plain = {
             name: torch.full_like(p, float(name == "weight"))
@@ -369,11 +352,9 @@ def _begins_with(together: Tensor, first: Tensor, batch: int) -> bool:
     if first.dim() == 0 or together.shape != (batch * len(first), *first.shape[1:]):
         return False
     part = together[: len(first)]
-    if not first.is_floating_point():
+    if not first.is_floating_point() or not first.numel():
         return torch.equal(part, first)
     error, size = (part - first).detach().abs(), first.detach().abs()
-    if not first.numel():
-        return True
     return not bool(error.max() > TOLERANCE.get(first.dtype, 0.05) * size.max())
 
 
@@ -391,12 +372,12 @@ def _misplaced(together: list[Term], alone: list[Term], batch: int) -> set[int]:
 def _leaves(output: Tensor, terms: list[Term]) -> set[int]:
     """Return the parameters that the output depends on other than through terms."""
     boxes = {term.edge.node: term.source for term in terms}
-    seen: set[Any] = set()
+    seen: set[Any] = {None}
     found: set[int] = set()
     waiting: list[Any] = [output.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         if node in boxes:
