@@ -1,9 +1,8 @@
 """``embens.diagnose``: is this ensemble an ensemble?
 
-It reads the regime off the infinite-width limit (or off laws and structure, where the limit of a
-network is not known), and measures, on a few samples and within a budget, how the members'
-gradients lie to each other (``measurement``). From these come the room, the suggested gradient
-scale and rates, and the findings (``room``, ``stability``, ``findings``).
+It reads the regime off the infinite-width limit (or off laws and structure, where a network's limit
+is not known), and measures on a few samples how the members' gradients lie to each other
+(``measurement``). From these come the ``room``, gradient scale and rates, and the ``findings``.
 """
 
 from __future__ import annotations

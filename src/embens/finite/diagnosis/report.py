@@ -36,11 +36,9 @@ class Rates:
 
     Attributes:
         largest_stable: rate of plain gradient descent above which training diverges at once, with
-            the suggested gamma; None where it was not measured.
-        largest_stable_as_meant: the same with the gamma that was given.
+            the suggested gamma (``_as_meant``: the one that was given); None if not measured.
         modulation_factor: rate of the modulations over that of the shared parameters with which
-            both make steps of the same length, the most that one should try; None without
-            trainable modulations.
+            both make steps of the same length; None without trainable modulations.
     """
 
     largest_stable: float | None = None
@@ -54,19 +52,12 @@ class Diagnosis:
 
     Attributes:
         regime: equals ``Regime.INDEPENDENT`` or ``Regime.COLLECTIVE``; with its reason.
-        pull: rms, mean and chance part of the cosine of two members' shared gradients.
-        pull_error: standard error of that mean, from leaving out one member at a time.
-        overlap: the same, layer by layer.
-        room: how many members there is room for (see ``room``); may be infinite.
-        room_interval: the same, one standard error lower and higher; wide with few members.
-        tightest: the layer that limits the room.
-        gamma: suggested gradient scale.
-        gamma_as_meant: the one that was given, or the ensemble's default.
-        rates: suggested rates.
-        cosines: of the members that were measured, ``(member, member)``.
-        norms: of their shared gradients, ``(member,)``.
-        losses: of the members, ``(member,)``.
-        members: how many the ensemble has.
+        pull: rms, mean and chance part of the cosine of two members' shared gradients;
+            ``pull_error`` is the standard error of the mean, and ``overlap`` has them by layer.
+        room: how many members there is room for (see ``room``), maybe infinitely many;
+            ``room_interval`` is one standard error lower and higher, ``tightest`` what limits it.
+        gamma: suggested gradient scale; ``_as_meant``: the one that was given, or the default.
+        cosines, norms, losses: of the members that were measured and their shared gradients.
         rows: how many samples were used.
         family: which function made the ensemble.
         separate: whether members are separate networks.
@@ -111,13 +102,9 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers, strings, lists and dicts; None for what is infinite."""
-        values = asdict(self)
         regime = self.regime
-        values |= {"regime": regime.value, "reason": regime.reason}
-        values |= {"coupling": regime.coupling, "exact": regime.exact}
-        for name in ("cosines", "norms", "losses"):
-            values[name] = values[name].tolist()
-        return _plain(values)
+        values = asdict(self) | {"regime": regime.value, "reason": regime.reason}
+        return _plain(values | {"coupling": regime.coupling, "exact": regime.exact})
 
     def __str__(self) -> str:
         pull, error = self.pull, self.pull_error
@@ -241,8 +228,8 @@ class Diagnosis:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+    if isinstance(value, (list, tuple, Tensor)):
+        return [_plain(v) for v in (value.tolist() if isinstance(value, Tensor) else value)]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

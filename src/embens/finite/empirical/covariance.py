@@ -48,10 +48,8 @@ def nngp(
     Any other network: the mean over outputs of :math:`f_{ak}(x) f_{bk}(x')`, noisy where outputs
     are few.
 
-    Args:
-        ensemble: of any family; batch statistics and random layers need ``ensemble.eval()``.
-        x: samples along the first axis; a tuple of tensors for a reference of several arguments.
-        x2: other samples; None: the same.
+    Batch statistics and random layers need ``ensemble.eval()``. ``x`` and ``x2`` (None: the same)
+    are tensors, or tuples of them for a reference of several arguments.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -78,19 +76,12 @@ def nngp(
 
 @dataclass(frozen=True)
 class _Head:
-    """The last layer in one member's pass.
+    """The last layer in one member's pass."""
 
-    Attributes:
-        features: its inputs, times the standard deviation of its weights.
-        bias_std: the standard deviation of its biases.
-        pre: the modulations of its outputs, if it has any.
-        own: whether the member has its own.
-    """
-
-    features: Tensor
+    features: Tensor  # its inputs, times the standard deviation of its weights
     bias_std: float
     pre: Tensor | None
-    own: bool
+    own: bool  # whether it is the member's own
 
 
 class _Ending:
@@ -103,7 +94,6 @@ class _Ending:
         self.calls: list[tuple[nn.Module, Tensor, Tensor, tuple[float, float]]] = []
 
     def run(self, inputs: Inputs) -> list[tuple[Tensor, _Head | None]]:
-        """Return the output and the last layer of each member."""
         found = []
         with torch.no_grad(), ExitStack() as stack:
             for module in self.ensemble.network.modules():
@@ -125,7 +115,7 @@ class _Ending:
         return found
 
     def _keep(self, layer: nn.Module, now: nn.Module, args: tuple, output: Any) -> None:
-        """Note a call of a layer; ``now`` is the same, or its copy with a member's weights."""
+        # ``now`` is the layer itself, or its copy with a member's weights.
         stds = _stds(now) if isinstance(now, nn.Linear) else (0.0, 0.0)
         self.calls = [*self.calls[-1:], (layer, args[0] if args else output, output, stds)]
 
@@ -145,7 +135,6 @@ class _Ending:
 
 
 def _stds(layer: nn.Linear) -> tuple[float, float]:
-    """Return the standard deviations of a layer's weights and biases."""
     if not isinstance(layer, networks.Linear):
         tensors = (layer.weight, layer.bias)
         return tuple(0.0 if t is None else float(t.square().mean().sqrt()) for t in tensors)  # type: ignore[return-value]

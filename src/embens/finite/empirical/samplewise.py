@@ -18,7 +18,7 @@ Rows = dict[int, Tensor]
 """Tensors by the id of a parameter."""
 
 
-class OneMember(nn.Module):
+class _Member(nn.Module):
     """One member of an ensemble, with numbers that are given: something to call functionally."""
 
     def __init__(self, ensemble: EmbeddedEnsemble):
@@ -26,19 +26,12 @@ class OneMember(nn.Module):
         self.ensemble = ensemble
 
     def forward(self, a: int, numbers: list[Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-        """Return the member's output."""
         with self.ensemble.run(inputs, chunk=1) as run:
             return run.member(a, numbers=numbers)
 
 
 class Samplewise:
-    """Gradients of some parameters of an ensemble, sample by sample.
-
-    Args:
-        ensemble: any.
-        numbers: the members' own numbers, as a pass gives them.
-        parameters: whose gradients; shared or individual ones.
-    """
+    """Gradients of some parameters of an ensemble, with the members' own numbers of a pass."""
 
     def __init__(
         self,
@@ -46,7 +39,7 @@ class Samplewise:
         numbers: list[Tensor],
         parameters: dict[int, nn.Parameter],
     ):
-        self.network = OneMember(ensemble)
+        self.network = _Member(ensemble)
         self.numbers = numbers
         self.parameters = parameters
         self.slots = {i: id(stack) for i, stack in enumerate(numbers) if id(stack) in parameters}

@@ -33,7 +33,7 @@ class Term:
     """One use of parameters in a pass.
 
     Attributes:
-        parameters: the parameters, by role; the gradient of the others is not asked for.
+        parameters: those whose gradients are asked for, by role.
         value: what the cotangent is multiplied with.
         edge: where in the graph the cotangent arrives.
         source: the node that ``value`` comes from; None for an input of the network.
@@ -54,7 +54,7 @@ class Term:
     @property
     def form(self) -> Hashable:
         """What terms of one parameter must have in common for their gradients to be added."""
-        raise NotImplementedError
+        return type(self).__name__
 
     def inputs(self, batch: int) -> Tensor:
         """Return :math:`h`."""
@@ -84,7 +84,6 @@ class Affine(Term):
         return "affine", convolution, transposed, groups, tuple(self.scales.items())
 
     def inputs(self, batch: int) -> Tensor:
-        """Return :math:`h`, ``(batch, group, position, feature)``."""
         layer, value = self.layer, self.value
         if not isinstance(layer, _ConvNd):
             return value.reshape(batch, 1, -1, value.shape[-1])
@@ -93,7 +92,6 @@ class Affine(Term):
         return join_positions(seen(images, layer), batch)
 
     def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
-        """Return :math:`c`, ``(batch, class, group, position, channel)``."""
         layer, classes = self.layer, len(cotangent)
         if not isinstance(layer, _ConvNd):
             return cotangent.reshape(classes, batch, 1, -1, cotangent.shape[-1]).transpose(0, 1)
@@ -103,7 +101,6 @@ class Affine(Term):
         return split.unflatten(0, (classes, batch)).transpose(0, 1)
 
     def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
-        """Return the gradients of the bias, ``(batch, class, channel)``."""
         axes = len(self.layer.kernel_size) if isinstance(self.layer, _ConvNd) else 0
         rows = sum_to(cotangent, (cotangent.shape[-1 - axes], *(1,) * axes), batch)
         return rows * self.scales[role]
@@ -120,33 +117,25 @@ class Lookup(Term):
         return "lookup", self.ignored
 
     def inputs(self, batch: int) -> Tensor:
-        """Return the tokens, ``(batch, position, 1)``; -1 where there is no gradient."""
+        """Return the tokens, -1 where there is no gradient."""
         tokens = self.value.reshape(batch, -1, 1)
         return tokens if self.ignored is None else tokens.masked_fill(tokens == self.ignored, -1)
 
     def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
-        """Return the cotangents, ``(batch, class, 1, position, channel)``."""
         return cotangent.reshape(len(cotangent), batch, 1, -1, cotangent.shape[-1]).transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class Scale(Term):
-    """Numbers of the given shape that multiply ``value`` elementwise, with a shift beside them.
+    """Numbers of this shape, broadcast against a sample, that multiply ``value``; and a shift.
 
-    Attributes:
-        numbers: their shape, as they are broadcast against a sample.
-        repeat: how many consecutive numbers are one parameter.
+    ``repeat`` consecutive numbers are one parameter.
     """
 
     numbers: tuple[int, ...]
     repeat: int = 1
 
-    @property
-    def form(self) -> Hashable:
-        return "scale"
-
     def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
-        """Return the gradients, ``(batch, class, number)``."""
         product = cotangent if role == "bias" else cotangent * self.value
         rows = sum_to(product, self.numbers, batch)
         return rows.unflatten(-1, (-1, self.repeat)).sum(-1) if self.repeat > 1 else rows
@@ -156,10 +145,9 @@ class Given(Term):
     """Gradients that are known as they are: they stand in the place of the cotangent."""
 
     def __init__(self) -> None:
-        """Take nothing: there are no factors."""
+        pass
 
     def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
-        """Return the gradients."""
         return cotangent
 
 
@@ -183,9 +171,8 @@ def sum_to(values: Tensor, shape: tuple[int, ...], batch: int) -> Tensor:
 def patches(images: Tensor, layer: _ConvNd) -> Tensor:
     """Return what each position of a convolution sees, ``(image, group, position, feature)``.
 
-    For a transposed convolution: what each position of its input contributes to. Channels are the
-    last of a feature's axes, so that images in the memory format ``channels_last`` are copied in
-    long pieces.
+    For a transposed one: what each position of its input contributes to. Channels are the last of a
+    feature's axes, so that images in the format ``channels_last`` are copied in long pieces.
     """
     if isinstance(layer, _ConvTransposeNd):
         margins = [int(size) for size in reversed(layer.padding) for _ in range(2)]
