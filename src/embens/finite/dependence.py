@@ -28,10 +28,7 @@ Kernel = FiniteKernel | Tensor
 
 
 def ntk_ratio(
-    kernel: Kernel,
-    *,
-    gamma: Gamma = None,
-    same: Float[Tensor, "*m n1 n2"] | None = None,
+    kernel: Kernel, *, gamma: Gamma = None, same: Float[Tensor, "*m n1 n2"] | None = None
 ) -> Float[Tensor, ""]:
     r"""Return the mean squared kernel between members over that within members.
 
@@ -53,11 +50,7 @@ def ntk_ratio(
 
 
 def other_members_weight(
-    kernel: Kernel,
-    m: int,
-    *,
-    gamma: Gamma = None,
-    same: Float[Tensor, "*m n1 n2"] | None = None,
+    kernel: Kernel, m: int, *, gamma: Gamma = None, same: Float[Tensor, "*m n1 n2"] | None = None
 ) -> Float[Tensor, ""]:
     r"""Return the weight of other members in :math:`\partial_t \log p`, relative to a member's own.
 

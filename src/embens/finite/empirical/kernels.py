@@ -151,33 +151,15 @@ def ntk(
         right = Samples(as_inputs(x2, "x2"), _check_target(outputs, target2, x2, "target2"))
     elif target2 is not None:
         raise ValueError("target2 belongs to x2; got target2 without x2. Leave it out.")
-    return _compute(ensemble, left, right, outputs, chunk)
+    return Blocks(ensemble, outputs).kernel(left, right, chunk)
 
 
 def trace_of(
     ensemble: EmbeddedEnsemble, x: Tensor | Inputs, *, chosen: Int[Tensor, " k"], memory: float
 ) -> FiniteKernel:
     """Return the sum of the kernels of chosen outputs, counted over all axes after the batch."""
-    samples = Samples(as_inputs(x, "x"), None)
-    return _compute(ensemble, samples, None, "trace", chosen=chosen, memory=memory)
-
-
-def _compute(
-    ensemble: EmbeddedEnsemble,
-    left: Samples,
-    right: Samples | None,
-    outputs: Outputs,
-    chunk: int | None = None,
-    chosen: Tensor | None = None,
-    memory: float | None = None,
-) -> FiniteKernel:
-    recorder = Recorder(ensemble)
-    with torch.no_grad(), recorder.watching():
-        recorder.survey(_probe(left, right))
-        run = Blocks(recorder, outputs, chosen, memory)
-        size = run.chunk_size(left, chunk)
-        parts = run.kernel(left.split(size), None if right is None else right.split(size))
-    return FiniteKernel(*parts, natural_gamma=ensemble.natural_gamma)
+    samples = Samples(as_inputs(x, "x"))
+    return Blocks(ensemble, "trace", chosen, memory).kernel(samples, None, None)
 
 
 def _check_target(
@@ -205,27 +187,47 @@ def _check_target(
 
 
 class Blocks:
-    """The computation of one kernel."""
+    """The computation of one kernel: of the ``chosen`` outputs, within ``memory`` in bytes."""
 
     def __init__(
         self,
-        recorder: Recorder,
+        ensemble: EmbeddedEnsemble,
         outputs: Outputs,
         chosen: Tensor | None = None,
         memory: float | None = None,
     ):
-        self.recorder = recorder
-        self.ensemble = recorder.ensemble
-        self.outputs = outputs
-        self.chosen = torch.arange(recorder.classes) if chosen is None else chosen
-        self.memory = memory
+        self.ensemble, self.outputs, self.chosen, self.memory = ensemble, outputs, chosen, memory
+        self.recorder = Recorder(ensemble)
         self._batched = True
-        self._count = 1 if outputs in ("target", "nll") else len(self.chosen)
-        self._at_once = self._count if outputs == "all" else min(CLASSES_AT_ONCE, self._count)
-        self._samplewise: list[Samplewise] = []
 
-    def chunk_size(self, samples: Samples, chunk: int | None) -> int:
-        """Return how many samples run at once, as given or as memory allows."""
+    def kernel(self, left: Samples, right: Samples | None, chunk: int | None) -> FiniteKernel:
+        """Return the kernel between two sets of samples, or of one with itself."""
+        rows: list[list[tuple[Tensor, ...]]] = []
+        with torch.no_grad(), self.recorder.watching():
+            self.recorder.survey(_probe(left, right))
+            size = self._chunk_size(left, chunk)
+            for i, samples in enumerate(left.split(size)):
+                first, row = self.recorder.record(samples), []
+                for j, others in enumerate((right or left).split(size)):
+                    if right is None and j < i:
+                        row.append(tuple(_transposed(block) for block in rows[j][i]))
+                    else:
+                        itself = right is None and j == i
+                        second = None if itself else self.recorder.record(others)
+                        row.append(self._block(first, second))
+                rows.append(row)
+        one = ... if self.outputs == "all" else (..., 0, 0)
+        parts = (
+            torch.cat([torch.cat([block[part] for block in row], -3) for row in rows], -4)[one]
+            for part in range(2)
+        )
+        return FiniteKernel(*parts, natural_gamma=self.ensemble.natural_gamma)
+
+    def _chunk_size(self, samples: Samples, chunk: int | None) -> int:
+        """Return how many samples run at once, as given or as memory allows; plan the classes."""
+        self.chosen = torch.arange(self.recorder.classes) if self.chosen is None else self.chosen
+        self._count = 1 if self.outputs in ("target", "nll") else len(self.chosen)
+        self._at_once = self._count if self.outputs == "all" else min(CLASSES_AT_ONCE, self._count)
         limit = PASS_BYTES if self.memory is None else min(PASS_BYTES, self.memory / 2)
         members, general = self.ensemble.members, self.recorder.general
         terms = 8 * self.recorder.size * members
@@ -249,28 +251,6 @@ class Blocks:
             for group in _groups(general, max(largest, limit / at_once))
         ]
         return size
-
-    def kernel(self, left: list[Samples], right: list[Samples] | None) -> tuple[Tensor, Tensor]:
-        """Return the shared and the individual part for all pairs of samples."""
-        rows = []
-        for i, samples in enumerate(left):
-            first, row = self.recorder.record(samples), []
-            for j, others in enumerate(left if right is None else right):
-                if right is None and j < i:
-                    row.append(tuple(_transposed(block) for block in rows[j][i]))
-                else:
-                    itself = right is None and j == i
-                    row.append(self._block(first, None if itself else self.recorder.record(others)))
-            rows.append(row)
-        shared, individual = (
-            torch.cat([torch.cat([block[part] for block in row], -3) for row in rows], -4)
-            for part in range(2)
-        )
-        return (
-            (shared, individual)
-            if self.outputs == "all"
-            else (shared[..., 0, 0], individual[..., 0, 0])
-        )
 
     def _block(self, first: Recording, second: Recording | None) -> tuple[Tensor, Tensor]:
         members, individual = self.ensemble.members, self.recorder.individual
@@ -334,10 +314,10 @@ class Blocks:
         return [torch.stack(each) for each in zip(*map(gradients, cotangents), strict=True)]
 
     def _cotangents(self, output: Tensor, target: Tensor | None, part: slice) -> Tensor:
-        """Return what the outputs are contracted with, ``(class, batch, …)``."""
+        # ``(class, batch, …)``, what the outputs are contracted with
         values = output.detach()
         if target is None:
-            index = self.chosen[part]
+            index = self.chosen[part]  # type: ignore[index]
             chosen = values.new_zeros(len(index), values[0].numel())
             chosen[range(len(index)), index] = 1.0
             return chosen.view(len(chosen), 1, *values.shape[1:]).expand(-1, *values.shape)
@@ -356,7 +336,6 @@ class Blocks:
 
 
 def _transposed(block: Tensor) -> Tensor:
-    """Exchange rows and columns of a block of either part."""
     block = block.transpose(-3, -4).transpose(-1, -2)
     return block.transpose(0, 1) if block.dim() == 6 else block
 

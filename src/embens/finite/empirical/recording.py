@@ -153,7 +153,7 @@ class Recorder:
         return {role: p for role, p in roles.items() if id(p) in self._structured}
 
     def _watch_modulated(self, module: Modulated) -> list[Any]:
-        seen: dict[str, Any] = {}
+        seen: list[Any] = []
 
         def scale(numbers: Modulation | None, value: Tensor, product: Tensor, source: Any) -> None:
             if numbers is None or id(numbers.values) not in self._structured:
@@ -163,23 +163,19 @@ class Recorder:
             use = ({"weight": numbers.values}, value.detach(), edge, source, product.shape)
             self._calls.append((module, Scale(*use, shape, numbers.repeat)))  # type: ignore[union-attr, arg-type]
 
-        def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            seen["input"] = args[0] if args else kwargs["input"]
-
         def inside(_: nn.Module, args: tuple, output: Tensor) -> None:
-            if self._calls is not None:
-                scale(module.post, seen["input"], args[0], seen["input"].grad_fn)
-                seen["output"], seen["source"] = output, output.grad_fn
+            seen[:] = args[0], output, output.grad_fn
 
-        def after(_: nn.Module, args: tuple, output: Tensor) -> None:
-            if self._calls is not None and "output" in seen:
-                scale(module.pre, seen["output"], output, seen["source"])
+        def after(_: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+            if self._calls is not None and seen:
+                value, (product, through, source) = args[0] if args else kwargs["input"], seen
+                scale(module.post, value, product, value.grad_fn)
+                scale(module.pre, through, output, source)
             seen.clear()
 
         return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
             module.layer.register_forward_hook(inside),
-            module.register_forward_hook(after),
+            module.register_forward_hook(after, with_kwargs=True),
         ]
 
     def survey(self, inputs: Inputs) -> None:

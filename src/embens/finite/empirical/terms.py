@@ -61,8 +61,8 @@ class Term:
         raise NotImplementedError
 
     def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
-        """Return :math:`c`."""
-        raise NotImplementedError
+        """Return :math:`c`; here of a layer with one group and its channels last."""
+        return cotangent.reshape(len(cotangent), batch, 1, -1, cotangent.shape[-1]).transpose(0, 1)
 
     def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
         """Return gradients that are short, ``(batch, class, number)``."""
@@ -94,7 +94,7 @@ class Affine(Term):
     def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
         layer, classes = self.layer, len(cotangent)
         if not isinstance(layer, _ConvNd):
-            return cotangent.reshape(classes, batch, 1, -1, cotangent.shape[-1]).transpose(0, 1)
+            return super().outputs(cotangent, batch)
         images = cotangent.reshape(-1, *cotangent.shape[-1 - len(layer.kernel_size) :])
         seen = patches if isinstance(layer, _ConvTransposeNd) else by_group
         split = join_positions(seen(images, layer), classes * batch)
@@ -120,9 +120,6 @@ class Lookup(Term):
         """Return the tokens, -1 where there is no gradient."""
         tokens = self.value.reshape(batch, -1, 1)
         return tokens if self.ignored is None else tokens.masked_fill(tokens == self.ignored, -1)
-
-    def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
-        return cotangent.reshape(len(cotangent), batch, 1, -1, cotangent.shape[-1]).transpose(0, 1)
 
 
 @dataclass(frozen=True)
