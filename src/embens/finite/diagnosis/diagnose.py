@@ -17,10 +17,9 @@ from embens.checks import Gamma, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite import checks
 from embens.finite.diagnosis import findings
-from embens.finite.diagnosis.measurement import Budget, measure
+from embens.finite.diagnosis.measurement import Budget, measure, suggested_rates
 from embens.finite.diagnosis.report import Diagnosis
 from embens.finite.diagnosis.room import layer_overlaps, overlap, room
-from embens.finite.diagnosis.stability import suggested_rates
 from embens.finite.gradients import cosines, pair_error, total_gram, unchanged
 from embens.objective import Criterion
 from embens.theory import kernels, natural_gamma
@@ -76,17 +75,18 @@ def diagnose(
     if criterion is None:
         criterion, target = _default_criterion(target), checks.as_classes(target)
     budget = Budget() if budget is None else budget
-    generator = torch.Generator().manual_seed(0) if budget.generator is None else budget.generator
+    if budget.generator is None:
+        budget = replace(budget, generator=torch.Generator().manual_seed(0))
 
     structure = None if ensemble.plan.separate else Structure(ensemble)
     biases = {} if structure is None else findings.output_biases(ensemble, structure)
-    measured = measure(ensemble, x, target, criterion, biases, budget, generator)
+    measured = measure(ensemble, x, target, criterion, biases.values(), budget)
     found, natural = _limit(ensemble, measured.x, structure)
     coupling, through_biases = found.coupling, measured.bias_part()
     if structure is not None and biases and not structure.open:  # only biases couple members
         coupling, through_biases = 0.0, max(coupling, through_biases)
     space = room(measured.unbiased(), coupling)
-    with unchanged(ensemble, generator):
+    with unchanged(ensemble, budget.generator):
         rates = suggested_rates(ensemble, measured, criterion, (natural, meant), budget)
     gram = total_gram(measured.grams, len(measured.losses))
     matrix = cosines(gram)

@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rates:
-    """Suggested rates; see :mod:`embens.finite.diagnosis.stability` for how they are found.
+    """Suggested rates; see :mod:`embens.finite.diagnosis.measurement` for how they are found.
 
     Attributes:
         largest_stable: rate of plain gradient descent above which training diverges at once, with

@@ -7,13 +7,12 @@ out, :math:`c = \partial f / \partial z`, which one backward pass gives for all 
 .. math:: \nabla_W f(x_i) = \sum_p c_{ip} \otimes h_{ip}
 
 with :math:`p` over the positions (pixels, times, repeated uses) at which the layer is applied. A
-convolution is this with patches for :math:`h`; a transposed one with patches of :math:`c`; an
-embedding with indicators of its tokens; the scale of a norm layer and a modulation keep only the
-diagonal of the product.
+convolution has patches for :math:`h`, a transposed one patches of :math:`c`, an embedding its
+tokens; the scale of a norm layer and a modulation keep only the diagonal of the product.
 
-A :class:`Term` is one such use in one pass. The batch is the first axis of ``value`` and of the
-cotangent, with a fixed number of rows for each sample. Axes of factors are ``inputs`` (batch,
-group, position, feature) and ``outputs`` (batch, class, group, position, channel).
+A :class:`Term` is one such use in one pass, with the batch as the first axis of ``value`` and of
+the cotangent. Axes of factors are ``inputs`` (batch, group, position, feature) and ``outputs``
+(batch, class, group, position, channel).
 """
 
 from __future__ import annotations
@@ -149,14 +148,7 @@ class Given(Term):
 
 
 def sum_to(values: Tensor, shape: tuple[int, ...], batch: int) -> Tensor:
-    """Sum what broadcasting repeated: ``(class, row, …)`` to ``(batch, class, number)``.
-
-    Example:
-        >>> sum_to(torch.ones(1, 4, 3, 5), (3, 1), batch=2)
-        tensor([[[10., 10., 10.]],
-        <BLANKLINE>
-                [[10., 10., 10.]]])
-    """
+    """Sum what broadcasting repeated: ``(class, row, …)`` to ``(batch, class, number)``."""
     first = values.dim() - len(shape)
     repeated = [first + i for i, size in enumerate(shape) if size == 1]
     values = values.sum(repeated) if repeated else values
