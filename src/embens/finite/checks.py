@@ -1,7 +1,4 @@
-"""Checks of what a measurement is given, before any work: the ensemble, inputs, and targets.
-
-An error says what was expected, what was got, and what to do.
-"""
+"""Checks of what a measurement is given, before any work: the ensemble, inputs, and targets."""
 
 from __future__ import annotations
 
@@ -119,12 +116,7 @@ def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def cross_entropy(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return the cross-entropy of classes, which may have an axis of length 1 in place of theirs.
-
-    Example:
-        >>> cross_entropy(torch.zeros(3, 2), torch.zeros(3, 1).long()).exp().round().item()
-        2.0
-    """
+    """Return the cross-entropy of classes, which may have an axis of length 1 for them."""
     expected = (outputs.shape[0], *outputs.shape[2:])
     if outputs.dim() > 1 and target.shape == (expected[0], 1, *expected[1:]):
         target = target.reshape(expected)

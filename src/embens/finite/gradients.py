@@ -190,7 +190,11 @@ def member_gradients(
                 outputs = run.member(a, numbers=[own[id(stack)] for stack in run.numbers])
                 loss = _member_loss(criterion, outputs, target)
             trained = {key: leaf for key, leaf in own.items() if leaf.requires_grad}
-            found = iter(_gradients(loss, [*parameters, *trained.values()]))
+            leaves = [*parameters, *trained.values()]
+            found = map(torch.zeros_like, leaves)
+            if leaves and loss.requires_grad:
+                options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+                found = iter(torch.autograd.grad(loss, leaves, **options))
             shared = {layer: [next(found) for _ in ps] for layer, ps in layers.items()}
             individual: dict[str, list[Tensor]] = defaultdict(list)
             for key, gradient in zip(trained, found, strict=True):
@@ -209,14 +213,6 @@ def _member_loss(criterion: Criterion, outputs: Any, target: Any) -> Tensor:
             f"{type(loss).__name__}. Return the loss alone."
         )
     return loss.mean() if loss.dim() else loss
-
-
-def _gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    if not parameters or not loss.requires_grad:
-        return [torch.zeros_like(p) for p in parameters]
-    return torch.autograd.grad(
-        loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
-    )
 
 
 @contextmanager

@@ -25,8 +25,7 @@ from embens.objective import Criterion
 from embens.theory import kernels, natural_gamma
 from embens.theory.regime import Regime, RegimeReport, Structure, regime
 
-LIMIT_SAMPLES = ((1, 12), (256, 2), (1024, 1))
-"""For inputs of up to so many pixels: of how many samples the limit's kernels are computed."""
+LIMIT_SAMPLES = ((1, 12), (256, 2), (1024, 1))  # the limit's, for up to so many pixels
 
 
 def diagnose(

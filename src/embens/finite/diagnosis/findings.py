@@ -23,14 +23,10 @@ from embens.finite.diagnosis.report import Diagnosis, Finding
 from embens.laws import Law
 from embens.theory.regime import Structure
 
-NARROW = 8
-"""Inputs of at most so many channels don't average their modulations out."""
-SPREAD = 10.0
-"""Ratio of the longest to the shortest gradient of members that is too large."""
-FAST, FAST_GIVEN = 1.5, 1.15
-"""How many times its natural value a gamma may be: the default one, and one that is given."""
-CROWDED = 8.0
-"""How many times the upper end of the room's interval a number of members may be."""
+NARROW = 8  # inputs of at most so many channels don't average their modulations out
+SPREAD = 10.0  # ratio of the longest to the shortest gradient of members that is too large
+FAST, FAST_GIVEN = 1.5, 1.15  # how many times its natural value a default and a given gamma may be
+CROWDED = 8.0  # how many times the upper end of the room's interval the members may be
 
 Trouble = tuple[str, str] | None
 
@@ -65,12 +61,6 @@ class Facts:
     def shifted(self) -> list[str]:
         """The last layers with a law that has a mean."""
         return [n for n, law in self.last.items() if law is not None and law.mean != 0]
-
-    @property
-    def spread(self) -> float:
-        """Ratio of the longest to the shortest gradient of a member."""
-        alive = self.report.norms[self.report.norms > 0]
-        return float(alive.max() / alive.min()) if len(alive) else 1.0
 
 
 def shifted_laws(facts: Facts) -> Trouble:
@@ -121,13 +111,15 @@ def input_modulations(facts: Facts) -> Trouble:
     """Modulations of an input with few channels."""
     inputs = [s for s in facts.sites if s.kind == "post" and not s.hidden]
     narrow = [s for s in inputs if s.size <= NARROW]
-    if not inputs or not (narrow or facts.spread > SPREAD):
+    alive = facts.report.norms[facts.report.norms > 0]
+    spread = float(alive.max() / alive.min()) if len(alive) else 1.0
+    if not inputs or not (narrow or spread > SPREAD):
         return None
     site = (narrow or inputs)[0]
     return (
         f"the {site.size} channels of the network's input are modulated (layer {site.layer!r}): "
         "some members see next to nothing of it; their gradients differ in length by a factor of "
-        f"{facts.spread:.3g}",
+        f"{spread:.3g}",
         "leave the input alone: sites='hidden'",
     )
 
@@ -240,7 +232,6 @@ def no_gradient(facts: Facts) -> Trouble:
 
 Check = Callable[[Facts], Trouble]
 ALONE: tuple[Check, ...] = (input_modulations, output_modulations, cancelled_gamma, no_gradient)
-"""Checks of what may be wrong with a single member too."""
 CHECKS: tuple[Check, ...] = (
     shifted_laws,
     uncentred_last_layer,
@@ -258,7 +249,7 @@ CHECKS: tuple[Check, ...] = (
 
 def find(facts: Facts) -> list[Finding]:
     """Return what the checks find."""
-    checks = ALONE if facts.ensemble.members == 1 else CHECKS
+    checks = ALONE if facts.ensemble.members == 1 else CHECKS  # others are between members
     found = {check.__name__.replace("_", "-"): check(facts) for check in checks}
     return [Finding(code, *trouble) for code, trouble in found.items() if trouble is not None]
 

@@ -31,8 +31,7 @@ from embens.finite.diagnosis.report import Rates
 from embens.finite.empirical.kernels import trace_of
 from embens.objective import Criterion
 
-TRIED = 16
-"""With how many samples the memory of a pass is counted."""
+TRIED = 16  # with how many samples the memory of a pass is counted
 
 
 @dataclass(frozen=True)
@@ -208,12 +207,7 @@ def suggested_rates(
 
 
 def curvature(outputs: Tensor, target: Any, criterion: Criterion, *, steps: int = 30) -> float:
-    r"""Return :math:`\lambda_{\max}` of the second derivative of a loss by its outputs.
-
-    Example:
-        >>> round(curvature(torch.zeros(4, 2), torch.ones(4, 2), torch.nn.functional.mse_loss), 6)
-        0.25
-    """
+    r"""Return :math:`\lambda_{\max}` of the second derivative of a loss by its outputs."""
     size = 0.0
     with torch.enable_grad():
         outputs = outputs.detach().clone().requires_grad_()

@@ -1,24 +1,18 @@
 r"""Room: how many members a network can hold before they stand in each other's way.
 
 In each layer the pull of the :math:`M - 1` other members on a member's shared weights has, along
-the member's own gradient, the mean :math:`(M-1)\,r` and the size :math:`\sqrt{M-1}\,s`. Here
-:math:`r` is systematic and helps every member: the mean of :math:`\cos_{ab}` over pairs, but no
-more than the coupling in the limit, so 0 for independent members. The rest is chance, which only
-disturbs, :math:`s^2 = \langle(\cos_{ab} - r)^2\rangle`, and falls with the width. A network is
-full where the chance part is a fraction :math:`\epsilon` of what moves a member on its way,
+its own gradient, the mean :math:`(M-1)\,r`, which helps every member (:math:`r` is the mean of
+:math:`\cos_{ab}` over pairs, but no more than the coupling in the limit), and by chance the size
+:math:`\sqrt{M-1}\,s`, :math:`s^2 = \langle(\cos_{ab} - r)^2\rangle`, which only disturbs. A network
+is full where chance is a fraction :math:`\epsilon` of what moves a member on its way, in the layer
+where that comes first (for :math:`4\epsilon^2 r > s^2` it never does):
 
 .. math::
     \sqrt{M-1}\, s = \epsilon\, \big(1 + (M-1)\, r\big)
     \qquad\Longrightarrow\qquad M = 1 + \frac{\epsilon^2}{s^2} \quad (r = 0) .
 
-For :math:`4\epsilon^2 r > s^2` that never happens: more members are then no burden.
-
-The layer in which this comes first is the one that counts: usually the first or the last, whose
-:math:`s^2` falls as :math:`1/N`, so that the room grows in proportion to the width. Layers with
-less than 1 % of the squared gradient don't count, nor do shared output biases, whose pull is
-systematic. :math:`\epsilon = 0.4` is calibrated: with it the room of MLPs on digits is within a
-factor of two or so of the number of members with the best accuracy, see the table in
-``docs/how-to/is-my-ensemble-an-ensemble.md``. It is the order of magnitude that one should trust.
+Shared output biases don't count, as their pull is systematic. :math:`\epsilon = 0.4` is calibrated,
+see ``docs/how-to/is-my-ensemble-an-ensemble.md``: the order of magnitude is what one should trust.
 """
 
 from __future__ import annotations
@@ -31,10 +25,8 @@ from torch import Tensor
 
 from embens.finite.gradients import cosines, off_diagonal, pair_error
 
-SHARE = 0.01
-"""Layers with less of the squared gradient than this don't limit the room."""
-FULL = 0.4
-r"""The :math:`\epsilon` of the module's text."""
+SHARE = 0.01  # layers with less of the squared gradient than this don't limit the room
+FULL = 0.4  # the ε of the module's text
 
 
 @dataclass(frozen=True)
@@ -86,12 +78,7 @@ def overlap(gram: Tensor, coupling: float, share: float = 1.0) -> LayerOverlap:
 
 
 def room_of(chance: float, systematic: float = 0.0) -> float:
-    r"""Return the :math:`M` at which the chance part fills the room; infinite if it never does.
-
-    Example:
-        >>> round(room_of(0.1), 6), room_of(0.1, 0.5)
-        (17.0, inf)
-    """
+    """Return the number of members at which chance fills the room; infinite if it never does."""
     if chance <= 0 or 4 * FULL**2 * systematic > chance**2:
         return math.inf
     # The smaller root of FULL · (1 + m r) = s · sqrt(m), for m = M - 1, in a form that r = 0 takes.

@@ -23,15 +23,11 @@ from torch import Tensor
 
 from embens.finite.empirical.terms import Affine, Lookup, Term
 
-TILE_BYTES = 2**25
-"""How large the gradients of one layer, or a product over positions, may get at once."""
+TILE_BYTES = 2**25  # of the gradients of one layer, or of a product over positions, at once
 
-Key = tuple[tuple[str, int], ...]
-"""A group of parameters: the role and the id of each."""
-Uses = list[tuple[Term, Tensor]]
-"""The terms of one group in one member's pass, with their cotangents (class first)."""
-Factors = list[list[Tensor]]
-"""Inputs or cotangents, by side and member."""
+Key = tuple[tuple[str, int], ...]  # a group of parameters: the role and the id of each
+Uses = list[tuple[Term, Tensor]]  # terms of a group in a member's pass, and cotangents, class first
+Factors = list[list[Tensor]]  # inputs or cotangents, by side and member
 
 
 @dataclass

@@ -44,12 +44,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 Outputs = Literal["all", "trace", "target", "nll"]
-PASS_BYTES = 2**29
-"""What the terms of one chunk of samples may hold, for all members, where no chunk is given."""
-CLASSES_AT_ONCE = 8
-"""How many classes of a trace are in memory together."""
-SMALL = 2**16
-"""Numbers in a backward pass below which classes go through it together, to save overhead."""
+PASS_BYTES = 2**29  # of the terms of one chunk of samples, of all members, if no chunk is given
+CLASSES_AT_ONCE = 8  # how many classes of a trace are in memory together
+SMALL = 2**16  # numbers in a backward pass below which classes go together, to save overhead
 
 
 @dataclass(frozen=True)

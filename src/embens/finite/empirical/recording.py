@@ -35,10 +35,8 @@ from embens.reading.layers import spatial_axes
 
 Inputs = tuple[Tensor, ...]
 Call = tuple[nn.Module, Term]
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""How much numbers may change, relative to the largest, by running samples together."""
-PROBED = 64
-"""Among how many samples two different ones are looked for."""
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of numbers when samples run together
+PROBED = 64  # among how many samples two different ones are looked for
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,9 @@ class Samples:
 
     def split(self, size: int) -> list[Samples]:
         """Return them in chunks."""
-        inputs = zip(*(x.split(size) for x in self.inputs), strict=True)
-        if self.target is None:
-            return [Samples(chunk) for chunk in inputs]
-        return [Samples(*chunk) for chunk in zip(inputs, self.target.split(size), strict=True)]
+        inputs = list(zip(*(x.split(size) for x in self.inputs), strict=True))
+        targets = [None] * len(inputs) if self.target is None else self.target.split(size)
+        return [Samples(*chunk) for chunk in zip(inputs, targets, strict=True)]
 
 
 @dataclass(frozen=True)
