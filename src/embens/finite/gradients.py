@@ -107,12 +107,9 @@ def gradient_norms(
 
 @dataclass(frozen=True, eq=False)
 class GradientNorms(Mapping[str, Tensor]):
-    """Norms of the members' gradients: a mapping from layer to ``(member,)``.
+    """Norms of the members' gradients of shared parameters: a mapping from layer to ``(member,)``.
 
-    Attributes:
-        shared: of the shared parameters, layer by layer; what the mapping itself shows.
-        individual: of the modulations, site by site (``"4.post"``).
-        members: how many.
+    ``individual`` is the same for modulations, by site (``"4.post"``).
     """
 
     shared: dict[str, Tensor]
@@ -173,11 +170,7 @@ def member_gradients(
     members: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[MemberGradient]:
-    """Yield the gradients of one member after another, or of the first ``members`` alone.
-
-    The generator seeds what the network draws itself (fresh masks, Dropout); without one it is as
-    the global random state has it.
-    """
+    """Yield the gradients of one member after another; the generator seeds what a network draws."""
     layers = shared_layers(ensemble)
     parameters = [p for found in layers.values() for p in found]
     inputs = x if isinstance(x, tuple) else (x,)
@@ -294,10 +287,7 @@ def jackknife_error(without: Tensor) -> float:
 
 
 def pair_error(matrix: Tensor) -> float:
-    """Return the error of the mean over pairs of members of a symmetric matrix, by the jackknife.
-
-    One member is left out at a time; NaN for fewer than three, of which nothing is known.
-    """
+    """Return the jackknife's error of a mean over pairs of members; NaN for fewer than three."""
     count = len(matrix)
     if count < 3:
         return math.nan

@@ -72,7 +72,14 @@ def diagnose(
         findings.optimizer_class(optimizer)  # says what is wrong with it before any work
     meant = gradient_factor(gamma, ensemble.members, ensemble.natural_gamma) * ensemble.members
     if criterion is None:
-        criterion, target = _default_criterion(target), checks.as_classes(target)
+        if not isinstance(target, Tensor):
+            raise TypeError(
+                "pass criterion= for a target that is not one tensor, or convert it "
+                f"(torch.as_tensor(target)); got {type(target).__name__}"
+            )
+        whole = not target.is_floating_point()
+        criterion = checks.cross_entropy if whole else checks.squared_error
+        target = checks.as_classes(target)
     budget = Budget() if budget is None else budget
     if budget.generator is None:
         budget = replace(budget, generator=torch.Generator().manual_seed(0))
@@ -120,15 +127,6 @@ def diagnose(
         wanted=wanted,
     )
     return replace(report, warnings=findings.find(facts))
-
-
-def _default_criterion(target: Any) -> Criterion:
-    if not isinstance(target, Tensor):
-        raise TypeError(
-            "pass criterion= for a target that is not one tensor, or convert it "
-            f"(torch.as_tensor(target)); got {type(target).__name__}"
-        )
-    return checks.squared_error if target.is_floating_point() else checks.cross_entropy
 
 
 def _limit(

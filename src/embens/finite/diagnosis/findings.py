@@ -8,7 +8,7 @@ of them. Each has a test in which it must find something and one in which it mus
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,14 +168,12 @@ def decayed_modulations(facts: Facts) -> Trouble:
     if facts.optimizer is None or not facts.sites or not modulations:
         return None
     if isinstance(facts.optimizer, torch.optim.Optimizer):
-        decay = [
-            float(group.get("weight_decay", 0.0))
-            for group in facts.optimizer.param_groups
-            if any(id(p) in modulations for p in group["params"])
-        ]
+        groups = facts.optimizer.param_groups
+        groups = [g for g in groups if any(id(p) in modulations for p in g["params"])]
     else:  # a class decays all that it is given by its default
-        usual = inspect.signature(optimizer_class(facts.optimizer)).parameters.get("weight_decay")
-        decay = [float(usual.default)] if usual and isinstance(usual.default, (int, float)) else []
+        usual = inspect.signature(optimizer_class(facts.optimizer)).parameters
+        groups = [{name: parameter.default for name, parameter in usual.items()}]
+    decay = [d for g in groups if isinstance(d := g.get("weight_decay"), (int, float))]
     if not any(decay):
         return None
     return (
@@ -289,5 +287,5 @@ def output_biases(ensemble: EmbeddedEnsemble, structure: Structure) -> dict[str,
     return found
 
 
-def _names(layers: Any) -> str:
+def _names(layers: Iterable[str]) -> str:
     return "the layer " + ", ".join(map(repr, layers))

@@ -39,10 +39,8 @@ class Budget:
     """How much a diagnosis may use at most, and what chooses it.
 
     Attributes:
-        samples: whose gradients are measured.
-        members: whose gradients are measured.
-        rate_samples: of the tangent kernel behind the stable rate; 0: no such rate.
-        rate_outputs: of that kernel.
+        samples, members: whose gradients are measured.
+        rate_samples, rate_outputs: of the kernel behind the stable rate; no samples: no such rate.
         memory: in bytes, beyond the ensemble itself.
         generator: draws samples and outputs, and fresh masks; None: always the same.
     """

@@ -149,9 +149,8 @@ class Diagnosis:
             return "any number: each has its own parameters"
         if math.isinf(self.room):
             return "no limit: what others add helps a member more than it disturbs"
-        low, high = (
-            f"{end:.0f}" if math.isfinite(end) else "any number" for end in self.room_interval
-        )
+        ends = self.room_interval
+        low, high = (f"{end:.0f}" if math.isfinite(end) else "any number" for end in ends)
         return (
             f"about {self.room:.0f} members ({low} to {high}; limited by {self.tightest!r}); more "
             "disturb each other more than the ensemble gains"
@@ -165,18 +164,13 @@ class Diagnosis:
     def _rates_in_words(self) -> str:
         parts = []
         if self.rates.largest_stable is not None:
-            parts.append(
-                "plain gradient descent is stable up to a rate of about "
-                f"{self.rates.largest_stable:.2g}"
-            )
-            meant = self.rates.largest_stable_as_meant
+            stable, meant = self.rates.largest_stable, self.rates.largest_stable_as_meant
+            parts.append(f"plain gradient descent is stable up to a rate of about {stable:.2g}")
             if self._meant() and meant is not None:
                 parts[-1] += f" ({meant:.2g} with gamma {self.gamma_as_meant:.3g})"
         if self.rates.modulation_factor is not None:
-            parts.append(
-                f"modulations make steps as long as weights at {self.rates.modulation_factor:.2g} "
-                "times their rate, the most to try"
-            )
+            most = f"{self.rates.modulation_factor:.2g} times their rate, the most to try"
+            parts.append(f"modulations make steps as long as weights at {most}")
         return "; ".join(parts) or "not measured"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -208,20 +202,15 @@ class Diagnosis:
         overlap = self.overlap.get(self.tightest or "", self.pull)
         most = max(64, 2 * self.members, 2 * math.ceil(self.room) if self.room < 1e5 else 64)
         counts = sorted({round(2 ** (i / 4)) for i in range(4 * most.bit_length() + 1)})
-        pulls = [
-            math.sqrt(m - 1) * overlap.chance / (1 + (m - 1) * overlap.systematic) for m in counts
-        ]
+        chance, helps = overlap.chance, overlap.systematic
+        pulls = [math.sqrt(m - 1) * chance / (1 + (m - 1) * helps) for m in counts]
         axis.plot(counts, pulls, color="#1f77b4")
         axis.axhline(FULL, color="grey", lw=1, ls="--")
         if math.isfinite(self.room):
             axis.axvline(self.room, color="#d62728", label=f"room for about {self.room:.0f}")
         axis.axvline(self.members, color="k", ls=":", label=f"it has {self.members}")
-        axis.set(
-            xscale="log",
-            xlabel="members M",
-            title="pull of the others by chance (its own: 1)",
-            ylim=(0, max(1.0, 1.2 * FULL)),
-        )
+        axis.set(title="pull of the others by chance (its own: 1)", xlabel="members M")
+        axis.set(xscale="log", ylim=(0, max(1.0, 1.2 * FULL)))
         axis.legend(fontsize=8)
 
 

@@ -80,10 +80,7 @@ def _cat(positions: list[Tensor]) -> Tensor:
 def group_uses(
     terms: Sequence[Term], cotangents: Sequence[Tensor], individual: set[int]
 ) -> dict[Key, Uses]:
-    """Sort terms by the parameters whose gradients they make up.
-
-    The weight and the bias of a layer stay together where neither is used elsewhere.
-    """
+    """Sort terms by parameters; weight and bias stay together if neither is used elsewhere."""
     keys: dict[int, set[Key]] = defaultdict(set)
     for term in terms:
         for _, p in term.key:
@@ -98,10 +95,7 @@ def group_uses(
 
 
 def contract(key: Key, left: Gradients, right: Gradients | None) -> Tensor:
-    """Return the Gram matrix of the gradients of one group, over rows (member, batch, class).
-
-    Without ``right`` columns are rows, and the matrix is symmetric.
-    """
+    """Return the Gram matrix of a group's gradients, with rows (member, batch, class)."""
     sides = [left] if right is None else [left, right]
     term, roles = left.uses[0][key][0][0], dict(key)
     if isinstance(term, Lookup):
@@ -162,10 +156,7 @@ def _multiply_grams(inputs: Factors, outputs: Factors, weight: float, bias: floa
 
 
 def _multiply_over_positions(meet: Callable[[slice], Tensor], outputs: Factors) -> Tensor:
-    """Return the sum over pairs of positions, with rows of the left side in blocks.
-
-    ``meet`` gives the scalar products of inputs of some rows with all, ``(row, p, row, q)``.
-    """
+    # ``meet`` gives the scalar products of inputs of some rows with all, ``(row, p, row, q)``.
     cotangents = [torch.cat(found)[:, :, 0] for found in outputs]
     left, right = cotangents[0], cotangents[-1]
     one_row = 2 * left[0, ..., 0].numel() * right[..., 0].numel() * left.element_size()

@@ -38,7 +38,7 @@ from embens.finite.empirical.recording import (
     as_inputs,
 )
 from embens.finite.empirical.samplewise import Samplewise
-from embens.finite.empirical.terms import Given, Term
+from embens.finite.empirical.terms import Term
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -51,21 +51,15 @@ SMALL = 2**16  # numbers in a backward pass below which classes go together, to 
 
 @dataclass(frozen=True)
 class FiniteKernel:
-    r"""Tangent kernel of a network of finite width between two sets of samples.
-
-    Attributes:
-        shared: :math:`\Theta^{com}`.
-        individual: :math:`\Theta^{ind}`.
-        natural_gamma: the ensemble's default gradient scale.
-    """
+    r"""Tangent kernel of a network of finite width: :math:`\Theta^{com}, \Theta^{ind}`."""
 
     shared: Float[Tensor, "m m n1 n2 *classes"]
     individual: Float[Tensor, "m n1 n2 *classes"]
-    natural_gamma: float = 1.0
+    natural_gamma: float = 1.0  # the ensemble's default gradient scale
 
     @property
     def members(self) -> int:
-        """How many members there are."""
+        """How many."""
         return len(self.shared)
 
     @property
@@ -113,6 +107,9 @@ def ntk(
 ) -> FiniteKernel:
     r"""Return the empirical tangent kernel, shared and individual parts.
 
+    ``shared`` is (member, member, batch, batch), ``individual`` (member, batch, batch); for "all"
+    with two class axes more.
+
     Args:
         ensemble: of any family, in the mode it is in: batch statistics and random layers need
             ``ensemble.eval()``.
@@ -126,10 +123,6 @@ def ntk(
         target2: the classes of ``x2``.
         chunk: how many samples run at once; bounds memory, and does not change the result beyond
             rounding. None: chosen by the size of the network.
-
-    Returns:
-        A kernel with ``shared`` (member, member, batch, batch) and ``individual`` (member, batch,
-        batch); for "all" with two class axes more.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -283,7 +276,8 @@ class Blocks:
                 uses.append(group_uses(terms, arrived, self.recorder.individual))
             else:
                 rows = group.rows(a, samples.inputs, cotangents)
-                uses.append({(("given", key),): [(Given(), row)] for key, row in rows.items()})
+                known = {key: Term({}, row, None, None, row.shape) for key, row in rows.items()}
+                uses.append({(("given", key),): [(known[key], rows[key])] for key in rows})
         return Gradients(len(samples), uses, fold=self.outputs == "trace")
 
     def _backward(self, output: Tensor, terms: list[Term], cotangents: Tensor) -> list[Tensor]:
@@ -339,12 +333,9 @@ def _transposed(block: Tensor) -> Tensor:
 
 def _probe(left: Samples, right: Samples | None) -> Inputs:
     few = tuple(x[:PROBED] for x in left.inputs)
-    if right is None or any(
-        x.shape[1:] != y.shape[1:] or x.dtype != y.dtype
-        for x, y in zip(left.inputs, right.inputs, strict=True)
-    ):
-        return few
-    return tuple(torch.cat([x, y[:PROBED]]) for x, y in zip(few, right.inputs, strict=True))
+    pairs = list(zip(few, right.inputs, strict=True)) if right is not None else []
+    fit = all(x.shape[1:] == y.shape[1:] and x.dtype == y.dtype for x, y in pairs)
+    return tuple(torch.cat([x, y[:PROBED]]) for x, y in pairs) if pairs and fit else few
 
 
 def _groups(parameters: dict[int, nn.Parameter], limit: float) -> list[dict[int, nn.Parameter]]:

@@ -43,11 +43,7 @@ class Samplewise:
         self._vectorised = not ensemble.plan.recompute
 
     def rows(self, a: int, inputs: tuple[Tensor, ...], cotangents: Tensor) -> Rows:
-        """Return gradients of ``(cotangent * output).sum()`` of one member.
-
-        From inputs with the batch first and cotangents ``(class, batch, …)``: tensors ``(batch,
-        class, number)``.
-        """
+        """Return gradients ``(batch, class, number)`` for cotangents ``(class, batch, …)``."""
         numbers = [stack[a].detach() for stack in self.numbers]
         leaves = {key: p.detach() for key, p in self.parameters.items()}
         leaves |= {key: numbers[slot] for slot, key in self.slots.items()}

@@ -29,7 +29,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 @dataclass(frozen=True)
 class Term:
-    """One use of parameters in a pass.
+    """One use of parameters in a pass; here one whose gradients are known as they are.
 
     Attributes:
         parameters: those whose gradients are asked for, by role.
@@ -56,16 +56,16 @@ class Term:
         return type(self).__name__
 
     def inputs(self, batch: int) -> Tensor:
-        """Return :math:`h`."""
-        raise NotImplementedError
+        """Return :math:`h`; here of a layer with one group and its channels last."""
+        return self.value.reshape(batch, 1, -1, self.value.shape[-1])
 
     def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
-        """Return :math:`c`; here of a layer with one group and its channels last."""
+        """Return :math:`c`; here of such a layer."""
         return cotangent.reshape(len(cotangent), batch, 1, -1, cotangent.shape[-1]).transpose(0, 1)
 
     def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
-        """Return gradients that are short, ``(batch, class, number)``."""
-        raise NotImplementedError
+        """Return gradients that are short, ``(batch, class, number)``; here the cotangent is."""
+        return cotangent
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Affine(Term):
     def inputs(self, batch: int) -> Tensor:
         layer, value = self.layer, self.value
         if not isinstance(layer, _ConvNd):
-            return value.reshape(batch, 1, -1, value.shape[-1])
+            return super().inputs(batch)
         images = value if value.dim() == len(layer.kernel_size) + 2 else value.unsqueeze(0)
         seen = by_group if isinstance(layer, _ConvTransposeNd) else patches
         return join_positions(seen(images, layer), batch)
@@ -135,16 +135,6 @@ class Scale(Term):
         product = cotangent if role == "bias" else cotangent * self.value
         rows = sum_to(product, self.numbers, batch)
         return rows.unflatten(-1, (-1, self.repeat)).sum(-1) if self.repeat > 1 else rows
-
-
-class Given(Term):
-    """Gradients that are known as they are: they stand in the place of the cotangent."""
-
-    def __init__(self) -> None:
-        pass
-
-    def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
-        return cotangent
 
 
 def sum_to(values: Tensor, shape: tuple[int, ...], batch: int) -> Tensor:
