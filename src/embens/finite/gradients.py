@@ -101,8 +101,11 @@ def gradient_norms(
             for layer, gradients in found.items():
                 norms[layer].append(norm_of(gradients))
     dtype = _working_dtype(ensemble)
-    parts = ({k: torch.tensor(v, dtype=dtype) for k, v in n.items()} for n in (shared, individual))
-    return GradientNorms(*parts, ensemble.members)
+    joined, own = (
+        {k: torch.tensor(v, dtype=dtype) for k, v in norms.items()}
+        for norms in (shared, individual)
+    )
+    return GradientNorms(joined, own, ensemble.members)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,8 +189,9 @@ def member_gradients(
             leaves = [*parameters, *trained.values()]
             found = map(torch.zeros_like, leaves)
             if leaves and loss.requires_grad:
-                options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
-                found = iter(torch.autograd.grad(loss, leaves, **options))
+                found = iter(
+                    torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
+                )
             shared = {layer: [next(found) for _ in ps] for layer, ps in layers.items()}
             individual: dict[str, list[Tensor]] = defaultdict(list)
             for key, gradient in zip(trained, found, strict=True):

@@ -140,8 +140,10 @@ def fit_exponent(
     errors = values.std(1) / math.sqrt(seeds)
     slopes = [None, *(means.log().diff() / x.diff()).tolist()]  # NaN or infinite for equal widths
     columns = zip(widths, means.tolist(), errors.tolist(), slopes, values.tolist(), strict=True)
-    names = ("width", "mean", "error", "slope", "values")
-    table = tuple(dict(zip(names, row, strict=True)) for row in columns)
+    table = tuple(
+        {"width": width, "mean": mean, "error": error, "slope": step, "values": found}
+        for width, mean, error, step, found in columns
+    )
     return ScalingLaw(exponent, (exponent - reach, exponent + reach), level, table, predicted)
 
 
