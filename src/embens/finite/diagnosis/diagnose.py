@@ -91,7 +91,8 @@ def diagnose(
     coupling, through_biases = found.coupling, measured.bias_part()
     if structure is not None and biases and not structure.open:  # only biases couple members
         coupling, through_biases = 0.0, max(coupling, through_biases)
-    space = room(measured.unbiased(), coupling)
+    biased = measured.bias_grams
+    space = room({n: gram - biased.get(n, 0.0) for n, gram in measured.grams.items()}, coupling)
     with unchanged(ensemble, budget.generator):
         rates = suggested_rates(ensemble, measured, criterion, (natural, meant), budget)
     gram = total_gram(measured.grams, len(measured.losses))

@@ -83,10 +83,6 @@ class Measured:
     bias_grams: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def unbiased(self) -> dict[str, Tensor]:
-        """Return the inner products without the part of output biases."""
-        return {n: gram - self.bias_grams.get(n, 0.0) for n, gram in self.grams.items()}
-
     def bias_part(self) -> float:
         """Return the mean part of the output biases in the cosine of two members' gradients."""
         if not self.bias_grams or len(self.losses) < 2:

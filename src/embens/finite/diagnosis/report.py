@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import textwrap
@@ -104,7 +105,9 @@ class Diagnosis:
         """Return everything as numbers, strings, lists and dicts; None for what is infinite."""
         regime = self.regime
         values = asdict(self) | {"regime": regime.value, "reason": regime.reason}
-        return _plain(values | {"coupling": regime.coupling, "exact": regime.exact})
+        values |= {"coupling": regime.coupling, "exact": regime.exact}
+        text = json.dumps(values, default=Tensor.tolist)
+        return json.loads(text, parse_constant=lambda infinite: None)
 
     def __str__(self) -> str:
         pull, error = self.pull, self.pull_error
@@ -212,13 +215,3 @@ class Diagnosis:
         axis.set(title="pull of the others by chance (its own: 1)", xlabel="members M")
         axis.set(xscale="log", ylim=(0, max(1.0, 1.2 * FULL)))
         axis.legend(fontsize=8)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple, Tensor)):
-        return [_plain(v) for v in (value.tolist() if isinstance(value, Tensor) else value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
