@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -12,8 +13,18 @@ from torch import Tensor, nn
 
 import embens
 from embens import laws
-from embens.finite.gradients import cosines, gradient_cosines, gradient_norms, gram_of, off_diagonal
-from embens.finite.members import norm_of
+from embens.finite.gradients import (
+    cosines,
+    gradient_cosines,
+    gradient_norms,
+    gram_of,
+    jackknife_error,
+    member_gradients,
+    norm_of,
+    off_diagonal,
+    pair_error,
+    shared_layers,
+)
 
 MEMBERS = 3
 ATTENTIVE = ("transformer", "encoder layer, time first", "cross attention")
@@ -171,3 +182,53 @@ def test_several_arguments_are_a_tuple():
     one = gradient_cosines(ensemble, (x, y), target)
     other = gradient_cosines(ensemble, (x + y, torch.zeros_like(y)), target)
     torch.testing.assert_close(one, other)
+
+
+def test_what_members_share_runs_once_and_the_loop_can_stop():
+    calls = []
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    net[0].register_forward_hook(lambda *_: calls.append(1))
+    ensemble = embens.last_layer_dropout(net, 4)
+    calls.clear()
+    x, y = torch.randn(4, 3), torch.zeros(4).long()
+    gradients = member_gradients(ensemble, x, y, nn.functional.cross_entropy)
+    assert next(gradients).loss != next(gradients).loss
+    gradients.close()
+    assert len(calls) == 1
+    gradient_norms(ensemble, x, y)  # the pass was closed
+
+
+def test_only_the_first_members_run_where_a_number_is_given():
+    ensemble = embens.batch_ensemble(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), 4)
+    x, y = torch.randn(4, 3), torch.zeros(4).long()
+    every, few = (
+        [m.loss for m in member_gradients(ensemble, x, y, nn.functional.cross_entropy, members=n)]
+        for n in (None, 2)
+    )
+    assert len(every) == 4
+    assert few == every[:2]
+
+
+def test_a_parameter_belongs_to_the_first_layer_that_holds_it():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    net[2].weight = net[0].weight
+    ensemble = embens.last_layer_dropout(net, 2)
+    assert {n: len(found) for n, found in shared_layers(ensemble).items()} == {"0": 2, "2": 1}
+
+
+def test_the_jackknife_of_a_mean_is_the_usual_error():
+    values = torch.randn(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    without = torch.stack([torch.cat([values[:i], values[i + 1 :]]).mean() for i in range(9)])
+    assert jackknife_error(without) == pytest.approx(float(values.std()) / 3)
+
+
+def test_the_jackknife_of_pairs_leaves_out_a_member_with_all_its_pairs():
+    matrix = torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrix = matrix + matrix.T
+    without = []
+    for a in range(5):
+        kept = [b for b in range(5) if b != a]
+        pairs = [float(matrix[b, c]) for b in kept for c in kept if b != c]
+        without.append(sum(pairs) / len(pairs))
+    assert pair_error(matrix) == pytest.approx(jackknife_error(torch.tensor(without).double()))
+    assert math.isnan(pair_error(matrix[:2, :2]))

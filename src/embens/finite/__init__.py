@@ -1,8 +1,11 @@
 """What a network of finite width does: empirical kernels, gradients, diagnosis."""
 
 from embens.finite.dependence import ntk_drift, ntk_ratio, other_members_weight
-from embens.finite.diagnosis import Budget, Diagnosis, Finding, diagnose
-from embens.finite.empirical import FiniteKernel, nngp, ntk
+from embens.finite.diagnosis.diagnose import diagnose
+from embens.finite.diagnosis.measurement import Budget
+from embens.finite.diagnosis.report import Diagnosis, Finding
+from embens.finite.empirical.covariance import nngp
+from embens.finite.empirical.kernels import FiniteKernel, ntk
 from embens.finite.gradients import GradientNorms, gradient_cosines, gradient_norms
 from embens.finite.scaling import ScalingLaw, measure_cosine, measure_ntk_ratio, scaling
 

@@ -1,7 +1,4 @@
-"""Checks of what a measurement is given, before any work: the ensemble, inputs, and targets.
-
-An error says what was expected, what was got, and what to do.
-"""
+"""Checks of what a measurement is given, before any work: the ensemble, inputs, and targets."""
 
 from __future__ import annotations
 
@@ -14,16 +11,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from embens.ensemble import EmbeddedEnsemble
 
+NOT_FINITE = "expected finite numbers; got some that are infinite or NaN. Leave these samples out"
+
 
 def check_call(ensemble: Any, x: Any, target: Any = None, criterion: Any = F.mse_loss) -> None:
-    """Raise where gradients of the members on these samples can't be taken.
-
-    Example:
-        >>> check_call(nn.Linear(2, 1), torch.zeros(3, 2))
-        Traceback (most recent call last):
-        ...
-        TypeError: expected an ensemble; got Linear. Make one of it: embens.batch_ensemble(net, 8)
-    """
+    """Raise where gradients of the members on these samples can't be taken."""
     check_ensemble(ensemble)
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -47,11 +39,8 @@ def check_call(ensemble: Any, x: Any, target: Any = None, criterion: Any = F.mse
                 "x and target must have the same number of samples; got "
                 f"{counts.pop()} and {len(target)}. Take both from the same batch."
             )
-        if target.is_floating_point() and not bool(target.isfinite().all()):
-            raise ValueError(
-                "target: expected finite numbers; got some that are infinite or NaN. Leave these "
-                "samples out."
-            )
+        if not _is_finite(target):
+            raise ValueError(f"target: {NOT_FINITE}.")
 
 
 def check_ensemble(ensemble: Any) -> None:
@@ -65,11 +54,7 @@ def check_ensemble(ensemble: Any) -> None:
 
 
 def check_inputs(x: Any, name: str = "x", *, ensemble: EmbeddedEnsemble) -> None:
-    """Raise where inputs are no tensors, empty, or not finite.
-
-    A network may take gaps (NaN) for what they are, so that inputs which are not finite are only
-    refused if its outputs are not either.
-    """
+    """Raise where inputs are no tensors, empty, or not finite though outputs need them to be."""
     tensors = [v for v in tree_leaves(x) if isinstance(v, Tensor)]
     if not tensors:
         raise TypeError(
@@ -81,19 +66,16 @@ def check_inputs(x: Any, name: str = "x", *, ensemble: EmbeddedEnsemble) -> None
             raise ValueError(
                 f"{name}: expected at least one sample; got shape {tuple(value.shape)}"
             )
-        if not value.is_floating_point() or bool(value.isfinite().all()):
+        if _is_finite(value):
             continue
         gaps = (~value.reshape(len(value), -1).isfinite()).any(1).nonzero()[:2, 0]
         rows = tree_map(lambda v, gaps=gaps: v[gaps] if isinstance(v, Tensor) else v, x)
         if not _takes(ensemble, rows if isinstance(rows, tuple) else (rows,)):
-            raise ValueError(
-                f"{name}: expected finite numbers; got some that are infinite or NaN. Leave these "
-                "samples out, or fill their gaps."
-            )
+            raise ValueError(f"{name}: {NOT_FINITE}, or fill their gaps.")
 
 
 def _takes(ensemble: EmbeddedEnsemble, inputs: tuple) -> bool:
-    """Return whether outputs on some samples are finite; evaluation leaves the ensemble alone."""
+    """Return whether outputs on some samples are finite; the ensemble is left as it is."""
     modes = [(module, module.training) for module in ensemble.modules()]
     try:
         ensemble.eval()
@@ -102,15 +84,19 @@ def _takes(ensemble: EmbeddedEnsemble, inputs: tuple) -> bool:
     finally:
         for module, training in modes:
             module.training = training
-    return all(bool(o.isfinite().all()) for o in outputs if isinstance(o, Tensor))
+    return all(_is_finite(o) for o in outputs if isinstance(o, Tensor))
 
 
-def prepared(criterion: Any, target: Any) -> tuple[Any, Any]:
-    """Return torch's cross-entropy and its classes in the forms that are checked and converted."""
+def _is_finite(values: Tensor) -> bool:
+    return not values.is_floating_point() or bool(values.isfinite().all())
+
+
+def prepared(target: Any, criterion: Any) -> tuple[Any, Any]:
+    """Return classes and torch's cross-entropy in the forms that are checked and converted."""
     classes = as_classes(target)
     if criterion is F.cross_entropy and isinstance(classes, Tensor) and classes.dtype == torch.long:
-        return cross_entropy, classes
-    return criterion, target
+        return classes, cross_entropy
+    return target, criterion
 
 
 def as_classes(target: Any) -> Any:
@@ -120,29 +106,17 @@ def as_classes(target: Any) -> Any:
 
 
 def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return the mean squared error of values in the outputs' shape, but for axes of length 1.
-
-    Example:
-        >>> squared_error(torch.ones(3, 1), torch.zeros(3)).item()
-        1.0
-    """
-    if outputs.shape != target.shape:
-        if [n for n in outputs.shape if n > 1] != [n for n in target.shape if n > 1]:
-            raise ValueError(
-                f"target: expected values of the outputs' shape {tuple(outputs.shape)}; got "
-                f"{tuple(target.shape)}. Reshape it, or pass criterion=."
-            )
-        target = target.reshape(outputs.shape)
-    return F.mse_loss(outputs, target.to(outputs.dtype))
+    """Return the mean squared error of values in the outputs' shape, but for axes of length 1."""
+    if [n for n in outputs.shape if n > 1] != [n for n in target.shape if n > 1]:
+        raise ValueError(
+            f"target: expected values of the outputs' shape {tuple(outputs.shape)}; got "
+            f"{tuple(target.shape)}. Reshape it, or pass criterion=."
+        )
+    return F.mse_loss(outputs, target.reshape(outputs.shape).to(outputs.dtype))
 
 
 def cross_entropy(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return the cross-entropy of classes, which may have an axis of length 1 in place of theirs.
-
-    Example:
-        >>> cross_entropy(torch.zeros(3, 2), torch.zeros(3, 1).long()).exp().round().item()
-        2.0
-    """
+    """Return the cross-entropy of classes, which may have an axis of length 1 for them."""
     expected = (outputs.shape[0], *outputs.shape[2:])
     if outputs.dim() > 1 and target.shape == (expected[0], 1, *expected[1:]):
         target = target.reshape(expected)

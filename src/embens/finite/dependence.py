@@ -6,8 +6,8 @@ All are functions of a tangent kernel :math:`\Theta_{ab}(x, x')` between all mem
 
 .. math:: \Theta_{ab} = \frac{\gamma}{M} \Theta^{com}_{ab} + \delta_{ab} \Theta^{ind}_a
 
-with the paper's :math:`\gamma = M` unless another is given; or a tensor (member, member, batch,
-batch) that already is.
+with the paper's :math:`\gamma = M` unless another number (or function of :math:`M`) is given; or a
+tensor (member, member, batch, batch) that already is.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ Kernel = FiniteKernel | Tensor
 
 
 def ntk_ratio(
-    kernel: Kernel,
-    *,
-    gamma: Gamma = None,
-    same: Float[Tensor, "*m n1 n2"] | None = None,
+    kernel: Kernel, *, gamma: Gamma = None, same: Float[Tensor, "*m n1 n2"] | None = None
 ) -> Float[Tensor, ""]:
     r"""Return the mean squared kernel between members over that within members.
 
@@ -40,13 +37,7 @@ def ntk_ratio(
              {\langle \Theta_{aa}^2(x, x') \rangle_{a,\, x, x'}}
 
     It falls as one over the width where members are independent. The measured denominator is
-    inflated by heavy tails at small width; give the limit's as ``same`` to be rid of that.
-
-    Args:
-        kernel: of one network.
-        gamma: the gradient scale, or a function of the number of members; None: the number of
-            members.
-        same: a kernel to normalise by instead of the measured one.
+    inflated by heavy tails at small width; give the limit's kernel as ``same`` to be rid of that.
 
     Example:
         >>> kernel = torch.tensor([[2.0, 1.0], [1.0, 2.0]])[:, :, None, None]
@@ -59,11 +50,7 @@ def ntk_ratio(
 
 
 def other_members_weight(
-    kernel: Kernel,
-    m: int,
-    *,
-    gamma: Gamma = None,
-    same: Float[Tensor, "*m n1 n2"] | None = None,
+    kernel: Kernel, m: int, *, gamma: Gamma = None, same: Float[Tensor, "*m n1 n2"] | None = None
 ) -> Float[Tensor, ""]:
     r"""Return the weight of other members in :math:`\partial_t \log p`, relative to a member's own.
 
@@ -76,14 +63,8 @@ def other_members_weight(
 
     The paper takes any such set; this is the mean over all of them, in closed form. It grows as
     :math:`m` over the width where members are independent, as :math:`m^2` where they are not.
-    For the kernel with ``outputs="nll"`` it is what its name says; the paper's third number is the
-    same with ``outputs="target"``.
-
-    Args:
-        kernel: of one network; symmetric, of samples with themselves.
-        m: how many other members.
-        gamma: see :func:`ntk_ratio`.
-        same: a kernel to normalise by instead of the measured one.
+    For the kernel of samples with themselves and ``outputs="nll"`` it is what its name says; the
+    paper's third number is the same with ``outputs="target"``. ``same`` as in :func:`ntk_ratio`.
 
     Example:
         >>> kernel = torch.ones(4, 4, 1, 1)  # all members equal
@@ -110,11 +91,6 @@ def ntk_drift(before: Kernel, after: Kernel, *, gamma: Gamma = None) -> Float[Te
 
     Of one seed: the mean of this over seeds is what falls with the width (the paper's A3), the
     change of the mean is not. Norms are over all entries.
-
-    Args:
-        before: the kernel at initialisation.
-        after: the kernel of the same samples later.
-        gamma: see :func:`ntk_ratio`.
 
     Example:
         >>> before = torch.ones(2, 2, 3, 3)

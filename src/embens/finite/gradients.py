@@ -1,33 +1,33 @@
 r"""Gradients of single members: how they point, and how long they are.
 
-Members meet in the shared parameters :math:`w` alone. A step along
-:math:`-\sum_b g_b`, with :math:`g_b = \partial L_b / \partial w`, changes the loss of member
-:math:`a` by
+A step along :math:`-\sum_b g_b`, with :math:`g_b = \partial L_b / \partial w` by the shared
+parameters, changes the loss of member :math:`a` by :math:`-\sum_b \langle g_a, g_b \rangle`. So
+the cosines say how strongly members pull on each other: they fall with the width as
+:math:`N^{-1/2}` where members are independent (layers in the middle as :math:`N^{-1}`, which the
+paper has for all), and stay where they are not.
 
-.. math::
-    -\langle g_a, g_a \rangle - \sum_{b \ne a} \langle g_a, g_b \rangle ,
-
-so the cosines of :math:`g_a` and :math:`g_b` say how strongly members pull on each other: they
-fall with the width as :math:`N^{-1/2}` where members are independent (layers in the middle as
-:math:`N^{-1}`), and stay where they are not. The paper's figure has :math:`N^{-1}`; the first and
-the last layer, in which members have the inputs or the loss in common, do not allow it.
-
-How single members are run, and how layers are named, is in :mod:`embens.finite.members`.
+*Conventions.* A layer has the name that its module has in the reference; a modulation that of its
+layer with ``.pre`` or ``.post``. Members are run one after another, so that memory holds the graph
+of one; what they share is run once. Nothing of the ensemble is changed: no ``.grad``, no running
+statistics, no random state. Parameters with ``requires_grad=False`` are left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.plain import walk
 from embens.finite.checks import check_call, prepared
-from embens.finite.members import flat, member_gradients, norm_of
 from embens.objective import Criterion
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ def gradient_cosines(
         \cos_{ab} = \frac{\langle g_a, g_b \rangle}{|g_a|\,|g_b|}, \qquad
         g_a = \frac{\partial L_a}{\partial w}
 
+    A gradient that vanishes has the cosine 0 with all others; the diagonal is 1.
+
     Args:
         ensemble: of any family. Separate networks share nothing: the identity.
         x: a batch, or a tuple of the reference's arguments.
         target: passed to the criterion with each member's outputs.
         criterion: a function of one member's outputs and the target; a vector is averaged.
         by_layer: return a dict from layer to the cosines of that layer's gradients alone.
-
-    A gradient that vanishes has the cosine 0 with all others; the diagonal is 1.
 
     Example:
         >>> from embens import batch_ensemble
@@ -67,9 +67,8 @@ def gradient_cosines(
                 [1., 1., 1.]])
     """
     check_call(ensemble, x, target, criterion)
-    criterion, target = prepared(criterion, target)
-    grams = shared_grams(ensemble, x, target, criterion)
-    dtype = working_dtype(ensemble)
+    grams = shared_grams(ensemble, x, *prepared(target, criterion))
+    dtype = _working_dtype(ensemble)
     if by_layer:
         return {layer: cosines(gram).to(dtype) for layer, gram in grams.items()}
     return cosines(total_gram(grams, ensemble.members)).to(dtype)
@@ -83,9 +82,7 @@ def gradient_norms(
 ) -> GradientNorms:
     """Return the norms of the gradients of each member's loss, layer by layer.
 
-    The result is a mapping from layer to ``(member,)``, for the shared parameters; ``.individual``
-    is the same for the modulations, ``.total`` joins the layers. Arguments as in
-    :func:`gradient_cosines`.
+    Arguments as in :func:`gradient_cosines`.
 
     Example:
         >>> from embens import batch_ensemble
@@ -97,29 +94,25 @@ def gradient_norms(
         True
     """
     check_call(ensemble, x, target, criterion)
-    criterion, target = prepared(criterion, target)
     shared: dict[str, list[float]] = defaultdict(list)
     individual: dict[str, list[float]] = defaultdict(list)
-    for member in member_gradients(ensemble, x, target, criterion):
+    for member in member_gradients(ensemble, x, *prepared(target, criterion)):
         for found, norms in ((member.shared, shared), (member.individual, individual)):
             for layer, gradients in found.items():
                 norms[layer].append(norm_of(gradients))
-    dtype = working_dtype(ensemble)
-    return GradientNorms(
-        {layer: torch.tensor(v, dtype=dtype) for layer, v in shared.items()},
-        {site: torch.tensor(v, dtype=dtype) for site, v in individual.items()},
-        ensemble.members,
+    dtype = _working_dtype(ensemble)
+    joined, own = (
+        {k: torch.tensor(v, dtype=dtype) for k, v in norms.items()}
+        for norms in (shared, individual)
     )
+    return GradientNorms(joined, own, ensemble.members)
 
 
 @dataclass(frozen=True, eq=False)
 class GradientNorms(Mapping[str, Tensor]):
-    """Norms of the members' gradients: a mapping from layer to ``(member,)``.
+    """Norms of the members' gradients of shared parameters: a mapping from layer to ``(member,)``.
 
-    Attributes:
-        shared: of the shared parameters, layer by layer; what the mapping itself shows.
-        individual: of the modulations, site by site (``"4.post"``).
-        members: how many.
+    ``individual`` is the same for modulations, by site (``"4.post"``).
     """
 
     shared: dict[str, Tensor]
@@ -129,18 +122,17 @@ class GradientNorms(Mapping[str, Tensor]):
     @property
     def total(self) -> Float[Tensor, " member"]:
         """Norm of the gradient of all shared parameters together."""
-        return _joined(self.shared, self.members)
+        return self.matrix.norm(dim=1)
 
     @property
     def total_individual(self) -> Float[Tensor, " member"]:
         """Norm of the gradient of all individual parameters together."""
-        return _joined(self.individual, self.members)
+        return _columns(self.individual, self.members).norm(dim=1)
 
     @property
     def matrix(self) -> Float[Tensor, "member layer"]:
         """The norms of the shared parameters, a column for each layer."""
-        columns = list(self.shared.values())
-        return torch.stack(columns, 1) if columns else torch.zeros(self.members, 0)
+        return _columns(self.shared, self.members)
 
     def __getitem__(self, layer: str) -> Tensor:
         return self.shared[layer]
@@ -152,30 +144,105 @@ class GradientNorms(Mapping[str, Tensor]):
         return len(self.shared)
 
 
-def _joined(norms: dict[str, Tensor], members: int) -> Tensor:
-    if not norms:
-        return torch.zeros(members)
-    return torch.stack(list(norms.values())).square().sum(0).sqrt()
+def _columns(norms: dict[str, Tensor], members: int) -> Tensor:
+    return torch.stack(list(norms.values()), 1) if norms else torch.zeros(members, 0)
 
 
-def working_dtype(ensemble: nn.Module) -> torch.dtype:
+def _working_dtype(ensemble: nn.Module) -> torch.dtype:
     """Return the dtype of an ensemble's parameters, or float32 where they have less."""
     parameter = next(ensemble.parameters(), torch.zeros(()))
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def cosines(gram: Float[Tensor, "member member"]) -> Float[Tensor, "member member"]:
-    """Return the cosines that belong to a Gram matrix; see :func:`gradient_cosines`."""
-    norms = gram.diagonal().clamp(min=0).sqrt()
-    scale = torch.where(norms > 0, 1 / norms, 0.0)
-    result = (gram * scale * scale[:, None]).clamp(-1, 1)
-    result.fill_diagonal_(1.0)
-    return result
+@dataclass(frozen=True)
+class MemberGradient:
+    """One member's loss and its gradients: layer (or site) to the tensors that it has there."""
+
+    loss: float
+    outputs: Any
+    shared: dict[str, list[Tensor]]
+    individual: dict[str, list[Tensor]]
 
 
-def total_gram(grams: Mapping[str, Tensor], members: int) -> Tensor:
-    """Return the sum over layers."""
-    return sum(grams.values(), torch.zeros(members, members, dtype=torch.float64))
+def member_gradients(
+    ensemble: EmbeddedEnsemble,
+    x: Any,
+    target: Any,
+    criterion: Criterion,
+    *,
+    members: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[MemberGradient]:
+    """Yield the gradients of one member after another; the generator seeds what a network draws."""
+    layers = shared_layers(ensemble)
+    parameters = [p for found in layers.values() for p in found]
+    inputs = x if isinstance(x, tuple) else (x,)
+    with unchanged(ensemble, generator), ensemble.run(inputs, chunk=1) as run:
+        stacks = {id(stack): stack for stack in run.numbers}  # tied ones once
+        names = {id(stack): name for stack, name in zip(run.numbers, run.names, strict=True)}
+        for a in range(min(members or ensemble.members, ensemble.members)):
+            own = {k: s[a].detach().requires_grad_(s.requires_grad) for k, s in stacks.items()}
+            with torch.enable_grad():
+                outputs = run.member(a, numbers=[own[id(stack)] for stack in run.numbers])
+                loss = _member_loss(criterion, outputs, target)
+            trained = {key: leaf for key, leaf in own.items() if leaf.requires_grad}
+            leaves = [*parameters, *trained.values()]
+            found = map(torch.zeros_like, leaves)
+            if leaves and loss.requires_grad:
+                found = iter(
+                    torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
+                )
+            shared = {layer: [next(found) for _ in ps] for layer, ps in layers.items()}
+            individual: dict[str, list[Tensor]] = defaultdict(list)
+            for key, gradient in zip(trained, found, strict=True):
+                name = names[key]  # of a site, or of a parameter that members have of their own
+                site = name if name in ensemble.individuals else name.rpartition(".")[0]
+                individual[site].append(gradient)
+            outputs = tree_map(lambda o: o.detach(), outputs)
+            yield MemberGradient(float(loss.detach()), outputs, shared, dict(individual))
+
+
+def _member_loss(criterion: Criterion, outputs: Any, target: Any) -> Tensor:
+    loss = criterion(outputs, target)
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            "criterion: expected a tensor, one member's loss or a vector of losses; got "
+            f"{type(loss).__name__}. Return the loss alone."
+        )
+    return loss.mean() if loss.dim() else loss
+
+
+@contextmanager
+def unchanged(ensemble: nn.Module, generator: torch.Generator | None = None) -> Iterator[None]:
+    """Put buffers (running statistics) and the global random state back at the end."""
+    buffers = [(b, b.detach().clone()) for b in ensemble.buffers()]
+    devices = {b.device for b in (*ensemble.parameters(), *ensemble.buffers())}
+    with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):
+        if generator is not None:
+            torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    if not torch.equal(buffer, before):  # else graphs that hold it stay valid
+                        buffer.copy_(before)
+
+
+def shared_layers(ensemble: EmbeddedEnsemble) -> dict[str, list[nn.Parameter]]:
+    """Return the trainable shared parameters by the layer that holds them, each once."""
+    left = {id(p): p for p in ensemble.shared_parameters() if p.requires_grad}
+    layers: dict[str, list[nn.Parameter]] = {}
+    for name, module in walk(ensemble.network):
+        for parameter in module.parameters(recurse=False):
+            if left.pop(id(parameter), None) is not None:
+                layers.setdefault(name, []).append(parameter)
+    return layers
+
+
+def norm_of(gradients: Sequence[Tensor]) -> float:
+    """Return the norm of some tensors as one vector."""
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
 
 
 def shared_grams(
@@ -185,18 +252,29 @@ def shared_grams(
     rows: dict[str, list[Tensor]] = defaultdict(list)
     for member in member_gradients(ensemble, x, target, criterion):
         for layer, gradients in member.shared.items():
-            rows[layer].append(flat(gradients))
+            rows[layer].append(torch.cat([g.flatten() for g in gradients]))
     return {layer: gram_of(vectors) for layer, vectors in rows.items()}
 
 
 def gram_of(vectors: Sequence[Tensor]) -> Tensor:
     """Return the inner products of vectors, in float64; a part of their entries at a time."""
-    count = len(vectors)
-    gram = torch.zeros(count, count, dtype=torch.float64)
+    gram = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
     for parts in zip(*(v.split(2**16) for v in vectors), strict=True):
         block = torch.stack([p.double().cpu() for p in parts])
         gram += block @ block.T
     return gram
+
+
+def total_gram(grams: Mapping[str, Tensor], members: int) -> Tensor:
+    """Return the sum over layers."""
+    return sum(grams.values(), torch.zeros(members, members, dtype=torch.float64))
+
+
+def cosines(gram: Float[Tensor, "member member"]) -> Float[Tensor, "member member"]:
+    """Return the cosines that belong to a Gram matrix; see :func:`gradient_cosines`."""
+    norms = gram.diagonal().clamp(min=0).sqrt()
+    scale = torch.where(norms > 0, 1 / norms, 0.0)
+    return (gram * scale * scale[:, None]).clamp(-1, 1).fill_diagonal_(1.0)
 
 
 def off_diagonal(matrix: Tensor) -> Tensor:
@@ -205,3 +283,18 @@ def off_diagonal(matrix: Tensor) -> Tensor:
     if count < 2:
         raise ValueError(f"a pair of members needs at least two of them; got {count}")
     return matrix[~torch.eye(count, dtype=torch.bool)].reshape(count, count - 1)
+
+
+def jackknife_error(without: Tensor) -> float:
+    """Return the standard error of an estimate, from the estimates that leave out one part each."""
+    return math.sqrt(len(without) - 1) * float(without.std(correction=0))
+
+
+def pair_error(matrix: Tensor) -> float:
+    """Return the jackknife's error of a mean over pairs of members; NaN for fewer than three."""
+    count = len(matrix)
+    if count < 3:
+        return math.nan
+    total = matrix.sum() - matrix.trace()
+    of_member = matrix.sum(0) - matrix.diagonal()
+    return jackknife_error((total - 2 * of_member) / ((count - 1) * (count - 2)))

@@ -27,26 +27,19 @@ from torch import Tensor, nn
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.dependence import ntk_ratio
 from embens.finite.empirical.kernels import Outputs, ntk
-from embens.finite.gradients import cosines, off_diagonal, shared_grams, total_gram
-from embens.finite.jackknife import jackknife_error
+from embens.finite.gradients import cosines, jackknife_error, off_diagonal, shared_grams, total_gram
 from embens.objective import Criterion
 
 Measure = Callable[[int, torch.Generator], float]
-COLUMNS: tuple[str, ...] = ("width", "mean", "error", "slope", "values")
 Build = Callable[[int, torch.Generator], EmbeddedEnsemble]
 
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """A fitted exponent.
+    """A fitted exponent, and the interval that holds it with probability ``level``.
 
-    Attributes:
-        exponent: :math:`s`.
-        interval: that holds the exponent with probability ``level``.
-        level: of the interval.
-        table: a row for each width: its mean, the mean's standard error, the slope from the width
-            before, and the values of all seeds.
-        predicted: what theory says, if it was given.
+    The table has a row for each width: its mean, the mean's standard error, the slope from the
+    width before, and the values of all seeds.
     """
 
     exponent: float
@@ -58,9 +51,8 @@ class ScalingLaw:
     @property
     def agrees(self) -> bool | None:
         """Whether the interval holds the predicted exponent; None without one."""
-        if self.predicted is None:
-            return None
-        return self.interval[0] <= self.predicted <= self.interval[1]
+        low, high = self.interval
+        return None if self.predicted is None else low <= self.predicted <= high
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -92,7 +84,7 @@ def scaling(
         seeds: how often to measure at each width, at least two.
         predicted: the exponent that theory gives, to be shown beside.
         level: probability with which the interval holds the exponent.
-        generator: seeds the generators of all measurements; None: the same ones at every call.
+        generator: seeds the generators of all measurements; None: always the same.
 
     Example:
         >>> law = scaling(lambda width, generator: 3 / width, [8, 16, 32], predicted=-1.0)
@@ -131,29 +123,28 @@ def fit_exponent(
             "a power law needs finite values with a positive mean at each width; got means "
             f"{means.tolist()}. Measure a size, such as |cos| or cos², instead of a signed number."
         )
-    seeds = values.shape[1]
-    exponent = _slope(widths, means)
+    seeds, x = values.shape[1], torch.tensor(widths, dtype=torch.float64).log()
+
+    def slope(means: Tensor) -> Tensor:
+        centred = x - x.mean()
+        return centred @ means.log() / centred.square().sum()
+
+    exponent = float(slope(means))
     left_out = (values.sum(1, keepdim=True) - values) / (seeds - 1)
     if not bool((left_out > 0).all()):
         raise ValueError(
             "the mean over seeds changes its sign when one is left out; measure more seeds"
         )
-    estimates = torch.stack([_slope(widths, left_out[:, seed]) for seed in range(seeds)])
-    reach = float(t.ppf((1 + level) / 2, seeds - 1)) * jackknife_error(estimates)
-    reach += 1e-12 * (1 + abs(float(exponent)))  # a quantity without chance is exact to rounding
+    reach = float(t.ppf((1 + level) / 2, seeds - 1)) * jackknife_error(slope(left_out))
+    reach += 1e-12 * (1 + abs(exponent))  # a quantity without chance is exact to rounding
     errors = values.std(1) / math.sqrt(seeds)
-    steps = torch.tensor(widths, dtype=torch.float64).log().diff()
-    slopes = [None, *(means.log().diff() / steps).tolist()]  # NaN or infinite for equal widths
+    slopes = [None, *(means.log().diff() / x.diff()).tolist()]  # NaN or infinite for equal widths
     columns = zip(widths, means.tolist(), errors.tolist(), slopes, values.tolist(), strict=True)
-    table = tuple(dict(zip(COLUMNS, row, strict=True)) for row in columns)
-    interval = (float(exponent) - reach, float(exponent) + reach)
-    return ScalingLaw(float(exponent), interval, level, table, predicted)
-
-
-def _slope(widths: Sequence[int], means: Tensor) -> Tensor:
-    x = torch.tensor([math.log(w) for w in widths], dtype=torch.float64)
-    x = x - x.mean()
-    return (x * means.log()).sum() / x.square().sum()
+    table = tuple(
+        {"width": width, "mean": mean, "error": error, "slope": step, "values": found}
+        for width, mean, error, step, found in columns
+    )
+    return ScalingLaw(exponent, (exponent - reach, exponent + reach), level, table, predicted)
 
 
 def measure_cosine(
@@ -167,13 +158,9 @@ def measure_cosine(
 ) -> Measure:
     r"""Return a measure of :math:`\langle|\cos_{ab}|^k\rangle_{a \ne b}` of gradients.
 
-    Args:
-        build: a function of width and generator that returns an ensemble of two members or more.
-        x: see :func:`~embens.finite.gradient_cosines`, as for target and criterion.
-        target: what the criterion takes.
-        power: the :math:`k`, 1 or 2.
-        layer: only the parameters of this layer; None: all shared parameters.
-        criterion: of one member.
+    ``build`` is a function of width and generator that returns an ensemble of two members or more,
+    ``power`` the :math:`k`, and ``layer`` the one that counts; None: all. Other arguments as in
+    :func:`~embens.finite.gradient_cosines`.
     """
 
     def measure(width: int, generator: torch.Generator) -> float:

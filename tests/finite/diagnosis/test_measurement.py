@@ -1,14 +1,23 @@
-"""What a diagnosis measures, and its budget."""
+"""What a diagnosis measures, its budget, and the largest stable rate against descent itself."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 import time
 
 import pytest
-from finite.diagnosed import X, Y, batch_ensemble
+import torch
+import torch.nn.functional as F
+from finite.diagnosed import X, Y, batch_ensemble, mlp, seeded
+from torch import Tensor, nn
 
+import embens
+from embens import networks
 from embens.finite import Budget, diagnose
+from embens.finite.diagnosis.measurement import curvature
+from embens.finite.empirical.samplewise import Samplewise
 
 
 def test_it_keeps_its_budget_of_memory():
@@ -50,3 +59,104 @@ def test_what_is_measured_does_not_depend_on_the_clock(monkeypatch):
 def test_a_budget_that_is_no_count_is_refused(counts, error, message):
     with pytest.raises(error, match=message):
         Budget(**counts)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 64, outputs: int = 10):
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.block = nn.TransformerEncoderLayer(width, 2, 64, dropout=0.0, batch_first=True)
+        self.last = nn.Linear(width, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.first(x)).mean(1))
+
+
+def attention() -> tuple[embens.EmbeddedEnsemble, Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ensemble = embens.batch_ensemble(Attention(), 4, generator=seeded()).eval()
+    return ensemble, torch.randn(16, 3, 4, generator=seeded()), torch.arange(16) % 10
+
+
+def test_attention_keeps_the_budget_of_memory_or_says_what_it_leaves_out(monkeypatch):
+    ensemble, x, y = attention()
+    held: list[int] = []
+    rows = Samplewise.rows
+
+    def counting(self, *args):
+        found = rows(self, *args)
+        held.append(sum(r.numel() * r.element_size() for r in found.values()))
+        return found
+
+    monkeypatch.setattr(Samplewise, "rows", counting)
+    full = diagnose(ensemble, x, y).rates.largest_stable
+    most = max(held)
+    held.clear()
+    tight = diagnose(ensemble, x, y, budget=Budget(memory=8e6))
+    assert 4 * max(held) < 8e6 / 2 < 4 * most  # of each of four members
+    assert tight.rates.largest_stable == pytest.approx(full, rel=0.5)  # other, fewer samples
+    tiny = diagnose(ensemble, x, y, budget=Budget(memory=1e5))
+    assert tiny.rates.largest_stable is None
+    assert any("no stable rate" in note and "GB" in note for note in tiny.notes)
+
+
+def test_a_dear_kernel_is_that_of_fewer_samples_and_outputs():
+    ensemble = batch_ensemble()
+    full = diagnose(ensemble, X, Y).rates.largest_stable
+    report = diagnose(ensemble, X, Y, budget=Budget(rate_samples=6, rate_outputs=2))
+    assert "the stable rate is that of 2 of 4 outputs" in report.notes
+    assert report.rates.largest_stable == pytest.approx(full, rel=0.6)
+    none = diagnose(ensemble, X, Y, budget=Budget(rate_samples=0)).rates
+    assert none.largest_stable is None
+    assert none.modulation_factor == report.rates.modulation_factor
+
+
+def test_descent_is_stable_below_the_bound_and_not_above():
+    reference = networks.mlp(12, 256, 1, 1, weight_std=math.sqrt(2), generator=seeded())
+    x, y = X[:10].double(), X[:10, :1].sin().double()
+    ensemble = embens.batch_ensemble(reference.double(), 4, generator=seeded(1))
+    report = diagnose(ensemble, x, y)
+    bound = report.rates.largest_stable
+
+    def loss_after(factor: float) -> float:
+        trained = copy.deepcopy(ensemble)
+        rate = factor * bound
+        groups = trained.parameter_groups(rate, weight_decay=0.0, gamma=report.gamma)
+        optimizer = torch.optim.SGD(groups)
+        for _ in range(12):
+            optimizer.zero_grad()
+            loss = embens.objective(trained(x), y, F.mse_loss)
+            loss.backward()
+            optimizer.step()
+        return loss.item() / len(trained(x))
+
+    start = float(report.losses.mean())
+    assert loss_after(0.7) < 0.7 * start
+    assert not loss_after(6) < 3 * start  # up to 4/λ a network may find a flatter place
+
+
+def test_a_gamma_that_is_too_large_shrinks_the_stable_rate():
+    report = diagnose(batch_ensemble(p=0.99), X, Y, gamma=8)
+    assert report.rates.largest_stable_as_meant < 0.5 * report.rates.largest_stable
+
+
+def test_modulations_need_a_larger_rate_in_the_standard_parametrization():
+    def factor(parametrization: str, width: int) -> float:
+        ensemble = batch_ensemble(parametrization=parametrization, width=width)
+        return diagnose(ensemble, X, Y).rates.modulation_factor
+
+    assert factor("standard", 256) > 1.5 * factor("standard", 64) > 3 * factor("ntk", 64)
+    assert diagnose(embens.mc_dropout(mlp(), 4), X, Y).rates.modulation_factor is None
+
+
+def test_the_curvature_of_cross_entropy_is_that_of_its_hessian():
+    outputs = torch.randn(3, 4, generator=seeded(), dtype=torch.float64)
+    target = torch.tensor([0, 1, 3])
+    hessian = torch.autograd.functional.hessian(
+        lambda o: F.cross_entropy(o.reshape(3, 4), target), outputs.flatten()
+    )
+    expected = float(torch.linalg.eigvalsh(hessian)[-1])
+    found = curvature(outputs, target, F.cross_entropy, steps=300)
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert curvature(outputs, target, lambda o, t: o.sum()) == 0.0

@@ -11,7 +11,7 @@ from finite.jacobians import (
 )
 
 from embens import finite
-from embens.finite.empirical import blocks, contraction
+from embens.finite.empirical import contraction, kernels
 
 
 @pytest.mark.parametrize("outputs", ["all", "nll"])
@@ -24,7 +24,7 @@ def test_chunks_and_tiles_do_not_change_the_kernel(name, outputs, monkeypatch):
         given = {"target": torch.arange(len(x)) % 2}
     whole = finite.ntk(ensemble, x, outputs=outputs, **given)
     monkeypatch.setattr(contraction, "TILE_BYTES", 1)
-    monkeypatch.setattr(blocks, "SMALL", 0)
+    monkeypatch.setattr(kernels, "SMALL", 0)
     for chunk in (1, 2, 100):
         kernel = finite.ntk(ensemble, x, outputs=outputs, chunk=chunk, **given)
         assert_equal(kernel, (whole.shared, whole.individual))

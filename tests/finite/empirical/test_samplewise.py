@@ -14,24 +14,24 @@ from torch import Tensor, nn
 
 import embens
 from embens import finite
-from embens.finite.empirical import blocks
+from embens.finite.empirical import kernels
 
 
 def test_groups_of_parameters_without_structure_do_not_change_the_kernel(monkeypatch):
     x = torch.randn(4, 3, 3, dtype=torch.float64)
     ensemble = embens.embed(Strange(True).double(), 2, sites=["input", "mixed"], example_input=x)
     groups: list[int] = []
-    rows = blocks.Samplewise.rows
+    rows = kernels.Samplewise.rows
 
     def counting(self, *args):
         groups.append(len(self.parameters))
         return rows(self, *args)
 
-    monkeypatch.setattr(blocks.Samplewise, "rows", counting)
+    monkeypatch.setattr(kernels.Samplewise, "rows", counting)
     expected = finite.ntk(ensemble, x, outputs="trace")
     (together,) = set(groups)
     groups.clear()
-    monkeypatch.setattr(blocks, "PASS_BYTES", 1)
+    monkeypatch.setattr(kernels, "PASS_BYTES", 1)
     found = finite.ntk(ensemble, x, outputs="trace")
     assert max(groups) < together
     assert_equal(found, (expected.shared, expected.individual))

@@ -1,9 +1,8 @@
 """``embens.diagnose``: is this ensemble an ensemble?
 
-It reads the regime off the infinite-width limit (or off laws and structure, where the limit of a
-network is not known), and measures, on a few samples and within a budget, how the members'
-gradients lie to each other (``measurement``). From these come the room, the suggested gradient
-scale and rates, and the findings (``room``, ``stability``, ``findings``).
+It reads the regime off the infinite-width limit (or off laws and structure, where a network's limit
+is not known), and measures on a few samples how the members' gradients lie to each other
+(``measurement``). From these come the ``room``, gradient scale and rates, and the ``findings``.
 """
 
 from __future__ import annotations
@@ -18,19 +17,15 @@ from embens.checks import Gamma, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite import checks
 from embens.finite.diagnosis import findings
-from embens.finite.diagnosis.measurement import Budget, Measured, measure, take
-from embens.finite.diagnosis.report import Diagnosis, Rates
+from embens.finite.diagnosis.measurement import Budget, measure, suggested_rates
+from embens.finite.diagnosis.report import Diagnosis
 from embens.finite.diagnosis.room import layer_overlaps, overlap, room
-from embens.finite.diagnosis.stability import largest_stable_rates
-from embens.finite.gradients import cosines, total_gram
-from embens.finite.jackknife import pair_error
-from embens.finite.members import unchanged
+from embens.finite.gradients import cosines, pair_error, total_gram, unchanged
 from embens.objective import Criterion
 from embens.theory import kernels, natural_gamma
 from embens.theory.regime import Regime, RegimeReport, Structure, regime
 
-LIMIT_SAMPLES = ((1, 12), (256, 2), (1024, 1))
-"""For inputs of up to so many pixels: of how many samples the limit's kernels are computed."""
+LIMIT_SAMPLES = ((1, 12), (256, 2), (1024, 1))  # the limit's, for up to so many pixels
 
 
 def diagnose(
@@ -77,20 +72,29 @@ def diagnose(
         findings.optimizer_class(optimizer)  # says what is wrong with it before any work
     meant = gradient_factor(gamma, ensemble.members, ensemble.natural_gamma) * ensemble.members
     if criterion is None:
-        criterion, target = default_criterion(target), checks.as_classes(target)
+        if not isinstance(target, Tensor):
+            raise TypeError(
+                "pass criterion= for a target that is not one tensor, or convert it "
+                f"(torch.as_tensor(target)); got {type(target).__name__}"
+            )
+        whole = not target.is_floating_point()
+        criterion = checks.cross_entropy if whole else checks.squared_error
+        target = checks.as_classes(target)
     budget = Budget() if budget is None else budget
-    generator = budget.source()
+    if budget.generator is None:
+        budget = replace(budget, generator=torch.Generator().manual_seed(0))
 
     structure = None if ensemble.plan.separate else Structure(ensemble)
-    biases = findings.output_biases(ensemble, structure)
-    measured = measure(ensemble, x, target, criterion, biases, budget, generator)
+    biases = {} if structure is None else findings.output_biases(ensemble, structure)
+    measured = measure(ensemble, x, target, criterion, biases.values(), budget)
     found, natural = _limit(ensemble, measured.x, structure)
     coupling, through_biases = found.coupling, measured.bias_part()
     if structure is not None and biases and not structure.open:  # only biases couple members
         coupling, through_biases = 0.0, max(coupling, through_biases)
-    space = room(measured.unbiased(), coupling)
-    with unchanged(ensemble, generator):
-        rates = _rates(ensemble, measured, criterion, (natural, meant), budget)
+    biased = measured.bias_grams
+    space = room({n: gram - biased.get(n, 0.0) for n, gram in measured.grams.items()}, coupling)
+    with unchanged(ensemble, budget.generator):
+        rates = suggested_rates(ensemble, measured, criterion, (natural, meant), budget)
     gram = total_gram(measured.grams, len(measured.losses))
     matrix = cosines(gram)
     report = Diagnosis(
@@ -126,16 +130,6 @@ def diagnose(
     return replace(report, warnings=findings.find(facts))
 
 
-def default_criterion(target: Any) -> Criterion:
-    """Return cross-entropy for whole numbers, the mean squared error for others."""
-    if not isinstance(target, Tensor):
-        raise TypeError(
-            "pass criterion= for a target that is not one tensor, or convert it "
-            f"(torch.as_tensor(target)); got {type(target).__name__}"
-        )
-    return checks.squared_error if target.is_floating_point() else checks.cross_entropy
-
-
 def _limit(
     ensemble: EmbeddedEnsemble, x: Any, structure: Structure | None
 ) -> tuple[RegimeReport, float]:
@@ -168,42 +162,3 @@ def _few(x: Any) -> Tensor | None:
     pixels = x[0, 0].numel()
     rows = next((rows for most, rows in LIMIT_SAMPLES if pixels <= most), 0)
     return x[:rows].detach().double() if rows else None
-
-
-def _rates(
-    ensemble: EmbeddedEnsemble,
-    measured: Measured,
-    criterion: Criterion,
-    gammas: tuple[float, float],
-    budget: Budget,
-) -> Rates:
-    """Return the suggested rates, as far as they can be found."""
-    shared, own = (torch.tensor(norms).square() for norms in (measured.shared, measured.individual))
-    factor = None
-    if ensemble.plan.sites and float(own.sum()) > 0 and float(shared.sum()) > 0:
-        factor = float((shared.mean() / own.mean()).sqrt())
-    outputs, rows = measured.outputs, min(budget.rate_samples, measured.rows)
-    if rows == 0:
-        return Rates(modulation_factor=factor)
-    if not isinstance(outputs, Tensor) or len(outputs) != measured.rows:
-        measured.notes.append("no stable rate: outputs are not one tensor with a row per sample")
-        return Rates(modulation_factor=factor)
-    index, count = torch.arange(rows), outputs[0].numel()
-    chosen = torch.randperm(count)[: budget.rate_outputs].sort().values
-    try:
-        stable = largest_stable_rates(
-            ensemble,
-            take(measured.x, index),
-            take(measured.target, index),
-            criterion,
-            outputs=outputs[index],
-            gammas=gammas,
-            chosen=chosen,
-            memory=budget.memory,
-        )
-    except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
-        measured.notes.append(f"no stable rate: {str(error).splitlines()[0]}")
-        return Rates(modulation_factor=factor)
-    if len(chosen) < count:
-        measured.notes.append(f"the stable rate is that of {len(chosen)} of {count} outputs")
-    return Rates(*stable, modulation_factor=factor)

@@ -1,22 +1,21 @@
 """Findings: what is known to go wrong with embedded ensembles, and what to do about it.
 
-A check is a function of :class:`Facts`, what was read and measured of an ensemble, that returns a
-:class:`Finding` or None; ``CHECKS`` is the list of them. Each has a test in which it must find
-something and one in which it must not.
+A check is a function of :class:`Facts`, what was read and measured of an ensemble, that returns
+what is wrong and what to do, or None; its name is the code of the finding. ``CHECKS`` is the list
+of them. Each has a test in which it must find something and one in which it must not.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from embens.checks import closest
+from embens.checks import check_choice
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.plan import Site
 from embens.ensemble.rates import kind_of
@@ -24,14 +23,12 @@ from embens.finite.diagnosis.report import Diagnosis, Finding
 from embens.laws import Law
 from embens.theory.regime import Structure
 
-NARROW = 8
-"""Inputs of at most so many channels don't average their modulations out."""
-SPREAD = 10.0
-"""Ratio of the longest to the shortest gradient of members that is too large."""
-FAST, FAST_GIVEN = 1.5, 1.15
-"""How many times its natural value a gamma may be: the default one, and one that is given."""
-CROWDED = 8.0
-"""How many times the upper end of the room's interval a number of members may be."""
+NARROW = 8  # inputs of at most so many channels don't average their modulations out
+SPREAD = 10.0  # ratio of the longest to the shortest gradient of members that is too large
+FAST, FAST_GIVEN = 1.5, 1.15  # how many times its natural value a default and a given gamma may be
+CROWDED = 8.0  # how many times the upper end of the room's interval the members may be
+
+Trouble = tuple[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -39,15 +36,11 @@ class Facts:
     """What is known of an ensemble, and what is meant to be done with it.
 
     Attributes:
-        ensemble: itself.
-        report: what was measured of it.
         last: the last layers and the law of the modulations of their inputs, if they have any.
         collective: whether its members are coupled in the limit by more than output biases.
         biases: shared output biases that can be trained, and how strongly they couple members: in
             the limit, or as their mean part in the cosine of two members' gradients.
         gamma_given: whether the gradient scale is not the default one.
-        optimizer: an optimizer, its class or its name; None if it is not known.
-        wanted: "independent", or None.
     """
 
     ensemble: EmbeddedEnsemble
@@ -60,62 +53,38 @@ class Facts:
     wanted: str | None
 
     @property
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> list[Site]:
         """The sites at which members differ."""
-        return tuple(s for s in self.ensemble.plan.sites if s.law.variance > 0)
+        return [s for s in self.ensemble.plan.sites if s.law.variance > 0]
 
     @property
-    def spread(self) -> float:
-        """Ratio of the longest to the shortest gradient of a member."""
-        alive = self.report.norms[self.report.norms > 0]
-        return float(alive.max() / alive.min()) if len(alive) else 1.0
+    def shifted(self) -> list[str]:
+        """The last layers with a law that has a mean."""
+        return [n for n, law in self.last.items() if law is not None and law.mean != 0]
 
 
-def find(facts: Facts) -> list[Finding]:
-    """Return what the checks find."""
-    return [finding for check in CHECKS if (finding := check(facts)) is not None]
-
-
-Check = Callable[[Facts], Finding | None]
-
-
-def between_members(check: Check) -> Check:
-    """Mark a check of what members do to each other: a single one has no such trouble."""
-
-    @functools.wraps(check)
-    def checked(facts: Facts) -> Finding | None:
-        return None if facts.ensemble.members == 1 else check(facts)
-
-    return checked
-
-
-@between_members
-def shifted_laws(facts: Facts) -> Finding | None:
+def shifted_laws(facts: Facts) -> Trouble:
     """Laws with a mean where independent members were wanted."""
-    shifted = [n for n, law in facts.last.items() if law is not None and law.mean != 0]
+    shifted = facts.shifted
     if facts.wanted != "independent" or not facts.collective or not shifted:
         return None
-    return Finding(
-        "shifted-laws",
+    return (
         f"independent members were wanted, but the law of the modulations in the input of "
         f"{_names(shifted)} has a mean ({facts.last[shifted[0]]!r}), which couples members",
         "use a centred law there, such as laws.Normal() or p=0 in batch_ensemble",
     )
 
 
-@between_members
-def uncentred_last_layer(facts: Facts) -> Finding | None:
+def uncentred_last_layer(facts: Facts) -> Trouble:
     """Centred modulations everywhere but where it matters."""
     if not facts.collective or not facts.sites:
         return None
-    bare = [n for n, law in facts.last.items() if law is None]
-    shifted = [n for n, law in facts.last.items() if law is not None and law.mean != 0]
+    bare, shifted = [n for n, law in facts.last.items() if law is None], facts.shifted
     others = [s for s in facts.sites if not (s.kind == "post" and s.layer in facts.last)]
     meant = facts.wanted == "independent" or (others and all(s.law.mean == 0 for s in others))
     if not meant or not (bare or (shifted and facts.wanted is None)):
         return None
-    return Finding(
-        "uncentred-last-layer",
+    return (
         f"modulations are centred elsewhere, but not in the input of {_names(bare or shifted)}: "
         "what the last hidden layer has in common couples all members",
         f"add a centred post modulation there, such as post={{{(bare or shifted)[0]!r}: "
@@ -123,16 +92,14 @@ def uncentred_last_layer(facts: Facts) -> Finding | None:
     )
 
 
-@between_members
-def shared_output_bias(facts: Facts) -> Finding | None:
+def shared_output_bias(facts: Facts) -> Trouble:
     """A bias of the output layer that members of an independent ensemble share."""
     layers, part = facts.biases
-    centred = facts.last and all(law is not None and law.mean == 0 for law in facts.last.values())
+    centred = facts.last and None not in facts.last.values() and not facts.shifted
     if not layers or not centred or facts.collective:
         return None
     pull = part * (facts.ensemble.members - 1)
-    return Finding(
-        "shared-output-bias",
+    return (
         f"members are independent but for the shared bias of {_names(layers)}: through it all pull "
         f"on each other (on these samples, now, {pull:.0%} as strongly as a member on itself)",
         "leave the bias of the output layer out (bias=False), or freeze it "
@@ -140,43 +107,41 @@ def shared_output_bias(facts: Facts) -> Finding | None:
     )
 
 
-def input_modulations(facts: Facts) -> Finding | None:
+def input_modulations(facts: Facts) -> Trouble:
     """Modulations of an input with few channels."""
     inputs = [s for s in facts.sites if s.kind == "post" and not s.hidden]
     narrow = [s for s in inputs if s.size <= NARROW]
-    if not inputs or not (narrow or facts.spread > SPREAD):
+    alive = facts.report.norms[facts.report.norms > 0]
+    spread = float(alive.max() / alive.min()) if len(alive) else 1.0
+    if not inputs or not (narrow or spread > SPREAD):
         return None
     site = (narrow or inputs)[0]
-    return Finding(
-        "input-modulations",
+    return (
         f"the {site.size} channels of the network's input are modulated (layer {site.layer!r}): "
         "some members see next to nothing of it; their gradients differ in length by a factor of "
-        f"{facts.spread:.3g}",
+        f"{spread:.3g}",
         "leave the input alone: sites='hidden'",
     )
 
 
-def output_modulations(facts: Facts) -> Finding | None:
+def output_modulations(facts: Facts) -> Trouble:
     """Modulations of the outputs themselves."""
     outputs = [s for s in facts.sites if s.kind == "pre" and not s.hidden]
     if not outputs:
         return None
-    return Finding(
-        "output-modulations",
+    return (
         f"the outputs of {_names([s.layer for s in outputs])} are modulated: every class gets a "
         "random scale and sign in each member, which does not make members independent",
         "leave the outputs alone: sites='hidden'",
     )
 
 
-@between_members
-def converging_modulations(facts: Facts) -> Finding | None:
+def converging_modulations(facts: Facts) -> Trouble:
     """Members that differ in the last layer alone, by numbers that are trained."""
     alone = facts.sites and all(s.kind == "post" and s.layer in facts.last for s in facts.sites)
     if not alone or not any(s.trainable for s in facts.sites):
         return None
-    return Finding(
-        "converging-modulations",
+    return (
         "members differ in the input of the last layer alone, and these modulations are trained: "
         "they all descend the same convex loss and converge to one another",
         "freeze them (trainable=False, as last_layer_dropout does), or modulate the other hidden "
@@ -184,40 +149,34 @@ def converging_modulations(facts: Facts) -> Finding | None:
     )
 
 
-@between_members
-def large_gamma(facts: Facts) -> Finding | None:
+def large_gamma(facts: Facts) -> Trouble:
     """A gradient scale for independent members where they pull together."""
     natural, meant = facts.report.gamma, facts.report.gamma_as_meant
     if not facts.collective or meant <= (FAST_GIVEN if facts.gamma_given else FAST) * natural:
         return None
-    return Finding(
-        "large-gamma",
+    return (
         f"gamma={meant:g}, but members pull together: the effective rate of what they have in "
         f"common is {meant / natural:.3g} times too large",
         f"use gamma={natural:.3g}, or divide the rate of the shared parameters",
     )
 
 
-@between_members
-def decayed_modulations(facts: Facts) -> Finding | None:
+def decayed_modulations(facts: Facts) -> Trouble:
     """Weight decay on modulations."""
     ensemble = facts.ensemble
     modulations = {id(p) for p in ensemble.individual_parameters() if p.requires_grad}
     if facts.optimizer is None or not facts.sites or not modulations:
         return None
     if isinstance(facts.optimizer, torch.optim.Optimizer):
-        decay = [
-            float(group.get("weight_decay", 0.0))
-            for group in facts.optimizer.param_groups
-            if any(id(p) in modulations for p in group["params"])
-        ]
+        groups = facts.optimizer.param_groups
+        groups = [g for g in groups if any(id(p) in modulations for p in g["params"])]
     else:  # a class decays all that it is given by its default
-        usual = inspect.signature(optimizer_class(facts.optimizer)).parameters.get("weight_decay")
-        decay = [float(usual.default)] if usual and isinstance(usual.default, (int, float)) else []
+        usual = inspect.signature(optimizer_class(facts.optimizer)).parameters
+        groups = [{name: parameter.default for name, parameter in usual.items()}]
+    decay = [d for g in groups if isinstance(d := g.get("weight_decay"), (int, float))]
     if not any(decay):
         return None
-    return Finding(
-        "decayed-modulations",
+    return (
         f"the modulations have a weight decay of {max(decay):g}, which pulls all members to the "
         "same point",
         "give the optimizer ensemble.parameter_groups(lr=…, weight_decay=…), which decays the "
@@ -225,7 +184,7 @@ def decayed_modulations(facts: Facts) -> Finding | None:
     )
 
 
-def cancelled_gamma(facts: Facts) -> Finding | None:
+def cancelled_gamma(facts: Facts) -> Trouble:
     """An optimizer that divides by the size of the gradient, and gamma with it."""
     meant = facts.report.gamma_as_meant
     if facts.optimizer is None or meant == 1.0 or facts.ensemble.plan.separate:
@@ -235,8 +194,7 @@ def cancelled_gamma(facts: Facts) -> Finding | None:
         return None
     factor = meant / facts.report.gamma
     rate = "as it is" if abs(factor - 1) < 1e-9 else f"times {factor:.3g}"
-    return Finding(
-        "cancelled-gamma",
+    return (
         f"{kind.__name__} divides by the size of the gradient, and so cancels gamma={meant:.3g}",
         f"put it into the rate of the shared parameters instead (the natural one {rate}): "
         "embens.fit does, in your own loop ensemble.parameter_groups(…, "
@@ -244,21 +202,19 @@ def cancelled_gamma(facts: Facts) -> Finding | None:
     )
 
 
-@between_members
-def crowded(facts: Facts) -> Finding | None:
+def crowded(facts: Facts) -> Trouble:
     """Far more members than there is room for."""
     members, room = facts.ensemble.members, facts.report.room
     if members <= CROWDED * max(room, *facts.report.room_interval):
         return None
-    return Finding(
-        "crowded",
+    return (
         f"{members} members in a network with room for about {room:.0f}: they disturb each other "
         "more than the ensemble gains",
         f"take about {max(1, round(room))} members, or a wider network",
     )
 
 
-def no_gradient(facts: Facts) -> Finding | None:
+def no_gradient(facts: Facts) -> Trouble:
     """Members that can't learn."""
     norms = facts.report.norms
     dead = [a for a, norm in enumerate(norms.tolist()) if not 0 < norm < float("inf")]
@@ -269,9 +225,11 @@ def no_gradient(facts: Facts) -> Finding | None:
     else:
         what = "zero: all their units are dead, or their shared parameters are frozen"
         cure = "make the network wider, or use an activation without a dead half"
-    return Finding("no-gradient", f"the shared gradient of members {dead} is {what}", cure)
+    return (f"the shared gradient of members {dead} is {what}", cure)
 
 
+Check = Callable[[Facts], Trouble]
+ALONE: tuple[Check, ...] = (input_modulations, output_modulations, cancelled_gamma, no_gradient)
 CHECKS: tuple[Check, ...] = (
     shifted_laws,
     uncentred_last_layer,
@@ -287,17 +245,21 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+def find(facts: Facts) -> list[Finding]:
+    """Return what the checks find."""
+    checks = ALONE if facts.ensemble.members == 1 else CHECKS  # others are between members
+    found = {check.__name__.replace("_", "-"): check(facts) for check in checks}
+    return [Finding(code, *trouble) for code, trouble in found.items() if trouble is not None]
+
+
 def optimizer_class(optimizer: Any) -> type[torch.optim.Optimizer]:
     """Return the class of an optimizer that is given as such, as its class, or by its name."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return type(optimizer)
     if isinstance(optimizer, str):
         names = {n.lower(): n for n in torch.optim.__all__ if n[0].isupper() and n != "Optimizer"}
-        if optimizer.lower() not in names:
-            raise ValueError(
-                f"optimizer: unknown {optimizer!r}{closest(optimizer, names.values())}"
-            )
-        return getattr(torch.optim, names[optimizer.lower()])
+        known = names.get(optimizer.lower(), optimizer)
+        return getattr(torch.optim, check_choice("optimizer", known, names.values()))
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         return optimizer
     raise TypeError(
@@ -314,20 +276,16 @@ def _is_scale_free(kind: type[torch.optim.Optimizer]) -> bool:
         return "Adam" in kind.__name__
 
 
-def output_biases(ensemble: EmbeddedEnsemble, structure: Structure | None) -> dict[str, Tensor]:
+def output_biases(ensemble: EmbeddedEnsemble, structure: Structure) -> dict[str, Tensor]:
     """Return the biases of the last layers that members share and that can be trained."""
-    shared = {id(p) for p in ensemble.shared_parameters() if p.requires_grad}
-    found: dict[str, Tensor] = {}
-    if structure is None:
-        return found
+    shared, found = {id(p) for p in ensemble.shared_parameters() if p.requires_grad}, {}
     for name in structure.last:
         layer = structure.layers[name]
-        owner = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
-        bias = getattr(owner, "bias", None)
+        bias = getattr(getattr(layer, "out_proj", layer), "bias", None)  # attention has the former
         if isinstance(bias, Tensor) and id(bias) in shared:
             found[name] = bias
     return found
 
 
-def _names(layers: Any) -> str:
+def _names(layers: Iterable[str]) -> str:
     return "the layer " + ", ".join(map(repr, layers))

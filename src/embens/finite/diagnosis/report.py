@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import textwrap
@@ -32,15 +33,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rates:
-    """Suggested rates; see :mod:`embens.finite.diagnosis.stability` for how they are found.
+    """Suggested rates; see :mod:`embens.finite.diagnosis.measurement` for how they are found.
 
     Attributes:
         largest_stable: rate of plain gradient descent above which training diverges at once, with
-            the suggested gamma; None where it was not measured.
-        largest_stable_as_meant: the same with the gamma that was given.
+            the suggested gamma (``_as_meant``: the one that was given); None if not measured.
         modulation_factor: rate of the modulations over that of the shared parameters with which
-            both make steps of the same length, the most that one should try; None without
-            trainable modulations.
+            both make steps of the same length; None without trainable modulations.
     """
 
     largest_stable: float | None = None
@@ -54,19 +53,12 @@ class Diagnosis:
 
     Attributes:
         regime: equals ``Regime.INDEPENDENT`` or ``Regime.COLLECTIVE``; with its reason.
-        pull: rms, mean and chance part of the cosine of two members' shared gradients.
-        pull_error: standard error of that mean, from leaving out one member at a time.
-        overlap: the same, layer by layer.
-        room: how many members there is room for (see ``room``); may be infinite.
-        room_interval: the same, one standard error lower and higher; wide with few members.
-        tightest: the layer that limits the room.
-        gamma: suggested gradient scale.
-        gamma_as_meant: the one that was given, or the ensemble's default.
-        rates: suggested rates.
-        cosines: of the members that were measured, ``(member, member)``.
-        norms: of their shared gradients, ``(member,)``.
-        losses: of the members, ``(member,)``.
-        members: how many the ensemble has.
+        pull: rms, mean and chance part of the cosine of two members' shared gradients;
+            ``pull_error`` is the standard error of the mean, and ``overlap`` has them by layer.
+        room: how many members there is room for (see ``room``), maybe infinitely many;
+            ``room_interval`` is one standard error lower and higher, ``tightest`` what limits it.
+        gamma: suggested gradient scale; ``_as_meant``: the one that was given, or the default.
+        cosines, norms, losses: of the members that were measured and their shared gradients.
         rows: how many samples were used.
         family: which function made the ensemble.
         separate: whether members are separate networks.
@@ -111,13 +103,11 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers, strings, lists and dicts; None for what is infinite."""
-        values = asdict(self)
         regime = self.regime
-        values |= {"regime": regime.value, "reason": regime.reason}
+        values = asdict(self) | {"regime": regime.value, "reason": regime.reason}
         values |= {"coupling": regime.coupling, "exact": regime.exact}
-        for name in ("cosines", "norms", "losses"):
-            values[name] = values[name].tolist()
-        return _plain(values)
+        text = json.dumps(values, default=Tensor.tolist)
+        return json.loads(text, parse_constant=lambda infinite: None)
 
     def __str__(self) -> str:
         pull, error = self.pull, self.pull_error
@@ -162,9 +152,8 @@ class Diagnosis:
             return "any number: each has its own parameters"
         if math.isinf(self.room):
             return "no limit: what others add helps a member more than it disturbs"
-        low, high = (
-            f"{end:.0f}" if math.isfinite(end) else "any number" for end in self.room_interval
-        )
+        ends = self.room_interval
+        low, high = (f"{end:.0f}" if math.isfinite(end) else "any number" for end in ends)
         return (
             f"about {self.room:.0f} members ({low} to {high}; limited by {self.tightest!r}); more "
             "disturb each other more than the ensemble gains"
@@ -178,18 +167,13 @@ class Diagnosis:
     def _rates_in_words(self) -> str:
         parts = []
         if self.rates.largest_stable is not None:
-            parts.append(
-                "plain gradient descent is stable up to a rate of about "
-                f"{self.rates.largest_stable:.2g}"
-            )
-            meant = self.rates.largest_stable_as_meant
+            stable, meant = self.rates.largest_stable, self.rates.largest_stable_as_meant
+            parts.append(f"plain gradient descent is stable up to a rate of about {stable:.2g}")
             if self._meant() and meant is not None:
                 parts[-1] += f" ({meant:.2g} with gamma {self.gamma_as_meant:.3g})"
         if self.rates.modulation_factor is not None:
-            parts.append(
-                f"modulations make steps as long as weights at {self.rates.modulation_factor:.2g} "
-                "times their rate, the most to try"
-            )
+            most = f"{self.rates.modulation_factor:.2g} times their rate, the most to try"
+            parts.append(f"modulations make steps as long as weights at {most}")
         return "; ".join(parts) or "not measured"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -221,28 +205,13 @@ class Diagnosis:
         overlap = self.overlap.get(self.tightest or "", self.pull)
         most = max(64, 2 * self.members, 2 * math.ceil(self.room) if self.room < 1e5 else 64)
         counts = sorted({round(2 ** (i / 4)) for i in range(4 * most.bit_length() + 1)})
-        pulls = [
-            math.sqrt(m - 1) * overlap.chance / (1 + (m - 1) * overlap.systematic) for m in counts
-        ]
+        chance, helps = overlap.chance, overlap.systematic
+        pulls = [math.sqrt(m - 1) * chance / (1 + (m - 1) * helps) for m in counts]
         axis.plot(counts, pulls, color="#1f77b4")
         axis.axhline(FULL, color="grey", lw=1, ls="--")
         if math.isfinite(self.room):
             axis.axvline(self.room, color="#d62728", label=f"room for about {self.room:.0f}")
         axis.axvline(self.members, color="k", ls=":", label=f"it has {self.members}")
-        axis.set(
-            xscale="log",
-            xlabel="members M",
-            title="pull of the others by chance (its own: 1)",
-            ylim=(0, max(1.0, 1.2 * FULL)),
-        )
+        axis.set(title="pull of the others by chance (its own: 1)", xlabel="members M")
+        axis.set(xscale="log", ylim=(0, max(1.0, 1.2 * FULL)))
         axis.legend(fontsize=8)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -23,25 +23,18 @@ from torch import Tensor
 
 from embens.finite.empirical.terms import Affine, Lookup, Term
 
-TILE_BYTES = 2**25
-"""How large the gradients of one layer, or a product over positions, may get at once."""
+TILE_BYTES = 2**25  # of the gradients of one layer, or of a product over positions, at once
 
-Key = tuple[tuple[str, int], ...]
-"""A group of parameters: the role and the id of each."""
-Uses = list[tuple[Term, Tensor]]
-"""The terms of one group in one member's pass, with their cotangents (class first)."""
-Factors = list[list[Tensor]]
-"""Inputs or cotangents, by side and member."""
+Key = tuple[tuple[str, int], ...]  # a group of parameters: the role and the id of each
+Uses = list[tuple[Term, Tensor]]  # terms of a group in a member's pass, and cotangents, class first
+Factors = list[list[Tensor]]  # inputs or cotangents, by side and member
 
 
 @dataclass
 class Gradients:
-    """The gradients of some members on one batch.
+    """The gradients of some members on ``batch`` samples: the terms of every group, by member.
 
-    Attributes:
-        batch: how many samples.
-        uses: for each member, the terms of every group.
-        fold: sum the scalar products of equal classes, instead of keeping all pairs.
+    ``fold`` sums the scalar products of equal classes, instead of keeping all pairs.
     """
 
     batch: int
@@ -52,10 +45,6 @@ class Gradients:
         """Return those of one member."""
         return Gradients(self.batch, [self.uses[a]], self.fold)
 
-    def term(self, key: Key) -> Term:
-        """Return the first term of a group."""
-        return self.uses[0][key][0][0]
-
     def rows(self, key: Key, role: str) -> Tensor:
         """Return short gradients as they are, a row for each member, sample and class."""
         found = []
@@ -65,10 +54,7 @@ class Gradients:
         return torch.cat(found)
 
     def inputs(self, key: Key) -> list[Tensor]:
-        """Return what the cotangents of each member are multiplied with.
-
-        It is the same tensor where all members have the same, because nothing before differs.
-        """
+        """Return what each member's cotangents are multiplied with; one tensor where all agree."""
         first = self.uses[0][key]
         common = all(
             term.value is other.value
@@ -94,10 +80,7 @@ def _cat(positions: list[Tensor]) -> Tensor:
 def group_uses(
     terms: Sequence[Term], cotangents: Sequence[Tensor], individual: set[int]
 ) -> dict[Key, Uses]:
-    """Sort terms by the parameters whose gradients they make up.
-
-    The weight and the bias of a layer stay together where neither is used elsewhere.
-    """
+    """Sort terms by parameters; weight and bias stay together if neither is used elsewhere."""
     keys: dict[int, set[Key]] = defaultdict(set)
     for term in terms:
         for _, p in term.key:
@@ -112,12 +95,9 @@ def group_uses(
 
 
 def contract(key: Key, left: Gradients, right: Gradients | None) -> Tensor:
-    """Return the Gram matrix of the gradients of one group, over rows (member, batch, class).
-
-    Without ``right`` columns are rows, and the matrix is symmetric.
-    """
+    """Return the Gram matrix of a group's gradients, with rows (member, batch, class)."""
     sides = [left] if right is None else [left, right]
-    term, roles = left.term(key), dict(key)
+    term, roles = left.uses[0][key][0][0], dict(key)
     if isinstance(term, Lookup):
         return _contract_lookup(key, sides)
     if isinstance(term, Affine) and "weight" in roles:
@@ -126,13 +106,7 @@ def contract(key: Key, left: Gradients, right: Gradients | None) -> Tensor:
 
 
 def gram(left: Tensor, right: Tensor | None = None) -> Tensor:
-    """Return ``left @ right.T``; without ``right`` every pair of rows is multiplied once.
-
-    Example:
-        >>> gram(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-        tensor([[ 5., 11.],
-                [11., 25.]])
-    """
+    """Return ``left @ right.T``; without ``right`` every pair of rows is multiplied once."""
     if right is not None:
         return left @ right.mT
     count = len(left)
@@ -168,7 +142,6 @@ def _contract_affine(key: Key, sides: list[Gradients], term: Affine) -> Tensor:
 
 
 def _multiply_grams(inputs: Factors, outputs: Factors, weight: float, bias: float) -> Tensor:
-    """Return the Gram matrix of inputs times that of cotangents, for a single position."""
     common = all(h is found[0] for found in inputs for h in found)
     rows, cotangents, shapes = [], [], []
     for found, c in zip(inputs, outputs, strict=True):
@@ -183,10 +156,7 @@ def _multiply_grams(inputs: Factors, outputs: Factors, weight: float, bias: floa
 
 
 def _multiply_over_positions(meet: Callable[[slice], Tensor], outputs: Factors) -> Tensor:
-    """Return the sum over pairs of positions, with rows of the left side in blocks.
-
-    ``meet`` gives the scalar products of inputs of some rows with all, ``(row, p, row, q)``.
-    """
+    # ``meet`` gives the scalar products of inputs of some rows with all, ``(row, p, row, q)``.
     cotangents = [torch.cat(found)[:, :, 0] for found in outputs]
     left, right = cotangents[0], cotangents[-1]
     one_row = 2 * left[0, ..., 0].numel() * right[..., 0].numel() * left.element_size()
@@ -201,11 +171,10 @@ def _multiply_over_positions(meet: Callable[[slice], Tensor], outputs: Factors) 
 
 
 def _contract_lookup(key: Key, sides: list[Gradients]) -> Tensor:
-    """Contract an embedding: two positions meet where their tokens are equal."""
     tokens = [torch.cat(side.inputs(key)) for side in sides]
 
     def meet(part: slice) -> Tensor:
-        mine = tokens[0][part, :, None]
+        mine = tokens[0][part, :, None]  # positions meet where their tokens are equal
         return (mine == tokens[-1][..., 0]) & (mine >= 0)
 
     return _multiply_over_positions(meet, [side.outputs(key) for side in sides])

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,18 +39,14 @@ def nngp(
         \hat\Sigma_{ab}(x, x') = \Big(\frac{\sigma_w^2}{N} \sum_i h_{ai}(x) h_{bi}(x')
             + \sigma_b^2\Big) \frac{1}{K} \sum_k v_{ak} v_{bk}
 
-    with the layer's inputs :math:`h_a`, modulations included, and output modulations :math:`v`
-    where there are any. Layers of :mod:`embens.networks` know the law of their weights; for any
-    other Linear layer the mean squares of its weights and of its biases take its place. Members
-    with a last layer of their own have no covariance with others.
+    with the layer's inputs :math:`h_a`, modulations included, and output modulations :math:`v`.
+    Layers of :mod:`embens.networks` know the law of their weights; for any other Linear layer the
+    mean squares of its weights and of its biases take its place. Members with a last layer of
+    their own have no covariance with others. Any other network: the mean over outputs of
+    :math:`f_{ak}(x) f_{bk}(x')`, noisy where outputs are few.
 
-    Any other network: the mean over outputs of :math:`f_{ak}(x) f_{bk}(x')`, noisy where outputs
-    are few.
-
-    Args:
-        ensemble: of any family; batch statistics and random layers need ``ensemble.eval()``.
-        x: samples along the first axis; a tuple of tensors for a reference of several arguments.
-        x2: other samples; None: the same.
+    Batch statistics and random layers need ``ensemble.eval()``. ``x`` and ``x2`` (None: the same)
+    are tensors, or tuples of them for a reference of several arguments.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -66,86 +61,70 @@ def nngp(
         if samples is not None:
             check_inputs(samples, name, ensemble=ensemble)
     check_modes(ensemble)
-    ending = _Ending(ensemble)
-    rows = ending.run(as_inputs(x, "x"))
-    columns = rows if x2 is None else ending.run(as_inputs(x2, "x2"))
+    numbers: list[Tensor] = []
+    rows = _passes(ensemble, as_inputs(x, "x"), numbers)
+    columns = rows if x2 is None else _passes(ensemble, as_inputs(x2, "x2"), numbers)
     heads = [[head for _, head in side if head is not None] for side in (rows, columns)]
     if all(len(found) == ensemble.members for found in heads):
-        return _from_heads(*heads)
+        return _from_heads(ensemble, *heads)
     left, right = (torch.stack([o for o, _ in side]).flatten(2) for side in (rows, columns))
     return torch.einsum("aik,bjk->abij", left, right) / left.shape[2]
 
 
-@dataclass(frozen=True)
-class _Head:
-    """The last layer in one member's pass.
+class _Head(NamedTuple):
+    """The last layer in one member's pass."""
 
-    Attributes:
-        features: its inputs, times the standard deviation of its weights.
-        bias_std: the standard deviation of its biases.
-        pre: the modulations of its outputs, if it has any.
-        own: whether the member has its own.
-    """
-
-    features: Tensor
+    layer: nn.Module
+    features: Tensor  # its inputs, times the standard deviation of its weights
     bias_std: float
     pre: Tensor | None
-    own: bool
 
 
-class _Ending:
-    """Runs an ensemble, and finds the Linear layer that it ends in by its latest calls."""
+def _passes(
+    ensemble: EmbeddedEnsemble, inputs: Inputs, numbers: list[Tensor]
+) -> list[tuple[Tensor, _Head | None]]:
+    """Return the output of each member, and the Linear layer that it comes from, if it does."""
+    found, calls = [], []
 
-    def __init__(self, ensemble: EmbeddedEnsemble):
-        self.ensemble = ensemble
-        self.numbers: list[Tensor] = []
-        self.own = {id(p) for p in ensemble.individual_parameters()}
-        self.calls: list[tuple[nn.Module, Tensor, Tensor, tuple[float, float]]] = []
-
-    def run(self, inputs: Inputs) -> list[tuple[Tensor, _Head | None]]:
-        """Return the output and the last layer of each member."""
-        found = []
-        with torch.no_grad(), ExitStack() as stack:
-            for module in self.ensemble.network.modules():
-                linear = isinstance(module, nn.Linear) and type(module).forward in KNOWN
-                if linear or isinstance(module, Modulated):
-                    hook = partial(self._keep, module)
-                    stack.callback(module.register_forward_hook(hook).remove)
-            run = stack.enter_context(self.ensemble.run(inputs, chunk=1))
-            self.numbers = self.numbers or run.numbers  # fresh ones are drawn once
-            for a in range(self.ensemble.members):
-                output = run.member(a, numbers=[numbers[a] for numbers in self.numbers])
-                if not isinstance(output, Tensor):
-                    raise TypeError(
-                        "a covariance needs a network whose output is one tensor; got "
-                        f"{type(output).__name__}. Wrap the reference in a module that returns it."
-                    )
-                found.append((output, self._head(output, a)))
-                self.calls.clear()
-        return found
-
-    def _keep(self, layer: nn.Module, now: nn.Module, args: tuple, output: Any) -> None:
-        """Note a call of a layer; ``now`` is the same, or its copy with a member's weights."""
+    def keep(layer: nn.Module, now: nn.Module, args: tuple, output: Any) -> None:
+        # ``now`` is the layer itself, or its copy with a member's weights.
         stds = _stds(now) if isinstance(now, nn.Linear) else (0.0, 0.0)
-        self.calls = [*self.calls[-1:], (layer, args[0] if args else output, output, stds)]
+        calls[:] = [*calls[-1:], (layer, args[0] if args else output, output, stds)]
 
-    def _head(self, output: Tensor, a: int) -> _Head | None:
-        """Return the layer whose output this is, if it is a Linear layer's."""
-        calls, pre = list(self.calls), None
-        if calls and isinstance(calls[-1][0], Modulated) and calls[-1][2] is output:
-            site = calls.pop()[0].pre
-            if isinstance(site, Modulation) and calls:
-                pre, output = self.numbers[site.slot][a], calls[-1][2]
-        if not calls or calls[-1][2] is not output or not isinstance(calls[-1][0], nn.Linear):
-            return None
-        layer, features, _, (weight_std, bias_std) = calls[-1]
-        if features.dim() != 2:
-            return None
-        return _Head(features * weight_std, bias_std, pre, id(layer.weight) in self.own)
+    with torch.no_grad(), ExitStack() as stack:
+        for module in ensemble.network.modules():
+            linear = isinstance(module, nn.Linear) and type(module).forward in KNOWN
+            if linear or isinstance(module, Modulated):
+                stack.callback(module.register_forward_hook(partial(keep, module)).remove)
+        run = stack.enter_context(ensemble.run(inputs, chunk=1))
+        numbers[:] = numbers or run.numbers  # fresh ones are drawn once
+        for a in range(ensemble.members):
+            calls.clear()
+            mine = [stacked[a] for stacked in numbers]
+            output = run.member(a, numbers=mine)
+            if not isinstance(output, Tensor):
+                raise TypeError(
+                    "a covariance needs a network whose output is one tensor; got "
+                    f"{type(output).__name__}. Wrap the reference in a module that returns it."
+                )
+            found.append((output, _head(calls, output, mine)))
+    return found
+
+
+def _head(calls: list[tuple], output: Tensor, numbers: list[Tensor]) -> _Head | None:
+    """Return the last layer, from the latest two calls."""
+    pre = None
+    if calls and isinstance(calls[-1][0], Modulated) and calls[-1][2] is output:
+        site = calls.pop()[0].pre
+        if isinstance(site, Modulation) and calls:
+            pre, output = numbers[site.slot], calls[-1][2]
+    if not calls or calls[-1][2] is not output or not isinstance(calls[-1][0], nn.Linear):
+        return None
+    layer, features, _, (weight_std, bias_std) = calls[-1]
+    return _Head(layer, features * weight_std, bias_std, pre) if features.dim() == 2 else None
 
 
 def _stds(layer: nn.Linear) -> tuple[float, float]:
-    """Return the standard deviations of a layer's weights and biases."""
     if not isinstance(layer, networks.Linear):
         tensors = (layer.weight, layer.bias)
         return tuple(0.0 if t is None else float(t.square().mean().sqrt()) for t in tensors)  # type: ignore[return-value]
@@ -154,7 +133,7 @@ def _stds(layer: nn.Linear) -> tuple[float, float]:
     return layer.weight_std / math.sqrt(fan), layer.bias_std
 
 
-def _from_heads(left: list[_Head], right: list[_Head]) -> Tensor:
+def _from_heads(ensemble: EmbeddedEnsemble, left: list[_Head], right: list[_Head]) -> Tensor:
     rows, columns = (torch.stack([head.features for head in heads]) for heads in (left, right))
     result = torch.einsum("aif,bjf->abij", rows, columns)
     biases = torch.tensor([head.bias_std for head in left]).to(result)
@@ -162,6 +141,6 @@ def _from_heads(left: list[_Head], right: list[_Head]) -> Tensor:
     if left[0].pre is not None:
         pre = torch.stack([head.pre for head in left])  # type: ignore[arg-type]
         result *= (pre @ pre.mT / pre.shape[1])[:, :, None, None]
-    if left[0].own:
+    if any(p is left[0].layer.weight for p in ensemble.individual_parameters()):
         result *= torch.eye(len(left)).to(result)[:, :, None, None]
     return result

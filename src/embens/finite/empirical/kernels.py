@@ -1,66 +1,65 @@
 r"""Empirical tangent kernels: those of the network at hand, at its finite width.
 
-The tangent kernel of members :math:`a, b` has a part from the parameters :math:`w` that they share
-and, for each member alone, a part from its individual parameters :math:`u_a`:
-
 .. math::
     \Theta^{com}_{ab}(x, x') = \sum_w \frac{\partial f_a(x)}{\partial w}
         \frac{\partial f_b(x')}{\partial w}, \qquad
     \Theta^{ind}_a(x, x') = \sum_{u_a} \frac{\partial f_a(x)}{\partial u_a}
-        \frac{\partial f_a(x')}{\partial u_a} .
+        \frac{\partial f_a(x')}{\partial u_a}
 
-Gradients are those of the parameters as they are, in their parametrization, with neither learning
-rates nor the gradient scale :math:`\gamma`; :meth:`FiniteKernel.ntk` puts these in. Frozen
-parameters don't count. Reductions of the class axes, the paper's two among them:
-
-===========  ==================================================================================
-``"all"``    :math:`\Theta_{kk'}` for all pairs of outputs
-``"trace"``  :math:`\sum_k \Theta_{kk}`
-``"target"`` :math:`\Theta_{y(x) y(x')}`
-``"nll"``    of :math:`-\log p_{y(x)}(x)` instead of :math:`f`, with :math:`p = \mathrm{softmax} f`
-===========  ==================================================================================
-
-How: one backward pass for each member and class gives the cotangents of all layers for all samples
-at once (``recording``, ``terms``), from which Gram matrices follow (``contraction``), block by
-block (``blocks``).
+over shared parameters :math:`w` and individual ones :math:`u_a`, as they are in their
+parametrization, without learning rates and gradient scale; frozen ones don't count. How: one
+backward pass for each member and class gives the cotangents of all layers for all samples at once
+(``recording``, ``terms``), from which Gram matrices follow (``contraction``). Samples run in chunks
+that fit into memory, recorded once for each pair; a symmetric kernel computes its upper half.
 """
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from embens.checks import check_choice, gradient_factor
+from embens.checks import check_choice, check_whole, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call, check_inputs
-from embens.finite.empirical.blocks import OUTPUTS, Blocks, Outputs, probe
-from embens.finite.empirical.recording import Inputs, Recorder, Samples, as_inputs
+from embens.finite.empirical.contraction import Gradients, contract, group_uses
+from embens.finite.empirical.recording import (
+    PROBED,
+    Inputs,
+    Recorder,
+    Recording,
+    Samples,
+    as_inputs,
+)
+from embens.finite.empirical.samplewise import Samplewise
+from embens.finite.empirical.terms import Term
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+Outputs = Literal["all", "trace", "target", "nll"]
+PASS_BYTES = 2**29  # of the terms of one chunk of samples, of all members, if no chunk is given
+CLASSES_AT_ONCE = 8  # how many classes of a trace are in memory together
+SMALL = 2**16  # numbers in a backward pass below which classes go together, to save overhead
+
 
 @dataclass(frozen=True)
 class FiniteKernel:
-    r"""Tangent kernel of a network of finite width between two sets of samples.
-
-    Attributes:
-        shared: :math:`\Theta^{com}`.
-        individual: :math:`\Theta^{ind}`.
-        natural_gamma: the ensemble's default gradient scale.
-    """
+    r"""Tangent kernel of a network of finite width: :math:`\Theta^{com}, \Theta^{ind}`."""
 
     shared: Float[Tensor, "m m n1 n2 *classes"]
     individual: Float[Tensor, "m n1 n2 *classes"]
-    natural_gamma: float = 1.0
+    natural_gamma: float = 1.0  # the ensemble's default gradient scale
 
     @property
     def members(self) -> int:
-        """How many members there are."""
+        """How many."""
         return len(self.shared)
 
     @property
@@ -81,11 +80,8 @@ class FiniteKernel:
             \Theta_{ab} = \eta_w \frac{\gamma}{M} \Theta^{com}_{ab}
                 + \delta_{ab}\, \eta_u \Theta^{ind}_a
 
-        Args:
-            gamma: the gradient scale, or a function of the number of members; None: the ensemble's
-                natural one.
-            shared_rate: :math:`\eta_w`, relative to the training's learning rate.
-            individual_rate: :math:`\eta_u`.
+        ``gamma`` may be a function of the number of members; None: the ensemble's natural one. The
+        rates :math:`\eta_w, \eta_u` are relative to the training's learning rate.
         """
         factor = gradient_factor(gamma, self.members, self.natural_gamma)
         result = shared_rate * factor * self.shared
@@ -109,23 +105,24 @@ def ntk(
     target2: Int[Tensor, " n2"] | None = None,
     chunk: int | None = None,
 ) -> FiniteKernel:
-    """Return the empirical tangent kernel, shared and individual parts.
+    r"""Return the empirical tangent kernel, shared and individual parts.
+
+    ``shared`` is (member, member, batch, batch), ``individual`` (member, batch, batch); for "all"
+    with two class axes more.
 
     Args:
         ensemble: of any family, in the mode it is in: batch statistics and random layers need
             ``ensemble.eval()``.
         x1: samples along the first axis; a tuple of tensors for a reference of several arguments.
         x2: other samples; None: the kernel of ``x1`` with itself, symmetric.
-        outputs: which outputs, or which reduction of them; see the module. Axes after the batch
-            count as classes, all together.
+        outputs: "all" pairs of outputs :math:`\Theta_{kk'}`; the "trace"
+            :math:`\sum_k \Theta_{kk}`; :math:`\Theta_{y(x) y(x')}` of the "target"; or the "nll",
+            of :math:`-\log p_{y(x)}(x)` instead of :math:`f`. Axes after the batch count as
+            classes, all together.
         target: the classes of ``x1``, for "target" and "nll".
         target2: the classes of ``x2``.
         chunk: how many samples run at once; bounds memory, and does not change the result beyond
             rounding. None: chosen by the size of the network.
-
-    Returns:
-        A kernel with ``shared`` (member, member, batch, batch) and ``individual`` (member, batch,
-        batch); for "all" with two class axes more.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -137,43 +134,22 @@ def ntk(
     check_call(ensemble, x1)
     if x2 is not None:
         check_inputs(x2, "x2", ensemble=ensemble)
-    check_choice("outputs", outputs, OUTPUTS)
+    check_choice("outputs", outputs, get_args(Outputs))
     left = Samples(as_inputs(x1, "x1"), _check_target(outputs, target, x1, "target"))
     right = None
     if x2 is not None:
         right = Samples(as_inputs(x2, "x2"), _check_target(outputs, target2, x2, "target2"))
     elif target2 is not None:
         raise ValueError("target2 belongs to x2; got target2 without x2. Leave it out.")
-    return _compute(ensemble, left, right, outputs, chunk)
+    return Blocks(ensemble, outputs).kernel(left, right, chunk)
 
 
 def trace_of(
     ensemble: EmbeddedEnsemble, x: Tensor | Inputs, *, chosen: Int[Tensor, " k"], memory: float
 ) -> FiniteKernel:
-    """Return the sum of the kernels of chosen outputs, counted over all axes after the batch.
-
-    ``memory`` is in bytes, roughly; a ValueError where not even one sample fits.
-    """
-    samples = Samples(as_inputs(x, "x"), None)
-    return _compute(ensemble, samples, None, "trace", None, chosen, memory)
-
-
-def _compute(
-    ensemble: EmbeddedEnsemble,
-    left: Samples,
-    right: Samples | None,
-    outputs: Outputs,
-    chunk: int | None,
-    chosen: Tensor | None = None,
-    memory: float | None = None,
-) -> FiniteKernel:
-    recorder = Recorder(ensemble)
-    with torch.no_grad(), recorder.watching():
-        recorder.survey(probe(left, right))
-        run = Blocks(recorder, outputs, chosen, memory)
-        size = run.chunk_size(left, chunk)
-        parts = run.kernel(left.split(size), None if right is None else right.split(size))
-    return FiniteKernel(*parts, natural_gamma=ensemble.natural_gamma)
+    """Return the sum of the kernels of chosen outputs, counted over all axes after the batch."""
+    samples = Samples(as_inputs(x, "x"))
+    return Blocks(ensemble, "trace", chosen, memory).kernel(samples, None, None)
 
 
 def _check_target(
@@ -198,3 +174,179 @@ def _check_target(
             f"{tuple(target.shape)} of {target.dtype}"
         )
     return target.long()
+
+
+class Blocks:
+    """The computation of one kernel: of the ``chosen`` outputs, within ``memory`` in bytes."""
+
+    def __init__(
+        self,
+        ensemble: EmbeddedEnsemble,
+        outputs: Outputs,
+        chosen: Tensor | None = None,
+        memory: float | None = None,
+    ):
+        self.ensemble, self.outputs, self.chosen, self.memory = ensemble, outputs, chosen, memory
+        self.recorder = Recorder(ensemble)
+        self._batched = True
+
+    def kernel(self, left: Samples, right: Samples | None, chunk: int | None) -> FiniteKernel:
+        """Return the kernel between two sets of samples, or of one with itself."""
+        rows: list[list[tuple[Tensor, ...]]] = []
+        with torch.no_grad(), self.recorder.watching():
+            self.recorder.survey(_probe(left, right))
+            size = self._chunk_size(left, chunk)
+            for i, samples in enumerate(left.split(size)):
+                first, row = self.recorder.record(samples), []
+                for j, others in enumerate((right or left).split(size)):
+                    if right is None and j < i:
+                        row.append(tuple(_transposed(block) for block in rows[j][i]))
+                    else:
+                        itself = right is None and j == i
+                        second = None if itself else self.recorder.record(others)
+                        row.append(self._block(first, second))
+                rows.append(row)
+        one = ... if self.outputs == "all" else (..., 0, 0)
+        parts = (
+            torch.cat([torch.cat([block[part] for block in row], -3) for row in rows], -4)[one]
+            for part in range(2)
+        )
+        return FiniteKernel(*parts, natural_gamma=self.ensemble.natural_gamma)
+
+    def _chunk_size(self, samples: Samples, chunk: int | None) -> int:
+        """Return how many samples run at once, as given or as memory allows; plan the classes."""
+        self.chosen = torch.arange(self.recorder.classes) if self.chosen is None else self.chosen
+        self._count = 1 if self.outputs in ("target", "nll") else len(self.chosen)
+        self._at_once = self._count if self.outputs == "all" else min(CLASSES_AT_ONCE, self._count)
+        limit = PASS_BYTES if self.memory is None else min(PASS_BYTES, self.memory / 2)
+        members, general = self.ensemble.members, self.recorder.general
+        terms = 8 * self.recorder.size * members
+        # Rows without structure of both sides: as they are found, and joined for one parameter.
+        largest = max((p.numel() * p.element_size() for p in general.values()), default=0)
+        row = 4 * largest * members
+        count = len(samples) if chunk is None else check_whole("chunk", chunk)
+        if self.outputs == "trace":
+            while self._at_once > 1 and count * (terms + row * self._at_once) > limit:
+                self._at_once //= 2
+        each = max(1, terms + row * self._at_once)
+        if self.memory is not None and each > limit:
+            raise ValueError(
+                f"the gradients of one sample would take about {each / 1e9:.2g} GB; the budget "
+                f"allows {limit / 1e9:.2g} GB. Give a larger one."
+            )
+        size = max(1, int(limit // each)) if chunk is None else chunk
+        at_once = 4 * members * self._at_once * min(size, len(samples))
+        self._samplewise = [
+            Samplewise(self.ensemble, self.recorder.numbers, group)
+            for group in _groups(general, max(largest, limit / at_once))
+        ]
+        return size
+
+    def _block(self, first: Recording, second: Recording | None) -> tuple[Tensor, Tensor]:
+        members, individual = self.ensemble.members, self.recorder.individual
+        like = first.outputs[0].detach()
+        classes = like[0].numel() if self.outputs == "all" else 1
+        rows, columns = (classes * len(side.samples) for side in (first, second or first))
+        shared = like.new_zeros(members * rows, members * columns)
+        own = like.new_zeros(members, rows, columns)
+        parts = range(0, self._count, self._at_once)  # classes that are in memory together
+        for start, group in itertools.product(parts, (None, *self._samplewise)):
+            part = slice(start, start + self._at_once)
+            left = self._gradients(group, first, part)
+            right = None if second is None else self._gradients(group, second, part)
+            for key in list(left.uses[0]):
+                if key[0][1] in individual:
+                    for a in range(members):
+                        own[a] += contract(key, left.of(a), right and right.of(a))
+                else:
+                    shared += contract(key, left, right)
+                for uses in (*left.uses, *(right.uses if right else ())):
+                    del uses[key]  # they may be large
+        shape = (rows // classes, classes, columns // classes, classes)
+        shared = shared.view(members, *shape[:2], members, *shape[2:]).permute(0, 3, 1, 4, 2, 5)
+        return shared, own.view(members, *shape).transpose(2, 3)
+
+    def _gradients(self, group: Samplewise | None, recording: Recording, part: slice) -> Gradients:
+        """Return the gradients of parameters with structure, or of a group of those without."""
+        uses, samples = [], recording.samples
+        for a, output in enumerate(recording.outputs):
+            terms, cotangents = recording.terms[a], self._cotangents(output, samples.target, part)
+            if group is None:
+                arrived = self._backward(output, terms, cotangents) if terms else []
+                uses.append(group_uses(terms, arrived, self.recorder.individual))
+            else:
+                rows = group.rows(a, samples.inputs, cotangents)
+                known = {key: Term({}, row, None, None, row.shape) for key, row in rows.items()}
+                uses.append({(("given", key),): [(known[key], rows[key])] for key in rows})
+        return Gradients(len(samples), uses, fold=self.outputs == "trace")
+
+    def _backward(self, output: Tensor, terms: list[Term], cotangents: Tensor) -> list[Tensor]:
+        """Return the cotangents at all terms, ``(class, …)``; zero where an output is constant."""
+
+        def gradients(cotangent: Tensor, **options: Any) -> list[Tensor]:
+            edges = [term.edge for term in terms]
+            options |= {"retain_graph": True, "allow_unused": True}
+            found = torch.autograd.grad(output, edges, cotangent, **options)
+            return [
+                output.new_zeros(*cotangent.shape[: -output.dim()], *term.shape) if g is None else g
+                for g, term in zip(found, terms, strict=True)
+            ]
+
+        small = sum(term.shape.numel() for term in terms) < SMALL
+        if len(cotangents) > 1 and small and self._batched:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # operations without a batching rule are slow
+                    return gradients(cotangents, is_grads_batched=True)
+            except (RuntimeError, NotImplementedError):
+                self._batched = False  # one class after another from now on
+        if len(cotangents) == 1:  # without a copy
+            return [gradient.unsqueeze(0) for gradient in gradients(cotangents[0])]
+        return [torch.stack(each) for each in zip(*map(gradients, cotangents), strict=True)]
+
+    def _cotangents(self, output: Tensor, target: Tensor | None, part: slice) -> Tensor:
+        # ``(class, batch, …)``, what the outputs are contracted with
+        values = output.detach()
+        if target is None:
+            index = self.chosen[part]  # type: ignore[index]
+            chosen = values.new_zeros(len(index), values[0].numel())
+            chosen[range(len(index)), index] = 1.0
+            return chosen.view(len(chosen), 1, *values.shape[1:]).expand(-1, *values.shape)
+        if values.dim() != 2:
+            raise ValueError(
+                f"outputs={self.outputs!r} is for classification, with outputs (batch, class); a "
+                f"member's have shape {tuple(values.shape)}. Use 'all' or 'trace'."
+            )
+        if len(target) and not 0 <= int(target.min()) <= int(target.max()) < values.shape[1]:
+            raise ValueError(
+                f"target holds classes from {int(target.min())} to {int(target.max())}; the "
+                f"outputs have {values.shape[1]} classes, counted from 0"
+            )
+        chosen = F.one_hot(target, values.shape[1]).to(values.dtype)
+        return (chosen if self.outputs == "target" else values.softmax(1) - chosen)[None]
+
+
+def _transposed(block: Tensor) -> Tensor:
+    block = block.transpose(-3, -4).transpose(-1, -2)
+    return block.transpose(0, 1) if block.dim() == 6 else block
+
+
+def _probe(left: Samples, right: Samples | None) -> Inputs:
+    few = tuple(x[:PROBED] for x in left.inputs)
+    pairs = list(zip(few, right.inputs, strict=True)) if right is not None else []
+    fit = all(x.shape[1:] == y.shape[1:] and x.dtype == y.dtype for x, y in pairs)
+    return tuple(torch.cat([x, y[:PROBED]]) for x, y in pairs) if pairs and fit else few
+
+
+def _groups(parameters: dict[int, nn.Parameter], limit: float) -> list[dict[int, nn.Parameter]]:
+    """Return parameters in groups of at most so many bytes; at least one in each."""
+    groups: list[dict[int, nn.Parameter]] = []
+    left = 0.0
+    for key, parameter in parameters.items():
+        size = parameter.numel() * parameter.element_size()
+        if not groups or size > left:
+            groups.append({})
+            left = limit
+        groups[-1][key] = parameter
+        left -= size
+    return groups

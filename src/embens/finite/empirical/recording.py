@@ -35,10 +35,8 @@ from embens.reading.layers import spatial_axes
 
 Inputs = tuple[Tensor, ...]
 Call = tuple[nn.Module, Term]
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""How much numbers may change, relative to the largest, by running samples together."""
-PROBED = 64
-"""Among how many samples two different ones are looked for."""
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of numbers when samples run together
+PROBED = 64  # among how many samples two different ones are looked for
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,9 @@ class Samples:
 
     def split(self, size: int) -> list[Samples]:
         """Return them in chunks."""
-        inputs = zip(*(x.split(size) for x in self.inputs), strict=True)
-        if self.target is None:
-            return [Samples(chunk) for chunk in inputs]
-        return [Samples(*chunk) for chunk in zip(inputs, self.target.split(size), strict=True)]
+        inputs = list(zip(*(x.split(size) for x in self.inputs), strict=True))
+        targets = [None] * len(inputs) if self.target is None else self.target.split(size)
+        return [Samples(*chunk) for chunk in zip(inputs, targets, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -71,14 +68,12 @@ class Recording:
 class Recorder:
     """Runs an ensemble and keeps the terms of its trainable parameters.
 
-    The ensemble is left as it is, but for hooks while :meth:`watching`.
-
     Attributes:
         numbers: the members' own numbers, as they are in the first pass.
         individual: ids of the individual parameters.
-        general: the trainable parameters that have no terms; set by :meth:`survey`.
-        size: how many numbers one sample's terms hold for one member; set by :meth:`survey`.
-        classes: how many outputs a sample has; set by :meth:`survey`.
+        general: the trainable parameters that have no terms; set by :meth:`survey`, as are
+        size: how many numbers one sample's terms hold for one member, and
+        classes: how many outputs a sample has.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble):
@@ -93,8 +88,6 @@ class Recorder:
         self._channels_last = True
         self._calls: list[Call] | None = None
 
-    # Passes
-
     def record(self, samples: Samples) -> Recording:
         """Run all members and keep their terms."""
         passes = self._run(samples.inputs, range(self.ensemble.members))
@@ -106,7 +99,6 @@ class Recorder:
         return Recording(samples, outputs, [[term for _, term in found] for found in calls])
 
     def _run(self, inputs: Inputs, members: Iterable[int]) -> list[tuple[Tensor, list[Call]]]:
-        """Return the outputs of some members and their terms, with the modules that they are of."""
         if self._channels_last:  # faster for images, the same for all else
             inputs = tuple(
                 x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
@@ -123,8 +115,6 @@ class Recorder:
                     self._calls = None
                 found.append((_checked_output(output, len(inputs[0])), calls))
         return found
-
-    # Hooks
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -160,8 +150,7 @@ class Recorder:
         return {role: p for role, p in roles.items() if id(p) in self._structured}
 
     def _watch_modulated(self, module: Modulated) -> list[Any]:
-        """Keep what the two modulations of a layer multiply."""
-        seen: dict[str, Any] = {}
+        seen: list[Any] = []
 
         def scale(numbers: Modulation | None, value: Tensor, product: Tensor, source: Any) -> None:
             if numbers is None or id(numbers.values) not in self._structured:
@@ -171,33 +160,26 @@ class Recorder:
             use = ({"weight": numbers.values}, value.detach(), edge, source, product.shape)
             self._calls.append((module, Scale(*use, shape, numbers.repeat)))  # type: ignore[union-attr, arg-type]
 
-        def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            seen["input"] = args[0] if args else kwargs["input"]
-
         def inside(_: nn.Module, args: tuple, output: Tensor) -> None:
-            if self._calls is not None:
-                scale(module.post, seen["input"], args[0], seen["input"].grad_fn)
-                seen["output"], seen["source"] = output, output.grad_fn
+            seen[:] = args[0], output, output.grad_fn
 
-        def after(_: nn.Module, args: tuple, output: Tensor) -> None:
-            if self._calls is not None and "output" in seen:
-                scale(module.pre, seen["output"], output, seen["source"])
+        def after(_: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+            if self._calls is not None and seen:
+                value, (product, through, source) = args[0] if args else kwargs["input"], seen
+                scale(module.post, value, product, value.grad_fn)
+                scale(module.pre, through, output, source)
             seen.clear()
 
         return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
             module.layer.register_forward_hook(inside),
-            module.register_forward_hook(after),
+            module.register_forward_hook(after, with_kwargs=True),
         ]
-
-    # Survey
 
     def survey(self, inputs: Inputs) -> None:
         """Find out which parameters are structured; raise where samples do not stand alone.
 
-        Two samples of those given are run, as different as there are. Where they are equal in
-        places, they are run again with noise, as what is equal can't be told apart; equal samples
-        of whole numbers leave no way to find structure.
+        Two samples are run, as different as there are; where they are equal in places, again with
+        noise. Equal samples of whole numbers leave no way to find structure.
         """
         check_modes(self.ensemble)
         pair, distinct = _different_pair(inputs)
@@ -252,10 +234,7 @@ class Recorder:
 
 
 def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
-    """Return the first sample and the one that differs from it in most numbers, and if in all.
-
-    A first sample whose numbers are all equal does not count as different from any.
-    """
+    """Return the first sample and the one that differs from it in most numbers, and if in all."""
     if len(inputs[0]) < 2:
         return inputs, True
     few = [x[: 2 * PROBED] for x in inputs]
@@ -267,12 +246,11 @@ def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
 
 
 def _with_noise(inputs: Inputs) -> Inputs:
-    """Return inputs with a tenth of noise, but for whole numbers."""
     source = torch.Generator().manual_seed(0)
 
     def noisy(x: Tensor) -> Tensor:
         noise = torch.randn(x.shape, generator=source, dtype=torch.float64).to(x)
-        return x + 0.1 * (x.abs().amax() + (x.abs().amax() == 0)) * noise
+        return x + 0.1 * (x.abs().amax() or 1.0) * noise
 
     return tuple(noisy(x) if x.is_floating_point() else x for x in inputs)
 
@@ -294,7 +272,6 @@ def as_inputs(x: Tensor | Inputs, name: str) -> Inputs:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether the gradients of a layer's parameters have a form that is known."""
     if isinstance(module, NORMS):
         stock = type(module).__module__.startswith("torch.nn.")
         return stock and not (module._forward_hooks or module._forward_pre_hooks)
@@ -310,8 +287,7 @@ def _is_known(module: nn.Module) -> bool:
 def _term(
     module: nn.Module, parameters: dict[str, nn.Parameter], value: Tensor, output: Tensor
 ) -> Term:
-    edge, source = torch.autograd.graph.get_gradient_edge(output), value.grad_fn
-    use = (edge, source, output.shape)
+    use = (torch.autograd.graph.get_gradient_edge(output), value.grad_fn, output.shape)
     if isinstance(module, NORMS):
         plain = {
             name: torch.full_like(p, float(name == "weight"))
@@ -369,11 +345,9 @@ def _begins_with(together: Tensor, first: Tensor, batch: int) -> bool:
     if first.dim() == 0 or together.shape != (batch * len(first), *first.shape[1:]):
         return False
     part = together[: len(first)]
-    if not first.is_floating_point():
+    if not first.is_floating_point() or not first.numel():
         return torch.equal(part, first)
     error, size = (part - first).detach().abs(), first.detach().abs()
-    if not first.numel():
-        return True
     return not bool(error.max() > TOLERANCE.get(first.dtype, 0.05) * size.max())
 
 
@@ -391,12 +365,12 @@ def _misplaced(together: list[Term], alone: list[Term], batch: int) -> set[int]:
 def _leaves(output: Tensor, terms: list[Term]) -> set[int]:
     """Return the parameters that the output depends on other than through terms."""
     boxes = {term.edge.node: term.source for term in terms}
-    seen: set[Any] = set()
+    seen: set[Any] = {None}
     found: set[int] = set()
     waiting: list[Any] = [output.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         if node in boxes:

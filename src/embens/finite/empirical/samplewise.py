@@ -7,18 +7,16 @@ network allows it, otherwise one after another. Slow, and right for any network.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
 
-Rows = dict[int, Tensor]
-"""Tensors by the id of a parameter."""
+Rows = dict[int, Tensor]  # by the id of a parameter
 
 
-class OneMember(nn.Module):
+class _Member(nn.Module):
     """One member of an ensemble, with numbers that are given: something to call functionally."""
 
     def __init__(self, ensemble: EmbeddedEnsemble):
@@ -26,27 +24,17 @@ class OneMember(nn.Module):
         self.ensemble = ensemble
 
     def forward(self, a: int, numbers: list[Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-        """Return the member's output."""
         with self.ensemble.run(inputs, chunk=1) as run:
             return run.member(a, numbers=numbers)
 
 
 class Samplewise:
-    """Gradients of some parameters of an ensemble, sample by sample.
-
-    Args:
-        ensemble: any.
-        numbers: the members' own numbers, as a pass gives them.
-        parameters: whose gradients; shared or individual ones.
-    """
+    """Gradients of some parameters of an ensemble, with the members' own numbers of a pass."""
 
     def __init__(
-        self,
-        ensemble: EmbeddedEnsemble,
-        numbers: list[Tensor],
-        parameters: dict[int, nn.Parameter],
+        self, ensemble: EmbeddedEnsemble, numbers: list[Tensor], parameters: dict[int, nn.Parameter]
     ):
-        self.network = OneMember(ensemble)
+        self.network = _Member(ensemble)
         self.numbers = numbers
         self.parameters = parameters
         self.slots = {i: id(stack) for i, stack in enumerate(numbers) if id(stack) in parameters}
@@ -55,11 +43,7 @@ class Samplewise:
         self._vectorised = not ensemble.plan.recompute
 
     def rows(self, a: int, inputs: tuple[Tensor, ...], cotangents: Tensor) -> Rows:
-        """Return gradients of ``(cotangent * output).sum()`` of one member.
-
-        From inputs with the batch first and cotangents ``(class, batch, …)``: tensors ``(batch,
-        class, number)``.
-        """
+        """Return gradients ``(batch, class, number)`` for cotangents ``(class, batch, …)``."""
         numbers = [stack[a].detach() for stack in self.numbers]
         leaves = {key: p.detach() for key, p in self.parameters.items()}
         leaves |= {key: numbers[slot] for slot, key in self.slots.items()}
@@ -71,36 +55,31 @@ class Samplewise:
             result = torch.func.functional_call(self.network, shared, (a, mine, one))
             return (result[0] * cotangent).sum()
 
+        def together(cotangent: Tensor) -> Rows:
+            gradient = torch.func.grad(output)
+            vectorised = torch.func.vmap(gradient, (None, 0, 0), randomness="different")
+            return vectorised(leaves, inputs, cotangent)
+
+        def one_by_one(cotangent: Tensor) -> Rows:
+            found = []
+            for *sample, c in zip(*inputs, cotangent, strict=True):
+                fresh = {key: leaf.detach().requires_grad_() for key, leaf in leaves.items()}
+                value = output(fresh, tuple(sample), c)
+                gradients = torch.autograd.grad(value, list(fresh.values()), materialize_grads=True)
+                found.append(dict(zip(fresh, gradients, strict=True)))
+            return _stack(found, 0)
+
+        found: list[Rows] = []
         with torch.enable_grad():
-            found = self._gradients(output, leaves, inputs, cotangents)
-        return {key: gradient.flatten(2) for key, gradient in found.items()}
-
-    def _gradients(
-        self,
-        output: Callable[[Rows, tuple[Tensor, ...], Tensor], Tensor],
-        leaves: Rows,
-        inputs: tuple[Tensor, ...],
-        cotangents: Tensor,
-    ) -> Rows:
-        if self._vectorised:
-            gradient = torch.func.vmap(
-                torch.func.grad(output), (None, 0, 0), randomness="different"
-            )
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # operations without a batching rule are slow
-                    return _stack([gradient(leaves, inputs, c) for c in cotangents], 1)
-            except (RuntimeError, ValueError, TypeError, NotImplementedError):
-                self._vectorised = False
-
-        def one(cotangent: Tensor, i: int) -> Rows:
-            fresh = {key: leaf.detach().requires_grad_() for key, leaf in leaves.items()}
-            value = output(fresh, tuple(x[i] for x in inputs), cotangent[i])
-            gradients = torch.autograd.grad(value, list(fresh.values()), materialize_grads=True)
-            return dict(zip(fresh, gradients, strict=True))
-
-        samples = range(len(inputs[0]))
-        return _stack([_stack([one(c, i) for i in samples], 0) for c in cotangents], 1)
+            if self._vectorised:
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")  # operations without a rule are slow
+                        found = [together(c) for c in cotangents]
+                except (RuntimeError, ValueError, TypeError, NotImplementedError):
+                    self._vectorised = False
+            found = found or [one_by_one(c) for c in cotangents]
+        return {key: gradient.flatten(2) for key, gradient in _stack(found, 1).items()}
 
 
 def _stack(found: list[Rows], axis: int) -> Rows:

@@ -7,13 +7,12 @@ out, :math:`c = \partial f / \partial z`, which one backward pass gives for all 
 .. math:: \nabla_W f(x_i) = \sum_p c_{ip} \otimes h_{ip}
 
 with :math:`p` over the positions (pixels, times, repeated uses) at which the layer is applied. A
-convolution is this with patches for :math:`h`; a transposed one with patches of :math:`c`; an
-embedding with indicators of its tokens; the scale of a norm layer and a modulation keep only the
-diagonal of the product.
+convolution has patches for :math:`h`, a transposed one patches of :math:`c`, an embedding its
+tokens; the scale of a norm layer and a modulation keep only the diagonal of the product.
 
-A :class:`Term` is one such use in one pass. The batch is the first axis of ``value`` and of the
-cotangent, with a fixed number of rows for each sample. Axes of factors are ``inputs`` (batch,
-group, position, feature) and ``outputs`` (batch, class, group, position, channel).
+A :class:`Term` is one such use in one pass, with the batch as the first axis of ``value`` and of
+the cotangent. Axes of factors are ``inputs`` (batch, group, position, feature) and ``outputs``
+(batch, class, group, position, channel).
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 @dataclass(frozen=True)
 class Term:
-    """One use of parameters in a pass.
+    """One use of parameters in a pass; here one whose gradients are known as they are.
 
     Attributes:
-        parameters: the parameters, by role; the gradient of the others is not asked for.
+        parameters: those whose gradients are asked for, by role.
         value: what the cotangent is multiplied with.
         edge: where in the graph the cotangent arrives.
         source: the node that ``value`` comes from; None for an input of the network.
@@ -54,19 +53,19 @@ class Term:
     @property
     def form(self) -> Hashable:
         """What terms of one parameter must have in common for their gradients to be added."""
-        raise NotImplementedError
+        return type(self).__name__
 
     def inputs(self, batch: int) -> Tensor:
-        """Return :math:`h`."""
-        raise NotImplementedError
+        """Return :math:`h`; here of a layer with one group and its channels last."""
+        return self.value.reshape(batch, 1, -1, self.value.shape[-1])
 
     def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
-        """Return :math:`c`."""
-        raise NotImplementedError
+        """Return :math:`c`; here of such a layer."""
+        return cotangent.reshape(len(cotangent), batch, 1, -1, cotangent.shape[-1]).transpose(0, 1)
 
     def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
-        """Return gradients that are short, ``(batch, class, number)``."""
-        raise NotImplementedError
+        """Return gradients that are short, ``(batch, class, number)``; here the cotangent is."""
+        return cotangent
 
 
 @dataclass(frozen=True)
@@ -84,26 +83,23 @@ class Affine(Term):
         return "affine", convolution, transposed, groups, tuple(self.scales.items())
 
     def inputs(self, batch: int) -> Tensor:
-        """Return :math:`h`, ``(batch, group, position, feature)``."""
         layer, value = self.layer, self.value
         if not isinstance(layer, _ConvNd):
-            return value.reshape(batch, 1, -1, value.shape[-1])
+            return super().inputs(batch)
         images = value if value.dim() == len(layer.kernel_size) + 2 else value.unsqueeze(0)
         seen = by_group if isinstance(layer, _ConvTransposeNd) else patches
         return join_positions(seen(images, layer), batch)
 
     def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
-        """Return :math:`c`, ``(batch, class, group, position, channel)``."""
         layer, classes = self.layer, len(cotangent)
         if not isinstance(layer, _ConvNd):
-            return cotangent.reshape(classes, batch, 1, -1, cotangent.shape[-1]).transpose(0, 1)
+            return super().outputs(cotangent, batch)
         images = cotangent.reshape(-1, *cotangent.shape[-1 - len(layer.kernel_size) :])
         seen = patches if isinstance(layer, _ConvTransposeNd) else by_group
         split = join_positions(seen(images, layer), classes * batch)
         return split.unflatten(0, (classes, batch)).transpose(0, 1)
 
     def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
-        """Return the gradients of the bias, ``(batch, class, channel)``."""
         axes = len(self.layer.kernel_size) if isinstance(self.layer, _ConvNd) else 0
         rows = sum_to(cotangent, (cotangent.shape[-1 - axes], *(1,) * axes), batch)
         return rows * self.scales[role]
@@ -120,58 +116,29 @@ class Lookup(Term):
         return "lookup", self.ignored
 
     def inputs(self, batch: int) -> Tensor:
-        """Return the tokens, ``(batch, position, 1)``; -1 where there is no gradient."""
+        """Return the tokens, -1 where there is no gradient."""
         tokens = self.value.reshape(batch, -1, 1)
         return tokens if self.ignored is None else tokens.masked_fill(tokens == self.ignored, -1)
-
-    def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
-        """Return the cotangents, ``(batch, class, 1, position, channel)``."""
-        return cotangent.reshape(len(cotangent), batch, 1, -1, cotangent.shape[-1]).transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class Scale(Term):
-    """Numbers of the given shape that multiply ``value`` elementwise, with a shift beside them.
+    """Numbers of this shape, broadcast against a sample, that multiply ``value``; and a shift.
 
-    Attributes:
-        numbers: their shape, as they are broadcast against a sample.
-        repeat: how many consecutive numbers are one parameter.
+    ``repeat`` consecutive numbers are one parameter.
     """
 
     numbers: tuple[int, ...]
     repeat: int = 1
 
-    @property
-    def form(self) -> Hashable:
-        return "scale"
-
     def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
-        """Return the gradients, ``(batch, class, number)``."""
         product = cotangent if role == "bias" else cotangent * self.value
         rows = sum_to(product, self.numbers, batch)
         return rows.unflatten(-1, (-1, self.repeat)).sum(-1) if self.repeat > 1 else rows
 
 
-class Given(Term):
-    """Gradients that are known as they are: they stand in the place of the cotangent."""
-
-    def __init__(self) -> None:
-        """Take nothing: there are no factors."""
-
-    def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
-        """Return the gradients."""
-        return cotangent
-
-
 def sum_to(values: Tensor, shape: tuple[int, ...], batch: int) -> Tensor:
-    """Sum what broadcasting repeated: ``(class, row, …)`` to ``(batch, class, number)``.
-
-    Example:
-        >>> sum_to(torch.ones(1, 4, 3, 5), (3, 1), batch=2)
-        tensor([[[10., 10., 10.]],
-        <BLANKLINE>
-                [[10., 10., 10.]]])
-    """
+    """Sum what broadcasting repeated: ``(class, row, …)`` to ``(batch, class, number)``."""
     first = values.dim() - len(shape)
     repeated = [first + i for i, size in enumerate(shape) if size == 1]
     values = values.sum(repeated) if repeated else values
@@ -183,9 +150,8 @@ def sum_to(values: Tensor, shape: tuple[int, ...], batch: int) -> Tensor:
 def patches(images: Tensor, layer: _ConvNd) -> Tensor:
     """Return what each position of a convolution sees, ``(image, group, position, feature)``.
 
-    For a transposed convolution: what each position of its input contributes to. Channels are the
-    last of a feature's axes, so that images in the memory format ``channels_last`` are copied in
-    long pieces.
+    For a transposed one: what each position of its input contributes to. Channels are the last of a
+    feature's axes, so that images in the format ``channels_last`` are copied in long pieces.
     """
     if isinstance(layer, _ConvTransposeNd):
         margins = [int(size) for size in reversed(layer.padding) for _ in range(2)]
