@@ -7,12 +7,13 @@ that to pay, and small enough that a dozen of them are little beside the kernels
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
+from embens.checks import check_whole
 from embens.ensemble import EmbeddedEnsemble
 from embens.theory.kernel import Kernels
 from embens.theory.limit import Limit
@@ -69,14 +70,12 @@ def kernels(
 def plan_blocks(limit: Limit, block: int | None = None) -> list[Block]:
     """Return the blocks to compute: where kernels are symmetric, those not below the diagonal."""
     n1, n2 = limit.shape
-    if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
-        raise ValueError(f"block must be a whole number of at least 1, or None; got {block!r}.")
-    side = block
-    if side is None:
+    if block is None:
         numbers = NUMBERS.get(limit.device.type, NUMBERS["cuda"])
         if limit.numbers > 1:
             numbers = max(numbers, PIXEL_NUMBERS)
-        side = max(1, int((numbers / limit.numbers) ** 0.5))
+        block = int((numbers / limit.numbers) ** 0.5) or 1
+    side = check_whole("block", block)
     return [
         (slice(row, min(row + side, n1)), slice(column, min(column + side, n2)))
         for row in range(0, n1, side)
@@ -90,12 +89,12 @@ def compute_blocks(
     """Yield each block with its kernels."""
     terminal = sys.stderr is not None and sys.stderr.isatty()
     wanted = progress if progress is not None else terminal and len(plan) > 100
-    steps: Iterator[Block] = iter(plan)
+    steps: Iterable[Block] = plan
     if wanted and find_spec("rich") is not None:
         from rich.console import Console
         from rich.progress import track
 
-        steps = iter(track(plan, "kernels", console=Console(file=sys.stderr)))
+        steps = track(plan, "kernels", console=Console(file=sys.stderr))
     for block in steps:
         yield block, limit.block(*block)
 

@@ -8,7 +8,6 @@ A second call with the same arguments goes on from there; the finished file appe
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -44,17 +43,9 @@ def write_kernels(
 ) -> Path:
     """Write the kernels of an infinitely wide ensemble to a file, resuming what was begun.
 
-    Memory is that of a few blocks. The file holds the arrays ``nngp_same``, ``nngp_cross``,
-    ``ntk_shared_same``, ``ntk_shared_cross`` and ``ntk_individual_same``.
-
-    Args:
-        path: ``….npz``, or ``….zarr`` (needs zarr).
-        ensemble: see :func:`embens.theory.kernels`, as for the other arguments.
-        x1: inputs.
-        x2: other inputs; None: the same.
-        dtype: of the kernels.
-        block: side of a block.
-        progress: show a bar.
+    Memory is that of a few blocks. The file, ``….npz`` or ``….zarr`` (needs zarr), holds the arrays
+    ``nngp_same``, ``nngp_cross``, ``ntk_shared_same``, ``ntk_shared_cross`` and
+    ``ntk_individual_same``. The other arguments are those of :func:`embens.theory.kernels`.
     """
     path = check_path(path)
     limit = Limit(ensemble, x1, x2, dtype=dtype)
@@ -114,8 +105,8 @@ class _Partial:
         self.arrays: list[np.ndarray] = []
         self._waiting: list[int] = []
         self._flushed = time.monotonic()
-        marks, meta = folder / "done.npy", folder / "meta.json"
-        if folder.exists() and _read_fingerprint(meta) != fingerprint:
+        marks, mine = folder / "done.npy", folder / "fingerprint"
+        if folder.exists() and not (mine.exists() and mine.read_text() == fingerprint):
             raise FileExistsError(
                 f"{folder} holds a part of other kernels (another network, inputs, dtype or "
                 "block size). Delete that folder, or write to another file."
@@ -123,13 +114,12 @@ class _Partial:
         if not marks.exists():
             folder.mkdir(parents=True, exist_ok=True)
             open_memmap(marks, mode="w+", dtype=bool, shape=(blocks,))
-            meta.write_text(json.dumps({"fingerprint": fingerprint}))
+            mine.write_text(fingerprint)
         self.done = open_memmap(marks, mode="r+")
         if self.done.any():
             self.arrays = [open_memmap(folder / f"{name}.npy", mode="r+") for name in NAMES]
 
     def make_room(self, like: list[Any], shape: tuple[int, int]) -> None:
-        """Make the whole arrays, once one block shows what they look like."""
         from numpy.lib.format import open_memmap
 
         for name, piece in zip(NAMES, like, strict=True) if not self.arrays else ():
@@ -143,7 +133,6 @@ class _Partial:
             self.flush()
 
     def flush(self) -> None:
-        """Write numbers, then marks."""
         for array in self.arrays:
             array.flush()  # type: ignore[attr-defined]
         self.done[self._waiting] = True
@@ -152,22 +141,15 @@ class _Partial:
         self._flushed = time.monotonic()
 
 
-def _read_fingerprint(meta: Path) -> str | None:
-    try:
-        return json.loads(meta.read_text())["fingerprint"]
-    except (OSError, ValueError, KeyError):
-        return None
-
-
 def _publish(partial: _Partial, path: Path) -> None:
     """Turn the folder into the file, at once."""
     import numpy as np
 
-    arrays = dict(zip(NAMES, partial.arrays, strict=True))
+    arrays: dict[str, Any] = dict(zip(NAMES, partial.arrays, strict=True))
 
     def write(to: Path) -> None:
         with to.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
+            np.savez(file, **arrays)
 
     if path.suffix == ".npz":
         write_atomically(path, write)

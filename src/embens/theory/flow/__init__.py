@@ -1,8 +1,13 @@
 """Training in the limit: squared loss in closed form, cross-entropy by integration."""
 
-from embens.theory.flow.classification import CrossEntropySettings, cross_entropy_flow
+from embens.theory.flow.classification import (
+    CrossEntropySettings,
+    Performance,
+    centred_targets,
+    cross_entropy_flow,
+    performance,
+)
 from embens.theory.flow.flow import FlowSettings, GradientFlow, gradient_descent, gradient_flow
-from embens.theory.flow.performance import Performance, centred_targets, performance
 
 __all__ = [
     "CrossEntropySettings",
