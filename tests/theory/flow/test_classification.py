@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy, one_hot
 
 import embens
 from embens import laws, metrics, networks
+from embens.theory import gradient_flow
 from embens.theory.blocks import kernels
-from embens.theory.flow import gradient_flow
 from embens.theory.flow.classification import (
     CrossEntropySettings,
     apply,
