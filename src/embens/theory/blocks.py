@@ -10,7 +10,6 @@ A second call with the same arguments goes on from there; the finished file appe
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -103,7 +102,8 @@ def write_kernels(
     path = check_path(path)
     limit = Limit(ensemble, x1, x2, dtype=dtype)
     plan = _plan_blocks(limit, block)
-    partial = _Partial(path.with_name(path.name + ".partial"), _fingerprint(limit, plan), len(plan))
+    fingerprint = limit.fingerprint(plan[:2], len(plan))
+    partial = _Partial(path.with_name(path.name + ".partial"), fingerprint, len(plan))
     left = [i for i, done in enumerate(partial.done) if not done]
     found = _compute_blocks(limit, [plan[i] for i in left], progress=progress)
     for i, (where, part) in zip(left, found, strict=True):
@@ -188,15 +188,6 @@ def _room(like: Tensor, shape: tuple[int, int]) -> Tensor:
     if _is_one_number(like):
         return like.flatten()[:1].squeeze().expand(whole)  # takes no memory
     return torch.empty(whole, dtype=like.dtype, device=like.device)
-
-
-def _fingerprint(limit: Limit, plan: list[Block]) -> str:
-    """Return a hash of all that determines the kernels and their blocks."""
-    digest = hashlib.sha256(str((limit.description(), plan[:2], len(plan))).encode())
-    for tensor in limit.tensors():
-        digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 class _Partial:

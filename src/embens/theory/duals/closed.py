@@ -50,14 +50,6 @@ class Homogeneous(Dual):
     Angles below the square root of the rounding error are taken to be 0 (or π), so that equal and
     collinear inputs give exact results. ``at_zero`` is what torch takes for the derivative at 0,
     which :math:`H` sees where :math:`v = 0`.
-
-    Example:
-        >>> one, minus = torch.ones(1), -torch.ones(1)
-        >>> relu = Homogeneous()
-        >>> [x.item() for x in relu.same(one, one, one, None)]
-        [0.5, 0.5, 0.5]
-        >>> [x.item() for x in relu.cross(one, one, minus, None)]
-        [0.0, 0.0]
     """
 
     right: float = 1.0
@@ -203,11 +195,6 @@ class Erf(Closed):
 
     .. math::
         E[\phi \phi] = \frac{2}{\pi} \arcsin \frac{2 C}{\sqrt{(1 + 2 Q_1)(1 + 2 Q_2)}}
-
-    Example:
-        >>> one = torch.ones(1, dtype=torch.float64)
-        >>> Erf().same(one, one, one / 2, None)[0].item() * math.pi / 2  # arcsin 1/3
-        0.339836909454...
     """
 
     def __init__(self):
@@ -300,11 +287,6 @@ class Gelu(Closed):
     .. math::
         2 \pi\, E[\phi \phi] = C\, \left(\tfrac{\pi}{2} + \arcsin \tfrac{C}{\sqrt{d_1 d_2}}\right)
             + N / \sqrt{\Delta}
-
-    Example:
-        >>> zero, one = torch.zeros(1), torch.ones(1)
-        >>> round(math.pi * Gelu().same(one, one, zero, None)[0].item(), 6)  # Q₁Q₂ / 2√(d₁d₂)
-        0.25
     """
 
     def __init__(self):

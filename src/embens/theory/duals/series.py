@@ -29,12 +29,7 @@ TIERS = (512, 4096, 16384)  # numbers of Hermite coefficients for which grids ar
 
 
 def chebyshev_nodes(count: int) -> Tensor:
-    """Return nodes in [-1, 1], from 1 to -1, symmetric to the last bit.
-
-    Example:
-        >>> chebyshev_nodes(3).tolist()
-        [1.0, 0.0, -1.0]
-    """
+    """Return nodes in [-1, 1], from 1 to -1, symmetric to the last bit."""
     half = torch.arange(count - 1, -count, -2, dtype=torch.float64) * (math.pi / 2 / (count - 1))
     return torch.sin(half)
 

@@ -69,23 +69,14 @@ def _sum(table: Tensor, left: Tensor, right: Tensor, correlation: Tensor) -> Ten
 
 @dataclass(frozen=True, eq=False)
 class Tabulated(Dual):
-    r"""Dual for one law and a range of variances; for others it asks the one it was made from.
-
-    Attributes:
-        source: the dual without tables.
-        law: of the modulation.
-        axis: roots of variances.
-        within: :math:`F_0, \tilde F, G, \tilde H` in one member.
-        between: :math:`F_0, \tilde F, G` between members.
-        edge: how far beyond ±1 the correlation is smooth.
-    """
+    r"""Dual for one law and a range of variances; for others it asks the one it was made from."""
 
     source: Dual
     law: Law | None
-    axis: Axis
-    within: tuple[Expansion, ...]
-    between: tuple[Expansion, ...]
-    edge: float
+    axis: Axis  # roots of variances
+    within: tuple[Expansion, ...]  # F₀, F̃, G, H̃ in one member
+    between: tuple[Expansion, ...]  # F₀, F̃, G between members
+    edge: float  # how far beyond ±1 the correlation is smooth
 
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True

@@ -35,7 +35,7 @@ class Schedule:
         g(\lambda, n) = \frac{1 - (1 - \eta \lambda / B)^n}{\lambda}
 
     for gradient flow, and for ``n`` steps of gradient descent at a ``rate`` :math:`\eta`;
-    ``samples`` are :math:`B`, over which the loss is a mean.
+    ``samples`` are :math:`B`, over which the loss is a mean. Eigenvalues of 0 are null directions.
 
     Example:
         >>> eigenvalues = torch.tensor([0.0, 1.0], dtype=torch.float64)
@@ -88,27 +88,16 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Mode:
-    """Training and prior of one mode, in the eigenbasis of its kernel on the train data.
+    """Training and prior of one mode, in the eigenbasis of its kernel on the train data."""
 
-    Attributes:
-        eigenvalues: with jitter, null directions set to 0.
-        basis: the eigenvectors, in columns.
-        carry: kernel between test data and eigenvectors.
-        prior_train: covariance at initialisation between eigenvectors.
-        prior_carry: between test data and eigenvectors.
-        prior_test: between test data; None where it was not given.
-        cutoff: what counts as 0.
-        least: the smallest eigenvalue as it was found.
-    """
-
-    eigenvalues: Float[Tensor, " n"]
-    basis: Float[Tensor, "n n"]
-    carry: Float[Tensor, "test n"]
-    prior_train: Float[Tensor, "n n"]
-    prior_carry: Float[Tensor, "test n"]
-    prior_test: Float[Tensor, "test test"] | None
-    cutoff: float
-    least: float
+    eigenvalues: Float[Tensor, " n"]  # with jitter, null directions set to 0
+    basis: Float[Tensor, "n n"]  # the eigenvectors, in columns
+    carry: Float[Tensor, "test n"]  # kernel between test data and eigenvectors
+    prior_train: Float[Tensor, "n n"]  # covariance at initialisation between eigenvectors
+    prior_carry: Float[Tensor, "test n"]  # between test data and eigenvectors
+    prior_test: Float[Tensor, "test test"] | None  # between test data, where it was given
+    cutoff: float  # what counts as 0
+    least: float  # the smallest eigenvalue as it was found
 
     @classmethod
     def solve(

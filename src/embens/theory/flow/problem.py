@@ -50,13 +50,11 @@ class Problem:
         _check_kernels(given, what)  # type: ignore[arg-type]
         check_members(members)
         check_rates(**rates)
-        train, carry, test = (None if k is None else k.to(torch.float64) for k in parts)
-        assert train is not None
-        assert carry is not None
+        train, carry = (k.to(torch.float64) for k in parts[:2])
+        test = None if parts[2] is None else parts[2].to(torch.float64).nngp
         scale = resolve_gamma(train, members, gamma, **rates)
-        nngp = train.nngp, carry.nngp, None if test is None else test.nngp
         ntk = train.ntk(members, scale, **rates), carry.ntk(members, scale, **rates)
-        return cls(nngp, ntk, members, scale)
+        return cls((train.nngp, carry.nngp, test), ntk, members, scale)
 
     def draw(
         self, outputs: int, draws: int, generator: torch.Generator | None

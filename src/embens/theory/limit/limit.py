@@ -6,6 +6,7 @@ gives the variances) and then computes any block of the kernels; ``blocks`` puts
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import warnings
 from collections.abc import Callable
@@ -89,20 +90,20 @@ class Limit:
         spatial = _pixel_axes(_layer_of(self._steps[0][1]))
         return self._x1.shape[2 : 2 + spatial].numel() ** (2 if self._poolings else 1)
 
-    def description(self) -> list[str]:
-        """Return texts that, with :meth:`tensors`, say all that determines the kernels."""
+    def fingerprint(self, *more: Any) -> str:
+        """Return a hash of all that determines the kernels, and of something more."""
         frozen = [
-            f"{path} {name}"
+            (path, name)
             for path, module in self._steps
             for name, parameter in module.named_parameters()
             if not parameter.requires_grad
         ]
-        return [str((path, repr(m))) for path, m in self._steps] + frozen + [str(self.separate)]
-
-    def tensors(self) -> list[Tensor]:
-        """Return inputs and drawn modulations that kernels depend on."""
         drawn = [m.of(None) for m in (self._input_post, self._output_pre) if m is not None]
-        return [self._x1, self._x2, *drawn]
+        digest = hashlib.sha256(str((self._steps, frozen, self.separate, more)).encode())
+        for tensor in (self._x1, self._x2, *drawn):
+            digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     @torch.no_grad()
     def block(self, rows: slice = slice(None), columns: slice = slice(None)) -> Kernels:

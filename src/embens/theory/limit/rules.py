@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
 from embens.ensemble.layers import Modulated, Modulation, Once
 from embens.networks import Parametrized
@@ -41,10 +42,6 @@ AVERAGES = {
     3: (nn.AvgPool3d, nn.AdaptiveAvgPool3d),
 }
 """Average poolings, by the number of pixel axes."""
-MAXIMA = (
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
-    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-)
 
 
 @singledispatch
@@ -347,7 +344,9 @@ def _average(module: nn.Module, state: State, *, axes: int) -> State:
     return pool(module, state)
 
 
-def _refuse(module: nn.Module, state: State) -> State:
+@propagate.register(_MaxPoolNd)
+@propagate.register(_AdaptiveMaxPoolNd)
+def _(module: nn.Module, state: State) -> State:
     raise TypeError(
         f"{describe(module, state.path)}: the maximum of correlated units is not Gaussian and has "
         "no kernel in closed form, so max pooling has no limit here. Use average pooling: "
@@ -360,5 +359,3 @@ propagate.register(_ConvNd, affine)
 for _axes, _kinds in AVERAGES.items():
     for _kind in _kinds:
         propagate.register(_kind)(partial(_average, axes=_axes))
-for _kind in MAXIMA:
-    propagate.register(_kind)(_refuse)
