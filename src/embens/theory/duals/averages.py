@@ -208,7 +208,7 @@ class Averages:
             return result
 
         def at(variable: list[float]) -> Tensor:
-            values = self._at(_gather(variable, edge))
+            values = self._at(gather(variable, edge))
             return torch.stack(
                 [average(pairs[i], x) for i, x in zip((0, 0, 1), values, strict=True)]
             )
@@ -242,16 +242,12 @@ class Averages:
         all_of = side(axis.nodes())
         means = torch.einsum("k,ikj->ij", plus + minus, self._weights(axis.nodes()))
         start = means @ self.fixed.start @ means.T
-        others = _expand(lambda x: average(all_of, all_of, _gather(x, edge)))
+        others = _expand(lambda x: average(all_of, all_of, gather(x, edge)))
         return axis, _expansions(axis, start[None], others)
 
     def _weights(self, roots: Tensor) -> Tensor:
         """Return what expectations at |v| r are combinations of, ``(root, v, rank)``."""
         return self.fixed.basis(roots[:, None] * self.nodes.size)
-
-
-def _gather(variable: list[float], edge: float) -> tuple[float, ...]:
-    return tuple(gather(torch.tensor(variable, dtype=torch.float64), edge).tolist())
 
 
 def _expand(function: Callable[[list[float]], Tensor]) -> Tensor:

@@ -123,9 +123,10 @@ def spread(correlation: Tensor, edge: float) -> Tensor:
     return torch.atanh(correlation / (1 + edge)) / math.atanh(1 / (1 + edge))
 
 
-def gather(variable: Tensor, edge: float) -> Tensor:
+def gather(variable: list[float], edge: float) -> tuple[float, ...]:
     """Return the correlations for which :func:`spread` gives these numbers."""
-    return ((1 + edge) * torch.tanh(variable * math.atanh(1 / (1 + edge)))).clamp(-1, 1)
+    mapped = torch.tensor(variable, dtype=torch.float64) * math.atanh(1 / (1 + edge))
+    return tuple(((1 + edge) * torch.tanh(mapped)).clamp(-1, 1).tolist())
 
 
 def span(q1: Tensor, q2: Tensor) -> tuple[float, float]:
