@@ -7,10 +7,11 @@ import argparse
 import torch
 from torch import nn
 
+from embens.checks import check_whole
 from embens.cli.specification import parse_law, parse_reference, read_data
 from embens.embedding.families import embed
 from embens.theory import load_kernels, natural_gamma, regime, write_kernels
-from embens.theory.files import NAMES, check_path
+from embens.theory.blocks import NAMES, check_path
 
 EXAMPLE = """example:
   embens kernel --network "mlp(inputs=64, depth=3, weight_std=1.414)" --law "Shifted(0.5)" \\
@@ -88,8 +89,6 @@ def _write(options: argparse.Namespace) -> None:
 
 def _inputs(text: str, reference: nn.Module, options: argparse.Namespace) -> torch.Tensor:
     x, _ = read_data(text, reference)
-    if options.points is not None and options.points < 1:
-        raise ValueError(f"--points must be at least 1; got {options.points}")
-    if options.points is not None and options.points > len(x):
+    if options.points is not None and check_whole("--points", options.points) > len(x):
         raise ValueError(f"--points {options.points}: {text} has only {len(x)} inputs")
     return x[: options.points].to(options.device)

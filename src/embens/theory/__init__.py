@@ -3,23 +3,21 @@
 ``docs/theory.md`` derives what is computed here.
 """
 
-from embens.theory.blocks import kernels
+from embens.theory.blocks import kernels, load_kernels, write_kernels
 from embens.theory.duals import Dual
 from embens.theory.duals import register as register_activation
-from embens.theory.files import load_kernels, write_kernels
-from embens.theory.flow import (
+from embens.theory.flow.classification import (
     CrossEntropySettings,
-    FlowSettings,
-    GradientFlow,
     Performance,
     centred_targets,
     cross_entropy_flow,
-    gradient_descent,
-    gradient_flow,
     performance,
 )
+from embens.theory.flow.flow import FlowSettings, GradientFlow, gradient_descent, gradient_flow
 from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
-from embens.theory.limit import Limit, State, propagate
+from embens.theory.limit.limit import Limit
+from embens.theory.limit.rules import propagate
+from embens.theory.limit.state import State
 from embens.theory.regime import Regime, RegimeReport, regime
 
 __all__ = [

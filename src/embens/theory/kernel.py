@@ -1,36 +1,21 @@
 r"""Kernels of an ensemble: what one member has with itself, and what two members have in common.
 
 Members that are drawn alike are exchangeable, so a covariance over members and inputs has only two
-different blocks, ``same`` and ``cross``, whatever the number of members; that is a
-:class:`MemberKernel`. :class:`Kernels` holds those of an infinitely wide ensemble.
-
-With input or output modulations members are not exchangeable. Kernels are then conditional on the
-values that were drawn: ``same`` is ``(member, n1, n2)``, ``cross`` is ``(member, member, n1, n2)``
-with ``same`` on its diagonal.
-
-Shared parameters learn from :math:`\frac{\gamma}{M} \sum_a` of the members' gradients. Where
-those have nothing in common, :math:`\gamma = M` trains each member as if it were alone; where they
-are equal, :math:`\gamma = 1` does. In between
-
-.. math::
-    \gamma^*(M) \simeq \frac{M}{1 + (M-1) r}, \qquad
-    r = \lambda_{\max}(\Theta^{com}_{ab}) / \lambda_{\max}(\Theta^{com}_{aa}) ,
-
-and :func:`natural_gamma` finds it without the approximation, from the spectrum.
+different blocks, ``same`` and ``cross``, whatever the number of members. With input or output
+modulations they are not: kernels are then conditional on the values that were drawn, ``same`` is
+``(member, n1, n2)``, ``cross`` is ``(member, member, n1, n2)`` with ``same`` on its diagonal.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from embens.checks import Gamma, check_members
+from embens.checks import Gamma, check_members, check_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -71,7 +56,6 @@ class MemberKernel:
 
     @property
     def mT(self) -> MemberKernel:
-        """The kernel with its inputs exchanged."""
         cross = self.cross.mT
         return MemberKernel(self.same.mT, cross.transpose(0, 1) if self.conditional else cross)
 
@@ -123,7 +107,7 @@ class Kernels:
             gamma: the gradient scale, or a function of the number of members. None:
                 :func:`~embens.theory.natural_gamma`, which needs kernels of inputs with themselves.
             shared_rate: :math:`\eta_w`, relative to the training's learning rate.
-            individual_rate: :math:`\eta_u`.
+            individual_rate: :math:`\eta_u`, in the same way.
         """
         rates = {"shared_rate": shared_rate, "individual_rate": individual_rate}
         factor = shared_rate * resolve_gamma(self, members, gamma, **rates) / members
@@ -135,12 +119,10 @@ class Kernels:
 
     @property
     def conditional(self) -> bool:
-        """Whether members are not exchangeable; see :class:`MemberKernel`."""
         return self.nngp.conditional
 
     @property
     def mT(self) -> Kernels:
-        """The kernels with their inputs exchanged."""
         return Kernels(self.nngp.mT, self.ntk_shared.mT, self.ntk_individual.mT)
 
     @property
@@ -151,7 +133,6 @@ class Kernels:
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[Tensor]) -> Kernels:
-        """Return the kernels that have these five blocks."""
         *shared, own = blocks
         cross = zero_cross(own)
         if own.dim() > 2:
@@ -165,7 +146,6 @@ class Kernels:
         return self._map(lambda block: block[index])
 
     def to(self, *args, **kwargs) -> Kernels:
-        """Return the kernels with another dtype or on another device."""
         return self._map(lambda block: block.to(*args, **kwargs))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Kernels:
@@ -196,14 +176,11 @@ def natural_gamma(
         = \lambda_{\max}\big(\eta_w \Theta^{com}_{aa} + \eta_u \Theta^{ind}\big) ,
 
     so that the largest stable rate is that of a network alone: M where members are independent, 1
-    where they are equal. The left side is convex in :math:`\gamma` and grows, so that Newton's
-    method from M comes down to the root.
+    where they are equal, and in between about :math:`M / (1 + (M-1) r)` with :math:`r =
+    \lambda_{\max}(\Theta^{com}_{ab}) / \lambda_{\max}(\Theta^{com}_{aa})`. The left side is convex
+    in :math:`\gamma` and grows, so that Newton's method from M comes down to the root.
 
-    Args:
-        kernels: of some inputs with themselves.
-        members: :math:`M`.
-        shared_rate: :math:`\eta_w`.
-        individual_rate: :math:`\eta_u`.
+    ``kernels`` are those of some inputs with themselves; rates are as in :meth:`Kernels.ntk`.
 
     Example:
         >>> one, none = torch.eye(3).double(), torch.zeros(3, 3).double()
@@ -248,24 +225,14 @@ def resolve_gamma(kernels: Kernels, members: int, gamma: Gamma = None, **rates: 
     if gamma is None:
         return natural_gamma(kernels, members, **rates)
     value = gamma(members) if callable(gamma) else gamma
-    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    expected = (
-        f"gamma must be a positive number, a function of M that gives one, or None; got {value!r}."
-    )
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(expected)
-    if not 0 < float(value) < math.inf:
-        raise ValueError(f"{expected} 1 is the sum of gradients over M, M their sum.")
-    return float(value)
+    expected = "a positive number, a function of M that gives one, or None"
+    return check_number("gamma", value, expected, lambda x: x > 0)
 
 
 def check_rates(**rates: float) -> None:
     """Raise where a rate is no finite number >= 0."""
     for name, rate in rates.items():
-        if isinstance(rate, bool) or not isinstance(rate, Real):
-            raise TypeError(f"{name} must be a number >= 0; got {rate!r}.")
-        if not 0 <= float(rate) < math.inf:
-            raise ValueError(f"{name} must be a number >= 0; got {rate!r}.")
+        check_number(name, rate, "a number >= 0", lambda x: x >= 0)
 
 
 def largest_eigenpair(matrix: Float[Tensor, "n n"]) -> tuple[float, Float[Tensor, " n"]]:

@@ -2,13 +2,9 @@ r"""Regime: how strongly members are coupled, and what follows from it.
 
 Members that share weights are *independent* in the limit where nothing of their outputs or
 gradients is common to two of them, :math:`\Sigma_{ab} = \Theta^{com}_{ab} = 0`, and *collective*
-otherwise. That is a property of an ensemble, never of a law. How strong the coupling is matters
-more than that it is there:
-
-.. math::
-    r = \lambda_{\max}(\Theta^{com}_{ab}) / \lambda_{\max}(\Theta^{com}_{aa}) ,
-
-from 0 to 1, sets the gradient scale that suits the ensemble (:func:`~embens.theory.natural_gamma`).
+otherwise. That is a property of an ensemble, never of a law. How strong the coupling :math:`r =
+\lambda_{\max}(\Theta^{com}_{ab}) / \lambda_{\max}(\Theta^{com}_{aa})` is, from 0 to 1, sets the
+gradient scale that suits the ensemble (:func:`~embens.theory.natural_gamma`).
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from torch import Tensor, nn
 
 from embens import reading
 from embens.ensemble.plain import without_members
-from embens.laws import Law
 from embens.networks import Parametrized
 from embens.theory.blocks import kernels
 from embens.theory.kernel import MemberKernel
@@ -69,12 +64,10 @@ class RegimeReport:
 
     @property
     def name(self) -> str:
-        """The name of the regime."""
         return self.regime.name
 
     @property
     def value(self) -> str:
-        """The value of the regime."""
         return self.regime.value
 
     def __eq__(self, other: object) -> bool:
@@ -129,10 +122,7 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
 def _first_coupling(
     ensemble: EmbeddedEnsemble, candidates: Iterable[Tensor]
 ) -> tuple[float | None, Exception | None]:
-    """Return the coupling on the first inputs that the limit takes, or why it takes none.
-
-    It is that of gradients, or where these have none, of outputs.
-    """
+    """Return the coupling on the first inputs that the limit takes, or why it takes none."""
     unknown: Exception | None = None
     for inputs in candidates:
         try:
@@ -140,7 +130,7 @@ def _first_coupling(
         except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
             unknown = unknown or error
         else:
-            of_gradients = _overlap(found.ntk_shared)
+            of_gradients = _overlap(found.ntk_shared)  # where these have none, of outputs
             return of_gradients if of_gradients > ZERO else _overlap(found.nngp), None
     return None, unknown
 
@@ -177,9 +167,7 @@ class Structure:
         self.flow = reading.read(self.reference)
         self.layers = reading.parameter_layers(self.reference)
         posts = {s.layer: s.law for s in ensemble.plan.sites if s.kind == "post"}
-        self.last: dict[str, Law | None] = {
-            n: posts.get(n) for n in self.layers if n in self.flow.last
-        }
+        self.last = {n: posts.get(n) for n in self.layers if n in self.flow.last}
         self.open = [n for n, law in self.last.items() if law is None or law.overlap > ZERO]
         self.biased = {
             name: layer.bias_std**2 / (layer.bias_std**2 + layer.weight_std**2)
@@ -194,7 +182,6 @@ class Structure:
         return self.ensemble.overlap or self._overlap_of_last()
 
     def explain(self, coupling: float) -> str:
-        """Return why an ensemble has this coupling."""
         sites = self.ensemble.plan.sites
         where = f"the input of {_name(self.open or list(self.last))}"
         if not coupling:
@@ -216,18 +203,14 @@ class Structure:
         return math.prod(law.overlap for law in laws if law is not None)
 
     def _weak_biases(self) -> str:
-        """Return which biases are shared, but of no weight in the limit."""
-        weak = []
-        for name in self.last:
-            layer = self.layers[name]
-            layer = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
-            if layer.bias is not None and name not in self.biased:
-                weak.append(name)
-        if not weak:
-            return ""
-        return (
-            f"; the shared bias of {_name(weak)} couples members only as 1/width, not in the limit"
-        )
+        weak = [
+            name
+            for name in self.last
+            if getattr(layer := self.layers[name], "out_proj", layer).bias is not None
+            and name not in self.biased
+        ]
+        about = "couples members only as 1/width, not in the limit"
+        return f"; the shared bias of {_name(weak)} {about}" if weak else ""
 
     def generic_inputs(self) -> Iterator[Tensor]:
         """Yield a few random inputs, of shapes that the network may take."""

@@ -1,4 +1,4 @@
-"""Activations with closed forms: erf, sine, cosine, GELU."""
+"""Activations with closed forms: half-lines, erf, sine, cosine, GELU."""
 
 import math
 
@@ -9,19 +9,21 @@ from theory.integrals import (
     FEW,
     GEOMETRIES,
     LAWS,
+    PI,
     PIECEWISE,
     SMOOTH,
     all_five,
     by_angle,
     by_grid,
     name,
+    number,
 )
 from torch import nn
 
 from embens.laws import Law, Normal, Shifted
 from embens.networks import Cos, Erf, Sin
 from embens.theory.duals import dual
-from embens.theory.duals.closed import Cosine, Sine
+from embens.theory.duals.closed import Wave
 
 
 class TestClosedForms:
@@ -38,10 +40,6 @@ class TestClosedForms:
         expected = torch.stack([by_grid(SMOOTH[module], law, *g, 0.12) for g in GEOMETRIES])
         found = all_five(module, law, *GEOMETRIES)
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
-
-
-def number(x):
-    return torch.tensor(x, dtype=torch.float64)
 
 
 def on_a_line(function, slope, law, q1, q2, sign, step):
@@ -70,7 +68,7 @@ def over_modulations(of, law, q1, q2, c):
 
     The grid is even for waves, and for others fine near v = 0, where they are steep.
     """
-    if isinstance(of, Sine | Cosine):
+    if isinstance(of, Wave):
         step = min(0.3 / math.sqrt(max(q1, q2)), law.std / 3)
         v = torch.arange(law.mean - 9 * law.std, law.mean + 9 * law.std, step, dtype=torch.float64)
         weights = torch.full_like(v, step)
@@ -168,3 +166,41 @@ class TestLargeVariances:
         q = number([100.0])
         with pytest.warns(RuntimeWarning, match="erf .* accurate to"):
             dual(Erf()).same(q, q, q, Coarse())
+
+
+class TestHomogeneous:
+    def test_is_exact_on_the_diagonal(self):
+        q = torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 7
+        f, g, h = dual(nn.ReLU()).same(q, q, q, None)
+        assert torch.equal(f, q / 2)
+        assert torch.equal(h, q / 2)
+        assert (g == 0.5).all()
+        f, g, _ = dual(nn.ReLU()).same(q, q, -q, None)
+        assert f.abs().max() < 1e-15 * 7
+        assert g.abs().max() < 1e-15
+
+    def test_is_exact_for_collinear_inputs(self):
+        q = torch.rand(1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 7
+        for factor in (3.0, 0.7, 1 / 3):
+            _, g, _ = dual(nn.ReLU()).same(q, factor**2 * q, factor * q, None)
+            assert (g - 0.5).abs().max() < 1e-15
+
+    def test_resolves_small_angles(self):
+        one = number([1.0])
+        for angle in (1e-2, 1e-4, 1e-6):
+            c = number([1 - 2 * math.sin(angle / 2) ** 2])
+            _, g, _ = dual(nn.ReLU()).same(one, one, c, None)
+            # c itself is known to 1e-16, the angle hence to that over the angle.
+            assert g.item() == pytest.approx((PI - angle) / (2 * PI), abs=1e-16 / angle + 1e-16)
+
+    def test_forgives_correlations_beyond_one_by_rounding(self):
+        q = number([1.0, 1.0])
+        f, g, h = dual(nn.ReLU()).same(q, q, number([1 + 3e-16, -1 - 3e-16]), Normal())
+        assert all(x.isfinite().all() for x in (f, g, h))
+        assert g.tolist() == pytest.approx([0.5, 0.0], abs=1e-15)
+
+    def test_bounds_g_from_below_between_members_for_positive_correlations(self):
+        for law in LAWS[1:]:
+            for rho in (0.0, 0.3, 0.99, 1.0):
+                one, c = number([1.0]), number([rho])
+                assert dual(nn.ReLU()).cross(one, one, c, law)[1] >= law.mean**2 / 4 - 1e-15

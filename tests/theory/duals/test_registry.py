@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from embens.theory.duals import dual, register
-from embens.theory.duals.homogeneous import Homogeneous
+from embens.theory.duals.closed import Homogeneous
 
 
 def number(x):

@@ -8,8 +8,8 @@ from theory.hand_made import TEST, TRAIN, Dense, gram, random_kernels, split
 
 import embens
 from embens import laws, networks
+from embens.theory import FlowSettings, GradientFlow, gradient_descent, gradient_flow
 from embens.theory.blocks import kernels
-from embens.theory.flow import FlowSettings, GradientFlow, gradient_descent, gradient_flow
 from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
 
 INF = math.inf

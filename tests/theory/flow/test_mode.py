@@ -7,7 +7,7 @@ import torch
 from theory.hand_made import TRAIN, random_kernels, split
 
 import embens
-from embens.theory.flow import FlowSettings, gradient_descent, gradient_flow
+from embens.theory import FlowSettings, gradient_descent, gradient_flow
 from embens.theory.kernel import Kernels, MemberKernel
 
 INF = math.inf

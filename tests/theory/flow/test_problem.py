@@ -6,7 +6,7 @@ import pytest
 import torch
 from theory.hand_made import TEST, TRAIN, random_kernels, split
 
-from embens.theory.flow import FlowSettings, gradient_flow
+from embens.theory import FlowSettings, gradient_flow
 from embens.theory.kernel import Kernels, MemberKernel
 
 

@@ -1,17 +1,15 @@
 r"""Averages over modulations: from expectations at fixed :math:`v` to a table for a law.
 
-At fixed modulations an activation has three functions of the scales :math:`s_i = |v_i| r_i`,
-:math:`r_i = \sqrt{q_i}`, and of the correlation, free of leading powers, so that small variances
-keep their relative accuracy:
+At fixed :math:`v` an activation has three functions of the scales :math:`s_i = |v_i| \sqrt{q_i}`
+and of the correlation, free of leading powers, so that small variances keep their accuracy:
 
 .. math::
     F = F_0(s_1, s_2) + s_1 s_2\, \tilde F(s_1, s_2, \rho), \qquad
     G = E[\phi' \phi'], \qquad H = E[g_1 g_2\, \phi' \phi'] .
 
-They come from a closed form (:class:`Formula`) or from a Mehler series (:class:`Mehler`), at the
-nodes of an axis of scales. All other scales are interpolated, so that an average over :math:`v` is
-one of the weights of the interpolation: of products of weights within a member, where both scales
-have the same :math:`v`, and of each factor between members.
+They are known at the nodes of an axis of scales and interpolated, so that an average over
+:math:`v` is one of the weights of the interpolation: of products of weights within a member, where
+both scales have the same :math:`v`, and of each factor between members.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ import torch
 from torch import Tensor
 
 from embens.laws import Law
-from embens.theory.duals import chebyshev
-from embens.theory.duals.chebyshev import Axis
+from embens.theory.duals.series import Axis, chebyshev_nodes, to_chebyshev
 from embens.theory.duals.tables import Expansion, gather
 
 _DEGREES = (33, 65, 129, 257, 513, 1025)
@@ -76,12 +73,10 @@ class Nodes:
 
     @property
     def both(self) -> Tensor:
-        """Weights of the sizes."""
         return self.plus + self.minus
 
     @property
     def steep(self) -> Tensor:
-        """Weights of the sizes, times their squares."""
         return self.both * self.size**2
 
     @property
@@ -96,14 +91,18 @@ class Nodes:
 
 
 class Fixed(ABC):
-    """Expectations at fixed modulations, as combinations of a few functions of each scale."""
+    """Expectations at fixed modulations, as combinations of a few functions of each scale.
 
+    Those are interpolated on ``axis`` and mixed; ``start`` is :math:`F_0`, ``(rank, rank)``.
+    """
+
+    axis: Axis
+    mix: Tensor
     start: Tensor
-    """:math:`F_0`, ``(rank, rank)``."""
 
-    @abstractmethod
     def basis(self, scales: Tensor) -> Tensor:
         """Return those functions at these scales, on a new last axis of size ``rank``."""
+        return self.axis.interpolation(scales) @ self.mix
 
     @abstractmethod
     def at(self, correlations: tuple[float, ...]) -> Tensor:
@@ -114,11 +113,9 @@ class Fixed(ABC):
 
 
 class Formula(Fixed):
-    """Expectations by a closed form, which vanish with a scale.
+    """Expectations by a closed form, which vanish with a scale, for scales up to ``most``.
 
-    Args:
-        function: takes variances and covariance, and gives :math:`E[φφ], E[φ'φ'], E[y_1 y_2 φ'φ']`.
-        most: the largest scale.
+    ``function`` takes variances and covariance; it gives :math:`E[φφ], E[φ'φ'], E[y_1 y_2 φ'φ']`.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], most: float):
@@ -127,46 +124,34 @@ class Formula(Fixed):
         others = axis.resize(12).nodes()
         rho = torch.tensor([1.0, 0.9], dtype=torch.float64)[:, None, None]
         self.axis = axis.refine(lambda s: self._values(s, others, rho)[:2].movedim(2, 0).flatten(1))
-        self._mix = torch.eye(self.axis.count, dtype=torch.float64)
-        self._mix = _few_directions(torch.cat(list(self.at((1.0, 0.9, 0.5, 0.0)).flatten(0, 1)), 1))
-        self.start = torch.zeros_like(self._mix.T @ self._mix)
+        self.mix = torch.eye(self.axis.count, dtype=torch.float64)
+        self.mix = _few_directions(torch.cat(list(self.at((1.0, 0.9, 0.5, 0.0)).flatten(0, 1)), 1))
+        self.start = torch.zeros_like(self.mix.T @ self.mix)
 
     def _values(self, first: Tensor, second: Tensor, correlation: Tensor) -> Tensor:
         size = first[:, None] * second
         f, g, h = self._function(first[:, None] ** 2, second**2, size * correlation, with_h=True)
         return torch.stack([f / size, g, h / size])
 
-    def basis(self, scales: Tensor) -> Tensor:
-        return self.axis.interpolation(scales) @ self._mix
-
     def at(self, correlations: tuple[float, ...]) -> Tensor:
         rho, nodes = torch.tensor(correlations, dtype=torch.float64), self.axis.nodes()
         values = self._values(nodes, nodes, torch.cat([rho, -rho])[:, None, None])
-        return self._mix.T @ values @ self._mix
+        return self.mix.T @ values @ self.mix
 
 
 class Mehler(Fixed):
-    r"""Expectations by Hermite coefficients (:mod:`embens.theory.duals.hermite`).
+    r"""Expectations by Hermite coefficients :math:`a_0, b_n, d_n` at the scales of an axis.
 
     .. math::
         F_0 = a_0 a_0, \quad \tilde F = \sum_n b_n b_n \frac{\rho^{n+1}}{n + 1}, \quad
         G = \sum_n b_n b_n\, \rho^n, \quad H = \sum_n d_n d_n\, \rho^n
-
-    Args:
-        axis: of scales.
-        a: :math:`a_0` at the scales of the axis, ``(scale,)``.
-        b: :math:`b_n`, ``(scale, n)``.
-        d: :math:`d_n`, ``(scale, n)``.
     """
 
     def __init__(self, axis: Axis, a: Tensor, b: Tensor, d: Tensor):
         self.axis = axis
-        self._mix = _few_directions(torch.cat([a[:, None], b, d], 1))
-        a, self._b, self._d = (self._mix.T @ x for x in (a[:, None], b, d))
+        self.mix = _few_directions(torch.cat([a[:, None], b, d], 1))
+        a, self._b, self._d = (self.mix.T @ x for x in (a[:, None], b, d))
         self.start = a @ a.T
-
-    def basis(self, scales: Tensor) -> Tensor:
-        return self.axis.interpolation(scales) @ self._mix
 
     def at(self, correlations: tuple[float, ...]) -> Tensor:
         rank = len(self._b)
@@ -223,7 +208,7 @@ class Averages:
             return result
 
         def at(variable: list[float]) -> Tensor:
-            values = self._at(_gather(variable, edge))
+            values = self._at(gather(variable, edge))
             return torch.stack(
                 [average(pairs[i], x) for i, x in zip((0, 0, 1), values, strict=True)]
             )
@@ -257,7 +242,7 @@ class Averages:
         all_of = side(axis.nodes())
         means = torch.einsum("k,ikj->ij", plus + minus, self._weights(axis.nodes()))
         start = means @ self.fixed.start @ means.T
-        others = _expand(lambda x: average(all_of, all_of, _gather(x, edge)))
+        others = _expand(lambda x: average(all_of, all_of, gather(x, edge)))
         return axis, _expansions(axis, start[None], others)
 
     def _weights(self, roots: Tensor) -> Tensor:
@@ -265,28 +250,20 @@ class Averages:
         return self.fixed.basis(roots[:, None] * self.nodes.size)
 
 
-def _gather(variable: list[float], edge: float) -> tuple[float, ...]:
-    return tuple(gather(torch.tensor(variable, dtype=torch.float64), edge).tolist())
-
-
 def _expand(function: Callable[[list[float]], Tensor]) -> Tensor:
-    """Return Chebyshev coefficients, as many as are needed.
+    """Return Chebyshev coefficients ``(quantity, degree, ...)``, as many as are needed.
 
-    Args:
-        function: gives ``(quantity, x, ...)`` at some x ≥ 0 and then at their negatives.
-
-    Returns:
-        ``(quantity, degree, ...)``.
+    ``function`` gives ``(quantity, x, ...)`` at some x ≥ 0 and then at their negatives.
     """
     known: dict[float, Tensor] = {}
     result, needed = torch.empty(0), 0
     for count in _DEGREES:
-        nodes = chebyshev.nodes(count)
+        nodes = chebyshev_nodes(count)
         new = [rho for rho in nodes[: count // 2 + 1].tolist() if rho not in known]
         signed = [*new, *(-rho for rho in new)]
         known.update(zip(signed, function(new).unbind(1), strict=True))
         values = torch.stack([known[rho] for rho in nodes.tolist()], dim=1)
-        result = torch.einsum("rs,qs...->qr...", chebyshev.to_coefficients(count), values)
+        result = torch.einsum("rs,qs...->qr...", to_chebyshev(count), values)
         size = result.abs().flatten(2).amax(2)
         visible = (size > 1e-13 * size.amax(1, keepdim=True)).any(0).nonzero()
         needed = int(visible.max()) + 1 if len(visible) else 0
@@ -297,7 +274,7 @@ def _expand(function: Callable[[list[float]], Tensor]) -> Tensor:
 
 def _expansions(axis: Axis, start: Tensor, others: Tensor) -> tuple[Expansion, ...]:
     """Return expansions from values at the nodes of both roots."""
-    matrix = chebyshev.to_coefficients(axis.count)
+    matrix = to_chebyshev(axis.count)
     return (
         Expansion.of(matrix @ start @ matrix.T, cut=1e-16),  # F is small where roots are
         *(Expansion.of(matrix @ values @ matrix.T) for values in others),

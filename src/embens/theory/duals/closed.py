@@ -1,32 +1,29 @@
-r"""Duals with closed forms for fixed modulations: erf, sine, cosine and GELU.
+r"""Duals with closed forms: activations linear on each half-line; erf, sine, cosine and GELU.
 
-Given :math:`v_1, v_2`, let :math:`Q_i = v_i^2 q_i` and :math:`C = v_1 v_2 c` be the moments of
-:math:`y_i = v_i z_i`. A law with a few values is summed over. For a normal law
-sine and cosine have closed forms too; else the sum goes over quadrature nodes, which are chosen for
-the singularities of these functions at imaginary :math:`v`, of size :math:`1 / \sqrt{q}`. That is
-accurate at any variance. Between two members there are two modulations to sum over, hence tables,
-and for variances of ordinary size they serve within a member too.
+*Half-lines* (ReLU, leaky ReLU, absolute value), where modulations come out: :class:`Homogeneous`.
 
-Integration by parts gives, where no shorter form is at hand,
-
-.. math::
-    E[y_1 y_2\, \phi' \phi'] = C g + (Q_1 Q_2 + C^2)\, \partial_C g
-        + 2 C\, (Q_1 \partial_{Q_1} + Q_2 \partial_{Q_2})\, g, \qquad g = E[\phi' \phi'].
+*The others* have one at fixed modulations, in the moments :math:`Q_i = v_i^2 q_i` and
+:math:`C = v_1 v_2 c` of :math:`y_i = v_i z_i`. A law with a few values is summed over. For a normal
+law sine and cosine have closed forms too; else the sum goes over quadrature nodes, chosen for the
+singularities of these functions at imaginary :math:`v`, of size :math:`1 / \sqrt{q}`: accurate at
+any variance. Between two members there are two modulations to sum over, hence tables, and for
+variances of ordinary size they serve within a member too.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from embens.laws import Discrete, Law, Normal, Shifted
 from embens.theory.duals.averages import Averages, Formula, Nodes
-from embens.theory.duals.expectations import Dual, tells_apart
+from embens.theory.duals.expectations import Dual, is_differentiated, roots, tells_apart
 from embens.theory.duals.smooth import AIM, STEPS, Smooth, round_out
 from embens.theory.duals.tables import Tabulated, span
 
@@ -34,12 +31,108 @@ _FEW = 8  # values of a modulation that are summed over one by one
 _WIDE = 4.0  # scale v√q up to which tables are faster than sums within a member
 
 
+@final
+@dataclass(frozen=True)
+class Homogeneous(Dual):
+    r"""Dual of an activation with one slope on each side of 0.
+
+    With slopes :math:`a` right and :math:`b` left and :math:`\cos\theta = c / \sqrt{q_1 q_2}`,
+
+    .. math::
+        G = \tfrac{1}{2}(a^2 + b^2) - \tfrac{1}{2\pi}(a - b)^2\, \theta, \qquad
+        F = G\, c + \tfrac{1}{2\pi}(a - b)^2 \sqrt{q_1 q_2} \sin\theta
+
+    without modulations. Within a member these are multiplied by :math:`E v^2`, and
+    :math:`H = P(v \ne 0)\, F` without that factor. Between members :math:`E_v\, \phi(v z)` has
+    slopes again, :math:`a' = a\, m^+ - b\, m^-` and :math:`b' = b\, m^+ - a\, m^-` with
+    :math:`m^\pm = E \max(\pm v, 0)`.
+
+    Angles below the square root of the rounding error are taken to be 0 (or π), so that equal and
+    collinear inputs give exact results. ``at_zero`` is what torch takes for the derivative at 0,
+    which :math:`H` sees where :math:`v = 0`.
+    """
+
+    right: float = 1.0
+    left: float = 0.0
+    at_zero: float = 0.0
+
+    def same(
+        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        second = 1.0 if law is None else law.second_moment
+        f, g = _expectations(q1, q2, c, self.right, self.left, factor=second)
+        if not with_h:
+            return f, g, None
+        mass = 1.0 if law is None else law.half_moment(0, 1) + law.half_moment(0, -1)
+        h = f * (mass / second if second > 0 else 0.0)
+        if self.at_zero and mass < 1:
+            h = h + (1 - mass) * self.at_zero**2 * c
+        return f, g, h
+
+    def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
+        if law is None or not tells_apart(law):
+            return self.same(q1, q2, c, law, with_h=False)[:2]
+        plus, minus = law.half_moment(1, 1), law.half_moment(1, -1)
+        right = self.right * plus - self.left * minus
+        left = self.left * plus - self.right * minus
+        return _expectations(q1, q2, c, right, left)
+
+
+def _expectations(
+    q1: Tensor, q2: Tensor, c: Tensor, right: float, left: float, *, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    c = c.expand(torch.broadcast_shapes(q1.shape, q2.shape, c.shape))
+    level = factor * (right**2 + left**2) / 2
+    bend = factor * (right - left) ** 2 / (2 * math.pi)
+    if bend == 0:
+        return level * c, torch.full_like(c, level, memory_format=torch.contiguous_format)
+    angle = _angle if is_differentiated(q1, q2, c) else _angle_in_place
+    (root1, inverse1), (root2, inverse2) = roots(q1), roots(q2)
+    theta, sine = angle(c, inverse1, inverse2)
+    if angle is _angle:
+        g = level - bend * theta
+        return g * c + sine * (bend * root1) * root2, g
+    g = theta.mul_(-bend).add_(level)
+    return sine.mul_(bend * root1).mul_(root2).addcmul_(g, c), g
+
+
+def _angle_in_place(c: Tensor, inverse1: Tensor, inverse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the angle and its sine, with few passes over memory."""
+    cosine = (c * inverse1).mul_(inverse2)
+    sine = (1 - cosine).mul_(1 + cosine)
+    sine = torch.threshold_(sine, _flat(c), 0.0).sqrt_()
+    return torch.atan2(sine, cosine, out=cosine), sine
+
+
+def _angle(c: Tensor, inverse1: Tensor, inverse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same, with derivatives, which are 0 where the angle is 0 or π.
+
+    There :math:`F` has first derivatives nevertheless, since they do not need those of the angle;
+    its second derivatives are infinite, and count as 0.
+    """
+    cosine = c * inverse1 * inverse2
+    square = (1 - cosine) * (1 + cosine)
+    flat = square <= _flat(c)
+    sine = torch.where(flat, 1.0, square).sqrt()
+    end = math.pi * (cosine < 0).to(c.dtype)
+    return torch.where(flat, end, torch.atan2(sine, cosine)), torch.where(flat, 0.0, sine)
+
+
+def _flat(c: Tensor) -> float:
+    """Return the square of a sine that is nothing but rounding."""
+    return 8 * torch.finfo(c.dtype).eps
+
+
 class Closed(Smooth):
     """Dual with a closed form for fixed modulations."""
 
     @abstractmethod
     def fixed(self, q1: Tensor, q2: Tensor, c: Tensor, *, with_h: bool) -> tuple[Tensor, ...]:
-        r"""Return :math:`E[φφ]`, :math:`E[φ'φ']` and, on demand, :math:`E[y_1 y_2 φ'φ']`."""
+        r"""Return :math:`E[φφ]`, :math:`g = E[φ'φ']` and, on demand, :math:`E[y_1 y_2 φ'φ']`.
+
+        Where no shorter form is at hand, integration by parts makes the last one :math:`C g +
+        (Q_1 Q_2 + C^2)\, \partial_C g + 2 C\, (Q_1 \partial_{Q_1} + Q_2 \partial_{Q_2})\, g`.
+        """
 
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
@@ -90,7 +183,6 @@ class Closed(Smooth):
         return nodes
 
     def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
-        """Return a table from sums over nodes, without them in one member if there are few."""
         nodes, high = self._nodes(q_max, law), math.sqrt(q_max)
         averages = Averages(Formula(self.fixed, float(nodes.size.max()) * high), nodes)
         narrow = nodes.spread * high <= _WIDE
@@ -103,11 +195,6 @@ class Erf(Closed):
 
     .. math::
         E[\phi \phi] = \frac{2}{\pi} \arcsin \frac{2 C}{\sqrt{(1 + 2 Q_1)(1 + 2 Q_2)}}
-
-    Example:
-        >>> one = torch.ones(1, dtype=torch.float64)
-        >>> Erf().same(one, one, one / 2, None)[0].item() * math.pi / 2  # arcsin 1/3
-        0.339836909454...
     """
 
     def __init__(self):
@@ -120,10 +207,17 @@ class Erf(Closed):
         return (f, g, c * g / delta) if with_h else (f, g)
 
 
-class _Wave(Closed):
-    """Sine or cosine: products are half a difference or sum of waves of sum and difference."""
+@final
+class Wave(Closed):
+    r"""Dual of the sine (parity -1) or the cosine (1).
 
-    parity: ClassVar[int]
+    Their products are half a difference or sum of waves of sum and difference:
+    :math:`E[\phi \phi] = e^{-(Q_1 + Q_2) / 2} \sinh C` for the sine, with cosh for the cosine.
+    """
+
+    def __init__(self, parity: int):
+        super().__init__(*((torch.sin, "sin") if parity < 0 else (torch.cos, "cos")))
+        self.parity = parity
 
     def fixed(self, q1: Tensor, q2: Tensor, c: Tensor, *, with_h: bool) -> tuple[Tensor, ...]:
         mean = (q1 + q2) / 2
@@ -184,38 +278,6 @@ class _Wave(Closed):
 
 
 @final
-class Sine(_Wave):
-    r"""Dual of the sine: :math:`E[\phi \phi] = e^{-(Q_1 + Q_2) / 2} \sinh C`.
-
-    Example:
-        >>> one = torch.ones(1, dtype=torch.float64)
-        >>> Sine().same(one, one, one, None)[0].item()  # (1 - e⁻²) / 2
-        0.432332358381...
-    """
-
-    parity = -1
-
-    def __init__(self):
-        super().__init__(torch.sin, "sin")
-
-
-@final
-class Cosine(_Wave):
-    r"""Dual of the cosine: :math:`E[\phi \phi] = e^{-(Q_1 + Q_2) / 2} \cosh C`.
-
-    Example:
-        >>> one = torch.ones(1, dtype=torch.float64)
-        >>> Cosine().same(one, one, one, None)[0].item()  # (1 + e⁻²) / 2
-        0.567667641618...
-    """
-
-    parity = 1
-
-    def __init__(self):
-        super().__init__(torch.cos, "cos")
-
-
-@final
 class Gelu(Closed):
     r"""Dual of :math:`x\, \Phi(x)` with the normal distribution function :math:`\Phi`.
 
@@ -225,11 +287,6 @@ class Gelu(Closed):
     .. math::
         2 \pi\, E[\phi \phi] = C\, \left(\tfrac{\pi}{2} + \arcsin \tfrac{C}{\sqrt{d_1 d_2}}\right)
             + N / \sqrt{\Delta}
-
-    Example:
-        >>> zero, one = torch.zeros(1), torch.ones(1)
-        >>> round(math.pi * Gelu().same(one, one, zero, None)[0].item(), 6)  # Q₁Q₂ / 2√(d₁d₂)
-        0.25
     """
 
     def __init__(self):

@@ -1,19 +1,16 @@
 r"""What a layer's activation does to a Gaussian: the contract of all duals.
 
 Let :math:`(z_1, z_2)` be centred and jointly normal with variances :math:`q_1, q_2` and covariance
-:math:`c`, and let :math:`v_1, v_2` be pre-activation modulations, independent of them. An
-infinitely wide layer needs three expectations of its activation :math:`\phi`:
+:math:`c`, and let :math:`v_1, v_2` be pre-activation modulations, independent of them:
 
 .. math::
-    F &= E[\phi(v_1 z_1)\, \phi(v_2 z_2)] \\
-    G &= E[v_1 v_2\, \phi'(v_1 z_1)\, \phi'(v_2 z_2)] = \partial F / \partial c \\
-    H &= E[z_1 z_2\, \phi'(v_1 z_1)\, \phi'(v_2 z_2)]
+    F = E[\phi(v_1 z_1)\, \phi(v_2 z_2)], \quad
+    G = E[v_1 v_2\, \phi'(v_1 z_1)\, \phi'(v_2 z_2)] = \partial_c F, \quad
+    H = E[z_1 z_2\, \phi'(v_1 z_1)\, \phi'(v_2 z_2)]
 
-In one member :math:`v_1 = v_2`: that is ``same``. In two members they are independent with the same
-law: that is ``cross``, where :math:`H` never enters a kernel. The printed paper factorises
-:math:`G` into :math:`E[v_1 v_2]\, E[\phi' \phi']`, which is wrong: both depend on :math:`v`.
-
-Not here: any formula. Those are in ``homogeneous`` (ReLU), ``closed`` (erf) and ``smooth`` (tanh).
+In one member :math:`v_1 = v_2`: that is ``same``. In two they are independent with the same law:
+that is ``cross``, where :math:`H` never enters a kernel. The printed paper factorises :math:`G`
+into :math:`E[v_1 v_2]\, E[\phi' \phi']`, which is wrong: both depend on :math:`v`.
 """
 
 from __future__ import annotations
@@ -46,10 +43,7 @@ class Dual(ABC):
         """Return :math:`F, G` between two members."""
 
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
-        """Return a dual that is fast for this law and all variances between these two.
-
-        Call it once for a layer and use the result block by block.
-        """
+        """Return a dual that is fast for this law and all variances between these two."""
         return self
 
 

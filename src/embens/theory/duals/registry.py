@@ -1,10 +1,8 @@
 r"""Dual activations: which expectations belong to which module.
 
-``dual(module)`` returns the :class:`~embens.theory.Dual` of an activation, for its
-settings (the slope of a leaky ReLU). Closed forms exist for what is linear on each half-line, and
-for erf, sine, cosine and GELU; other smooth activations go by quadrature to 1e-10. Your own needs
-one line, ``register(MyActivation)``, if it is smooth; else write a dual and register a function
-that makes it.
+Closed forms exist for what is linear on each half-line, and for erf, sine, cosine and GELU; other
+smooth activations go by quadrature to 1e-10. Your own needs one line, ``register(MyActivation)``,
+if it is smooth; else write a dual and register a function that makes it.
 """
 
 from __future__ import annotations
@@ -17,17 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from embens import networks
-from embens.theory.duals.closed import Cosine, Erf, Gelu, Sine
+from embens.theory.duals.closed import Erf, Gelu, Homogeneous, Wave
 from embens.theory.duals.expectations import Dual
-from embens.theory.duals.homogeneous import Homogeneous
 from embens.theory.duals.smooth import Smooth
-
-__all__ = ["Dual", "dual", "register"]
 
 
 @singledispatch
 def dual(module: nn.Module) -> Dual:
-    """Return the expectations of an activation.
+    """Return the expectations of an activation with its settings.
 
     Example:
         >>> dual(nn.LeakyReLU(0.1))
@@ -44,15 +39,12 @@ def dual(module: nn.Module) -> Dual:
 def register(
     kind: type[nn.Module], function: Callable[..., Dual] | None = None
 ) -> Callable[[Callable[..., Dual]], Callable[..., Dual]]:
-    """Make an activation known, by itself or by a function that returns its dual.
+    """Make an activation known; return a decorator for a function that makes its dual.
 
     Args:
         kind: class of the activation. It must act on each number alone; unless a function is
             given, it must be smooth, and its expectations go by quadrature.
         function: takes an instance and returns its :class:`Dual`.
-
-    Returns:
-        A decorator for such a function.
 
     Example:
         >>> class Square(nn.Module):
@@ -77,10 +69,8 @@ def register(
 
 
 def _by_quadrature(module: nn.Module) -> Dual:
-    """Return the dual of a smooth module, after a look at whether it acts on each number alone."""
     module = copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False)
     name = type(module).__name__
-
     x = torch.linspace(-2, 2, 9, dtype=torch.float64)
     with torch.no_grad():
         whole, again = module(x), module(x)
@@ -107,19 +97,14 @@ def _of_softplus(module: nn.Softplus) -> Dual:
     return Smooth(lambda x: _softplus(beta * x) / beta, f"Softplus({beta:g})")
 
 
-def _of_leaky_relu(module: nn.LeakyReLU) -> Dual:
-    slope = float(module.negative_slope)
-    return Homogeneous(1.0, slope, slope)
-
-
 _KNOWN: dict[type[nn.Module], Callable[..., Dual]] = {
     nn.Identity: lambda _: Homogeneous(1.0, 1.0, 1.0),
     nn.ReLU: lambda _: Homogeneous(),
-    nn.LeakyReLU: _of_leaky_relu,
+    nn.LeakyReLU: lambda m: Homogeneous(1.0, float(m.negative_slope), float(m.negative_slope)),
     networks.Abs: lambda _: Homogeneous(1.0, -1.0),
     networks.Erf: lambda _: Erf(),
-    networks.Sin: lambda _: Sine(),
-    networks.Cos: lambda _: Cosine(),
+    networks.Sin: lambda _: Wave(-1),
+    networks.Cos: lambda _: Wave(1),
     nn.GELU: lambda module: Gelu() if module.approximate == "none" else _by_quadrature(module),
     nn.Softplus: _of_softplus,
     nn.Mish: lambda _: Smooth(lambda x: x * _softplus(x).tanh(), "Mish"),

@@ -1,11 +1,9 @@
 r"""Duals of smooth activations without a closed form: tanh, softplus, SiLU, or a user's own.
 
-A :class:`Smooth` makes a :class:`Tabulated` for a law and a range of variances,
-and reads all expectations from it. All steps on the way are refined until the values at
-:math:`\rho = 1`, which are the hardest, agree with direct integration to ``ACCURACY``, relative to
-:math:`F, G, H` within a member (for variances down to a millionth of the largest). If they cannot,
-as for an activation with a kink, a warning says what was reached; beyond an error of 1e-4 it is a
-ValueError. How a table is made is in :mod:`embens.theory.duals.averages`.
+All expectations are read from a table (:mod:`embens.theory.duals.averages`), which is refined until
+the values at :math:`\rho = 1`, the hardest, agree with direct integration to ``ACCURACY``, relative
+to :math:`F, G, H` within a member (for variances down to a millionth of the largest). If not,
+as for an activation with a kink, a warning says what was reached; beyond 1e-4 it is a ValueError.
 """
 
 from __future__ import annotations
@@ -20,10 +18,9 @@ import torch
 from torch import Tensor
 
 from embens.laws import Law
-from embens.theory.duals import hermite
 from embens.theory.duals.averages import Averages, Mehler, Nodes
-from embens.theory.duals.chebyshev import Axis
 from embens.theory.duals.expectations import Dual, tells_apart
+from embens.theory.duals.series import REACH, TIERS, Axis, normal_grid, to_hermite
 from embens.theory.duals.tables import Tabulated, span
 
 ACCURACY = 1e-10
@@ -38,9 +35,7 @@ STEPS = ((61, 256), (121, 512), (241, 1024), (481, 4096), (961, 16384), (1921, 1
 class Smooth(Dual):
     """Dual of any function that acts on each number alone and is smooth.
 
-    Args:
-        function: the activation; its derivative is taken by torch.
-        name: what messages call it.
+    Its derivative is taken by torch; ``name`` is what messages call it.
 
     Example:
         >>> one = torch.ones(1, dtype=torch.float64)
@@ -55,20 +50,17 @@ class Smooth(Dual):
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.tabulate(*span(q1, q2), law).same(q1, q2, c, law, with_h=with_h)
+        return self.prepare(*span(q1, q2), law).same(q1, q2, c, law, with_h=with_h)
 
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
-        return self.tabulate(*span(q1, q2), law).cross(q1, q2, c, law)
+        return self.prepare(*span(q1, q2), law).cross(q1, q2, c, law)
 
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
-        return self.tabulate(q_min, q_max, law)
-
-    def tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
         """Return a table for these variances, a new one if none of the last few will do."""
         if torch._C._are_functorch_transforms_active():
             # What is made under a transform ends with it. Transforms hold for one thread.
             with ThreadPoolExecutor(1) as thread:
-                return thread.submit(self.tabulate, q_min, q_max, law).result()
+                return thread.submit(self.prepare, q_min, q_max, law).result()
         ends = round_out(q_min, q_max)
         with torch.inference_mode(False), torch.no_grad():
             # Functions are told apart by their values: each pass looks them up anew.
@@ -81,11 +73,8 @@ class Smooth(Dual):
         _TABLES[:] = [(key, table), *_TABLES[: _HELD - 1]]
         return table
 
-    def derivative(self, x: Tensor) -> Tensor:
-        """Return :math:`φ'`."""
-        if torch._C._are_functorch_transforms_active():
-            return torch.func.grad(lambda y: self.function(y).sum())(x)
-        with torch.inference_mode(False), torch.enable_grad():
+    def _derivative(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
             x = x.clone().requires_grad_()
             return torch.autograd.grad(self.function(x).sum(), x)[0]
 
@@ -103,7 +92,6 @@ class Smooth(Dual):
     def _table(
         self, low: float, high: float, law: Law | None, averages: Averages, *, within: bool = True
     ) -> Tabulated:
-        """Return a table for roots of variances from ``low`` to ``high``."""
         axis, edge = Axis(low, high, averages.nodes.spread or 1.0), averages.nodes.edge(high)
         first, inside = averages.within(axis, edge) if within else (axis, ())
         other, between = averages.between(axis, edge) if tells_apart(law) else (first, inside[:3])
@@ -111,7 +99,6 @@ class Smooth(Dual):
         return Tabulated(self, law, axis, inside, between, edge)
 
     def _check(self, error: float, q_max: float, law: Law | None, *, warn: bool = False) -> None:
-        """Refuse a large error, and warn of a smaller one."""
         if not error < _WORST:
             reached = f"{error:.1g}" if error < 1 else "no digit at all"
             raise ValueError(
@@ -140,7 +127,7 @@ class Smooth(Dual):
             if not exact.isfinite().all():
                 raise ValueError(
                     f"{self.name} is not finite, or grows too fast, for arguments up to "
-                    f"{nodes.size.max() * root * hermite.REACH:.3g}, which a variance of "
+                    f"{nodes.size.max() * root * REACH:.3g}, which a variance of "
                     f"{root**2:.3g} needs with {law}. Scale the inputs or the weights down."
                 )
             error = _difference(last, exact)
@@ -151,13 +138,13 @@ class Smooth(Dual):
 
     def _moments(self, root: float, nodes: Nodes, fineness: int) -> Tensor:
         """Return F, G, H/q, and F, G between members, at ρ = 1 by direct integration."""
-        points, weights = hermite.grid(fineness)
+        points, weights = normal_grid(fineness)
         size = nodes.size[:, None]
         sums = points.new_zeros(3)
         averages = points.new_zeros(2, 2, len(points))  # of φ(vz) and vφ'(vz), at z and at -z
         for sign in (0, 1):
             arguments = (1 - 2 * sign) * root * size * points
-            value, slope = self.function(arguments), self.derivative(arguments)
+            value, slope = self.function(arguments), self._derivative(arguments)
             terms = (value, size * slope, points * slope)
             sums += torch.stack([nodes.both @ term**2 @ weights for term in terms])
             averages[0, sign] += nodes.plus @ value
@@ -170,7 +157,7 @@ class Smooth(Dual):
         """Return how many coefficients carry F, G and H at ρ = 1 (Parseval), and what they miss."""
         nodes = Nodes.of(law, STEPS[0][0])
         count, missing = 0, math.inf
-        for tier in hermite.TIERS:
+        for tier in TIERS:
             count = tier - 1
             exact = self._moments(root, nodes, tier)[:3, None]
             a, b, d = self._coefficients(root * nodes.size, count)
@@ -187,19 +174,18 @@ class Smooth(Dual):
 
     def _coefficients(self, scales: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first coefficient of φ(sg), and those of φ'(sg) and gφ'(sg)."""
-        points, weights = hermite.grid(max(count, hermite.TIERS[0]))
+        points, weights = normal_grid(max(count, TIERS[0]))
         arguments = scales[:, None] * points
         a = (self.function(arguments) + self.function(-arguments)) @ weights
-        b = hermite.coefficients(self.derivative, scales, count + 1)
+        b = to_hermite(self._derivative, scales, count + 1)
         n = torch.arange(1, count + 1, dtype=torch.float64).sqrt()
         d = n * b[:, 1:]
         d[:, 1:] += n[:-1] * b[:, : count - 1]
         return a, b[:, :count], d
 
     def _series(self, low: float, high: float, nodes: Nodes, count: int) -> Mehler:
-        """Return coefficients on an axis of scales |v|√q that is fine enough."""
         least, most = float(nodes.size.min()) * low, float(nodes.size.max()) * high
-        some = min(count, hermite.TIERS[0] - 1)
+        some = min(count, TIERS[0] - 1)
         axis = Axis(least, most or 1.0, 1.0).refine(
             lambda scales: torch.cat(self._coefficients(scales, some)[1:], 1)
         )

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from embens.laws import Law
-from embens.theory.duals.chebyshev import Axis, clenshaw
 from embens.theory.duals.expectations import Dual, roots
+from embens.theory.duals.series import Axis, clenshaw
 
 _NUMBERS = 2**19  # coefficients held at once
 
@@ -25,9 +25,8 @@ _NUMBERS = 2**19  # coefficients held at once
 class Expansion:
     """Function of two roots and a correlation, by the coefficients that matter.
 
-    Attributes:
-        table: ``(degree, m, rank)``.
-        mix: ``(m, rank)``, what is made of the polynomials in the second root.
+    The last axis of ``table``, ``(degree, m, rank)``, goes with what ``mix``, ``(m, rank)``, makes
+    of the polynomials in the second root.
     """
 
     table: Tensor
@@ -70,43 +69,33 @@ def _sum(table: Tensor, left: Tensor, right: Tensor, correlation: Tensor) -> Ten
 
 @dataclass(frozen=True, eq=False)
 class Tabulated(Dual):
-    r"""Dual for one law and a range of variances; for others it asks the one it was made from.
-
-    Attributes:
-        source: the dual without tables.
-        law: of the modulation.
-        axis: roots of variances.
-        within: :math:`F_0, \tilde F, G, \tilde H` in one member.
-        between: :math:`F_0, \tilde F, G` between members.
-        edge: how far beyond ±1 the correlation is smooth; None for far.
-    """
+    r"""Dual for one law and a range of variances; for others it asks the one it was made from."""
 
     source: Dual
     law: Law | None
-    axis: Axis
-    within: tuple[Expansion, ...]
-    between: tuple[Expansion, ...]
-    edge: float | None = None
+    axis: Axis  # roots of variances
+    within: tuple[Expansion, ...]  # F₀, F̃, G, H̃ in one member
+    between: tuple[Expansion, ...]  # F₀, F̃, G between members
+    edge: float  # how far beyond ±1 the correlation is smooth
 
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not (self.within and self.covers(*span(q1, q2), law)):
+        if not (self.within and self._covers(*span(q1, q2), law)):
             return self.source.same(q1, q2, c, law, with_h=with_h)
         f, g, *h = self._evaluate(self.within if with_h else self.within[:3], q1, q2, c)
         return f, g, h[0] if h else None
 
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
-        if not self.covers(*span(q1, q2), law):
+        if not self._covers(*span(q1, q2), law):
             return self.source.cross(q1, q2, c, law)
         f, g = self._evaluate(self.between, q1, q2, c)
         return f, g
 
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
-        return self if self.covers(q_min, q_max, law) else self.source.prepare(q_min, q_max, law)
+        return self if self._covers(q_min, q_max, law) else self.source.prepare(q_min, q_max, law)
 
-    def covers(self, q_min: float, q_max: float, law: Law | None) -> bool:
-        """Whether it can serve this law and these variances."""
+    def _covers(self, q_min: float, q_max: float, law: Law | None) -> bool:
         slack = 1e-9  # a little outside, polynomials are as good
         low = self.axis.low if self.axis.low > 2e-6 * self.axis.high else 0.0
         inside = low**2 * (1 - slack) <= q_min <= q_max <= self.axis.high**2 * (1 + slack)
@@ -125,22 +114,19 @@ class Tabulated(Dual):
         return [x.to(dtype) for x in (start + size * f, g, *(size * x for x in h))]
 
 
-def spread(correlation: Tensor, edge: float | None) -> Tensor:
+def spread(correlation: Tensor, edge: float) -> Tensor:
     r"""Return a variable in [-1, 1] that has room for what happens near :math:`\rho = \pm 1`.
 
     What is singular on a line beyond :math:`1 + \epsilon` is smooth in
     :math:`\operatorname{artanh}(\rho / (1 + \epsilon))`, in a strip as wide as for all others.
     """
-    if edge is None:
-        return correlation
     return torch.atanh(correlation / (1 + edge)) / math.atanh(1 / (1 + edge))
 
 
-def gather(variable: Tensor, edge: float | None) -> Tensor:
+def gather(variable: list[float], edge: float) -> tuple[float, ...]:
     """Return the correlations for which :func:`spread` gives these numbers."""
-    if edge is None:
-        return variable
-    return ((1 + edge) * torch.tanh(variable * math.atanh(1 / (1 + edge)))).clamp(-1, 1)
+    mapped = torch.tensor(variable, dtype=torch.float64) * math.atanh(1 / (1 + edge))
+    return tuple(((1 + edge) * torch.tanh(mapped)).clamp(-1, 1).tolist())
 
 
 def span(q1: Tensor, q2: Tensor) -> tuple[float, float]:

@@ -1,15 +1,14 @@
-r"""Cross-entropy training in the limit, which has no closed form: the equation, solved numerically.
+r"""Classes in the limit: cross-entropy training, and what an infinitely wide ensemble achieves.
 
-.. math::
-    \dot f_a(x) = -\frac1B \sum_b \sum_{x'} \Theta_{ab}(x, x') \,
-        \big(\mathrm{softmax} f_b(x') - e_{y(x')}\big)
+*Cross-entropy* has no closed form; :math:`\dot f_a = -\frac1B \sum_b \Theta_{ab}\,
+(\mathrm{softmax} f_b - e_y)` is integrated. Softmax mixes the modes of :mod:`embens.theory.flow`,
+still the kernel is only its two blocks. The state is :math:`R_a(t)`, the residual up to time
+:math:`t`: outputs anywhere are those at initialisation minus :math:`\frac1B \Theta R`, so that test
+data cost nothing on the way. Not here: infinite time, where separable classes diverge.
 
-All members' outputs are needed, since softmax mixes the modes of :mod:`embens.theory.flow`; still
-the kernel is only its two blocks, :math:`\Theta R_a = K_d R_a + \Theta_{ab} \sum_b R_b`. What is
-integrated is :math:`R_a(t)`, the residual up to time :math:`t`: outputs anywhere are those at
-initialisation minus :math:`\frac1B \Theta R`, so that test data cost nothing on the way.
-
-Infinite time is not here: separable classes drive outputs to infinity.
+*Performance* is of regression on centred one-hot targets, so that all is Gaussian; the outputs of
+drawn ensembles are scored as logits. Accuracy does not depend on the ``scale`` of targets that
+outweigh the prior; likelihood and calibration do, since logits ``scale`` apart are that sure.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from embens.checks import Gamma
+from embens import metrics
+from embens.checks import Gamma, check_whole
+from embens.theory.flow.flow import GradientFlow
 from embens.theory.flow.problem import Problem
 from embens.theory.kernel import Kernels, MemberKernel
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-Residual = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,7 @@ class CrossEntropySettings:
         generator: draws them.
         shared_rate: relative rate of the shared parameters.
         individual_rate: relative rate of the modulations.
-        method: a solver of ``scipy.integrate.solve_ivp``.
-        rtol: its relative tolerance.
-        atol: its absolute tolerance.
+        method: a solver of ``scipy.integrate.solve_ivp``, with its ``rtol`` and ``atol``.
     """
 
     classes: int | None = None
@@ -78,15 +75,9 @@ def cross_entropy_flow(
 ) -> Tensor:
     r"""Train infinitely wide ensembles by gradient flow on the cross-entropy of each member.
 
-    Args:
-        k_train_train: kernels of the train data with themselves.
-        k_test_train: of the test data (rows) with the train data.
-        k_test_test: of the test data with themselves; not needed where ``start`` is given.
-        labels: class of each train sample.
-        members: :math:`M`.
-        gamma: gradient scale; see :func:`~embens.theory.gradient_flow`.
-        times: at which outputs are wanted, in rising order.
-        settings: start, rates and solver.
+    ``labels`` are the classes of the train samples, ``times`` those at which outputs are wanted, in
+    rising order. The other arguments are those of :func:`~embens.theory.gradient_flow`;
+    ``k_test_test`` is not needed where ``settings.start`` is given.
 
     Returns:
         Logits ``(time, member, test, class)``, each time ready for :mod:`embens.metrics`; with
@@ -119,7 +110,7 @@ def cross_entropy_flow(
 def integrate(
     ntk_train_train: MemberKernel,
     ntk_test_train: MemberKernel,
-    residual: Residual,
+    residual: Callable[[Tensor], Tensor],
     start: tuple[Float[Tensor, "member n k"], Float[Tensor, "member test k"]],
     times: Sequence[float],
     *,
@@ -212,3 +203,77 @@ def _check_start(
                 f"start: expected {name} outputs of shape {shape}; got {tuple(outputs.shape)}."
             )
     return settings.start[0].double(), settings.start[1].double()
+
+
+@dataclass(frozen=True)
+class Performance:
+    """Expected quality of an ensemble over initialisations.
+
+    Attributes:
+        accuracy: of the ensemble, from the mean output.
+        member_accuracy: of a member alone.
+        nll: negative log-likelihood of the mean probability.
+        brier: its Brier score.
+        calibration_error: its expected calibration error.
+        error: standard errors of all these, by name; from the draws alone, on the given test data.
+    """
+
+    accuracy: float
+    member_accuracy: float
+    nll: float
+    brier: float
+    calibration_error: float
+    error: dict[str, float]
+
+
+def centred_targets(
+    labels: Int[Tensor, " n"], classes: int, *, scale: float = 1.0
+) -> Float[Tensor, "n class"]:
+    """Return one-hot targets whose mean over classes is 0.
+
+    Example:
+        >>> centred_targets(torch.tensor([1]), classes=4, scale=4.0).tolist()
+        [[-1.0, 3.0, -1.0, -1.0]]
+    """
+    return scale * (one_hot(labels.long(), classes).double() - 1 / classes)
+
+
+def performance(
+    flow: GradientFlow,
+    labels: Int[Tensor, " test"],
+    *,
+    t: float = math.inf,
+    draws: int = 32,
+    generator: torch.Generator | None = None,
+) -> Performance:
+    """Return what an infinitely wide ensemble is expected to achieve on its test data.
+
+    Args:
+        flow: of targets with one output for each class, such as :func:`centred_targets`.
+        labels: class of each test sample.
+        t: when training stops.
+        draws: of how many ensembles the mean is returned.
+        generator: draws them.
+    """
+    if flow.targets.dim() != 2:
+        raise ValueError(
+            "performance needs targets with one output for each class, (n, class); got "
+            f"{tuple(flow.targets.shape)}. Train on centred_targets(labels, classes)."
+        )
+    check_whole("draws", draws)
+    measures = {
+        "accuracy": metrics.ensemble_accuracy,
+        "member_accuracy": lambda f, y: metrics.member_accuracy(f, y).mean(),
+        "nll": metrics.nll,
+        "brier": metrics.brier,
+        "calibration_error": metrics.expected_calibration_error,
+    }
+    drawn = flow.sample(t, draws, generator=generator)
+    found = {
+        name: torch.stack([measure(outputs, labels) for outputs in drawn])
+        for name, measure in measures.items()
+    }
+    error = {
+        n: v.std().item() / math.sqrt(draws) if draws > 1 else math.nan for n, v in found.items()
+    }
+    return Performance(**{n: v.mean().item() for n, v in found.items()}, error=error)

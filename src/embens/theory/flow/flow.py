@@ -1,23 +1,15 @@
 r"""Training in the limit: what an infinitely wide ensemble predicts after any time, in closed form.
 
-With the loss :math:`\frac1B \sum_x \frac12 (f_a(x) - y(x))^2` of each member and the kernel
-:math:`\Theta_{ab}` of :meth:`~embens.theory.kernel.Kernels.ntk`, outputs obey a linear equation.
-Exchangeable members make it two small ones, whatever their number: the ensemble mean
-:math:`\bar f` follows :math:`K_m = \Theta_{aa} + (M-1) \Theta_{ab}` towards the targets, and
-deviations :math:`g_a = f_a - \bar f` follow :math:`K_d = \Theta_{aa} - \Theta_{ab}` towards 0. With
-:math:`A_m, A_d, V_m, V_d` of :class:`~embens.theory.flow.mode.Mode`,
-
-.. math::
-    E f_a = A_m y, \quad
-    \mathrm{Cov}(f_a, f_b) = V_m + (\delta_{ab} - \tfrac1M) V_d, \quad
-    \mathrm{Var} \bar f = V_m, \quad
-    E \tfrac1M \textstyle\sum_a g_a^2 = (1 - \tfrac1M) V_d .
+With the loss :math:`\frac1B \sum_x \frac12 (f_a(x) - y(x))^2` of each member, the ensemble mean
+follows :math:`K_m = \Theta_{aa} + (M-1) \Theta_{ab}` towards the targets, and deviations from it
+follow :math:`K_d = \Theta_{aa} - \Theta_{ab}` towards 0. With :math:`A, V` of each
+:class:`~embens.theory.flow.mode.Mode`, :math:`E f_a = A_m y` and
+:math:`\mathrm{Cov}(f_a, f_b) = V_m + (\delta_{ab} - \tfrac1M) V_d`.
 
 Time is in units of the rate: :math:`t = 1` is :math:`1/\eta` steps at a small rate :math:`\eta`.
 Expectations are over initialisations. Train outputs come from passing the train data as test data.
-Several outputs share one kernel and are independent: variances hold for each of them.
-
-Not here: other losses (:mod:`embens.theory.flow.classification`).
+Several outputs share one kernel and are independent: variances hold for each of them. Not here:
+other losses (:mod:`embens.theory.flow.classification`).
 """
 
 from __future__ import annotations
@@ -31,7 +23,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from embens.checks import Gamma
+from embens.checks import Gamma, check_number
 from embens.theory.flow.mode import Mode, Schedule
 from embens.theory.flow.problem import Problem, check_targets, draw_members
 from embens.theory.kernel import Kernels, MemberKernel, check_rates
@@ -93,7 +85,7 @@ class GradientFlow:
     jitter: float
 
     def mean(self, t: float | Tensor) -> Tensor:
-        """Expected output of a member, and of the ensemble: the same."""
+        """Return the expected output of a member, which is that of the ensemble."""
         flat = self.targets.reshape(len(self.targets), -1)
         moved = self._at(t, lambda gains: self.modes.mean.respond(gains.mean, flat))
         return moved.reshape(*moved.shape[:-1], *self.targets.shape[1:])
@@ -128,13 +120,7 @@ class GradientFlow:
         train: Float[Tensor, "member n ..."],
         test: Float[Tensor, "member test ..."],
     ) -> Tensor:
-        """Return test outputs of one ensemble, given its outputs at initialisation.
-
-        Args:
-            t: the time.
-            train: outputs on the train data before training.
-            test: outputs on the test data before training.
-        """
+        """Return test outputs of one ensemble, given its train and test outputs before training."""
         mean, deviation = self.modes
         for name, given, samples in (("train", train, mean.basis), ("test", test, mean.carry)):
             expected = (self.members, len(samples), *self.targets.shape[1:])
@@ -180,7 +166,6 @@ class GradientFlow:
         return PerMode(*(mode.condition for mode in self.modes))
 
     def _variances(self, t: float | Tensor, what: str) -> Float[Tensor, "2 ... test"]:
-        """Return the variances of the mean, and of members around it."""
         self._require_prior(what)
         shares = (1.0, 1 - 1 / self.members)
 
@@ -191,7 +176,6 @@ class GradientFlow:
         return self._at(t, variances).movedim(-2, 0)
 
     def _covariances(self, t: float, what: str) -> tuple[Tensor, Tensor]:
-        r"""Return :math:`V_m, V_d`."""
         self._require_prior(what)
         if isinstance(t, Tensor) and t.dim():
             raise ValueError(
@@ -208,7 +192,6 @@ class GradientFlow:
             )
 
     def _at(self, t: float | Tensor, of_gains: Callable[[PerMode[Tensor]], Tensor]) -> Tensor:
-        """Evaluate a function of the modes' gains at a time, or at each of a vector."""
         if hasattr(t, "__len__") and not isinstance(t, (str, Tensor)):
             t = torch.as_tensor(t, dtype=torch.float64)
         if not isinstance(t, Tensor) or not t.dim():
@@ -296,8 +279,7 @@ def gradient_flow(
         >>> flow.mean(float("inf")).item(), flow.diversity(float("inf")).item()
         (2.0, 0.0)
     """
-    parts = k_train_train, k_test_train, k_test_test
-    return _solve(parts, y, members, gamma, settings)
+    return _solve((k_train_train, k_test_train, k_test_test), y, members, gamma, settings)
 
 
 def gradient_descent(
@@ -337,18 +319,16 @@ def _solve(
     settings: FlowSettings,
     rate: float | None = None,
 ) -> GradientFlow:
-    jitter = settings.jitter
     rates = {"shared_rate": settings.shared_rate, "individual_rate": settings.individual_rate}
     problem = Problem.of(parts, members, gamma, rates=rates, what="gradient_flow")
     y = check_targets(y, problem.ntk[0].same)
-    if not 0 <= jitter < math.inf:
-        raise ValueError(f"jitter must be a number >= 0; got {jitter!r}. Leave it out for none.")
+    jitter = check_number("jitter", settings.jitter, "a number >= 0", lambda x: x >= 0)
     modes = []
     for k, name in enumerate(PerMode._fields):
         share = 1 / members if name == "mean" else 1.0  # of what `modes` gives
         ntk = [n.modes(members)[k] for n in problem.ntk]
         nngp = [None if n is None else share * n.modes(members)[k] for n in problem.nngp]
-        mode = Mode.solve(tuple(ntk), tuple(nngp), jitter=jitter)  # type: ignore[arg-type]
+        mode = Mode.solve(tuple(ntk), tuple(nngp), jitter)  # type: ignore[arg-type]
         if mode.indefinite and (name == "mean" or members > 1):
             warnings.warn(
                 f"the {name} mode's kernel on the train data is not positive semi-definite: its "
@@ -359,4 +339,4 @@ def _solve(
             )
         modes.append(mode)
     schedule = Schedule(samples=len(y), rate=rate)
-    return GradientFlow(PerMode(*modes), schedule, y, members, problem.gamma, float(jitter))
+    return GradientFlow(PerMode(*modes), schedule, y, members, problem.gamma, jitter)

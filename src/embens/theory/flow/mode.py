@@ -1,14 +1,8 @@
 r"""One mode of training: linear dynamics where the kernel of the train data is diagonal.
 
-With squared loss the ensemble mean and the deviations from it are trained apart, each by a kernel
-:math:`K` of its own (:mod:`embens.theory.flow`). A residual :math:`r_0` on the train data has by
-time :math:`t` moved the outputs by :math:`-A(t)\, r_0`,
-
-.. math::
-    A(t) = K(X_*, X)\, Q\, g(\Lambda, t)\, Q^\top, \qquad K(X, X) = Q \Lambda Q^\top ,
-
-where the :class:`Schedule` says how far each eigenvalue has come: gradient flow or steps of
-gradient descent. :math:`Q` is found once and serves all times.
+A residual :math:`r_0` on the train data has by time :math:`t` moved the outputs by :math:`-A(t)\,
+r_0` with :math:`A(t) = K(X_*, X)\, Q\, g(\Lambda, t)\, Q^\top`, :math:`K(X, X) = Q \Lambda Q^\top`,
+where the :class:`Schedule` says how far each eigenvalue has come.
 
 *Null directions.* Eigenvalues within ``Mode.cutoff`` are 0: what rounding leaves of them,
 :math:`n \epsilon \lambda_{\max}`, or ten times the most negative one, which shows how far the
@@ -40,11 +34,8 @@ class Schedule:
         g(\lambda, t) = \frac{1 - e^{-\lambda t / B}}{\lambda}, \qquad
         g(\lambda, n) = \frac{1 - (1 - \eta \lambda / B)^n}{\lambda}
 
-    for gradient flow, and for ``n`` steps of gradient descent at a ``rate`` :math:`\eta`.
-
-    Attributes:
-        samples: :math:`B`, over which the loss is a mean.
-        rate: of gradient descent; None for the flow.
+    for gradient flow, and for ``n`` steps of gradient descent at a ``rate`` :math:`\eta`;
+    ``samples`` are :math:`B`, over which the loss is a mean. Eigenvalues of 0 are null directions.
 
     Example:
         >>> eigenvalues = torch.tensor([0.0, 1.0], dtype=torch.float64)
@@ -58,7 +49,6 @@ class Schedule:
     rate: float | None = None
 
     def check(self, t: float) -> float:
-        """Return a time as a float, or say what it should have been."""
         what, unit = ("t", "a time") if self.rate is None else ("steps", "a whole number")
         expected = f"{what} must be {unit} >= 0, which may be inf; got {t!r}."
         try:
@@ -72,7 +62,6 @@ class Schedule:
         return value
 
     def gain(self, eigenvalues: Float[Tensor, " n"], t: float) -> Float[Tensor, " n"]:
-        """Return :math:`g` at a time; eigenvalues that are 0 are null directions."""
         null = eigenvalues == 0
         safe = torch.where(null, 1.0, eigenvalues)
         if math.isinf(t):
@@ -88,48 +77,31 @@ class Schedule:
         return torch.where(null, t * self.rate / self.samples, done / safe)
 
     def converges(self, eigenvalues: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
-        """Return whether training comes to an end along each eigenvalue."""
         if self.rate is None:
             return eigenvalues >= 0
         return (eigenvalues >= 0) & (self.rate * eigenvalues < 2 * self.samples)
 
     def largest_stable_rate(self, eigenvalues: Float[Tensor, " n"]) -> float:
-        r"""Return :math:`2B / \lambda_{\max}`, below which gradient descent converges."""
         largest = eigenvalues.max().item()
         return 2 * self.samples / largest if largest > 0 else math.inf
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Training and prior of one mode, in the eigenbasis of its kernel on the train data.
+    """Training and prior of one mode, in the eigenbasis of its kernel on the train data."""
 
-    Attributes:
-        eigenvalues: with jitter, null directions set to 0.
-        basis: the eigenvectors, in columns.
-        carry: kernel between test data and eigenvectors.
-        prior_train: covariance at initialisation between eigenvectors.
-        prior_carry: between test data and eigenvectors.
-        prior_test: between test data; None where it was not given.
-        cutoff: what counts as 0.
-        least: the smallest eigenvalue as it was found.
-    """
-
-    eigenvalues: Float[Tensor, " n"]
-    basis: Float[Tensor, "n n"]
-    carry: Float[Tensor, "test n"]
-    prior_train: Float[Tensor, "n n"]
-    prior_carry: Float[Tensor, "test n"]
-    prior_test: Float[Tensor, "test test"] | None
-    cutoff: float
-    least: float
+    eigenvalues: Float[Tensor, " n"]  # with jitter, null directions set to 0
+    basis: Float[Tensor, "n n"]  # the eigenvectors, in columns
+    carry: Float[Tensor, "test n"]  # kernel between test data and eigenvectors
+    prior_train: Float[Tensor, "n n"]  # covariance at initialisation between eigenvectors
+    prior_carry: Float[Tensor, "test n"]  # between test data and eigenvectors
+    prior_test: Float[Tensor, "test test"] | None  # between test data, where it was given
+    cutoff: float  # what counts as 0
+    least: float  # the smallest eigenvalue as it was found
 
     @classmethod
     def solve(
-        cls,
-        ntk: tuple[Tensor, Tensor],
-        nngp: tuple[Tensor, Tensor, Tensor | None],
-        *,
-        jitter: float,
+        cls, ntk: tuple[Tensor, Tensor], nngp: tuple[Tensor, Tensor, Tensor | None], jitter: float
     ) -> Mode:
         """Diagonalise a mode, given its kernels (train with train, test with train, test)."""
         train, carry = ntk
@@ -158,12 +130,10 @@ class Mode:
 
     @property
     def rank(self) -> int:
-        """How many eigenvalues are not 0."""
         return int((self.eigenvalues != 0).sum())
 
     @property
     def condition(self) -> float:
-        """Largest eigenvalue over the smallest; infinite where one is 0."""
         sizes = self.eigenvalues.abs()
         least = sizes.min().item()
         return sizes.max().item() / least if least else math.inf
@@ -173,18 +143,12 @@ class Mode:
         """Whether the kernel is none: some eigenvalue is clearly negative."""
         return self.least < -INDEFINITE * self.eigenvalues.abs().max().item()
 
-    def respond(
-        self, gain: Float[Tensor, " n"], residual: Float[Tensor, "*member n k"]
-    ) -> Float[Tensor, "*member test k"]:
+    def respond(self, gain: Tensor, residual: Float[Tensor, "*member n k"]) -> Tensor:
         """Return :math:`A r_0`, by which test outputs have moved."""
         return self.carry * gain @ (self.basis.mT @ residual)
 
     def covariance(self, gain: Float[Tensor, " n"]) -> Float[Tensor, "test test"]:
-        r"""Return the covariance of test outputs, from that at initialisation :math:`S`.
-
-        .. math::
-            V = S^{**} - A S^{X*} - S^{*X} A^\top + A S^{XX} A^\top
-        """
+        r"""Return :math:`V = S^{**} - A S^{X*} - S^{*X} A^\top + A S^{XX} A^\top`, S: the prior."""
         assert self.prior_test is not None
         response = self.carry * gain
         mixed = response @ self.prior_carry.mT

@@ -24,14 +24,9 @@ SYMMETRY = 1e-8
 
 @dataclass(frozen=True)
 class Problem:
-    """Kernels in float64 of an ensemble on train and test data.
+    """Kernels in float64 of train with train, test with train, and test with test data.
 
-    Attributes:
-        nngp: covariances at initialisation: train with train, test with train, test with test
-            (None where they were not given).
-        ntk: kernels of training: train with train, test with train.
-        members: how many.
-        gamma: the gradient scale, as a number.
+    The last ones are None where they were not given; ``ntk`` has only the first two.
     """
 
     nngp: tuple[MemberKernel, MemberKernel, MemberKernel | None]
@@ -51,19 +46,15 @@ class Problem:
     ) -> Problem:
         """Return the problem if nothing is wrong; ``what`` is the function that was called."""
         names = ("k_train_train", "k_test_train", "k_test_test")
-        given = dict(zip(names, parts, strict=True))
-        if parts[2] is None:
-            del given["k_test_test"]
+        given = dict(zip(names if parts[2] is not None else names[:2], parts, strict=False))
         _check_kernels(given, what)  # type: ignore[arg-type]
         check_members(members)
         check_rates(**rates)
-        train, carry, test = (None if k is None else k.to(torch.float64) for k in parts)
-        assert train is not None
-        assert carry is not None
+        train, carry = (k.to(torch.float64) for k in parts[:2])
+        test = None if parts[2] is None else parts[2].to(torch.float64).nngp
         scale = resolve_gamma(train, members, gamma, **rates)
-        nngp = train.nngp, carry.nngp, None if test is None else test.nngp
         ntk = train.ntk(members, scale, **rates), carry.ntk(members, scale, **rates)
-        return cls(nngp, ntk, members, scale)
+        return cls((train.nngp, carry.nngp, test), ntk, members, scale)
 
     def draw(
         self, outputs: int, draws: int, generator: torch.Generator | None
@@ -114,7 +105,6 @@ def draw_members(
 
 
 def _check_kernels(given: dict[str, Kernels], what: str) -> None:
-    """Say what is wrong with the kernels of train and test data, if anything is."""
     for name, kernels in given.items():
         if not isinstance(kernels, Kernels):
             raise TypeError(

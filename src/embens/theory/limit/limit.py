@@ -6,6 +6,7 @@ gives the variances) and then computes any block of the kernels; ``blocks`` puts
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import warnings
 from collections.abc import Callable
@@ -20,22 +21,14 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated
 from embens.ensemble.plain import walk
 from embens.theory.kernel import Kernels, MemberKernel, zero_cross
-from embens.theory.limit import convolution
-from embens.theory.limit.rules import is_trainable, propagate, steps
+from embens.theory.limit.rules import count_poolings, is_trainable, propagate, steps
 from embens.theory.limit.state import DIAGONAL, Moments, Recorded, State, describe
 
 _RECORD_NUMBERS = 2**22  # in one kernel, in the pass of every input with itself
 
 
 class Limit:
-    """An infinitely wide network or ensemble on some inputs.
-
-    Args:
-        ensemble: what ``embed`` and the families return; a plain network is an ensemble whose
-            members are all equal. The widths of its layers don't matter.
-        x1: inputs, ``(n1, …)``.
-        x2: other inputs; None: the same.
-        dtype: of all computations.
+    """An infinitely wide network or ensemble on some inputs; see :func:`embens.theory.kernels`.
 
     Attributes:
         conditional: whether kernels have member axes; see :class:`~embens.theory.MemberKernel`.
@@ -62,7 +55,7 @@ class Limit:
             self.separate = ensemble.plan.separate
             network = ensemble.member(0) if self.separate else ensemble.network
         self._before, self._steps = _split(network)
-        self._poolings = convolution.count_poolings(nn.ModuleList([m for _, m in self._steps]))
+        self._poolings = count_poolings(nn.ModuleList([m for _, m in self._steps]))
         self.symmetric = x2 is None or x2 is x1 or (x2.shape == x1.shape and torch.equal(x1, x2))
         self._x1 = self._prepare(x1, "x1")
         self._x2 = self._x1 if self.symmetric else self._prepare(x2, "x2")  # type: ignore[arg-type]
@@ -84,7 +77,6 @@ class Limit:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
         return self._x1.device
 
     @property
@@ -95,24 +87,23 @@ class Limit:
 
     @property
     def _numbers(self) -> int:
-        """The same, of one pair of members."""
         spatial = _pixel_axes(_layer_of(self._steps[0][1]))
         return self._x1.shape[2 : 2 + spatial].numel() ** (2 if self._poolings else 1)
 
-    def description(self) -> list[str]:
-        """Return texts that, with :meth:`tensors`, say all that determines the kernels."""
+    def fingerprint(self, *more: Any) -> str:
+        """Return a hash of all that determines the kernels, and of something more."""
         frozen = [
-            f"{path} {name}"
+            (path, name)
             for path, module in self._steps
             for name, parameter in module.named_parameters()
             if not parameter.requires_grad
         ]
-        return [str((path, repr(m))) for path, m in self._steps] + frozen + [str(self.separate)]
-
-    def tensors(self) -> list[Tensor]:
-        """Return inputs and drawn modulations that kernels depend on."""
         drawn = [m.of(None) for m in (self._input_post, self._output_pre) if m is not None]
-        return [self._x1, self._x2, *drawn]
+        digest = hashlib.sha256(str((self._steps, frozen, self.separate, more)).encode())
+        for tensor in (self._x1, self._x2, *drawn):
+            digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     @torch.no_grad()
     def block(self, rows: slice = slice(None), columns: slice = slice(None)) -> Kernels:
@@ -133,10 +124,7 @@ class Limit:
             state = state.replace(individual=tangents if own is None else own + tangents)
         return self._kernels(state, symmetric=aligned)
 
-    # Inputs
-
     def _prepare(self, x: Tensor, name: str) -> Tensor:
-        """Return inputs as the first layer sees them."""
         x = x.detach().to(self.dtype)
         for path, module in self._before:
             if any(True for _ in module.parameters()):
@@ -168,10 +156,7 @@ class Limit:
         u = self._input_post.of(None).to(x) if u is None else u
         return x * u.reshape(len(u), 1, u.shape[1], *(1,) * (x.dim() - 2))
 
-    # Passes
-
     def _run(self, x1: Tensor, x2: Tensor, **options) -> State:
-        """Return the kernels at the end of the network."""
         drawn = self._input_post is not None
         state = State(
             Moments(None), inputs=(x1, x2), drawn=drawn, poolings=self._poolings, **options
@@ -232,8 +217,6 @@ class Limit:
         directions = [channel.expand_as(u) for channel in channels]
         return sum(slope(lambda a, d=d: slope(partial(covariance, a), d), d) for d in directions)  # type: ignore[return-value]
 
-    # Results
-
     def _kernels(self, state: State, *, symmetric: bool) -> Kernels:
         """Return what a state has come to; ``symmetric`` to the last bit where inputs are equal."""
         same, cross = state.same, state.crossed
@@ -272,7 +255,6 @@ class Limit:
 
 
 def _split(network: nn.Module) -> tuple[list[tuple[str, nn.Module]], ...]:
-    """Return the modules before the first layer, and those from it on."""
     found = list(steps(network))
     for i, (_, module) in enumerate(found):
         ruled = propagate.dispatch(type(module)) is not propagate.dispatch(nn.Module)
@@ -312,7 +294,6 @@ def _check_inputs(name: str, x: Any) -> None:
 
 
 def _prepared(*records: list[Recorded]) -> tuple[list[Recorded], ...]:
-    """Return both records with their activations made ready for the variances in both."""
     duals = []
     for both in zip(*records, strict=True):
         low = min(r.variances.min().item() for r in both)

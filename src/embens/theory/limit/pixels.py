@@ -1,19 +1,11 @@
 r"""What layers do to the pixels of a kernel.
 
-With channels going to infinity, a kernel of images is one over pairs of pixels,
-:math:`K(x, p; x', p')`, and layers act on it linearly:
-
-.. math::
-    \text{convolution } k \times k,\ \text{stride } s: \quad
-    \mathcal A[K](p, p') &= \tfrac1{k^2} \textstyle\sum_\delta K(s p + \delta, s p' + \delta),
-    \text{ zero outside the image} \\
-    \text{average pooling}: \quad \mathcal P[K](P, P') &= \tfrac1{|P||P'|}
-    \textstyle\sum_{p \in P,\, p' \in P'} K(p, p') \\
-    \text{flatten, then Linear}: \quad \mathcal A[K] &= \tfrac1{|P|} \textstyle\sum_p K(p, p)
-
-A convolution is a sum along each axis in turn; a pooling acts on the pixels of ``x1`` and on those
-of ``x2`` as it does on an image. Where no pooling is to come, only pairs of equal pixels matter
-(:data:`~embens.theory.limit.state.DIAGONAL`). Any number of pixel axes will do.
+With channels going to infinity, a kernel of images is one over pairs of pixels, on which layers act
+linearly. A convolution of :math:`k^2` pixels and stride :math:`s` makes it
+:math:`\tfrac1{k^2} \sum_\delta K(s p + \delta, s p' + \delta)`, zero outside the image, a sum along
+each axis in turn; average pooling acts on the pixels of ``x1`` and on those of ``x2`` as it does on
+an image; flatten, then Linear, is the mean over :math:`K(p, p)`. Where no pooling is to come, only
+pairs of equal pixels matter. Any number of pixel axes will do.
 """
 
 from __future__ import annotations

@@ -1,52 +1,61 @@
-r"""Rules: how kernels pass through a module.
+r"""Rules: how kernels pass through a module, ``propagate(module, state)``.
 
-``propagate(module, state)`` is dispatched on the module's type. An affine layer with a
-post-activation modulation :math:`u` before it and weights of law :math:`(\sigma_w, \sigma_b)`:
+An affine layer with a post-activation modulation :math:`u` before it and weights of law
+:math:`(\sigma_w, \sigma_b)` with gains :math:`(g_w, g_b)`, with :math:`U_k = E u^k` and what the
+layer does to pixels, :math:`\mathcal A` (nothing in a Linear):
 
 .. math::
-    \Sigma_{aa} &= \sigma_w^2 U_2\, \mathcal A[K_{aa}] + \sigma_b^2, &
-    \Sigma_{ab} &= \sigma_w^2 U_1^2\, \mathcal A[K_{ab}] + \sigma_b^2 \\
-    \Theta^{com}_{aa} &= U_2\, \mathcal A[g_w K_{aa} + \sigma_w^2 P_{aa}] + g_b, &
-    \Theta^{com}_{ab} &= U_1^2\, \mathcal A[g_w K_{ab} + \sigma_w^2 P_{ab}] + g_b \\
-    \Theta^{ind}_a &= \sigma_w^2\, \mathcal A[T(u) K_{aa} + U_2 P^{ind}_a]
+    \Sigma_{aa} = \sigma_w^2 U_2\, \mathcal A[K_{aa}] + \sigma_b^2, \quad
+    \Theta^{com}_{aa} = U_2\, \mathcal A[g_w K_{aa} + \sigma_w^2 P_{aa}] + g_b, \quad
+    \Theta^{ind}_a = \sigma_w^2\, \mathcal A[T(u) K_{aa} + U_2 P^{ind}_a]
 
-with :math:`U_k = E u^k` and :math:`\mathcal A` what the layer does to pixels (nothing in a Linear).
-An activation of units with a pre-activation modulation :math:`v`, with :math:`F, G, H` of
-:mod:`embens.theory.duals`:
+and between members the same with :math:`U_1^2` for :math:`U_2`. An activation of units with a
+pre-activation modulation :math:`v`, with :math:`F, G, H` of :mod:`embens.theory.duals`:
 
 .. math::
     K = F, \quad P^{com} = G\, \Theta^{com}, \quad P^{ind} = T(v)\, H_{aa} + G_{aa}\, \Theta^{ind}
-
-To add a rule for a module of yours, register a function of module and state:
-
-.. code-block:: python
-
-    @embens.theory.propagate.register
-    def _(module: MyBlock, state):
-        return embens.theory.propagate(module.body, state)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache, singledispatch
+from functools import cache, partial, singledispatch
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
 from embens.ensemble.layers import Modulated, Modulation, Once
-from embens.laws import Law
+from embens.networks import Parametrized
 from embens.theory import duals
 from embens.theory.duals import Dual
-from embens.theory.limit.pixels import PixelMap, open_inputs, pixel_map
+from embens.theory.duals.expectations import tells_apart
+from embens.theory.limit.pixels import keep_diagonal, mixes_pixels, open_inputs, pixel_map, pool
 from embens.theory.limit.state import PAIRS, Moments, Recorded, State, describe, diagonal_of
-from embens.theory.limit.weights import WeightLaw, weight_law
+
+AVERAGES = {
+    1: (nn.AvgPool1d, nn.AdaptiveAvgPool1d),
+    2: (nn.AvgPool2d, nn.AdaptiveAvgPool2d),
+    3: (nn.AvgPool3d, nn.AdaptiveAvgPool3d),
+}
+"""Average poolings, by the number of pixel axes."""
 
 
 @singledispatch
 def propagate(module: nn.Module, state: State) -> State:
-    """Return the kernels after a module from those before it."""
+    """Return the kernels after a module from those before it.
+
+    To add a rule for a module of yours, register a function of module and state:
+
+    .. code-block:: python
+
+        @embens.theory.propagate.register
+        def _(module: MyBlock, state):
+            return embens.theory.propagate(module.body, state)
+    """
     try:
         dual = duals.dual(module)
     except TypeError:
@@ -86,11 +95,6 @@ def _sequence(module: nn.Module, state: State) -> State:
 @propagate.register(Modulated)
 def _(module: Modulated, state: State) -> State:
     return affine(module.inner(), state, module.post).replace(pre=module.pre)
-
-
-@propagate.register(nn.Linear)
-def _(module: nn.Linear, state: State) -> State:
-    return affine(module, state)
 
 
 @propagate.register(nn.Identity)
@@ -140,7 +144,7 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
         individual = passed if h is None else passed.add_(h)
     same = Moments(f, None if state.same.ntk is None else g.mul_(state.same.ntk))
     after = after.replace(same=same, individual=individual)
-    if not state.tracked or (state.cross is None and _keeps_alike(law)):
+    if not state.tracked or (state.cross is None and not tells_apart(law)):
         return after
 
     def crossed() -> Moments:
@@ -169,13 +173,24 @@ def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> St
     apply = pixel_map(layer, state)
 
     def moments(before: Moments, moment: float) -> Moments:
-        return _affine_moments(before, moment, law, apply, tracked=state.tracked)
+        assert before.nngp is not None
+        kernel = apply(before.nngp)
+        nngp = ntk = kernel * (moment * law.weight_variance)
+        if law.bias_variance:
+            nngp = nngp + law.bias_variance
+        if not state.tracked:
+            return Moments(nngp)
+        if law.weight_gain != law.weight_variance:
+            ntk = kernel * (moment * law.weight_gain)
+        if before.ntk is not None:
+            ntk = torch.add(ntk, apply(before.ntk), alpha=moment * law.weight_variance)
+        return Moments(nngp, ntk + law.bias_gain if law.bias_gain else ntk)
 
     same, cross, individual = moments(state.same, second), None, None
     shared = (law.bias_variance, law.bias_gain)
     biases = Moments(*(_constant(b, same.nngp) if b else None for b in shared))  # type: ignore[arg-type]
     if state.tracked:
-        if state.cross is not None or not (post is None or _keeps_alike(post.law)):
+        if state.cross is not None or (post is not None and tells_apart(post.law)):
             cross = cache(lambda: moments(state.crossed, first) if first else biases)
         if state.individual is not None:
             individual = state.individual * (law.weight_variance * second)
@@ -188,34 +203,69 @@ def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> St
     return after.replace(layout=None, spatial=0, flat=False) if state.flat else after
 
 
-def _affine_moments(
-    before: Moments, moment: float, law: WeightLaw, apply: PixelMap, *, tracked: bool
-) -> Moments:
-    """Return the moments after an affine layer; its modulation multiplies by ``moment``."""
-    assert before.nngp is not None
-    kernel = apply(before.nngp)
-    nngp = signal = kernel * (moment * law.weight_variance)
-    if law.bias_variance:
-        nngp = signal + law.bias_variance
-    if not tracked:
-        return Moments(nngp)
-    ntk = signal
-    if law.weight_gain != law.weight_variance:
-        ntk = kernel * (moment * law.weight_gain)
-    if before.ntk is not None:
-        ntk = torch.add(ntk, apply(before.ntk), alpha=moment * law.weight_variance)
-    if law.bias_gain:
-        ntk = ntk + law.bias_gain
-    return Moments(nngp, ntk)
+class WeightLaw(NamedTuple):
+    r"""Second moments of a layer's parameters, and the gains of their gradients.
+
+    With :math:`N` inputs of one output, :math:`\sigma_w^2 = N\,\mathrm{Var}\,W` and
+    :math:`\sigma_b^2 = \mathrm{Var}\,b`. Gains, squared gradients of an output divided by the mean
+    squared input, are the same for ``"ntk"``. For ``"standard"`` and ``"xavier"`` they are 1 and
+    :math:`1/N` (0 but for the network's inputs): gradients grow with :math:`N`, the limit exists
+    with layer rates :math:`\propto 1/N`, which are in the gains. ``"xavier"`` is taken at the
+    layer's own ratio of fan-in and fan-out. Frozen parameters have gain 0.
+    """
+
+    weight_variance: float
+    bias_variance: float
+    weight_gain: float
+    bias_gain: float
+
+
+def weight_law(layer: nn.Module, *, finite: bool, path: str = "") -> WeightLaw:
+    r"""Return the law of the weights of a Linear or convolution.
+
+    Layers of :mod:`embens.networks` carry it. Torch's own are taken to be as torch draws them
+    (uniform, :math:`\sigma_w^2 = 1/3`), if their weights look like that. ``finite`` says whether
+    its inputs are the network's, of which there are finitely many.
+    """
+    weight, bias = layer.weight, layer.bias
+    fan_in = weight[0].numel()  # type: ignore[index]
+    if isinstance(layer, Parametrized):
+        weight_variance, bias_variance = layer.weight_std**2, layer.bias_std**2
+        if layer.parametrization == "xavier":
+            fan_out = layer.weight.numel() // layer.weight.shape[1]
+            weight_variance *= 2 * fan_in / (fan_in + fan_out)
+        ntk = layer.parametrization == "ntk"
+    else:
+        if not _looks_like_torchs(weight, fan_in):
+            raise ValueError(
+                f"the law of the weights of {describe(layer, path)} is not known: they are not as "
+                "torch draws them (trained, or initialised in another way). The limit belongs to "
+                "an initialisation: build the network with embens.networks.mlp, cnn, Linear and "
+                "Conv2d, which carry theirs."
+            )
+        weight_variance, bias_variance = 1 / 3, 1 / (3 * fan_in) if finite else 0.0
+        ntk = False
+    scale = 0.0 if not finite else 1 / fan_in
+    gains = (weight_variance, bias_variance) if ntk else (1.0, scale)
+    return WeightLaw(
+        weight_variance=weight_variance,
+        bias_variance=0.0 if bias is None else bias_variance,
+        weight_gain=gains[0] * bool(weight.requires_grad),  # type: ignore[union-attr]
+        bias_gain=0.0 if bias is None else gains[1] * bool(bias.requires_grad),  # type: ignore[union-attr]
+    )
+
+
+def _looks_like_torchs(weight, fan_in: int) -> bool:
+    """Return whether weights can be uniform on ±1/√N: their size, and their second moment."""
+    scaled = weight.detach().double() * math.sqrt(fan_in)
+    if not scaled.abs().max() <= 1 + 1e-6:
+        return False
+    error = math.sqrt(4 / 45 / scaled.numel())  # standard deviation of the mean of a square
+    return abs(scaled.square().mean().item() - 1 / 3) < 6 * error
 
 
 def _constant(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
-
-
-def _keeps_alike(law: Law | None) -> bool:
-    """Whether members draw equal modulations from this law."""
-    return law is None or law.variance == 0
 
 
 def is_trainable(modulation: Modulation) -> bool:
@@ -226,14 +276,9 @@ def is_trainable(modulation: Modulation) -> bool:
 def _spread(
     first: Tensor, second: Tensor, state: State, *, paired: bool = False, between: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the variances of ``x1`` and ``x2`` shaped to go with a kernel.
+    """Return variances ``(*member, n, *pixels)`` of ``x1`` and ``x2`` shaped to go with a kernel.
 
-    Args:
-        first: variances ``(*member, n1, *pixels)``.
-        second: variances ``(*member, n2, *pixels)``.
-        state: gives the layout.
-        paired: every input goes with itself, rather than with all.
-        between: the kernel has two member axes.
+    ``paired``: every input goes with itself, not with all; ``between``: there are two member axes.
     """
     pixels = 0 if state.layout is None else state.spatial
     if between and first.dim() > 1 + pixels:
@@ -248,18 +293,12 @@ def _spread(
 
 
 def _with_exact_diagonal(covariance: Tensor, variances: Tensor, state: State) -> Tensor:
-    """Return covariances whose entries of an input with itself are its variances to the last bit.
-
-    Small angles are the square root of a rounding error otherwise.
-    """
+    """Make entries of an input with itself its variances: else small angles are rounding errors."""
     pixels = 0 if state.layout is None else state.spatial
     members = variances.dim() - 1 - pixels
     covariance = covariance.clone()
-    own = covariance.diagonal(dim1=members, dim2=members + 1)  # inputs come last
-    if state.layout == PAIRS:
-        own = diagonal_of(own.movedim(-1, members), pixels)
-    else:
-        own = own.movedim(-1, members)
+    own = covariance.diagonal(dim1=members, dim2=members + 1).movedim(-1, members)
+    own = diagonal_of(own, pixels) if state.layout == PAIRS else own
     own.copy_(variances)
     return covariance
 
@@ -276,3 +315,47 @@ def _check_range(module: nn.Module, variances: Tensor, state: State) -> None:
         "weight_std (sqrt(2) keeps the variance under ReLU), modulations with E u² = E v² = 1, or "
         "fewer layers."
     )
+
+
+def count_poolings(network: nn.Module) -> int:
+    """Return how many modules of a network average over pixels."""
+    kinds = sum(AVERAGES.values(), ())
+    return sum(isinstance(m, kinds) and mixes_pixels(m) for m in network.modules())
+
+
+@propagate.register(nn.Flatten)
+def _(module: nn.Flatten, state: State) -> State:
+    if module.start_dim != 1 or module.end_dim != -1:
+        raise TypeError(
+            f"{describe(module, state.path)}: only Flatten(1, -1) has a rule; got {module}."
+        )
+    if state.layout is None:
+        return state
+    state = keep_diagonal(state) if state.layout == PAIRS else state
+    return state.replace(flat=True)
+
+
+def _average(module: nn.Module, state: State, *, axes: int) -> State:
+    if len(state.pixels) != axes:
+        raise ValueError(
+            f"{describe(module, state.path)} expects {axes} pixel axes; got {len(state.pixels)}. "
+            "It must come after a convolution and before nn.Flatten()."
+        )
+    return pool(module, state)
+
+
+@propagate.register(_MaxPoolNd)
+@propagate.register(_AdaptiveMaxPoolNd)
+def _(module: nn.Module, state: State) -> State:
+    raise TypeError(
+        f"{describe(module, state.path)}: the maximum of correlated units is not Gaussian and has "
+        "no kernel in closed form, so max pooling has no limit here. Use average pooling: "
+        "embens.networks.cnn(pool='average') or nn.AvgPool2d."
+    )
+
+
+propagate.register(nn.Linear, affine)
+propagate.register(_ConvNd, affine)
+for _axes, _kinds in AVERAGES.items():
+    for _kind in _kinds:
+        propagate.register(_kind)(partial(_average, axes=_axes))

@@ -1,8 +1,7 @@
 r"""What travels through a network on its way to the infinite-width limit.
 
-A :class:`State` holds the kernels of one layer between some inputs ``x1`` and ``x2``: covariance
-and shared tangent kernel within a member (``same``) and between two (``cross``), and the individual
-tangent kernel. Rules (:func:`embens.theory.propagate`) turn it into that of the next layer.
+A :class:`State` holds the kernels of one layer between some inputs ``x1`` and ``x2``; rules
+(:func:`embens.theory.propagate`) turn it into that of the next layer.
 
 Axes of every tensor: pairs of inputs (``(n1, n2)``; with ``member`` axes before them where kernels
 are conditional on drawn values), then pixels. Pixels are absent, ``PAIRS`` (the pixels of ``x1``,
@@ -51,54 +50,33 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    r"""Kernels on their way through a network.
+    r"""Kernels on their way through a network."""
 
-    Attributes:
-        same: within a member.
-        cross: computes those between two members, if it is asked: centred modulations never ask.
-            None: like ``same``, as nothing has told members apart yet.
-        individual: :math:`\Theta^{ind}`; None is zero.
-        records: of ``x1`` and ``x2``, activation by activation.
-        recording: the record to write, in the pass of every input with itself.
-        tracked: whether tangent kernels and cross kernels are wanted, besides the covariance.
-        depth: how many activations came before.
-        layout: None, ``PAIRS`` or ``DIAGONAL``.
-        spatial: number of pixel axes of one input.
-        poolings: how many poolings are still to come.
-        gaussian: whether the units are Gaussian, as an activation needs them to be.
-        pre: modulation that waits for the next activation.
-        inputs: the inputs themselves, before the first layer, with their modulation.
-        drawn: whether they have members first, each with its drawn modulation.
-        aligned: whether the i-th of ``x1`` is the i-th of ``x2``.
-        flat: whether a Flatten made pixels into features.
-        path: name of the module that comes now.
-    """
-
-    same: Moments
+    same: Moments  # within a member
     cross: Callable[[], Moments] | None = None
-    individual: Tensor | None = None
-    records: tuple[list[Recorded], list[Recorded]] | None = None
-    recording: list[Recorded] | None = None
-    tracked: bool = True
-    depth: int = 0
-    layout: str | None = None
-    spatial: int = 0
-    poolings: int = 0
-    gaussian: bool = False
-    pre: Modulation | None = None
-    inputs: tuple[Tensor, Tensor] | None = None
-    drawn: bool = False
-    aligned: bool = False
-    flat: bool = False
-    path: str = ""
+    """Computes those between two members, if it is asked: centred modulations never ask. None: like
+    ``same``, as nothing has told members apart yet."""
+    individual: Tensor | None = None  # Θ^ind; None is zero
+    records: tuple[list[Recorded], list[Recorded]] | None = None  # of x1 and x2, by activation
+    recording: list[Recorded] | None = None  # to write, in the pass of every input with itself
+    tracked: bool = True  # whether tangent and cross kernels are wanted, besides the covariance
+    depth: int = 0  # how many activations came before
+    layout: str | None = None  # PAIRS or DIAGONAL, where there are pixels
+    spatial: int = 0  # number of pixel axes of one input
+    poolings: int = 0  # how many are still to come
+    gaussian: bool = False  # whether units are Gaussian, as an activation needs them to be
+    pre: Modulation | None = None  # waits for the next activation
+    inputs: tuple[Tensor, Tensor] | None = None  # themselves, before the first layer
+    drawn: bool = False  # whether these have members first, each with its drawn modulation
+    aligned: bool = False  # whether the i-th of x1 is the i-th of x2
+    flat: bool = False  # whether a Flatten made pixels into features
+    path: str = ""  # name of the module that comes now
 
     def replace(self, **changes) -> State:
-        """Return the state with some attributes changed."""
         return dataclasses.replace(self, **changes)
 
     @property
     def covariance(self) -> Tensor:
-        """Covariance within a member, of a state that has one."""
         assert self.same.nngp is not None
         return self.same.nngp
 
@@ -122,19 +100,12 @@ class State:
 
 
 def describe(module: nn.Module, path: str) -> str:
-    """Return a module's name and type for a message."""
+    """Return a module's name and type, for a message."""
     return f"{path!r} ({type(module).__name__})" if path else type(module).__name__
 
 
 def diagonal_of(kernel: Tensor, spatial: int) -> Tensor:
-    """Return a view of the entries in which both pixels are the same; those pixels come last.
-
-    Example:
-        >>> import torch
-        >>> diagonal_of(torch.arange(16.0).reshape(1, 2, 2, 2, 2), spatial=2)
-        tensor([[[ 0.,  5.],
-                 [10., 15.]]])
-    """
+    """Return a view of the entries in which both pixels are the same; those pixels come last."""
     axis = kernel.dim() - 2 * spatial
     for left in range(spatial, 0, -1):
         kernel = kernel.diagonal(dim1=axis, dim2=axis + left)
