@@ -142,17 +142,14 @@ class Classes(Head):
 
     @property
     def multilabel(self) -> bool:
-        """Whether there are several labels, all of 0 and 1."""
         return not self.single and all(set(c.tolist()) <= {0, 1} for c in self.labels)
 
     @property
     def classes(self) -> Any:
-        """The classes as scikit-learn has them: an array, or a list of them."""
         return self.labels[0] if self.single else list(self.labels)
 
     @property
     def sizes(self) -> list[int]:
-        """How many classes each label has."""
         return [len(classes) for classes in self.labels]
 
     @property
@@ -302,7 +299,6 @@ class Gaussians(Head):
         return replace(head, scores=(values - mean).abs() / std)
 
     def _factor(self, k: int, outputs: Tensor, target: Tensor) -> float:
-        """Return the best factor of the standard deviations of one target."""
         mean, std = (x[..., k] for x in self.standard(outputs.double()))
         weights = target[:, -1].double() if self.weighted else torch.ones(len(target)).double()
 

@@ -65,7 +65,6 @@ def crps(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
 
 
 def _absolute(mean: Tensor, std: Tensor) -> Tensor:
-    """Return the expected absolute value of a normal number."""
     ratio = mean / std
     density = (-(ratio**2) / 2).exp() / math.sqrt(2 * math.pi)
     return mean * (2 * torch.special.ndtr(ratio) - 1) + 2 * std * density

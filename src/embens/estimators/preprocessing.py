@@ -89,12 +89,9 @@ class Preprocessing:
 
 
 def learn(table: Table, options: Options, weights: Tensor | None = None) -> Preprocessing:
-    """Learn about the columns; fewer bins and categories where there are very many columns.
+    """Learn about the columns of the training part; fewer bins where there are many columns.
 
-    Args:
-        table: the training part.
-        options: ``categorical_features``, ``scaling``, ``bins`` and ``max_categories``.
-        weights: of the rows, above 0; a whole number counts like as many equal rows.
+    A row whose weight is a whole number counts like as many equal rows.
     """
     import numpy as np
 
@@ -156,18 +153,14 @@ def _centre_and_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, f
 def _bins(
     values: np.ndarray, weights: np.ndarray, bins: int, scaling: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return edges at quantiles, without duplicates, and the scores there.
-
-    The scores are standardised over the rows.
-    """
+    """Return edges at quantiles, without duplicates, and scores there, standardised over rows."""
     import numpy as np
     from scipy.special import ndtri
 
     values = values.astype("float32").astype("float64")  # so that edges are values of rows
     distinct = np.unique(values)
-    if len(distinct) <= bins + 1:
-        edges = distinct
-    else:
+    edges = distinct
+    if len(distinct) > bins + 1:
         edges = np.unique(_quantiles(values, weights, np.linspace(0, 1, bins + 1)))
     if scaling == "standard":
         scores = edges

@@ -33,7 +33,6 @@ class Table:
         self.names = [str(name) for name in frame.columns]
 
     def column(self, column: int) -> Any:
-        """Return a column as narwhals' series."""
         return self.frame.get_column(self.frame.columns[column])
 
     def is_categorical(self, column: int) -> bool:
@@ -78,7 +77,6 @@ class Table:
         return self.column(column).to_list()
 
     def take(self, rows: Any) -> Table:
-        """Return some rows, by their numbers or a slice."""
         return Table(self.frame[rows])
 
     def block(self, columns: Sequence[int]) -> np.ndarray:
@@ -200,12 +198,7 @@ def read_weights(sample_weight: Any, rows: int) -> Tensor:
 
 
 def choose_categorical(table: Table, chosen: Any) -> list[int]:
-    """Return the numbers of the categorical columns.
-
-    Args:
-        table: the columns.
-        chosen: "auto": by their types; or names, numbers, or one truth value for each column.
-    """
+    """Return the numbers of the categorical columns, as the option of that name chooses them."""
     count = len(table.names)
     if isinstance(chosen, str):
         if chosen != "auto":

@@ -63,7 +63,6 @@ class Shuffled:
         return torch.stack(orders) if self.own else orders[0]
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
-        """Yield the batches of an epoch from one on."""
         indices = self.order(epoch).split(self.batch_size, -1)
         if self.own or self.world.size > 1:
             yield from map(self._part, indices[start:])
@@ -79,7 +78,6 @@ class Shuffled:
                     yield Minibatch(*parts_of(batch), sizes[step], sizes[step])
 
     def _part(self, index: Tensor) -> Minibatch:
-        """Return this process's part of a batch."""
         total = index.shape[-1]
         mine = index.tensor_split(self.world.size, -1)[self.world.rank]
         rows = mine.shape[-1]
@@ -109,7 +107,6 @@ class Loaded:
             return 0
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
-        """Yield the batches of an epoch."""
         if hasattr(self.loader.sampler, "set_epoch"):
             self.loader.sampler.set_epoch(epoch)  # type: ignore[union-attr]
         for values in self.loader:

@@ -88,7 +88,6 @@ class Tally:
         self._size = 0
 
     def add(self, losses: Tensor, outputs: Any, target: Any, rows: int) -> None:
-        """Count a batch."""
         self._losses.append((losses.detach(), rows))
         if is_classification(outputs, target, self.batch):
             self._answers.append((outputs.detach(), target))
@@ -98,7 +97,6 @@ class Tally:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Count what waits in the buffer."""
         if self._losses:
             self._count_losses()
         if self._answers:
@@ -136,7 +134,6 @@ class Tally:
             self.sums["ensemble"] += ((outputs.mean(0).argmax(-1) == target) & rated).sum()
 
     def summary(self, prefix: str = "") -> dict[str, Any]:
-        """Return the columns of an epoch's record."""
         self.flush()
         sums = {name: value.cpu() for name, value in self.sums.items()}
         losses = sums["loss"] / sums["rows"]

@@ -1,15 +1,4 @@
-"""``embens.fit``: train an ensemble.
-
-It stays an ordinary loop, and yours can be one too::
-
-    optimizer = torch.optim.SGD(ensemble.parameter_groups(lr=0.01), momentum=0.9)
-    for x, y in loader:
-        optimizer.zero_grad()
-        embens.objective(ensemble(x), y).backward()
-        optimizer.step()
-
-What ``fit`` adds is around it: validation, a history, checkpoints, several processes.
-"""
+"""``embens.fit``: the plain loop around :func:`embens.objective`, and what belongs around that."""
 
 from __future__ import annotations
 

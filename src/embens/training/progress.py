@@ -56,7 +56,6 @@ class Progress:
         self.bar.update(0, completed=self.done, loss=f"{float(loss) / members:.4g}", rate=rate)
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Show the main numbers of an epoch."""
         values = ((name, record.get(key)) for key, name in _SHOWN.items())
         shown = [f"{name} {v:.4g}" for name, v in values if v is not None and v == v]
         shown.append(f"{record['seconds']:.2g} s")

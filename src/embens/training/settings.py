@@ -56,7 +56,6 @@ class Settings:
     seed: int
 
     def check(self, validation: bool) -> None:
-        """Raise where a value, or a combination, has no meaning."""
         least = {"epochs": 0, "batch_size": 1, "chunk": 1, "patience": 1, "seed": 0}
         for name, low in least.items():
             if getattr(self, name) is not None:
@@ -105,7 +104,6 @@ class Settings:
         return make(groups)
 
     def gamma_of(self, ensemble: EmbeddedEnsemble) -> float:
-        """Return the number that gamma stands for."""
         members = ensemble.members
         return members * gradient_factor(self.gamma, members, ensemble.natural_gamma)
 

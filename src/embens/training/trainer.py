@@ -137,7 +137,6 @@ class Trainer:
                 self.save(checkpoints)
 
     def take_step(self, batch: Minibatch) -> None:
-        """Forward, backward, update."""
         inputs, target = tuple(map(self._move, batch.inputs)), self._move(batch.target)
         for parameter in self.parameters:
             parameter.grad = None
@@ -285,7 +284,6 @@ class Trainer:
     # State
 
     def keep_good(self) -> None:
-        """Remember the weights as good ones."""
         self.good = {k: v.detach().clone() for k, v in self.ensemble.state_dict().items()}
 
     def _divergence(self, what: str, step: int) -> Divergence:
@@ -304,7 +302,6 @@ class Trainer:
         )
 
     def save(self, checkpoints: Checkpoints) -> None:
-        """Write a checkpoint, from the first process."""
         self.check_losses()
         self.tally.flush()
         sums = {name: value.clone() for name, value in self.tally.sums.items()}
@@ -326,7 +323,6 @@ class Trainer:
         checkpoints.save(self.steps, state)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self.ensemble.load_state_dict(state["model"])
         self.keep_good()
         self.good = state["good"] or self.good
