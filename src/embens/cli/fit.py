@@ -62,14 +62,9 @@ def make_estimator(options: argparse.Namespace, task: str) -> Any:
     name = "Classifier" if task == "classification" else "Regressor"
     kind = getattr(estimators, f"EmbeddedEnsemble{name}")
     given = {"members": options.members, "p": options.p, "max_epochs": options.epochs}
-    given["categorical_features"] = options.categorical
-    return kind(
-        options.family,
-        random_state=options.seed,
-        n_jobs=options.threads,
-        verbose=0 if options.quiet else 1,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    given |= {"categorical_features": options.categorical, "n_jobs": options.threads}
+    given = {name: value for name, value in given.items() if value is not None}
+    return kind(options.family, random_state=options.seed, verbose=1 - options.quiet, **given)
 
 
 def fit_in_memory(options: argparse.Namespace) -> None:

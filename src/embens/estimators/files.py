@@ -1,10 +1,9 @@
 """Tables in Parquet, Arrow or CSV files: minibatches of what memory can't hold, or all at once.
 
-A source is read by pyarrow in blocks of rows. Which rows are held out, and which are looked at for
-bins and categories, is decided by a number drawn for each row from the seed and the row's place
-alone, so that every pass agrees without a list. Training reads the blocks in a new order in each
-epoch and shuffles rows among the blocks of a buffer; memory is that of the buffer and of the rows
-held out, however many rows there are, and the same for any number of members.
+A source is read in blocks of rows. Which rows are held out, and which are looked at for bins and
+categories, is decided by a number drawn for each row from the seed and its place, so that every
+pass agrees. Training reads the blocks in a new order in each epoch and shuffles rows among those of
+a buffer; memory is that of the buffer and of the rows held out, however many rows there are.
 """
 
 from __future__ import annotations
@@ -95,7 +94,6 @@ def first_pass(source: Source, *, classify: bool) -> tuple[Any, Any, list[Any]]:
     from pyarrow import compute
 
     pc: Any = compute
-
     samples, held = [], []
     classes: list[set] = [set() for _ in source.targets]
     for table, draws in source.blocks():
@@ -182,13 +180,11 @@ def open_dataset(source: Any) -> Any:
     import pyarrow.dataset as ds
     from pyarrow import csv
 
-    if isinstance(source, ds.Dataset):
-        return source
-    if isinstance(source, pa.Table):
-        return ds.dataset(source)
+    if isinstance(source, (ds.Dataset, pa.Table)):
+        return ds.dataset(source) if isinstance(source, pa.Table) else source
     if is_frame(source):
         raise TypeError("expected files, or a table of pyarrow; a data frame is for fit(X, y)")
-    paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    paths = [source] if isinstance(source, (str, os.PathLike)) else source
     paths = [os.fspath(p) for p in paths]
     for path in paths:
         if not os.path.exists(path):
@@ -238,7 +234,6 @@ def split_target(table: Any, target: str) -> tuple[Any, Any, list[str]]:
     from pyarrow import compute, types
 
     pc: Any = compute
-
     check_column(target, table.schema.names)
     known = table.column(target).is_valid()
     if types.is_floating(table.column(target).type):
@@ -286,11 +281,8 @@ def write(columns: dict[str, Any], path: Path) -> None:
     """Write columns as CSV, or as Parquet by the name."""
     import pandas
 
-    frame = pandas.DataFrame(columns)
-    if path.suffix.lower() in (".parquet", ".pq"):
-        frame.to_parquet(path, index=False)
-    else:
-        frame.to_csv(path, index=False)
+    frame, parquet = pandas.DataFrame(columns), path.suffix.lower() in (".parquet", ".pq")
+    (frame.to_parquet if parquet else frame.to_csv)(path, index=False)
 
 
 def predictions(estimator: Any, table: Any, coverage: float) -> dict[str, Any]:

@@ -93,11 +93,9 @@ class Head(ABC):
 
     @abstractmethod
     def calibrated(self, stop: Pair | None, other: Pair | None) -> Any:
-        """Return the head, calibrated by nothing but outputs and targets of held-out rows.
+        """Return the head, calibrated by outputs and targets of held-out rows and nothing else.
 
-        Args:
-            stop: of rows that training was stopped by, to choose a temperature with.
-            other: of rows for conformal scores.
+        Those that training was stopped by are for the temperature, others for conformal scores.
         """
 
     @abstractmethod

@@ -1,9 +1,8 @@
 r"""Preprocessing: what is learnt about the columns of a table before a network sees them.
 
 A table becomes two tensors. Numbers are centred and scaled in float64 and then kept as float32,
-NaN included; categories become their numbers. That is all that is stored of a table; how the
-network encodes it (piecewise-linear bins, missing indicators, one column for each category) is done
-batch by batch by :class:`embens.estimators.network.Encode`, from the bins found here.
+NaN included; categories become their numbers. From there :class:`embens.estimators.network.Encode`
+goes on batch by batch, with the bins found here.
 
 **Bins.** The edges of a numeric column are its quantiles, so that every bin has about as many rows.
 ``scores`` are the values of a monotone map at the edges: normal quantiles
@@ -111,10 +110,9 @@ def learn(table: Table, options: Options, weights: Tensor | None = None) -> Prep
         values = table.block([column])[:, 0]
         present = ~np.isnan(values)
         seen, mass = values[present], masses[present]
-        missing.append(len(seen) < len(values))
+        missing.append(0 < len(seen) < len(values))
         if len(seen) == 0:
             notes.append(f"{table.names[column]} has no value at all and is ignored")
-            missing[-1] = False
             continue
         middle, spread = _centre_and_scale(seen, mass)
         found, values_at = _bins((seen - middle) / spread, mass, bins, options.scaling)

@@ -1,10 +1,9 @@
 """Where batches come from: tensors, data sets or loaders.
 
 A batch is ``(*inputs, target)``, or ``(inputs, target)`` with a tuple of several inputs. Tensors
-and map-style data sets are shuffled by the run's seed and the number of the epoch alone, so that
-any batch can be had without those before it; a ``DataLoader`` is iterated as it is, and can only
-start an epoch anew. With several processes each takes its part of every batch; a loader has to deal
-out different rows itself (``DistributedSampler``).
+and map-style data sets are shuffled by the run's seed and the number of the epoch alone; a
+``DataLoader`` is iterated as it is, and can only start an epoch anew. Each of several processes
+takes its part of every batch; a loader has to deal out rows itself (``DistributedSampler``).
 """
 
 from __future__ import annotations

@@ -106,6 +106,9 @@ def read(path: Path) -> dict[str, Any]:
         raise Refused(f"{path.name} is damaged or half-written: its content has another checksum")
     try:
         metadata, tensors = read_tensors(path)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    try:
         content = json.loads(metadata.get("embens", "null"))
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise Refused(f"{path.name} is a safetensors file, but not a checkpoint of embens")
@@ -116,7 +119,7 @@ def read(path: Path) -> dict[str, Any]:
     except Refused:
         raise
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise Refused(f"{path.name} can't be read: {error!r}") from None
+        raise Refused(f"{path.name} has a damaged header: {error!r}") from None
 
 
 def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
@@ -130,10 +133,10 @@ def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(tree, dict):
         kind = "counter" if isinstance(tree, Counter) else "dict"
         return {kind: [[pack(k, tensors), pack(v, tensors)] for k, v in tree.items()]}
+    if isinstance(tree, list) and all(type(v) in (int, float, str) for v in tree):
+        return tree
     if isinstance(tree, (list, tuple)):
         kind = "list" if isinstance(tree, list) else "tuple"
-        if kind == "list" and all(type(v) in (int, float, str) for v in tree):
-            return tree
         return {kind: [pack(v, tensors) for v in tree]}
     if isinstance(tree, torch.dtype):
         return {"dtype": str(tree).removeprefix("torch.")}
@@ -155,8 +158,7 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
         items = {unpack(k, tensors): unpack(v, tensors) for k, v in value}
         return Counter(items) if kind == "counter" else items
     if kind in ("list", "tuple"):
-        values = [unpack(v, tensors) for v in value]
-        return tuple(values) if kind == "tuple" else values
+        return {"list": list, "tuple": tuple}[kind](unpack(v, tensors) for v in value)
     if kind == "dtype" and isinstance(dtype := getattr(torch, value, None), torch.dtype):
         return dtype
     raise KeyError(kind)

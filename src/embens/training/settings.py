@@ -22,14 +22,9 @@ if TYPE_CHECKING:
 
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 Metric = str | Callable[[Tensor, Tensor], Any] | None
-METRICS = {"loss": False, "accuracy": True}
-"""Whether more is better."""
-_DIRECTIONS: dict[Any, bool] = {
-    metrics.ensemble_accuracy: True,
-    metrics.nll: False,
-    metrics.brier: False,
-    metrics.expected_calibration_error: False,
-}
+MORE: dict[Any, bool] = {"accuracy": True, metrics.ensemble_accuracy: True, "loss": False}
+"""Whether more of a metric is better."""
+MORE |= dict.fromkeys((metrics.nll, metrics.brier, metrics.expected_calibration_error), False)
 
 
 @dataclass(frozen=True)
@@ -76,17 +71,16 @@ class Settings:
     def more_is_better(self, name: str = "accuracy") -> bool:
         """Return the direction of the metric; ``name`` is what None stands for."""
         metric = name if self.metric is None else self.metric
-        known = METRICS.get(metric) if isinstance(metric, str) else _DIRECTIONS.get(metric)
         if isinstance(metric, str):
-            check_choice("metric", metric, METRICS)
+            check_choice("metric", metric, ("accuracy", "loss"))
         if self.maximise is not None:
             return self.maximise
-        if known is None:
+        if metric not in MORE:
             raise ValueError(
                 "metric: whether more or less is better can't be known of a function of your own; "
                 "pass maximise=True or maximise=False"
             )
-        return known
+        return MORE[metric]
 
     def make_optimizer(self, ensemble: EmbeddedEnsemble) -> Optimizer:
         """Return the optimizer, with gamma in its rates; None: SGD with momentum 0.9."""

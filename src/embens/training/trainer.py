@@ -70,9 +70,8 @@ class Trainer:
         own = ensemble.members if settings.batch == "own" else None
         options = {"seed": settings.seed, "own": own, "world": self.world}
         self.batches = training_batches(train, settings.batch_size, **options)
-        self.validation = None
-        if validation is not None:
-            self.validation = validation_batches(validation, settings.batch_size)
+        given = validation is not None
+        self.validation = validation_batches(validation, settings.batch_size) if given else None
         progress = progress if self.world.rank == 0 else False
         self.progress = Progress(progress, settings.epochs, len(self.batches))
         parallel.broadcast_(self.world, ensemble.state_dict().values())
@@ -110,31 +109,31 @@ class Trainer:
         parallel.broadcast_(self.world, tensors)  # nobody starts before all have read
         if checkpoints and self.world.rank == 0:
             checkpoints.remove_leftovers()
+        if self.settings.epochs == 0:
+            self.stopped = "epochs"
+        self.progress.start(self.steps)
         with self.progress:
-            self._train(checkpoints, every if self.batches.resumable else None)
+            while self.stopped is None:
+                self._run_epoch(checkpoints, every if self.batches.resumable else None)
         self.optimizer.zero_grad(set_to_none=True)
         if self.best is not None:
             self.ensemble.load_state_dict(self.best)
         return history_of(self.records, self.best_epoch, self.stopped)
 
-    def _train(self, checkpoints: Checkpoints | None, every: int | None) -> None:
-        self.progress.start(self.steps)
-        if self.settings.epochs == 0:
-            self.stopped = "epochs"
-        while self.stopped is None:
-            self.ensemble.train()
-            began = time.perf_counter() - self.seconds
-            for batch in self.batches.epoch(self.epoch, self.step):
-                self.take_step(batch)
-                if checkpoints and every and self.steps % every == 0:
-                    self.seconds = time.perf_counter() - began
-                    self.save(checkpoints)
-            if self.step == 0:
-                raise ValueError("train: expected at least one batch; the loader gave none")
-            self.seconds = time.perf_counter() - began
-            self.end_epoch()
-            if checkpoints and (not every or self.stopped):
+    def _run_epoch(self, checkpoints: Checkpoints | None, every: int | None) -> None:
+        self.ensemble.train()
+        began = time.perf_counter() - self.seconds
+        for batch in self.batches.epoch(self.epoch, self.step):
+            self.take_step(batch)
+            if checkpoints and every and self.steps % every == 0:
+                self.seconds = time.perf_counter() - began
                 self.save(checkpoints)
+        if self.step == 0:
+            raise ValueError("train: expected at least one batch; the loader gave none")
+        self.seconds = time.perf_counter() - began
+        self.end_epoch()
+        if checkpoints and (not every or self.stopped):
+            self.save(checkpoints)
 
     def take_step(self, batch: Minibatch) -> None:
         inputs, target = tuple(map(self._move, batch.inputs)), self._move(batch.target)
