@@ -85,9 +85,10 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
             verbose=False,
         )
     assert program is not None
+    model = program.model_proto  # made anew at each look
     for key, value in notes.items():
-        program.model_proto.metadata_props.add(key=key, value=json.dumps(value))
-    onnx.save(program.model_proto, str(path))
+        model.metadata_props.add(key=key, value=json.dumps(value))
+    onnx.save(model, str(path))
     few = {name: tensor[:5] for name, tensor in rows.items()}
     session = onnxruntime.InferenceSession(path)
     found = session.run(None, {name: tensor.numpy() for name, tensor in few.items()})

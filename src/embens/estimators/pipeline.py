@@ -188,17 +188,12 @@ def choose(prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int
     ).to(prepared.encoding.dtype)
     drawn = generator.get_state()
     family, own = getattr(embens, options.family), FAMILIES[options.family]
-    *inputs, target = (t[: choices.diagnosed_rows(head.outputs)] for t in prepared.few)
-    known_gamma = None if options.gamma == "auto" else options.gamma
 
     def attempt(members: int, p: float) -> Chosen:
         generator.set_state(drawn)
         argument = {own: {"p": p, "law": options.law}[own]} if own else {}
         ensemble = family(reference, members, generator=generator, **argument)
-        with evaluating(ensemble):
-            diagnosis = finite.diagnose(
-                ensemble, tuple(inputs), target, criterion=head.criterion, gamma=known_gamma
-            )
+        diagnosis = diagnose(ensemble, head, prepared.few, options)
         gamma = float(diagnosis.gamma)
         return Chosen(ensemble, diagnosis, gamma, p, sizes.width, sizes.dropout)
 
@@ -211,6 +206,18 @@ def choose(prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int
     if options.members == "auto" and fewer < sizes.members:
         chosen = attempt(fewer, chosen.p)
     return chosen
+
+
+def diagnose(
+    ensemble: EmbeddedEnsemble, head: Head, rows: Tensors, options: Options
+) -> finite.Diagnosis:
+    """Diagnose an ensemble on a few rows."""
+    *inputs, target = (tensor[: choices.diagnosed_rows(head.outputs)] for tensor in rows)
+    gamma = None if options.gamma == "auto" else options.gamma
+    with evaluating(ensemble):
+        return finite.diagnose(
+            ensemble, tuple(inputs), target, criterion=head.criterion, gamma=gamma
+        )
 
 
 def train(
