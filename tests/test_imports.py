@@ -32,7 +32,6 @@ HEAVY = set(
     "zarr ray plotly pooch".split()
 )
 TO_DO = {
-    ("embens.estimators.base", "embens.estimators.storage"),
 }
 """Arrows that point up or close a circle and are still to be turned; this set only shrinks."""
 

@@ -1,11 +1,17 @@
-"""Files that are written whole or not at all. Not here: downloads (:mod:`embens.data.download`)."""
+"""Files that are written whole or not at all, and tensors in them, without pickle.
+
+Not here: files that grow line by line (:mod:`embens.experiments.results`), and downloads
+(:mod:`embens.data.download`).
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 
 def write_atomically(
@@ -42,6 +48,35 @@ def write_atomically(
         raise
     if os.name == "posix":  # elsewhere a folder can't be opened
         _sync(path.parent, os.O_RDONLY)
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str]
+) -> None:
+    """Write tensors, and text by name, to one safetensors file."""
+    from safetensors.torch import save_file
+
+    if not Path(path).parent.is_dir():
+        raise FileNotFoundError(f"the folder {str(Path(path).parent)!r} does not exist")
+    kept = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
+    write_atomically(path, lambda name: save_file(kept, name, metadata))
+
+
+def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the text and the tensors in a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {str(path)!r}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return file.metadata() or {}, tensors
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path.name} is not a whole safetensors file (truncated, or another format): {error}"
+        ) from None
 
 
 def _sync(path: Path, mode: int) -> None:

@@ -66,15 +66,6 @@ def objective(
             hint = " any more: it is a factor of the shared rate. Pass it to ensemble."
             hint += "parameter_groups(lr, gamma=…), or to embens.fit(gamma=…)."
         raise TypeError(f"objective has no argument {name!r}{hint}")
-    usual = batch == "same" and of == "members" and isinstance(outputs, Tensor)
-    if usual and outputs.dim() == 3 and members in (None, len(outputs)):
-        criterion = default_criterion(outputs, target) if criterion is None else criterion
-        if criterion is F.cross_entropy and not target.is_floating_point():
-            # All members have as many labels, so the mean over all rows is the members' mean.
-            labels = target.long().expand(len(outputs), -1)
-            if outputs.shape[2] <= FEW_CLASSES:
-                return F.cross_entropy(outputs.transpose(1, 2), labels) * len(outputs)
-            return F.cross_entropy(outputs.flatten(0, 1), labels.flatten()) * len(outputs)
     return member_losses(outputs, target, criterion, batch=batch, of=of, members=members).sum()
 
 

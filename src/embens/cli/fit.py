@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from embens import estimators
-from embens.estimators import choices, files, mixture, pipeline, reading, regressor
+from embens.estimators import choices, files, mixture, pipeline, regressor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,9 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coverage", type=float, default=0.9, help="of prediction intervals")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument(
-        "--stream", action="store_true", help="read the file in parts, for what memory can't hold"
-    )
+    stream = "read the file in parts, for what memory can't hold"
+    parser.add_argument("--stream", action="store_true", help=stream)
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -52,40 +51,30 @@ def run(options: argparse.Namespace) -> int:
         options.parser.error(f"--coverage lies between 0 and 1; got {options.coverage}")
     try:
         options.out.mkdir(parents=True, exist_ok=True)  # before anything is spent
-        return fit_streaming(options) if options.stream else fit_in_memory(options)
+        (fit_streaming if options.stream else fit_in_memory)(options)
     except (ValueError, TypeError, OSError) as error:
         options.parser.error(str(error))
-        return 2
+    return 0
 
 
 def make_estimator(options: argparse.Namespace, task: str) -> Any:
     """Return the estimator that the options ask for."""
-    kind = estimators.EmbeddedEnsembleRegressor
-    if task == "classification":
-        kind = estimators.EmbeddedEnsembleClassifier
-    given = {
-        "members": options.members,
-        "p": options.p,
-        "categorical_features": options.categorical,
-        "max_epochs": options.epochs,
-    }
-    return kind(
-        options.family,
-        random_state=options.seed,
-        n_jobs=options.threads,
-        verbose=0 if options.quiet else 1,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    name = "Classifier" if task == "classification" else "Regressor"
+    kind = getattr(estimators, f"EmbeddedEnsemble{name}")
+    given = {"members": options.members, "p": options.p, "max_epochs": options.epochs}
+    given |= {"categorical_features": options.categorical, "n_jobs": options.threads}
+    given = {name: value for name, value in given.items() if value is not None}
+    return kind(options.family, random_state=options.seed, verbose=1 - options.quiet, **given)
 
 
-def fit_in_memory(options: argparse.Namespace) -> int:
+def fit_in_memory(options: argparse.Namespace) -> None:
     """Fit to a file as a whole."""
-    table, target, notes = reading.split_target(reading.read(options.data), options.target)
+    table, target, notes = files.split_target(files.read(options.data), options.target)
     for name in options.drop:
         if name not in table.schema.names:
             raise ValueError(f"--drop: there is no column {name!r}")
     table = table.drop_columns(options.drop)
-    task, why = reading.choose_task(target, options.task)
+    task, why = files.choose_task(target, options.task)
     print(f"{table.num_rows} rows, {table.num_columns} columns; {task}: {why}")
     estimator = make_estimator(options, task)
     generator = torch.Generator().manual_seed(options.seed)
@@ -97,15 +86,15 @@ def fit_in_memory(options: argparse.Namespace) -> int:
     for note in [*notes, *estimator.preprocessing_.notes]:
         print(f"note: {note}")
     print(estimator.diagnosis_)
-    return finish(options, estimator, table.take(test), y[test], {"row": test})
+    finish(options, estimator, table.take(test), y[test], {"row": test})
 
 
-def fit_streaming(options: argparse.Namespace) -> int:
+def fit_streaming(options: argparse.Namespace) -> None:
     """Fit to a file in parts; the scores are those of the rows that the fit itself held out."""
     dataset = files.open_dataset(options.data)
-    reading.check_column(options.target, dataset.schema.names)
+    files.check_column(options.target, dataset.schema.names)
     column = dataset.head(10_000, columns=[options.target]).column(0)
-    task, why = reading.choose_task(column, options.task)
+    task, why = files.choose_task(column, options.task)
     print(f"{dataset.count_rows()} rows; {task}: {why}, judging by the first rows")
     estimator = make_estimator(options, task)
     estimator.fit_files(options.data, options.target)
@@ -116,7 +105,7 @@ def fit_streaming(options: argparse.Namespace) -> int:
     held = source.held_out()
     where = "rows that the fit held out, and stopped and calibrated by"
     table, y = held.select(source.columns), _values(held.column(options.target))
-    return finish(options, estimator, table, y, {}, where=where)
+    finish(options, estimator, table, y, {}, where=where)
 
 
 def finish(
@@ -125,14 +114,13 @@ def finish(
     table: Any,
     y: np.ndarray,
     columns: dict[str, Any],
-    *,
     where: str = "rows that were set aside",
-) -> int:
+) -> None:
     """Print the scores, and write model, scores and predictions."""
     columns |= {"target": y}
     scores = {}
     if len(y):
-        columns |= reading.predictions(estimator, table, options.coverage)
+        columns |= files.predictions(estimator, table, options.coverage)
         scores = score(estimator, table, y, columns, options)
     width = max(map(len, scores), default=0)
     print(f"on {where} (95 % interval):" if scores else "too few rows to score with")
@@ -140,9 +128,8 @@ def finish(
         print(f"  {name:<{width}}  {value:.4g}   {low:.4g} to {high:.4g}")
     estimator.save(options.out / "model.safetensors")
     (options.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
-    reading.write(columns, options.out / "predictions.csv")
+    files.write(columns, options.out / "predictions.csv")
     print(f"wrote model.safetensors, scores.json, predictions.csv to {options.out}")
-    return 0
 
 
 def score(
@@ -155,10 +142,8 @@ def score(
     if is_classifier(estimator):
         chance = np.stack([columns[f"p_{c}"] for c in estimator.classes_], 1)
         right = np.where(estimator.classes_ == y[:, None], chance, 0.0).sum(1)
-        rows = {
-            "accuracy": (columns["prediction"] == y).astype(float),
-            "log loss": -np.log(right.clip(1e-15)),
-        }
+        rows = {"accuracy": (columns["prediction"] == y).astype(float)}
+        rows["log loss"] = -np.log(right.clip(1e-15))
     else:
         error = y - columns["prediction"]
         rows = {
@@ -182,7 +167,6 @@ def score(
 
 
 def _values(column: Any) -> np.ndarray:
-    """Return a target as numpy's values, text as it is."""
     import numpy as np
     import pyarrow as pa
 

@@ -16,44 +16,27 @@ import torch
 from torch import Tensor
 
 from embens.ensemble.plan import Plan
-from embens.files import write_atomically
+from embens.files import read_tensors, write_tensors
 from embens.laws import Law
 
 
 def write(path: str | os.PathLike[str], plan: Plan, tensors: Mapping[str, Tensor]) -> None:
     """Write a plan and the tensors of its ensemble to one file."""
-    from safetensors.torch import save_file
-
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist")
-    kept = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
-    write_atomically(path, lambda name: save_file(kept, name, {"embens": plan.to_json()}))
+    write_tensors(path, tensors, {"embens": plan.to_json()})
 
 
 def read(
     path: str | os.PathLike[str], laws: Iterable[type[Law]] = ()
 ) -> tuple[Plan, dict[str, Tensor]]:
     """Return the plan and the tensors of a file that :func:`write` wrote."""
-    from safetensors import SafetensorError, safe_open
-
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get("embens")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path.name} is not a whole safetensors file (truncated, or another format): {error}"
-        ) from None
-    if header is None:
+    metadata, tensors = read_tensors(path)
+    if "embens" not in metadata:
         raise ValueError(
             f"{path.name} was not written by ensemble.save: it has tensors but no embens header"
         )
     try:
-        plan = Plan.from_json(header, laws)
+        plan = Plan.from_json(metadata["embens"], laws)
     except (TypeError, KeyError, AttributeError, IndexError, json.JSONDecodeError) as error:
         raise ValueError(f"{path.name} has a damaged embens header: {error!r}") from None
     stacks = [t for name, t in tensors.items() if name.endswith(".values") and t.numel()]

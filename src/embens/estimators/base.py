@@ -118,7 +118,6 @@ class TableEnsemble(choices.Options, BaseEstimator):
     def _read(
         self, X: Any, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
     ) -> list[Tensor]:
-        """Return what ``summary(head, outputs)`` makes of the members' outputs."""
         from sklearn.utils.validation import check_is_fitted
 
         check_is_fitted(self, "fitted_")

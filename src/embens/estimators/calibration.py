@@ -1,17 +1,15 @@
 r"""Calibration on rows that training did not see.
 
 **Temperature.** Logits divided by one number, or members' standard deviations multiplied by one,
-chosen to minimise the mixture's negative log-likelihood. Where a classifier is right on all of a
-few held-out rows, the best temperature would be 0, and the first error on new rows infinitely
-dear; so one more row is added to them, of which every class is as likely (as Platt, 1999). To the
-rows of a regressor thirty are added that are exactly as far off as the model says.
+chosen to minimise the mixture's negative log-likelihood. One row is added of which every class is
+as likely (as Platt, 1999), or the best temperature of a classifier without errors would be 0; to
+the rows of a regressor thirty that are exactly as far off as the model says.
 
 **Conformal intervals.** With scores :math:`r_i = |y_i - \mu_i| / \sigma_i` of :math:`n` rows that
 played no part in training, and :math:`Q` the :math:`\lceil (n+1)\,c \rceil`-th smallest of them,
 :math:`\mu \pm Q \sigma` holds a new target with a chance of at least :math:`c` (and at most
 :math:`c + 1/(n+1)` if scores don't tie), whatever the model, as long as rows are exchangeable
-(Vovk et al., 2005; Lei et al., 2018). That is a chance over rows and calibration sets together, not
-for each :math:`x`.
+(Vovk et al., 2005; Lei et al., 2018): over rows and calibration sets, not for each :math:`x`.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ from torch import Tensor
 
 RANGE = (0.05, 20.0)
 """Temperatures that are tried."""
-
-
 ADDED = 30
 """Rows that are added where a factor of standard deviations is chosen."""
 
@@ -50,10 +46,6 @@ def best_scale(loss: Callable[[float], Tensor]) -> float:
 
 def conformal_quantile(scores: Tensor, coverage: float) -> float:
     """Return the factor of the half-width of intervals.
-
-    Args:
-        scores: of rows that training did not see.
-        coverage: the chance that an interval must have, such as 0.9.
 
     Example:
         >>> import torch

@@ -160,13 +160,9 @@ def diagnosed_rows(outputs: int) -> int:
 
 
 def members_with_room(room: float, members: int, rows: int) -> int:
-    """Return how many members to take where the network has room for so many.
+    """Return how many members to take where there is room for so many: half of them at least.
 
-    Never less than half: room is measured before training, and roughly. A tiny table is left alone.
-
-    Example:
-        >>> members_with_room(11.3, 16, 1000), members_with_room(2.0, 16, 1000)
-        (11, 8)
+    Room is measured before training, and roughly. A tiny table is left alone.
     """
     if rows < TINY or room >= members:
         return members
@@ -181,21 +177,14 @@ def split(
     groups: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Parts:
-    """Deal out rows.
+    """Deal out rows: half of what is held out is for calibration alone, if at all.
 
-    Args:
-        rows: how many there are.
-        fraction: to hold out; "auto": a fifth, but at most 10,000 rows, and none of a tiny table.
-        calibrate: whether half of what is held out is for calibration alone.
-        groups: the class of each row; every class that has several rows keeps its share.
-        generator: draws the rows.
+    Every class (``groups``) that has several rows keeps its share.
     """
     nothing = torch.empty(0, dtype=torch.int64)
     order = torch.randperm(rows, generator=generator)
-    if fraction == "auto":
-        count = 0 if rows < TINY else min(round(0.2 * rows), HELD_OUT)
-    else:
-        count = round(fraction * rows)
+    usual = 0 if rows < TINY else min(round(0.2 * rows), HELD_OUT)
+    count = usual if fraction == "auto" else round(fraction * rows)
     if count == 0:
         return Parts(torch.arange(rows), nothing, nothing)
     if groups is not None:
@@ -207,15 +196,11 @@ def split(
 
 
 def _by_turns(order: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Return an order of which any beginning has the classes in proportion, and none whole.
-
-    The k-th of n rows of a class comes at (k + 1/2) / n of the way; a class's last rows come last.
-    """
+    """Return an order of which any beginning has the classes in proportion, and none whole."""
     groups = groups[order]
     position = torch.empty(len(order), dtype=torch.float64)
     for group in groups.unique():
         mine = (groups == group).nonzero().squeeze(1)
-        position[mine] = (torch.arange(len(mine), dtype=torch.float64) + 0.5) / len(mine)
-        if len(mine) == 1:
-            position[mine] = 1.0
+        ranks = torch.arange(len(mine), dtype=torch.float64) + 0.5
+        position[mine] = ranks / len(mine) if len(mine) > 1 else 1.0
     return order[position.argsort(stable=True)]

@@ -127,7 +127,6 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
 
 
 def _entropies(head: Classes, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entropies of the mean, and the mean of the members', ``(row, label)``."""
     labels = head.probabilities(outputs)
     total = [torch.special.entr(p.mean(0)).sum(-1) for p in labels]
     members = [torch.special.entr(p).sum(-1).mean(0) for p in labels]

@@ -1,10 +1,9 @@
-"""Tables that don't fit into memory: minibatches from Parquet, Arrow or CSV files.
+"""Tables in Parquet, Arrow or CSV files: minibatches of what memory can't hold, or all at once.
 
-A source is read by pyarrow in blocks of rows. Which rows are held out, and which are looked at for
-bins and categories, is decided by a number drawn for each row from the seed and the row's place
-alone, so that every pass agrees without a list. Training reads the blocks in a new order in each
-epoch and shuffles rows among the blocks of a buffer; memory is that of the buffer and of the rows
-held out, however many rows there are, and the same for any number of members.
+A source is read in blocks of rows. Which rows are held out, and which are looked at for bins and
+categories, is decided by a number drawn for each row from the seed and its place, so that every
+pass agrees. Training reads the blocks in a new order in each epoch and shuffles rows among those of
+a buffer; memory is that of the buffer and of the rows held out, however many rows there are.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,20 +30,14 @@ BLOCK = 32_768
 """Rows that are read at a time."""
 BUFFER = 8
 """Blocks among which rows are shuffled."""
+CLASSES = 20
+"""Whole numbers with at most so many values are taken for classes."""
 FORMATS = {".parquet": "parquet", ".pq": "parquet", "": "parquet", ".csv": "csv"}
 FORMATS |= {".arrow": "ipc", ".feather": "ipc"}
 
 
 class Source:
-    """Rows of files, or of an Arrow table, in blocks.
-
-    Args:
-        source: a path, a list of paths, or a dataset or table of pyarrow.
-        target: the name, or names, of the target's columns.
-        weight: the name of a column of weights.
-        seed: decides which rows are held out.
-        held: the share of rows to hold out, or "auto".
-    """
+    """Rows of files, or of an Arrow table, in blocks; a share is held out, by the seed."""
 
     def __init__(self, source: Any, target: Any, weight: str | None, *, seed: int, held: Any):
         self.dataset = open_dataset(source)
@@ -52,8 +46,7 @@ class Source:
         names = self.dataset.schema.names
         others = [*self.targets, *([weight] if weight else [])]
         for name in others:
-            if name not in names:
-                raise ValueError(f"there is no column {name!r}{closest(name, names)}")
+            check_column(name, names)
         self.columns = [name for name in names if name not in others]
         if not self.columns:
             raise ValueError("there is no column beside the target")
@@ -81,7 +74,6 @@ class Source:
                     yield pa.Table.from_batches([batch]), draws
 
     def parts(self, table: Any) -> tuple[Table, list[Any], Tensor]:
-        """Return the columns, the targets and the weights of an Arrow table."""
         weights = torch.ones(table.num_rows, dtype=torch.float64)
         if self.weight:
             weights = torch.tensor(to_numpy(table.column(self.weight)).astype("float64"))
@@ -89,7 +81,6 @@ class Source:
         return from_frame(table.select(self.columns)), targets, weights
 
     def held_out(self) -> Any:
-        """Return the Arrow table of the rows that are held out."""
         import pyarrow as pa
 
         parts = [table.filter(pa.array(draws < self.held)) for table, draws in self.blocks()]
@@ -103,7 +94,6 @@ def first_pass(source: Source, *, classify: bool) -> tuple[Any, Any, list[Any]]:
     from pyarrow import compute
 
     pc: Any = compute
-
     samples, held = [], []
     classes: list[set] = [set() for _ in source.targets]
     for table, draws in source.blocks():
@@ -146,12 +136,11 @@ class Stream(IterableDataset):
         yield from self._shuffled(waiting, generator, last=True)
 
     def encode(self, table: Any) -> Tensors:
-        """Return the tensors of an Arrow table."""
         columns, target, weights = self.source.parts(table)
         return self.encoding(columns, self.encoding.head.values(target), weights)
 
     def _shuffled(self, blocks: list[Tensors], generator: torch.Generator, *, last: bool) -> Any:
-        """Yield minibatches of some blocks; return what is left over for the next ones."""
+        """Yield minibatches of some blocks; return what is left over."""
         if not blocks:
             return []
         tensors = [torch.cat(parts) for parts in zip(*blocks, strict=True)]
@@ -191,13 +180,11 @@ def open_dataset(source: Any) -> Any:
     import pyarrow.dataset as ds
     from pyarrow import csv
 
-    if isinstance(source, ds.Dataset):
-        return source
-    if isinstance(source, pa.Table):
-        return ds.dataset(source)
+    if isinstance(source, (ds.Dataset, pa.Table)):
+        return ds.dataset(source) if isinstance(source, pa.Table) else source
     if is_frame(source):
         raise TypeError("expected files, or a table of pyarrow; a data frame is for fit(X, y)")
-    paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    paths = [source] if isinstance(source, (str, os.PathLike)) else source
     paths = [os.fspath(p) for p in paths]
     for path in paths:
         if not os.path.exists(path):
@@ -220,3 +207,97 @@ def to_numpy(column: Any) -> Any:
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     return column.to_numpy()
+
+
+def check_column(name: str, names: list[str]) -> None:
+    """Raise where there is no such column."""
+    if name not in names:
+        raise ValueError(f"there is no column {name!r}{closest(name, names)}")
+
+
+def read(path: Path) -> Any:
+    """Return a file as an Arrow table."""
+    import pyarrow as pa
+
+    try:
+        table = open_dataset(path).to_table()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} can't be read: {reason}") from None
+    if table.num_rows == 0:
+        raise ValueError(f"{path.name} has no rows")
+    return table
+
+
+def split_target(table: Any, target: str) -> tuple[Any, Any, list[str]]:
+    """Return columns and target without the rows whose target is missing, and what was done."""
+    from pyarrow import compute, types
+
+    pc: Any = compute
+    check_column(target, table.schema.names)
+    known = table.column(target).is_valid()
+    if types.is_floating(table.column(target).type):
+        known = pc.and_(known, pc.fill_null(pc.is_finite(table.column(target)), False))
+    kept, notes = table.filter(known), []
+    if kept.num_rows < table.num_rows:
+        lost = table.num_rows - kept.num_rows
+        notes.append(f"{lost} rows without a (finite) target are left out")
+    if kept.num_rows < 10:
+        raise ValueError(f"{kept.num_rows} rows have a target; at least 10 are needed")
+    if kept.num_columns < 2:
+        raise ValueError("there is no column beside the target")
+    return kept.drop_columns([target]), kept.column(target), notes
+
+
+def choose_task(column: Any, task: str) -> tuple[str, str]:
+    """Return "classification" or "regression", and why."""
+    from pyarrow import types
+
+    kind, values, why = column.type, len(column.unique()), "as asked for"
+    numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+    if task == "auto" and not numbers:
+        task, why = "classification", f"the target's type is {kind}"
+    elif task == "auto" and types.is_integer(kind) and values <= CLASSES:
+        task, why = "classification", f"the target has {values} whole values"
+    elif task == "auto":
+        task, why = "regression", f"the target's type is {kind}, with {values} values"
+    if task == "regression" and not numbers:
+        raise ValueError(
+            f"the target's type is {kind}: regression needs numbers. Pass --task classification, "
+            "or another --target"
+        )
+    if values < 2:
+        only = column[0].as_py()
+        raise ValueError(f"the target is {only!r} in every row: there is nothing to learn")
+    if task == "classification" and values > column.length() / 2:
+        raise ValueError(
+            f"the target has {values} classes in {column.length()} rows, which is hardly a class; "
+            "pass --task regression for numbers, or another --target"
+        )
+    return task, why
+
+
+def write(columns: dict[str, Any], path: Path) -> None:
+    """Write columns as CSV, or as Parquet by the name."""
+    import pandas
+
+    frame, parquet = pandas.DataFrame(columns), path.suffix.lower() in (".parquet", ".pq")
+    (frame.to_parquet if parquet else frame.to_csv)(path, index=False)
+
+
+def predictions(estimator: Any, table: Any, coverage: float) -> dict[str, Any]:
+    """Return what an estimator says about each row, as columns."""
+    from sklearn.base import is_classifier
+
+    if is_classifier(estimator):
+        chance = estimator.predict_proba(table)
+        unsure = estimator.predict_uncertainty(table)
+        columns = {"prediction": estimator.classes_[chance.argmax(1)]}
+        columns |= {f"p_{c}": chance[:, k] for k, c in enumerate(estimator.classes_)}
+        return columns | {"uncertainty": unsure.total, "epistemic": unsure.epistemic}
+    mean, std = estimator.predict(table, return_std=True)
+    columns = {"prediction": mean, "std": std}
+    if estimator.scores_ is not None:
+        lower, upper = estimator.predict_interval(table, coverage).T
+        columns |= {"lower": lower, "upper": upper}
+    return columns

@@ -93,11 +93,9 @@ class Head(ABC):
 
     @abstractmethod
     def calibrated(self, stop: Pair | None, other: Pair | None) -> Any:
-        """Return the head, calibrated by nothing but outputs and targets of held-out rows.
+        """Return the head, calibrated by outputs and targets of held-out rows and nothing else.
 
-        Args:
-            stop: of rows that training was stopped by, to choose a temperature with.
-            other: of rows for conformal scores.
+        Those that training was stopped by are for the temperature, others for conformal scores.
         """
 
     @abstractmethod
@@ -142,17 +140,14 @@ class Classes(Head):
 
     @property
     def multilabel(self) -> bool:
-        """Whether there are several labels, all of 0 and 1."""
         return not self.single and all(set(c.tolist()) <= {0, 1} for c in self.labels)
 
     @property
     def classes(self) -> Any:
-        """The classes as scikit-learn has them: an array, or a list of them."""
         return self.labels[0] if self.single else list(self.labels)
 
     @property
     def sizes(self) -> list[int]:
-        """How many classes each label has."""
         return [len(classes) for classes in self.labels]
 
     @property
@@ -302,7 +297,6 @@ class Gaussians(Head):
         return replace(head, scores=(values - mean).abs() / std)
 
     def _factor(self, k: int, outputs: Tensor, target: Tensor) -> float:
-        """Return the best factor of the standard deviations of one target."""
         mean, std = (x[..., k] for x in self.standard(outputs.double()))
         weights = target[:, -1].double() if self.weighted else torch.ones(len(target)).double()
 

@@ -6,12 +6,9 @@ A number :math:`x` of a column with edges :math:`e_0 < e_1 < \dots` becomes
     \Big(s(x),\; \Big[\tfrac{x - e_b}{e_{b+1} - e_b}\Big]_0^1,\; b = 0, 1, \dots\Big),
 
 its score and its piecewise-linear encoding (Gorishniy et al., 2022), where :math:`s` is linear
-between the edges and :math:`[\cdot]_0^1` cuts off, with the outer bins reaching one bin further: so
-the network goes on linearly a little beyond what it has seen, and stays constant from there. A
+between the edges and :math:`[\cdot]_0^1` cuts off, the outer bins reaching one bin further. A
 missing number has score 0, no bins, and an indicator of its own where the training part had some.
-
-The encoding lies before all parameters, hence before all modulations: it and the first layer run
-once for all members. It is built of operations that ONNX has.
+The encoding lies before all modulations, so it runs once for all members; ONNX has its operations.
 """
 
 from __future__ import annotations
@@ -30,12 +27,7 @@ from embens.estimators.preprocessing import Preprocessing
 
 
 class Encode(nn.Module):
-    """Encode scaled numbers and codes of categories, ``(batch, input)``.
-
-    Args:
-        preprocessing: bins and categories.
-        bins: whether to give the piecewise-linear encoding beside the scores.
-    """
+    """Encode scaled numbers and codes of categories, with or without the bins beside scores."""
 
     def __init__(self, preprocessing: Preprocessing, *, bins: bool = True):
         super().__init__()
@@ -57,7 +49,6 @@ class Encode(nn.Module):
         self.missing = nn.Buffer(torch.tensor(columns, dtype=torch.int64))
 
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
-        """Return the encoding."""
         parts = []
         if len(self.start):
             absent = torch.isnan(numbers)
@@ -90,12 +81,10 @@ class Periodic(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the frequencies anew."""
         with torch.no_grad():
             self.frequencies.normal_(0, self.std, generator=generator)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the inputs with the waves behind them."""
         angle = 2 * math.pi * input[:, : self.columns].unsqueeze(-1) * self.frequencies
         return torch.cat([input, angle.sin().flatten(1), angle.cos().flatten(1)], 1)
 
@@ -104,7 +93,6 @@ class Dropout(nn.Dropout):
     """Dropout whose draws cost little; see :func:`dropout`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input with some numbers 0, in training mode."""
         return dropout(input, self.p) if self.training and self.p > 0 else input
 
 
@@ -136,7 +124,6 @@ class TableNetwork(nn.Module):
         self.body = nn.ModuleList(body)
 
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
-        """Return the outputs ``(batch, output)``."""
         x = self.encode(numbers, codes)
         if self.periodic is not None:
             x = self.periodic(x)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from embens.estimators.heads import Classes
 
 if TYPE_CHECKING:
+    from embens.ensemble import EmbeddedEnsemble
     from embens.estimators.pipeline import Fitted
 
 
@@ -41,7 +42,6 @@ class Raw(nn.Module):
         self.head, self.dtype = fitted.head, fitted.dtype
 
     def forward(self, numbers: Tensor, codes: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the prediction."""
         scaled = ((numbers - self.centre) / self.scale).to(self.dtype)
         if codes is None:
             codes = torch.zeros(numbers.shape[0], 0, dtype=torch.int64)
@@ -51,13 +51,20 @@ class Raw(nn.Module):
 def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
     """Write one ONNX file from raw columns to the prediction, checked with onnxruntime."""
     import onnx
+    import onnxruntime
 
     if any(site.fresh for site in estimator.ensemble_.plan.sites):
         raise ValueError("masks that are drawn anew at each pass can't be exported")
     fitted, known, path = estimator.fitted_, estimator.preprocessing_, Path(path)
     module = Raw(fitted).eval()
     names = ["predicted_mean", "predicted_std"]
+    notes: dict[str, list] = {
+        "numeric": [known.names[j] for j in known.numeric],
+        "categorical": [known.names[j] for j in known.categorical],
+        "categories": [{name: i for i, name in enumerate(kept)} for kept in known.categories],
+    }
     if isinstance(fitted.head, Classes):
+        notes["classes"] = [classes.tolist() for classes in fitted.head.labels]
         count = len(fitted.head.labels)
         names = [f"probabilities_{k}" for k in range(count)] if count > 1 else ["probabilities"]
     steps = torch.linspace(-2, 2, 8, dtype=torch.float64)[:, None]
@@ -67,9 +74,7 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
         codes = [torch.arange(8) % (len(kept) + 2) for kept in known.categories]
         rows["codes"] = torch.stack(codes, 1)
     row = torch.export.Dim("row")
-    with _quiet("torch.onnx"), torch.no_grad():
-        chunk = module.ensemble.chunk
-        module.ensemble.chunk = 1  # several at once would make the number of rows a constant
+    with _exporting(module.ensemble), torch.no_grad():
         program = torch.onnx.export(
             module,
             tuple(rows.values()),
@@ -79,49 +84,31 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
             dynamo=True,
             verbose=False,
         )
-        module.ensemble.chunk = chunk
     assert program is not None
-    model = program.model_proto
-    for key, value in _notes(fitted).items():
+    model = program.model_proto  # made anew at each look
+    for key, value in notes.items():
         model.metadata_props.add(key=key, value=json.dumps(value))
     onnx.save(model, str(path))
-    _check(path, module, {name: tensor[:5] for name, tensor in rows.items()})
+    few = {name: tensor[:5] for name, tensor in rows.items()}
+    session = onnxruntime.InferenceSession(path)
+    found = session.run(None, {name: tensor.numpy() for name, tensor in few.items()})
+    with torch.no_grad():
+        expected = module(*few.values())
+    for ours, theirs in zip(expected, found, strict=True):
+        theirs = torch.from_numpy(theirs).double()
+        torch.testing.assert_close(theirs, ours.double(), rtol=1e-3, atol=1e-5)
     return path
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Keep warnings and a logger's remarks to themselves."""
-    logger = logging.getLogger(name)
-    level = logger.level
+def _exporting(ensemble: EmbeddedEnsemble) -> Iterator[None]:
+    logger = logging.getLogger("torch.onnx")
+    level, chunk = logger.level, ensemble.chunk
     logger.setLevel(logging.ERROR)
+    ensemble.chunk = 1  # several at once would make the number of rows a constant
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)
-
-
-def _notes(fitted: Fitted) -> dict[str, list]:
-    """Return the meaning of inputs and outputs, for the metadata."""
-    known = fitted.preprocessing
-    notes: dict[str, list] = {
-        "numeric": [known.names[j] for j in known.numeric],
-        "categorical": [known.names[j] for j in known.categorical],
-        "categories": [{name: i for i, name in enumerate(kept)} for kept in known.categories],
-    }
-    if isinstance(fitted.head, Classes):
-        notes["classes"] = [classes.tolist() for classes in fitted.head.labels]
-    return notes
-
-
-def _check(path: Path, module: nn.Module, rows: dict[str, Tensor]) -> None:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(path)
-    found = session.run(None, {name: tensor.numpy() for name, tensor in rows.items()})
-    with torch.no_grad():
-        expected = module(*rows.values())
-    for ours, theirs in zip(expected, found, strict=True):
-        theirs = torch.from_numpy(theirs).double()
-        torch.testing.assert_close(theirs, ours.double(), rtol=1e-3, atol=1e-5)
+        ensemble.chunk = chunk

@@ -50,7 +50,6 @@ class Encoding:
     def __call__(
         self, table: Table, values: Tensor, weights: Tensor, rows: Tensor | None = None
     ) -> Tensors:
-        """Return the tensors of a table, or of some of its rows."""
         target = self.head.pack(values, weights / self.mean_weight, self.dtype)
         inputs = self.preprocessing.encode(table, self.dtype, rows)
         return (*inputs, target if rows is None else target[rows])
@@ -92,16 +91,14 @@ class Fitted:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the network."""
         return next(self.chosen.ensemble.parameters()).dtype
 
     def read(
         self, table: Table, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
     ) -> list[Tensor]:
-        """Return what ``summary(head, outputs)`` makes of the members' outputs.
+        """Return what ``summary(head, outputs)`` makes of a block of rows after another.
 
-        They are ``(member, row, output)`` of a block of rows after another; what it returns is
-        joined along ``dim``.
+        Outputs are ``(member, row, output)``; what is made of them is joined along ``dim``.
         """
         found = []
         for start in range(0, table.rows, BLOCK):
@@ -182,8 +179,7 @@ def fit(prepared: Prepared, options: Options, seed: int, previous: Fitted | None
 def choose(prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int) -> Chosen:
     """Build the reference network, embed members and diagnose them.
 
-    Where p, or the number of members, is "auto", the diagnosis decides: members become more alike,
-    then fewer, where there is no room for all of them.
+    Where there is no room for all, members become more alike, then fewer, if these are "auto".
     """
     generator = torch.Generator().manual_seed(seed)
     known, head = prepared.encoding.preprocessing, prepared.encoding.head
@@ -217,13 +213,10 @@ def diagnose(
 ) -> finite.Diagnosis:
     """Diagnose an ensemble on a few rows."""
     *inputs, target = (tensor[: choices.diagnosed_rows(head.outputs)] for tensor in rows)
+    gamma = None if options.gamma == "auto" else options.gamma
     with evaluating(ensemble):
         return finite.diagnose(
-            ensemble,
-            tuple(inputs),
-            target,
-            criterion=head.criterion,
-            gamma=None if options.gamma == "auto" else options.gamma,
+            ensemble, tuple(inputs), target, criterion=head.criterion, gamma=gamma
         )
 
 

@@ -1,9 +1,8 @@
 r"""Preprocessing: what is learnt about the columns of a table before a network sees them.
 
 A table becomes two tensors. Numbers are centred and scaled in float64 and then kept as float32,
-NaN included; categories become their numbers. That is all that is stored of a table; how the
-network encodes it (piecewise-linear bins, missing indicators, one column for each category) is done
-batch by batch by :class:`embens.estimators.network.Encode`, from the bins found here.
+NaN included; categories become their numbers. From there :class:`embens.estimators.network.Encode`
+goes on batch by batch, with the bins found here.
 
 **Bins.** The edges of a numeric column are its quantiles, so that every bin has about as many rows.
 ``scores`` are the values of a monotone map at the edges: normal quantiles
@@ -89,12 +88,9 @@ class Preprocessing:
 
 
 def learn(table: Table, options: Options, weights: Tensor | None = None) -> Preprocessing:
-    """Learn about the columns; fewer bins and categories where there are very many columns.
+    """Learn about the columns of the training part; fewer bins where there are many columns.
 
-    Args:
-        table: the training part.
-        options: ``categorical_features``, ``scaling``, ``bins`` and ``max_categories``.
-        weights: of the rows, above 0; a whole number counts like as many equal rows.
+    A row whose weight is a whole number counts like as many equal rows.
     """
     import numpy as np
 
@@ -114,10 +110,9 @@ def learn(table: Table, options: Options, weights: Tensor | None = None) -> Prep
         values = table.block([column])[:, 0]
         present = ~np.isnan(values)
         seen, mass = values[present], masses[present]
-        missing.append(len(seen) < len(values))
+        missing.append(0 < len(seen) < len(values))
         if len(seen) == 0:
             notes.append(f"{table.names[column]} has no value at all and is ignored")
-            missing[-1] = False
             continue
         middle, spread = _centre_and_scale(seen, mass)
         found, values_at = _bins((seen - middle) / spread, mass, bins, options.scaling)
@@ -156,18 +151,14 @@ def _centre_and_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, f
 def _bins(
     values: np.ndarray, weights: np.ndarray, bins: int, scaling: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return edges at quantiles, without duplicates, and the scores there.
-
-    The scores are standardised over the rows.
-    """
+    """Return edges at quantiles, without duplicates, and scores there, standardised over rows."""
     import numpy as np
     from scipy.special import ndtri
 
     values = values.astype("float32").astype("float64")  # so that edges are values of rows
     distinct = np.unique(values)
-    if len(distinct) <= bins + 1:
-        edges = distinct
-    else:
+    edges = distinct
+    if len(distinct) > bins + 1:
         edges = np.unique(_quantiles(values, weights, np.linspace(0, 1, bins + 1)))
     if scaling == "standard":
         scores = edges

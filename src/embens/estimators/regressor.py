@@ -1,9 +1,8 @@
 r"""The regressor: a mixture of Gaussians, one for each member.
 
 Its variance is the members' mean variance plus the variance of their means: aleatoric plus
-epistemic; see :mod:`embens.prediction`. Intervals are conformal:
-:mod:`embens.estimators.calibration`. ``neg_nll`` and ``neg_crps`` are scorers for ``scoring=`` of
-scikit-learn's tools, greater is better; classifiers have its own ``"neg_log_loss"``.
+epistemic. Intervals are conformal: :mod:`embens.estimators.calibration`. ``neg_nll`` and
+``neg_crps`` are scorers for ``scoring=``, greater is better; classifiers have ``"neg_log_loss"``.
 """
 
 from __future__ import annotations
@@ -111,10 +110,8 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
                 "table has less than 50 rows, or validation_fraction=0. Pass "
                 "validation_fraction=0.3, or use predict_quantiles, which guarantees nothing."
             )
-        factor = torch.tensor(
-            [conformal_quantile(column, coverage) for column in self.scores_.T],
-            dtype=torch.float64,
-        )
+        factors = [conformal_quantile(column, coverage) for column in self.scores_.T]
+        factor = torch.tensor(factors, dtype=torch.float64)
         mean, std = self._read(X, Gaussians.summarise)
         (found,) = self._shaped(torch.stack([mean - factor * std, mean + factor * std], 1))
         return found

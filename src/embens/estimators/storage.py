@@ -23,7 +23,7 @@ from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Gaussians, Head
 from embens.estimators.pipeline import Chosen, Fitted
 from embens.estimators.preprocessing import Preprocessing
-from embens.files import write_atomically
+from embens.files import read_tensors, write_tensors
 from embens.laws import Law, from_dict
 from embens.training import History
 
@@ -36,20 +36,13 @@ _VALUES = "multilabel_ single_ width_ dropout_ gamma_ p_ held_out_ n_features_in
 
 def save(estimator: Any, path: str | os.PathLike[str]) -> None:
     """Write the fitted estimator to one file, without pickle."""
-    from safetensors.torch import save_file
-
-    ensemble, head, path = estimator.ensemble_, estimator.head_, Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist")
+    ensemble, head = estimator.ensemble_, estimator.head_
     tensors = {f"ensemble.{k}": v for k, v in ensemble.state_dict().items()}
     columns = vars(estimator.preprocessing_).copy()
     tensors |= {f"columns.{k}": columns.pop(k) for k in _COLUMNS}
-    numbers = {k: getattr(estimator, k, None) for k in _TENSORS}
-    tensors |= {
-        f"attribute.{k}": torch.as_tensor(v, dtype=torch.float64)
-        for k, v in numbers.items()
-        if v is not None
-    }
+    for k in _TENSORS:
+        if (value := getattr(estimator, k, None)) is not None:
+            tensors[f"attribute.{k}"] = torch.as_tensor(value, dtype=torch.float64)
     arguments, diagnosis = estimator.get_params(deep=False), estimator.diagnosis_
     if not isinstance(diagnosis, dict):
         diagnosis = json.loads(json.dumps(diagnosis.to_dict(), default=str))
@@ -68,9 +61,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
         "diagnosis": diagnosis,
         "plan": ensemble.plan.to_json(),
     }
-    tensors = {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
-    metadata = {"embens_estimator": json.dumps(header, default=_to_json)}
-    write_atomically(path, lambda name: save_file(tensors, name, metadata))
+    write_tensors(path, tensors, {"embens_estimator": json.dumps(header, default=_to_json)})
 
 
 def _to_json(value: Any) -> Any:
@@ -84,25 +75,14 @@ def _to_json(value: Any) -> Any:
 def load(path: str | os.PathLike[str], *kinds: type) -> Any:
     """Read an estimator, of one of some classes, that :func:`save` wrote."""
     import numpy as np
-    from safetensors import SafetensorError, safe_open
 
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get("embens_estimator")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path.name} is not a whole safetensors file (truncated, or another format): {error}"
-        ) from None
-    if text is None:
+    (metadata, tensors), path = read_tensors(path), Path(path)
+    if "embens_estimator" not in metadata:
         raise ValueError(
             f"{path.name} is no estimator's file; to read an ensemble use embens.load(path, "
             "reference)"
         )
-    header = json.loads(text)
+    header = json.loads(metadata["embens_estimator"])
     if header.get("format") != FORMAT or header.get("version") != VERSION:
         raise ValueError(
             f"{path.name} has format version {header.get('version')}, this embens reads {VERSION}; "
@@ -123,7 +103,6 @@ def load(path: str | os.PathLike[str], *kinds: type) -> Any:
 
 
 def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], options: Options) -> Fitted:
-    """Return what was fitted, from a file's header and tensors."""
     values = header["values"]
     columns: dict[str, Any] = {k: tensors[f"columns.{k}"] for k in _COLUMNS}
     known = Preprocessing(**header["columns"], **columns)

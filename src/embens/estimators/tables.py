@@ -1,8 +1,7 @@
 """Tables: one way to read columns, targets and weights from arrays and data frames.
 
 A table is a two-dimensional array (also a list of lists), or a data frame of pandas, polars or
-pyarrow, read through narwhals, which scikit-learn brings along; what users pass is checked with
-scikit-learn's own functions. A column is *categorical* if its type says so (categories, strings,
+pyarrow, read through narwhals. A column is *categorical* if its type says so (categories, strings,
 truth values) or the user does, else *numeric*; dates count as numbers, in seconds. Missing is NaN
 among numbers and None among categories.
 
@@ -33,7 +32,6 @@ class Table:
         self.names = [str(name) for name in frame.columns]
 
     def column(self, column: int) -> Any:
-        """Return a column as narwhals' series."""
         return self.frame.get_column(self.frame.columns[column])
 
     def is_categorical(self, column: int) -> bool:
@@ -78,7 +76,6 @@ class Table:
         return self.column(column).to_list()
 
     def take(self, rows: Any) -> Table:
-        """Return some rows, by their numbers or a slice."""
         return Table(self.frame[rows])
 
     def block(self, columns: Sequence[int]) -> np.ndarray:
@@ -151,10 +148,10 @@ def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
     if is_frame(X):
         validate_data(estimator, X, skip_check_array=True, reset=reset)
         table = from_frame(X)
-        if table.rows == 0 or not table.names:
+        if not all(shape := (table.rows, len(table.names))):
             raise ValueError(
-                f"Found array with {table.rows} sample(s) and {len(table.names)} feature(s) "
-                f"(shape={(table.rows, len(table.names))}) while a minimum of 1 is required."
+                f"Found array with {shape[0]} sample(s) and {shape[1]} feature(s) ({shape=}) while "
+                "a minimum of 1 is required."
             )
         return table
     X = validate_data(estimator, X, dtype=None, ensure_all_finite=False, reset=reset)
@@ -200,12 +197,7 @@ def read_weights(sample_weight: Any, rows: int) -> Tensor:
 
 
 def choose_categorical(table: Table, chosen: Any) -> list[int]:
-    """Return the numbers of the categorical columns.
-
-    Args:
-        table: the columns.
-        chosen: "auto": by their types; or names, numbers, or one truth value for each column.
-    """
+    """Return the numbers of the categorical columns, as the option of that name chooses them."""
     count = len(table.names)
     if isinstance(chosen, str):
         if chosen != "auto":

@@ -1,10 +1,9 @@
 """Where batches come from: tensors, data sets or loaders.
 
 A batch is ``(*inputs, target)``, or ``(inputs, target)`` with a tuple of several inputs. Tensors
-and map-style data sets are shuffled by the run's seed and the number of the epoch alone, so that
-any batch can be had without those before it; a ``DataLoader`` is iterated as it is, and can only
-start an epoch anew. With several processes each takes its part of every batch; a loader has to deal
-out different rows itself (``DistributedSampler``).
+and map-style data sets are shuffled by the run's seed and the number of the epoch alone; a
+``DataLoader`` is iterated as it is, and can only start an epoch anew. Each of several processes
+takes its part of every batch; a loader has to deal out rows itself (``DistributedSampler``).
 """
 
 from __future__ import annotations
@@ -36,42 +35,19 @@ class Minibatch(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Samples that are found by number.
+    """Samples that are found by number."""
 
-    Attributes:
-        fetch: returns ``(*inputs, target)`` of some of them.
-        size: how many there are.
-        together: how many may be fetched at once; 0: one batch at a time, since items that are
-            random must be drawn in the order of the batches.
-    """
-
-    fetch: Callable[[Tensor], Sequence[Any]]
+    fetch: Callable[[Tensor], Sequence[Any]]  # (*inputs, target) of some of them
     size: int
-    together: int = 0
+    together: int = 0  # may be fetched at once; 0: random items, in the order of the batches
 
 
 class Shuffled:
-    """Batches of samples that are found by number.
-
-    Args:
-        samples: what to take them from.
-        batch_size: rows a batch has in all processes.
-        seed: of the order.
-        own: a different order, and a leading axis, for each of so many members.
-        world: this process's place.
-    """
+    """Batches of samples; with ``own`` another order, and an axis, for each of so many members."""
 
     resumable = True
 
-    def __init__(
-        self,
-        samples: Samples,
-        batch_size: int,
-        *,
-        seed: int,
-        own: int | None = None,
-        world: World = ALONE,
-    ):
+    def __init__(self, samples: Samples, batch_size: int, seed: int, own: int | None, world: World):
         self.samples, self.count, self.batch_size = samples, samples.size, batch_size
         self.seed, self.own, self.world = seed, own, world
         self.generators: list[torch.Generator] = []
@@ -86,7 +62,6 @@ class Shuffled:
         return torch.stack(orders) if self.own else orders[0]
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
-        """Yield the batches of an epoch from one on."""
         indices = self.order(epoch).split(self.batch_size, -1)
         if self.own or self.world.size > 1:
             yield from map(self._part, indices[start:])
@@ -102,12 +77,10 @@ class Shuffled:
                     yield Minibatch(*parts_of(batch), sizes[step], sizes[step])
 
     def _part(self, index: Tensor) -> Minibatch:
-        """Return this process's part of a batch."""
         total = index.shape[-1]
         mine = index.tensor_split(self.world.size, -1)[self.world.rank]
         rows = mine.shape[-1]
-        if rows == 0:  # too few to share: run any row, and count it as none
-            mine = index[..., :1]
+        mine = mine if rows else index[..., :1]  # too few to share: any row, counted as none
         values = self.samples.fetch(mine.flatten())
         if self.own:
             values = [tree_map(lambda v: v.unflatten(0, mine.shape), v) for v in values]
@@ -133,7 +106,6 @@ class Loaded:
             return 0
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
-        """Yield the batches of an epoch."""
         if hasattr(self.loader.sampler, "set_epoch"):
             self.loader.sampler.set_epoch(epoch)  # type: ignore[union-attr]
         for values in self.loader:
@@ -169,7 +141,7 @@ def training_batches(
         data = DataLoader(data, batch_size)
     if isinstance(data, DataLoader):
         return Loaded(data, own)
-    return Shuffled(samples_of(data, "train"), batch_size, seed=seed, own=own, world=world)
+    return Shuffled(samples_of(data, "train"), batch_size, seed, own, world)
 
 
 def validation_batches(data: Any, batch_size: int) -> Callable[[], Iterator[tuple[tuple, Any]]]:
@@ -178,12 +150,8 @@ def validation_batches(data: Any, batch_size: int) -> Callable[[], Iterator[tupl
         loaded = training_batches(data, batch_size, seed=0)
         return lambda: ((batch.inputs, batch.target) for batch in loaded.epoch(0))
     samples = samples_of(data, "validation")
-
-    def batches() -> Iterator[tuple[tuple, Any]]:
-        for index in torch.arange(samples.size).split(batch_size):
-            yield parts_of(samples.fetch(index))
-
-    return batches
+    indices = torch.arange(samples.size).split(batch_size)
+    return lambda: (parts_of(samples.fetch(index)) for index in indices)
 
 
 def samples_of(data: Any, name: str) -> Samples:
@@ -217,11 +185,8 @@ def _samples_of_tensors(tensors: Sequence[Any], name: str) -> Samples:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise ValueError(f"{name}: expected as many inputs as targets; got shapes {shapes}")
     size = sum(t.nbytes for t in tensors) // max(1, count)
-    return Samples(
-        lambda index: [t.index_select(0, index.to(t.device)) for t in tensors],
-        count,
-        _BLOCK // max(1, size),
-    )
+    together = _BLOCK // max(1, size)
+    return Samples(lambda i: [t.index_select(0, i.to(t.device)) for t in tensors], count, together)
 
 
 def _collate(data: Any, numbers: list[int]) -> Sequence[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embens.files import write_atomically
+from embens.files import read_tensors, write_atomically
 
 FORMAT = "embens checkpoint"
 VERSION = 2
@@ -35,12 +35,7 @@ class Refused(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder of their own.
-
-    Args:
-        folder: made if it does not exist.
-        run: what identifies the run; a checkpoint of another run is an error.
-    """
+    """The checkpoints of one run, in a folder of their own; those of another are an error."""
 
     def __init__(self, folder: str | os.PathLike[str], run: dict[str, Any]):
         self.folder = Path(folder)
@@ -84,30 +79,24 @@ class Checkpoints:
 
     def _files(self, every: bool = False) -> list[Path]:
         """Return the files, last step first; with ``every`` also those of other names."""
-        ours, others = [], []
-        for path in self.folder.glob("*.safetensors"):
-            match = _NAME.fullmatch(path.name)
-            if match:
-                ours.append((int(match[1]), path.stat().st_mtime_ns, path))
-            else:
-                others.append(path)
-        return [path for *_, path in sorted(ours, reverse=True)] + (others if every else [])
+        found = [(_NAME.fullmatch(p.name), p) for p in self.folder.glob("*.safetensors")]
+        ours = [(int(match[1]), p.stat().st_mtime_ns, p) for match, p in found if match]
+        others = [p for match, p in found if every and not match]
+        return [path for *_, path in sorted(ours, reverse=True)] + others
 
     def _check_run(self, path: Path, run: dict[str, Any]) -> None:
         for key in {**self.run, **run}:
-            mine, theirs = self.run.get(key), run.get(key)
-            if mine != theirs:
+            values = run.get(key), self.run.get(key)
+            if values[0] != values[1]:
+                theirs, mine = (f"{json.dumps(v):.200}" for v in values)
                 raise ValueError(
-                    f"{path} is of a different run: {key} was {_short(theirs)}, now it is "
-                    f"{_short(mine)}. Use the same arguments to continue it, or another folder "
-                    "to start anew."
+                    f"{path} is of a different run: {key} was {theirs}, now it is {mine}. Use the "
+                    "same arguments to continue it, or another folder to start anew."
                 )
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return the run and the state in a file, or raise :class:`Refused`."""
-    from safetensors import SafetensorError, safe_open
-
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise Refused(f"{path.name} does not have a name that a checkpoint has")
@@ -116,20 +105,16 @@ def read(path: Path) -> dict[str, Any]:
     if not digest.startswith(match[2]):
         raise Refused(f"{path.name} is damaged or half-written: its content has another checksum")
     try:
-        with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get("embens")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise Refused(f"{path.name} is not a safetensors file: {error}") from None
+        metadata, tensors = read_tensors(path)
+    except ValueError as error:
+        raise Refused(str(error)) from None
     try:
-        content = json.loads(header or "null")
+        content = json.loads(metadata.get("embens", "null"))
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise Refused(f"{path.name} is a safetensors file, but not a checkpoint of embens")
         if content.get("version") != VERSION:
-            raise Refused(
-                f"{path.name} has format version {content.get('version')}, this embens reads "
-                f"{VERSION}"
-            )
+            found = content.get("version")
+            raise Refused(f"{path.name} has format version {found}, this embens reads {VERSION}")
         return {"run": dict(content["run"]), "state": unpack(content["state"], tensors)}
     except Refused:
         raise
@@ -148,10 +133,10 @@ def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(tree, dict):
         kind = "counter" if isinstance(tree, Counter) else "dict"
         return {kind: [[pack(k, tensors), pack(v, tensors)] for k, v in tree.items()]}
+    if isinstance(tree, list) and all(type(v) in (int, float, str) for v in tree):
+        return tree
     if isinstance(tree, (list, tuple)):
         kind = "list" if isinstance(tree, list) else "tuple"
-        if kind == "list" and all(type(v) in (int, float, str) for v in tree):
-            return tree
         return {kind: [pack(v, tensors) for v in tree]}
     if isinstance(tree, torch.dtype):
         return {"dtype": str(tree).removeprefix("torch.")}
@@ -164,8 +149,6 @@ def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
 
 def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     """Return the tree that was packed."""
-    if isinstance(tree, list):
-        return tree
     if not isinstance(tree, dict):
         return tree
     ((kind, value),) = tree.items()
@@ -175,13 +158,7 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
         items = {unpack(k, tensors): unpack(v, tensors) for k, v in value}
         return Counter(items) if kind == "counter" else items
     if kind in ("list", "tuple"):
-        values = [unpack(v, tensors) for v in value]
-        return tuple(values) if kind == "tuple" else values
+        return {"list": list, "tuple": tuple}[kind](unpack(v, tensors) for v in value)
     if kind == "dtype" and isinstance(dtype := getattr(torch, value, None), torch.dtype):
         return dtype
     raise KeyError(kind)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,10 +1,4 @@
-"""What happened in a run: two tables, and the sums behind their rows.
-
-A :class:`Tally` adds up what batches say about members: losses, right answers, and how often two
-members are right together, from which the correlation follows. Batches wait in a buffer and are
-counted many at a time, because on small networks a dozen small operations at each step would be
-felt.
-"""
+"""What happened in a run: two tables, and the sums behind their rows."""
 
 from __future__ import annotations
 
@@ -51,10 +45,10 @@ class History:
 
     def to_pandas(self, table: Literal["epochs", "members"] = "epochs") -> pandas.DataFrame:
         """Return one of the two tables as a data frame."""
-        if table not in ("epochs", "members"):
-            raise ValueError(f"table: expected 'epochs' or 'members', got {table!r}")
         import pandas
 
+        if table not in ("epochs", "members"):
+            raise ValueError(f"table: expected 'epochs' or 'members', got {table!r}")
         return pandas.DataFrame(getattr(self, table))
 
 
@@ -72,18 +66,13 @@ def history_of(records: Sequence[dict[str, Any]], best_epoch: int | None, stoppe
 
 
 class Tally:
-    """Sums over batches.
+    """Sums over batches, by name.
 
-    Args:
-        members: how many.
-        batch: how the members were given their rows, as in :func:`embens.objective`.
-        device: where to count.
-
-    Attributes:
-        sums: by name, of all batches that were counted. For each member: ``loss``, over ``rows``
-            samples; ``right``, the correct answers among ``rated`` ones (labels to ignore are
-            not). Where all members see the same rows: ``together``, the rows on which both of two
-            members are right, and ``ensemble``, those on which the mean output is.
+    For each member ``loss``, over ``rows`` samples; ``right``, the correct answers among ``rated``
+    ones (labels to ignore are not). Where all members see the same rows ``together``, the rows on
+    which both of two members are right, and ``ensemble``, those on which the mean output is.
+    Batches wait in a buffer and are counted many at a time: on small networks a dozen small
+    operations at each step would be felt.
     """
 
     def __init__(self, members: int, batch: str = "same", device: torch.device | str = "cpu"):
@@ -99,7 +88,6 @@ class Tally:
         self._size = 0
 
     def add(self, losses: Tensor, outputs: Any, target: Any, rows: int) -> None:
-        """Count a batch: the members' losses, their outputs, the target, the number of rows."""
         self._losses.append((losses.detach(), rows))
         if is_classification(outputs, target, self.batch):
             self._answers.append((outputs.detach(), target))
@@ -109,7 +97,6 @@ class Tally:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Count what waits in the buffer."""
         if self._losses:
             self._count_losses()
         if self._answers:
@@ -117,7 +104,6 @@ class Tally:
         self._losses, self._answers, self._size = [], [], 0
 
     def _count_losses(self) -> None:
-        """Add the losses, weighted by the rows that each member had."""
         members = self.members
         if self.batch == "split":
             rows = [
@@ -132,7 +118,6 @@ class Tally:
         self.sums["rows"] += weights.sum(0)
 
     def _count_answers(self) -> None:
-        """Add the answers that are right, of all members at once."""
         outputs = torch.cat([o for o, _ in self._answers], 0 if self.batch == "split" else 1)
         target = torch.cat([t for _, t in self._answers], -1).to(outputs.device)
         rated = (target >= 0) & (target < outputs.shape[-1])  # others are labels to ignore
@@ -149,25 +134,21 @@ class Tally:
             self.sums["ensemble"] += ((outputs.mean(0).argmax(-1) == target) & rated).sum()
 
     def summary(self, prefix: str = "") -> dict[str, Any]:
-        """Return the columns of an epoch's record."""
         self.flush()
         sums = {name: value.cpu() for name, value in self.sums.items()}
         losses = sums["loss"] / sums["rows"]
-        return {
-            f"{prefix}loss": float(losses[sums["rows"] > 0].mean()),
-            f"{prefix}ensemble_accuracy": float(sums["ensemble"] / sums["rated"][0])
-            if self.batch == "same"
-            else math.nan,
-            f"{prefix}correlation": self.correlation(),
-            f"{prefix}member_loss": losses.tolist(),
-            f"{prefix}member_accuracy": (sums["right"] / sums["rated"]).tolist(),
+        accuracy = sums["ensemble"] / sums["rated"][0] if self.batch == "same" else math.nan
+        columns = {
+            "loss": float(losses[sums["rows"] > 0].mean()),
+            "ensemble_accuracy": float(accuracy),
+            "correlation": self.correlation(),
+            "member_loss": losses.tolist(),
+            "member_accuracy": (sums["right"] / sums["rated"]).tolist(),
         }
+        return {prefix + name: value for name, value in columns.items()}
 
     def correlation(self) -> float:
-        """Return the mean correlation between members being right, from the counts.
-
-        As :func:`embens.metrics.correctness_correlation`; NaN where there is no pair.
-        """
+        """Return :func:`embens.metrics.correctness_correlation`; NaN where there is no pair."""
         count = float(self.sums["rated"][0])
         chance = self.sums["right"].cpu() / count
         varies = (chance > 0) & (chance < 1)

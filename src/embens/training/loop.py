@@ -1,15 +1,4 @@
-"""``embens.fit``: train an ensemble.
-
-It stays an ordinary loop, and yours can be one too::
-
-    optimizer = torch.optim.SGD(ensemble.parameter_groups(lr=0.01), momentum=0.9)
-    for x, y in loader:
-        optimizer.zero_grad()
-        embens.objective(ensemble(x), y).backward()
-        optimizer.step()
-
-What ``fit`` adds is around it: validation, a history, checkpoints, several processes.
-"""
+"""``embens.fit``: the plain loop around :func:`embens.objective`, and what belongs around that."""
 
 from __future__ import annotations
 
@@ -26,8 +15,7 @@ from embens.ensemble.rates import MakeOptimizer
 from embens.objective import BatchKind, Criterion, Of
 from embens.training import randomness
 from embens.training.history import History
-from embens.training.rates import MakeScheduler
-from embens.training.settings import Metric, Settings
+from embens.training.settings import MakeScheduler, Metric, Settings
 from embens.training.trainer import Callback, Trainer
 
 
@@ -126,7 +114,14 @@ def fit(
     for name in unknown:
         known = given.keys() - {"unknown"}
         raise TypeError(f"fit has no argument {name!r}{closest(name, sorted(known))}")
-    _check_ensemble(ensemble)
+    if not isinstance(ensemble, EmbeddedEnsemble):
+        kind = type(ensemble).__name__
+        hint = "Embed it first: embens.embed(network, members=…), or embens.independent(network, 1)"
+        if kind in ("DistributedDataParallel", "DataParallel"):
+            hint = "Pass its .module: fit itself averages over processes under torchrun"
+        raise TypeError(f"fit expects an ensemble; got {kind}. {hint}.")
+    if not any(p.requires_grad for p in ensemble.parameters()):
+        raise ValueError("the ensemble has no parameter that requires a gradient")
     settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
     settings.check(validation is not None)
     if every is not None:
@@ -139,15 +134,3 @@ def fit(
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _check_ensemble(ensemble: Any) -> None:
-    if isinstance(ensemble, EmbeddedEnsemble):
-        if not any(p.requires_grad for p in ensemble.parameters()):
-            raise ValueError("the ensemble has no parameter that requires a gradient")
-        return
-    kind = type(ensemble).__name__
-    hint = "Embed it first: embens.embed(network, members=…), or embens.independent(network, 1)."
-    if kind in ("DistributedDataParallel", "DataParallel"):
-        hint = "Pass its .module: fit itself averages over processes under torchrun."
-    raise TypeError(f"fit expects an ensemble; got {kind}. {hint}")

@@ -28,11 +28,7 @@ ALONE = World()
 
 
 def join(device: torch.device) -> World:
-    """Return this process's place.
-
-    Under ``torchrun`` the processes are connected if nobody has done so, and stay connected until
-    they end: a second connection after a first one that was closed would wait forever.
-    """
+    """Return this process's place; under ``torchrun`` connect the processes if nobody has."""
     if not dist.is_available():
         return ALONE
     if not dist.is_initialized():
@@ -40,13 +36,9 @@ def join(device: torch.device) -> World:
         if not (several and dist.is_torchelastic_launched()):
             return ALONE
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(_leave)
+        # Not before the end: a second connection after a closed one would wait forever.
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return World(dist.get_rank(), dist.get_world_size())
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @torch.no_grad()
@@ -68,11 +60,7 @@ def sum_(world: World, tensors: Iterable[Tensor]) -> None:
 def average_(
     world: World, loss: Tensor, parameters: Iterable[Tensor], rows: int, total: int | None
 ) -> Tensor:
-    """Average gradients in place over processes, each with the weight of its rows.
-
-    Returns:
-        The loss, averaged in the same way, so that all processes know the same.
-    """
+    """Average gradients in place over processes, by their rows; return the loss, averaged too."""
     if world.size == 1:
         return loss
     if total is None:

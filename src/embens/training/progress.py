@@ -1,7 +1,4 @@
-"""A progress bar for a run: `rich` where it is installed, else a line for each epoch.
-
-Quiet unless the standard error stream is a terminal, or the caller asks for it.
-"""
+"""What a run shows: a bar where `rich` is installed and there is a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -20,94 +17,66 @@ _SHOWN = {
 }
 
 
-class Silent:
-    """Shows nothing."""
+class Progress:
+    """A bar over all steps, a line for each epoch, or nothing.
 
-    def __enter__(self) -> Silent:
-        return self
+    Args:
+        wanted: whether to show anything; None: if the error stream is a terminal.
+        epochs: of the run.
+        steps: of an epoch; 0: not known.
+    """
 
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def start(self, done: int) -> None:
-        """Say that so many steps were done before."""
-
-    def step(self, loss: Tensor, members: int) -> None:
-        """Show that a step was done, and the sum of the members' losses in it."""
-
-    def epoch(self, record: dict[str, Any]) -> None:
-        """Show how an epoch ended."""
-
-
-class Lines(Silent):
-    """One plain line for each epoch."""
-
-    def __init__(self, epochs: int):
-        self.epochs = epochs
-
-    def epoch(self, record: dict[str, Any]) -> None:
-        """Print the line."""
-        print(self.describe(record), file=sys.stderr)
-
-    def describe(self, record: dict[str, Any]) -> str:
-        """Return the main numbers of an epoch as text."""
-        values = ((name, record.get(key)) for key, name in _SHOWN.items())
-        shown = [f"{name} {v:.4g}" for name, v in values if v is not None and v == v]
-        shown.append(f"{record['seconds']:.2g} s")
-        return f"epoch {record['epoch']}/{self.epochs}: {', '.join(shown)}"
-
-
-class Bar(Lines):
-    """A bar over all steps with losses, rate and time left."""
-
-    def __init__(self, epochs: int, steps: int):
-        from rich import progress
-        from rich.console import Console
-
-        super().__init__(epochs)
+    def __init__(self, wanted: bool | None, epochs: int, steps: int):
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        self.epochs, self.wanted = epochs, terminal if wanted is None else wanted
         self.done = self.before = 0
         self.began, self.shown = time.monotonic(), 0.0
-        fields = ("{task.fields[rate]}", "loss {task.fields[loss]}", "{task.fields[text]}")
-        self.bar = progress.Progress(
-            *(progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()),
-            *(progress.TimeRemainingColumn(), *map(progress.TextColumn, fields)),
-            console=Console(file=sys.stderr),
-        )
-        self.task = self.bar.add_task("", total=steps * epochs or None, loss="", text="", rate="")
+        self.bar = _bar(steps * epochs) if self.wanted and terminal else None
 
-    def __enter__(self) -> Bar:
-        self.bar.start()
-        return self
+    def __enter__(self) -> None:
+        if self.bar:
+            self.bar.start()
 
     def __exit__(self, *error: object) -> None:
-        self.bar.update(self.task, completed=self.done)
-        self.bar.stop()
+        if self.bar:
+            self.bar.update(0, completed=self.done)
+            self.bar.stop()
 
     def start(self, done: int) -> None:
         """Say that so many steps were done before."""
         self.done = self.before = done
 
     def step(self, loss: Tensor, members: int) -> None:
-        """Move the bar, a few times a second."""
+        """Move the bar, a few times a second; the loss is the sum of the members'."""
         self.done += 1
-        now = time.monotonic()
-        if now - self.shown > _INTERVAL:
-            self.shown = now
-            rate = f"{(self.done - self.before) / max(now - self.began, 1e-9):.1f} steps/s"
-            mean = f"{float(loss) / members:.4g}"
-            self.bar.update(self.task, completed=self.done, loss=mean, rate=rate)
+        if self.bar is None or (now := time.monotonic()) - self.shown <= _INTERVAL:
+            return
+        self.shown = now
+        rate = f"{(self.done - self.before) / max(now - self.began, 1e-9):.1f} steps/s"
+        self.bar.update(0, completed=self.done, loss=f"{float(loss) / members:.4g}", rate=rate)
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Show the last epoch beside the bar."""
-        self.bar.update(self.task, text=self.describe(record))
+        values = ((name, record.get(key)) for key, name in _SHOWN.items())
+        shown = [f"{name} {v:.4g}" for name, v in values if v is not None and v == v]
+        shown.append(f"{record['seconds']:.2g} s")
+        text = f"epoch {record['epoch']}/{self.epochs}: {', '.join(shown)}"
+        if self.bar:
+            self.bar.update(0, text=text)
+        elif self.wanted:
+            print(text, file=sys.stderr)
 
 
-def make_progress(progress: bool | None, epochs: int, steps: int) -> Silent:
-    """Return what shows the progress: None: a bar if the error stream is a terminal."""
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    if progress is False or (progress is None and not terminal):
-        return Silent()
+def _bar(steps: int) -> Any:
     try:
-        return Bar(epochs, steps) if terminal else Lines(epochs)
+        from rich import progress
+        from rich.console import Console
     except ImportError:
-        return Lines(epochs)
+        return None
+    fields = ("{task.fields[rate]}", "loss {task.fields[loss]}", "{task.fields[text]}")
+    bar = progress.Progress(
+        *(progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()),
+        *(progress.TimeRemainingColumn(), *map(progress.TextColumn, fields)),
+        console=Console(file=sys.stderr),
+    )
+    bar.add_task("", total=steps or None, loss="", text="", rate="")  # number 0
+    return bar

@@ -1,9 +1,4 @@
-"""Random states of a run: seeded inside, as they were outside.
-
-What a run draws (dropout, fresh masks, a data set's augmentation) comes from the global generators
-of torch, Python and, where it has been imported, numpy. Within :func:`seeded` they start from the
-seed; afterwards they go on as if nothing had happened.
-"""
+"""The global generators that a run draws from: of torch, Python and, once imported, numpy."""
 
 from __future__ import annotations
 
@@ -19,10 +14,8 @@ import torch
 def get_states() -> dict[str, Any]:
     """Return the states of all global generators, as tensors, numbers and lists."""
     version, words, spare = random.getstate()
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(words), spare],
-    }
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
+    states["python"] = [version, list(words), spare]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -10,26 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from embens import metrics
-from embens.checks import Gamma, check_choice, check_whole, closest, gradient_factor
+from embens.checks import Gamma, check_choice, check_whole, gradient_factor
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import OPTIONS, BatchKind, Criterion, Of
-from embens.training.rates import MakeScheduler, linear_decay
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
 
+MakeScheduler = Callable[[Optimizer], LRScheduler]
 Metric = str | Callable[[Tensor, Tensor], Any] | None
-METRICS = {"loss": False, "accuracy": True}
-"""Whether more is better."""
-_DIRECTIONS: dict[Any, bool] = {
-    metrics.ensemble_accuracy: True,
-    metrics.nll: False,
-    metrics.brier: False,
-    metrics.expected_calibration_error: False,
-}
+MORE: dict[Any, bool] = {"accuracy": True, metrics.ensemble_accuracy: True, "loss": False}
+"""Whether more of a metric is better."""
+MORE |= dict.fromkeys((metrics.nll, metrics.brier, metrics.expected_calibration_error), False)
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,6 @@ class Settings:
     seed: int
 
     def check(self, validation: bool) -> None:
-        """Raise where a value, or a combination, has no meaning."""
         least = {"epochs": 0, "batch_size": 1, "chunk": 1, "patience": 1, "seed": 0}
         for name, low in least.items():
             if getattr(self, name) is not None:
@@ -77,24 +71,24 @@ class Settings:
     def more_is_better(self, name: str = "accuracy") -> bool:
         """Return the direction of the metric; ``name`` is what None stands for."""
         metric = name if self.metric is None else self.metric
-        known = METRICS.get(metric) if isinstance(metric, str) else _DIRECTIONS.get(metric)
-        if isinstance(metric, str) and known is None:
-            raise ValueError(
-                f"metric: unknown {metric!r}{closest(metric, METRICS)}, or a function of (outputs, "
-                "target) such as embens.metrics.nll"
-            )
+        if isinstance(metric, str):
+            check_choice("metric", metric, ("accuracy", "loss"))
         if self.maximise is not None:
             return self.maximise
-        if known is None:
+        if metric not in MORE:
             raise ValueError(
                 "metric: whether more or less is better can't be known of a function of your own; "
                 "pass maximise=True or maximise=False"
             )
-        return known
+        return MORE[metric]
 
     def make_optimizer(self, ensemble: EmbeddedEnsemble) -> Optimizer:
         """Return the optimizer, with gamma in its rates; None: SGD with momentum 0.9."""
-        make = self.optimizer or functools.partial(SGD, momentum=0.9, fused=_can_fuse(ensemble))
+        # On the CPU the fused kernel takes any memory for contiguous, and no sparse gradients.
+        sparse = any(getattr(module, "sparse", False) for module in ensemble.modules())
+        dense = (p.is_contiguous() and p.device.type == "cpu" for p in ensemble.parameters())
+        fused = not sparse and all(dense)
+        make = self.optimizer or functools.partial(SGD, momentum=0.9, fused=fused)
         groups = ensemble.parameter_groups(
             *(self.lr, self.modulation_lr, self.weight_decay),
             gamma=self.gamma,
@@ -103,12 +97,7 @@ class Settings:
         )
         return make(groups)
 
-    def make_scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        """Return the scheduler; None: the paper's."""
-        return (self.scheduler or linear_decay(self.epochs))(optimizer)
-
     def gamma_of(self, ensemble: EmbeddedEnsemble) -> float:
-        """Return the number that gamma stands for."""
         members = ensemble.members
         return members * gradient_factor(self.gamma, members, ensemble.natural_gamma)
 
@@ -117,10 +106,8 @@ class Settings:
     ) -> dict[str, Any]:
         """Return what identifies a run, for its checkpoints."""
         hidden = ("params", "lr", "initial_lr")
-        groups = [
-            {k: describe(v) for k, v in group.items() if k not in hidden}
-            for group in optimizer.param_groups
-        ]
+        groups = optimizer.param_groups
+        groups = [{k: describe(v) for k, v in g.items() if k not in hidden} for g in groups]
         sites = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in ensemble.plan.sites]
         tensors = ensemble.state_dict().items()
         return {
@@ -135,14 +122,29 @@ class Settings:
         }
 
 
-def _can_fuse(ensemble: EmbeddedEnsemble) -> bool:
-    """Return whether one fused kernel may update all parameters.
+def linear_decay(epochs: int, *, hold: float = 0.5, final: float = 0.01) -> MakeScheduler:
+    """Return the paper's schedule: a constant rate, then linearly down.
 
-    On the CPU torch's takes any memory for contiguous, and it has none for sparse gradients.
+    Args:
+        epochs: of the whole run.
+        hold: fraction of the epochs with the full rate.
+        final: fraction of the rate at the end; the last epoch comes one step short of it.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        >>> scheduler = linear_decay(8, final=0.0)(optimizer)
+        >>> [scheduler.lr_lambdas[0](epoch) for epoch in range(8)]
+        [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    sparse = any(getattr(module, "sparse", False) for module in ensemble.modules())
-    dense = (p.is_contiguous() and p.device.type == "cpu" for p in ensemble.parameters())
-    return not sparse and all(dense)
+    if not 0 <= hold <= 1 or not 0 <= final <= 1:
+        raise ValueError(f"hold and final are fractions from 0 to 1; got {hold} and {final}")
+
+    def factor(epoch: int) -> float:
+        left = (epochs - epoch) / max(epochs * (1 - hold), 1e-12)
+        return final + (1 - final) * min(1.0, max(0.0, left))
+
+    return lambda optimizer: LambdaLR(optimizer, factor)
 
 
 def describe(value: Any) -> Any:

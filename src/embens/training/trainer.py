@@ -21,16 +21,11 @@ from torch.utils._pytree import tree_map
 from embens.objective import BatchKind, default_criterion, member_losses, squared_error
 from embens.prediction import evaluating
 from embens.training import parallel, randomness
-from embens.training.batches import (
-    Minibatch,
-    count_rows,
-    training_batches,
-    validation_batches,
-)
+from embens.training.batches import Minibatch, count_rows, training_batches, validation_batches
 from embens.training.checkpoint import Checkpoints
 from embens.training.history import History, Tally, history_of
-from embens.training.progress import make_progress
-from embens.training.settings import Settings
+from embens.training.progress import Progress
+from embens.training.settings import Settings, linear_decay
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
@@ -41,26 +36,18 @@ _DEFAULTS = {f.__name__: f for f in (torch.nn.functional.cross_entropy, squared_
 
 
 class Divergence(ArithmeticError):
-    """The loss, or a weight, is not finite. The ensemble has its last good weights.
-
-    Attributes:
-        history: of the epochs before.
-    """
+    """The loss, or a weight, is not finite. The ensemble has its last good weights."""
 
     def __init__(self, message: str, history: History):
         super().__init__(message)
-        self.history = history
+        self.history = history  # of the epochs before
 
 
 class Trainer:
     """A training run between two steps.
 
-    Attributes:
-        epoch: how many epochs are done.
-        step: how many steps of the next one are done.
-        steps: how many steps are done in all.
-        criterion: the settings', or what its default turned out to be on the first batch.
-        callbacks: called with the ensemble and its record at the end of each epoch.
+    So many epochs are done (``epoch``), so many steps of the next one (``step``), and in all
+    (``steps``). A criterion of None becomes its default on the first batch.
     """
 
     def __init__(
@@ -83,14 +70,13 @@ class Trainer:
         own = ensemble.members if settings.batch == "own" else None
         options = {"seed": settings.seed, "own": own, "world": self.world}
         self.batches = training_batches(train, settings.batch_size, **options)
-        self.validation = None
-        if validation is not None:
-            self.validation = validation_batches(validation, settings.batch_size)
+        given = validation is not None
+        self.validation = validation_batches(validation, settings.batch_size) if given else None
         progress = progress if self.world.rank == 0 else False
-        self.progress = make_progress(progress, settings.epochs, len(self.batches))
+        self.progress = Progress(progress, settings.epochs, len(self.batches))
         parallel.broadcast_(self.world, ensemble.state_dict().values())
         self.optimizer = settings.make_optimizer(ensemble)
-        self.scheduler = settings.make_scheduler(self.optimizer)
+        self.scheduler = (settings.scheduler or linear_decay(settings.epochs))(self.optimizer)
         self.criterion = settings.criterion
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
@@ -113,41 +99,43 @@ class Trainer:
 
     def train(self, folder: str | os.PathLike[str] | None, every: int | None) -> History:
         """Run until the end, from the last checkpoint in the folder if there is one."""
-        checkpoints = None if folder is None else Checkpoints(folder, self.describe())
+        checkpoints = None
+        if folder is not None:
+            run = self.settings.describe(self.ensemble, self.optimizer, self.batches.count)
+            checkpoints = Checkpoints(folder, run)
         if checkpoints and (state := checkpoints.load_last()):
             self.load(state)
         tensors = self.ensemble.state_dict().values()
         parallel.broadcast_(self.world, tensors)  # nobody starts before all have read
         if checkpoints and self.world.rank == 0:
             checkpoints.remove_leftovers()
+        if self.settings.epochs == 0:
+            self.stopped = "epochs"
+        self.progress.start(self.steps)
         with self.progress:
-            self._train(checkpoints, every if self.batches.resumable else None)
+            while self.stopped is None:
+                self._run_epoch(checkpoints, every if self.batches.resumable else None)
         self.optimizer.zero_grad(set_to_none=True)
         if self.best is not None:
             self.ensemble.load_state_dict(self.best)
-        return self.history()
+        return history_of(self.records, self.best_epoch, self.stopped)
 
-    def _train(self, checkpoints: Checkpoints | None, every: int | None) -> None:
-        self.progress.start(self.steps)
-        if self.settings.epochs == 0:
-            self.stopped = "epochs"
-        while self.stopped is None:
-            self.ensemble.train()
-            began = time.perf_counter() - self.seconds
-            for batch in self.batches.epoch(self.epoch, self.step):
-                self.take_step(batch)
-                if checkpoints and every and self.steps % every == 0:
-                    self.seconds = time.perf_counter() - began
-                    self.save(checkpoints)
-            if self.step == 0:
-                raise ValueError("train: expected at least one batch; the loader gave none")
-            self.seconds = time.perf_counter() - began
-            self.end_epoch()
-            if checkpoints and (not every or self.stopped):
+    def _run_epoch(self, checkpoints: Checkpoints | None, every: int | None) -> None:
+        self.ensemble.train()
+        began = time.perf_counter() - self.seconds
+        for batch in self.batches.epoch(self.epoch, self.step):
+            self.take_step(batch)
+            if checkpoints and every and self.steps % every == 0:
+                self.seconds = time.perf_counter() - began
                 self.save(checkpoints)
+        if self.step == 0:
+            raise ValueError("train: expected at least one batch; the loader gave none")
+        self.seconds = time.perf_counter() - began
+        self.end_epoch()
+        if checkpoints and (not every or self.stopped):
+            self.save(checkpoints)
 
     def take_step(self, batch: Minibatch) -> None:
-        """Forward, backward, update."""
         inputs, target = tuple(map(self._move, batch.inputs)), self._move(batch.target)
         for parameter in self.parameters:
             parameter.grad = None
@@ -170,7 +158,7 @@ class Trainer:
         self.progress.step(loss, len(losses))
 
     def _backward(self, inputs: tuple, target: Any) -> tuple[Tensor, Tensor, Any]:
-        """Run forward and backward; return the objective, the members' losses, their outputs."""
+        """Return the objective, the members' losses and their outputs."""
         if self.settings.chunk is None:
             outputs = self.ensemble(*inputs, batch=self.settings.batch)
             losses = self._losses(outputs, target, self.settings.batch)
@@ -246,24 +234,23 @@ class Trainer:
     def _validate(self, record: dict[str, Any]) -> float:
         """Add the validation columns; return the metric."""
         assert self.validation is not None
-        settings = self.settings
-        tally, kept = Tally(self.ensemble.members, device=self.device), []
-        seed = randomness.combine(settings.seed, self.epoch, 1)
+        metric, tally = self.settings.metric, Tally(self.ensemble.members, device=self.device)
+        kept: list[tuple[Any, Any]] = []
+        seed = randomness.combine(self.settings.seed, self.epoch, 1)
         with evaluating(self.ensemble), randomness.seeded(seed):
             for inputs, target in self.validation():
                 target = self._move(target)
                 outputs = self.ensemble(*map(self._move, inputs))
                 tally.add(self._losses(outputs, target), outputs, target, count_rows(target))
-                if callable(settings.metric):
+                if callable(metric):
                     kept.append((outputs, target))
         record.update(tally.summary("validation_"))
-        if callable(settings.metric):
+        if callable(metric):
             outputs = torch.cat([outputs for outputs, _ in kept], 1)
-            value = settings.metric(outputs, torch.cat([target for _, target in kept]))
-        elif self._metric_name(record) == "loss":
-            value = record["validation_loss"]
+            value = metric(outputs, torch.cat([target for _, target in kept]))
         else:
-            value = record["validation_ensemble_accuracy"]
+            loss = self._metric_name(record) == "loss"
+            value = record["validation_loss" if loss else "validation_ensemble_accuracy"]
         value = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
         parallel.broadcast_(self.world, [value])
         record["metric"] = float(value)
@@ -288,20 +275,14 @@ class Trainer:
             self.stopped = "patience"
 
     def _rates(self) -> tuple[float, float]:
-        """Return the rates of the shared and of the individual parameters."""
         found = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
         firsts = (next(iter(parameters), None) for parameters in (self.shared, self.individual))
         shared, individual = (found.get(id(first), math.nan) for first in firsts)
         return shared, individual
 
-    def history(self) -> History:
-        """Return the tables so far."""
-        return history_of(self.records, self.best_epoch, self.stopped or "epochs")
-
     # State
 
     def keep_good(self) -> None:
-        """Remember the weights as good ones."""
         self.good = {k: v.detach().clone() for k, v in self.ensemble.state_dict().items()}
 
     def _divergence(self, what: str, step: int) -> Divergence:
@@ -316,15 +297,10 @@ class Trainer:
             f"{settings.gamma_of(self.ensemble):g}: it multiplies the rate of the shared "
             "parameters; 1 is the mean gradient), standardised inputs, or clipped gradients in a "
             "loop of your own.",
-            self.history(),
+            history_of(self.records, self.best_epoch, "epochs"),
         )
 
-    def describe(self) -> dict[str, Any]:
-        """Return what identifies the run, for its checkpoints."""
-        return self.settings.describe(self.ensemble, self.optimizer, self.batches.count)
-
     def save(self, checkpoints: Checkpoints) -> None:
-        """Write a checkpoint, from the first process."""
         self.check_losses()
         self.tally.flush()
         sums = {name: value.clone() for name, value in self.tally.sums.items()}
@@ -346,7 +322,6 @@ class Trainer:
         checkpoints.save(self.steps, state)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self.ensemble.load_state_dict(state["model"])
         self.keep_good()
         self.good = state["good"] or self.good
@@ -364,10 +339,7 @@ class Trainer:
             setattr(self, name, state[name])
 
 
-_POSITION = (
-    *("epoch", "step", "steps", "seconds", "norms", "records"),
-    *("best_value", "best_epoch", "stopped"),
-)
+_POSITION = "epoch step steps seconds norms records best_value best_epoch stopped".split()
 
 
 @torch.no_grad()
