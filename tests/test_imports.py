@@ -31,8 +31,7 @@ HEAVY = set(
     "numpy scipy sklearn matplotlib pandas polars pyarrow rich safetensors onnx onnxruntime tqdm "
     "zarr ray plotly pooch".split()
 )
-TO_DO = {
-}
+TO_DO: set[tuple[str, str]] = set()
 """Arrows that point up or close a circle and are still to be turned; this set only shrinks."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -210,12 +211,11 @@ def test_outputs_without_samples_run_member_by_member():
         torch.testing.assert_close(outputs["loss"][a], ensemble.member(a)(x)["loss"])
 
 
-@pytest.mark.parametrize("case", ["mlp", "cnn", "residual", "transformer"])
+@pytest.mark.parametrize("case", ["mlp", "cnn", "transformer"])
 def test_well_known_code_is_folded_without_trying_out(case):
     reference, x = {
         "mlp": lambda: (embens.networks.mlp(4, 8, 3), torch.randn(5, 4)),
         "cnn": lambda: (embens.networks.cnn((4, 6), image=8), torch.randn(5, 3, 8, 8)),
-        "residual": lambda: (__import__("cases").Residual(), torch.randn(5, 3, 6, 6)),
         "transformer": lambda: (__import__("cases").Tokens(), torch.randint(11, (3, 5))),
     }[case]()
     ensemble = embens.embed(reference, 4)
@@ -278,3 +278,205 @@ def test_split_batches_with_batch_statistics_have_those_of_one_member():
         outputs = ensemble(x, batch="split")
         for a in range(3):
             torch.testing.assert_close(outputs[a::3], alone[a](x[a::3]))
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def hidden(self, x):
+        return self.b(self.a(x).relu()).relu()
+
+
+def network(run, **parts):
+    """Return a network with this forward, and with some parts more."""
+
+    class Net(Base):
+        def forward(self, *args, **kwargs):
+            return run(self, *args, **kwargs)
+
+    net = Net()
+    for name, part in parts.items():
+        if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+            net.register_buffer(name, part)
+        else:
+            setattr(net, name, part)
+    return net
+
+
+def ranked(s, x):
+    h = s.hidden(x)
+    total = h.sum(1)
+    return s.c(h + (total.unsqueeze(1) - total).relu().mean(1).unsqueeze(1))
+
+
+def gated(s, x):
+    h = s.hidden(x)
+    return s.c(h + s.gate * (h - h.mean(0)))
+
+
+SURPRISES = {
+    "positions of a table": (
+        lambda s, x: s.c((s.hidden(x) + s.table(s.ids)).relu()),
+        {"table": nn.Embedding(4, 8), "ids": torch.arange(4)},
+        (torch.randn(5, 4, 6),),
+    ),
+    "learned queries": (
+        lambda s, x: s.c(s.hidden(x) + s.lin(s.queries).mean(0)),
+        {"lin": nn.Linear(8, 8), "queries": nn.Parameter(torch.randn(4, 8))},
+        (torch.randn(5, 6),),
+    ),
+    "prototypes": (
+        lambda s, x, support: -(s.hidden(x)[:, None] - s.hidden(support)).square().sum(2),
+        {},
+        (torch.randn(8, 6), torch.randn(5, 6)),
+    ),
+    "prototypes as many as samples": (
+        lambda s, x, support: -(s.hidden(x)[:, None] - support).square().sum(2),
+        {},
+        (torch.randn(8, 6), torch.randn(8, 8)),
+    ),
+    "only in evaluation": (
+        lambda s, x: s.c(s.hidden(x) if s.training else s.hidden(x) - s.hidden(x).mean(0)),
+        {},
+        (torch.randn(8, 6),),
+    ),
+    "ranked by broadcasting": (ranked, {}, (torch.randn(8, 6),)),
+    "attention between samples": (
+        lambda s, x: s.c(F.scaled_dot_product_attention(*[s.hidden(x)] * 3)),
+        {},
+        (torch.randn(8, 6),),
+    ),
+    "halves of the batch": (
+        lambda s, x: s.wide(torch.cat(s.hidden(x).chunk(2), 1)),
+        {"wide": nn.Linear(16, 3)},
+        (torch.randn(8, 6),),
+    ),
+    "rolled flat": (lambda s, x: s.c(s.hidden(x) + s.hidden(x).roll(8)), {}, (torch.randn(8, 6),)),
+    "gated along the batch": (
+        lambda s, x: s.c(s.glu(s.hidden(x))),
+        {"glu": nn.GLU(0)},
+        (torch.randn(8, 6),),
+    ),
+    "one row, as wide as there are members": (
+        lambda s, x: s.last(s.hidden(x)[:, :4] + s.hidden(x)[:, :4].sum(1)),
+        {"last": nn.Linear(4, 3)},
+        (torch.randn(1, 6),),
+    ),
+    "a constant among the outputs": (
+        lambda s, x: (s.c(s.hidden(x)), s.code),
+        {"code": nn.Parameter(torch.randn(4, 8))},
+        (torch.randn(8, 6),),
+    ),
+    "more rows than four": (
+        lambda s, x: s.c(s.hidden(x) - (s.hidden(x).mean(0) if len(x) > 4 else 0.0)),
+        {},
+        (torch.randn(2, 6),),
+    ),
+    "a branch that starts at zero": (
+        gated,
+        {"gate": nn.Parameter(torch.zeros(1))},
+        (torch.randn(8, 6),),
+    ),
+}
+
+
+@pytest.mark.parametrize(("run", "parts", "inputs"), SURPRISES.values(), ids=SURPRISES)
+@pytest.mark.parametrize("read_from", ["code", "example"])
+@pytest.mark.filterwarnings("ignore:the data flow of", "ignore:this network can't run several")
+def test_no_surprise_is_folded_wrongly(run, parts, inputs, read_from):
+    torch.manual_seed(0)
+    options = {"example_input": inputs} if read_from == "example" else {}
+    ensemble = embens.embed(network(run, **parts), 4, **options).eval()
+    for turn in range(2):
+        expected = [ensemble.member(a)(*inputs) for a in range(4)]
+        for chunk in (None, 2, 4):
+            outputs = ensemble(*inputs, chunk=chunk)
+            for a, alone in enumerate(expected):
+                mine = tuple(o[a] for o in outputs) if isinstance(outputs, tuple) else outputs[a]
+                torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-4)
+        if turn == 0:
+            with torch.no_grad():
+                for parameter in ensemble.parameters():
+                    parameter.add_(0.3)
+
+
+@pytest.mark.filterwarnings("ignore:this network can't run several")
+def test_other_arguments_and_shapes_are_tried_out_by_themselves():
+    def centred(s, x, centre=False):
+        h = s.hidden(x)
+        return s.c(h - h.mean(0) if centre or (h.dim() > 2 and h.shape[1] > 6) else h)
+
+    ensemble = embens.embed(network(centred), 4, example_input=torch.randn(8, 6)).eval()
+
+    def check(*args, **kwargs):
+        expected = torch.stack([ensemble.member(a)(*args, **kwargs) for a in range(4)])
+        torch.testing.assert_close(ensemble(*args, **kwargs), expected, rtol=1e-4, atol=1e-4)
+
+    x = torch.randn(8, 6)
+    check(x)
+    check(x, True)
+    check(x, centre=False)
+    check(x, centre=True)
+    check(torch.randn(3, 5, 6))
+    check(torch.randn(3, 9, 6))
+
+
+@pytest.mark.filterwarnings("ignore:this network can't run several")
+def test_a_mix_by_chance_is_found_in_training():
+    def mixed(s, x):
+        h = s.hidden(x)
+        weight = torch.rand(h.shape[0], 1)
+        return s.c(weight * h + (1 - weight) * h.flip(0))
+
+    x = torch.randn(8, 6)
+    ensemble = embens.embed(network(mixed), 4, example_input=x).train()
+    ensemble(x, chunk=4)[0].sum().backward()
+    for parameter in ensemble.individual_parameters():
+        assert not parameter.grad[1:].any()
+
+
+class Centred(Base):
+    """Keeps a running mean by assignment, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        h = self.hidden(x)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return self.c(h - self.mean)
+
+
+@pytest.mark.filterwarnings("ignore:this network can't run several", "ignore:the data flow of")
+def test_trials_leave_no_state_behind_and_own_buffers_are_kept():
+    torch.manual_seed(0)
+    x = torch.randn(8, 6)
+    ensemble = embens.independent(Centred(), 3).train()
+    alone = [ensemble.member(a) for a in range(3)]
+    for _ in range(3):
+        ensemble(x)
+        for network_ in alone:
+            network_(x)
+    for a in range(3):
+        torch.testing.assert_close(ensemble.member(a).mean, alone[a].mean)
+    embedded = embens.batch_ensemble(Centred(), 3).train()
+    embedded(x)
+    assert embedded.network.calls in (1, 3)
+
+
+def test_outputs_whose_tensors_cannot_be_found_are_refused():
+    @dataclasses.dataclass
+    class Output:
+        logits: torch.Tensor
+
+    ensemble = embens.embed(
+        network(lambda s, x: Output(s.c(s.hidden(x)))), 3, example_input=torch.randn(8, 6)
+    )
+    with pytest.raises(TypeError, match="returns a Output, whose tensors can't be found"):
+        ensemble(torch.randn(8, 6))

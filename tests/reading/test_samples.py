@@ -14,12 +14,7 @@ FUNCTIONS = [
     (("mean", (1,)), lambda x: x.mean(1)),
     (("mean", ((1, 2),)), lambda x: x.mean((1, 2))),
     (("sum", (2, True)), lambda x: x.sum(2, True)),
-    (("softmax", (1,)), lambda x: x.softmax(1)),
     (("flatten", (1,)), lambda x: x.flatten(1)),
-    (("transpose", (1, 2)), lambda x: x.transpose(1, 2)),
-    (("permute", (0, 2, 1)), lambda x: x.permute(0, 2, 1)),
-    (("getitem", ((slice(None), 0),)), lambda x: x[:, 0]),
-    (("chunk", (2, 1)), lambda x: x.chunk(2, 1)[0]),
     (("relu", ()), F.relu),
     (("add", (2,)), lambda x: x + 2),
     (("pow", (2,)), lambda x: x**2),
@@ -35,6 +30,12 @@ MIXING = [
     (("permute", (1, 0, 2)), lambda x: x.permute(1, 0, 2)),
     (("batch_norm", ()), lambda x: F.batch_norm(x, None, None, training=True)),
     (("sort", (0,)), lambda x: x.sort(0).values),
+    (("chunk", (2,)), lambda x: torch.cat(x.chunk(2), 1)),
+    (("roll", (8,)), lambda x: x.roll(8)),
+    (
+        ("scaled_dot_product_attention", ()),
+        lambda x: F.scaled_dot_product_attention(*[x[:, 0]] * 3),
+    ),
     (("matmul", ()), lambda x: x @ x[0]),
 ]
 
@@ -55,7 +56,14 @@ def test_mixing_operations_are_not_known(known, run):
 def test_modules_of_torch_are_known_by_their_types():
     for module in (nn.ReLU(), nn.Linear(2, 3), nn.Softmax(1), nn.Flatten(), nn.LayerNorm(3)):
         assert module_is_row_by_row(module)
-    for module in (nn.Softmax(0), nn.Softmax(), nn.Flatten(0), nn.LSTM(2, 3), nn.Bilinear(2, 2, 2)):
+    for module in (
+        nn.Softmax(0),
+        nn.Softmax(),
+        nn.Flatten(0),
+        nn.LSTM(2, 3),
+        nn.Bilinear(2, 2, 2),
+        nn.GLU(0),
+    ):
         assert not module_is_row_by_row(module)
     encoder = nn.TransformerEncoderLayer(4, 2, batch_first=True)
     assert module_is_row_by_row(encoder)

@@ -170,6 +170,12 @@ class Sharing:
         unclear = {name for name, chain in self.flow.unclear if not self._in_once(chain)}
         unclear |= {f"a hook of {n!r}" for n in dependent if _is_hooked(self.modules[n])}
         unclear |= {o for o in self.flow.opaque if not _within(o, self.once)}
+        attentions = [n for n in dependent if self._is_attention(n) and n not in self.carriers]
+        unclear |= {f"the attention {n!r}" for n in attentions}
+        if any(not self._in_once(chain) for chain in self.flow.reductions):
+            unclear |= {name for name, chain in self.flow.joins if not self._in_once(chain)}
+        if any(trail.rows not in ("input", "result") for trail in self.flow.outputs):
+            unclear.add("an output that is not made of the input")
         before = {name for name, chain in self.flow.unclear if self._in_once(chain)}
         before |= {o for o in self.flow.opaque if _within(o, self.once)}
         border = self._border()
@@ -185,8 +191,8 @@ class Sharing:
         kinds = (nn.MultiheadAttention, nn.RNNBase)
         return module if isinstance(module, kinds) else nn.Identity()
 
-    def _in_once(self, chain: tuple[int, ...]) -> bool:
-        return any(self.flow.calls[i].name in self.once for i in chain)
+    def _in_once(self, around: tuple[str, ...]) -> bool:
+        return any(name in self.once for name in around)
 
     def _border(self) -> set[str] | None:
         """Return the modules at the border; None where it can't be drawn."""
@@ -197,7 +203,7 @@ class Sharing:
         repeated = {s.module for s in self.shared() if s.repeat}
         found: dict[str, bool] = {}
         for call in self.flow.calls:
-            if self._in_once(call.inside):
+            if self._in_once(tuple(self.flow.calls[i].name for i in call.inside)):
                 continue
             sources = {self._is_common(self.flow.calls[p].name, repeated) for p in call.parents}
             sources |= {rows == "input" for rows in call.loose}

@@ -1,16 +1,16 @@
 """Whether the members of an ensemble may run as one larger batch.
 
-Known where the code of the reference was read in full. Where it is not, two members run both ways,
-with numbers that make them differ, before the first batch of a kind is trusted to a folded pass;
-what does not agree runs member by member from then on, and the reason is said once.
+Known where the code of the reference was read in full and does nothing but row-by-row operations on
+one input. Otherwise the members run both ways on copies of the ensemble, with other parameters and
+noise on the inputs, before a batch of new shapes is trusted to a folded pass. Where outputs or
+buffers disagree, members run one after another from then on, and the reason is said once.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +18,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens.ensemble.layers import Once
-from embens.ensemble.run import Run, Unfoldable, Way, batch_size
+from embens.ensemble.layers import Modulation, Once
+from embens.ensemble.run import Run, Unfoldable, Way
 from embens.reading import RANDOM
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
 
 TRIALS = 16
-"""How many numbers of rows are tried out, in each mode, before they are folded."""
+"""After so many shapes of one mode, those between the smallest and the largest are trusted."""
+MODES = 64
+"""With more kinds of arguments than this, members run one after another."""
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -35,8 +37,8 @@ class FoldingChoice:
 
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.plan, self.network = ensemble.plan, ensemble.network
-        self.known: dict[Any, dict[int, Way]] = {}
-        self.said = False
+        self.known: dict[Any, dict[tuple[int, ...], Way]] = {}
+        self.said = self.disagreed = False
         self.certain = self.plan.folding.shares and not self.plan.folding.unclear
         self.reason = self.plan.folding.impossible
         once = [m for m in self.network.modules() if isinstance(m, Once)]
@@ -53,31 +55,30 @@ class FoldingChoice:
         """Return the way for a pass."""
         if self.reason:
             return Way.EACH
-        usual = self.certain and run.batch == "same" and not run.kwargs
+        usual = self.certain and run.batch == "same" and not run.kwargs and len(run.inputs) == 1
         if usual and not any(m.training for m in self.draws):
             return Way.SHARED
         candidates = self._candidates(run)
-        if not candidates:
-            return Way.EACH
-        if not self._suspects(run, candidates[0]):
-            return candidates[0]
-        mode, rows = self._mode(run), batch_size((run.inputs, run.kwargs))
+        if not candidates or not self._suspects(run, candidates[0]):
+            return candidates[0] if candidates else Way.EACH
+        if torch.compiler.is_compiling():  # what was tried before counts, nothing is tried
+            ways = {way for known in self.known.values() for way in known.values()}
+            return ways.pop() if len(ways) == 1 else Way.EACH
+        mode, shape = self._kind(run)
         known = self.known.setdefault(mode, {})
-        if Way.EACH in known.values():
+        if Way.EACH in known.values() or len(self.known) > MODES:
             return Way.EACH
-        if rows not in known:
-            if torch.compiler.is_compiling():
-                return Way.EACH
-            if len(known) >= TRIALS:
+        if shape not in known:
+            if len(known) >= TRIALS and _between(shape, list(known)):
                 return next(reversed(known.values()))
             found = self._try(run, candidates)
             if found is None:
                 return Way.EACH
-            if found is Way.EACH:
+            if found is Way.EACH and self.disagreed:
                 suspects = ", ".join(self._suspects(run, candidates[0])[:4])
                 self._say(f"samples don't keep to themselves ({suspects})")
-            known[rows] = found
-        return known[rows]
+            known[shape] = found
+        return known[shape]
 
     def _candidates(self, run: Run) -> list[Way]:
         drawing = any(m.training for m in self.draws)
@@ -91,19 +92,27 @@ class FoldingChoice:
                 found.append(Way.REPEATED_INPUTS)
         return found
 
-    def _mode(self, run: Run) -> Any:
-        """Return what decides, besides the number of rows, which code runs."""
-        modes = tuple(m.training for m in self.network.modules())
-        names = tuple(sorted(k for k, v in run.kwargs.items() if v is not None))
-        return run.batch, names, hash(modes), torch.is_autocast_enabled("cpu")
-
     def _suspects(self, run: Run, way: Way) -> list[str]:
         """Return what may mix samples in a pass; nothing where it is known that none does."""
         folding = self.plan.folding
         found = [*folding.unclear, *(folding.unclear_before if way is not Way.SHARED else ())]
-        if any(isinstance(v, Tensor) for v in tree_leaves(run.kwargs)):
-            found.append("tensors passed by keyword")
+        if run.kwargs:
+            found.append("arguments passed by keyword")
+        if len(run.inputs) != 1 or not isinstance(run.inputs[0], Tensor):
+            found.append("several inputs")
         return found
+
+    def _kind(self, run: Run) -> tuple[Any, tuple[int, ...]]:
+        """Return what decides which code runs, and the shapes of all tensors."""
+        leaves = tree_leaves((run.inputs, sorted(run.kwargs.items())))
+        shapes = tuple(n for v in leaves if isinstance(v, Tensor) for n in v.shape)
+        plain = (bool, int, float, str, type(None))
+        values = tuple(
+            v.dim() if isinstance(v, Tensor) else v if isinstance(v, plain) else type(v).__name__
+            for v in leaves
+        )
+        modes = hash(tuple(m.training for m in self.network.modules()))
+        return (run.batch, run.chunk, values, modes, torch.is_autocast_enabled("cpu")), shapes
 
     # Trying out
 
@@ -112,10 +121,10 @@ class FoldingChoice:
         """Return the first way that agrees with member by member; None: nothing can be told."""
         if any(p.is_meta for p in run.ensemble.parameters()):
             return None
+        way = None
         for seed in (0, 1):  # what agrees once may do so by chance
             for noise in (0.1, 0.0):  # the noise may be outside what the code takes
-                with _undisturbed(run.ensemble):
-                    way = self._compare(run, candidates, seed, noise)
+                way = self._compare(run, candidates, seed, noise)
                 if self.reason:
                     return None
                 if way is not None:
@@ -126,39 +135,42 @@ class FoldingChoice:
         return way
 
     def _compare(self, run: Run, candidates: list[Way], seed: int, noise: float) -> Way | None:
-        generator = torch.Generator().manual_seed(seed)
-        pair = [_differing(stack, generator) for stack in run.numbers]
-        inputs = run.inputs
-        if run.batch == "own":
-            inputs = tree_map(lambda x: x[:2] if isinstance(x, Tensor) else x, inputs)
-        inputs = tree_map(lambda x: _noisy(x, noise, generator), inputs)
         try:
-            each = self._outputs(run, inputs, pair, Way.EACH)
+            each = self._outcome(run, Way.EACH, seed, noise)
         except Exception:
             return None
         for way in candidates:
             try:
-                together = self._outputs(run, inputs, pair, way)
-            except Exception:  # whatever fails is not the way
+                together = self._outcome(run, way, seed, noise)
+            except Exception as error:  # whatever fails is not the way
+                self.disagreed = self.disagreed or not isinstance(error, Unfoldable)
                 continue
             agreed = _agree(each, together)
             if agreed is None or agreed:
                 return way if agreed else None
+            self.disagreed = True
         return Way.EACH
 
-    def _outputs(self, run: Run, inputs: tuple, pair: list[Tensor], way: Way) -> Any:
-        current, run.ensemble.current.run = run.ensemble.current.run, None
-        numbers, still = [n.clone() for n in pair], _Still()
-        trial = Run(run.ensemble, inputs, run.kwargs, batch=run.batch, chunk=2, numbers=numbers)
-        try:
-            with still, trial:
-                if run.batch == "split":
-                    return trial.split_each() if way is Way.EACH else trial.split_folded()
-                return trial.each(0, 2) if way is Way.EACH else trial.folded(0, 2, way)
-        finally:
-            run.ensemble.current.run = current
-            if still.looked:  # no trial can tell what the code does with other values
-                self.reason = "the code looks at values"
+    def _outcome(self, run: Run, way: Way, seed: int, noise: float) -> tuple[Any, list[Tensor]]:
+        """Return the outputs and the buffers of a copy that runs in some way."""
+        generator = torch.Generator().manual_seed(seed)
+        ensemble = copy.deepcopy(run.ensemble)
+        _perturb(ensemble, generator)
+        inputs = tree_map(lambda x: _noisy(x, noise, generator), run.inputs)
+        trial = Run(ensemble, inputs, run.kwargs, batch=run.batch, chunk=run.chunk)
+        still, count = _Still(0.37 + 0.36 * seed), min(run.chunk, run.members)
+        devices = {p.device for p in ensemble.parameters() if p.device.type == "cuda"}
+        with torch.random.fork_rng(devices=list(devices)), still, trial:
+            torch.manual_seed(seed)  # the same fresh masks each time
+            if run.batch == "split":
+                outputs = trial.split_each() if way is Way.EACH else trial.split_folded()
+            elif way is Way.EACH:
+                outputs = trial.each(0, count)
+            else:
+                outputs = trial.folded(0, count, way)
+        if still.looked:  # no trial can tell what the code does with other values
+            self.reason = "the code looks at values"
+        return outputs, list(ensemble.buffers())
 
     # Refusing
 
@@ -171,68 +183,62 @@ class FoldingChoice:
         self._say(self.reason)
 
     def _say(self, reason: str) -> None:
-        if self.said:
-            return
-        self.said = True
-        warnings.warn(
-            f"this network can't run several members at once ({reason}); its members run one after "
-            "another from now on. Set ensemble.chunk = 1 to choose that yourself.",
-            stacklevel=5,
-        )
+        if not self.said:
+            self.said = True
+            warnings.warn(
+                f"this network can't run several members at once ({reason}); its members run one "
+                "after another from now on. Set ensemble.chunk = 1 to choose that yourself.",
+                stacklevel=5,
+            )
 
 
-def _differing(stack: Tensor, generator: torch.Generator) -> Tensor:
-    """Return numbers of two members that differ even if all members are equal."""
-    two = stack.detach()[[0, -1]]
-    if not two.is_floating_point():
-        return two.clone()
-    noise = torch.rand(two.shape, generator=generator, dtype=torch.float64).to(two)
-    return two * (1 + 0.5 * noise)
+def _between(shape: tuple[int, ...], tried: list[tuple[int, ...]]) -> bool:
+    columns = zip(shape, *tried, strict=True)
+    return all(min(others) <= size <= max(others) for size, *others in columns)
+
+
+def _perturb(ensemble: nn.Module, generator: torch.Generator) -> None:
+    """Change all numbers, so that members differ and nothing is zero that may not stay so."""
+    masks = [m.values for m in ensemble.modules() if isinstance(m, Modulation)]
+    for tensor in {id(t): t for t in (*ensemble.parameters(), *masks)}.values():
+        if tensor.is_floating_point() and tensor.numel():
+            size = float(tensor.square().mean().sqrt()) or 0.1
+            uniform = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+            normal = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            changed = tensor * (1 + 0.5 * uniform).to(tensor) + 0.1 * size * normal.to(tensor)
+            tensor.data.copy_(changed)
 
 
 def _noisy(value: Any, noise: float, generator: torch.Generator) -> Any:
     """Return inputs that are all different; whole numbers stay as they are."""
     if not noise or not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    if not value.numel():
-        return value
+        return value.clone() if isinstance(value, Tensor) else value
     normal = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
-    size = value.abs().amax()
+    size = value.abs().amax() if value.numel() else 0
     return value + noise * (size + (size == 0)) * normal
 
 
-def _agree(each: Any, together: Any) -> bool | None:
-    """Return whether outputs ``(member, …)`` agree; None where the members can't be told apart."""
-    left = [v for v in tree_leaves(each) if isinstance(v, Tensor)]
-    right = [v for v in tree_leaves(together) if isinstance(v, Tensor)]
-    if len(left) != len(right) or any(a.shape != b.shape for a, b in zip(left, right, strict=True)):
+def _agree(each: tuple[Any, list], together: tuple[Any, list]) -> bool | None:
+    """Return whether outputs ``(member, …)`` and buffers agree; None: members are all alike."""
+    left, right = (
+        [v for v in tree_leaves(o) if isinstance(v, Tensor)] for o, _ in (each, together)
+    )
+    if len(left) != len(right):
         return False
-    told = False
-    for a, b in zip(left, right, strict=True):
-        if a.is_floating_point() and a.numel():
-            size = a.abs().amax()
-            if not torch.isfinite(size):
-                return None
-            if float((a - b).abs().amax()) > _TOLERANCE[a.dtype] * float(size):
-                return False
-            told = told or (len(a) > 1 and not torch.equal(a[0], a[1]))
-        elif not torch.equal(a, b):
+    told = any(len(a) > 1 and not torch.equal(a[0], a[-1]) for a in left if a.dim())
+    for a, b in zip([*left, *each[1]], [*right, *together[1]], strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
             return False
+        if not a.is_floating_point():
+            if not torch.equal(a, b):
+                return False
+        elif a.numel():
+            size = float(a.abs().amax())
+            if size != size or size == float("inf"):
+                return None
+            if float((a - b).abs().amax()) > _TOLERANCE[a.dtype] * size:
+                return False
     return True if told else None
-
-
-@contextmanager
-def _undisturbed(ensemble: nn.Module) -> Iterator[None]:
-    """Put buffers (running statistics) and the global random state back at the end."""
-    buffers = [(b, b.detach().clone()) for b in ensemble.buffers()]
-    devices = {b.device for b in ensemble.parameters()}
-    with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):
-        try:
-            yield
-        finally:
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
 
 
 class _Still(TorchFunctionMode):
@@ -246,31 +252,32 @@ class _Still(TorchFunctionMode):
         "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout dropout_ "
         "feature_dropout alpha_dropout_ feature_dropout_ native_dropout rrelu".split()
     )
-    _DRAWS = frozenset("rand randn rand_like randn_like bernoulli normal".split())
-    _FILLS = frozenset("bernoulli_ uniform_ normal_ exponential_ random_".split())
+    _DRAWS = frozenset(
+        "rand randn rand_like randn_like normal uniform_ normal_ exponential_".split()
+    )
     _LOOKS = frozenset(
         "__bool__ __int__ __float__ __index__ item tolist numpy nonzero unique unique_consecutive "
         "masked_select argwhere equal allclose is_nonzero".split()
     )
 
-    def __init__(self) -> None:
+    def __init__(self, value: float) -> None:
         super().__init__()
-        self.looked = False
+        self.value, self.looked = value, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         self.looked = self.looked or (name in self._LOOKS and not _asked_by_torch())
         if name in self._IDENTITIES:
             return args[0] if args else kwargs["input"]
-        if name in self._FILLS:
-            return args[0].fill_(1.0)
         if name == "multi_head_attention_forward":
             args = (*args[:10], 0.0, *args[11:])  # its probability of dropout
         if name == "scaled_dot_product_attention":
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
         result = func(*args, **kwargs)
-        return result.fill_(1.0) if name in self._DRAWS else result
+        if name in ("bernoulli", "bernoulli_"):
+            return result.fill_(1.0)
+        return result.fill_(self.value) if name in self._DRAWS else result
 
 
 def _asked_by_torch() -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from embens.ensemble.plan import Site
 from embens.ensemble.run import Current, Run, Unfoldable, gather, interleave, repeat_rows
@@ -154,13 +154,13 @@ class Sealed:
         raise self._error
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __matmul__ = __rmatmul__ = __neg__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
+    __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
+    __array__ = _refuse
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sealed = next((a for a in args if isinstance(a, Sealed)), None)
-        found = sealed or next(v for v in (kwargs or {}).values() if isinstance(v, Sealed))
-        raise found._error
+        raise next(v for v in tree_leaves((args, kwargs)) if isinstance(v, Sealed))._error
 
     def __repr__(self) -> str:
         return f"Sealed({tuple(self.shape)}, {self.dtype})"
@@ -516,17 +516,15 @@ class Own(Wrapper, Individual):
         effective = getattr(module, "effective_parameters", None)
         if effective is not None:
             weight, bias = effective(weight, bias)
-        if self.border and run.common:
-            products = F.linear(x, weight.flatten(0, 1))
-            products = products.unflatten(-1, weight.shape[:2]).movedim(-2, 0)
-        else:
-            x = run.apart(x)
-            products = torch.matmul(x.flatten(1, -2), weight.mT).unflatten(1, x.shape[1:-1])
+        axes = x.shape[1:-1]
+        common = self.border and run.common
+        x = x.flatten(0, -2).expand(run.count, -1, -1) if common else run.apart(x).flatten(1, -2)
+        products = torch.bmm(x, weight.mT)  # (member, row, out)
         if bias is not None:
             assert isinstance(bias, Tensor)
-            shape = (len(bias) if bias.dim() == 2 else 1, *(1,) * (products.dim() - 2), -1)
-            products = products + bias.reshape(shape).to(products.dtype)
-        return products.flatten(0, 1)
+            products = products + bias.reshape(-1, 1, bias.shape[-1]).to(products.dtype)
+        products = products.flatten(0, 1)
+        return products.unflatten(0, (-1, *axes)) if axes else products
 
     def _inner_attribute(self, name: str) -> Any:
         run = self.current.run
@@ -558,7 +556,14 @@ def call_with(module: nn.Module, tensors: dict[str, Tensor], args: tuple, kwargs
     """
     if torch.compiler.is_compiling():
         return torch.func.functional_call(module, tensors, args, kwargs)
-    return _twin(module, tensors)(*args, **kwargs)
+    twin = _twin(module, tensors)
+    result = twin(*args, **kwargs)
+    for name, given in tensors.items():
+        left = twin._buffers.get(name)
+        if left is not None and left is not given:  # a buffer that was assigned anew
+            with torch.no_grad():
+                given.copy_(left)
+    return result
 
 
 def _twin(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:

@@ -10,6 +10,7 @@ kept for the others (:class:`SharedResults`), and rows are repeated where member
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +44,8 @@ class Way(Enum):
 class Current(threading.local):
     """The run that is open in this thread; all modules of an ensemble hold the same one."""
 
-    run: Run | None = None
+    def __init__(self) -> None:
+        self.run: Run | None = None  # in every thread; compiled code looks for it
 
     def get(self) -> Run:
         """Return the run, or say why there is none."""
@@ -73,8 +75,6 @@ class Run:
         batch: see :meth:`EmbeddedEnsemble.forward`.
         chunk: how many members run together.
         cut: whether what members share is cut off the graph, for :meth:`finish`.
-        numbers: instead of the members' own: a stack for each individual tensor; there are then as
-            many members as these have.
 
     Attributes:
         members: how many there are.
@@ -96,13 +96,12 @@ class Run:
         batch: BatchKind = "same",
         chunk: int = 1,
         cut: bool = False,
-        numbers: Sequence[Tensor] | None = None,
     ):
         self.ensemble, self.inputs, self.kwargs = ensemble, inputs, kwargs
         self.batch: BatchKind = batch
         self.chunk, self.cut = chunk, cut
-        self.given = numbers
-        self.members = ensemble.members if numbers is None else len(numbers[0])
+        self.given: Sequence[Tensor] | None = None
+        self.members = ensemble.members
         self.open = False
         self.rows = 0
         self.start, self.count = 0, 1
@@ -360,10 +359,19 @@ class Run:
         if self.results is not None:
             self.results.restart()
         network = self.ensemble.network
+        self.ensemble.current.run = self  # a recomputation may have put another in its place
         if not self.ensemble.plan.recompute or not torch.is_grad_enabled():
-            return network(*inputs, **kwargs)
-        with self._following_recomputation():
-            return network(*inputs, **kwargs)
+            outputs = network(*inputs, **kwargs)
+        else:
+            with self._following_recomputation():
+                outputs = network(*inputs, **kwargs)
+        if dataclasses.is_dataclass(outputs) and tree_leaves(outputs)[0] is outputs:
+            raise TypeError(
+                f"the reference returns a {type(outputs).__name__}, whose tensors can't be found; "
+                "return a tensor, tuple, list or dict of them, or make the class known with "
+                "torch.utils._pytree.register_dataclass"
+            )
+        return outputs
 
     @contextmanager
     def _following_recomputation(self) -> Iterator[None]:
@@ -492,7 +500,8 @@ class SharedResults:
             ready = [(value, leaf.grad) for value, leaf in ready if leaf.grad is not None]
             if ready:
                 values, gradients = zip(*ready, strict=True)
-                torch.autograd.backward(values, gradients)
+                # Code outside of shared modules may lie behind several of the cuts.
+                torch.autograd.backward(values, gradients, retain_graph=bool(waiting))
 
     def meet(self, losses: Tensor) -> bool:
         """Return whether losses and new cut results share a part of the graph that is freed."""

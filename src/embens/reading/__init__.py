@@ -81,4 +81,6 @@ def read(reference: nn.Module, example_input: Any = None) -> Flow:
         return symbolic or read_registration(reference)
     if symbolic and not symbolic.opaque and not symbolic.guesses:
         return symbolic  # tells an output in place from the input; a run does not
-    return read_from_run(reference, example_input)
+    flow = read_from_run(reference, example_input)
+    flow.unclear.add(("code that was read from an example", ()))  # it may have other branches
+    return flow

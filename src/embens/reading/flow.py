@@ -21,7 +21,7 @@ from embens.reading.layers import (
     is_layer,
     parameter_layers,
 )
-from embens.reading.samples import is_row_by_row, module_is_row_by_row
+from embens.reading.samples import changes_axes, is_row_by_row, module_is_row_by_row
 
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
@@ -143,9 +143,11 @@ class Flow:
         opaque: modules whose code could not be read.
         bypassed: layers whose weight the code reads without calling them.
         guesses: what had to be guessed, in words; empty where the flow is exact.
-        unclear: operations that are not known to keep samples to themselves, each with the calls
+        unclear: operations that are not known to keep samples to themselves, each with the modules
             inside which it is.
-        meetings: the calls inside which a function takes inputs of the network together with
+        joins: operations on several values, each with the modules inside which it is.
+        reductions: the modules inside which a result loses axes.
+        meetings: the modules inside which a function takes inputs of the network together with
             results of modules.
     """
 
@@ -157,8 +159,10 @@ class Flow:
     opaque: set[str] = field(default_factory=set)
     bypassed: set[str] = field(default_factory=set)
     guesses: list[str] = field(default_factory=list)
-    unclear: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
-    meetings: set[tuple[int, ...]] = field(default_factory=set)
+    unclear: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
+    joins: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
+    reductions: set[tuple[str, ...]] = field(default_factory=set)
+    meetings: set[tuple[str, ...]] = field(default_factory=set)
 
     @property
     def first(self) -> set[str]:
@@ -170,6 +174,14 @@ class Flow:
         """The layers with no other parameter layer after them."""
         inner = {b for name, before in self.upstream.items() for b in before if b != name}
         return set(self.upstream) - inner
+
+    def also(self, other: Flow) -> None:
+        """Add what another reading of the same network, in the other mode, has seen it do."""
+        self.operations |= other.operations
+        self.unclear |= other.unclear
+        self.joins |= other.joins
+        self.reductions |= other.reductions
+        self.meetings |= other.meetings
 
 
 class Reader:
@@ -188,6 +200,11 @@ class Reader:
             if not is_attention(layer)
             for p in layer.parameters()
         }
+
+    @property
+    def around(self) -> tuple[str, ...]:
+        """The modules whose code is running, outermost first."""
+        return tuple(self.flow.calls[index].name for index in self.stack)
 
     def combine(self, operation: str, trails: list[Trail], arguments: tuple = ()) -> Trail:
         """Return the trail of an operation's result."""
@@ -229,10 +246,15 @@ class Reader:
     def _meet(self, operation: str, trails: list[Trail], arguments: tuple) -> str:
         """Return what the first axis of an operation's result is made of; note what is unclear."""
         kinds = {t.rows for t in trails} - {""}
-        if kinds and ("size" in kinds or not is_row_by_row(operation, arguments)):
-            self.flow.unclear.add((operation, tuple(self.stack)))
+        doubtful = "size" in kinds or len({t.rows for t in trails}) > 1  # a constant may have rows
+        if len(trails) > 1:
+            self.flow.joins.add((operation, self.around))
+        if changes_axes(operation):
+            self.flow.reductions.add(self.around)
+        if kinds and (doubtful or not is_row_by_row(operation, arguments)):
+            self.flow.unclear.add((operation, self.around))
         if kinds >= {"input", "result"}:
-            self.flow.meetings.add(tuple(self.stack))
+            self.flow.meetings.add(self.around)
         return next((kind for kind in ("result", "input", "size") if kind in kinds), "")
 
     def enter(self, name: str, trails: list[Trail], *, leaf: bool) -> int:
@@ -301,8 +323,9 @@ class Reader:
         unclear = set(self.flow.unclear)
         joint = self.combine(type(module).__name__, trails, _flatten_arguments(module))
         self.flow.unclear = unclear  # the module's type tells more than its name
-        if not module_is_row_by_row(module) and not is_layer(module):
-            self.flow.unclear.add((type(module).__name__, tuple(self.stack)))
+        known = module_is_row_by_row(module) or is_layer(module)
+        if not known or not all(t.rows in ("input", "result") for t in trails) or not trails:
+            self.flow.unclear.add((type(module).__name__, self.around))
         joint = replace(joint, rows=joint.rows and "result")
         if is_layer(module) and len(trails) == 1:
             joint = trails[0]

@@ -12,22 +12,20 @@ from typing import Any
 
 from torch import nn
 
-_ROW_BY_ROW = frozenset(
+_ELEMENTWISE = frozenset(
     "relu leaky_relu elu selu celu gelu silu mish softplus hardtanh hardswish hardsigmoid relu6 "
     "tanh sigmoid logsigmoid abs erf sin cos exp log sqrt rsqrt square pow clamp clamp_min "
-    "clamp_max softsign tanhshrink max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
-    "avg_pool3d lp_pool1d lp_pool2d boolean_dispatch adaptive_avg_pool1d adaptive_avg_pool2d "
-    "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d dropout "
-    "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout layer_norm group_norm "
-    "rms_norm local_response_norm interpolate upsample pad add sub mul div truediv iadd isub imul "
-    "itruediv radd rsub rmul neg contiguous clone to float double half bfloat16 type_as detach "
-    "where maximum minimum pixel_shuffle identity".split()
+    "clamp_max softsign tanhshrink dropout dropout1d dropout2d dropout3d alpha_dropout "
+    "feature_alpha_dropout add sub mul div truediv iadd isub imul itruediv radd rsub rmul neg "
+    "contiguous clone to float double half bfloat16 type_as detach".split()
 )
-_ALONG_AXES = frozenset(
-    "mean sum amax amin softmax log_softmax cumsum flatten unsqueeze squeeze transpose cat concat "
-    "stack chunk split unbind flip roll select narrow".split()
+_SHAPING = frozenset(
+    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+    "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d "
+    "adaptive_max_pool3d boolean_dispatch".split()
 )
-"""Row by row, if every axis among the arguments is another than the first."""
+_ALONG_AXES = frozenset("mean sum amax amin flatten".split())
+"""Row by row, if every axis among the arguments is named and another than the first."""
 
 _MODULES = (
     *(n for n in nn.modules.activation.__all__ if n != "MultiheadAttention"),
@@ -46,20 +44,17 @@ def is_row_by_row(operation: str, arguments: tuple) -> bool:
         operation: its name without underscores around it.
         arguments: all but the first.
     """
-    if operation in _ROW_BY_ROW:
+    if operation in _ELEMENTWISE or operation in _SHAPING:
         return True
-    if operation == "scaled_dot_product_attention":
-        return all(_is_number(a) for a in arguments[2:])  # a mask may have any axes
-    if operation == "getitem":
-        index = arguments[0] if arguments else None
-        return isinstance(index, tuple) and bool(index) and index[0] == slice(None)
-    if operation == "permute":
-        axes = arguments[0] if isinstance(arguments[0], (tuple, list)) else arguments
-        return axes[0] == 0
     if operation in _ALONG_AXES:
         axes = [a for a in _flat(arguments) if not isinstance(a, bool) and a is not None]
         return bool(axes) and all(isinstance(a, int) and a > 0 for a in axes)
     return False
+
+
+def changes_axes(operation: str) -> bool:
+    """Return whether a result has fewer axes, so that it may meet others by broadcasting."""
+    return operation in _ALONG_AXES
 
 
 def module_is_row_by_row(module: nn.Module) -> bool:
@@ -68,6 +63,8 @@ def module_is_row_by_row(module: nn.Module) -> bool:
         return False
     if isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmin)):
         return module.dim is not None and module.dim > 0
+    if isinstance(module, nn.GLU):
+        return module.dim != 0
     if isinstance(module, nn.Flatten):
         return module.start_dim > 0
     if isinstance(module, _ATTENTION):
@@ -81,10 +78,6 @@ def time_first(module: nn.Module) -> nn.Module | None:
     """Return the first part of a module whose batch is not the first axis, if there is one."""
     kinds = (nn.MultiheadAttention, nn.RNNBase)
     return next((m for m in module.modules() if isinstance(m, kinds) and not m.batch_first), None)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float))
 
 
 def _flat(arguments: tuple) -> list[Any]:

@@ -95,16 +95,29 @@ def _trails_of(arguments: Any) -> list[Trail]:
 def read_symbolically(reference: nn.Module) -> Flow | None:
     """Read the flow with torch.fx; modules whose code can't be traced become black boxes.
 
-    Returns None where the outermost ``forward`` itself can't be traced.
+    Code is read in training mode, where random modules and auxiliary layers show, and once more in
+    evaluation mode for what else it may do. Returns None where the outermost ``forward`` itself
+    can't be traced.
     """
-    root = copy_structure(reference).train()
+    flow = _trace(reference, training=True)
+    if flow is not None:
+        other = _trace(reference, training=False)
+        if other is None:
+            flow.unclear.add(("code of the evaluation mode", ()))
+        else:
+            flow.also(other)
+    return flow
+
+
+def _trace(reference: nn.Module, *, training: bool) -> Flow | None:
     opaque: set[str] = set()
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(root.forward).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
     while True:
+        root = copy_structure(reference).train(training)
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(root.forward).parameters.items()
+            if parameter.default is not inspect.Parameter.empty
+        }
         reader = Reader(root)
         tracer = _SymbolicTracer(reader, opaque)
         try:
@@ -115,7 +128,6 @@ def read_symbolically(reference: nn.Module) -> Flow | None:
             if not failed or failed in opaque:
                 return None
             opaque.add(failed)
-            root = copy_structure(reference).train()
             continue
         reader.flow.opaque = opaque
         return reader.flow

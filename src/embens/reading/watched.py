@@ -51,10 +51,10 @@ class _RunWatcher(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             self.reader.use(trails)
             if getattr(getattr(func, "__self__", None), "__name__", "") == "shape":
-                self.reader.flow.unclear.add(("shape", tuple(self.reader.stack)))
+                self.reader.flow.unclear.add(("shape", self.reader.around))
             return result
         if name in ("size", "__len__", "numel") and trails:  # a number that leaves no trail
-            self.reader.flow.unclear.add((name, tuple(self.reader.stack)))
+            self.reader.flow.unclear.add((name, self.reader.around))
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, nn.Parameter) and id(value) in self.reader.weights:
                 self.reader.flow.bypassed.add(self.reader.weights[id(value)])
