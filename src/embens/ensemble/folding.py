@@ -142,8 +142,10 @@ class FoldingChoice:
         for way in candidates:
             try:
                 together = self._outcome(run, way, seed, noise)
-            except Exception as error:  # whatever fails is not the way
-                self.disagreed = self.disagreed or not isinstance(error, Unfoldable)
+            except Unfoldable:  # plain from the shapes, nothing to be warned of
+                return Way.EACH
+            except Exception:  # whatever fails is not the way
+                self.disagreed = True
                 continue
             agreed = _agree(each, together)
             if agreed is None or agreed:
