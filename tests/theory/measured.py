@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from embens.ensemble.layers import Individual
+from embens.ensemble.wrapping import Individual
 
 
 def measured_kernels(ensemble: nn.Module, x: Tensor) -> dict[str, Tensor]:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens.ensemble.layers import Modulation, Wrapper, call_with
+from embens.ensemble.layers import Modulation
+from embens.ensemble.own import call_with
 from embens.ensemble.run import Current, Run, Unfoldable
+from embens.ensemble.wrapping import Wrapper
 from embens.reading.layers import PROJECTIONS
 
 

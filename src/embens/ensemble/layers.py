@@ -5,46 +5,26 @@ r"""What an ensemble puts into a network: modulations, and modules that differ b
 A :class:`Modulation` holds one site's numbers for all members, ``(member, channel)``. A
 :class:`Modulated` layer multiplies its input by ``post`` (the paper's :math:`u` of the layer
 before) and its output, bias included, by ``pre`` (:math:`v`). Activations are modulated, not
-weights, save where the weights are much the smaller. :class:`Own` is a module of which every
-member has its own tensors, :class:`Once` one that is computed once for all of them. Attention is in
-:mod:`embens.ensemble.attention`.
+weights, save where the weights are much the smaller. :class:`Once` is a module that is computed
+once for all members. Attention and modules of the members' own have files of their own.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from embens.ensemble.plan import Site
-from embens.ensemble.run import Current, Run, Unfoldable, gather, interleave, repeat_rows
+from embens.ensemble.run import Current, Run, repeat_rows
+from embens.ensemble.wrapping import Individual, Sealed, Wrapper
 from embens.reading.layers import kind_of, modulate_weight, spatial_axes
-
-
-class Individual(nn.Module):
-    """A module with numbers of its own for every member.
-
-    Attributes:
-        current: the ensemble's; where the running pass is found.
-        slot: the place of its first tensor among all individual tensors of the ensemble.
-        draw: draws its numbers anew, where every pass has new ones.
-    """
-
-    current: Current
-    slot: int
-    draw: Callable[[], Tensor] | None = None
-
-    def tensors(self) -> list[Tensor]:
-        raise NotImplementedError
-
-    def tensor_names(self) -> tuple[str, ...]:
-        raise NotImplementedError
 
 
 class Modulation(Individual):
@@ -112,60 +92,6 @@ class Modulation(Individual):
         return f"{self.law!r}, members={self.members}, size={self.size}{repeat}, {kind}"
 
 
-class Wrapper(nn.Module):
-    """A module around another that looks like it from outside.
-
-    Attributes that it does not have itself are those of the module inside.
-    """
-
-    def inner(self) -> nn.Module:
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or not self.__dict__.get("_modules"):
-                raise
-            return self._inner_attribute(name)
-
-    def _inner_attribute(self, name: str) -> Any:
-        return getattr(self.inner(), name)
-
-
-class Sealed:
-    """The weight of a modulated layer, seen from outside: what it is, but not its values."""
-
-    _ANSWERS = frozenset(
-        "dtype device shape ndim size dim numel nelement element_size itemsize nbytes layout "
-        "stride is_contiguous requires_grad is_floating_point is_complex is_cuda is_cpu is_meta "
-        "is_sparse is_quantized".split()
-    )
-
-    def __init__(self, tensor: Tensor, error: Exception):
-        self._tensor, self._error = tensor, error
-
-    def __getattr__(self, name: str) -> Any:
-        if name in Sealed._ANSWERS:
-            return getattr(self._tensor, name)
-        raise self._error
-
-    def _refuse(self, *arguments: Any, **options: Any) -> Any:
-        raise self._error
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
-    __array__ = _refuse
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise next(v for v in tree_leaves((args, kwargs)) if isinstance(v, Sealed))._error
-
-    def __repr__(self) -> str:
-        return f"Sealed({tuple(self.shape)}, {self.dtype})"
-
-
 def is_linear_in_parameters(layer: nn.Module) -> bool:
     """Return whether scaling the weight and bias of a layer scales its output and input.
 
@@ -194,6 +120,11 @@ _STOCK_LAYERS = (
 _STOCK = {cls.forward for cls in _STOCK_LAYERS} | {
     cls._conv_forward for cls in (_ConvNd, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 }
+
+
+def is_stock(layer: nn.Module) -> bool:
+    """Return whether a layer computes what torch's layer of its kind does, perhaps rescaled."""
+    return type(layer).forward in _STOCK or hasattr(layer, "effective_parameters")
 
 
 def _like(numbers: Tensor, x: Tensor) -> Tensor:
@@ -225,7 +156,7 @@ class Modulated(Wrapper):
         plain = self.plain_layer
         self._spatial = spatial_axes(plain)
         self._effective = getattr(plain, "effective_parameters", None) is not None
-        known = type(plain).forward in _STOCK or self._effective
+        known = is_stock(plain)
         self._convolution = isinstance(plain, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and known
         self._linear = isinstance(plain, nn.Linear) and known
         self.train(layer.training)
@@ -427,158 +358,3 @@ class Once(Wrapper):
 
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]
-
-
-class Own(Wrapper, Individual):
-    """A module some of whose tensors have one value for every member.
-
-    The module's own tensors of these names are stacks with the members first; a call uses the
-    running members'. In-place updates (running statistics) reach the stacks. A Linear runs all
-    members as one batched product, anything else one member after another.
-
-    Args:
-        module: the module; its tensors are replaced by stacks.
-        names: of its own tensors, not of those of modules inside it.
-        members: how many.
-        border: whether its input is still the same for all members.
-        stacks: stacks that were made before, by the id of the tensor: tied ones stay tied.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        names: Sequence[str],
-        members: int,
-        *,
-        border: bool = False,
-        stacks: dict[int, Tensor] | None = None,
-    ):
-        super().__init__()
-        self.module = module
-        self.names = tuple(names)
-        self.border = border
-        stacks = {} if stacks is None else stacks
-        for name in self.names:
-            tensor = getattr(module, name)
-            if id(tensor) not in stacks:
-                stack = tensor.detach().expand(members, *tensor.shape).clone()
-                if isinstance(tensor, nn.Parameter):
-                    stack = nn.Parameter(stack, tensor.requires_grad)
-                stacks[id(tensor)] = stack
-            setattr(module, name, stacks[id(tensor)])
-        linear = isinstance(module, nn.Linear) and {"weight"} <= set(self.names)
-        stock = type(module).forward in _STOCK or hasattr(module, "effective_parameters")
-        hooked = module._forward_hooks or module._forward_pre_hooks
-        self._batched = linear and stock and not hooked
-        self.train(module.training)
-
-    def inner(self) -> nn.Module:
-        return self.module
-
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self.module, name) for name in self.names]
-
-    def tensor_names(self) -> tuple[str, ...]:
-        return self.names
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with the running members' tensors."""
-        run = self.current.run or self.current.get()
-        if run.index is None:
-            if run.count == 1:
-                return self._alone(run, args, kwargs)
-            if self._batched and not kwargs and args[0].dim() > 1:
-                return self._together(run, args[0])
-        common = self.border and run.common
-        present = range(run.count)
-        if run.index is not None:
-            present = range(min(run.members, len(run.index)))
-        outputs = []
-        for a in present:
-            mine = tree_map(lambda x, a=a: run.rows_of(x, a, common=common), (args, kwargs))
-            with run.only(a):
-                outputs.append(self._alone(run, *mine))
-        if run.index is None:
-            return gather(outputs, torch.cat)
-        return gather(outputs, lambda parts: interleave(parts, run.index))  # type: ignore[arg-type]
-
-    def _alone(self, run: Run, args: tuple, kwargs: dict) -> Any:
-        """Call the module for the one member that runs."""
-        if not self.names:
-            return self.module(*args, **kwargs)
-        mine = {name: run.of(self, i)[0] for i, name in enumerate(self.names)}
-        return call_with(self.module, mine, args, kwargs)
-
-    def _together(self, run: Run, x: Tensor) -> Tensor:
-        """Return a Linear layer's output for all members that run, as one product."""
-        module, stacks = self.module, {n: run.of(self, i) for i, n in enumerate(self.names)}
-        weight, bias = stacks["weight"], stacks.get("bias", module.bias)
-        effective = getattr(module, "effective_parameters", None)
-        if effective is not None:
-            weight, bias = effective(weight, bias)
-        axes = x.shape[1:-1]
-        common = self.border and run.common
-        x = x.flatten(0, -2).expand(run.count, -1, -1) if common else run.apart(x).flatten(1, -2)
-        products = torch.bmm(x, weight.mT)  # (member, row, out)
-        if bias is not None:
-            assert isinstance(bias, Tensor)
-            products = products + bias.reshape(-1, 1, bias.shape[-1]).to(products.dtype)
-        products = products.flatten(0, 1)
-        return products.unflatten(0, (-1, *axes)) if axes else products
-
-    def _inner_attribute(self, name: str) -> Any:
-        run = self.current.run
-        if name not in self.names or run is None or not run.open:
-            return getattr(self.module, name)
-        if run.count > 1 or run.index is not None:
-            why = f"the code reads {name!r}, of which every member has its own"
-            return Sealed(getattr(self.module, name)[0], Unfoldable(why))
-        return run.of(self, self.names.index(name))[0]
-
-    def plain(self, member: int, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the module with the tensors of one member.
-
-        ``memo`` is that of a deep copy of the whole network under way.
-        """
-        for stack in self.tensors():
-            tensor = stack.detach()[member].clone()
-            if id(stack) not in memo:
-                parameter = isinstance(stack, nn.Parameter)
-                memo[id(stack)] = nn.Parameter(tensor, stack.requires_grad) if parameter else tensor
-        return copy.deepcopy(self.module, memo)
-
-
-def call_with(module: nn.Module, tensors: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
-    """Call a module with other tensors in place of some of its own.
-
-    Unlike ``torch.func.functional_call`` it does not touch the module, which other threads may be
-    running; names may lead into modules inside it.
-    """
-    if torch.compiler.is_compiling():
-        return torch.func.functional_call(module, tensors, args, kwargs)
-    twin = _twin(module, tensors)
-    result = twin(*args, **kwargs)
-    for name, given in tensors.items():
-        left = twin._buffers.get(name)
-        if left is not None and left is not given:  # a buffer that was assigned anew
-            with torch.no_grad():
-                given.copy_(left)
-    return result
-
-
-def _twin(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
-    """Return a module that is another but for some tensors."""
-    twin = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
-    parameters, buffers = dict(module._parameters), dict(module._buffers)
-    inside: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        child, _, rest = name.partition(".")
-        if rest:
-            inside.setdefault(child, {})[rest] = tensor
-        else:
-            (parameters if name in parameters else buffers)[name] = tensor  # type: ignore[assignment]
-    children = {n: _twin(module.get_submodule(n), inside[n]) for n in inside}
-    modules = {**module._modules, **children}
-    twin.__dict__.update(_parameters=parameters, _buffers=buffers, _modules=modules)
-    return twin

@@ -19,10 +19,11 @@ from embens.checks import Gamma, closest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.folding import FoldingChoice
-from embens.ensemble.layers import Individual, Modulated, Once, OverwritingReLU
+from embens.ensemble.layers import Modulated, Once, OverwritingReLU
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
+from embens.ensemble.wrapping import Individual
 from embens.objective import OPTIONS, BatchKind, Criterion, Of, objective
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}

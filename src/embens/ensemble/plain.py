@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from embens.ensemble.attention import ModulatedAttention
-from embens.ensemble.layers import Modulated, Once, OverwritingReLU, Own, Wrapper
+from embens.ensemble.layers import Modulated, Once, OverwritingReLU
+from embens.ensemble.own import Own
+from embens.ensemble.wrapping import Wrapper
 
 
 def plain(network: nn.Module, member: int | None) -> nn.Module:

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embens.checks import Gamma, check_number, gradient_factor
-from embens.ensemble.layers import Own
+from embens.ensemble.own import Own
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble

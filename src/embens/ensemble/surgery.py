@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from embens import reading
 from embens.ensemble import storage
 from embens.ensemble.attention import ModulatedAttention
-from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Own
+from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
 from embens.ensemble.module import EmbeddedEnsemble
+from embens.ensemble.own import Own
 from embens.ensemble.plan import Plan, site_module
 from embens.laws import Law
 

@@ -1,0 +1,85 @@
+"""What the modules have in common that an ensemble puts into a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from embens.ensemble.run import Current
+
+
+class Individual(nn.Module):
+    """A module with numbers of its own for every member.
+
+    Attributes:
+        current: the ensemble's; where the running pass is found.
+        slot: the place of its first tensor among all individual tensors of the ensemble.
+        draw: draws its numbers anew, where every pass has new ones.
+    """
+
+    current: Current
+    slot: int
+    draw: Callable[[], Tensor] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        raise NotImplementedError
+
+    def tensor_names(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+
+class Wrapper(nn.Module):
+    """A module around another that looks like it from outside.
+
+    Attributes that it does not have itself are those of the module inside.
+    """
+
+    def inner(self) -> nn.Module:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or not self.__dict__.get("_modules"):
+                raise
+            return self._inner_attribute(name)
+
+    def _inner_attribute(self, name: str) -> Any:
+        return getattr(self.inner(), name)
+
+
+class Sealed:
+    """The weight of a modulated layer, seen from outside: what it is, but not its values."""
+
+    _ANSWERS = frozenset(
+        "dtype device shape ndim size dim numel nelement element_size itemsize nbytes layout "
+        "stride is_contiguous requires_grad is_floating_point is_complex is_cuda is_cpu is_meta "
+        "is_sparse is_quantized".split()
+    )
+
+    def __init__(self, tensor: Tensor, error: Exception):
+        self._tensor, self._error = tensor, error
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Sealed._ANSWERS:
+            return getattr(self._tensor, name)
+        raise self._error
+
+    def _refuse(self, *arguments: Any, **options: Any) -> Any:
+        raise self._error
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
+    __array__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise next(v for v in tree_leaves((args, kwargs)) if isinstance(v, Sealed))._error
+
+    def __repr__(self) -> str:
+        return f"Sealed({tuple(self.shape)}, {self.dtype})"
