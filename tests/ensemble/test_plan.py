@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from cases import ARCHITECTURES, Residual
 from torch import nn
 
@@ -44,4 +43,3 @@ def test_a_plan_of_another_reference_names_what_is_missing():
 def test_separate_networks_say_so():
     assert embens.independent(Residual(), 2).plan.separate
     assert not embens.batch_ensemble(Residual(), 2).plan.separate
-    assert torch.is_tensor(embens.independent(Residual(), 2)(torch.randn(2, 3, 6, 6)))
