@@ -16,7 +16,7 @@ CORE    := $(addprefix tests/,test_checks.py test_files.py test_laws.py test_net
 PEERS   := pytest pytest-xdist jaxtyping beartype pandas scikit-learn torchmetrics
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test browser test-oldest test-peers check format demo bench clean
+.PHONY: help venv test test-long browser test-oldest test-peers check format demo bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 
 test: venv browser  ## run the tests and doctests (ARGS="-k laws" to choose)
 	$(ONE) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
+
+test-long: venv  ## run the suites that take longer: random networks, kills, damaged files
+	$(ONE) $(BIN)/python -m pytest $(SPREAD) -m long $(ARGS)
 
 # The report is tested in a real browser; root on Debian gets one, others see those tests skipped.
 browser:
