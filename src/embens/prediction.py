@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from embens import metrics
-from embens.checks import check_choice, check_members, check_whole
+from embens.checks import check_choice, check_members, check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Prediction:
         )
 
 
+@suggest()
 def predict(
     ensemble: EmbeddedEnsemble,
     x: Tensor | tuple[Tensor, ...],

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from embens.checks import Gamma, check_whole, closest
+from embens.checks import Gamma, check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import BatchKind, Criterion, Of
@@ -19,6 +19,7 @@ from embens.training.settings import MakeScheduler, Metric, Settings
 from embens.training.trainer import Callback, Trainer
 
 
+@suggest()
 def fit(
     ensemble: EmbeddedEnsemble,
     train: Any,
@@ -46,7 +47,6 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
     progress: bool | None = None,
-    **unknown: Any,
 ) -> History:
     r"""Train an ensemble in place.
 
@@ -99,7 +99,6 @@ def fit(
             ``fit`` again with another folder.
         every: steps between checkpoints; None: one after each epoch.
         progress: show a progress bar; None: if the error stream is a terminal.
-        **unknown: refused, with a hint.
 
     Example:
         >>> from embens import batch_ensemble
@@ -111,9 +110,6 @@ def fit(
         True
     """
     given = locals()
-    for name in unknown:
-        known = given.keys() - {"unknown"}
-        raise TypeError(f"fit has no argument {name!r}{closest(name, sorted(known))}")
     if not isinstance(ensemble, EmbeddedEnsemble):
         kind = type(ensemble).__name__
         hint = "Embed it first: embens.embed(network, members=…), or embens.independent(network, 1)"
