@@ -236,9 +236,7 @@ def choose_own(
     chosen: set[str] = set()
     for pattern in own if isinstance(own, Iterable) and not isinstance(own, str) else [own]:
         if not isinstance(pattern, str):
-            raise TypeError(
-                f"own must be 'last', or names or wildcards of layers; got {pattern!r}"
-            )
+            raise TypeError(f"own must be 'last', or names or wildcards of layers; got {pattern!r}")
         if pattern == "last" and pattern not in modules:
             chosen.update(site_module(n, layers) for n in flow.last)
             continue
@@ -254,8 +252,8 @@ def choose_own(
                 if any(t is not None for t in tensors) and not is_within(name, known):
                     kind = type(modules[name]).__name__
                     raise ValueError(
-                        f"own: {pattern!r} holds {name!r} ({kind}), which is no known layer or norm "
-                        "layer. Name the layers, or make it known with embens.register_layer."
+                        f"own: {pattern!r} holds {name!r} ({kind}), which is no known layer. "
+                        "Name the layers, or make it known with embens.register_layer."
                     )
         chosen.update(found)
     for name in chosen:

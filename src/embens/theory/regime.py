@@ -198,8 +198,10 @@ class Structure:
             if self.biased:
                 return f"the shared bias of {_name(list(self.biased))} couples members"
             return f"members share what follows {_name(list(self.last))}, although E[u] = 0 there"
-        if sites and all(site.law.variance == 0 for site in sites):
-            return "all modulations are constant, so members are equal"
+        drawn = any(own.drawn for own in self.ensemble.plan.own)
+        if not drawn and all(site.law.variance == 0 for site in sites):
+            why = "all modulations are constant" if sites else "their layers begin as copies"
+            return f"{why}, so members are equal"
         if all(self.last[name] is None for name in self.open):
             return f"{where} is not modulated by u, so nothing there averages to 0"
         return f"E[u] ≠ 0 in {where} (overlap {self._overlap_of_last():.3g})"

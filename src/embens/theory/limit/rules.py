@@ -196,7 +196,8 @@ def affine(
         return ntk + law.bias_gain if law.bias_gain else ntk
 
     def moments(before: Moments, moment: float) -> Moments:
-        assert before.nngp is not None
+        if before.nngp is None:  # of members that nothing couples
+            return biases
         kernel = apply(before.nngp)
         nngp = kernel * (moment * law.weight_variance)
         if law.bias_variance:
@@ -214,8 +215,7 @@ def affine(
     biases = Moments(*(_constant(b, same.nngp) if b else None for b in shared))  # type: ignore[arg-type]
     if state.tracked:
         if state.cross is not None or (post is not None and tells_apart(post.law)):
-            none = not first or state.cross is Moments
-            cross = cache(lambda: biases if none else moments(state.crossed, first))
+            cross = cache(lambda: moments(state.crossed, first) if first else biases)
         if state.individual is not None:
             individual = state.individual * (law.weight_variance * second)
         if post is not None and is_trainable(post):
