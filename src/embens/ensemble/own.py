@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from embens.ensemble.layers import is_stock
-from embens.ensemble.run import Run, Unfoldable, gather, interleave
+from embens.ensemble.run import Run, Unfoldable, gather, interleave, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
 
 
@@ -108,7 +108,7 @@ class Own(Wrapper, Individual):
         if bias is not None:
             assert isinstance(bias, Tensor)
             products = products + bias.reshape(-1, 1, bias.shape[-1]).to(products.dtype)
-        products = products.flatten(0, 1)
+        products = together(products)
         return products.unflatten(0, (-1, *axes)) if axes else products
 
     def _inner_attribute(self, name: str) -> Any:
