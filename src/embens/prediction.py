@@ -98,7 +98,9 @@ class Prediction:
         """Return the outputs for a value that is defined for these tasks."""
         if not isinstance(self.members, Tensor):
             kind = type(self.members).__name__
-            raise TypeError(f"the network returns a {kind}; take one output: prediction[key].{name}")
+            raise TypeError(
+                f"the network returns a {kind}; take one output: prediction[key].{name}"
+            )
         if self.task in tasks:
             return self.members
         raise ValueError(
@@ -188,7 +190,9 @@ def _run(ensemble: EmbeddedEnsemble, x: Any, batch_size: int, seed: int | None) 
             if seed is not None:
                 torch.manual_seed(seed)
             result = ensemble(*args, **kwargs)
-        outputs.append(tree_map(lambda v: v.to(first.device) if isinstance(v, Tensor) else v, result))
+        outputs.append(
+            tree_map(lambda v: v.to(first.device) if isinstance(v, Tensor) else v, result)
+        )
     return outputs[0] if len(outputs) == 1 else gather(outputs, lambda parts: torch.cat(parts, 1))
 
 

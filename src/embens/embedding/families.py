@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from embens import laws, reading
-from embens.checks import check_choice, check_members, closest
+from embens.checks import check_choice, check_members, closest, suggest
 from embens.embedding.sharing import (
     Sharing,
     may_overwrite,
@@ -52,6 +52,7 @@ from embens.laws import Law
 _NORMAL = laws.Normal()
 
 
+@suggest()
 def embed(
     reference: nn.Module,
     members: int = 8,
@@ -163,7 +164,7 @@ def _warn_unknown(reference: nn.Module) -> None:
             f"members do not differ in {names}: layers of type {', '.join(kinds)} are not known. "
             "Make them known with embens.register_layer(kind, channels), where channels(layer) "
             "returns how many channels a layer takes and gives.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -171,6 +172,7 @@ def _is_checkpointing(word: str) -> bool:
     return word in ("checkpoint", "checkpoint_sequential") or "checkpointing" in word
 
 
+@suggest()
 def batch_ensemble(
     reference: nn.Module,
     members: int = 8,
@@ -204,6 +206,7 @@ def batch_ensemble(
     )
 
 
+@suggest()
 def mc_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -239,6 +242,7 @@ def mc_dropout(
     )
 
 
+@suggest()
 def last_layer_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -265,6 +269,7 @@ def last_layer_dropout(
     )
 
 
+@suggest()
 def independent(
     reference: nn.Module,
     members: int = 8,

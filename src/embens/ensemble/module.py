@@ -217,7 +217,9 @@ class EmbeddedEnsemble(nn.Module):
             bound = signature.bind(**inputs)
         except TypeError as error:
             names = ", ".join(map(repr, inputs))
-            raise TypeError(f"inputs {names} of a reference that takes {signature}: {error}") from None
+            raise TypeError(
+                f"inputs {names} of a reference that takes {signature}: {error}"
+            ) from None
         return bound.args, bound.kwargs
 
     @suggest(MOVED)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from embens.checks import find_gaps, find_rows
@@ -91,7 +91,8 @@ class Shuffled:
             columns = [v.split(sizes) for v in leaves] if block > 1 else [[v] for v in leaves]
             for step, batch in enumerate(zip(*columns, strict=True)):
                 if first + step >= start:
-                    yield Minibatch(*tree_unflatten(batch, form), sizes[step], sizes[step])
+                    inputs, target = tree_unflatten(batch, form)
+                    yield Minibatch(inputs, target, sizes[step], sizes[step])
 
     def _part(self, index: Tensor) -> Minibatch:
         total = index.shape[-1]
@@ -101,7 +102,8 @@ class Shuffled:
         leaves, form = self.samples.fetch(mine.flatten())
         if self.own:
             leaves = [v.unflatten(0, mine.shape) for v in leaves]
-        return Minibatch(*tree_unflatten(leaves, form), rows, total)
+        inputs, target = tree_unflatten(leaves, form)
+        return Minibatch(inputs, target, rows, total)
 
 
 class Loaded:
@@ -146,7 +148,9 @@ class Loaded:
     def _check_count(self, batches: int) -> None:
         if batches == 0:
             once = "" if isinstance(self.loader, DataLoader) else ". An iterator can be used once"
-            raise ValueError(f"{self.name}: expected at least one batch; the loader gave none{once}")
+            raise ValueError(
+                f"{self.name}: expected at least one batch; the loader gave none{once}"
+            )
 
 
 def parts_of(values: Sequence[Any]) -> tuple[Any, Any]:

@@ -309,9 +309,13 @@ class Trainer:
             return
         criterion, good = self.criterion, torch.ones(samples.size, dtype=torch.bool)
         good[suspects] = False
-        some = good.nonzero().flatten()[: batches.batch_size]  # a criterion may need rows to count
-        for rows in suspects.split(batches.batch_size):
-            inputs, target = map(self._move, tree_unflatten(*samples.fetch(torch.cat([rows, some]))))
+        some = good.nonzero().flatten()[
+            : self.settings.batch_size
+        ]  # a criterion may need rows to count
+        for rows in suspects.split(self.settings.batch_size):
+            inputs, target = map(
+                self._move, tree_unflatten(*samples.fetch(torch.cat([rows, some])))
+            )
             with evaluating(self.ensemble), randomness.seeded(self.settings.seed):
                 losses = self._losses(self._outputs(self.ensemble, inputs), target)
             _refuse(name, samples.gaps, losses.sum())
