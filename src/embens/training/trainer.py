@@ -309,9 +309,7 @@ class Trainer:
             return
         criterion, good = self.criterion, torch.ones(samples.size, dtype=torch.bool)
         good[suspects] = False
-        some = good.nonzero().flatten()[
-            : self.settings.batch_size
-        ]  # a criterion may need rows to count
+        some = good.nonzero().flatten()[: self.settings.batch_size]  # for a criterion to count
         for rows in suspects.split(self.settings.batch_size):
             inputs, target = map(
                 self._move, tree_unflatten(*samples.fetch(torch.cat([rows, some])))
