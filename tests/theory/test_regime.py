@@ -77,7 +77,7 @@ class TestExactRegime:
         report = regime(embens.batch_ensemble(mlp(), 4, p=1.0))
         assert report == Regime.COLLECTIVE
         assert report.coupling == 1
-        assert "members are equal" in report.reason
+        assert "members are one model" in report.reason
 
     def test_of_separate_networks_is_independent(self):
         report = regime(embens.independent(mlp(bias_std=1.0), 4))
