@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
+from embens.ensemble.export import evaluating
 from embens.objective import BatchKind, default_criterion, member_losses, squared_error
-from embens.prediction import evaluating
 from embens.training import parallel, randomness
 from embens.training.batches import Minibatch, count_rows, training_batches, validation_batches
 from embens.training.checkpoint import Checkpoints
