@@ -207,9 +207,7 @@ def test_trees_work_in_loaders_data_sets_validation_and_metrics():
 
     found = []
     for data in (DataLoader(rows, 16), problem.Pairs(*zip(*rows, strict=True)), Passing(rows)):
-        ensemble = embens.batch_ensemble(
-            Heads(), 3, generator=torch.Generator().manual_seed(1)
-        )
+        ensemble = embens.batch_ensemble(Heads(), 3, generator=torch.Generator().manual_seed(1))
         options = {"criterion": both, "metric": metric, "maximise": False, "batch_size": 16}
         history = fit(ensemble, data, data, epochs=2, **options)
         assert history.epochs[-1]["metric"] > 0
@@ -244,7 +242,10 @@ BROKEN = {
     "inputs": ((broken(x), y), "inputs have NaN in rows 3, 7"),
     "infinite": ((broken(x, value=math.inf), y), "inputs have infinite numbers in rows 3, 7"),
     "labels": ((x, broken(y, value=3)), "expected classes from 0 to 2.*got 3 in rows 3, 7"),
-    "negative": ((x, broken(y, value=-1)), "expected classes from 0 to 2.*got -1 in rows 3, 7.*-100 marks"),
+    "negative": (
+        (x, broken(y, value=-1)),
+        "expected classes from 0 to 2.*got -1 in rows 3, 7.*-100 marks",
+    ),
 }
 
 

@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from embens.checks import Gamma, closest, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.export import LikeReference, to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.layers import Modulated, Once, OverwritingReLU
 from embens.ensemble.plain import plain, walk
@@ -120,6 +122,7 @@ class EmbeddedEnsemble(nn.Module):
             self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
         ) -> Tensor: ...
 
+    @LikeReference
     def forward(
         self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
     ) -> Any:
@@ -217,7 +220,9 @@ class EmbeddedEnsemble(nn.Module):
             bound = signature.bind(**inputs)
         except TypeError as error:
             names = ", ".join(map(repr, inputs))
-            raise TypeError(f"inputs {names} of a reference that takes {signature}: {error}") from None
+            raise TypeError(
+                f"inputs {names} of a reference that takes {signature}: {error}"
+            ) from None
         return bound.args, bound.kwargs
 
     @suggest(MOVED)
@@ -314,6 +319,10 @@ class EmbeddedEnsemble(nn.Module):
             )
         return plain(self.network, None)
 
+    def to_onnx(self, path: str | os.PathLike[str], example: Any, *, batch_axis: int = 0) -> Path:
+        """Write all members to one ONNX file, outputs as here; see :func:`embens.to_onnx`."""
+        return to_onnx(self, path, example, batch_axis=batch_axis)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ensemble to one file, masks and laws included; see :func:`embens.load`."""
         storage.write(path, self.plan, self.state_dict())
@@ -338,7 +347,8 @@ if torch.__version__ < (2, 10):  # type: ignore[operator]
         """Run all members uncompiled; the compiler names this function where that won't do."""
         return _forward(self, *inputs, **options)
 
-    EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore
+    forward = LikeReference(compiling_or_exporting_an_ensemble_needs_torch_2_10)
+    EmbeddedEnsemble.forward = forward  # type: ignore
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from embens.checks import find_gaps, find_rows
@@ -146,7 +146,9 @@ class Loaded:
     def _check_count(self, batches: int) -> None:
         if batches == 0:
             once = "" if isinstance(self.loader, DataLoader) else ". An iterator can be used once"
-            raise ValueError(f"{self.name}: expected at least one batch; the loader gave none{once}")
+            raise ValueError(
+                f"{self.name}: expected at least one batch; the loader gave none{once}"
+            )
 
 
 def parts_of(values: Sequence[Any]) -> tuple[Any, Any]:

@@ -62,7 +62,9 @@ class History:
         rated = any(not math.isnan(row["ensemble_accuracy"]) for row in self.epochs)
         pairs = [("loss", "loss"), ("ensemble_accuracy", "accuracy")][: 2 if rated else 1]
         figure = Figure(figsize=(5.0 * len(pairs), 3.5), layout="constrained")
-        for axes, (joint, own) in zip(figure.subplots(1, len(pairs), squeeze=False)[0], pairs, strict=True):
+        for axes, (joint, own) in zip(
+            figure.subplots(1, len(pairs), squeeze=False)[0], pairs, strict=True
+        ):
             axes.set(xlabel="epoch", ylabel=own)
             for prefix, style in (("", "-"), ("validation_", "--")):
                 for member in sorted({row["member"] for row in self.members}):

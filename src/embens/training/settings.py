@@ -57,7 +57,14 @@ class Settings:
     schedule_by: str = "epoch"
 
     def check(self, validation: bool) -> None:
-        least = {"epochs": 0, "batch_size": 1, "chunk": 1, "patience": 1, "seed": 0, "accumulate": 1}
+        least = {
+            "epochs": 0,
+            "batch_size": 1,
+            "chunk": 1,
+            "patience": 1,
+            "seed": 0,
+            "accumulate": 1,
+        }
         for name, low in least.items():
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), low)

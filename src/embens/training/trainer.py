@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map, tree_unflatten
 
 from embens.checks import find_gaps
+from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
 from embens.objective import (
     BatchKind,
@@ -29,7 +30,6 @@ from embens.objective import (
     member_losses,
     squared_error,
 )
-from embens.prediction import evaluating
 from embens.training import parallel, randomness
 from embens.training.batches import (
     Loaded,
@@ -311,7 +311,9 @@ class Trainer:
         good[suspects] = False
         some = good.nonzero().flatten()[: batches.batch_size]  # a criterion may need rows to count
         for rows in suspects.split(batches.batch_size):
-            inputs, target = map(self._move, tree_unflatten(*samples.fetch(torch.cat([rows, some]))))
+            inputs, target = map(
+                self._move, tree_unflatten(*samples.fetch(torch.cat([rows, some])))
+            )
             with evaluating(self.ensemble), randomness.seeded(self.settings.seed):
                 losses = self._losses(self._outputs(self.ensemble, inputs), target)
             _refuse(name, samples.gaps, losses.sum())
