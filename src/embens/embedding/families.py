@@ -27,6 +27,7 @@ from embens.embedding.sharing import (
     may_overwrite,
     measure_widths,
     plan_overwriting,
+    warn_state,
     why_not_collapsible,
 )
 from embens.embedding.sites import (
@@ -104,6 +105,7 @@ def embed(
     if recompute is None:
         recompute = reading.mentions(reference, _is_checkpointing)
     sharing = Sharing(reference, flow, chosen, statistics=norm_statistics, affine=norm_affine)
+    warn_state(sharing)
     widths, input_channels = measure_widths(layers, flow, [s.layer for s in chosen])
     modules, own = dict(reference.named_modules()), tuple(sharing.own.values())
     plan = Plan(
@@ -112,6 +114,7 @@ def embed(
         sites=chosen,
         own=own,
         shared=() if recompute else sharing.shared(),
+        state=sharing.kept,
         folding=sharing.folding(),
         random=sharing.random(),
         overwriting=plan_overwriting(flow, chosen, modules),
@@ -254,19 +257,24 @@ def independent(
         raise ValueError("the reference has no parameters, so its members could not differ")
     flow = reading.read(reference)
     sharing = Sharing.of_separate(reference, flow)
+    warn_state(sharing)
     layers = reading.parameter_layers(reference)
     widths, input_channels = measure_widths(layers, flow, flow.upstream)
     plan = Plan(
         family="independent",
         members=members,
         own=tuple(sharing.own.values()),
+        state=sharing.kept,
         separate=True,
         folding=sharing.folding(),
         not_collapsible="its members are separate networks",
         widths=widths,
         input_channels=input_channels,
     )
-    drawn = [_redraw(copy.deepcopy(reference), initialise, generator) for _ in range(members)]
+    drawn = [
+        _redraw(copy.deepcopy(reference, reading.left_over(reference)), initialise, generator)
+        for _ in range(members)
+    ]
     ensemble = operate(reference, plan)
     with torch.no_grad():
         for name, own in ensemble.individuals.items():

@@ -110,6 +110,7 @@ class Run:
         self.fresh: dict[int, Tensor] = {}
         self.common = False
         self.results = self._new_results()
+        self.begun: list[Tensor] | None = None
 
     def _new_results(self) -> SharedResults | None:
         plan = self.ensemble.plan
@@ -253,7 +254,8 @@ class Run:
         if numbers is not None:
             self.start, self.given = 0, [n.unsqueeze(0) for n in numbers]
         try:
-            return self._call(inputs, self.kwargs)
+            with self.ensemble.state.of(a):
+                return self._call(inputs, self.kwargs)
         finally:
             self.given = given
 
@@ -352,7 +354,8 @@ class Run:
         outputs = []
         for a in range(max(1, min(members, rows))):
             self.start, self.count = a, 1
-            outputs.append(self._call(mine(self.inputs, a), mine(self.kwargs, a)))
+            with self.ensemble.state.of(a):
+                outputs.append(self._call(mine(self.inputs, a), mine(self.kwargs, a)))
         index = torch.arange(rows).remainder(members)
         return gather(outputs, lambda parts: interleave(parts, index.to(parts[0].device)))
 
@@ -360,6 +363,8 @@ class Run:
         if self.results is not None:
             self.results.restart()
         network = self.ensemble.network
+        if self.ensemble.iterated:
+            self._begin_alike()
         self.ensemble.current.run = self  # a recomputation may have put another in its place
         if not self.ensemble.plan.recompute or not torch.is_grad_enabled():
             outputs = network(*inputs, **kwargs)
@@ -373,6 +378,14 @@ class Run:
                 "torch.utils._pytree.register_dataclass"
             )
         return outputs
+
+    def _begin_alike(self) -> None:
+        """Let what weights are computed from go on by one step in a pass, not by one a chunk."""
+        buffers = [b for module in self.ensemble.iterated for b in module.buffers()]
+        if self.begun is None:
+            self.begun = [b.clone() for b in buffers]
+        for buffer, value in zip(buffers, self.begun, strict=True):
+            buffer.data.copy_(value)
 
     @contextmanager
     def _following_recomputation(self) -> Iterator[None]:
