@@ -245,11 +245,13 @@ def warn_state(sharing: Sharing) -> None:
     """Name the attributes that the code keeps, or leaves for others to read."""
     left = [p for p in sharing.flow.state.left if not _within(p[0], sharing.once)]
     left = sorted(".".join(p).lstrip(".") for p in left)
-    if sharing.kept:
+    kept = sorted(".".join(p).lstrip(".") for p in sharing.flow.state.kept)
+    if kept:
         warnings.warn(
-            f"the forward assigns {_listed(sharing.kept)} and reads what it has kept there: every "
-            "member keeps its own, so that members run one after another, and it is not saved "
-            "with the ensemble. Make it a buffer (register_buffer), or an input and an output.",
+            f"the forward assigns {_listed(kept)} and reads what it has kept there, which is not "
+            "saved with the ensemble. After the first modulation every member keeps its own, so "
+            "that members run one after another. Make it a buffer (register_buffer), or an input "
+            "and an output.",
             stacklevel=4,
         )
     if left:

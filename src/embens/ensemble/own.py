@@ -198,7 +198,10 @@ def call_with(
         left = dict(tensors)
         result = torch.func.functional_call(module, left, args, kwargs, tie_weights=False)
     else:
-        twin = _twin(module, tensors)
+        lent = dict(tensors)
+        if not type(module).__module__.startswith("torch."):  # a change of one member's is not
+            lent |= {n: t.clone() for n, t in tensors.items() if n in module._buffers}  # all's
+        twin = _twin(module, lent)
         result = getattr(twin, method)(*args, **kwargs)
         left, before = twin._buffers, vars(module)
         tables = ("_parameters", "_buffers", "_modules")

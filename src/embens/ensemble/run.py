@@ -363,14 +363,20 @@ class Run:
         if self.results is not None:
             self.results.restart()
         network = self.ensemble.network
-        if self.ensemble.iterated:
-            self._begin_alike()
         self.ensemble.current.run = self  # a recomputation may have put another in its place
+        iterated = [b for module in self.ensemble.iterated for b in module.buffers()]
+        begun, ended = self.begun, [b.clone() for b in iterated]
+        if begun is None:
+            self.begun = ended
+        else:  # go on by one step in a pass, not by one in each chunk
+            _set(iterated, begun)
         if not self.ensemble.plan.recompute or not torch.is_grad_enabled():
             outputs = network(*inputs, **kwargs)
         else:
             with self._following_recomputation():
                 outputs = network(*inputs, **kwargs)
+        if begun is not None:
+            _set(iterated, ended)
         if dataclasses.is_dataclass(outputs) and tree_leaves(outputs)[0] is outputs:
             raise TypeError(
                 f"the reference returns a {type(outputs).__name__}, whose tensors can't be found; "
@@ -378,14 +384,6 @@ class Run:
                 "torch.utils._pytree.register_dataclass"
             )
         return outputs
-
-    def _begin_alike(self) -> None:
-        """Let what weights are computed from go on by one step in a pass, not by one a chunk."""
-        buffers = [b for module in self.ensemble.iterated for b in module.buffers()]
-        if self.begun is None:
-            self.begun = [b.clone() for b in buffers]
-        for buffer, value in zip(buffers, self.begun, strict=True):
-            buffer.data.copy_(value)
 
     @contextmanager
     def _following_recomputation(self) -> Iterator[None]:
@@ -409,6 +407,11 @@ class Run:
         """Backpropagate what the chunks left at the cuts, each part of the graph once."""
         if self.results is not None:
             self.results.backward()
+
+
+def _set(buffers: list[Tensor], values: list[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)
 
 
 def _first(value: Any) -> Any:
