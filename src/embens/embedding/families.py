@@ -31,6 +31,7 @@ from embens.embedding.sharing import (
     may_overwrite,
     measure_widths,
     plan_overwriting,
+    warn_state,
     why_not_collapsible,
 )
 from embens.embedding.sites import (
@@ -126,6 +127,7 @@ def embed(
         statistics=norm_statistics,
         affine=norm_affine,
     )
+    warn_state(sharing)
     widths, input_channels = measure_widths(layers, flow, sharing.tokens)
     modules = dict(reference.named_modules())
     plan = Plan(
@@ -135,6 +137,7 @@ def embed(
         own=tuple(sharing.own.values()),
         own_last=drawn and all(is_within(n, apart) for n in flow.last),
         shared=() if recompute else sharing.shared(),
+        state=sharing.kept,
         folding=sharing.folding(),
         random=sharing.random(),
         overwriting=plan_overwriting(flow, chosen, modules),
@@ -288,12 +291,14 @@ def independent(
         raise ValueError("the reference has no parameters, so its members could not differ")
     flow = reading.read(reference)
     sharing = Sharing.of_separate(reference, flow)
+    warn_state(sharing)
     layers = reading.parameter_layers(reference)
     widths, input_channels = measure_widths(layers, flow, flow.upstream)
     plan = Plan(
         family="independent",
         members=members,
         own=tuple(sharing.own.values()),
+        state=sharing.kept,
         separate=True,
         folding=sharing.folding(),
         not_collapsible="its members are separate networks",
@@ -324,7 +329,7 @@ def _drawn(
     generator: torch.Generator | None,
 ) -> list[nn.Module]:
     """Return copies of a network in which some modules are drawn anew."""
-    copies = [copy.deepcopy(reference) for _ in range(members)]
+    copies = [copy.deepcopy(reference, reading.left_over(reference)) for _ in range(members)]
     for network in copies:
         _redraw_(network, names, initialise, int(torch.randint(2**62, (), generator=generator)))
     return copies

@@ -5,6 +5,7 @@ Made by :func:`embens.embed` and the named families. Axis order is ``(member, ba
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -23,11 +24,13 @@ from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.export import LikeReference, to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.layers import Modulated, Once, OverwritingReLU
+from embens.ensemble.own import OwnState, iterates
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
 from embens.ensemble.wrapping import Individual
 from embens.objective import MOVED, OPTIONS, BatchKind, Criterion, Of, objective
+from embens.reading import left_over
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
@@ -62,7 +65,17 @@ class EmbeddedEnsemble(nn.Module):
             if isinstance(module, Individual):
                 self.individuals[name], module.slot = module, slot
                 slot += len(module.tensor_names())
+        modules = dict(walk(network))
+        places = [place.rpartition(".") for place in plan.state]
+        self.state = OwnState([(modules[owner], name) for owner, _, name in places], plan.members)
+        self.iterated = [m for m in network.modules() if iterates(m) and not plan.separate]
         self.folding = FoldingChoice(self)
+
+    def __deepcopy__(self, memo: dict) -> EmbeddedEnsemble:
+        memo.update(left_over(self))
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     @property
     def members(self) -> int:
@@ -304,7 +317,8 @@ class EmbeddedEnsemble(nn.Module):
                 "masks that are drawn anew at each pass belong to no member; use fresh=False for a "
                 "fixed set"
             )
-        return plain(self.network, a % self.members)
+        with self.state.of(a % self.members):
+            return plain(self.network, a % self.members)
 
     def collapse(self) -> nn.Module:
         """Return one plain network whose output is the mean of the members' outputs.

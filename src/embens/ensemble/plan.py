@@ -102,6 +102,7 @@ class Plan:
         own: modules with tensors of each member's own.
         own_last: whether all last layers are, drawn for each member.
         shared: modules computed once for all members.
+        state: attributes that the code keeps from one call to the next, for each member.
         separate: whether members share nothing: they are networks of their own.
         folding: how several members run at once.
         random: whether code draws random numbers before the first modulation.
@@ -121,6 +122,7 @@ class Plan:
     own: tuple[OwnTensors, ...] = ()
     own_last: bool = False
     shared: tuple[SharedModule, ...] = ()
+    state: tuple[str, ...] = ()
     separate: bool = False
     folding: Folding = Folding()
     random: bool = False
@@ -188,7 +190,9 @@ class Plan:
             for tensor in own.tensors:
                 if tensor not in present:
                     raise ValueError(f"{own.module!r} in the reference has no tensor {tensor!r}")
-        for name in (*(s.module for s in self.shared), *self.overwriting, *self.folding.border):
+        owners = [place.rpartition(".")[0] for place in self.state]
+        shared = [s.module for s in self.shared]
+        for name in (*shared, *self.overwriting, *self.folding.border, *owners):
             known(name, modules)
 
 

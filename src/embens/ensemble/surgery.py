@@ -35,7 +35,7 @@ def operate(
     own = {o.module: o for o in plan.own}
     shared = {s.module: s for s in plan.shared}
     border = set(plan.folding.border)
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = reading.left_over(reference)
     stacks: dict[int, Tensor] = {}
     for name in plan.overwriting:
         memo[id(modules[name])] = OverwritingReLU().train(modules[name].training)

@@ -20,9 +20,9 @@ from embens.reading.flow import (
     Trail,
     copy_structure,
     disable_fast_paths,
-    is_in_place,
 )
 from embens.reading.layers import is_layer
+from embens.reading.samples import is_in_place
 
 
 class _RunWatcher(TorchFunctionMode):
