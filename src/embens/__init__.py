@@ -20,7 +20,7 @@ from embens.reading import register_layer
 if _TYPE_CHECKING:
     from embens import finite, theory
     from embens.finite import diagnose
-    from embens.training import Divergence, History, fit
+    from embens.training import Divergence, History, fit, select
 
 __all__ = [
     "Divergence",
@@ -43,6 +43,7 @@ __all__ = [
     "objective",
     "predict",
     "register_layer",
+    "select",
     "theory",
 ]
 
@@ -51,7 +52,7 @@ def __getattr__(name: str):
     """Import what is large, or needs more than torch, when it is asked for."""
     if name in ("estimators", "finite", "theory", "training"):
         return _import_module(f"embens.{name}")
-    if name in ("Divergence", "History", "fit"):
+    if name in ("Divergence", "History", "fit", "select"):
         return getattr(_import_module("embens.training"), name)
     if name == "diagnose":
         return _import_module("embens.finite").diagnose

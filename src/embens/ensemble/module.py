@@ -5,10 +5,13 @@ Made by :func:`embens.embed` and the named families. Axis order is ``(member, ba
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import operator
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from embens.checks import Gamma, closest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.folding import FoldingChoice
-from embens.ensemble.layers import Modulated, Once, OverwritingReLU
+from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
@@ -251,8 +254,14 @@ class EmbeddedEnsemble(nn.Module):
 
     @property
     def natural_gamma(self) -> float:
-        r"""The default gradient scale :math:`M / (1 + (M-1) r)`, with ``r`` the overlap."""
-        return self.members / (1 + (self.members - 1) * self.overlap)
+        r"""The default gradient scale :math:`M / (1 + (M-1) r)`, with ``r`` the overlap.
+
+        Where members are repeated, ``r`` is the mean over pairs, with 1 for two of the same.
+        """
+        alike = self.members  # pairs of a member and itself, or its twin
+        if self.plan.subset is not None:
+            alike = sum(n**2 for n in Counter(self.plan.subset.members).values())
+        return self.members**2 / (alike + (self.members**2 - alike) * self.overlap)
 
     # Out again
 
@@ -262,16 +271,56 @@ class EmbeddedEnsemble(nn.Module):
         Its layers are torch's own with that member's weights; only a layer whose weight can't hold
         its modulations (hooks, a parametrization, a forward of its own) keeps a small wrapper.
         """
-        if isinstance(a, bool) or not isinstance(a, int):
-            raise TypeError(f"a member is a whole number; got {a!r}")
-        if not -self.members <= a < self.members:
-            raise IndexError(f"member {a} of an ensemble of {self.members}")
+        a = self._find(a)
         if any(s.fresh for s in self.plan.sites):
             raise ValueError(
                 "masks that are drawn anew at each pass belong to no member; use fresh=False for a "
                 "fixed set"
             )
-        return plain(self.network, a % self.members)
+        return plain(self.network, a)
+
+    def _find(self, a: Any) -> int:
+        """Return the index of a member, which may be counted from the end."""
+        if isinstance(a, bool) or not hasattr(a, "__index__"):
+            raise TypeError(f"a member is a whole number; got {a!r}")
+        if not -self.members <= (a := operator.index(a)) < self.members:
+            raise IndexError(f"member {a} of an ensemble of {self.members}")
+        return a % self.members
+
+    def subset(self, members: Iterable[int]) -> EmbeddedEnsemble:
+        """Return an ensemble of some of the members, which shares no tensor with this one.
+
+        Args:
+            members: which, in their new order. One that comes twice has twice the weight in means.
+                ``plan.subset`` keeps them, as members of the ensemble that was first embedded.
+
+        Example:
+            >>> import embens
+            >>> ensemble = embens.batch_ensemble(embens.networks.mlp(4, 8, 2), members=5)
+            >>> some, x = ensemble.subset([0, 3, -1]), torch.ones(2, 4)
+            >>> torch.allclose(some(x), ensemble(x)[[0, 3, 4]])
+            True
+        """
+        if isinstance(members, str) or not isinstance(members, Iterable):
+            raise TypeError(f"members: expected some whole numbers, like [0, 3]; got {members!r}")
+        chosen = [self._find(a) for a in members]
+        if not chosen:
+            raise ValueError("members: expected at least one member; got none")
+        plan = self.plan.select(chosen)
+        if plan.repeats and any(s.fresh for s in plan.sites):
+            raise ValueError("a member whose masks are drawn anew at each pass can't come twice")
+        memo: dict[int, Any] = {}
+        for stack in (t for m in self.individuals.values() for t in m.tensors() if t.numel()):
+            rows = stack.detach()[chosen]
+            parameter = isinstance(stack, nn.Parameter)
+            memo[id(stack)] = nn.Parameter(rows, stack.requires_grad) if parameter else rows
+        network = copy.deepcopy(self.network, memo)
+        for module in network.modules():
+            if isinstance(module, Modulation):
+                module.members = plan.members
+        ensemble = EmbeddedEnsemble(network, plan)
+        ensemble.chunk = self.chunk
+        return ensemble
 
     def collapse(self) -> nn.Module:
         """Return one plain network whose output is the mean of the members' outputs.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -90,6 +90,14 @@ class Folding:
 
 
 @dataclass(frozen=True)
+class Subset:
+    """Which members an ensemble has of a larger one, ``of`` so many; some may come repeatedly."""
+
+    members: tuple[int, ...]
+    of: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that makes an ensemble out of a reference network.
 
@@ -110,6 +118,7 @@ class Plan:
         widths: the widest modulated input or output that has one row for each sample, and the
             widest that has one for each position (pixel, time) of the input.
         input_channels: numbers at one position of the input.
+        subset: of which members of another ensemble it was made; None: its members were drawn.
     """
 
     family: str
@@ -126,6 +135,24 @@ class Plan:
     recompute: bool = False
     widths: tuple[int, int] = (0, 0)
     input_channels: int = 1
+    subset: Subset | None = None
+
+    @property
+    def drawn(self) -> int:
+        """How many members their numbers were drawn for, which laws joint over members ask."""
+        return self.members if self.subset is None else self.subset.of
+
+    @property
+    def repeats(self) -> bool:
+        """Whether some members are the same."""
+        return self.subset is not None and len(set(self.subset.members)) < self.members
+
+    def select(self, members: Iterable[int]) -> Plan:
+        """Return the plan of an ensemble of some of the members."""
+        members = tuple(members)
+        known = self.subset.members if self.subset else range(self.members)
+        chosen = Subset(tuple(known[a] for a in members), self.drawn)
+        return replace(self, members=len(members), subset=chosen)
 
     def to_json(self) -> str:
         """Return the plan as text."""
@@ -151,11 +178,17 @@ class Plan:
         data["own"] = [OwnTensors(o["module"], tuple(o["tensors"])) for o in data["own"]]
         data["shared"] = [SharedModule(**s) for s in data["shared"]]
         data["folding"] = Folding(**_with_tuples(data["folding"]))
+        if data.get("subset"):
+            data["subset"] = Subset(**_with_tuples(data["subset"]))
         return cls(**_with_tuples(data))
 
     def check(self, reference: nn.Module) -> None:
         """Check a plan from outside against a reference, before anything is built from it."""
         check_members(self.members)
+        if self.subset is not None:
+            chosen = [a in range(check_members(self.subset.of)) for a in self.subset.members]
+            if len(chosen) != self.members or not all(chosen):
+                raise ValueError(f"the header's {self.subset} does not name {self.members} members")
         layers = reading.parameter_layers(reference)
         modules = dict(reference.named_modules())
 
