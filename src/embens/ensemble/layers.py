@@ -124,7 +124,10 @@ _STOCK = {cls.forward for cls in _STOCK_LAYERS} | {
 
 def is_stock(layer: nn.Module) -> bool:
     """Return whether a layer computes what torch's layer of its kind does, perhaps rescaled."""
-    return type(layer).forward in _STOCK or hasattr(layer, "effective_parameters")
+    kind = type(layer)
+    inside = getattr(kind, "_conv_forward", None)
+    stock = kind.forward in _STOCK or hasattr(layer, "effective_parameters")
+    return stock and (inside is None or inside in _STOCK)
 
 
 def _like(numbers: Tensor, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from embens import reading
 from embens.ensemble.plain import without_members
+from embens.ensemble.plan import site_module
 from embens.networks import Parametrized
 from embens.theory.blocks import kernels
 from embens.theory.kernel import MemberKernel
@@ -156,7 +157,8 @@ class Structure:
     """What laws and data flow of an ensemble say about its regime.
 
     Attributes:
-        last: the last layers, and the laws of modulations of their inputs.
+        last: the last layers, and the laws of modulations of their inputs; not those that were
+            drawn for each member.
         open: those whose inputs are not centred.
         biased: those that a shared bias follows in the limit, and about its share.
     """
@@ -167,7 +169,9 @@ class Structure:
         self.flow = reading.read(self.reference)
         self.layers = reading.parameter_layers(self.reference)
         posts = {s.layer: s.law for s in ensemble.plan.sites if s.kind == "post"}
-        self.last = {n: posts.get(n) for n in self.layers if n in self.flow.last}
+        drawn = {o.module for o in ensemble.plan.own if o.drawn}
+        last = [n for n in self.layers if n in self.flow.last]
+        self.last = {n: posts.get(n) for n in last if site_module(n, self.layers) not in drawn}
         self.open = [n for n, law in self.last.items() if law is None or law.overlap > ZERO]
         self.biased = {
             name: layer.bias_std**2 / (layer.bias_std**2 + layer.weight_std**2)
@@ -183,6 +187,8 @@ class Structure:
 
     def explain(self, coupling: float) -> str:
         sites = self.ensemble.plan.sites
+        if not self.last:
+            return "every member has last layers of its own"
         where = f"the input of {_name(self.open or list(self.last))}"
         if not coupling:
             if not self.open:
@@ -192,7 +198,7 @@ class Structure:
             if self.biased:
                 return f"the shared bias of {_name(list(self.biased))} couples members"
             return f"members share what follows {_name(list(self.last))}, although E[u] = 0 there"
-        if all(site.law.variance == 0 for site in sites):
+        if sites and all(site.law.variance == 0 for site in sites):
             return "all modulations are constant, so members are equal"
         if all(self.last[name] is None for name in self.open):
             return f"{where} is not modulated by u, so nothing there averages to 0"

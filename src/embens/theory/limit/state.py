@@ -32,7 +32,7 @@ PAIRS, DIAGONAL = "pairs", "diagonal"
 class Moments(NamedTuple):
     """Covariance of units and shared tangent kernel, within or between members; None is zero."""
 
-    nngp: Tensor | None
+    nngp: Tensor | None = None
     ntk: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Moments:
