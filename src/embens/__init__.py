@@ -10,6 +10,7 @@ from embens.embedding.families import (
     independent,
     last_layer_dropout,
     mc_dropout,
+    mimo,
 )
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.surgery import load
@@ -39,6 +40,7 @@ __all__ = [
     "load",
     "mc_dropout",
     "metrics",
+    "mimo",
     "networks",
     "objective",
     "predict",

@@ -22,6 +22,7 @@ from embens.checks import Gamma, closest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.folding import FoldingChoice
+from embens.ensemble.heads import InputHeads, draw_shares, weigh
 from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
@@ -135,7 +136,8 @@ class EmbeddedEnsemble(nn.Module):
             if batch == "split":
                 return run.split()
             chunks = list(run.chunks())
-            return chunks[0] if len(chunks) == 1 else gather(chunks, torch.cat)
+            outputs = chunks[0] if len(chunks) == 1 else gather(chunks, torch.cat)
+            return outputs if run.shares is None else weigh(outputs, run.shares)
 
     def run(
         self,
@@ -157,7 +159,13 @@ class EmbeddedEnsemble(nn.Module):
         """
         self._check_batch(inputs, batch)
         size = self.chunk_size(inputs or (kwargs,), chunk)
-        return Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
+        run = Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
+        if self.plan.heads is not None:
+            self._check_heads((inputs, kwargs), batch)
+            if batch == "own" and self.training and self.plan.heads.mix:
+                like = next(self.individual_parameters())
+                run.shares = draw_shares(self.members, self.plan.heads.mix, like)
+        return run
 
     def chunk_size(self, inputs: tuple, chunk: int | None = None) -> int:
         """Return how many members run together on these inputs."""
@@ -173,7 +181,7 @@ class EmbeddedEnsemble(nn.Module):
         x = inputs[0] if inputs else None
         if not isinstance(x, Tensor):
             x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
-        if x is None or torch.compiler.is_compiling():
+        if x is None or torch.compiler.is_compiling() or self.plan.heads is not None:
             return self.members
         widths, channels = self.plan.widths, self.plan.input_channels
         return _chunk_size(self.members, widths, channels, x.shape, x.dtype, x.device.type)
@@ -197,6 +205,15 @@ class EmbeddedEnsemble(nn.Module):
                 "batch='split' expects all tensors to have the same number of rows; got shapes "
                 + ", ".join(map(str, shapes))
             )
+
+    def _check_heads(self, arguments: tuple, batch: BatchKind) -> None:
+        if batch == "split":
+            raise ValueError(
+                "batch='split' has no meaning here: every row of this network takes an input of "
+                "each member. Use batch='own' with inputs (member, batch, …)."
+            )
+        if sum(isinstance(x, Tensor) for x in tree_leaves(arguments)) != 1:
+            raise ValueError("a network with a block for each member takes one tensor")
 
     # Training
 
@@ -319,6 +336,8 @@ class EmbeddedEnsemble(nn.Module):
             rows = stack.detach()[chosen]
             parameter = isinstance(stack, nn.Parameter)
             memo[id(stack)] = nn.Parameter(rows, stack.requires_grad) if parameter else rows
+        for heads in (m for m in self.individuals.values() if isinstance(m, InputHeads)):
+            memo[id(heads)] = heads.plain(None, memo)
         network = copy.deepcopy(self.network, memo)
         for module in network.modules():
             if isinstance(module, Modulation):

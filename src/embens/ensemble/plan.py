@@ -92,6 +92,21 @@ class Folding:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """How a network takes an input of each member at once; its last layers are members' own.
+
+    Attributes:
+        first: the layers with a block of weights for every member.
+        repetition: the fraction of rows in training that are the same for all members.
+        mix: the concentration of the members' shares in training; None: all are 1.
+    """
+
+    first: tuple[str, ...]
+    repetition: float = 0.0
+    mix: float | None = None
+
+
+@dataclass(frozen=True)
 class Subset:
     """Which members an ensemble has of a larger one, ``of`` so many; some may come repeatedly."""
 
@@ -121,6 +136,7 @@ class Plan:
         widths: the widest modulated input or output that has one row for each sample, and the
             widest that has one for each position (pixel, time) of the input.
         input_channels: numbers at one position of the input.
+        heads: how members' inputs are summed, in networks that run once for all of them.
         subset: of which members of another ensemble it was made; None: its members were drawn.
     """
 
@@ -139,6 +155,7 @@ class Plan:
     recompute: bool = False
     widths: tuple[int, int] = (0, 0)
     input_channels: int = 1
+    heads: Heads | None = None
     subset: Subset | None = None
 
     @property
@@ -151,12 +168,21 @@ class Plan:
         """Whether some members are the same."""
         return self.subset is not None and len(set(self.subset.members)) < self.members
 
+    def require_embedded(self, what: str) -> None:
+        """Raise where members are no networks of their own in the reference."""
+        if self.heads is not None:
+            raise ValueError(
+                f"{what} is not defined for networks with an input for each member (mimo): the "
+                "blocks of their first layers belong to the outputs of all members"
+            )
+
     def select(self, members: Iterable[int]) -> Plan:
-        """Return the plan of an ensemble of some of the members."""
-        members = tuple(members)
+        """Return the plan of an ensemble of some of the members; it has one block for inputs."""
+        members, blocks = tuple(members), self.heads.first if self.heads else ()
+        own = tuple(o for o in self.own if o.module not in blocks)
         known = self.subset.members if self.subset else range(self.members)
         chosen = Subset(tuple(known[a] for a in members), self.drawn)
-        return replace(self, members=len(members), subset=chosen)
+        return replace(self, members=len(members), own=own, heads=None, subset=chosen)
 
     def to_json(self) -> str:
         """Return the plan as text."""
@@ -182,8 +208,9 @@ class Plan:
         data["own"] = [OwnTensors(**_with_tuples(o)) for o in data["own"]]
         data["shared"] = [SharedModule(**s) for s in data["shared"]]
         data["folding"] = Folding(**_with_tuples(data["folding"]))
-        if data.get("subset"):
-            data["subset"] = Subset(**_with_tuples(data["subset"]))
+        for name, kind in (("heads", Heads), ("subset", Subset)):
+            if data.get(name):
+                data[name] = kind(**_with_tuples(data[name]))
         return cls(**_with_tuples(data))
 
     def check(self, reference: nn.Module) -> None:
@@ -221,6 +248,8 @@ class Plan:
             for tensor in own.tensors:
                 if tensor not in present:
                     raise ValueError(f"{own.module!r} in the reference has no tensor {tensor!r}")
+        for name in self.heads.first if self.heads else ():
+            known(name, [o.module for o in self.own])
         for name in (*(s.module for s in self.shared), *self.overwriting, *self.folding.border):
             known(name, modules)
 

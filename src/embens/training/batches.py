@@ -43,13 +43,24 @@ class Samples(NamedTuple):
 
 
 class Shuffled:
-    """Batches of samples; with ``own`` another order, and an axis, for each of so many members."""
+    """Batches of samples; with ``own`` another order, and an axis, for each of so many members.
+
+    A fraction ``repetition`` of the rows is then the same for all of them.
+    """
 
     resumable = True
 
-    def __init__(self, samples: Samples, batch_size: int, seed: int, own: int | None, world: World):
+    def __init__(
+        self,
+        samples: Samples,
+        batch_size: int,
+        seed: int,
+        own: int | None,
+        world: World,
+        repetition: float = 0.0,
+    ):
         self.samples, self.count, self.batch_size = samples, samples.size, batch_size
-        self.seed, self.own, self.world = seed, own, world
+        self.seed, self.own, self.world, self.repetition = seed, own, world, repetition
         self.generators: list[torch.Generator] = []
 
     def __len__(self) -> int:
@@ -58,8 +69,9 @@ class Shuffled:
     def order(self, epoch: int) -> Tensor:
         """Return the order of the rows in an epoch; with ``own``, one for each member."""
         generator = torch.Generator().manual_seed(randomness.combine(self.seed, epoch))
-        orders = [torch.randperm(self.count, generator=generator) for _ in range(self.own or 1)]
-        return torch.stack(orders) if self.own else orders[0]
+        if self.own:
+            return deal(self.count, self.own, self.repetition, generator)
+        return torch.randperm(self.count, generator=generator)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
         indices = self.order(epoch).split(self.batch_size, -1)
@@ -88,12 +100,16 @@ class Shuffled:
 
 
 class Loaded:
-    """Batches of a user's loader, which may draw from generators of its own."""
+    """Batches of a user's loader, which may draw from generators of its own.
+
+    With ``repetition`` the rows of a batch are dealt out to every member in another order; without,
+    batches of members' own have the members first already.
+    """
 
     resumable = False
 
-    def __init__(self, loader: DataLoader, own: int | None):
-        self.loader, self.own = loader, own
+    def __init__(self, loader: DataLoader, own: int | None, repetition: float | None = None):
+        self.loader, self.own, self.repetition = loader, own, repetition
         self.count = len(self)
         found = (loader.generator, getattr(loader.sampler, "generator", None))
         found = {id(g): g for g in found if isinstance(g, torch.Generator)}
@@ -115,7 +131,23 @@ class Loaded:
                     "Give the data set or the collate_fn that form."
                 )
             inputs, target = parts_of(values)
+            if self.own and self.repetition is not None:
+                orders = deal(count_rows(target), self.own, self.repetition)
+                inputs, target = tree_map(lambda v, orders=orders: v[orders], (inputs, target))
             yield Minibatch(inputs, target, count_rows(target, self.own), None)
+
+
+def deal(
+    rows: int, members: int, repetition: float = 0.0, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return an order of the rows for every member, in which a fraction of rows is in one place."""
+    orders = torch.stack([torch.randperm(rows, generator=generator) for _ in range(members)])
+    if repetition:
+        free = torch.randperm(rows, generator=generator)[round(repetition * rows) :]
+        places = orders[1:, free].argsort(1)  # at random
+        orders[1:] = orders[0]
+        orders[1:, free] = orders[0, free][places]
+    return orders
 
 
 def parts_of(values: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
@@ -134,14 +166,21 @@ def count_rows(target: Any, own: int | None = None) -> int:
 
 
 def training_batches(
-    data: Any, batch_size: int, *, seed: int, own: int | None = None, world: World = ALONE
+    data: Any,
+    batch_size: int,
+    *,
+    seed: int,
+    own: int | None = None,
+    world: World = ALONE,
+    repetition: float | None = None,
 ) -> Shuffled | Loaded:
     """Return the batches to train on."""
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size)
     if isinstance(data, DataLoader):
-        return Loaded(data, own)
-    return Shuffled(samples_of(data, "train"), batch_size, seed, own, world)
+        return Loaded(data, own, repetition)
+    samples = samples_of(data, "train")
+    return Shuffled(samples, batch_size, seed, own, world, repetition or 0.0)
 
 
 def validation_batches(data: Any, batch_size: int) -> Callable[[], Iterator[tuple[tuple, Any]]]:

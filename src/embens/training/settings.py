@@ -101,7 +101,7 @@ class Settings:
         sites = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in ensemble.plan.sites]
         tensors = ensemble.state_dict().items()
         return {
-            "family": ensemble.plan.family,
+            "family": ensemble.plan.family + str(ensemble.plan.heads or ""),
             "members": ensemble.members,
             "sites": sites,
             **{f"shape of {name}": [list(t.shape), str(t.dtype)] for name, t in tensors},

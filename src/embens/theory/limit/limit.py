@@ -54,6 +54,7 @@ class Limit:
         self.dtype, self.separate, network = dtype, False, ensemble
         if isinstance(ensemble, EmbeddedEnsemble):
             self.separate = ensemble.plan.separate
+            ensemble.plan.require_embedded("the limit")
             if ensemble.plan.repeats:
                 raise ValueError(
                     "some members of this ensemble are the same, so that pairs of members are not "
