@@ -260,7 +260,8 @@ ARCHITECTURES = [
 
 
 def _own_last(reference: nn.Module, members: int, **options: Any) -> embens.EmbeddedEnsemble:
-    own = "core" if isinstance(reference, Tied) else "last"  # tied weights are both own or neither
+    tied = any(isinstance(m, Tied) for m in reference.modules())  # both are own, or neither
+    own = "*core" if tied else "last"
     return embens.batch_ensemble(reference, members, own=own, **options)
 
 

@@ -317,7 +317,7 @@ class TestOwnLayers:
                 return self.layer(x) * self.scale
 
         net = nn.Sequential(nn.Linear(3, 3), Block())
-        with pytest.raises(ValueError, match="'1' holds '1' .Block., which is no known layer"):
+        with pytest.raises(ValueError, match=r"'1' holds '1' \(Block\), which is no known layer"):
             embens.embed(net, 3, own="1")
         embens.embed(net, 3, own="1.*")
 
@@ -348,7 +348,7 @@ class TestOwnLayers:
     def test_elsewhere_do_not(self):
         with pytest.raises(ValueError, match="not linear in the output of '2'"):
             embens.embed(mlp(), 3, None, None, own="2").collapse()
-        with pytest.raises(ValueError, match="the weights of '.' and '.' multiply each other"):
+        with pytest.raises(ValueError, match=r"the weights of '\d' and '\d' multiply each other"):
             embens.embed(mlp(), 3, own="last").collapse()
 
     def test_are_a_group_with_the_rate_and_decay_of_weights(self):

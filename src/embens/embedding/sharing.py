@@ -16,8 +16,8 @@ from torch import nn
 
 from embens import reading
 from embens.embedding.sites import is_within
-from embens.ensemble.plan import Folding, OwnTensors, SharedModule, Site, site_module
 from embens.ensemble.layers import is_linear_in_parameters
+from embens.ensemble.plan import Folding, OwnTensors, SharedModule, Site, site_module
 from embens.reading import Call, Flow
 
 LOOKING = frozenset(

@@ -254,8 +254,8 @@ def choose_own(
                 if any(t is not None for t in tensors) and not is_within(name, known):
                     kind = type(modules[name]).__name__
                     raise ValueError(
-                        f"own: {pattern!r} holds {name!r} ({kind}), which is no known layer or norm "
-                        "layer. Name the layers, or make it known with embens.register_layer."
+                        f"own: {pattern!r} holds {name!r} ({kind}), which is no known layer. "
+                        "Name the layers, or make it known with embens.register_layer."
                     )
         chosen.update(found)
     for name in chosen:

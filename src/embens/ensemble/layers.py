@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
 from embens.ensemble.plan import Site
-from embens.ensemble.run import Current, Run, repeat_rows
+from embens.ensemble.run import Current, Run, is_exporting, repeat_rows, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
 from embens.reading.layers import kind_of, modulate_weight, spatial_axes
 
@@ -201,7 +201,7 @@ class Modulated(Wrapper):
         x = layer(x * _like(post.now(run), x).unsqueeze(1))  # type: ignore[operator,misc,union-attr]
         if pre is not None:
             x = x * _like(pre.now(run), x).unsqueeze(1)  # type: ignore[operator]
-        return x.flatten(0, 1)
+        return together(x)
 
     def _parameters_of(self, layer: nn.Module) -> tuple[Tensor, Tensor | None]:
         return layer.effective_parameters() if self._effective else (layer.weight, layer.bias)  # type: ignore[return-value,operator]
@@ -211,6 +211,7 @@ class Modulated(Wrapper):
         return (
             run.count == 1
             and run.index is None
+            and not is_exporting()
             and 2 * layer.weight.numel() < x.numel()  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
             and is_linear_in_parameters(layer)
@@ -244,7 +245,7 @@ class Modulated(Wrapper):
             outputs = outputs + bias
         if self.pre is not None:
             outputs = outputs * self.pre.now(run).unsqueeze(1)
-        return outputs.flatten(0, 1)
+        return together(outputs)
 
     def _inner_attribute(self, name: str) -> Any:
         layer = self.plain_layer

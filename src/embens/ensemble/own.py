@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from embens.ensemble.layers import is_stock
 from embens.ensemble.plan import OwnTensors
-from embens.ensemble.run import Run, Unfoldable, gather, interleave
+from embens.ensemble.run import Run, Unfoldable, gather, interleave, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
 from embens.reading.layers import spatial_axes
 
@@ -107,7 +107,7 @@ class MemberLayer(Wrapper, Individual):
         products = torch.bmm(x, weight.mT)  # (member, row, out)
         if bias is not None:
             products = products + bias.unsqueeze(1).to(products.dtype)
-        products = products.flatten(0, 1)
+        products = together(products)
         return products.unflatten(0, (-1, *axes)) if axes else products
 
     def _convolve(
@@ -126,7 +126,7 @@ class MemberLayer(Wrapper, Individual):
             *(module.stride, padding, module.dilation),
             *(module.transposed, module.output_padding, run.count * module.groups),
         )
-        return y.unflatten(1, (run.count, -1)).transpose(0, 1).flatten(0, 1)
+        return together(y.unflatten(1, (run.count, -1)).transpose(0, 1))
 
 
 class Own(MemberLayer):

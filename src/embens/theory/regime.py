@@ -102,6 +102,9 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
     if ensemble.plan.separate:
         reason = "members are separate networks"
         return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)
+    if are_equal(ensemble):
+        reason = "all modulations are the same for every member, so members are one model"
+        return RegimeReport(Regime.COLLECTIVE, 1.0, reason, exact=True)
     structure = Structure(ensemble)
     generic = structure.generic_inputs()
     coupling, unknown = _first_coupling(ensemble, generic if x is None else [x])
@@ -119,6 +122,16 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
         reason += f" (from laws and structure alone, without the limit: {why})"
     found = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
     return RegimeReport(found, coupling, reason, exact)
+
+
+def are_equal(ensemble: EmbeddedEnsemble) -> bool:
+    """Return whether all members are one model: whatever is a member's own has the same values."""
+    laws = {n: getattr(m, "law", None) for n, m in ensemble.individuals.items()}
+    if laws and all(law is not None and not law.variance for law in laws.values()):
+        return True
+    drawn = any(site.fresh and site.law.variance for site in ensemble.plan.sites)
+    stacks = [t for m in ensemble.individuals.values() for t in m.tensors()]
+    return ensemble.members > 1 and not drawn and all(bool((t == t[:1]).all()) for t in stacks)
 
 
 def _first_coupling(
@@ -187,7 +200,6 @@ class Structure:
         return self.ensemble.overlap or self._overlap_of_last()
 
     def explain(self, coupling: float) -> str:
-        sites = self.ensemble.plan.sites
         if not self.last:
             return "every member has last layers of its own"
         where = f"the input of {_name(self.open or list(self.last))}"
@@ -199,8 +211,6 @@ class Structure:
             if self.biased:
                 return f"the shared bias of {_name(list(self.biased))} couples members"
             return f"members share what follows {_name(list(self.last))}, although E[u] = 0 there"
-        if sites and all(site.law.variance == 0 for site in sites):
-            return "all modulations are constant, so members are equal"
         if all(self.last[name] is None for name in self.open):
             return f"{where} is not modulated by u, so nothing there averages to 0"
         return f"E[u] ≠ 0 in {where} (overlap {self._overlap_of_last():.3g})"

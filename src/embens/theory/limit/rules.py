@@ -28,16 +28,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
 from embens.ensemble.layers import Modulated, Modulation, Once
 from embens.ensemble.own import Own
+from embens.ensemble.plain import without_members
 from embens.networks import Parametrized
+from embens.reading.layers import NORMS
 from embens.theory import duals
 from embens.theory.duals import Dual
 from embens.theory.duals.expectations import tells_apart
 from embens.theory.limit.pixels import keep_diagonal, mixes_pixels, open_inputs, pixel_map, pool
-from embens.theory.limit.state import PAIRS, Moments, Recorded, State, describe, diagonal_of
+from embens.theory.limit.state import (
+    MEASURE,
+    PAIRS,
+    Moments,
+    Recorded,
+    State,
+    describe,
+    diagonal_of,
+    plain_module,
+)
 
 AVERAGES = {
     1: (nn.AvgPool1d, nn.AdaptiveAvgPool1d),
@@ -59,15 +71,57 @@ def propagate(module: nn.Module, state: State) -> State:
         def _(module: MyBlock, state):
             return embens.theory.propagate(module.body, state)
     """
+    if not has_rule(module):
+        raise unknown(module, state.path)
+    return activate(module, duals.dual(module), state)
+
+
+def has_rule(module: nn.Module) -> bool:
+    """Return whether the limit of a module is known, or that of the reference's in its place."""
+    kind = type(plain_module(module))
+    known = ((propagate, nn.Module), (duals.dual, object))
+    return any(rules.dispatch(kind) is not rules.dispatch(base) for rules, base in known)
+
+
+def unknown(module: nn.Module, path: str) -> TypeError:
+    """Return the error for a module without a rule: what the user wrote, and what to do."""
+    plain = plain_module(module)
+    kind = type(plain).__name__
+    own = f"give {kind} a rule with embens.theory.propagate.register"
+    if isinstance(plain, NORMS):
+        why = "norm layers have no rule here"
+        advice = f"Leave it out where the limit is wanted, or {own}"
+    elif any(True for _ in plain.children()):
+        why = "its forward is code of its own, which is not read (sums, functions like torch.relu)"
+        names = [describe(m, ".".join(filter(None, (path, n)))) for n, m in _foreign(plain)]
+        if names:
+            why += f"; it holds {', '.join(names[:4])}, with no limit here either"
+        advice = f"Write it as nn.Sequential of layers, poolings and activation modules, or {own}"
+    elif not any(True for _ in plain.parameters()) and _acts_alone(plain):
+        why = "its expectations under a normal law are not"
+        advice = f"If it is smooth, call embens.theory.register_activation({kind}); else {own}"
+    else:
+        why, advice = "there is no rule for it", f"Leave it out, or {own}"
+    where = describe(module, path)
+    return TypeError(
+        f"the infinite-width limit of {where} is not known: {why}. {advice}. {MEASURE}"
+    )
+
+
+def _foreign(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return torch's own layers without a rule that a module holds."""
+    layers = [(n, m) for n, m in without_members(module).named_modules() if not has_rule(m)]
+    sources = [type(m).__module__ for _, m in layers]
+    torchs = [s.startswith("torch.nn.modules.") and ".container" not in s for s in sources]
+    return [layer for layer, known in zip(layers, torchs, strict=True) if known and layer[0]]
+
+
+def _acts_alone(module: nn.Module) -> bool:
     try:
-        dual = duals.dual(module)
-    except TypeError:
-        raise TypeError(
-            f"the infinite-width limit of {describe(module, state.path)} is not known. If it acts "
-            f"on each unit alone, call embens.theory.register_activation({type(module).__name__}); "
-            "else register a function of module and state with embens.theory.propagate.register."
-        ) from None
-    return activate(module, dual, state)
+        duals.by_quadrature(module)
+    except Exception:  # whatever other modules do with a vector
+        return False
+    return True
 
 
 def steps(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -76,10 +130,7 @@ def steps(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
         yield from steps(module.module, path)
     elif propagate.dispatch(type(module)) is _sequence:
         if type(module).forward is not nn.Sequential.forward:
-            raise TypeError(
-                f"{describe(module, path)} is an nn.Sequential with a forward of its own, so its "
-                "limit is not known; register a rule with embens.theory.propagate.register."
-            )
+            raise unknown(module, path)
         for name, child in module.named_children():
             yield from steps(child, f"{path}.{name}" if path else name)
     else:
@@ -116,9 +167,8 @@ def _(module: nn.Identity, state: State) -> State:
     return state
 
 
-@propagate.register(nn.Dropout)
-@propagate.register(nn.Dropout2d)
-def _(module: nn.Dropout, state: State) -> State:
+@propagate.register(_DropoutNd)
+def _(module: _DropoutNd, state: State) -> State:
     if module.p and module.training:
         raise ValueError(
             f"{describe(module, state.path)} drops units afresh at each pass in training mode, so "
@@ -133,7 +183,8 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
     if not state.gaussian:
         raise ValueError(
             f"{describe(module, state.path)} acts on units that are not Gaussian: in the limit an "
-            "activation needs a Linear or convolution right before it (pooling may lie between)."
+            "activation needs a Linear or convolution right before it (pooling may lie between). "
+            + MEASURE
         )
     law = None if state.pre is None else state.pre.law
     after = state.replace(depth=state.depth + 1, gaussian=False, pre=None, cross=None)
@@ -196,7 +247,8 @@ def affine(
         return ntk + law.bias_gain if law.bias_gain else ntk
 
     def moments(before: Moments, moment: float) -> Moments:
-        assert before.nngp is not None
+        if before.nngp is None:  # of members that nothing couples
+            return biases
         kernel = apply(before.nngp)
         nngp = kernel * (moment * law.weight_variance)
         if law.bias_variance:
@@ -214,8 +266,7 @@ def affine(
     biases = Moments(*(_constant(b, same.nngp) if b else None for b in shared))  # type: ignore[arg-type]
     if state.tracked:
         if state.cross is not None or (post is not None and tells_apart(post.law)):
-            none = not first or state.cross is Moments
-            cross = cache(lambda: biases if none else moments(state.crossed, first))
+            cross = cache(lambda: moments(state.crossed, first) if first else biases)
         if state.individual is not None:
             individual = state.individual * (law.weight_variance * second)
         if post is not None and is_trainable(post):
@@ -270,7 +321,7 @@ def weight_law(layer: nn.Module, *, finite: bool, path: str = "") -> WeightLaw:
                 f"the law of the weights of {describe(layer, path)} is not known: they are not as "
                 "torch draws them (trained, or initialised in another way). The limit belongs to "
                 "an initialisation: build the network with embens.networks.mlp, cnn, Linear and "
-                "Conv2d, which carry theirs."
+                f"Conv2d, which carry theirs. {MEASURE}"
             )
         weight_variance, bias_variance = 1 / 3, 1 / (3 * fan_in) if finite else 0.0
         ntk = False
@@ -379,7 +430,7 @@ def _(module: nn.Module, state: State) -> State:
     raise TypeError(
         f"{describe(module, state.path)}: the maximum of correlated units is not Gaussian and has "
         "no kernel in closed form, so max pooling has no limit here. Use average pooling: "
-        "embens.networks.cnn(pool='average') or nn.AvgPool2d."
+        f"embens.networks.cnn(pool='average') or nn.AvgPool2d. {MEASURE}"
     )
 
 
