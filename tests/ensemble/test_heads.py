@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -90,6 +91,35 @@ def test_one_member_is_the_reference(case):
     reference, ensemble, xs = build(case, 1)
     assert torch.equal(ensemble.eval()(xs[0])[0], reference.eval()(xs[0]))
     assert torch.equal(ensemble(xs, batch="own")[0], reference(xs[0]))
+
+
+@everywhere
+def test_files_pickles_and_copies_hold_everything(case, tmp_path):
+    _, ensemble, xs = build(case, mix="linear", repetition=0.25)
+    with torch.no_grad():
+        for parameter in ensemble.parameters():
+            parameter.add_(0.1)
+    ensemble.save(tmp_path / "file")
+    loaded = embens.load(tmp_path / "file", case.build())
+    for other in (loaded, pickle.loads(pickle.dumps(ensemble)), copy.deepcopy(ensemble)):
+        assert other.plan == ensemble.plan
+        for batch, x in (("same", xs[0]), ("own", xs)):
+            assert torch.equal(other.eval()(x, batch=batch), ensemble.eval()(x, batch=batch))
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+def test_an_onnx_file_gives_the_same_outputs(tmp_path):
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    _, ensemble, xs = build(next(case for case in TAKEN if case.name == "paper's cnn"))
+    path, rows = tmp_path / "net.onnx", torch.export.Dim("rows", min=2)
+    ensemble.eval()
+    shapes = ({0: rows},)
+    torch.onnx.export(ensemble, (xs[0],), path, dynamic_shapes=(shapes,), verbose=False)
+    x = torch.cat([xs[0], xs[1], xs[2]])
+    session = onnxruntime.InferenceSession(path)
+    outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    torch.testing.assert_close(torch.tensor(outputs), ensemble(x).detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_blocks_are_drawn_at_the_scale_that_keeps_the_sum():

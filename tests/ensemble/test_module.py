@@ -43,6 +43,7 @@ FAMILIES = {
     "mc dropout": lambda r: embens.mc_dropout(r, 3),
     "last-layer dropout": lambda r: embens.last_layer_dropout(r, 3),
     "independent": lambda r: embens.independent(r, 3),
+    "mimo": lambda r: embens.mimo(r, 3),
     **{name: partial(family, members=3) for name, family in cases.FAMILIES.items()},
 }
 everywhere = pytest.mark.parametrize("make", [tabular, vision, text])
@@ -266,7 +267,7 @@ reference = torch.nn.Sequential(
     torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(),
     torch.nn.Linear(8, 2))
 x, y = torch.randn(8, 3), torch.randint(2, (8,))
-named = (embens.batch_ensemble, embens.last_layer_dropout, embens.independent)
+named = (embens.batch_ensemble, embens.last_layer_dropout, embens.independent, embens.mimo)
 for family in (*named, *FAMILIES.values()):
     torch.manual_seed(0)
     ensemble = family(reference, 3, generator=torch.Generator().manual_seed(1))
