@@ -147,6 +147,9 @@ def edit_header(path, change) -> None:
         lambda plan: plan["sites"][0].update(layer="nowhere"),
         lambda plan: plan.update(own=[["0", ["__class__"]]]),
         lambda plan: plan.update(surprise=1),
+        lambda plan: plan.update(subset={"members": [0, 1, 7], "of": 4}),
+        lambda plan: plan.update(subset={"members": [0, 1], "of": 4}),
+        lambda plan: plan.update(subset={"members": 3, "of": 4}),
     ],
 )
 def test_a_header_that_was_tampered_with_is_refused_before_anything_is_built(path, change):

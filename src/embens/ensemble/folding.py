@@ -51,7 +51,8 @@ class FoldingChoice:
         self.norms = [m for m in prefix if isinstance(m, nn.modules.batchnorm._NormBase)]
         self.stateful = any(s.buffers | s.kept for s in map(find_state, once))
         self.draws = [self.network] if self.plan.random else []
-        self.draws += [m for m in prefix if isinstance(m, RANDOM)]
+        if self.plan.heads is None:  # else what is drawn is drawn once
+            self.draws += [m for m in prefix if isinstance(m, RANDOM)]
 
     def possible(self) -> bool:
         """Return whether several members can run at once, as far as is known."""
@@ -87,6 +88,8 @@ class FoldingChoice:
         return known[shape]
 
     def _candidates(self, run: Run) -> list[Way]:
+        if self.plan.heads is not None:
+            return [Way.SHARED]
         drawing = any(m.training for m in self.draws)
         found = []
         if run.batch == "same" and self.plan.folding.shares and not drawing:

@@ -9,8 +9,10 @@ import copy
 import functools
 import inspect
 import math
+import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,8 @@ from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.export import LikeReference, to_onnx
 from embens.ensemble.folding import FoldingChoice
-from embens.ensemble.layers import Modulated, Once, OverwritingReLU
+from embens.ensemble.heads import InputHeads, draw_shares, weigh
+from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
 from embens.ensemble.own import OwnState, iterates
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
@@ -156,7 +159,8 @@ class EmbeddedEnsemble(nn.Module):
             if batch == "split":
                 return run.split()
             chunks = list(run.chunks())
-            return chunks[0] if len(chunks) == 1 else gather(chunks, torch.cat)
+            outputs = chunks[0] if len(chunks) == 1 else gather(chunks, torch.cat)
+            return outputs if run.shares is None else weigh(outputs, run.shares)
 
     def run(
         self,
@@ -178,7 +182,13 @@ class EmbeddedEnsemble(nn.Module):
         """
         self._check_batch(inputs, batch)
         size = self.chunk_size(inputs or (kwargs,), chunk)
-        return Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
+        run = Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
+        if self.plan.heads is not None:
+            self._check_heads((inputs, kwargs), batch)
+            if batch == "own" and self.training and self.plan.heads.mix:
+                like = next(self.individual_parameters())
+                run.shares = draw_shares(self.members, self.plan.heads.mix, like)
+        return run
 
     def chunk_size(self, inputs: tuple, chunk: int | None = None) -> int:
         """Return how many members run together on these inputs."""
@@ -194,7 +204,7 @@ class EmbeddedEnsemble(nn.Module):
         x = inputs[0] if inputs else None
         if not isinstance(x, Tensor):
             x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
-        if x is None or torch.compiler.is_compiling():
+        if x is None or torch.compiler.is_compiling() or self.plan.heads is not None:
             return self.members
         widths, channels = self.plan.widths, self.plan.input_channels
         return _chunk_size(self.members, widths, channels, x.shape, x.dtype, x.device.type)
@@ -218,6 +228,15 @@ class EmbeddedEnsemble(nn.Module):
                 "batch='split' expects all tensors to have the same number of rows; got shapes "
                 + ", ".join(map(str, shapes))
             )
+
+    def _check_heads(self, arguments: tuple, batch: BatchKind) -> None:
+        if batch == "split":
+            raise ValueError(
+                "batch='split' has no meaning here: every row of this network takes an input of "
+                "each member. Use batch='own' with inputs (member, batch, …)."
+            )
+        if sum(isinstance(x, Tensor) for x in tree_leaves(arguments)) != 1:
+            raise ValueError("a network with a block for each member takes one tensor")
 
     # Training
 
@@ -297,8 +316,14 @@ class EmbeddedEnsemble(nn.Module):
 
     @property
     def natural_gamma(self) -> float:
-        r"""The default gradient scale :math:`M / (1 + (M-1) r)`, with ``r`` the overlap."""
-        return self.members / (1 + (self.members - 1) * self.overlap)
+        r"""The default gradient scale :math:`M / (1 + (M-1) r)`, with ``r`` the overlap.
+
+        Where members are repeated, ``r`` is the mean over pairs, with 1 for two of the same.
+        """
+        alike = self.members  # pairs of a member and itself, or its twin
+        if self.plan.subset is not None:
+            alike = sum(n**2 for n in Counter(self.plan.subset.members).values())
+        return self.members**2 / (alike + (self.members**2 - alike) * self.overlap)
 
     # Out again
 
@@ -308,17 +333,60 @@ class EmbeddedEnsemble(nn.Module):
         Its layers are torch's own with that member's weights; only a layer whose weight can't hold
         its modulations (hooks, a parametrization, a forward of its own) keeps a small wrapper.
         """
-        if isinstance(a, bool) or not isinstance(a, int):
-            raise TypeError(f"a member is a whole number; got {a!r}")
-        if not -self.members <= a < self.members:
-            raise IndexError(f"member {a} of an ensemble of {self.members}")
+        a = self._find(a)
         if any(s.fresh for s in self.plan.sites):
             raise ValueError(
                 "masks that are drawn anew at each pass belong to no member; use fresh=False for a "
                 "fixed set"
             )
-        with self.state.of(a % self.members):
-            return plain(self.network, a % self.members)
+        with self.state.of(a):
+            return plain(self.network, a)
+
+    def _find(self, a: Any) -> int:
+        """Return the index of a member, which may be counted from the end."""
+        if isinstance(a, bool) or not hasattr(a, "__index__"):
+            raise TypeError(f"a member is a whole number; got {a!r}")
+        if not -self.members <= (a := operator.index(a)) < self.members:
+            raise IndexError(f"member {a} of an ensemble of {self.members}")
+        return a % self.members
+
+    def subset(self, members: Iterable[int]) -> EmbeddedEnsemble:
+        """Return an ensemble of some of the members, which shares no tensor with this one.
+
+        Args:
+            members: which, in their new order. One that comes twice has twice the weight in means.
+                ``plan.subset`` keeps them, as members of the ensemble that was first embedded.
+
+        Example:
+            >>> import embens
+            >>> ensemble = embens.batch_ensemble(embens.networks.mlp(4, 8, 2), members=5)
+            >>> some, x = ensemble.subset([0, 3, -1]), torch.ones(2, 4)
+            >>> torch.allclose(some(x), ensemble(x)[[0, 3, 4]])
+            True
+        """
+        if isinstance(members, str) or not isinstance(members, Iterable):
+            raise TypeError(f"members: expected some whole numbers, like [0, 3]; got {members!r}")
+        chosen = [self._find(a) for a in members]
+        if not chosen:
+            raise ValueError("members: expected at least one member; got none")
+        plan = self.plan.select(chosen)
+        if plan.repeats and any(s.fresh for s in plan.sites):
+            raise ValueError("a member whose masks are drawn anew at each pass can't come twice")
+        memo: dict[int, Any] = {}
+        for stack in (t for m in self.individuals.values() for t in m.tensors() if t.numel()):
+            rows = stack.detach()[chosen]
+            parameter = isinstance(stack, nn.Parameter)
+            memo[id(stack)] = nn.Parameter(rows, stack.requires_grad) if parameter else rows
+        for heads in (m for m in self.individuals.values() if isinstance(m, InputHeads)):
+            memo[id(heads)] = heads.plain(None, memo)
+        network = copy.deepcopy(self.network, memo)
+        for module in network.modules():
+            if isinstance(module, Modulation):
+                module.members = plan.members
+        ensemble = EmbeddedEnsemble(network, plan)
+        ensemble.chunk = self.chunk
+        ensemble.state.values = [copy.deepcopy(self.state.values[a]) for a in chosen]
+        return ensemble
 
     def collapse(self) -> nn.Module:
         """Return one plain network whose output is the mean of the members' outputs.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -92,6 +92,29 @@ class Folding:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """How a network takes an input of each member at once; its last layers are members' own.
+
+    Attributes:
+        first: the layers with a block of weights for every member.
+        repetition: the fraction of rows in training that are the same for all members.
+        mix: the concentration of the members' shares in training; None: all are 1.
+    """
+
+    first: tuple[str, ...]
+    repetition: float = 0.0
+    mix: float | None = None
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Which members an ensemble has of a larger one, ``of`` so many; some may come repeatedly."""
+
+    members: tuple[int, ...]
+    of: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that makes an ensemble out of a reference network.
 
@@ -114,6 +137,8 @@ class Plan:
         widths: the widest modulated input or output that has one row for each sample, and the
             widest that has one for each position (pixel, time) of the input.
         input_channels: numbers at one position of the input.
+        heads: how members' inputs are summed, in networks that run once for all of them.
+        subset: of which members of another ensemble it was made; None: its members were drawn.
     """
 
     family: str
@@ -132,6 +157,34 @@ class Plan:
     recompute: bool = False
     widths: tuple[int, int] = (0, 0)
     input_channels: int = 1
+    heads: Heads | None = None
+    subset: Subset | None = None
+
+    @property
+    def drawn(self) -> int:
+        """How many members their numbers were drawn for, which laws joint over members ask."""
+        return self.members if self.subset is None else self.subset.of
+
+    @property
+    def repeats(self) -> bool:
+        """Whether some members are the same."""
+        return self.subset is not None and len(set(self.subset.members)) < self.members
+
+    def require_embedded(self, what: str) -> None:
+        """Raise where members are no networks of their own in the reference."""
+        if self.heads is not None:
+            raise ValueError(
+                f"{what} is not defined for networks with an input for each member (mimo): the "
+                "blocks of their first layers belong to the outputs of all members"
+            )
+
+    def select(self, members: Iterable[int]) -> Plan:
+        """Return the plan of an ensemble of some of the members; it has one block for inputs."""
+        members, blocks = tuple(members), self.heads.first if self.heads else ()
+        own = tuple(o for o in self.own if o.module not in blocks)
+        known = self.subset.members if self.subset else range(self.members)
+        chosen = Subset(tuple(known[a] for a in members), self.drawn)
+        return replace(self, members=len(members), own=own, heads=None, subset=chosen)
 
     def to_json(self) -> str:
         """Return the plan as text."""
@@ -157,11 +210,18 @@ class Plan:
         data["own"] = [OwnTensors(**_with_tuples(o)) for o in data["own"]]
         data["shared"] = [SharedModule(**s) for s in data["shared"]]
         data["folding"] = Folding(**_with_tuples(data["folding"]))
+        for name, kind in (("heads", Heads), ("subset", Subset)):
+            if data.get(name):
+                data[name] = kind(**_with_tuples(data[name]))
         return cls(**_with_tuples(data))
 
     def check(self, reference: nn.Module) -> None:
         """Check a plan from outside against a reference, before anything is built from it."""
         check_members(self.members)
+        if self.subset is not None:
+            chosen = [a in range(check_members(self.subset.of)) for a in self.subset.members]
+            if len(chosen) != self.members or not all(chosen):
+                raise ValueError(f"the header's {self.subset} does not name {self.members} members")
         layers = reading.parameter_layers(reference)
         modules = dict(reference.named_modules())
 
@@ -192,6 +252,8 @@ class Plan:
                     raise ValueError(f"{own.module!r} in the reference has no tensor {tensor!r}")
         owners = [place.rpartition(".")[0] for place in self.state]
         shared = [s.module for s in self.shared]
+        for name in self.heads.first if self.heads else ():
+            known(name, [o.module for o in self.own])
         for name in (*shared, *self.overwriting, *self.folding.border, *owners):
             known(name, modules)
 

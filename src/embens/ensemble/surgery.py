@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from embens import reading
 from embens.ensemble import storage
 from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.heads import InputHeads
 from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
@@ -45,7 +46,8 @@ def operate(
             continue
         copied: nn.Module = copy.deepcopy(module, memo)
         if name in own:
-            copied = Own(copied, own[name], plan.members, border=name in border, stacks=stacks)
+            kind = InputHeads if plan.heads and name in plan.heads.first else Own
+            copied = kind(copied, own[name], plan.members, border=name in border, stacks=stacks)
         if name in shared:
             once = shared[name]
             copied = Once(copied, random=once.random, keep=once.keep, repeat=once.repeat)

@@ -147,6 +147,7 @@ class Flow:
         meetings: the modules inside which a function takes inputs of the network together with
             results of modules.
         state: what the code keeps from one call to the next.
+        steps: all operations and modules, with the layers before each of the values that they take.
     """
 
     upstream: dict[str, set[str]] = field(default_factory=dict)
@@ -162,6 +163,7 @@ class Flow:
     reductions: set[tuple[str, ...]] = field(default_factory=set)
     meetings: set[tuple[str, ...]] = field(default_factory=set)
     state: State = field(default_factory=State)
+    steps: set[tuple[str, frozenset[frozenset[str]]]] = field(default_factory=set)
 
     @property
     def first(self) -> set[str]:
@@ -181,6 +183,7 @@ class Flow:
         self.joins |= other.joins
         self.reductions |= other.reductions
         self.meetings |= other.meetings
+        self.steps |= other.steps
 
 
 class Reader:
@@ -255,6 +258,9 @@ class Reader:
             self.flow.unclear.add((operation, self.around))
         if kinds >= {"input", "result"}:
             self.flow.meetings.add(self.around)
+        data = [t.upstream for t in trails if t.rows in ("input", "result")]
+        before = frozenset(frozenset(self._only_layers(upstream)) for upstream in data)
+        self.flow.steps.add((operation, before))
         return next((kind for kind in ("result", "input", "size") if kind in kinds), "")
 
     def enter(self, name: str, trails: list[Trail], *, leaf: bool) -> int:

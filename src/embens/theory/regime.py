@@ -98,6 +98,7 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
     laws and structure: independent if modulations are centred in the inputs of all last layers
     and no shared bias follows.
     """
+    ensemble.plan.require_embedded("the regime")
     if ensemble.plan.separate:
         reason = "members are separate networks"
         return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)

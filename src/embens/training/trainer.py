@@ -86,7 +86,9 @@ class Trainer:
                 "can't do for each other; use one process, or batch='same' or 'own'"
             )
         own = ensemble.members if settings.batch == "own" else None
-        options = {"seed": settings.seed, "own": own, "world": self.world}
+        heads = ensemble.plan.heads
+        repetition = None if heads is None else heads.repetition
+        options = {"seed": settings.seed, "own": own, "world": self.world, "repetition": repetition}
         self.batches = training_batches(train, settings.batch_size, **options)
         given = validation is not None
         self.validation = validation_batches(validation, settings.batch_size) if given else None
