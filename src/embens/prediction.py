@@ -11,18 +11,18 @@ members: if each gives a mean :math:`\mu_a` and a variance :math:`\sigma_a^2`, t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from embens import metrics
 from embens.checks import check_choice, check_members, check_whole, find_gaps, suggest
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ def predict(
         generator: draws fresh masks; None: the global one.
 
     Example:
-        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        >>> from embens import batch_ensemble
+        >>> from embens import batch_ensemble, networks
+        >>> net = networks.mlp(4, 8, 2, outputs=3)
         >>> prediction = predict(batch_ensemble(net, 5), torch.zeros(2, 4))
         >>> prediction.members.shape, prediction.probabilities.shape
         (torch.Size([5, 2, 3]), torch.Size([2, 3]))
@@ -194,15 +194,3 @@ def _run(ensemble: EmbeddedEnsemble, x: Any, batch_size: int, seed: int | None) 
             tree_map(lambda v: v.to(first.device) if isinstance(v, Tensor) else v, result)
         )
     return outputs[0] if len(outputs) == 1 else gather(outputs, lambda parts: torch.cat(parts, 1))
-
-
-@contextmanager
-def evaluating(ensemble: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode; afterwards every part has the mode that it had."""
-    modes = [(module, module.training) for module in ensemble.modules()]
-    ensemble.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -121,6 +121,34 @@ def test_own_batches_are_different_orders_of_the_same_rows():
     assert torch.equal(x[1], problem.data()[0][orders[1, :16]])
 
 
+@pytest.mark.parametrize("repetition", [0.0, 0.3, 1.0])
+def test_a_fraction_of_the_rows_is_in_one_place_for_all_members(repetition):
+    generator = torch.Generator().manual_seed(0)
+    orders = batches.deal(1000, 4, repetition, generator)
+    assert all(torch.equal(o.sort().values, torch.arange(1000)) for o in orders)
+    alike = (orders == orders[0]).all(0).sum().item()
+    assert round(1000 * repetition) <= alike <= round(1000 * repetition) + 2  # some by chance
+    places = torch.arange(1000.0) - 499.5
+    for order in orders:  # no member's order is that of the rows
+        assert abs((places * (order - 499.5)).sum() / (places**2).sum()) < 5 / 1000**0.5
+
+
+@pytest.mark.parametrize("source", ["tensors", "loader"])
+def test_networks_with_an_input_for_each_member_get_rows_in_another_order_for_each(source):
+    x, y = problem.data()
+    data = (x, y) if source == "tensors" else DataLoader(TensorDataset(x, y), 16)
+    for repetition in (0.0, 0.5):
+        own = training_batches(data, 16, seed=0, own=3, repetition=repetition)
+        for (inputs,), target, rows, _ in own.epoch(0):
+            assert inputs.shape == (3, rows, 4)
+            assert target.shape == (3, rows)
+            alike = (inputs == inputs[:1]).all(-1).all(0).float().mean()
+            assert (alike > 0.2) == (repetition > 0)
+        seen = torch.cat([batch.inputs[0] for batch in own.epoch(1)], 1)
+        for mine in seen:  # every row once
+            assert torch.equal(mine[mine[:, 0].argsort()], x[x[:, 0].argsort()])
+
+
 @pytest.mark.parametrize("start", [0, 1, 5])
 def test_tensors_that_are_put_in_order_by_blocks_give_the_same_batches(start, monkeypatch):
     x, y = problem.data()

@@ -5,11 +5,15 @@ Made by :func:`embens.embed` and the named families. Axis order is ``(member, ba
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
+import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +23,17 @@ from torch.utils._pytree import tree_leaves
 from embens.checks import Gamma, closest, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.export import LikeReference, to_onnx
 from embens.ensemble.folding import FoldingChoice
-from embens.ensemble.layers import Modulated, Once, OverwritingReLU
+from embens.ensemble.heads import InputHeads, draw_shares, weigh
+from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
+from embens.ensemble.own import OwnState, iterates
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
 from embens.ensemble.wrapping import Individual
 from embens.objective import MOVED, OPTIONS, BatchKind, Criterion, Of, objective
+from embens.reading import left_over
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
@@ -60,7 +68,17 @@ class EmbeddedEnsemble(nn.Module):
             if isinstance(module, Individual):
                 self.individuals[name], module.slot = module, slot
                 slot += len(module.tensor_names())
+        modules = dict(walk(network))
+        places = [place.rpartition(".") for place in plan.state]
+        self.state = OwnState([(modules[owner], name) for owner, _, name in places], plan.members)
+        self.iterated = [m for m in network.modules() if iterates(m) and not plan.separate]
         self.folding = FoldingChoice(self)
+
+    def __deepcopy__(self, memo: dict) -> EmbeddedEnsemble:
+        memo.update(left_over(self))
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     @property
     def members(self) -> int:
@@ -120,6 +138,7 @@ class EmbeddedEnsemble(nn.Module):
             self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
         ) -> Tensor: ...
 
+    @LikeReference
     def forward(
         self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
     ) -> Any:
@@ -140,7 +159,8 @@ class EmbeddedEnsemble(nn.Module):
             if batch == "split":
                 return run.split()
             chunks = list(run.chunks())
-            return chunks[0] if len(chunks) == 1 else gather(chunks, torch.cat)
+            outputs = chunks[0] if len(chunks) == 1 else gather(chunks, torch.cat)
+            return outputs if run.shares is None else weigh(outputs, run.shares)
 
     def run(
         self,
@@ -162,7 +182,13 @@ class EmbeddedEnsemble(nn.Module):
         """
         self._check_batch(inputs, batch)
         size = self.chunk_size(inputs or (kwargs,), chunk)
-        return Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
+        run = Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
+        if self.plan.heads is not None:
+            self._check_heads((inputs, kwargs), batch)
+            if batch == "own" and self.training and self.plan.heads.mix:
+                like = next(self.individual_parameters())
+                run.shares = draw_shares(self.members, self.plan.heads.mix, like)
+        return run
 
     def chunk_size(self, inputs: tuple, chunk: int | None = None) -> int:
         """Return how many members run together on these inputs."""
@@ -178,7 +204,7 @@ class EmbeddedEnsemble(nn.Module):
         x = inputs[0] if inputs else None
         if not isinstance(x, Tensor):
             x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
-        if x is None or torch.compiler.is_compiling():
+        if x is None or torch.compiler.is_compiling() or self.plan.heads is not None:
             return self.members
         widths, channels = self.plan.widths, self.plan.input_channels
         return _chunk_size(self.members, widths, channels, x.shape, x.dtype, x.device.type)
@@ -202,6 +228,15 @@ class EmbeddedEnsemble(nn.Module):
                 "batch='split' expects all tensors to have the same number of rows; got shapes "
                 + ", ".join(map(str, shapes))
             )
+
+    def _check_heads(self, arguments: tuple, batch: BatchKind) -> None:
+        if batch == "split":
+            raise ValueError(
+                "batch='split' has no meaning here: every row of this network takes an input of "
+                "each member. Use batch='own' with inputs (member, batch, …)."
+            )
+        if sum(isinstance(x, Tensor) for x in tree_leaves(arguments)) != 1:
+            raise ValueError("a network with a block for each member takes one tensor")
 
     # Training
 
@@ -281,8 +316,14 @@ class EmbeddedEnsemble(nn.Module):
 
     @property
     def natural_gamma(self) -> float:
-        r"""The default gradient scale :math:`M / (1 + (M-1) r)`, with ``r`` the overlap."""
-        return self.members / (1 + (self.members - 1) * self.overlap)
+        r"""The default gradient scale :math:`M / (1 + (M-1) r)`, with ``r`` the overlap.
+
+        Where members are repeated, ``r`` is the mean over pairs, with 1 for two of the same.
+        """
+        alike = self.members  # pairs of a member and itself, or its twin
+        if self.plan.subset is not None:
+            alike = sum(n**2 for n in Counter(self.plan.subset.members).values())
+        return self.members**2 / (alike + (self.members**2 - alike) * self.overlap)
 
     # Out again
 
@@ -292,16 +333,60 @@ class EmbeddedEnsemble(nn.Module):
         Its layers are torch's own with that member's weights; only a layer whose weight can't hold
         its modulations (hooks, a parametrization, a forward of its own) keeps a small wrapper.
         """
-        if isinstance(a, bool) or not isinstance(a, int):
-            raise TypeError(f"a member is a whole number; got {a!r}")
-        if not -self.members <= a < self.members:
-            raise IndexError(f"member {a} of an ensemble of {self.members}")
+        a = self._find(a)
         if any(s.fresh for s in self.plan.sites):
             raise ValueError(
                 "masks that are drawn anew at each pass belong to no member; use fresh=False for a "
                 "fixed set"
             )
-        return plain(self.network, a % self.members)
+        with self.state.of(a):
+            return plain(self.network, a)
+
+    def _find(self, a: Any) -> int:
+        """Return the index of a member, which may be counted from the end."""
+        if isinstance(a, bool) or not hasattr(a, "__index__"):
+            raise TypeError(f"a member is a whole number; got {a!r}")
+        if not -self.members <= (a := operator.index(a)) < self.members:
+            raise IndexError(f"member {a} of an ensemble of {self.members}")
+        return a % self.members
+
+    def subset(self, members: Iterable[int]) -> EmbeddedEnsemble:
+        """Return an ensemble of some of the members, which shares no tensor with this one.
+
+        Args:
+            members: which, in their new order. One that comes twice has twice the weight in means.
+                ``plan.subset`` keeps them, as members of the ensemble that was first embedded.
+
+        Example:
+            >>> import embens
+            >>> ensemble = embens.batch_ensemble(embens.networks.mlp(4, 8, 2), members=5)
+            >>> some, x = ensemble.subset([0, 3, -1]), torch.ones(2, 4)
+            >>> torch.allclose(some(x), ensemble(x)[[0, 3, 4]])
+            True
+        """
+        if isinstance(members, str) or not isinstance(members, Iterable):
+            raise TypeError(f"members: expected some whole numbers, like [0, 3]; got {members!r}")
+        chosen = [self._find(a) for a in members]
+        if not chosen:
+            raise ValueError("members: expected at least one member; got none")
+        plan = self.plan.select(chosen)
+        if plan.repeats and any(s.fresh for s in plan.sites):
+            raise ValueError("a member whose masks are drawn anew at each pass can't come twice")
+        memo: dict[int, Any] = {}
+        for stack in (t for m in self.individuals.values() for t in m.tensors() if t.numel()):
+            rows = stack.detach()[chosen]
+            parameter = isinstance(stack, nn.Parameter)
+            memo[id(stack)] = nn.Parameter(rows, stack.requires_grad) if parameter else rows
+        for heads in (m for m in self.individuals.values() if isinstance(m, InputHeads)):
+            memo[id(heads)] = heads.plain(None, memo)
+        network = copy.deepcopy(self.network, memo)
+        for module in network.modules():
+            if isinstance(module, Modulation):
+                module.members = plan.members
+        ensemble = EmbeddedEnsemble(network, plan)
+        ensemble.chunk = self.chunk
+        ensemble.state.values = [copy.deepcopy(self.state.values[a]) for a in chosen]
+        return ensemble
 
     def collapse(self) -> nn.Module:
         """Return one plain network whose output is the mean of the members' outputs.
@@ -315,6 +400,10 @@ class EmbeddedEnsemble(nn.Module):
                 "members one network."
             )
         return plain(self.network, None)
+
+    def to_onnx(self, path: str | os.PathLike[str], example: Any, *, batch_axis: int = 0) -> Path:
+        """Write all members to one ONNX file, outputs as here; see :func:`embens.to_onnx`."""
+        return to_onnx(self, path, example, batch_axis=batch_axis)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ensemble to one file, masks and laws included; see :func:`embens.load`."""
@@ -340,7 +429,8 @@ if torch.__version__ < (2, 10):  # type: ignore[operator]
         """Run all members uncompiled; the compiler names this function where that won't do."""
         return _forward(self, *inputs, **options)
 
-    EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore
+    forward = LikeReference(compiling_or_exporting_an_ensemble_needs_torch_2_10)
+    EmbeddedEnsemble.forward = forward  # type: ignore
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ from embens.training.callbacks import CSV, Log
 from embens.training.clipping import clip_gradients_
 from embens.training.history import History
 from embens.training.loop import fit
+from embens.training.selection import select
 from embens.training.settings import linear_decay
 from embens.training.trainer import Divergence
 
@@ -17,4 +18,5 @@ __all__ = [
     "fit",
     "linear_decay",
     "objective",
+    "select",
 ]

@@ -60,13 +60,24 @@ class Samples(NamedTuple):
 
 
 class Shuffled:
-    """Batches of samples; with ``own`` another order, and an axis, for each of so many members."""
+    """Batches of samples; with ``own`` another order, and an axis, for each of so many members.
+
+    A fraction ``repetition`` of the rows is then the same for all of them.
+    """
 
     resumable = True
 
-    def __init__(self, samples: Samples, batch_size: int, seed: int, own: int | None, world: World):
+    def __init__(
+        self,
+        samples: Samples,
+        batch_size: int,
+        seed: int,
+        own: int | None,
+        world: World,
+        repetition: float = 0.0,
+    ):
         self.samples, self.count, self.batch_size = samples, samples.size, batch_size
-        self.seed, self.own, self.world = seed, own, world
+        self.seed, self.own, self.world, self.repetition = seed, own, world, repetition
         self.generators: list[torch.Generator] = []
 
     def __len__(self) -> int:
@@ -75,8 +86,9 @@ class Shuffled:
     def order(self, epoch: int) -> Tensor:
         """Return the order of the rows in an epoch; with ``own``, one for each member."""
         generator = torch.Generator().manual_seed(randomness.combine(self.seed, epoch))
-        orders = [torch.randperm(self.count, generator=generator) for _ in range(self.own or 1)]
-        return torch.stack(orders) if self.own else orders[0]
+        if self.own:
+            return deal(self.count, self.own, self.repetition, generator)
+        return torch.randperm(self.count, generator=generator)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
         indices = self.order(epoch).split(self.batch_size, -1)
@@ -107,13 +119,23 @@ class Shuffled:
 
 
 class Loaded:
-    """Batches of a user's loader, which may draw from generators of its own."""
+    """Batches of a user's loader, which may draw from generators of its own.
+
+    With ``repetition`` the rows of a batch are dealt out to every member in another order; without,
+    batches of members' own have the members first already.
+    """
 
     resumable = False
     samples = None
 
-    def __init__(self, loader: Any, own: int | None, name: str = "train"):
-        self.loader, self.own, self.name = loader, own, name
+    def __init__(
+        self,
+        loader: Any,
+        own: int | None,
+        repetition: float | None = None,
+        name: str = "train",
+    ):
+        self.loader, self.own, self.repetition, self.name = loader, own, repetition, name
         try:
             self.count = len(loader)
         except TypeError:
@@ -139,6 +161,9 @@ class Loaded:
                     f"{type(values).__name__}. Give the data set or the collate_fn that form."
                 )
             inputs, target = parts_of(values)
+            if self.own and self.repetition is not None:
+                orders = deal(count_rows(target), self.own, self.repetition)
+                inputs, target = tree_map(lambda v, orders=orders: v[orders], (inputs, target))
             rows = count_rows(target, self.own)
             if rows == 0:
                 raise ValueError(f"{self.name}: batch {number} of the loader has no rows")
@@ -151,6 +176,19 @@ class Loaded:
             raise ValueError(
                 f"{self.name}: expected at least one batch; the loader gave none{once}"
             )
+
+
+def deal(
+    rows: int, members: int, repetition: float = 0.0, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return an order of the rows for every member, in which a fraction of rows is in one place."""
+    orders = torch.stack([torch.randperm(rows, generator=generator) for _ in range(members)])
+    if repetition:
+        free = torch.randperm(rows, generator=generator)[round(repetition * rows) :]
+        places = orders[1:, free].argsort(1)  # at random
+        orders[1:] = orders[0]
+        orders[1:, free] = orders[0, free][places]
+    return orders
 
 
 def parts_of(values: Sequence[Any]) -> tuple[Any, Any]:
@@ -177,6 +215,7 @@ def training_batches(
     seed: int = 0,
     own: int | None = None,
     world: World = ALONE,
+    repetition: float | None = None,
     name: str = "train",
 ) -> Shuffled | Loaded:
     """Return the batches to train on; ``name`` is for messages."""
@@ -185,8 +224,9 @@ def training_batches(
     if isinstance(data, DataLoader) or (
         isinstance(data, Iterable) and not hasattr(data, "__getitem__")
     ):
-        return Loaded(data, own, name)
-    return Shuffled(samples_of(data, name), batch_size, seed, own, world)
+        return Loaded(data, own, repetition, name)
+    samples = samples_of(data, name)
+    return Shuffled(samples, batch_size, seed, own, world, repetition or 0.0)
 
 
 class InOrder(Shuffled):

@@ -82,7 +82,9 @@ def fit(
         criterion: a function of one member's outputs and the target; None: by the target, see
             :func:`embens.objective`.
         batch: "same": all members see the batch; "own": each has its own, drawn separately;
-            "split": row i goes to member i mod M.
+            "split": row i goes to member i mod M. In networks with an input for each member
+            (``embens.mimo``) it is "own": tensors, data sets and the batches of a loader are dealt
+            out to every member in another order.
         of: "members", or "mean" for the loss of the mean output; see :func:`embens.objective`.
         chunk: how many members to backpropagate at a time, to save memory; None: all.
         optimizer: a function from parameter groups to an optimizer, such as
@@ -133,6 +135,8 @@ def fit(
         raise TypeError(f"fit expects an ensemble; got {kind}. {hint}.")
     if not any(p.requires_grad for p in ensemble.parameters()):
         raise ValueError("the ensemble has no parameter that requires a gradient")
+    if ensemble.plan.heads is not None and batch == "same":
+        given["batch"] = "own"
     settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
     settings.check(validation is not None)
     if every is not None:

@@ -89,17 +89,7 @@ class Settings:
 
     def more_is_better(self, name: str = "accuracy") -> bool:
         """Return the direction of the metric; ``name`` is what None stands for."""
-        metric = name if self.metric is None else self.metric
-        if isinstance(metric, str):
-            check_choice("metric", metric, ("accuracy", "loss"))
-        if self.maximise is not None:
-            return self.maximise
-        if metric not in MORE:
-            raise ValueError(
-                "metric: whether more or less is better can't be known of a function of your own; "
-                "pass maximise=True or maximise=False"
-            )
-        return MORE[metric]
+        return more_is_better(name if self.metric is None else self.metric, self.maximise)
 
     def make_optimizer(self, ensemble: EmbeddedEnsemble) -> Optimizer:
         """Return the optimizer, with gamma in its rates; None: SGD with momentum 0.9."""
@@ -130,7 +120,7 @@ class Settings:
         sites = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in ensemble.plan.sites]
         tensors = ensemble.state_dict().items()
         return {
-            "family": ensemble.plan.family,
+            "family": ensemble.plan.family + str(ensemble.plan.heads or ""),
             "members": ensemble.members,
             "sites": sites,
             **{f"shape of {name}": [list(t.shape), str(t.dtype)] for name, t in tensors},
@@ -139,6 +129,20 @@ class Settings:
             "optimizer": {"name": type(optimizer).__name__, "groups": groups},
             "batches or rows": rows,
         }
+
+
+def more_is_better(metric: Metric, maximise: bool | None) -> bool:
+    """Return the direction of a metric; ``maximise`` says so for a function of the user's."""
+    if isinstance(metric, str):
+        check_choice("metric", metric, ("accuracy", "loss"))
+    if maximise is not None:
+        return maximise
+    if metric not in MORE:
+        raise ValueError(
+            "metric: whether more or less is better can't be known of a function of your own; "
+            "pass maximise=True or maximise=False"
+        )
+    return MORE[metric]
 
 
 def linear_decay(epochs: int, *, hold: float = 0.5, final: float = 0.01) -> MakeScheduler:

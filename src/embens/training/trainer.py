@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map, tree_unflatten
 
 from embens.checks import find_gaps
+from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
 from embens.objective import (
     BatchKind,
@@ -29,7 +31,6 @@ from embens.objective import (
     member_losses,
     squared_error,
 )
-from embens.prediction import evaluating
 from embens.training import parallel, randomness
 from embens.training.batches import (
     Loaded,
@@ -86,7 +87,9 @@ class Trainer:
                 "can't do for each other; use one process, or batch='same' or 'own'"
             )
         own = ensemble.members if settings.batch == "own" else None
-        options = {"seed": settings.seed, "own": own, "world": self.world}
+        heads = ensemble.plan.heads
+        repetition = None if heads is None else heads.repetition
+        options = {"seed": settings.seed, "own": own, "world": self.world, "repetition": repetition}
         self.batches = training_batches(train, settings.batch_size, **options)
         given = validation is not None
         self.validation = validation_batches(validation, settings.batch_size) if given else None
@@ -126,16 +129,18 @@ class Trainer:
 
     def train(self, folder: str | os.PathLike[str] | None, every: int | None) -> History:
         """Run until the end, from the last checkpoint in the folder if there is one."""
-        checkpoints = None
-        if folder is not None:
-            run = self.settings.describe(self.ensemble, self.optimizer, self.batches.count)
-            checkpoints = Checkpoints(folder, run)
+        if folder is None:
+            return self._train(None, every)
+        run = self.settings.describe(self.ensemble, self.optimizer, self.batches.count)
+        checkpoints = Checkpoints(folder, run)
+        with checkpoints.alone() if self.world.rank == 0 else nullcontext():
+            return self._train(checkpoints, every)
+
+    def _train(self, checkpoints: Checkpoints | None, every: int | None) -> History:
         if checkpoints and (state := checkpoints.load_last()):
             self.load(state)
         tensors = self.ensemble.state_dict().values()
         parallel.broadcast_(self.world, tensors)  # nobody starts before all have read
-        if checkpoints and self.world.rank == 0:
-            checkpoints.remove_leftovers()
         if self.settings.epochs == 0:
             self.stopped = "epochs"
         if self.stopped is None:
