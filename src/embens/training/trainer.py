@@ -105,7 +105,9 @@ class Trainer:
         half = settings.autocast == torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type) if half else None
         # A graph for each shape: which one runs must not depend on those that ran before.
-        self.forward = torch.compile(ensemble, dynamic=False) if settings.compile else ensemble
+        self.forward: Callable = ensemble
+        if settings.compile:
+            self.forward = torch.compile(lambda *a, **k: ensemble(*a, **k), dynamic=False)
         self.criterion = settings.criterion
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
