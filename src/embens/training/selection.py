@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from embens import metrics
 from embens.checks import check_whole
@@ -86,10 +87,11 @@ def _run(ensemble: EmbeddedEnsemble, data: Any, batch_size: int) -> tuple[Tensor
     device = next(ensemble.parameters()).device
     outputs, targets = [], []
     with evaluating(ensemble):
-        for inputs, target in validation_batches(data, batch_size)():
-            moved = (x.to(device) if isinstance(x, Tensor) else x for x in inputs)
-            outputs.append(ensemble(*moved))
-            targets.append(target)
+        for batch in validation_batches(data, batch_size).epoch(0):
+            moved = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch.inputs)
+            args, kwargs = ensemble.bind(moved)
+            outputs.append(ensemble(*args, **kwargs))
+            targets.append(batch.target)
     if not all(isinstance(v, Tensor) for v in (*outputs, *targets)):
         raise TypeError("select expects a network that returns one tensor, and one target of each")
     target = torch.cat(targets).to(device)
