@@ -9,6 +9,7 @@ and with hooks that multiply inputs by u and outputs by v.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import re
@@ -504,14 +505,8 @@ def draw_case(draw: Callable[[Any], Any]) -> Case:
     d = Drawing(draw)
     kind = d.pick("flat", "flat", "image", "signal", "sequence", "tokens")
     d.layout = "sequence" if kind == "tokens" else kind
-    start = {
-        "flat": (4,),
-        "image": (2, 6, 6),
-        "signal": (2, 6),
-        "sequence": (3, 4),
-        "tokens": (3, 4),
-    }
-    first = d.sizes = start[kind]
+    start = {"flat": (4,), "image": (2, 6, 6), "signal": (2, 6), "sequence": (3, 4)}
+    first = d.sizes = start[d.layout]
     if kind == "tokens":
         d.module(nn.Embedding(7, 4))
     for _ in range(draw(st.integers(1, 5))):
@@ -609,7 +604,7 @@ class Truth:
             *((attention, f"in_proj_{t}", into) for t in ("weight", "bias")),
             *((attention.out_proj, t, out) for t in ("weight", "bias")),
         ):
-            scale = Scale(lambda p=projections, b=tensor.endswith("bias"): factor(p, b))
+            scale = Scale(functools.partial(factor, projections, tensor.endswith("bias")))
             parametrize.register_parametrization(module, tensor, scale, unsafe=True)
 
     def parameters(self) -> list[nn.Parameter]:
