@@ -12,6 +12,7 @@ from embens.embedding.families import (
     mc_dropout,
 )
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.export import to_onnx
 from embens.ensemble.surgery import load
 from embens.objective import objective
 from embens.prediction import Prediction, predict
@@ -44,6 +45,7 @@ __all__ = [
     "predict",
     "register_layer",
     "theory",
+    "to_onnx",
 ]
 
 

@@ -175,6 +175,10 @@ class Sharing:
         first = next((n for n in dependent if reading.time_first(self._alone(n)) is not None), None)
         if first is not None:
             return Folding(f"the batch is not the first axis in {first!r}")
+        apart = sorted({*self.carriers, *self.own})
+        recurrent = [n for n in apart if isinstance(self.modules[n], nn.RNNBase)]
+        if recurrent:
+            return Folding(f"the batch is not the first axis of the states of {recurrent[0]!r}")
         if self.kept:
             return Folding(f"the code keeps {self.kept[0]!r} from one call to the next")
         looking = sorted(self.flow.operations & LOOKING)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from embens.checks import Gamma, closest
+from embens.checks import Gamma, closest, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.export import LikeReference, to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.layers import Modulated, Once, OverwritingReLU
 from embens.ensemble.own import OwnState, iterates
@@ -26,7 +29,7 @@ from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
 from embens.ensemble.wrapping import Individual
-from embens.objective import OPTIONS, BatchKind, Criterion, Of, objective
+from embens.objective import MOVED, OPTIONS, BatchKind, Criterion, Of, objective
 from embens.reading import left_over
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
@@ -93,6 +96,7 @@ class EmbeddedEnsemble(nn.Module):
         individual = {id(p) for p in self.individual_parameters()}
         yield from (p for p in self.parameters() if id(p) not in individual)
 
+    @suggest()
     def parameter_groups(
         self,
         lr: float = 0.01,
@@ -125,6 +129,13 @@ class EmbeddedEnsemble(nn.Module):
 
     # Running
 
+    if TYPE_CHECKING:  # what a network with one output gives; with several, trees of tensors
+
+        def __call__(
+            self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
+        ) -> Tensor: ...
+
+    @LikeReference
     def forward(
         self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
     ) -> Any:
@@ -210,6 +221,24 @@ class EmbeddedEnsemble(nn.Module):
 
     # Training
 
+    def bind(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call for inputs as data have them.
+
+        A tuple or a list are several inputs, a dict has them by name, all else is the only one.
+        """
+        if not isinstance(inputs, Mapping):
+            return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+        signature = inspect.signature(self.network.forward)
+        try:
+            bound = signature.bind(**inputs)
+        except TypeError as error:
+            names = ", ".join(map(repr, inputs))
+            raise TypeError(
+                f"inputs {names} of a reference that takes {signature}: {error}"
+            ) from None
+        return bound.args, bound.kwargs
+
+    @suggest(MOVED)
     def objective(
         self,
         outputs: Any,
@@ -218,12 +247,9 @@ class EmbeddedEnsemble(nn.Module):
         *,
         batch: BatchKind = "same",
         of: Of = "members",
-        **unknown: Any,
     ) -> Tensor:
         """Return the sum of the members' losses; see :func:`embens.objective`."""
-        return objective(
-            *(outputs, target, criterion), batch=batch, of=of, members=self.members, **unknown
-        )
+        return objective(outputs, target, criterion, batch=batch, of=of, members=self.members)
 
     def backward(
         self,
@@ -238,7 +264,8 @@ class EmbeddedEnsemble(nn.Module):
         chunk: what members share is backpropagated once, at the end.
 
         Args:
-            *inputs_and_target: the reference's inputs, then the target.
+            *inputs_and_target: the reference's inputs, then the target; a tuple or a dict in the
+                place of the inputs has several of them, as for :func:`embens.fit`.
             criterion: see :func:`embens.objective`.
             chunk: how many members at a time.
             **kwargs: passed to the reference.
@@ -247,8 +274,9 @@ class EmbeddedEnsemble(nn.Module):
             The objective, the sum of the members' losses, detached.
         """
         *inputs, target = inputs_and_target
+        args, named = self.bind(inputs[0] if len(inputs) == 1 else inputs)
         total: Any = 0.0
-        with torch.enable_grad(), self.run(tuple(inputs), kwargs, chunk=chunk, cut=True) as run:
+        with torch.enable_grad(), self.run(args, named | kwargs, chunk=chunk, cut=True) as run:
             for outputs in run.chunks():
                 loss = objective(outputs, target, criterion)
                 # What members share is computed in the first chunk, and backpropagated last.
@@ -305,6 +333,10 @@ class EmbeddedEnsemble(nn.Module):
             )
         return plain(self.network, None)
 
+    def to_onnx(self, path: str | os.PathLike[str], example: Any, *, batch_axis: int = 0) -> Path:
+        """Write all members to one ONNX file, outputs as here; see :func:`embens.to_onnx`."""
+        return to_onnx(self, path, example, batch_axis=batch_axis)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ensemble to one file, masks and laws included; see :func:`embens.load`."""
         storage.write(path, self.plan, self.state_dict())
@@ -329,7 +361,8 @@ if torch.__version__ < (2, 10):  # type: ignore[operator]
         """Run all members uncompiled; the compiler names this function where that won't do."""
         return _forward(self, *inputs, **options)
 
-    EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore
+    forward = LikeReference(compiling_or_exporting_an_ensemble_needs_torch_2_10)
+    EmbeddedEnsemble.forward = forward  # type: ignore
 
 
 @functools.lru_cache(maxsize=256)

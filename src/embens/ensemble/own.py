@@ -101,7 +101,7 @@ class MemberLayer(Wrapper, Individual):
             first = torch.arange(run.count, device=x.device) * weight.shape[1]
             x = x.expand(run.count, *x.shape) if common else run.apart(x)
             x = x + first.view(-1, *(1,) * (x.dim() - 1))
-            return F.embedding(x, weight.flatten(0, 1)).flatten(0, 1)
+            return together(F.embedding(x, weight.flatten(0, 1)))
         if bias is not None:
             bias = bias.expand(run.count, bias.shape[-1])
         if self._spatial:

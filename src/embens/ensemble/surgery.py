@@ -22,6 +22,7 @@ from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
 from embens.ensemble.plan import Plan, site_module
+from embens.ensemble.recurrent import ModulatedRecurrent
 from embens.laws import Law
 
 
@@ -51,7 +52,8 @@ def operate(
         if mine and isinstance(module, nn.MultiheadAttention):
             copied = ModulatedAttention(copied, mine)  # type: ignore[arg-type]
         elif mine:
-            copied = Modulated(copied, mine.get("pre"), mine.get("post"), border=name in border)
+            kind = ModulatedRecurrent if isinstance(module, nn.RNNBase) else Modulated
+            copied = kind(copied, mine.get("pre"), mine.get("post"), border=name in border)
         memo[id(module)] = copied
     network = copy.deepcopy(reference, memo)
     reading.disable_fast_paths(network)

@@ -314,6 +314,8 @@ class Reader:
                     f"how the {takes} input features of {name!r} make channels"
                 )
         upstream, affine = inputs.upstream | {name}, inputs.affine | {name}
+        if isinstance(layer, nn.RNNBase):
+            affine = frozenset({name})
         return Trail(upstream, affine, gives if spatial else None, rows=inputs.rows and "result")
 
     def _only_layers(self, names: frozenset[str]) -> set[str]:
@@ -329,7 +331,8 @@ class Reader:
         unclear = set(self.flow.unclear)
         joint = self.combine(type(module).__name__, trails, _flatten_arguments(module))
         self.flow.unclear = unclear  # the module's type tells more than its name
-        known = module_is_row_by_row(module) or is_layer(module)
+        recurrent = isinstance(module, nn.RNNBase)  # its states have rows on another axis
+        known = module_is_row_by_row(module) or (is_layer(module) and not recurrent)
         if not known or not all(t.rows in ("input", "result") for t in trails) or not trails:
             self.flow.unclear.add((type(module).__name__, self.around))
         joint = replace(joint, rows=joint.rows and "result")

@@ -65,7 +65,7 @@ class Checkpoints:
             try:
                 content = read(path)
             except Refused as error:
-                warnings.warn(f"checkpoint refused: {error}", stacklevel=4)
+                warnings.warn(f"checkpoint refused: {error}", stacklevel=5)
                 continue
             self._check_run(path, content["run"])
             return content["state"]
