@@ -98,6 +98,22 @@ def test_a_mean_network_exists_for_the_output_but_not_for_the_input():
         embens.embed(net, 3, post=None, sites=["0"]).collapse()
 
 
+def test_empirical_kernels_are_those_of_the_jacobian():
+    ensemble = embens.batch_ensemble(Recurrent().double().eval(), 2)
+    tokens = torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(0))
+    kernel = embens.finite.ntk(ensemble, tokens, outputs="trace").shared[0, 1]
+    shared = list(ensemble.shared_parameters())
+    jacobians = []
+    for row in ensemble(tokens).flatten(0, 1).flatten():
+        found = torch.autograd.grad(row, shared, retain_graph=True, allow_unused=True)
+        found = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(shared, found, strict=True)
+        ]
+        jacobians.append(torch.cat([g.flatten() for g in found]))
+    first, second = torch.stack(jacobians).unflatten(0, (2, 3, 3))
+    torch.testing.assert_close(kernel, torch.einsum("icp,jcp->ij", first, second))
+
+
 class Output(nn.Module):
     def __init__(self, core: nn.Module):
         super().__init__()
