@@ -269,7 +269,6 @@ ARCHITECTURES = [
     ),
     Architecture("reused", Reused, _floats(3, 4), {"input"}, {"output"}),
     Architecture("held", Held, _floats(3, 4), {"nest.inner.a"}, {"head"}),
-    Architecture("recurrent", Recurrent, _tokens(11, 3, 5), {"embedding"}, {"head"}),
     Architecture("tied", Tied, _tokens(7, 3, 4), {"embedding"}, {"output"}),
 ]
 
