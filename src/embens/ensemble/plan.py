@@ -7,7 +7,7 @@ out.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -18,7 +18,6 @@ from embens import reading
 from embens.checks import check_members, closest
 from embens.laws import Law, from_dict
 
-FORMAT, VERSION = "embens ensemble", 2
 Side = Literal["pre", "post"]
 
 
@@ -184,26 +183,15 @@ class Plan:
         chosen = Subset(tuple(known[a] for a in members), self.drawn)
         return replace(self, members=len(members), own=own, heads=None, subset=chosen)
 
-    def to_json(self) -> str:
-        """Return the plan as text."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON can hold it."""
         sites = [{**asdict(site), "law": site.law.to_dict()} for site in self.sites]
-        plan = {**asdict(self), "sites": sites}
-        return json.dumps({"format": FORMAT, "version": VERSION, "plan": plan})
+        return {**asdict(self), "sites": sites}
 
     @classmethod
-    def from_json(cls, text: str, laws: Iterable[type[Law]] = ()) -> Plan:
-        """Return the plan that :meth:`to_json` wrote; ``laws`` are those that can't be found."""
-        content = json.loads(text)
-        if content.get("format") != FORMAT:
-            raise ValueError("not an ensemble's header")
-        if content.get("version") != VERSION:
-            newer = content.get("version", 0) > VERSION
-            advice = "use a newer embens" if newer else "read it with embens 0.1"
-            raise ValueError(
-                f"the header has format version {content.get('version')}, this embens reads "
-                f"{VERSION}; {advice}"
-            )
-        data = dict(content["plan"])
+    def from_dict(cls, data: dict[str, Any], laws: Iterable[type[Law]] = ()) -> Plan:
+        """Return the plan that :meth:`to_dict` gave; ``laws`` are those that can't be found."""
+        data = dict(data)
         data["sites"] = [Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"]]
         data["own"] = [OwnTensors(**_with_tuples(o)) for o in data["own"]]
         data["shared"] = [SharedModule(**s) for s in data["shared"]]
@@ -213,13 +201,16 @@ class Plan:
                 data[name] = kind(**_with_tuples(data[name]))
         return cls(**_with_tuples(data))
 
-    def check(self, reference: nn.Module) -> None:
-        """Check a plan from outside against a reference, before anything is built from it."""
-        check_members(self.members)
+    def check(self, reference: nn.Module, numbers: float = math.inf) -> None:
+        """Check a plan from outside against a reference, before anything is built from it.
+
+        ``numbers`` is how many there are for it, so that a plan for more takes no memory.
+        """
         if self.subset is not None:
             chosen = [a in range(check_members(self.subset.of)) for a in self.subset.members]
             if len(chosen) != self.members or not all(chosen):
                 raise ValueError(f"the header's {self.subset} does not name {self.members} members")
+        each = sum(site.size for site in self.sites if not site.fresh)
         layers = reading.parameter_layers(reference)
         modules = dict(reference.named_modules())
 
@@ -244,14 +235,20 @@ class Plan:
         for own in self.own:
             known(own.module, modules)
             module = modules[own.module]
-            present = {*module._parameters, *module._buffers}
+            present = {**module._parameters, **module._buffers}
             for tensor in own.tensors:
                 if tensor not in present:
                     raise ValueError(f"{own.module!r} in the reference has no tensor {tensor!r}")
+                each += present[tensor].numel()
         for name in self.heads.first if self.heads else ():
             known(name, [o.module for o in self.own])
         for name in (*(s.module for s in self.shared), *self.overwriting, *self.folding.border):
             known(name, modules)
+        if check_members(self.members) * max(each, 1) > numbers:
+            raise ValueError(
+                f"header and tensors disagree on the number of members: {self.members} have "
+                f"{self.members * each} numbers of their own, the file has {numbers}"
+            )
 
 
 def _with_tuples(data: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
 from embens.ensemble.plan import Plan, site_module
+from embens.files import refusing
 from embens.laws import Law
 
 
@@ -68,21 +69,25 @@ def load(
 ) -> EmbeddedEnsemble:
     """Read an ensemble that :meth:`EmbeddedEnsemble.save` wrote.
 
+    A file with another checksum, or of other shapes or types than the reference's, is refused; NaN
+    in it is warned of.
+
     Args:
         path: the file.
-        reference: a network of the same architecture; its weights are not used, and it is not
-            changed.
+        reference: a network of the same architecture and type, which is not changed. Its weights
+            are used where the file was written with ``shared=False``, and have to be the same then.
         laws: classes of laws that are defined nowhere yet, or that share a name with others.
     """
-    plan, tensors = storage.read(path, laws)
-    name = Path(path).name
-    try:
-        plan.check(reference)
-    except TypeError as error:
-        raise ValueError(f"{name} has a damaged embens header: {error}") from None
-    ensemble = operate(reference, plan)
-    storage.check_tensors(name, tensors, ensemble.state_dict())
-    ensemble.load_state_dict(tensors)
+    plan, tensors, fingerprints = storage.read(path, laws)
+    with refusing(path):
+        plan.check(reference, sum(t.numel() for t in tensors.values()))
+        ensemble = operate(reference, plan)
+        if fingerprints is not None:
+            shared, _ = ensemble.state_parts()
+            storage.check_shared(Path(path).name, fingerprints, shared)
+            tensors = {**shared, **tensors}
+        storage.check_tensors(Path(path).name, tensors, ensemble.state_dict())
+        ensemble.load_state_dict(tensors)
     return ensemble
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,16 +102,18 @@ class Trainer:
 
     def train(self, folder: str | os.PathLike[str] | None, every: int | None) -> History:
         """Run until the end, from the last checkpoint in the folder if there is one."""
-        checkpoints = None
-        if folder is not None:
-            run = self.settings.describe(self.ensemble, self.optimizer, self.batches.count)
-            checkpoints = Checkpoints(folder, run)
+        if folder is None:
+            return self._train(None, every)
+        run = self.settings.describe(self.ensemble, self.optimizer, self.batches.count)
+        checkpoints = Checkpoints(folder, run)
+        with checkpoints.alone() if self.world.rank == 0 else nullcontext():
+            return self._train(checkpoints, every)
+
+    def _train(self, checkpoints: Checkpoints | None, every: int | None) -> History:
         if checkpoints and (state := checkpoints.load_last()):
             self.load(state)
         tensors = self.ensemble.state_dict().values()
         parallel.broadcast_(self.world, tensors)  # nobody starts before all have read
-        if checkpoints and self.world.rank == 0:
-            checkpoints.remove_leftovers()
         if self.settings.epochs == 0:
             self.stopped = "epochs"
         self.progress.start(self.steps)
