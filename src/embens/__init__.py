@@ -13,6 +13,7 @@ from embens.embedding.families import (
     mimo,
 )
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.export import to_onnx
 from embens.ensemble.surgery import load
 from embens.objective import objective
 from embens.prediction import Prediction, predict
@@ -47,6 +48,7 @@ __all__ = [
     "register_layer",
     "select",
     "theory",
+    "to_onnx",
 ]
 
 

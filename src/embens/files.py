@@ -98,6 +98,13 @@ def write_atomically(
         _sync(path.parent, within=False)
 
 
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there, all at once."""
+    if path.exists():
+        os.replace(path, old := _beside(path))
+        _remove(old)
+
+
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Remove what writers that were killed left in a folder, of all files or of one."""
     for path in folder.glob(".*"):

@@ -206,16 +206,6 @@ def test_it_exports_to_one_graph(make, family):
     torch.testing.assert_close(exported.module()(x), ensemble(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_an_export_with_any_number_of_rows():
-    reference, x = tabular()
-    ensemble = embens.batch_ensemble(reference, 3).eval()
-    rows = torch.export.Dim("rows", min=2, max=1000)
-    exported = torch.export.export(ensemble, (x,), dynamic_shapes={"inputs": ({0: rows},)})
-    more = torch.randn(17, 3)
-    torch.testing.assert_close(exported.module()(more), ensemble(more))
-
-
 def test_an_export_leaves_the_ensemble_as_it_was():
     reference, x = tabular()
     ensemble = embens.batch_ensemble(reference, 3)

@@ -82,9 +82,7 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file"):
         load(tmp_path / "nowhere")
     fitted()[0].ensemble_.save(tmp_path / "ensemble")
-    with pytest.raises(
-        ValueError, match="is an 'embens ensemble' file; expected"
-    ):
+    with pytest.raises(ValueError, match="is an 'embens ensemble' file; expected"):
         load(tmp_path / "ensemble")
     with pytest.raises(FileNotFoundError, match="folder"):
         fitted()[0].save(tmp_path / "no" / "folder")

@@ -32,6 +32,7 @@ from embens.embedding.sharing import (
     may_overwrite,
     measure_widths,
     plan_overwriting,
+    warn_state,
     why_not_collapsible,
 )
 from embens.embedding.sites import (
@@ -149,6 +150,7 @@ def _plan(
     sharing = Sharing(
         *(reference, flow, sites, own), drawn=drawn, statistics=norms[0], affine=norms[1]
     )
+    warn_state(sharing)
     layers, modules = reading.parameter_layers(reference), dict(reference.named_modules())
     widths, input_channels = measure_widths(layers, flow, sharing.tokens)
     return Plan(
@@ -158,6 +160,7 @@ def _plan(
         own=tuple(sharing.own.values()),
         own_last=drawn and all(is_within(n, own) for n in flow.last),
         shared=() if recompute else sharing.shared(),
+        state=sharing.kept,
         folding=sharing.folding(),
         random=sharing.random(),
         overwriting=plan_overwriting(flow, sites, modules),
@@ -318,12 +321,14 @@ def independent(
         raise ValueError("the reference has no parameters, so its members could not differ")
     flow = reading.read(reference)
     sharing = Sharing.of_separate(reference, flow)
+    warn_state(sharing)
     layers = reading.parameter_layers(reference)
     widths, input_channels = measure_widths(layers, flow, flow.upstream)
     plan = Plan(
         family="independent",
         members=members,
         own=tuple(sharing.own.values()),
+        state=sharing.kept,
         separate=True,
         folding=sharing.folding(),
         not_collapsible="its members are separate networks",
@@ -426,7 +431,7 @@ def _drawn(
     generator: torch.Generator | None,
 ) -> list[nn.Module]:
     """Return copies of a network in which some modules are drawn anew."""
-    copies = [copy.deepcopy(reference) for _ in range(members)]
+    copies = [copy.deepcopy(reference, reading.left_over(reference)) for _ in range(members)]
     for network in copies:
         _redraw_(network, names, initialise, int(torch.randint(2**62, (), generator=generator)))
     return copies

@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from embens.checks import Gamma, closest
+from embens.checks import Gamma, closest, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.export import LikeReference, to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
 from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
+from embens.ensemble.own import OwnState, iterates
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
 from embens.ensemble.wrapping import Individual
-from embens.objective import OPTIONS, BatchKind, Criterion, Of, objective
+from embens.objective import MOVED, OPTIONS, BatchKind, Criterion, Of, objective
+from embens.reading import left_over
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
@@ -63,7 +68,17 @@ class EmbeddedEnsemble(nn.Module):
             if isinstance(module, Individual):
                 self.individuals[name], module.slot = module, slot
                 slot += len(module.tensor_names())
+        modules = dict(walk(network))
+        places = [place.rpartition(".") for place in plan.state]
+        self.state = OwnState([(modules[owner], name) for owner, _, name in places], plan.members)
+        self.iterated = [m for m in network.modules() if iterates(m) and not plan.separate]
         self.folding = FoldingChoice(self)
+
+    def __deepcopy__(self, memo: dict) -> EmbeddedEnsemble:
+        memo.update(left_over(self))
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     @property
     def members(self) -> int:
@@ -84,6 +99,7 @@ class EmbeddedEnsemble(nn.Module):
         individual = {id(p) for p in self.individual_parameters()}
         yield from (p for p in self.parameters() if id(p) not in individual)
 
+    @suggest()
     def parameter_groups(
         self,
         lr: float = 0.01,
@@ -116,6 +132,13 @@ class EmbeddedEnsemble(nn.Module):
 
     # Running
 
+    if TYPE_CHECKING:  # what a network with one output gives; with several, trees of tensors
+
+        def __call__(
+            self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
+        ) -> Tensor: ...
+
+    @LikeReference
     def forward(
         self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
     ) -> Any:
@@ -217,6 +240,24 @@ class EmbeddedEnsemble(nn.Module):
 
     # Training
 
+    def bind(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call for inputs as data have them.
+
+        A tuple or a list are several inputs, a dict has them by name, all else is the only one.
+        """
+        if not isinstance(inputs, Mapping):
+            return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+        signature = inspect.signature(self.network.forward)
+        try:
+            bound = signature.bind(**inputs)
+        except TypeError as error:
+            names = ", ".join(map(repr, inputs))
+            raise TypeError(
+                f"inputs {names} of a reference that takes {signature}: {error}"
+            ) from None
+        return bound.args, bound.kwargs
+
+    @suggest(MOVED)
     def objective(
         self,
         outputs: Any,
@@ -225,12 +266,9 @@ class EmbeddedEnsemble(nn.Module):
         *,
         batch: BatchKind = "same",
         of: Of = "members",
-        **unknown: Any,
     ) -> Tensor:
         """Return the sum of the members' losses; see :func:`embens.objective`."""
-        return objective(
-            *(outputs, target, criterion), batch=batch, of=of, members=self.members, **unknown
-        )
+        return objective(outputs, target, criterion, batch=batch, of=of, members=self.members)
 
     def backward(
         self,
@@ -245,7 +283,8 @@ class EmbeddedEnsemble(nn.Module):
         chunk: what members share is backpropagated once, at the end.
 
         Args:
-            *inputs_and_target: the reference's inputs, then the target.
+            *inputs_and_target: the reference's inputs, then the target; a tuple or a dict in the
+                place of the inputs has several of them, as for :func:`embens.fit`.
             criterion: see :func:`embens.objective`.
             chunk: how many members at a time.
             **kwargs: passed to the reference.
@@ -254,8 +293,9 @@ class EmbeddedEnsemble(nn.Module):
             The objective, the sum of the members' losses, detached.
         """
         *inputs, target = inputs_and_target
+        args, named = self.bind(inputs[0] if len(inputs) == 1 else inputs)
         total: Any = 0.0
-        with torch.enable_grad(), self.run(tuple(inputs), kwargs, chunk=chunk, cut=True) as run:
+        with torch.enable_grad(), self.run(args, named | kwargs, chunk=chunk, cut=True) as run:
             for outputs in run.chunks():
                 loss = objective(outputs, target, criterion)
                 # What members share is computed in the first chunk, and backpropagated last.
@@ -299,7 +339,8 @@ class EmbeddedEnsemble(nn.Module):
                 "masks that are drawn anew at each pass belong to no member; use fresh=False for a "
                 "fixed set"
             )
-        return plain(self.network, a)
+        with self.state.of(a):
+            return plain(self.network, a)
 
     def _find(self, a: Any) -> int:
         """Return the index of a member, which may be counted from the end."""
@@ -344,6 +385,7 @@ class EmbeddedEnsemble(nn.Module):
                 module.members = plan.members
         ensemble = EmbeddedEnsemble(network, plan)
         ensemble.chunk = self.chunk
+        ensemble.state.values = [copy.deepcopy(self.state.values[a]) for a in chosen]
         return ensemble
 
     def collapse(self) -> nn.Module:
@@ -358,6 +400,10 @@ class EmbeddedEnsemble(nn.Module):
                 "members one network."
             )
         return plain(self.network, None)
+
+    def to_onnx(self, path: str | os.PathLike[str], example: Any, *, batch_axis: int = 0) -> Path:
+        """Write all members to one ONNX file, outputs as here; see :func:`embens.to_onnx`."""
+        return to_onnx(self, path, example, batch_axis=batch_axis)
 
     def save(self, path: str | os.PathLike[str], *, shared: bool = True) -> None:
         """Write the ensemble to one file, masks and laws included; see :func:`embens.load`.
@@ -400,7 +446,8 @@ if torch.__version__ < (2, 10):  # type: ignore[operator]
         """Run all members uncompiled; the compiler names this function where that won't do."""
         return _forward(self, *inputs, **options)
 
-    EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore
+    forward = LikeReference(compiling_or_exporting_an_ensemble_needs_torch_2_10)
+    EmbeddedEnsemble.forward = forward  # type: ignore
 
 
 @functools.lru_cache(maxsize=256)

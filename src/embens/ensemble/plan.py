@@ -124,6 +124,7 @@ class Plan:
         own: modules with tensors of each member's own.
         own_last: whether all last layers are, drawn for each member.
         shared: modules computed once for all members.
+        state: attributes that the code keeps from one call to the next, for each member.
         separate: whether members share nothing: they are networks of their own.
         folding: how several members run at once.
         random: whether code draws random numbers before the first modulation.
@@ -145,6 +146,7 @@ class Plan:
     own: tuple[OwnTensors, ...] = ()
     own_last: bool = False
     shared: tuple[SharedModule, ...] = ()
+    state: tuple[str, ...] = ()
     separate: bool = False
     folding: Folding = Folding()
     random: bool = False
@@ -206,6 +208,7 @@ class Plan:
 
         ``numbers`` is how many there are for it, so that a plan for more takes no memory.
         """
+        check_members(self.members)
         if self.subset is not None:
             chosen = [a in range(check_members(self.subset.of)) for a in self.subset.members]
             if len(chosen) != self.members or not all(chosen):
@@ -240,11 +243,13 @@ class Plan:
                 if tensor not in present:
                     raise ValueError(f"{own.module!r} in the reference has no tensor {tensor!r}")
                 each += present[tensor].numel()
+        owners = [place.rpartition(".")[0] for place in self.state]
+        shared = [s.module for s in self.shared]
         for name in self.heads.first if self.heads else ():
             known(name, [o.module for o in self.own])
-        for name in (*(s.module for s in self.shared), *self.overwriting, *self.folding.border):
+        for name in (*shared, *self.overwriting, *self.folding.border, *owners):
             known(name, modules)
-        if check_members(self.members) * max(each, 1) > numbers:
+        if self.members * max(each, 1) > numbers:
             raise ValueError(
                 f"header and tensors disagree on the number of members: {self.members} have "
                 f"{self.members * each} numbers of their own, the file has {numbers}"

@@ -120,6 +120,7 @@ class Run:
         self.entering: int | None = None
         self.shares: Tensor | None = None
         self.results = self._new_results()
+        self.begun: list[Tensor] | None = None
 
     def _new_results(self) -> SharedResults | None:
         plan = self.ensemble.plan
@@ -299,7 +300,8 @@ class Run:
         if numbers is not None:
             self.start, self.given = 0, [n.unsqueeze(0) for n in numbers]
         try:
-            return self._call(inputs, self.kwargs)
+            with self.ensemble.state.of(a):
+                return self._call(inputs, self.kwargs)
         finally:
             self.given = given
 
@@ -398,7 +400,8 @@ class Run:
         outputs = []
         for a in range(max(1, min(members, rows))):
             self.start, self.count = a, 1
-            outputs.append(self._call(mine(self.inputs, a), mine(self.kwargs, a)))
+            with self.ensemble.state.of(a):
+                outputs.append(self._call(mine(self.inputs, a), mine(self.kwargs, a)))
         index = torch.arange(rows).remainder(members)
         return gather(outputs, lambda parts: interleave(parts, index.to(parts[0].device)))
 
@@ -407,11 +410,19 @@ class Run:
             self.results.restart()
         network = self.ensemble.network
         self.ensemble.current.run = self  # a recomputation may have put another in its place
+        iterated = [b for module in self.ensemble.iterated for b in module.buffers()]
+        begun, ended = self.begun, [b.clone() for b in iterated]
+        if begun is None:
+            self.begun = ended
+        else:  # go on by one step in a pass, not by one in each chunk
+            _set(iterated, begun)
         if not self.ensemble.plan.recompute or not torch.is_grad_enabled():
             outputs = network(*inputs, **kwargs)
         else:
             with self._following_recomputation():
                 outputs = network(*inputs, **kwargs)
+        if begun is not None:
+            _set(iterated, ended)
         if dataclasses.is_dataclass(outputs) and tree_leaves(outputs)[0] is outputs:
             raise TypeError(
                 f"the reference returns a {type(outputs).__name__}, whose tensors can't be found; "
@@ -442,6 +453,11 @@ class Run:
         """Backpropagate what the chunks left at the cuts, each part of the graph once."""
         if self.results is not None:
             self.results.backward()
+
+
+def _set(buffers: list[Tensor], values: list[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)
 
 
 def _first(value: Any) -> Any:

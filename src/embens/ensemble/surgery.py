@@ -23,6 +23,7 @@ from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
 from embens.ensemble.plan import Plan, site_module
+from embens.ensemble.recurrent import ModulatedRecurrent
 from embens.files import refusing
 from embens.laws import Law
 
@@ -36,7 +37,7 @@ def operate(
     own = {o.module: o for o in plan.own}
     shared = {s.module: s for s in plan.shared}
     border = set(plan.folding.border)
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = reading.left_over(reference)
     stacks: dict[int, Tensor] = {}
     for name in plan.overwriting:
         memo[id(modules[name])] = OverwritingReLU().train(modules[name].training)
@@ -54,7 +55,8 @@ def operate(
         if mine and isinstance(module, nn.MultiheadAttention):
             copied = ModulatedAttention(copied, mine)  # type: ignore[arg-type]
         elif mine:
-            copied = Modulated(copied, mine.get("pre"), mine.get("post"), border=name in border)
+            kind = ModulatedRecurrent if isinstance(module, nn.RNNBase) else Modulated
+            copied = kind(copied, mine.get("pre"), mine.get("post"), border=name in border)
         memo[id(module)] = copied
     network = copy.deepcopy(reference, memo)
     reading.disable_fast_paths(network)

@@ -103,7 +103,7 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
         reason = "members are separate networks"
         return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)
     if are_equal(ensemble):
-        reason = "all modulations are the same for every member, so members are one model"
+        reason = "whatever is a member's own is the same for all, so members are one model"
         return RegimeReport(Regime.COLLECTIVE, 1.0, reason, exact=True)
     structure = Structure(ensemble)
     generic = structure.generic_inputs()

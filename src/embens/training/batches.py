@@ -1,21 +1,25 @@
 """Where batches come from: tensors, data sets or loaders.
 
-A batch is ``(*inputs, target)``, or ``(inputs, target)`` with a tuple of several inputs. Tensors
-and map-style data sets are shuffled by the run's seed and the number of the epoch alone; a
-``DataLoader`` is iterated as it is, and can only start an epoch anew. Each of several processes
-takes its part of every batch; a loader has to deal out rows itself (``DistributedSampler``).
+Data are ``(inputs, target)``: one input, a tuple of several, or a dict by the names that the
+reference gives them; ``(x, z, target)`` stands for ``((x, z), target)``. A target may be a tuple or
+a dict as well, for a criterion that takes it apart. Tensors and map-style data sets are shuffled by
+the run's seed and the number of the epoch alone; a ``DataLoader``, or anything else that can be
+iterated again and again, is used as it is, and can only start an epoch anew. Each of several
+processes takes its part of every batch; a loader has to deal out rows itself
+(``DistributedSampler``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from embens.checks import find_gaps, find_rows
 from embens.training import randomness
 from embens.training.parallel import ALONE, World
 
@@ -28,18 +32,31 @@ _BLOCK = 2**24  # bytes of tensors that are put into a new order at once
 class Minibatch(NamedTuple):
     """One step's data: how many rows are here, of how many in all processes (None: not known)."""
 
-    inputs: tuple[Any, ...]
+    inputs: Any
     target: Any
     rows: int
     total: int | None
 
 
 class Samples(NamedTuple):
-    """Samples that are found by number."""
+    """Samples that are found by number.
 
-    fetch: Callable[[Tensor], Sequence[Any]]  # (*inputs, target) of some of them
+    Attributes:
+        fetch: returns the leaves of ``(inputs, target)`` of some of them, and how to put them
+            together.
+        size: how many there are.
+        together: how many may be fetched at once; 0: random items, in the order of the batches.
+        gaps: for tensors, where they are not finite; None: to be looked for in every batch.
+        suspects: the numbers of those rows.
+        labels: the targets of all of them, or nothing.
+    """
+
+    fetch: Callable[[Tensor], tuple[list[Any], TreeSpec]]
     size: int
-    together: int = 0  # may be fetched at once; 0: random items, in the order of the batches
+    together: int = 0
+    gaps: str | None = None
+    suspects: Tensor | None = None
+    labels: Any = None
 
 
 class Shuffled:
@@ -82,21 +99,21 @@ class Shuffled:
         for first in range(start - start % block, len(self), block):
             several = indices[first : first + block]
             sizes = [len(index) for index in several]
-            values = self.samples.fetch(torch.cat(several))
-            columns = [v.split(sizes) for v in values] if block > 1 else [[v] for v in values]
+            leaves, form = self.samples.fetch(torch.cat(several))
+            columns = [v.split(sizes) for v in leaves] if block > 1 else [[v] for v in leaves]
             for step, batch in enumerate(zip(*columns, strict=True)):
                 if first + step >= start:
-                    yield Minibatch(*parts_of(batch), sizes[step], sizes[step])
+                    yield Minibatch(*tree_unflatten(batch, form), sizes[step], sizes[step])
 
     def _part(self, index: Tensor) -> Minibatch:
         total = index.shape[-1]
         mine = index.tensor_split(self.world.size, -1)[self.world.rank]
         rows = mine.shape[-1]
         mine = mine if rows else index[..., :1]  # too few to share: any row, counted as none
-        values = self.samples.fetch(mine.flatten())
+        leaves, form = self.samples.fetch(mine.flatten())
         if self.own:
-            values = [tree_map(lambda v: v.unflatten(0, mine.shape), v) for v in values]
-        return Minibatch(*parts_of(values), rows, total)
+            leaves = [v.unflatten(0, mine.shape) for v in leaves]
+        return Minibatch(*tree_unflatten(leaves, form), rows, total)
 
 
 class Loaded:
@@ -107,34 +124,56 @@ class Loaded:
     """
 
     resumable = False
+    samples = None
 
-    def __init__(self, loader: DataLoader, own: int | None, repetition: float | None = None):
-        self.loader, self.own, self.repetition = loader, own, repetition
-        self.count = len(self)
-        found = (loader.generator, getattr(loader.sampler, "generator", None))
+    def __init__(
+        self,
+        loader: Any,
+        own: int | None,
+        repetition: float | None = None,
+        name: str = "train",
+    ):
+        self.loader, self.own, self.repetition, self.name = loader, own, repetition, name
+        try:
+            self.count = len(loader)
+        except TypeError:
+            self.count = 0  # not known
+        else:
+            self._check_count(self.count)
+        sampler = getattr(loader, "sampler", None)
+        found = (getattr(loader, "generator", None), getattr(sampler, "generator", None))
         found = {id(g): g for g in found if isinstance(g, torch.Generator)}
         self.generators = list(found.values())
 
     def __len__(self) -> int:
-        try:
-            return len(self.loader)
-        except TypeError:  # of an iterable data set without a length
-            return 0
+        return self.count
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
-        if hasattr(self.loader.sampler, "set_epoch"):
-            self.loader.sampler.set_epoch(epoch)  # type: ignore[union-attr]
-        for values in self.loader:
+        sampler, number = getattr(self.loader, "sampler", None), 0
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)  # type: ignore[union-attr]
+        for number, values in enumerate(self.loader, 1):
             if not isinstance(values, (tuple, list)) or len(values) < 2:
                 raise TypeError(
-                    f"the loader: expected batches (inputs, targets); got {type(values).__name__}. "
-                    "Give the data set or the collate_fn that form."
+                    f"{self.name}: expected a loader of batches (inputs, targets); got "
+                    f"{type(values).__name__}. Give the data set or the collate_fn that form."
                 )
             inputs, target = parts_of(values)
             if self.own and self.repetition is not None:
                 orders = deal(count_rows(target), self.own, self.repetition)
                 inputs, target = tree_map(lambda v, orders=orders: v[orders], (inputs, target))
-            yield Minibatch(inputs, target, count_rows(target, self.own), None)
+            rows = count_rows(target, self.own)
+            if rows == 0:
+                raise ValueError(f"{self.name}: batch {number} of the loader has no rows")
+            yield Minibatch(inputs, target, rows, None)
+        self._check_count(number)
+
+    def _check_count(self, batches: int) -> None:
+        if batches == 0:
+            once = "" if isinstance(self.loader, DataLoader) else ". An iterator can be used once"
+            raise ValueError(
+                f"{self.name}: expected at least one batch; the loader gave none{once}"
+            )
 
 
 def deal(
@@ -150,9 +189,11 @@ def deal(
     return orders
 
 
-def parts_of(values: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-    """Return the inputs and the target of a batch."""
+def parts_of(values: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the inputs, a tuple or a dict, and the target of a batch."""
     *inputs, target = values
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+        return dict(inputs[0]), target
     several = len(inputs) == 1 and isinstance(inputs[0], (tuple, list))
     return tuple(inputs[0] if several else inputs), target
 
@@ -169,28 +210,36 @@ def training_batches(
     data: Any,
     batch_size: int,
     *,
-    seed: int,
+    seed: int = 0,
     own: int | None = None,
     world: World = ALONE,
     repetition: float | None = None,
+    name: str = "train",
 ) -> Shuffled | Loaded:
-    """Return the batches to train on."""
+    """Return the batches to train on; ``name`` is for messages."""
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size)
-    if isinstance(data, DataLoader):
-        return Loaded(data, own, repetition)
-    samples = samples_of(data, "train")
+    if isinstance(data, DataLoader) or (
+        isinstance(data, Iterable) and not hasattr(data, "__getitem__")
+    ):
+        return Loaded(data, own, repetition, name)
+    samples = samples_of(data, name)
     return Shuffled(samples, batch_size, seed, own, world, repetition or 0.0)
 
 
-def validation_batches(data: Any, batch_size: int) -> Callable[[], Iterator[tuple[tuple, Any]]]:
-    """Return a function that yields ``(inputs, target)`` of all rows, in their order."""
-    if isinstance(data, (DataLoader, IterableDataset)):
-        loaded = training_batches(data, batch_size, seed=0)
-        return lambda: ((batch.inputs, batch.target) for batch in loaded.epoch(0))
-    samples = samples_of(data, "validation")
-    indices = torch.arange(samples.size).split(batch_size)
-    return lambda: (parts_of(samples.fetch(index)) for index in indices)
+class InOrder(Shuffled):
+    """Batches of all rows, in their order."""
+
+    def order(self, epoch: int) -> Tensor:
+        return torch.arange(self.count)
+
+
+def validation_batches(data: Any, batch_size: int) -> Shuffled | Loaded:
+    """Return batches of all rows, in their order."""
+    batches = training_batches(data, batch_size, name="validation")
+    if isinstance(batches, Loaded):
+        return batches
+    return InOrder(batches.samples, batch_size, 0, None, ALONE)
 
 
 def samples_of(data: Any, name: str) -> Samples:
@@ -198,8 +247,7 @@ def samples_of(data: Any, name: str) -> Samples:
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, (tuple, list)):
-        several = len(data) == 2 and isinstance(data[0], (tuple, list))
-        samples = _samples_of_tensors((*data[0], data[1]) if several else data, name)
+        samples = _samples_of_tensors(data, name)
     elif isinstance(data, Dataset) or (
         hasattr(data, "__getitem__")
         and hasattr(data, "__len__")
@@ -215,8 +263,10 @@ def samples_of(data: Any, name: str) -> Samples:
     return samples
 
 
-def _samples_of_tensors(tensors: Sequence[Any], name: str) -> Samples:
-    if len(tensors) < 2 or not all(isinstance(t, Tensor) and t.dim() for t in tensors):
+def _samples_of_tensors(data: Sequence[Any], name: str) -> Samples:
+    inputs, target = parts = parts_of(data) if len(data) > 1 else ((), data)
+    tensors, form = tree_flatten(parts)
+    if not inputs or not all(isinstance(t, Tensor) and t.dim() for t in tensors):
         got = ", ".join(type(t).__name__ for t in tensors)
         raise TypeError(f"{name}: {EXPECTED}; got ({got})")
     count = len(tensors[-1])
@@ -224,11 +274,19 @@ def _samples_of_tensors(tensors: Sequence[Any], name: str) -> Samples:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise ValueError(f"{name}: expected as many inputs as targets; got shapes {shapes}")
     size = sum(t.nbytes for t in tensors) // max(1, count)
-    together = _BLOCK // max(1, size)
-    return Samples(lambda i: [t.index_select(0, i.to(t.device)) for t in tensors], count, together)
+    gaps = find_gaps("inputs", inputs) or find_gaps("targets", target)
+    suspects = [find_rows(~t.isfinite()).cpu() for t in tensors if gaps and t.is_floating_point()]
+    return Samples(
+        lambda i: ([t.index_select(0, i.to(t.device)) for t in tensors], form),
+        count,
+        _BLOCK // max(1, size),
+        gaps,
+        torch.cat(suspects).unique() if suspects else None,
+        target,
+    )
 
 
-def _collate(data: Any, numbers: list[int]) -> Sequence[Any]:
+def _collate(data: Any, numbers: list[int]) -> tuple[list[Any], TreeSpec]:
     many = getattr(data, "__getitems__", None)
     items = many(numbers) if many else [data[i] for i in numbers]
     values = default_collate(items)
@@ -237,4 +295,4 @@ def _collate(data: Any, numbers: list[int]) -> Sequence[Any]:
             f"the data set: expected items (input, target); got {type(items[0]).__name__}. Wrap it "
             "in one that returns such pairs."
         )
-    return values
+    return tree_flatten(parts_of(values))
