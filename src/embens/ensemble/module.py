@@ -246,7 +246,12 @@ class EmbeddedEnsemble(nn.Module):
 
     @property
     def overlap(self) -> float:
-        r"""Return the product of :math:`(E u)^2 / E u^2` of the post laws over the hidden sites."""
+        r"""Return the product of :math:`(E u)^2 / E u^2` of the post laws over the hidden sites.
+
+        Last layers that were drawn for each member make it 0.
+        """
+        if self.plan.own_last:
+            return 0.0
         return math.prod(s.law.overlap for s in self.plan.sites if s.kind == "post" and s.hidden)
 
     @property
