@@ -25,6 +25,9 @@ def kernel_npz(folder: Path) -> None:
     _kernel(folder / "k.npz")
 
 
+kernel_npz.warm = True
+
+
 def kernel_zarr(folder: Path) -> None:
     _kernel(folder / "k.zarr")
 
@@ -41,3 +44,18 @@ def fit(folder: Path) -> None:
     rows = [[r["loss"], r["validation_loss"], r["correlation"]] for r in history.epochs]
     write_atomically(folder / "rows.json", json.dumps(rows))
     assert embens.load(folder / "ensemble.safetensors", problem.reference()).members == 3
+
+
+def grid(folder: Path) -> None:
+    """Run a grid in this process; what counts are its cells, as times differ."""
+    from experiments import problem as cells
+
+    from embens.experiments import grid as grids
+    from embens.experiments.engines import Inline
+    from embens.experiments.results import Results
+
+    run = folder.with_name(f"run-{folder.name}")
+    results = Results(run)
+    grids.run("transition", cells.cells(3), results=results, engine=Inline())
+    rows = {key: record["rows"] for key, record in sorted(Results(run).records.items())}
+    write_atomically(folder / "rows.json", json.dumps(rows))
