@@ -14,6 +14,9 @@ from embens.files import write_atomically
 from embens.theory import storage
 
 
+torch.optim.SGD(embens.embed(problem.reference(), 2).parameter_groups(lr=0.1))  # imports a lot
+
+
 def _kernel(path: Path) -> None:
     storage._FLUSH_SECONDS = 0.0  # a part for each block
     x = torch.randn(11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -37,7 +40,7 @@ def fit(folder: Path) -> None:
     run = folder.with_name(f"run-{folder.name}")
     generator = torch.Generator().manual_seed(1)
     ensemble = embens.embed(problem.reference(dropout=0.3), 3, generator=generator)
-    options = {"epochs": 3, "batch_size": 16, "lr": 0.05, "checkpoint": run, "every": 2}
+    options = {"epochs": 6, "batch_size": 16, "lr": 0.05, "checkpoint": run, "every": 1}
     history = embens.fit(ensemble, problem.data(), problem.data(20, 5), **options)
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
     ensemble.save(folder / "ensemble.safetensors")

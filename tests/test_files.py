@@ -195,7 +195,7 @@ def test_the_lock_of_a_process_that_died_is_free(path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.parametrize(("work", "step"), [("kernel_npz", 9), ("fit", 60)])
+@pytest.mark.parametrize(("work", "step"), [("kernel_npz", 25), ("fit", 50)])
 def test_work_that_is_killed_at_a_write_and_run_again_ends_with_the_same_bits(work, step, tmp_path):
     assert killing.kills("killed", work, tmp_path, step) >= 3
 
@@ -203,7 +203,7 @@ def test_work_that_is_killed_at_a_write_and_run_again_ends_with_the_same_bits(wo
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.parametrize(
-    ("work", "least"), [("kernel_npz", 100), ("kernel_zarr", 100), ("fit", 200), ("grid", 100)]
+    ("work", "least"), [("kernel_npz", 100), ("kernel_zarr", 100), ("fit", 150), ("grid", 15)]
 )
 def test_work_that_is_killed_at_every_write_ends_with_the_same_bits(work, least, tmp_path):
     assert killing.kills("killed", work, tmp_path, 1) >= least

@@ -264,7 +264,8 @@ def _read_npz(path: Path) -> tuple[Any, dict[str, np.ndarray]]:
                 shape, _, dtype = np.lib.format.read_array_header_1_0(member)
                 _check_size(path, name, shape, dtype, path.stat().st_size)
                 arrays[name] = np.empty(shape, dtype)
-                member.readinto(arrays[name].reshape(-1).data.cast("B"))
+                read: Any = member.readinto  # type: ignore[attr-defined]
+                read(arrays[name].reshape(-1).data.cast("B"))
     return header, arrays
 
 
