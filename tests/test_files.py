@@ -209,7 +209,7 @@ def test_work_that_is_killed_at_every_write_ends_with_the_same_bits(work, least,
     assert killing.kills("killed", work, tmp_path, 1) >= least
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", mutated.KINDS)
 def test_a_mutated_file_is_refused_or_has_the_same_contents(kind, count, tmp_path):
     read, paths = mutated.KINDS[kind](tmp_path)
