@@ -13,7 +13,6 @@ from embens import laws, networks, theory
 from embens.files import write_atomically
 from embens.theory import storage
 
-
 torch.optim.SGD(embens.embed(problem.reference(), 2).parameter_groups(lr=0.1))  # imports a lot
 
 
