@@ -42,6 +42,7 @@ class LikeReference:
     def __init__(self, function: Callable):
         self.function = function
 
+    @torch.compiler.disable
     def __get__(self, ensemble: nn.Module | None, owner: type) -> Callable:
         if ensemble is None or torch.compiler.is_dynamo_compiling():  # which knows functions
             return self.function.__get__(ensemble, owner)

@@ -138,7 +138,7 @@ class EmbeddedEnsemble(nn.Module):
             self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
         ) -> Tensor: ...
 
-    @LikeReference
+    @LikeReference  # type: ignore[override]
     def forward(
         self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
     ) -> Any:

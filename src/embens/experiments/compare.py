@@ -99,9 +99,10 @@ def make(cell: Cell) -> EmbeddedEnsemble:
 def _widened(cell: Cell, parameters: int, generator: torch.Generator) -> nn.Module:
     """Return a reference network with about so many parameters."""
     width = cell.width
-    for _ in range(6):  # it grows with a power of width between 1 and 2
-        network = reference(cell.setting, width, generator=generator)
+    network = reference(cell.setting, width, generator=generator)
+    for _ in range(6):  # parameters grow with a power of width between 1 and 2
         width *= math.sqrt(parameters / _numbers(network))
+        network = reference(cell.setting, width, generator=generator)
     return network
 
 
