@@ -25,6 +25,7 @@ LONG_BY_PROMISE = {
     "embens.networks.cnn",
     "embens.networks.mlp",
     "embens.training.loop.fit",
+    "embens.training.snapshots.snapshots",
 }
 """Signatures that the public promise fixes."""
 

@@ -8,6 +8,7 @@ from embens.embedding.families import (
     batch_ensemble,
     embed,
     independent,
+    join,
     last_layer_dropout,
     mc_dropout,
     mimo,
@@ -22,7 +23,7 @@ from embens.reading import register_layer
 if _TYPE_CHECKING:
     from embens import finite, theory
     from embens.finite import diagnose
-    from embens.training import Divergence, History, fit, select
+    from embens.training import Divergence, History, fit, select, snapshots
 
 __all__ = [
     "Divergence",
@@ -36,6 +37,7 @@ __all__ = [
     "finite",
     "fit",
     "independent",
+    "join",
     "last_layer_dropout",
     "laws",
     "load",
@@ -47,6 +49,7 @@ __all__ = [
     "predict",
     "register_layer",
     "select",
+    "snapshots",
     "theory",
     "to_onnx",
 ]
@@ -56,7 +59,7 @@ def __getattr__(name: str):
     """Import what is large, or needs more than torch, when it is asked for."""
     if name in ("estimators", "finite", "theory", "training"):
         return _import_module(f"embens.{name}")
-    if name in ("Divergence", "History", "fit", "select"):
+    if name in ("Divergence", "History", "fit", "select", "snapshots"):
         return getattr(_import_module("embens.training"), name)
     if name == "diagnose":
         return _import_module("embens.finite").diagnose

@@ -465,3 +465,38 @@ def test_a_generator_decides_blocks_and_heads():
     one, two = (embens.mimo(reference, 3, generator=torch.Generator().manual_seed(5)) for _ in "ab")
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+class TestJoin:
+    def test_members_are_the_networks(self, tmp_path):
+        layers = lambda: (nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))  # noqa: E731
+        networks = [nn.Sequential(*layers()) for _ in range(3)]
+        x = torch.randn(6, 4)
+        for network in networks:
+            network(torch.randn(9, 4))  # statistics of their own
+            network.eval()
+        ensemble = embens.join(networks)
+        outputs = torch.stack([network(x) for network in networks])
+        torch.testing.assert_close(ensemble(x), outputs)
+        torch.testing.assert_close(ensemble.member(1)(x), outputs[1])
+        ensemble.save(tmp_path / "file")
+        torch.testing.assert_close(embens.load(tmp_path / "file", networks[0])(x), outputs)
+        assert ensemble.plan.family == "independent"
+
+    def test_networks_of_other_architectures_are_refused_by_name(self):
+        def net(width=5, activation=nn.Tanh, dropout=0.1):
+            layers = nn.Linear(4, width), activation(), nn.Dropout(dropout), nn.Linear(width, 2)
+            return nn.Sequential(*layers)
+
+        for other, name in (
+            (net(6), "'0.out_features' is 6 there, not 5"),
+            (net(activation=nn.ReLU), "'1' is ReLU there"),
+            (net(dropout=0.2), r"'2.p' is 0.2"),
+            (net().double(), "float64"),
+        ):
+            with pytest.raises(ValueError, match=rf"networks\[1\] is of another.*{name}"):
+                embens.join([net(), other])
+        with pytest.raises(TypeError, match="list of networks"):
+            embens.join([])
+        with pytest.raises(TypeError, match="list of networks"):
+            embens.join(net())

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +47,7 @@ from embens.embedding.sites import (
     warn_guesses,
 )
 from embens.ensemble.module import EmbeddedEnsemble
-from embens.ensemble.own import Own
+from embens.ensemble.own import Own, OwnState
 from embens.ensemble.plan import Folding, Heads, OwnTensors, Plan, Site
 from embens.ensemble.surgery import operate
 from embens.laws import Law
@@ -320,16 +320,67 @@ def independent(
         generator: seeds the draws.
     """
     check_members(members)
+    plan = _separate_plan(reference, members, drawn=True)
+    return _build(reference, plan, [""], initialise, generator)
+
+
+def join(networks: Sequence[nn.Module]) -> EmbeddedEnsemble:
+    """Make an ensemble of networks that one already has, behind the same interface.
+
+    Args:
+        networks: modules of one architecture, which are copied; one may come repeatedly.
+
+    Example:
+        >>> networks = [nn.Linear(4, 3), nn.Linear(4, 3)]
+        >>> ensemble, x = join(networks), torch.ones(2, 4)
+        >>> torch.equal(ensemble(x), torch.stack([network(x) for network in networks]))
+        True
+    """
+    if not isinstance(networks, Sequence) or not networks:
+        raise TypeError(f"join expects a list of networks; got {networks!r:.80}")
+    plan = _separate_plan(networks[0], len(networks), drawn=False)
+    first = _architecture(networks[0])
+    for a, network in enumerate(networks):
+        other = _architecture(network)
+        different = [n for n in {**first, **other} if first.get(n) != other.get(n)]
+        for name in (n for n in different if n not in plan.state):
+            raise ValueError(
+                f"networks[{a}] is of another architecture than networks[0]: {name or 'it'!r} is "
+                f"{other.get(name)} there, not {first.get(name)}. Members of an ensemble differ in "
+                "their tensors alone."
+            )
+    ensemble = operate(networks[0], plan)
+    _take_over_(ensemble, networks)
+    for a, network in enumerate(networks):
+        places = [place.rpartition(".") for place in plan.state]
+        kept = OwnState([(network.get_submodule(owner), name) for owner, _, name in places], 1)
+        ensemble.state.values[a] = kept.values[0]
+    return ensemble
+
+
+def _architecture(network: nn.Module) -> dict[str, Any]:
+    """Return what networks of one architecture have in common, by the names of its parts."""
+    found: dict[str, Any] = {}
+    for name, module in network.named_modules():
+        found[name] = type(module).__name__
+        options = {f"{name}.{k}".lstrip("."): v for k, v in vars(module).items() if k != "training"}
+        found |= {k: v for k, v in options.items() if isinstance(v, (int, float, str, tuple))}
+    tensors = (*network.named_parameters(), *network.named_buffers())
+    return found | {name: (tuple(t.shape), t.dtype) for name, t in tensors}
+
+
+def _separate_plan(reference: nn.Module, members: int, *, drawn: bool) -> Plan:
+    """Return the plan of members that share nothing."""
     if not isinstance(reference, nn.Module):
         raise TypeError(f"the reference must be a torch.nn.Module; got {type(reference).__name__}")
     if not any(True for _ in reference.parameters()):
         raise ValueError("the reference has no parameters, so its members could not differ")
     flow = reading.read(reference)
-    sharing = Sharing.of_separate(reference, flow)
+    sharing = Sharing.of_separate(reference, flow, drawn=drawn)
     warn_state(sharing)
     layers = reading.parameter_layers(reference)
     widths, input_channels = measure_widths(layers, flow, flow.upstream)
-    plan = Plan(
+    return Plan(
         family="independent",
         members=members,
         own=tuple(sharing.own.values()),
@@ -340,7 +391,6 @@ def independent(
         widths=widths,
         input_channels=input_channels,
     )
-    return _build(reference, plan, [""], initialise, generator)
 
 
 @suggest()
@@ -420,10 +470,10 @@ def _certain(names: frozenset[str]) -> frozenset[str]:
 
 
 @torch.no_grad()
-def _take_over_(ensemble: EmbeddedEnsemble, networks: list[nn.Module]) -> None:
+def _take_over_(ensemble: EmbeddedEnsemble, networks: Sequence[nn.Module]) -> None:
     """Give every member the tensors of its own that one of these networks has."""
     for name, own in ensemble.individuals.items():
-        if isinstance(own, Own) and own.drawn:
+        if isinstance(own, Own):
             for tensor, stack in zip(own.tensor_names(), own.tensors(), strict=True):
                 for a, network in enumerate(networks):
                     stack[a] = getattr(network.get_submodule(name), tensor)

@@ -70,9 +70,9 @@ class Sharing:
         self.once = {n: shareable[n] for n in outermost}
 
     @classmethod
-    def of_separate(cls, reference: nn.Module, flow: Flow) -> Sharing:
+    def of_separate(cls, reference: nn.Module, flow: Flow, *, drawn: bool) -> Sharing:
         """Return the decision for members that have every tensor for themselves."""
-        self = cls(reference, flow, (), [""])
+        self = cls(reference, flow, (), [""], drawn=drawn)
         self.kept = tuple(sorted(".".join(place).lstrip(".") for place in flow.state.kept))
         self.once = {}
         return self

@@ -7,6 +7,7 @@ from embens.training.history import History
 from embens.training.loop import fit
 from embens.training.selection import select
 from embens.training.settings import linear_decay
+from embens.training.snapshots import snapshots
 from embens.training.trainer import Divergence
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "linear_decay",
     "objective",
     "select",
+    "snapshots",
 ]

@@ -68,6 +68,11 @@ class Limit:
                     "some members of this ensemble are the same, so that pairs of members are not "
                     "alike; take the ensemble that they were chosen from"
                 )
+            if self.separate and not all(own.drawn for own in ensemble.plan.own if own.tensors):
+                raise ValueError(
+                    "the limit is that of members which begin as draws of their own; these are "
+                    "networks that there were before. Take embens.independent(reference, members)."
+                )
             network = ensemble.member(0) if self.separate else ensemble.network
         self._before, self._steps = _split(network)
         self._poolings = count_poolings(nn.ModuleList([m for _, m in self._steps]))

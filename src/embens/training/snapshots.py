@@ -1,0 +1,273 @@
+r"""``embens.snapshots``: from one run of one network to an ensemble of separate networks.
+
+Members are networks that the run passes by, or draws of a normal law around its path. With
+:math:`T` steps, :math:`M` cycles and :math:`t \in (0, 1]` the part of a cycle that is done, the
+rate is :math:`\eta` times
+
+* ``"cosine"``: :math:`\frac12 (1 + \cos \pi t')`, with :math:`t'` one step behind; a member at the
+  end of each cycle (snapshot ensembles, Huang et al. 2017);
+* ``"triangular"``: down from 1 to 0.01 in half a cycle and up again; a member at each minimum (fast
+  geometric ensembles, Garipov et al. 2018);
+* ``"swag"``: 1. The start and the weights after every epoch have the running mean
+  :math:`\bar\theta`, the variances :math:`\Sigma`, and the last :math:`K` deviations from the mean
+  of their time as columns of :math:`D`; members are draws (Maddox et al. 2019)
+
+  .. math:: \theta = \bar\theta + \tfrac{1}{\sqrt 2} \Sigma^{1/2} z_1
+            + \tfrac{1}{\sqrt{2 (K - 1)}} D z_2, \qquad z_1, z_2 \sim N(0, 1)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_map
+
+from embens.checks import check_choice, check_members, check_whole, suggest
+from embens.embedding.families import join
+from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.export import evaluating
+from embens.ensemble.rates import MakeOptimizer
+from embens.objective import Criterion
+from embens.training import parallel, randomness
+from embens.training.batches import training_batches
+from embens.training.loop import fit
+
+SCHEDULES = ("cosine", "triangular", "swag")
+LOWEST = 0.01  # of triangular rates, as in the paper
+
+State = dict[str, Tensor]
+
+
+@suggest()
+def snapshots(
+    reference: nn.Module,
+    train: Any,
+    members: int = 5,
+    *,
+    epochs: int,
+    schedule: str = "cosine",
+    rank: int = 20,
+    batch_size: int = 128,
+    lr: float = 0.01,
+    weight_decay: float = 5e-4,
+    criterion: Criterion | None = None,
+    optimizer: MakeOptimizer | None = None,
+    callbacks: Sequence[Any] = (),
+    seed: int = 0,
+    clip: float | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int | None = None,
+    progress: bool | None = None,
+) -> EmbeddedEnsemble:
+    """Train a network once and return an ensemble of the networks on its way.
+
+    The run is :func:`embens.fit` of an ensemble of one member, which callbacks see.
+
+    Args:
+        reference: where the run begins, copied; "triangular" and "swag" are for a trained one.
+        train: tensors, a data set, or a loader that knows its length.
+        members: how many; the run has a cycle of the rate for each.
+        epochs: of the whole run, at least one for each member; for "swag", which draws any number
+            of members, at least two.
+        schedule: "cosine", "triangular" or "swag"; see :mod:`embens.training.snapshots`.
+        rank: of "swag": :math:`K`, the deviations that are kept. The statistics of norm layers of
+            its members are those of the train data.
+        batch_size: see ``fit``.
+        lr: the largest rate.
+        weight_decay: of all weights.
+        criterion: see ``fit``.
+        optimizer: see ``fit``.
+        callbacks: see ``fit``.
+        seed: of the run and of the draws.
+        clip: see ``fit``.
+        checkpoint: a folder; a run that was stopped goes on from there, members included, and ends
+            as if it had never stopped.
+        every: steps between checkpoints; None: one after each epoch.
+        progress: see ``fit``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+        >>> x = torch.randn(64, 2)
+        >>> ensemble = snapshots(net, (x, (x[:, 0] > 0).long()), members=3, epochs=6, lr=0.1)
+        >>> ensemble(x).shape
+        torch.Size([3, 64, 2])
+    """
+    check_members(members)
+    check_choice("schedule", schedule, SCHEDULES)
+    check_whole("rank", rank, 2)
+    swag = schedule == "swag"
+    least = 2 if swag else members
+    if check_whole("epochs", epochs) < least:
+        why = "a law needs two deviations" if swag else f"{members} members need a cycle each"
+        raise ValueError(f"epochs: expected at least {least}, as {why}; got {epochs}")
+    ensemble = join([reference])
+    if parallel.join(next(ensemble.parameters()).device).size > 1:
+        raise ValueError("snapshots keeps members in one process; run it without torchrun")
+    batches = training_batches(train, batch_size, seed=seed)
+    steps = epochs * len(batches)
+    if not swag and steps < 2 * members:
+        raise ValueError(
+            f"train: a cycle has at least two steps; {members} members got {steps} steps (0: the "
+            "loader does not know its length). Take more epochs or smaller batches."
+        )
+    kind = _Path if swag else _Passed
+    keeper = kind(ensemble, members=members, schedule=schedule, steps=steps, rank=rank)
+    fit(
+        *(ensemble, train),
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        weight_decay=weight_decay,
+        criterion=criterion,
+        optimizer=optimizer,
+        scheduler=functools.partial(_scheduler, schedule=schedule, steps=steps, members=members),
+        schedule_by="step",
+        callbacks=(keeper, *callbacks),
+        seed=seed,
+        clip=clip,
+        checkpoint=checkpoint,
+        every=every,
+        progress=progress,
+    )
+    joined = join([reference] * members)
+    states = keeper.states(ensemble, members, seed)
+    joined.load_state_dict({name: torch.cat([s[name] for s in states]) for name in states[0]})
+    if swag:
+        _estimate_statistics_(joined, batches, seed)
+    return joined
+
+
+def rate(step: int, schedule: str, steps: int, members: int) -> float:
+    """Return the factor of the rate at a step, counted from 0.
+
+    Example:
+        >>> [round(rate(step, "cosine", 8, 2), 2) for step in range(8)]
+        [1.0, 0.85, 0.5, 0.15, 1.0, 0.85, 0.5, 0.15]
+        >>> [round(rate(step, "triangular", 8, 2), 3) for step in range(8)]
+        [0.505, 0.01, 0.505, 1.0, 0.505, 0.01, 0.505, 1.0]
+    """
+    if schedule == "swag":
+        return 1.0
+    done, length = _cycle(step, steps, members)
+    if schedule == "cosine":
+        return (1 + math.cos(math.pi * (done - 1) / length)) / 2
+    return LOWEST + (1 - LOWEST) * abs(1 - 2 * done / length)
+
+
+def _cycle(step: int, steps: int, members: int) -> tuple[int, int]:
+    """Return how many steps of its cycle are done with a step, and how many the cycle has."""
+    number = step * members // steps
+    begin, end = (-(-k * steps // members) for k in (number, number + 1))
+    return step + 1 - begin, end - begin
+
+
+def _scheduler(optimizer: Optimizer, schedule: str, steps: int, members: int) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: rate(step, schedule, steps, members))
+
+
+def _copy(ensemble: EmbeddedEnsemble) -> State:
+    state = ensemble.state_dict().items()
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state}
+
+
+class _Passed:
+    """A callback that keeps the network at the end, or in the middle, of every cycle."""
+
+    def __init__(self, ensemble: EmbeddedEnsemble, **options: Any):
+        self.options, self.found = options, []
+
+    def on_step(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
+        steps, members = self.options["steps"], self.options["members"]
+        done, length = _cycle(record["step"] - 1, steps, members)
+        if done == (length if self.options["schedule"] == "cosine" else length // 2):
+            self.found.append(_copy(ensemble))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self.found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found = list(state["found"])
+
+    def states(self, ensemble: EmbeddedEnsemble, members: int, seed: int) -> list[State]:
+        return self.found
+
+
+class _Path:
+    """A callback that keeps mean, variances (times their number) and deviations of a path."""
+
+    def __init__(self, ensemble: EmbeddedEnsemble, **options: Any):
+        self.rank, self.count = options["rank"], 1
+        self.mean = {n: p.detach().to("cpu", copy=True) for n, p in ensemble.named_parameters()}
+        self.squares = {name: torch.zeros_like(mean) for name, mean in self.mean.items()}
+        self.deviations: list[State] = []
+
+    @torch.no_grad()
+    def on_epoch(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
+        self.count += 1
+        latest: State = {}
+        for name, parameter in ensemble.named_parameters():
+            before = parameter.cpu() - self.mean[name]
+            self.mean[name] += before / self.count
+            latest[name] = parameter.cpu() - self.mean[name]
+            self.squares[name] += before * latest[name]
+        self.deviations = [*self.deviations, latest][-self.rank :]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["rank"] != self.rank:
+            raise ValueError(
+                f"the checkpoint is of a run with rank={state['rank']}, now it is {self.rank}; use "
+                "the same to continue it, or another folder"
+            )
+        vars(self).update(state)
+
+    def states(self, ensemble: EmbeddedEnsemble, members: int, seed: int) -> list[State]:
+        """Return the ensemble's state with parameters drawn for each of so many members."""
+        states, first = [], {id(p): name for name, p in ensemble.named_parameters()}
+        for a in range(members):
+            drawn, state = self._draw(randomness.combine(seed, a)), _copy(ensemble)
+            for name, parameter in ensemble.named_parameters(remove_duplicate=False):
+                state[name] = drawn[first[id(parameter)]]
+            states.append(state)
+        return states
+
+    def _draw(self, seed: int) -> State:
+        generator, columns = torch.Generator().manual_seed(seed), len(self.deviations)
+        weights = torch.randn(columns, generator=generator).tolist()
+        drawn: State = {}
+        for name, mean in self.mean.items():
+            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype)
+            low = sum(w * d[name] for w, d in zip(weights, self.deviations, strict=True))
+            diagonal = (self.squares[name] / self.count).clamp(min=0).sqrt() * noise
+            drawn[name] = mean + diagonal / math.sqrt(2) + low / math.sqrt(2 * (columns - 1))
+        return drawn
+
+
+@torch.no_grad()
+def _estimate_statistics_(ensemble: EmbeddedEnsemble, batches: Any, seed: int) -> None:
+    """Give norm layers the mean statistics of one epoch."""
+    norms = [m for m in ensemble.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    if not norms:
+        return
+    momenta, device = [norm.momentum for norm in norms], next(ensemble.parameters()).device
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain mean over batches
+    with randomness.seeded(seed), evaluating(ensemble):  # to have their modes again at the end
+        ensemble.train()
+        for batch in batches.epoch(0):
+            args, kwargs = ensemble.bind(tree_map(lambda v: v.to(device), batch.inputs))
+            ensemble(*args, **kwargs)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
