@@ -246,13 +246,13 @@ class EmbeddedEnsemble(nn.Module):
 
     @property
     def overlap(self) -> float:
-        r"""Return the product of :math:`(E u)^2 / E u^2` of the post laws over the hidden sites."""
+        r"""The product of the post laws' :math:`E[u_a u_b] / E u^2` over the hidden sites."""
         return math.prod(s.law.overlap for s in self.plan.sites if s.kind == "post" and s.hidden)
 
     @property
     def natural_gamma(self) -> float:
         r"""The default gradient scale :math:`M / (1 + (M-1) r)`, with ``r`` the overlap."""
-        return self.members / (1 + (self.members - 1) * self.overlap)
+        return rates.gamma_of(self.members, self.overlap)
 
     # Out again
 
