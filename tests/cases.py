@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -256,3 +257,27 @@ ARCHITECTURES = [
     Architecture("held", Held, _floats(3, 4), {"nest.inner.a"}, {"head"}),
     Architecture("tied", Tied, _tokens(7, 3, 4), {"embedding"}, {"output"}),
 ]
+
+
+def _own_last(reference: nn.Module, members: int, **options: Any) -> embens.EmbeddedEnsemble:
+    tied = any(isinstance(m, Tied) for m in reference.modules())  # both are own, or neither
+    own = "*core" if tied else "last"
+    return embens.batch_ensemble(reference, members, own=own, **options)
+
+
+def _own_all(reference: nn.Module, members: int, **options: Any) -> embens.EmbeddedEnsemble:
+    return embens.embed(reference, members, None, None, own="*", own_weights=_shake, **options)
+
+
+def _shake(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+FAMILIES: dict[str, Callable[..., embens.EmbeddedEnsemble]] = {
+    "masksembles": embens.masksembles,
+    "own last layers": _own_last,
+    "own layers everywhere": _own_all,
+}
+"""Families beside the oldest ones, as functions of a reference and members."""

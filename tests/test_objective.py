@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ FAMILIES = {
     "last layer": lambda net: embens.last_layer_dropout(net, MEMBERS),
     "trainable last layer": lambda net: embens.last_layer_dropout(net, MEMBERS, trainable=True),
     "independent networks": lambda net: embens.independent(net, MEMBERS),
+    **{name: partial(family, members=MEMBERS) for name, family in cases.FAMILIES.items()},
     "only pre": lambda net: embens.embed(net, MEMBERS, pre=laws.Rademacher(), post=None),
 }
 

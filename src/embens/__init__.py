@@ -9,6 +9,7 @@ from embens.embedding.families import (
     embed,
     independent,
     last_layer_dropout,
+    masksembles,
     mc_dropout,
 )
 from embens.ensemble import EmbeddedEnsemble
@@ -37,6 +38,7 @@ __all__ = [
     "last_layer_dropout",
     "laws",
     "load",
+    "masksembles",
     "mc_dropout",
     "metrics",
     "networks",

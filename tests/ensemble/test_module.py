@@ -7,8 +7,10 @@ import os
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,7 @@ FAMILIES = {
     "mc dropout": lambda r: embens.mc_dropout(r, 3),
     "last-layer dropout": lambda r: embens.last_layer_dropout(r, 3),
     "independent": lambda r: embens.independent(r, 3),
+    **{name: partial(family, members=3) for name, family in cases.FAMILIES.items()},
 }
 everywhere = pytest.mark.parametrize("make", [tabular, vision, text])
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -161,6 +164,8 @@ def test_an_ensemble_can_be_checkpointed_as_a_whole(make, reentrant):
         (vision, FAMILIES["last-layer dropout"]),
         (text, FAMILIES["collective regime"]),
         (text, FAMILIES["last-layer dropout"]),
+        *((text, FAMILIES[name]) for name in cases.FAMILIES),
+        *((vision, FAMILIES[name]) for name in cases.FAMILIES),
     ],
 )
 def test_the_whole_graph_compiles_forward_and_backward(make, family):
@@ -252,7 +257,7 @@ WORKER = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, sys.argv[1])
-from cases import Residual
+from cases import FAMILIES
 import embens
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -261,7 +266,9 @@ reference = torch.nn.Sequential(
     torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(),
     torch.nn.Linear(8, 2))
 x, y = torch.randn(8, 3), torch.randint(2, (8,))
-for family in (embens.batch_ensemble, embens.last_layer_dropout, embens.independent):
+named = (embens.batch_ensemble, embens.last_layer_dropout, embens.independent)
+for family in (*named, *FAMILIES.values()):
+    torch.manual_seed(0)
     ensemble = family(reference, 3, generator=torch.Generator().manual_seed(1))
     wrapped = DistributedDataParallel(ensemble)
     rows = slice(rank * 4, rank * 4 + 4)

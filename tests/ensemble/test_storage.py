@@ -6,7 +6,9 @@ import dataclasses
 import json
 import pickle
 import struct
+from functools import partial
 
+import cases
 import pytest
 import torch
 from cases import ARCHITECTURES, Residual
@@ -21,6 +23,7 @@ FAMILIES = {
     "fresh masks": lambda r: embens.mc_dropout(r, 3, law=laws.Ternary(), fresh=True),
     "last layer": lambda r: embens.last_layer_dropout(r, 3, law=laws.Rademacher()),
     "independent": lambda r: embens.independent(r, 3),
+    **{name: partial(family, members=3) for name, family in cases.FAMILIES.items()},
     "by site": lambda r: embens.embed(r, 3, pre=None, sites="all", trainable=False),
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +52,10 @@ FAMILIES = {
     "independent networks": lambda: embens.independent(
         problem.reference(), 3, generator=torch.Generator().manual_seed(0)
     ),
+    **{
+        name: partial(lambda family: family(problem.reference(), 3), family)
+        for name, family in cases.FAMILIES.items()
+    },
     "one network, drawn anew": lambda: embens.independent(
         problem.reference(), 1, generator=torch.Generator().manual_seed(0)
     ),

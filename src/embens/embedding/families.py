@@ -8,20 +8,24 @@ whose scale differs from member to member, so shared statistics would be wrong f
 evaluation mode) while scale and shift are shared like any weight. ``norm_statistics="shared"``
 keeps one set, which every member updates in turn; ``norm_affine="member"`` gives each member its
 own scale and shift. What lies before the first modulation is common to all members and untouched.
+
+Layers of the members' own (``own=``) are whole copies, one for each member, which train at the rate
+of any weight. They need no modulation and have no sites. Own last layers make a network with many
+heads; own last blocks, with ``pre=None, post=None``, a TreeNet.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from embens import laws, reading
-from embens.checks import check_members, closest
+from embens.checks import check_choice, check_members, closest
 from embens.embedding.sharing import (
     Sharing,
     may_overwrite,
@@ -34,10 +38,13 @@ from embens.embedding.sites import (
     Sites,
     Trainable,
     check_reference,
+    choose_own,
     choose_sites,
+    is_within,
     warn_guesses,
 )
 from embens.ensemble.module import EmbeddedEnsemble
+from embens.ensemble.own import Own
 from embens.ensemble.plan import Plan
 from embens.ensemble.surgery import operate
 from embens.laws import Law
@@ -55,6 +62,8 @@ def embed(
     trainable: Trainable = True,
     generator: torch.Generator | None = None,
     *,
+    own: str | Iterable[str] = (),
+    own_weights: str | Callable[[nn.Module], None] = "drawn",
     fresh: bool = False,
     norm_statistics: str = "member",
     norm_affine: str = "shared",
@@ -79,11 +88,15 @@ def embed(
             the code can't be traced by torch.fx.
         trainable: False for fixed masks; ``{"pre": …, "post": …}``, each a bool or a mapping from
             layer names.
+        own: layers of which every member has its own copy: names of layers, norm layers or modules
+            that hold them, wildcards, or "last" for the last layers.
+        own_weights: how these begin: "drawn" anew for each member by their ``reset_parameters``,
+            "copied" from the reference, or a function that redraws one module in place.
         fresh: draw new masks at every pass.
         norm_statistics: "member" or "shared" running statistics of norm layers.
         norm_affine: "shared" or "member" scale and shift of norm layers.
         recompute: whether the reference uses activation checkpointing. None: looked up in its code.
-        generator: draws the modulations.
+        generator: draws the modulations and the members' own layers.
         family: the name of the family, for ``repr`` and saving.
 
     Example:
@@ -97,31 +110,55 @@ def embed(
     for name, value in (("norm_statistics", norm_statistics), ("norm_affine", norm_affine)):
         if value not in ("member", "shared"):
             raise ValueError(f"{name}: unknown {value!r}{closest(value, ('member', 'shared'))}")
+    if not callable(own_weights):
+        check_choice("own_weights", own_weights, ("drawn", "copied"))
     flow = reading.read(reference, example_input)
-    chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh)
+    apart = choose_own(own, reference, layers, flow)
+    chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh, apart)
     warn_guesses(flow)
     _warn_unknown(reference)
     if recompute is None:
         recompute = reading.mentions(reference, _is_checkpointing)
-    sharing = Sharing(reference, flow, chosen, statistics=norm_statistics, affine=norm_affine)
-    widths, input_channels = measure_widths(layers, flow, [s.layer for s in chosen])
-    modules, own = dict(reference.named_modules()), tuple(sharing.own.values())
+    drawn = own_weights != "copied"
+    sharing = Sharing(
+        *(reference, flow, chosen, apart),
+        drawn=drawn,
+        statistics=norm_statistics,
+        affine=norm_affine,
+    )
+    widths, input_channels = measure_widths(layers, flow, sharing.tokens)
+    modules = dict(reference.named_modules())
     plan = Plan(
         family=family,
         members=members,
         sites=chosen,
-        own=own,
+        own=tuple(sharing.own.values()),
+        own_last=drawn and all(is_within(n, apart) for n in flow.last),
         shared=() if recompute else sharing.shared(),
         folding=sharing.folding(),
         random=sharing.random(),
         overwriting=plan_overwriting(flow, chosen, modules),
         copies=may_overwrite(flow, modules),
-        not_collapsible=why_not_collapsible(flow, chosen, own),
+        not_collapsible=why_not_collapsible(flow, chosen, {n: modules[n] for n in sharing.own}),
         recompute=recompute,
         widths=widths,
         input_channels=input_channels,
     )
-    return operate(reference, plan, generator)
+    cancel = all(not s.trainable and 1 + (members - 1) * s.law.overlap < 1e-9 for s in chosen)
+    biased = any(getattr(layers[n], "bias", None) is not None for n in flow.last)
+    if chosen and cancel and not biased and not plan.not_collapsible:
+        warnings.warn(
+            "the mean of the members is 0 for ever: their frozen modulations of the last layer sum "
+            "to 0, and no bias follows. Use a rho above -1/(M - 1), or trainable=True.",
+            stacklevel=2,
+        )
+    networks = []
+    if apart and drawn:
+        initialise = own_weights if callable(own_weights) else None
+        networks = _drawn(reference, members, apart, initialise, generator)
+    ensemble = operate(reference, plan, generator)
+    _take_over_(ensemble, networks)
+    return ensemble
 
 
 def _warn_unknown(reference: nn.Module) -> None:
@@ -148,6 +185,7 @@ def batch_ensemble(
     p: float = 0.0,
     *,
     sites: Sites = "hidden",
+    own: str | Iterable[str] = (),
     example_input: Any = None,
     generator: torch.Generator | None = None,
     norm_statistics: str = "member",
@@ -155,7 +193,8 @@ def batch_ensemble(
 ) -> EmbeddedEnsemble:
     """Embed a BatchEnsemble: trainable modulations N(p, 1 − p²), by default at the hidden sites.
 
-    ``p=0`` makes the members independent, ``p=1`` makes them equal at initialisation.
+    ``p=0`` makes the members independent, ``p=1`` makes them equal at initialisation. For the other
+    arguments see :func:`embed`.
     """
     law = laws.Shifted(p)
     return embed(
@@ -164,6 +203,7 @@ def batch_ensemble(
         pre=law,
         post=law,
         sites=sites,
+        own=own,
         example_input=example_input,
         generator=generator,
         norm_statistics=norm_statistics,
@@ -179,6 +219,7 @@ def mc_dropout(
     fresh: bool = False,
     *,
     sites: Sites = "hidden",
+    own: str | Iterable[str] = (),
     example_input: Any = None,
     generator: torch.Generator | None = None,
     norm_statistics: str = "member",
@@ -195,6 +236,7 @@ def mc_dropout(
         pre=None,
         post=laws.Bernoulli(0.9) if law is None else law,
         sites=sites,
+        own=own,
         example_input=example_input,
         trainable=False,
         fresh=fresh,
@@ -202,6 +244,37 @@ def mc_dropout(
         norm_statistics=norm_statistics,
         norm_affine=norm_affine,
         family="mc_dropout",
+    )
+
+
+def masksembles(
+    reference: nn.Module,
+    members: int = 4,
+    overlap: float = 0.5,
+    *,
+    sites: Sites = "hidden",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+    norm_statistics: str = "member",
+    norm_affine: str = "shared",
+) -> EmbeddedEnsemble:
+    """Embed Masksembles: frozen masks that have a share ``overlap`` of their ones in common.
+
+    From equal members (1) towards disjoint ones; see :class:`embens.laws.Masks`, which scales the
+    ones so that signals keep their size. For the other arguments see :func:`embed`.
+    """
+    return embed(
+        reference,
+        members,
+        pre=None,
+        post=laws.Masks(overlap),
+        sites=sites,
+        example_input=example_input,
+        trainable=False,
+        generator=generator,
+        norm_statistics=norm_statistics,
+        norm_affine=norm_affine,
+        family="masksembles",
     )
 
 
@@ -266,27 +339,48 @@ def independent(
         widths=widths,
         input_channels=input_channels,
     )
-    drawn = [_redraw(copy.deepcopy(reference), initialise, generator) for _ in range(members)]
+    networks = _drawn(reference, members, [""], initialise, generator)
     ensemble = operate(reference, plan)
-    with torch.no_grad():
-        for name, own in ensemble.individuals.items():
-            for tensor, stack in zip(own.tensor_names(), own.tensors(), strict=True):
-                for a, network in enumerate(drawn):
-                    stack[a] = getattr(network.get_submodule(name), tensor)
+    _take_over_(ensemble, networks)
     return ensemble
 
 
-def _redraw(
-    network: nn.Module,
+@torch.no_grad()
+def _take_over_(ensemble: EmbeddedEnsemble, networks: list[nn.Module]) -> None:
+    """Give every member the tensors of its own that one of these networks has."""
+    for name, own in ensemble.individuals.items():
+        if isinstance(own, Own) and own.drawn:
+            for tensor, stack in zip(own.tensor_names(), own.tensors(), strict=True):
+                for a, network in enumerate(networks):
+                    stack[a] = getattr(network.get_submodule(name), tensor)
+
+
+def _drawn(
+    reference: nn.Module,
+    members: int,
+    names: Iterable[str],
     initialise: Callable[[nn.Module], None] | None,
     generator: torch.Generator | None,
-) -> nn.Module:
-    """Draw the parameters of every module anew, children before parents."""
-    seed = int(torch.randint(2**62, (), generator=generator))
+) -> list[nn.Module]:
+    """Return copies of a network in which some modules are drawn anew."""
+    copies = [copy.deepcopy(reference) for _ in range(members)]
+    for network in copies:
+        _redraw_(network, names, initialise, int(torch.randint(2**62, (), generator=generator)))
+    return copies
+
+
+def _redraw_(
+    network: nn.Module,
+    names: Iterable[str],
+    initialise: Callable[[nn.Module], None] | None,
+    seed: int,
+) -> None:
+    """Draw the parameters of some modules, and of all inside them, children before parents."""
     devices = [p.device for p in network.parameters() if p.device.type == "cuda"]
+    modules = [(n, m) for n, m in network.named_modules() if is_within(n, names)]
     with torch.random.fork_rng(devices=set(devices)):
         torch.manual_seed(seed)
-        for name, module in reversed(list(network.named_modules())):
+        for name, module in reversed(modules):
             reset = getattr(module, "reset_parameters", None) or getattr(
                 module, "_reset_parameters", None
             )
@@ -300,6 +394,6 @@ def _redraw(
                 raise ValueError(
                     f"how to draw the parameters of {name or 'the reference'!r} "
                     f"({type(module).__name__}) anew is not known: it has no reset_parameters(). "
-                    "Pass initialise=, a function that redraws one module in place."
+                    "Pass initialise= (own_weights= of embed), a function that redraws one module "
+                    "in place."
                 )
-    return network

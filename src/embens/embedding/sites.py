@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from embens.checks import closest
-from embens.ensemble.plan import Side, Site
+from embens.ensemble.plan import Side, Site, site_module
 from embens.laws import Law
-from embens.reading import Flow, channels, is_attention, parameter_layers
+from embens.reading import NORMS, Flow, channels, is_attention, parameter_layers
 
 Laws = Law | Mapping[str, Law | None] | None
 Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -53,6 +53,11 @@ def check_reference(reference: Any) -> dict[str, nn.Module]:
             "attention), so there is nothing to modulate"
         )
     return layers
+
+
+def is_within(name: str, outer: Iterable[str]) -> bool:
+    """Return whether a module is one of these, or lies inside one."""
+    return any(name == o or not o or name.startswith(o + ".") for o in outer)
 
 
 def _match(pattern: str, names: Iterable[str]) -> list[str]:
@@ -148,9 +153,23 @@ def choose_sites(
     sites: Sites,
     trainable: Trainable,
     fresh: bool,
+    own: Collection[str] = (),
 ) -> tuple[Site, ...]:
-    """Return the sites with their laws, in the order of the layers."""
+    """Return the sites with their laws, in the order of the layers.
+
+    Layers inside the modules of members' own have none; to ask for one there is an error.
+    """
     selected, hidden = _select(sites, layers, flow)
+    mine = {n for n in layers if is_within(n, own)}
+    selected = {site for site in selected if site[0] not in mine}
+    asked = [*(sites if isinstance(sites, Iterable) and not isinstance(sites, str) else [sites])]
+    asked += [name for given in (pre, post) if isinstance(given, Mapping) for name in given]
+    for name in asked:
+        if name in mine:
+            raise ValueError(
+                f"{name!r} is a layer of each member's own, which needs no modulation: take it out "
+                "of sites, pre and post, or out of own"
+            )
     if isinstance(trainable, Mapping):
         unknown = set(trainable) - {"pre", "post"}
         if unknown:
@@ -184,7 +203,7 @@ def choose_sites(
             result.append(
                 Site(name, kind, laws[name], size, repeat, trains_here, fresh, site_hidden)
             )
-    if not result:
+    if not result and not own:
         raise ValueError(
             "no site is modulated: "
             + (
@@ -195,15 +214,62 @@ def choose_sites(
                 + "; a network of one layer has no hidden site"
             )
         )
-    bypassed = sorted({s.layer for s in result} & flow.bypassed)
+    bypassed = sorted(({s.layer for s in result} | mine) & flow.bypassed)
     if bypassed:
         raise ValueError(
             f"the reference reads the weight of {bypassed[0]!r} without calling the layer (tied "
-            "weights?), which would leave its modulations out. Choose sites without it"
+            "weights?), which would leave its members out. Choose sites and own without it"
             f"{closest('', [n for n in layers if n not in flow.bypassed])}"
         )
     order = {name: i for i, name in enumerate(layers)}
     return tuple(sorted(result, key=lambda s: (order[s.layer], s.kind)))
+
+
+def choose_own(
+    own: str | Iterable[str], reference: nn.Module, layers: dict[str, nn.Module], flow: Flow
+) -> tuple[str, ...]:
+    """Return the layers and norm layers that ``own`` stands for, by the names of their modules."""
+    called = {site_module(n, layers) for n in layers if n in flow.upstream}
+    modules = dict(reference.named_modules())
+    known = [n for n, m in modules.items() if n in called or isinstance(m, NORMS)]
+    holders = [n for n in modules if n and any(is_within(k, [n]) for k in known)]
+    chosen: set[str] = set()
+    for pattern in own if isinstance(own, Iterable) and not isinstance(own, str) else [own]:
+        if not isinstance(pattern, str):
+            raise TypeError(f"own must be 'last', or names or wildcards of layers; got {pattern!r}")
+        if pattern == "last" and pattern not in modules:
+            chosen.update(site_module(n, layers) for n in flow.last)
+            continue
+        found = [n for n in known if is_within(n, [pattern])] if pattern in holders else []
+        found = found or fnmatch.filter(known, pattern)
+        if not found:
+            unused = _match(pattern, layers) and pattern not in called
+            why = "names a layer that is never called" if unused else "matches no layer"
+            raise ValueError(f"own: {pattern!r} {why}{closest(pattern, [*holders, 'last'])}")
+        if pattern in holders:
+            for name in (n for n in modules if is_within(n, [pattern])):
+                tensors = [*modules[name]._parameters.values(), *modules[name]._buffers.values()]
+                if any(t is not None for t in tensors) and not is_within(name, known):
+                    kind = type(modules[name]).__name__
+                    raise ValueError(
+                        f"own: {pattern!r} holds {name!r} ({kind}), which is no known layer. "
+                        "Name the layers, or make it known with embens.register_layer."
+                    )
+        chosen.update(found)
+    for name in chosen:
+        inside = [m for m in modules[name].modules() if m is not modules[name]]
+        if inside and not is_attention(modules[name]):
+            raise ValueError(
+                f"own: {name!r} has a parametrization, so that a member can't have its own; take "
+                "it off with torch.nn.utils.parametrize.remove_parametrizations"
+            )
+        tied = {id(p) for p in modules[name].parameters()}
+        for other, module in modules.items():
+            if not is_within(other, chosen) and tied & {id(p) for p in module._parameters.values()}:
+                raise ValueError(
+                    f"own: {name!r} has a weight in common with {other!r}; name both or neither"
+                )
+    return tuple(n for n in modules if n in chosen)
 
 
 def warn_guesses(flow: Flow) -> None:

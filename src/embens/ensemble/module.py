@@ -246,7 +246,12 @@ class EmbeddedEnsemble(nn.Module):
 
     @property
     def overlap(self) -> float:
-        r"""The product of the post laws' :math:`E[u_a u_b] / E u^2` over the hidden sites."""
+        r"""The product of the post laws' :math:`E[u_a u_b] / E u^2` over the hidden sites.
+
+        Last layers that were drawn for each member make it 0.
+        """
+        if self.plan.own_last:
+            return 0.0
         return math.prod(s.law.overlap for s in self.plan.sites if s.kind == "post" and s.hidden)
 
     @property

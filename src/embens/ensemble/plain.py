@@ -25,7 +25,6 @@ def plain(network: nn.Module, member: int | None) -> nn.Module:
         elif isinstance(module, Once):
             memo[id(module)] = copy.deepcopy(module.module, memo)
         elif isinstance(module, Own):
-            assert member is not None
             memo[id(module)] = module.plain(member, memo)
     network = copy.deepcopy(network, memo)
     for module in network.modules():

@@ -44,10 +44,12 @@ class OwnTensors:
     """A module of which every member has some tensors of its own.
 
     A norm layer without any is here as well: its batch statistics are those of one member.
+    ``drawn`` says whether they began as draws of their own, rather than as copies.
     """
 
     module: str
     tensors: tuple[str, ...] = ()
+    drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Plan:
         members: how many.
         sites: where they differ.
         own: modules with tensors of each member's own.
+        own_last: whether all last layers are, drawn for each member.
         shared: modules computed once for all members.
         separate: whether members share nothing: they are networks of their own.
         folding: how several members run at once.
@@ -116,6 +119,7 @@ class Plan:
     members: int
     sites: tuple[Site, ...] = ()
     own: tuple[OwnTensors, ...] = ()
+    own_last: bool = False
     shared: tuple[SharedModule, ...] = ()
     separate: bool = False
     folding: Folding = Folding()
@@ -148,7 +152,7 @@ class Plan:
             )
         data = dict(content["plan"])
         data["sites"] = [Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"]]
-        data["own"] = [OwnTensors(o["module"], tuple(o["tensors"])) for o in data["own"]]
+        data["own"] = [OwnTensors(**_with_tuples(o)) for o in data["own"]]
         data["shared"] = [SharedModule(**s) for s in data["shared"]]
         data["folding"] = Folding(**_with_tuples(data["folding"]))
         return cls(**_with_tuples(data))

@@ -193,8 +193,8 @@ class Run:
             ones = (1,) * (axes - 1 - spatial)
             numbers = numbers.view(self.count, *ones, numbers.shape[1], *(1,) * spatial)
         if common:
-            return (x * numbers).flatten(0, 1)
-        return (self.apart(x) * numbers).flatten(0, 1)
+            return together(x * numbers)
+        return together(self.apart(x) * numbers)
 
     def _by_row(self, x: Tensor, numbers: Tensor, spatial: int) -> Tensor:
         rows, features = numbers.shape
@@ -292,7 +292,7 @@ class Run:
         results = self.results
         if self.batch == "own":
             inputs = tree_map(
-                lambda x: x.narrow(0, start, count).flatten(0, 1) if isinstance(x, Tensor) else x,
+                lambda x: together(x.narrow(0, start, count)) if isinstance(x, Tensor) else x,
                 inputs,
             )
         if way is not Way.SHARED:
@@ -415,7 +415,20 @@ def _repeated(values: Any, count: int, rows: int) -> Any:
 
 def repeat_rows(x: Tensor, count: int) -> Tensor:
     """Return the rows of a tensor, all of them ``count`` times."""
-    return x.unsqueeze(0).expand(count, *x.shape).flatten(0, 1)
+    return together(x.unsqueeze(0).expand(count, *x.shape))
+
+
+def together(x: Tensor) -> Tensor:
+    """Return ``(member, row, …)`` as the rows of one batch; :meth:`Run.apart` is the way back."""
+    rows = x.flatten(0, 1)
+    if is_exporting():  # a view of any number of rows is not known to be contiguous, a copy is
+        return rows.clone(memory_format=torch.contiguous_format)
+    return rows
+
+
+def is_exporting() -> bool:
+    """Return whether a graph is made that should be right for any number of rows."""
+    return torch.compiler.is_compiling() and torch.compiler.is_exporting()
 
 
 def batch_size(values: Any) -> int:

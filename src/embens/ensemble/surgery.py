@@ -31,7 +31,7 @@ def operate(
     """Return the ensemble that a plan makes of a reference, which is not changed."""
     modules = dict(reference.named_modules())
     modulations = _modulations(reference, plan, generator)
-    own = {o.module: o.tensors for o in plan.own}
+    own = {o.module: o for o in plan.own}
     shared = {s.module: s for s in plan.shared}
     border = set(plan.folding.border)
     memo: dict[int, Any] = {}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from embens import reading
 from embens.ensemble.plain import without_members
+from embens.ensemble.plan import site_module
 from embens.laws import Joint
 from embens.networks import Parametrized
 from embens.theory.blocks import kernels
@@ -125,9 +126,6 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
 
 def are_equal(ensemble: EmbeddedEnsemble) -> bool:
     """Return whether all members are one model: whatever is a member's own has the same values."""
-    laws = {n: getattr(m, "law", None) for n, m in ensemble.individuals.items()}
-    if laws and all(law is not None and law.overlap == 1 for law in laws.values()):
-        return True
     drawn = any(site.fresh and site.law.overlap < 1 for site in ensemble.plan.sites)
     stacks = [t for m in ensemble.individuals.values() for t in m.tensors()]
     return ensemble.members > 1 and not drawn and all(bool((t == t[:1]).all()) for t in stacks)
@@ -171,7 +169,8 @@ class Structure:
     """What laws and data flow of an ensemble say about its regime.
 
     Attributes:
-        last: the last layers, and the laws of modulations of their inputs.
+        last: the last layers, and the laws of modulations of their inputs; not those that were
+            drawn for each member.
         open: those whose inputs are not centred.
         biased: those that a shared bias follows in the limit, and about its share.
     """
@@ -182,7 +181,9 @@ class Structure:
         self.flow = reading.read(self.reference)
         self.layers = reading.parameter_layers(self.reference)
         posts = {s.layer: s.law for s in ensemble.plan.sites if s.kind == "post"}
-        self.last = {n: posts.get(n) for n in self.layers if n in self.flow.last}
+        drawn = {o.module for o in ensemble.plan.own if o.drawn}
+        last = [n for n in self.layers if n in self.flow.last]
+        self.last = {n: posts.get(n) for n in last if site_module(n, self.layers) not in drawn}
         self.open = [n for n, law in self.last.items() if law is None or abs(law.overlap) > ZERO]
         joint = any(isinstance(law, Joint) for law in self.last.values())
         self.mean = "E[u_a u_b]" if joint else "E[u]"
@@ -199,6 +200,8 @@ class Structure:
         return self.ensemble.overlap or self._overlap_of_last()
 
     def explain(self, coupling: float) -> str:
+        if not self.last:
+            return "every member has last layers of its own"
         where = f"the input of {_name(self.open or list(self.last))}"
         if not coupling:
             if not self.open:

@@ -77,7 +77,7 @@ class Homogeneous(Dual):
         level = alike * self._level + opposed * (math.pi * self._bend - self._level)
         return _expectations(q1, q2, c, level, (alike + opposed) * self._bend)
 
-    def between(
+    def joint(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, members: int
     ) -> tuple[Tensor, Tensor]:
         return self.cross(q1, q2, c, law)

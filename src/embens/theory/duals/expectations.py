@@ -9,7 +9,7 @@ Let :math:`(z_1, z_2)` be centred and jointly normal with variances :math:`q_1, 
     H = E[z_1 z_2\, \phi'(v_1 z_1)\, \phi'(v_2 z_2)]
 
 In one member :math:`v_1 = v_2`: that is ``same``. In two they are independent with the same law:
-that is ``cross``, where :math:`H` never enters a kernel; ``between`` knows joint laws as well.
+that is ``cross``, where :math:`H` never enters a kernel; ``joint`` knows joint laws as well.
 The printed paper factorises :math:`G` into :math:`E[v_1 v_2]\, E[\phi' \phi']`, which is wrong:
 both depend on :math:`v`.
 """
@@ -44,7 +44,7 @@ class Dual(ABC):
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
         """Return :math:`F, G` between two members."""
 
-    def between(
+    def joint(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, members: int
     ) -> tuple[Tensor, Tensor]:
         """Return :math:`F, G` between two of so many members, whose law may be joint."""

@@ -20,6 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated
+from embens.ensemble.own import Own
 from embens.ensemble.plain import walk
 from embens.theory.kernel import Kernels, MemberKernel, zero_cross
 from embens.theory.limit.rules import (
@@ -138,7 +139,7 @@ class Limit:
             x = module(x)
         path, module = self._steps[0]
         layer = _layer_of(module)
-        if layer is not module and not isinstance(module, Modulated):
+        if layer is not module and not isinstance(module, (Modulated, Own)):
             return x  # a module with a rule of its own knows what it takes
         spatial = _pixel_axes(layer)
         expected = layer.in_channels if spatial else layer.in_features

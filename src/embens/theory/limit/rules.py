@@ -9,7 +9,9 @@ layer does to pixels, :math:`\mathcal A` (nothing in a Linear):
     \Theta^{com}_{aa} = U_2\, \mathcal A[g_w K_{aa} + \sigma_w^2 P_{aa}] + g_b, \quad
     \Theta^{ind}_a = \sigma_w^2\, \mathcal A[T(u) K_{aa} + U_2 P^{ind}_a]
 
-and between members the same with :math:`E[u_a u_b]` for :math:`U_2`. An activation of units with a
+and between members the same with :math:`E[u_a u_b]` for :math:`U_2`. Of a layer of the members'
+own, the gains go to :math:`\Theta^{ind}`; if it was drawn for each, nothing passes between members.
+An activation of units with a
 pre-activation modulation :math:`v`, with :math:`F, G, H` of :mod:`embens.theory.duals`:
 
 .. math::
@@ -19,6 +21,7 @@ pre-activation modulation :math:`v`, with :math:`F, G, H` of :mod:`embens.theory
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from functools import cache, partial, singledispatch
 from typing import NamedTuple
@@ -30,6 +33,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
 from embens.ensemble.layers import Modulated, Modulation, Once
+from embens.ensemble.own import Own
 from embens.ensemble.plain import without_members
 from embens.networks import Parametrized
 from embens.reading.layers import NORMS
@@ -107,10 +111,9 @@ def unknown(module: nn.Module, path: str) -> TypeError:
 
 def _foreign(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return torch's own layers without a rule that a module holds."""
-    layers = [(n, m) for n, m in without_members(module).named_modules() if not has_rule(m)]
-    sources = [type(m).__module__ for _, m in layers]
-    torchs = [s.startswith("torch.nn.modules.") and ".container" not in s for s in sources]
-    return [layer for layer, known in zip(layers, torchs, strict=True) if known and layer[0]]
+    layers = list(without_members(module).named_modules())[1:]
+    torchs = re.compile(r"torch\.nn\.modules\.(?!container)")
+    return [(n, m) for n, m in layers if not has_rule(m) and torchs.match(type(m).__module__)]
 
 
 def _acts_alone(module: nn.Module) -> bool:
@@ -146,6 +149,17 @@ def _sequence(module: nn.Module, state: State) -> State:
 @propagate.register(Modulated)
 def _(module: Modulated, state: State) -> State:
     return affine(module.inner(), state, module.post).replace(pre=module.pre)
+
+
+@propagate.register(Own)
+def _(module: Own, state: State) -> State:
+    layer = module.plain(0, {})
+    if propagate.dispatch(type(layer)) is not affine:
+        raise TypeError(
+            f"the infinite-width limit of {describe(layer, state.path)}, of which every member has "
+            "its own, is not known; only Linear layers and convolutions have one."
+        )
+    return affine(layer, state, own="drawn" if module.drawn else "copied")
 
 
 @propagate.register(nn.Identity)
@@ -203,14 +217,19 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
         before = Moments(covariance, state.same.ntk) if state.cross is None else state.crossed
         c = _constant(0.0, covariance) if before.nngp is None else before.nngp
         law, members = (None, 1) if pre is None else (pre.law, pre.members)
-        f, g = dual.between(*_spread(first, second, state, between=True), c, law, members)
+        f, g = dual.joint(*_spread(first, second, state, between=True), c, law, members)
         return Moments(f, None if before.ntk is None else g.mul_(before.ntk))
 
     return after.replace(cross=cache(crossed))
 
 
-def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> State:
-    """Return the kernels after an affine layer, with a modulation before it if there is one."""
+def affine(
+    layer: nn.Module, state: State, post: Modulation | None = None, *, own: str = ""
+) -> State:
+    """Return the kernels after an affine layer, with a modulation before it if there is one.
+
+    ``own``: "drawn" or "copied" where every member has its own copy of the layer.
+    """
     if state.pre is not None:  # no activation came since: v has the identity for one
         state = activate(layer, duals.dual(nn.Identity()), state)
     law = weight_law(layer, finite=state.inputs is not None, path=state.path)
@@ -226,22 +245,27 @@ def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> St
     second = 1.0 if post is None else post.law.second_moment
     apply = pixel_map(layer, state)
 
+    def gained(kernel: Tensor, moment: float) -> Tensor:
+        ntk = kernel * (moment * law.weight_gain)
+        return ntk + law.bias_gain if law.bias_gain else ntk
+
     def moments(before: Moments, moment: float) -> Moments:
-        assert before.nngp is not None
+        if before.nngp is None:  # of members that nothing couples
+            return biases
         kernel = apply(before.nngp)
-        nngp = ntk = kernel * (moment * law.weight_variance)
+        nngp = kernel * (moment * law.weight_variance)
         if law.bias_variance:
             nngp = nngp + law.bias_variance
         if not state.tracked:
             return Moments(nngp)
-        if law.weight_gain != law.weight_variance:
-            ntk = kernel * (moment * law.weight_gain)
+        ntk = None if own else gained(kernel, moment)
         if before.ntk is not None:
-            ntk = torch.add(ntk, apply(before.ntk), alpha=moment * law.weight_variance)
-        return Moments(nngp, ntk + law.bias_gain if law.bias_gain else ntk)
+            passed = apply(before.ntk) * (moment * law.weight_variance)
+            ntk = passed if ntk is None else ntk.add_(passed)
+        return Moments(nngp, ntk)
 
     same, cross, individual = moments(state.same, second), None, None
-    shared = (law.bias_variance, law.bias_gain)
+    shared = (law.bias_variance, 0.0 if own else law.bias_gain)
     biases = Moments(*(_constant(b, same.nngp) if b else None for b in shared))  # type: ignore[arg-type]
     if state.tracked:
         if state.cross is not None or (post is not None and tells_apart(post.law)):
@@ -252,6 +276,11 @@ def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> St
             source = state.covariance * law.weight_variance
             individual = source if individual is None else individual.add_(source)
         individual = None if individual is None else apply(individual)
+        if own:
+            gain = gained(apply(state.covariance), 1.0)
+            individual = gain if individual is None else individual + gain
+        if own == "drawn":
+            cross = Moments
     after = state.replace(same=same, cross=cross, individual=individual, gaussian=True)
     # A Linear after a Flatten has summed over the pixels.
     return after.replace(layout=None, spatial=0, flat=False) if state.flat else after

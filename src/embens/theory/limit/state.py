@@ -35,7 +35,7 @@ MEASURE = "embens.finite.ntk and embens.diagnose measure any ensemble as it is."
 class Moments(NamedTuple):
     """Covariance of units and shared tangent kernel, within or between members; None is zero."""
 
-    nngp: Tensor | None
+    nngp: Tensor | None = None
     ntk: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Moments:
