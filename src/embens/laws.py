@@ -328,11 +328,8 @@ class Joint(Law):
         self.marginal(members)  # checks that there can be so many
         return self.overlap
 
-    def mixture(self, members: int) -> list[tuple[float, Law, bool]]:
-        """Return the law of two members as a sum of weights, some negative, times laws.
-
-        Each says whether the two are equal under it, or independent.
-        """
+    def equal_share(self, members: int) -> float:
+        """Return with which weight, maybe below 0, two members are equal, else independent."""
         raise NotImplementedError(
             f"expectations of smooth activations over two members' v of the law {self!r} are not "
             "known. Use it for post, or with ReLU and its relatives."
@@ -361,14 +358,9 @@ class _Exclusive(Joint):
     def pair_half_moment(self, sign_a: int, sign_b: int) -> float:
         return self.overlap if sign_a == sign_b == 1 else 0.0
 
-    def mixture(self, members: int) -> list[tuple[float, Law, bool]]:
-        alone, both = self.marginal(members), self.overlap
-        keep, drop = alone.keep, 1 - alone.keep
-        on, off = (Constant(alone.scale), True), (Constant(0.0), True)
-        if not drop:
-            return [(1.0, *on)]
-        apart = (1 - both) / drop
-        return [(apart, alone, False), (keep * (both - keep) / drop, *on), (both - keep, *off)]
+    def equal_share(self, members: int) -> float:
+        keep = self.marginal(members).keep
+        return (self.overlap - keep) / (1 - keep) if keep < 1 else 1.0
 
 
 @final

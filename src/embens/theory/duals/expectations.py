@@ -17,7 +17,6 @@ both depend on :math:`v`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,12 +49,10 @@ class Dual(ABC):
         """Return :math:`F, G` between two of so many members, whose law may be joint."""
         if not isinstance(law, Joint):
             return self.cross(q1, q2, c, law)
-        f = g = torch.zeros_like(c)
-        for weight, alone, equal in law.mixture(members):
-            of = partial(self.same, with_h=False) if equal else self.cross
-            part = of(q1, q2, c, alone)
-            f, g = f + weight * part[0], g + weight * part[1]
-        return f, g
+        alone, share = law.marginal(members), law.equal_share(members)
+        equal = self.same(q1, q2, c, alone, with_h=False)
+        f, g = self.cross(q1, q2, c, alone)
+        return share * equal[0] + (1 - share) * f, share * equal[1] + (1 - share) * g
 
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
         """Return a dual that is fast for this law and all variances between these two."""
