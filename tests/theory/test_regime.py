@@ -77,7 +77,7 @@ class TestExactRegime:
         report = regime(embens.batch_ensemble(mlp(), 4, p=1.0))
         assert report == Regime.COLLECTIVE
         assert report.coupling == 1
-        assert "members are one model" in report.reason
+        assert "members are equal: one model" in report.reason
 
     def test_of_separate_networks_is_independent(self):
         report = regime(embens.independent(mlp(bias_std=1.0), 4))
@@ -153,6 +153,20 @@ class TestExactRegime:
         shifted = regime(embens.last_layer_dropout(mlp(), 4, law=laws.Bernoulli(0.5)))
         assert shifted == Regime.COLLECTIVE
         assert shifted.coupling == pytest.approx(0.5)  # overlap, since all layers before are equal
+
+    def test_of_joint_laws_is_that_of_their_pairs(self):
+        def last(law, **options):
+            return regime(embens.last_layer_dropout(mlp(**options), 4, law=law))
+
+        assert last(laws.Masks(0.3)).coupling == pytest.approx(0.3)
+        disjoint = last(laws.Disjoint())
+        assert disjoint == Regime.INDEPENDENT
+        assert "E[u_a u_b] = 0 in the input of the last layer" in disjoint.reason
+        repelling = last(laws.Correlated(-0.2))
+        assert repelling == Regime.COLLECTIVE
+        assert repelling.coupling == pytest.approx(-0.2)
+        assert "E[u_a u_b] ≠ 0" in repelling.reason
+        assert last(laws.Correlated(1.0)).coupling == 1
 
     @pytest.mark.parametrize("readout", ["mean", "flatten"])
     def test_knows_convolutional_networks(self, readout):

@@ -103,7 +103,9 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
         reason = "members are separate networks"
         return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)
     if are_equal(ensemble):
-        reason = "all modulations are the same for every member, so members are one model"
+        modulated = ensemble.plan.sites
+        what = "all modulations have the same values" if modulated else "own layers begin as copies"
+        reason = f"{what}, so members are equal: one model"
         return RegimeReport(Regime.COLLECTIVE, 1.0, reason, exact=True)
     structure = Structure(ensemble)
     generic = structure.generic_inputs()

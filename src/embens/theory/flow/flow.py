@@ -331,14 +331,15 @@ def _solve(
         share = 1 / members if name == "mean" else 1.0  # of what `modes` gives
         ntk = [n.modes(members)[k] for n in problem.ntk]
         nngp = [None if n is None else share * n.modes(members)[k] for n in problem.nngp]
-        mode = Mode.solve(tuple(ntk), tuple(nngp), jitter)  # type: ignore[arg-type]
-        if name == "mean" and mode.eigenvalues.max() <= SILENT * problem.ntk[0].same.abs().max():
+        if name == "mean" and ntk[0].abs().max() < SILENT * problem.ntk[0].same.abs().max():
+            ntk = [torch.zeros_like(n) for n in ntk]  # but for rounding
             warnings.warn(
                 "the mean of the members can't learn: what they have in common cancels (cross is "
                 "-1/(M - 1) times same), so it stays what it is. Use a rho above -1/(M - 1), "
                 "modulations that are trained, or an output bias.",
                 stacklevel=3,
             )
+        mode = Mode.solve(tuple(ntk), tuple(nngp), jitter)  # type: ignore[arg-type]
         if mode.indefinite and (name == "mean" or members > 1):
             warnings.warn(
                 f"the {name} mode's kernel on the train data is not positive semi-definite: its "
