@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from embens.ensemble.plan import Site
 from embens.ensemble.run import Current, Run, is_exporting, repeat_rows, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
+from embens.reading import left_over
 from embens.reading.layers import kind_of, modulate_weight, spatial_axes
 
 
@@ -43,6 +44,7 @@ class Modulation(Individual):
     ):
         super().__init__()
         self.law, self.members, self.size = site.law, members, site.size
+        self.drawn = members  # how many the law was asked for; of some of them there are fewer
         self.repeat, self.fresh = site.repeat, site.fresh
         try:  # of fresh ones, to see whether they can be drawn
             source = torch.Generator() if site.fresh else generator
@@ -215,6 +217,7 @@ class Modulated(Wrapper):
             run.count == 1
             and run.index is None
             and not is_exporting()
+            and "weight" in layer._parameters  # to read a computed one may change it
             and 2 * layer.weight.numel() < x.numel()  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
             and is_linear_in_parameters(layer)
@@ -234,6 +237,7 @@ class Modulated(Wrapper):
         layer = self.layer
         return (
             not torch.compiler.is_compiling()  # a graph should be right for any number of rows
+            and "weight" in layer._parameters
             and x.shape[0] > layer.out_features  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
             and is_linear_in_parameters(layer)
@@ -263,7 +267,7 @@ class Modulated(Wrapper):
 
     def plain(self, member: int | None) -> nn.Module:
         """Return a plain layer with one member's weights; None: the mean of all members'."""
-        layer = copy.deepcopy(self.plain_layer)
+        layer = copy.deepcopy(self.plain_layer, left_over(self.plain_layer))
         pre = None if self.pre is None else self.pre.of(member)
         post = None if self.post is None else self.post.of(member)
         if not is_linear_in_parameters(layer):

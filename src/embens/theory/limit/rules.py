@@ -187,7 +187,7 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
             + MEASURE
         )
     pre = state.pre
-    law = None if pre is None else pre.law.marginal(pre.members)
+    law = None if pre is None else pre.law.marginal(pre.drawn)
     after = state.replace(depth=state.depth + 1, gaussian=False, pre=None, cross=None)
     covariance = state.covariance
     if state.recording is not None:
@@ -216,7 +216,7 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
     def crossed() -> Moments:
         before = Moments(covariance, state.same.ntk) if state.cross is None else state.crossed
         c = _constant(0.0, covariance) if before.nngp is None else before.nngp
-        law, members = (None, 1) if pre is None else (pre.law, pre.members)
+        law, members = (None, 1) if pre is None else (pre.law, pre.drawn)
         f, g = dual.joint(*_spread(first, second, state, between=True), c, law, members)
         return Moments(f, None if before.ntk is None else g.mul_(before.ntk))
 
@@ -241,7 +241,7 @@ def affine(
                 "nn.Sequential."
             )
         state, post = open_inputs(layer, state), None  # its modulation is in the inputs
-    first = 1.0 if post is None else post.law.pair_moment(post.members)
+    first = 1.0 if post is None else post.law.pair_moment(post.drawn)
     second = 1.0 if post is None else post.law.second_moment
     apply = pixel_map(layer, state)
 
