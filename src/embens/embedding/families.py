@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from embens import laws, reading
-from embens.checks import check_choice, check_members, check_number, closest
+from embens.checks import check_choice, check_members, check_number, closest, suggest
 from embens.embedding.sharing import (
     Sharing,
     may_overwrite,
@@ -55,6 +55,7 @@ from embens.laws import Law
 _NORMAL = laws.Normal()
 
 
+@suggest()
 def embed(
     reference: nn.Module,
     members: int = 8,
@@ -204,7 +205,7 @@ def _warn_unknown(reference: nn.Module) -> None:
             f"members do not differ in {names}: layers of type {', '.join(kinds)} are not known. "
             "Make them known with embens.register_layer(kind, channels), where channels(layer) "
             "returns how many channels a layer takes and gives.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -212,6 +213,7 @@ def _is_checkpointing(word: str) -> bool:
     return word in ("checkpoint", "checkpoint_sequential") or "checkpointing" in word
 
 
+@suggest()
 def batch_ensemble(
     reference: nn.Module,
     members: int = 8,
@@ -245,6 +247,7 @@ def batch_ensemble(
     )
 
 
+@suggest()
 def mc_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -280,6 +283,7 @@ def mc_dropout(
     )
 
 
+@suggest()
 def masksembles(
     reference: nn.Module,
     members: int = 4,
@@ -311,6 +315,7 @@ def masksembles(
     )
 
 
+@suggest()
 def last_layer_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -337,6 +342,7 @@ def last_layer_dropout(
     )
 
 
+@suggest()
 def independent(
     reference: nn.Module,
     members: int = 8,
@@ -377,6 +383,7 @@ def independent(
     return _build(reference, plan, [""], initialise, generator)
 
 
+@suggest()
 def mimo(
     reference: nn.Module,
     members: int = 4,
