@@ -290,7 +290,8 @@ def _shake(module: nn.Module) -> None:
 
 
 FAMILIES: dict[str, Callable[..., embens.EmbeddedEnsemble]] = {
+    "masksembles": embens.masksembles,
     "own last layers": _own_last,
     "own layers everywhere": _own_all,
 }
-"""Families whose layers have weights that depend on the member, of a reference and members."""
+"""Families beside the oldest ones, as functions of a reference and members."""

@@ -9,6 +9,7 @@ from embens.embedding.families import (
     embed,
     independent,
     last_layer_dropout,
+    masksembles,
     mc_dropout,
     mimo,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "last_layer_dropout",
     "laws",
     "load",
+    "masksembles",
     "mc_dropout",
     "metrics",
     "mimo",

@@ -129,6 +129,14 @@ def embed(
         norms=(norm_statistics, norm_affine),
         recompute=recompute,
     )
+    cancel = all(not s.trainable and 1 + (members - 1) * s.law.overlap < 1e-9 for s in chosen)
+    biased = any(getattr(layers[n], "bias", None) is not None for n in flow.last)
+    if chosen and cancel and not biased and not plan.not_collapsible:
+        warnings.warn(
+            "the mean of the members is 0 for ever: their frozen modulations of the last layer sum "
+            "to 0, and no bias follows. Use a rho above -1/(M - 1), or trainable=True.",
+            stacklevel=2,
+        )
     initialise = own_weights if callable(own_weights) else None
     return _build(reference, plan, apart if drawn else (), initialise, generator)
 
@@ -272,6 +280,38 @@ def mc_dropout(
         norm_statistics=norm_statistics,
         norm_affine=norm_affine,
         family="mc_dropout",
+    )
+
+
+@suggest()
+def masksembles(
+    reference: nn.Module,
+    members: int = 4,
+    overlap: float = 0.5,
+    *,
+    sites: Sites = "hidden",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+    norm_statistics: str = "member",
+    norm_affine: str = "shared",
+) -> EmbeddedEnsemble:
+    """Embed Masksembles: frozen masks that have a share ``overlap`` of their ones in common.
+
+    From equal members (1) towards disjoint ones; see :class:`embens.laws.Masks`, which scales the
+    ones so that signals keep their size. For the other arguments see :func:`embed`.
+    """
+    return embed(
+        reference,
+        members,
+        pre=None,
+        post=laws.Masks(overlap),
+        sites=sites,
+        example_input=example_input,
+        trainable=False,
+        generator=generator,
+        norm_statistics=norm_statistics,
+        norm_affine=norm_affine,
+        family="masksembles",
     )
 
 

@@ -44,11 +44,15 @@ class Modulation(Individual):
     ):
         super().__init__()
         self.law, self.members, self.size = site.law, members, site.size
+        self.drawn = members  # how many the law was asked for; of some of them there are fewer
         self.repeat, self.fresh = site.repeat, site.fresh
-        values = torch.empty(0, dtype=like.dtype, device=like.device)
-        if not site.fresh:
+        try:  # of fresh ones, to see whether they can be drawn
+            source = torch.Generator() if site.fresh else generator
             shape = (members, site.size)
-            values = site.law.sample(shape, generator, dtype=like.dtype, device=like.device)
+            values = site.law.sample(shape, source, dtype=like.dtype, device=like.device)
+        except ValueError as error:
+            raise ValueError(f"the {site.kind} modulations of {site.layer!r}: {error}") from None
+        values = values.flatten()[:0] if site.fresh else values
         if site.trainable and not site.fresh:
             self.values = nn.Parameter(values)
         else:

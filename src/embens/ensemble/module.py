@@ -306,7 +306,7 @@ class EmbeddedEnsemble(nn.Module):
 
     @property
     def overlap(self) -> float:
-        r"""Return the product of :math:`(E u)^2 / E u^2` of the post laws over the hidden sites.
+        r"""The product of the post laws' :math:`E[u_a u_b] / E u^2` over the hidden sites.
 
         Last layers that were drawn for each member make it 0.
         """
@@ -320,10 +320,11 @@ class EmbeddedEnsemble(nn.Module):
 
         Where members are repeated, ``r`` is the mean over pairs, with 1 for two of the same.
         """
-        alike = self.members  # pairs of a member and itself, or its twin
-        if self.plan.subset is not None:
-            alike = sum(n**2 for n in Counter(self.plan.subset.members).values())
-        return self.members**2 / (alike + (self.members**2 - alike) * self.overlap)
+        overlap, pairs = self.overlap, self.members * (self.members - 1)
+        if self.plan.subset is not None and pairs:
+            twins = sum(n * (n - 1) for n in Counter(self.plan.subset.members).values())
+            overlap = (twins + (pairs - twins) * overlap) / pairs
+        return rates.gamma_of(self.members, overlap)
 
     # Out again
 

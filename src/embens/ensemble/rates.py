@@ -47,6 +47,11 @@ if TYPE_CHECKING:
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 
+def gamma_of(members: int, coupling: float) -> float:
+    r"""Return :math:`\gamma^*`; with :math:`r < 0` deviations are faster than the mean."""
+    return members / max(1 + (members - 1) * coupling, 1 - coupling)
+
+
 def parameter_groups(
     ensemble: EmbeddedEnsemble,
     lr: float,

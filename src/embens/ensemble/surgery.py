@@ -103,7 +103,7 @@ def _modulations(
         layer = layers[site.layer]
         owner = site_module(site.layer, layers)
         key = site.kind if owner == site.layer else f"{site.layer.rpartition('.')[2]}_{site.kind}"
-        found.setdefault(owner, {})[key] = Modulation(
-            site, plan.members, next(layer.parameters()), generator
-        )
+        modulation = Modulation(site, plan.members, next(layer.parameters()), generator)
+        modulation.drawn = plan.drawn
+        found.setdefault(owner, {})[key] = modulation
     return found
