@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -278,5 +279,7 @@ def _shake(module: nn.Module) -> None:
 FAMILIES: dict[str, Callable[..., embens.EmbeddedEnsemble]] = {
     "own last layers": _own_last,
     "own layers everywhere": _own_all,
+    "low rank": partial(embens.low_rank, rank=2),
+    "lora": partial(embens.low_rank, rank=2, kind="additive", scale=0.5),
 }
 """Families whose layers have weights that depend on the member, of a reference and members."""

@@ -9,6 +9,7 @@ from embens.embedding.families import (
     embed,
     independent,
     last_layer_dropout,
+    low_rank,
     mc_dropout,
 )
 from embens.ensemble import EmbeddedEnsemble
@@ -35,6 +36,7 @@ __all__ = [
     "fit",
     "independent",
     "last_layer_dropout",
+    "low_rank",
     "laws",
     "load",
     "mc_dropout",

@@ -17,15 +17,16 @@ heads; own last blocks, with ``pre=None, post=None``, a TreeNet.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from embens import laws, reading
-from embens.checks import check_choice, check_members, closest
+from embens.checks import check_choice, check_members, check_number, closest
 from embens.embedding.sharing import (
     Sharing,
     may_overwrite,
@@ -38,6 +39,7 @@ from embens.embedding.sites import (
     Sites,
     Trainable,
     check_reference,
+    choose_low_rank,
     choose_own,
     choose_sites,
     is_within,
@@ -45,7 +47,7 @@ from embens.embedding.sites import (
 )
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
-from embens.ensemble.plan import Plan
+from embens.ensemble.plan import LowRankSite, Plan, site_module
 from embens.ensemble.surgery import operate
 from embens.laws import Law
 
@@ -117,8 +119,6 @@ def embed(
     chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh, apart)
     warn_guesses(flow)
     _warn_unknown(reference)
-    if recompute is None:
-        recompute = reading.mentions(reference, _is_checkpointing)
     drawn = own_weights != "copied"
     sharing = Sharing(
         *(reference, flow, chosen, apart),
@@ -126,24 +126,14 @@ def embed(
         statistics=norm_statistics,
         affine=norm_affine,
     )
-    widths, input_channels = measure_widths(layers, flow, sharing.tokens)
-    modules = dict(reference.named_modules())
     plan = Plan(
         family=family,
         members=members,
         sites=chosen,
-        own=tuple(sharing.own.values()),
         own_last=drawn and all(is_within(n, apart) for n in flow.last),
-        shared=() if recompute else sharing.shared(),
-        folding=sharing.folding(),
-        random=sharing.random(),
-        overwriting=plan_overwriting(flow, chosen, modules),
-        copies=may_overwrite(flow, modules),
-        not_collapsible=why_not_collapsible(flow, chosen, {n: modules[n] for n in sharing.own}),
-        recompute=recompute,
-        widths=widths,
-        input_channels=input_channels,
+        recompute=recompute,  # type: ignore[arg-type]
     )
+    plan = _completed(plan, reference, sharing)
     networks = []
     if apart and drawn:
         initialise = own_weights if callable(own_weights) else None
@@ -151,6 +141,29 @@ def embed(
     ensemble = operate(reference, plan, generator)
     _take_over_(ensemble, networks)
     return ensemble
+
+
+def _completed(plan: Plan, reference: nn.Module, sharing: Sharing) -> Plan:
+    """Return a plan with what follows from where members differ."""
+    flow, modules, layers = sharing.flow, sharing.modules, reading.parameter_layers(reference)
+    recompute = plan.recompute
+    if recompute is None:
+        recompute = reading.mentions(reference, _is_checkpointing)
+    widths, input_channels = measure_widths(layers, flow, sharing.tokens)
+    differing = (*sharing.own, *(site_module(s.layer, layers) for s in plan.low_rank))
+    return dataclasses.replace(
+        plan,
+        own=tuple(sharing.own.values()),
+        shared=() if recompute else sharing.shared(),
+        folding=sharing.folding(),
+        random=sharing.random(),
+        overwriting=plan_overwriting(flow, plan.sites, modules),
+        copies=may_overwrite(flow, modules),
+        not_collapsible=why_not_collapsible(flow, plan.sites, {n: modules[n] for n in differing}),
+        recompute=recompute,
+        widths=widths,
+        input_channels=input_channels,
+    )
 
 
 def _warn_unknown(reference: nn.Module) -> None:
@@ -263,6 +276,59 @@ def last_layer_dropout(
         generator=generator,
         family="last_layer_dropout",
     )
+
+
+def low_rank(
+    reference: nn.Module,
+    members: int = 8,
+    *,
+    rank: int = 4,
+    kind: Literal["multiplicative", "additive"] = "multiplicative",
+    shared: Literal["trained", "frozen"] = "trained",
+    scale: float | None = None,
+    sites: Sites = "all",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    r"""Embed members whose weights differ by matrices of low rank; biases are shared.
+
+    Args:
+        reference: any module; copied, never changed, its weights are kept.
+        members: how many.
+        rank: of the matrices; at most the size of a layer. The sizes of first and last layers
+            follow from the data: where one is smaller, it has its full rank.
+        kind: "multiplicative": :math:`W_a = W \circ (1 + B_a A_a)`, which holds BatchEnsemble;
+            "additive": :math:`W_a = W + B_a A_a`, as in LoRA, with :math:`\alpha = r` (another
+            :math:`\alpha / r` is another ``modulation_lr``).
+        shared: "frozen": only the members' numbers are trained.
+        scale: the standard deviation of :math:`B_a A_a` at the start, for the additive kind
+            relative to the root mean square of :math:`W`. 0: :math:`B_a` is 0, and members begin as
+            the reference and part in training, because :math:`A_a` is drawn for each. None: 0.5,
+            and 0 for the additive kind.
+        sites: the layers, as for :func:`embed`.
+        example_input: as for :func:`embed`.
+        generator: draws the matrices.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = low_rank(net, members=5, rank=2, kind="additive", shared="frozen")
+        >>> ensemble(torch.zeros(2, 4)).shape, len(list(ensemble.individual_parameters()))
+        (torch.Size([5, 2, 3]), 4)
+    """
+    layers = check_reference(reference)
+    check_members(members)
+    check_choice("kind", kind, ("multiplicative", "additive"))
+    check_choice("shared", shared, ("trained", "frozen"))
+    if scale is None:
+        scale = 0.5 if kind == "multiplicative" else 0.0
+    check_number("scale", scale, "finite and not negative", lambda std: std >= 0)
+    flow = reading.read(reference, example_input)
+    chosen = choose_low_rank(layers, flow, sites, LowRankSite("", rank, kind, scale))
+    warn_guesses(flow)
+    _warn_unknown(reference)
+    plan = Plan("low_rank", members, low_rank=chosen, frozen=shared == "frozen", recompute=None)  # type: ignore[arg-type]
+    plan = _completed(plan, reference, Sharing(reference, flow, chosen))
+    return operate(reference, plan, generator)
 
 
 def independent(

@@ -248,11 +248,14 @@ class EmbeddedEnsemble(nn.Module):
     def overlap(self) -> float:
         r"""Return the product of :math:`(E u)^2 / E u^2` of the post laws over the hidden sites.
 
-        Last layers that were drawn for each member make it 0.
+        Last layers that were drawn for each member make it 0; matrices of low rank count by the
+        share of the weights that members have in common at the start.
         """
         if self.plan.own_last:
             return 0.0
-        return math.prod(s.law.overlap for s in self.plan.sites if s.kind == "post" and s.hidden)
+        common = math.prod(1 / (1 + s.scale**2) for s in self.plan.low_rank)
+        posts = [s.law for s in self.plan.sites if s.kind == "post" and s.hidden]
+        return common * math.prod(law.overlap for law in posts)
 
     @property
     def natural_gamma(self) -> float:

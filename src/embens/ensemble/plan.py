@@ -53,6 +53,23 @@ class OwnTensors:
 
 
 @dataclass(frozen=True)
+class LowRankSite:
+    """A layer whose weights differ between members by a matrix of low rank.
+
+    Attributes:
+        layer: its name.
+        rank: of the matrix.
+        kind: whether it multiplies the weight, entry by entry and added to 1, or is added to it.
+        scale: the size of the members' deviations at the start, relative to the weights.
+    """
+
+    layer: str
+    rank: int
+    kind: Literal["multiplicative", "additive"]
+    scale: float = 0.0
+
+
+@dataclass(frozen=True)
 class SharedModule:
     """A module whose output is the same for all members and computed once.
 
@@ -99,6 +116,8 @@ class Plan:
         family: the function that made it.
         members: how many.
         sites: where they differ.
+        low_rank: layers in which they differ by matrices of low rank.
+        frozen: whether what they share is not trained.
         own: modules with tensors of each member's own.
         own_last: whether all last layers are, drawn for each member.
         shared: modules computed once for all members.
@@ -118,6 +137,8 @@ class Plan:
     family: str
     members: int
     sites: tuple[Site, ...] = ()
+    low_rank: tuple[LowRankSite, ...] = ()
+    frozen: bool = False
     own: tuple[OwnTensors, ...] = ()
     own_last: bool = False
     shared: tuple[SharedModule, ...] = ()
@@ -153,6 +174,7 @@ class Plan:
         data = dict(content["plan"])
         data["sites"] = [Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"]]
         data["own"] = [OwnTensors(**_with_tuples(o)) for o in data["own"]]
+        data["low_rank"] = [LowRankSite(**s) for s in data.get("low_rank", ())]
         data["shared"] = [SharedModule(**s) for s in data["shared"]]
         data["folding"] = Folding(**_with_tuples(data["folding"]))
         return cls(**_with_tuples(data))
@@ -181,6 +203,8 @@ class Plan:
                     f"{site.repeat} numbers; the reference's layer needs {expected}, which is "
                     "another shape"
                 )
+        for low in self.low_rank:
+            known(low.layer, layers)
         for own in self.own:
             known(own.module, modules)
             module = modules[own.module]

@@ -19,9 +19,10 @@ from embens import reading
 from embens.ensemble import storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
+from embens.ensemble.lowrank import LowRank
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
-from embens.ensemble.plan import Plan, site_module
+from embens.ensemble.plan import LowRankSite, Plan, site_module
 from embens.laws import Law
 
 
@@ -31,6 +32,10 @@ def operate(
     """Return the ensemble that a plan makes of a reference, which is not changed."""
     modules = dict(reference.named_modules())
     modulations = _modulations(reference, plan, generator)
+    low_rank: dict[str, dict[str, LowRankSite]] = {}
+    for low in plan.low_rank:
+        owner = site_module(low.layer, reading.parameter_layers(reference))
+        low_rank.setdefault(owner, {})[low.layer[len(owner) :].lstrip(".")] = low
     own = {o.module: o for o in plan.own}
     shared = {s.module: s for s in plan.shared}
     border = set(plan.folding.border)
@@ -40,11 +45,14 @@ def operate(
         memo[id(modules[name])] = OverwritingReLU().train(modules[name].training)
     for name in sorted(modules, key=lambda n: (-n.count(".") - bool(n), n)):
         module, mine = modules[name], modulations.get(name)
-        if not (mine or name in own or name in shared) or id(module) in memo:
+        if not (mine or name in {*own, *shared, *low_rank}) or id(module) in memo:
             continue
         copied: nn.Module = copy.deepcopy(module, memo)
         if name in own:
             copied = Own(copied, own[name], plan.members, border=name in border, stacks=stacks)
+        if name in low_rank:
+            place = {"border": name in border, "generator": generator}
+            copied = LowRank(copied, low_rank[name], plan.members, **place)
         if name in shared:
             once = shared[name]
             copied = Once(copied, random=once.random, keep=once.keep, repeat=once.repeat)
@@ -55,7 +63,10 @@ def operate(
         memo[id(module)] = copied
     network = copy.deepcopy(reference, memo)
     reading.disable_fast_paths(network)
-    return EmbeddedEnsemble(network, plan)
+    ensemble = EmbeddedEnsemble(network, plan)
+    for parameter in ensemble.shared_parameters() if plan.frozen else ():
+        parameter.requires_grad_(False)
+    return ensemble
 
 
 def load(
