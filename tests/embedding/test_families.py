@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import ARCHITECTURES, HandAttention, Residual, Tied
 from torch import nn
 
@@ -366,3 +367,101 @@ class TestOwnLayers:
         assert (copied.overlap, copied.natural_gamma) == (1, 1)
         hidden = embens.embed(mlp(), 4, None, None, own="2")
         assert (hidden.overlap, hidden.natural_gamma) == (1, 1)
+
+
+class Odd(nn.Module):
+    """A reference with two layers and a forward to choose."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.first, self.last, self.run = nn.Linear(4, 4), nn.Linear(4, 2), forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x, z):
+        return self.last(torch.relu(self.a(x) + self.b(z)))
+
+
+ODD = {
+    "skips the first layers: 'add'": Odd(lambda m, x: m.last(m.first(x) + x)),
+    "skips the first layers: 'cat'": Odd(lambda m, x: torch.cat([m.last(m.first(x)), x], 1)),
+    "skips the first layers: 'mul'": Odd(
+        lambda m, x: m.last(m.first(x)) * F.avg_pool1d(x, 4).sigmoid()
+    ),
+    "has 2 outputs": Odd(lambda m, x: (m.last(m.first(x)), m.first(x))),
+    "called several times": Odd(lambda m, x: m.last(m.first(x[:, :4]) + m.first(x[:, 4:]))),
+    "takes several inputs": TwoInputs(),
+    "come before other layers": nn.Sequential(nn.Linear(3, 2), nn.ReLU()),
+    "no plain sum": nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.ReLU(), nn.Linear(4, 2)),
+    "pass example_input": Odd(lambda m, x: m.last(m.first(x)) if x.sum() > 0 else m.last(x)),
+}
+
+
+@pytest.mark.parametrize(("reason", "reference"), ODD.items(), ids=ODD)
+def test_a_reference_that_can_not_take_an_input_for_every_member_is_refused(reason, reference):
+    with pytest.raises(ValueError, match=f"an input for every member: .*{reason}"):
+        embens.mimo(reference, 3)
+
+
+def test_a_reference_is_read_from_an_example_where_its_code_does_not_tell():
+    branches = Odd(lambda m, x: m.last(m.first(x if x.sum() > 0 else -x)))
+    x = torch.ones(5, 4)
+    ensemble = embens.mimo(branches, 3, example_input=x)
+    expected = torch.stack([ensemble.member(a)(x) for a in range(3)])
+    torch.testing.assert_close(ensemble(x), expected)
+    skipping = Odd(lambda m, x: m.last(m.first(x) + (x if x.sum() > 0 else 0)))
+    with pytest.raises(ValueError, match="skips the first layers"):
+        embens.mimo(skipping, 3, example_input=x)
+    with pytest.raises(ValueError, match="several inputs"):
+        embens.mimo(TwoInputs(), 3, example_input=(torch.ones(2, 3), torch.ones(2, 3)))
+
+
+def test_positions_are_shared_where_tokens_have_a_table_for_each_member():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(7, 4), nn.Embedding(5, 4)
+            self.last = nn.Linear(4, 2)
+
+        def forward(self, x):
+            places = self.positions(torch.arange(5))
+            return self.last(torch.tanh(self.tokens(x) + places).mean(1))
+
+    ensemble = embens.mimo(Positions(), 3)
+    assert ensemble.plan.heads.first == ("tokens",)
+    x = torch.randint(7, (3, 6, 5))
+    tables = ensemble.individuals["tokens"].tensors()[0]
+    z = sum(table[rows] for table, rows in zip(tables, x, strict=True))
+    z = torch.tanh(z + ensemble.network.positions.weight).mean(1)
+    weight, bias = ensemble.individuals["last"].tensors()
+    expected = torch.einsum("aoi,bi->abo", weight, z) + bias[:, None]
+    torch.testing.assert_close(ensemble(x, batch="own"), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"members": 0}, "members must be at least 1"),
+        ({"repetition": 1.5}, "repetition must be a fraction"),
+        ({"repetition": -0.1}, "repetition must be a fraction"),
+        ({"mix": "linar"}, "did you mean 'linear'"),
+        ({"alpha": 0.0}, "alpha must be a number above 0"),
+    ],
+)
+def test_bad_arguments_of_mimo_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        embens.mimo(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), **options)
+
+
+def test_a_generator_decides_blocks_and_heads():
+    reference = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    one, two = (embens.mimo(reference, 3, generator=torch.Generator().manual_seed(5)) for _ in "ab")
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -241,8 +241,7 @@ def test_empirical_kernels_count_the_factors(kind):
     found = embens.finite.ntk(ensemble, x, outputs="trace")
     factors = list(ensemble.individual_parameters())
     rows = [
-        torch.autograd.grad(value, factors, retain_graph=True)
-        for value in ensemble(x)[1].flatten()
+        torch.autograd.grad(value, factors, retain_graph=True) for value in ensemble(x)[1].flatten()
     ]
     flat = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).view(4, 3, -1)
     torch.testing.assert_close(found.individual[1], torch.einsum("icp,jcp->ij", flat, flat))

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import struct
+import signal
 from functools import partial
 
 import cases
 import pytest
 import torch
 from cases import ARCHITECTURES, Residual
+from safetensors.torch import save_file
 from torch import nn
 
 import embens
 from embens import laws
+from embens.ensemble import storage
+from embens.files import Refused, read_tensors, write_tensors
 
 FAMILIES = {
     "batch ensemble": lambda r: embens.batch_ensemble(r, 3, p=0.3),
@@ -106,8 +109,6 @@ class Trap:
 
 
 def test_foreign_files_are_refused_and_never_executed(path):
-    from safetensors.torch import save_file
-
     path.write_bytes(pickle.dumps(Trap()))
     with pytest.raises(ValueError, match="not a whole safetensors file"):
         embens.load(path, mlp())
@@ -115,24 +116,28 @@ def test_foreign_files_are_refused_and_never_executed(path):
     save_file({"a": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match="no embens header"):
         embens.load(path, mlp())
-    for header in ("{", "[]", "7", '{"format": "embens ensemble", "version": 1, "plan": {}}'):
+    for header in ("{", "[]", "7", "[" * 100_000, '{"format": "embens ensemble", "version": 3}'):
         save_file({"a": torch.zeros(2)}, path, {"embens": header})
-        with pytest.raises(ValueError, match="header"):
+        with pytest.raises(ValueError, match=r"ensemble.safetensors (can't|has no|is damaged)"):
             embens.load(path, mlp())
-    save_file({}, path, {"embens": json.dumps({"format": "embens ensemble", "version": 99})})
-    with pytest.raises(ValueError, match=r"format version 99.*newer embens"):
+
+
+@pytest.mark.parametrize(
+    ("version", "advice"), [(2, "the embens that wrote"), (99, "newer embens")]
+)
+def test_another_version_says_what_reads_it(path, version, advice):
+    header = {"format": "embens ensemble", "version": version}
+    save_file({}, path, {"embens": json.dumps(header)})
+    with pytest.raises(ValueError, match=rf"version {version}, this embens reads 3; .*{advice}"):
         embens.load(path, mlp())
 
 
-def edit_header(path, change) -> None:
-    content = path.read_bytes()
-    (size,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + size])
-    plan = json.loads(header["__metadata__"]["embens"])
-    change(plan["plan"])
-    header["__metadata__"]["embens"] = json.dumps(plan)
-    encoded = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[8 + size :])
+def edit(path, change=lambda plan: None, tensors=lambda tensors: None) -> None:
+    """Change header and tensors as someone who knows the checksum."""
+    header, found = read_tensors(path, storage.FORMAT)
+    change(header["plan"])
+    tensors(found)
+    write_tensors(path, storage.FORMAT, header, found)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +152,102 @@ def edit_header(path, change) -> None:
         lambda plan: plan["sites"][0].update(layer="nowhere"),
         lambda plan: plan.update(own=[["0", ["__class__"]]]),
         lambda plan: plan.update(surprise=1),
+        lambda plan: plan.update(subset={"members": [0, 1, 7], "of": 4}),
+        lambda plan: plan.update(subset={"members": [0, 1], "of": 4}),
+        lambda plan: plan.update(subset={"members": 3, "of": 4}),
+        lambda plan: plan.update(members=10**9),
+        lambda plan: plan.update(sites=7),
+        lambda plan: plan.pop("folding"),
     ],
 )
 def test_a_header_that_was_tampered_with_is_refused_before_anything_is_built(path, change):
     embens.batch_ensemble(mlp(), 3).save(path)
-    edit_header(path, change)
-    with pytest.raises(ValueError, match=r"header|reference|law|members"):
+    edit(path, change)
+    with pytest.raises(Refused, match=r"^ensemble.safetensors can't be read: "):
         embens.load(path, mlp())
+
+
+def test_more_separate_networks_than_the_file_holds_are_refused_before_any_memory_is_taken(path):
+    embens.independent(mlp(), 3).save(path)
+    edit(path, lambda plan: plan.update(members=10**9))
+    with pytest.raises(Refused, match="disagree on the number of members"):
+        embens.load(path, mlp())
+
+
+def test_a_flipped_bit_anywhere_is_refused(path):
+    embens.batch_ensemble(mlp(), 3).save(path)
+    content = path.read_bytes()
+    for place in range(0, len(content), 37):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        with pytest.raises(Refused):
+            embens.load(path, mlp())
+
+
+def test_a_file_without_a_checksum_is_refused(path):
+    embens.batch_ensemble(mlp(), 3).save(path)
+    header, tensors = read_tensors(path, storage.FORMAT)
+    save_file(tensors, path, {"embens": json.dumps(header)})
+    with pytest.raises(Refused, match="another checksum"):
+        embens.load(path, mlp())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.bfloat16])
+def test_tensors_of_another_type_are_refused(path, dtype):
+    embens.batch_ensemble(mlp(), 3).save(path)
+
+    def change(tensors):
+        name = next(name for name in tensors if name.endswith("bias"))
+        tensors[name] = tensors[name].to(dtype)
+
+    edit(path, tensors=change)
+    with pytest.raises(Refused, match=rf"bias' is of {dtype}, in the reference .* torch.float32"):
+        embens.load(path, mlp())
+
+
+def test_a_reference_of_another_type_is_refused_and_one_of_the_same_is_loaded(path):
+    ensemble = embens.batch_ensemble(mlp().double(), 3)
+    ensemble.save(path)
+    with pytest.raises(Refused, match=r"reference.to\(torch.float64\)"):
+        embens.load(path, mlp())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    assert torch.equal(embens.load(path, mlp().double())(x), ensemble(x))
+
+
+def test_weights_that_are_nan_are_warned_of(path):
+    ensemble = embens.batch_ensemble(mlp(), 3)
+    with torch.no_grad():
+        next(iter(ensemble.shared_parameters()))[0, 0] = torch.nan
+    ensemble.save(path)
+    with pytest.warns(UserWarning, match=r"was saved with NaN in network\."):
+        embens.load(path, mlp())
+
+
+def test_saving_through_a_link_keeps_the_link(path, tmp_path):
+    target = tmp_path / "far.safetensors"
+    path.symlink_to(target)
+    embens.batch_ensemble(mlp(), 3).save(path)
+    assert path.is_symlink()
+    assert embens.load(target, mlp()).members == 3
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="there are no limits on files here")
+def test_a_full_disk_is_an_error_that_says_where_and_leaves_the_old_file(path):
+    import resource
+
+    embens.batch_ensemble(mlp(), 3).save(path)
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/ensemble.safetensors'"):
+            embens.batch_ensemble(mlp(), 3).save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_another_architecture_is_refused_with_the_difference(path):
@@ -181,7 +275,7 @@ def test_saving_over_a_file_is_atomic(path, monkeypatch):
     def fail(*args):
         raise OSError("disk full")
 
-    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         ensemble.save(path)
     assert path.read_bytes() == before

@@ -92,7 +92,7 @@ class TestExactRegime:
             assert "every member has last layers of its own" in report.reason
         report = regime(embens.embed(mlp(), 4, None, None, own="last", own_weights="copied"))
         assert (report, report.coupling) == (Regime.COLLECTIVE, 1)
-        assert "begin as copies, so members are equal" in report.reason
+        assert "so members are one model" in report.reason
 
     def test_is_collective_where_the_last_layer_has_a_shared_bias(self):
         """Erratum 4; hidden biases do no harm."""

@@ -17,9 +17,9 @@ heads; own last blocks, with ``pre=None, post=None``, a TreeNet.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -32,6 +32,7 @@ from embens.embedding.sharing import (
     may_overwrite,
     measure_widths,
     plan_overwriting,
+    warn_state,
     why_not_collapsible,
 )
 from embens.embedding.sites import (
@@ -39,6 +40,7 @@ from embens.embedding.sites import (
     Sites,
     Trainable,
     check_reference,
+    choose_first,
     choose_low_rank,
     choose_own,
     choose_sites,
@@ -47,7 +49,7 @@ from embens.embedding.sites import (
 )
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
-from embens.ensemble.plan import LowRankSite, Plan, site_module
+from embens.ensemble.plan import Folding, Heads, LowRankSite, OwnTensors, Plan, Site
 from embens.ensemble.surgery import operate
 from embens.laws import Law
 
@@ -120,50 +122,73 @@ def embed(
     warn_guesses(flow)
     _warn_unknown(reference)
     drawn = own_weights != "copied"
-    sharing = Sharing(
-        *(reference, flow, chosen, apart),
-        drawn=drawn,
-        statistics=norm_statistics,
-        affine=norm_affine,
-    )
-    plan = Plan(
+    plan = _plan(
+        *(reference, flow, members, chosen, apart),
         family=family,
-        members=members,
-        sites=chosen,
-        own_last=drawn and all(is_within(n, apart) for n in flow.last),
-        recompute=recompute,  # type: ignore[arg-type]
+        drawn=drawn,
+        norms=(norm_statistics, norm_affine),
+        recompute=recompute,
     )
-    plan = _completed(plan, reference, sharing)
-    networks = []
-    if apart and drawn:
-        initialise = own_weights if callable(own_weights) else None
-        networks = _drawn(reference, members, apart, initialise, generator)
-    ensemble = operate(reference, plan, generator)
-    _take_over_(ensemble, networks)
-    return ensemble
+    initialise = own_weights if callable(own_weights) else None
+    return _build(reference, plan, apart if drawn else (), initialise, generator)
 
 
-def _completed(plan: Plan, reference: nn.Module, sharing: Sharing) -> Plan:
-    """Return a plan with what follows from where members differ."""
-    flow, modules, layers = sharing.flow, sharing.modules, reading.parameter_layers(reference)
-    recompute = plan.recompute
+def _plan(
+    reference: nn.Module,
+    flow: reading.Flow,
+    members: int,
+    differing: tuple[Site | LowRankSite, ...],
+    own: tuple[str, ...],
+    *,
+    family: str,
+    drawn: bool = True,
+    norms: tuple[str, str] = ("member", "shared"),
+    recompute: bool | None = None,
+) -> Plan:
+    """Return the plan for these sites and these layers of the members' own."""
+    sites = tuple(s for s in differing if isinstance(s, Site))
+    low_rank = tuple(s for s in differing if isinstance(s, LowRankSite))
     if recompute is None:
         recompute = reading.mentions(reference, _is_checkpointing)
+    sharing = Sharing(
+        *(reference, flow, differing, own), drawn=drawn, statistics=norms[0], affine=norms[1]
+    )
+    warn_state(sharing)
+    layers, modules = reading.parameter_layers(reference), dict(reference.named_modules())
     widths, input_channels = measure_widths(layers, flow, sharing.tokens)
-    differing = (*sharing.own, *(site_module(s.layer, layers) for s in plan.low_rank))
-    return dataclasses.replace(
-        plan,
+    changed = {n: modules[n] for n in (*sharing.own, *sharing.weights)}
+    return Plan(
+        family=family,
+        members=members,
+        sites=sites,
+        low_rank=low_rank,
         own=tuple(sharing.own.values()),
+        own_last=drawn and all(is_within(n, own) for n in flow.last),
         shared=() if recompute else sharing.shared(),
+        state=sharing.kept,
         folding=sharing.folding(),
         random=sharing.random(),
-        overwriting=plan_overwriting(flow, plan.sites, modules),
+        overwriting=plan_overwriting(flow, sites, modules),
         copies=may_overwrite(flow, modules),
-        not_collapsible=why_not_collapsible(flow, plan.sites, {n: modules[n] for n in differing}),
+        not_collapsible=why_not_collapsible(flow, sites, changed),
         recompute=recompute,
         widths=widths,
         input_channels=input_channels,
     )
+
+
+def _build(
+    reference: nn.Module,
+    plan: Plan,
+    drawn: Iterable[str],
+    initialise: Callable[[nn.Module], None] | None,
+    generator: torch.Generator | None,
+) -> EmbeddedEnsemble:
+    """Carry out a plan; every member's own tensors in some modules are drawn anew."""
+    networks = _drawn(reference, plan.members, drawn, initialise, generator) if drawn else []
+    ensemble = operate(reference, plan, generator)
+    _take_over_(ensemble, networks)
+    return ensemble
 
 
 def _warn_unknown(reference: nn.Module) -> None:
@@ -326,9 +351,8 @@ def low_rank(
     chosen = choose_low_rank(layers, flow, sites, LowRankSite("", rank, kind, scale))
     warn_guesses(flow)
     _warn_unknown(reference)
-    plan = Plan("low_rank", members, low_rank=chosen, frozen=shared == "frozen", recompute=None)  # type: ignore[arg-type]
-    plan = _completed(plan, reference, Sharing(reference, flow, chosen))
-    return operate(reference, plan, generator)
+    plan = _plan(reference, flow, members, chosen, (), family="low_rank")
+    return operate(reference, replace(plan, frozen=shared == "frozen"), generator)
 
 
 def independent(
@@ -354,22 +378,96 @@ def independent(
         raise ValueError("the reference has no parameters, so its members could not differ")
     flow = reading.read(reference)
     sharing = Sharing.of_separate(reference, flow)
+    warn_state(sharing)
     layers = reading.parameter_layers(reference)
     widths, input_channels = measure_widths(layers, flow, flow.upstream)
     plan = Plan(
         family="independent",
         members=members,
         own=tuple(sharing.own.values()),
+        state=sharing.kept,
         separate=True,
         folding=sharing.folding(),
         not_collapsible="its members are separate networks",
         widths=widths,
         input_channels=input_channels,
     )
-    networks = _drawn(reference, members, [""], initialise, generator)
-    ensemble = operate(reference, plan)
-    _take_over_(ensemble, networks)
+    return _build(reference, plan, [""], initialise, generator)
+
+
+def mimo(
+    reference: nn.Module,
+    members: int = 4,
+    repetition: float = 0.0,
+    mix: str | None = None,
+    *,
+    alpha: float = 2.0,
+    initialise: Callable[[nn.Module], None] | None = None,
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    r"""Make a network with an input and an output for every member.
+
+    (MIMO, Havasi et al. 2021; MixMo, Ramé et al. 2021.)
+
+    First layers have a block of weights for every member, and one bias; their sum goes through one
+    trunk to a last layer for every member. ``ensemble(x)`` costs one pass: the blocks are summed.
+    In training every member has rows of its own, ``ensemble(x, batch="own")``, and ``fit`` draws
+    them. All else is shared by all members in one pass, so that its gradient is that of the sum of
+    the losses: :math:`\gamma^* = M`.
+
+    Args:
+        reference: a network of one input and one output; its trunk and the bias of its first layers
+            are kept. First and last layers are drawn anew, the blocks of first ones at
+            :math:`1/\sqrt M` of their scale; of one member, which is the reference, nothing is.
+        members: how many.
+        repetition: the fraction of rows that are the same for all members in ``fit``.
+        mix: "linear": in training, members' shares in the sum are drawn at every pass,
+            :math:`s_a = M \lambda_a` with :math:`\lambda` from a Dirichlet law (of two members,
+            Beta; one draw for all rows), and the gradients of their losses have weights
+            proportional to :math:`\lambda_a^{1/3}`, of mean 1, as in the paper.
+        alpha: the concentration of these shares.
+        initialise: redraws one module in place; by default its ``reset_parameters``.
+        example_input: see :func:`embed`.
+        generator: seeds the draws.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = mimo(net, members=3)
+        >>> ensemble(torch.zeros(2, 4)).shape, ensemble(torch.zeros(3, 2, 4), batch="own").shape
+        (torch.Size([3, 2, 3]), torch.Size([3, 2, 3]))
+    """
+    layers = check_reference(reference)
+    check_members(members)
+    check_number("repetition", repetition, "a fraction from 0 to 1", lambda rho: 0 <= rho <= 1)
+    check_number("alpha", alpha, "a number above 0", lambda a: a > 0)
+    check_choice("mix", mix, (None, "linear"))
+    flow = reading.read(reference, example_input)
+    first = choose_first(reference, layers, flow, example_input)
+    for call in flow.calls:  # whatever is random is drawn once for all members
+        call.upstream, call.result = map(_certain, (call.upstream, call.result))
+    last = choose_own("last", reference, layers, flow)
+    plan = _plan(reference, flow, members, (), last, family="mimo")
+    blocks = tuple(OwnTensors(name, ("weight",), drawn=True) for name in first)
+    heads = Heads(first, float(repetition), float(alpha) if mix else None)
+    after = {step for step, taken in flow.steps if any(layers & flow.last for layers in taken)}
+    plan = replace(
+        plan,
+        own=(*plan.own, *blocks),
+        heads=heads,
+        shared=tuple(replace(s, repeat=False) for s in plan.shared),
+        folding=Folding("", tuple(sorted(after)), ("the trunk",), shares=True, border=last),
+    )
+    drawn = (*first, *last) if members > 1 else ()
+    ensemble = _build(reference, plan, drawn, initialise, generator)
+    with torch.no_grad():
+        for name in first:
+            ensemble.individuals[name].tensors()[0].mul_(members**-0.5)
     return ensemble
+
+
+def _certain(names: frozenset[str]) -> frozenset[str]:
+    return frozenset(name for name in names if not name.startswith("random"))
 
 
 @torch.no_grad()
@@ -390,7 +488,7 @@ def _drawn(
     generator: torch.Generator | None,
 ) -> list[nn.Module]:
     """Return copies of a network in which some modules are drawn anew."""
-    copies = [copy.deepcopy(reference) for _ in range(members)]
+    copies = [copy.deepcopy(reference, reading.left_over(reference)) for _ in range(members)]
     for network in copies:
         _redraw_(network, names, initialise, int(torch.randint(2**62, (), generator=generator)))
     return copies

@@ -10,12 +10,14 @@ those of the input; after it every sample has a row for each member.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
 from embens import reading
 from embens.embedding.sites import is_within
+from embens.ensemble.folding import LOOKING
 from embens.ensemble.layers import is_linear_in_parameters
 from embens.ensemble.plan import (
     Folding,
@@ -27,11 +29,6 @@ from embens.ensemble.plan import (
 )
 from embens.reading import Call, Flow
 
-LOOKING = frozenset(
-    "__bool__ __int__ __float__ __index__ item tolist numpy nonzero unique unique_consecutive "
-    "masked_select argwhere equal allclose is_nonzero".split()
-)
-"""Operations that look at the values of tensors, so that the code may branch on them."""
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -73,9 +70,10 @@ class Sharing:
         given = [self._all_tensors(n, drawn) for n in self.modules if is_within(n, own)]
         self.own = {o.module: o for o in given if o.tensors}
         self.tokens = {s.layer for s in sites} | {n for n in layers if is_within(n, self.own)}
-        norms = {o.module: o for o in self._own_norms(statistics, affine)}
-        self.own = {**norms, **self.own}
-        shareable = self._shareable(set(self.own))
+        self.kept: tuple[str, ...] = ()
+        running = {o.module: o for o in self._own_running(statistics, affine)}
+        self.own = {**running, **self.own}
+        shareable = self._shareable({*self.own, *(place.rpartition(".")[0] for place in self.kept)})
         outermost = [n for n in shareable if not is_within(n.rpartition(".")[0], shareable)]
         self.once = {n: shareable[n] for n in outermost}
 
@@ -83,6 +81,7 @@ class Sharing:
     def of_separate(cls, reference: nn.Module, flow: Flow) -> Sharing:
         """Return the decision for members that have every tensor for themselves."""
         self = cls(reference, flow, (), [""])
+        self.kept = tuple(sorted(".".join(place).lstrip(".") for place in flow.state.kept))
         self.once = {}
         return self
 
@@ -110,6 +109,8 @@ class Sharing:
             return False
         if call.upstream & (self.tokens | own) or self._overwrites_others(index):
             return False
+        if own & {"", *(self.flow.calls[outer].name for outer in call.inside)}:
+            return False  # code around it may use what each member has of its own
         differing = {n for n in self.carriers | own if is_within(n, [call.name])}
         if call.name in self.carriers - self.post and not self._is_attention(call.name):
             differing.discard(call.name)  # only its output is multiplied
@@ -126,19 +127,26 @@ class Sharing:
     def _is_attention(self, name: str) -> bool:
         return reading.is_attention(self.modules[name])
 
-    def _own_norms(self, statistics: str, affine: str) -> Iterable[OwnTensors]:
-        """Yield the norm layers that differ between members."""
-        untouched = [n for n, random in self._shareable(set(self.own)).items() if not random]
-        untouched = [n for n in untouched if n not in self.carriers]
+    def _own_running(self, statistics: str, affine: str) -> Iterable[OwnTensors]:
+        """Yield the norm layers, and other modules with running buffers, that differ by member."""
+        state, stateful, before = self.flow.state, set(), None
+        untouched: list[str] = []
+        while stateful != before:  # what a module keeps may differ by what another one keeps
+            shareable, before = self._shareable(stateful | set(self.own)), stateful
+            untouched = [n for n, random in shareable.items() if not random]
+            untouched = [n for n in untouched if n not in self.carriers]
+            places = {p for p in state.buffers | state.kept if not is_within(p[0], untouched)}
+            stateful = {name for name, _ in places}
+        self.kept = tuple(sorted(".".join(p).lstrip(".") for p in places & state.kept))
         for name, module in self.modules.items():
-            if not isinstance(module, reading.NORMS):
-                continue
-            names = ["weight", "bias"] if affine == "member" else []
-            apart = not is_within(name, untouched)
+            norm, apart = isinstance(module, reading.NORMS), not is_within(name, untouched)
+            names = ["weight", "bias"] if affine == "member" and norm else []
+            running = sorted(b for n, b in state.buffers if n == name)
             if statistics == "member" and apart:
-                names += RUNNING
+                names += dict.fromkeys([*(RUNNING if norm else ()), *running])
             present = tuple(n for n in names if getattr(module, n, None) is not None)
-            if present or (apart and isinstance(module, nn.modules.batchnorm._NormBase)):
+            batch = isinstance(module, nn.modules.batchnorm._NormBase)
+            if present or (apart and (batch or running)):
                 yield OwnTensors(name, present)
 
     def shared(self) -> tuple[SharedModule, ...]:
@@ -176,6 +184,12 @@ class Sharing:
         first = next((n for n in dependent if reading.time_first(self._alone(n)) is not None), None)
         if first is not None:
             return Folding(f"the batch is not the first axis in {first!r}")
+        apart = sorted({*self.carriers, *self.own})
+        recurrent = [n for n in apart if isinstance(self.modules[n], nn.RNNBase)]
+        if recurrent:
+            return Folding(f"the batch is not the first axis of the states of {recurrent[0]!r}")
+        if self.kept:
+            return Folding(f"the code keeps {self.kept[0]!r} from one call to the next")
         looking = sorted(self.flow.operations & LOOKING)
         if looking:
             return Folding(f"the code looks at values ({', '.join(looking)})")
@@ -184,6 +198,7 @@ class Sharing:
         unclear = {name for name, chain in self.flow.unclear if not self._in_once(chain)}
         unclear |= {f"a hook of {n!r}" for n in dependent if _is_hooked(self.modules[n])}
         unclear |= {o for o in self.flow.opaque if not is_within(o, self.once)}
+        unclear |= {f"a buffer of {n!r}" for n, _ in self.flow.state.buffers if n in self.own}
         modulated = self.carriers - self.weights
         attentions = [n for n in dependent if self._is_attention(n) and n not in modulated]
         unclear |= {f"the attention {n!r}" for n in attentions}
@@ -243,6 +258,31 @@ class Sharing:
         common = [c for c in self.flow.calls if not c.upstream & apart]
         drawn = (c.upstream | (c.result if c.leaf else frozenset()) for c in common)
         return any(t.startswith("random") for tokens in drawn for t in tokens)
+
+
+def warn_state(sharing: Sharing) -> None:
+    """Name the attributes that the code keeps, or leaves for others to read."""
+    left = [p for p in sharing.flow.state.left if not is_within(p[0], sharing.once)]
+    left = sorted(".".join(p).lstrip(".") for p in left)
+    kept = sorted(".".join(p).lstrip(".") for p in sharing.flow.state.kept)
+    if kept:
+        warnings.warn(
+            f"the forward assigns {_listed(kept)} and reads what it has kept there, which is not "
+            "saved with the ensemble. After the first modulation every member keeps its own, so "
+            "that members run one after another. Make it a buffer (register_buffer), or an input "
+            "and an output.",
+            stacklevel=4,
+        )
+    if left:
+        warnings.warn(
+            f"the forward assigns {_listed(left)}, for others to read: after a pass it is that of "
+            "the members that ran last. Return it from the forward to have it for all members.",
+            stacklevel=4,
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:6])) + (", …" if len(names) > 6 else "")
 
 
 def plan_overwriting(

@@ -7,6 +7,7 @@ layer.
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from embens.checks import check_whole, closest
+from embens.ensemble.layers import is_linear_in_parameters
 from embens.ensemble.lowrank import layer_weight
 from embens.ensemble.plan import LowRankSite, Side, Site, site_module
 from embens.laws import Law
@@ -308,6 +310,47 @@ def choose_own(
                     f"own: {name!r} has a weight in common with {other!r}; name both or neither"
                 )
     return tuple(n for n in modules if n in chosen)
+
+
+def choose_first(
+    reference: nn.Module, layers: dict[str, nn.Module], flow: Flow, example_input: Any
+) -> tuple[str, ...]:
+    """Return the layers that the input enters by, or say why it can't be one of several."""
+    fed = {c.name for c in flow.calls if c.loose & {"input", "result"} or c.parents}
+    first = tuple(n for n in layers if n in flow.first & fed)
+    calls = [c.name for c in flow.calls]
+    parameters = inspect.signature(reference.forward).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    several = isinstance(example_input, (tuple, list)) and len(example_input) > 1
+    skipping = sorted({step for step, taken in flow.steps if len(set(map(bool, taken))) > 1})
+    holders: dict[int, list[str]] = {}
+    for name, module in reference.named_modules():
+        for parameter in module._parameters.values():
+            holders.setdefault(id(parameter), []).append(name)
+    why = ""
+    if not flow.calls or flow.guesses or flow.opaque:
+        why = "its data flow could not be read in full; pass example_input"
+    elif several or len(needed) > 1:
+        why = "it takes several inputs"
+    elif len(flow.outputs) != 1:
+        why = f"it has {len(flow.outputs)} outputs"
+    elif skipping:
+        why = f"its input skips the first layers: {skipping[0]!r} takes it as it is"
+    elif not first or flow.first & flow.last:
+        why = "its first layers should come before other layers"
+    for name in first:
+        if calls.count(name) > 1:
+            why = why or f"its first layer {name!r} is called several times"
+        if is_attention(layers[name]) or not is_linear_in_parameters(layers[name]):
+            kind = type(layers[name]).__name__
+            why = why or f"the weights of its first layer {name!r} ({kind}) have no plain sum"
+    for name in (*first, *flow.last):
+        tied = [h for p in layers[name].parameters() for h in holders[id(p)] if h != name]
+        if not is_attention(layers[name]) and (tied or name in flow.bypassed):
+            why = why or f"{name!r} has its weight in common with {(tied or ['other code'])[0]!r}"
+    if why:
+        raise ValueError(f"this reference can't have an input for every member: {why}")
+    return first
 
 
 def warn_guesses(flow: Flow) -> None:

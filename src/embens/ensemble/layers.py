@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from embens.ensemble.plan import Site
 from embens.ensemble.run import Current, Run, is_exporting, repeat_rows, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
+from embens.reading import left_over
 from embens.reading.layers import kind_of, modulate_weight, spatial_axes
 
 
@@ -212,6 +213,7 @@ class Modulated(Wrapper):
             run.count == 1
             and run.index is None
             and not is_exporting()
+            and "weight" in layer._parameters  # to read a computed one may change it
             and 2 * layer.weight.numel() < x.numel()  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
             and is_linear_in_parameters(layer)
@@ -231,6 +233,7 @@ class Modulated(Wrapper):
         layer = self.layer
         return (
             not torch.compiler.is_compiling()  # a graph should be right for any number of rows
+            and "weight" in layer._parameters
             and x.shape[0] > layer.out_features  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
             and is_linear_in_parameters(layer)
@@ -260,7 +263,7 @@ class Modulated(Wrapper):
 
     def plain(self, member: int | None) -> nn.Module:
         """Return a plain layer with one member's weights; None: the mean of all members'."""
-        layer = copy.deepcopy(self.plain_layer)
+        layer = copy.deepcopy(self.plain_layer, left_over(self.plain_layer))
         pre = None if self.pre is None else self.pre.of(member)
         post = None if self.post is None else self.post.of(member)
         if not is_linear_in_parameters(layer):

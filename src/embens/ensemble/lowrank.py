@@ -88,10 +88,11 @@ class LowRank(MemberLayer):
         every = {p: (layer_weight(self.module, p).expand(members), None) for p in PROJECTIONS}
         return join_projections(self.module, every | {p: (w, None) for p, w in built.items()})
 
-    def _alone(self, run: Run, args: tuple, kwargs: dict) -> Any:
-        if len(args) == 1 and not kwargs and args[0].dim() > 1 and self._is_thin(args[0]):
+    def _alone(self, run: Run, args: tuple, kwargs: dict, method: str = "__call__") -> Any:
+        called = method == "__call__" and len(args) == 1 and not kwargs
+        if called and args[0].dim() > 1 and self._is_thin(args[0]):
             return self._on_activations(run, args[0])
-        return super()._alone(run, args, kwargs)
+        return super()._alone(run, args, kwargs, method)
 
     def _together(self, run: Run, x: Tensor) -> Tensor:
         rows = x if self.border and run.common else x[: max(1, len(x) // run.count)]
@@ -112,7 +113,7 @@ class LowRank(MemberLayer):
     def _on_activations(self, run: Run, x: Tensor) -> Tensor:
         module: Any = self.module
         left, right = run.of(self, 0), run.of(self, 1)
-        weight, bias, effective = module.weight, module.bias, None
+        weight, bias = module.weight, module.bias
         effective = getattr(module, "effective_parameters", None)
         additive, axes = self.sites[""].kind == "additive", x.shape[:-1]
         if effective is not None:
@@ -127,7 +128,9 @@ class LowRank(MemberLayer):
         if additive:
             products = torch.baddbmm(shared, x @ right.mT, left.mT)
         else:
-            terms = F.linear(x.unsqueeze(1) * right.unsqueeze(2), weight)  # (member, rank, row, out)
+            terms = F.linear(
+                x.unsqueeze(1) * right.unsqueeze(2), weight
+            )  # (member, rank, row, out)
             products = shared + (terms * left.mT.unsqueeze(2)).sum(1)
         products = together(products)
         return products.unflatten(0, (-1, *axes[1:])) if len(axes) > 1 else products

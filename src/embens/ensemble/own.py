@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map
 
 from embens.ensemble.layers import is_stock
@@ -85,12 +89,12 @@ class MemberLayer(Wrapper, Individual):
             return x.dim() > 0
         return x.dim() == 2 + self._spatial if self._spatial else x.dim() > 1
 
-    def _alone(self, run: Run, args: tuple, kwargs: dict) -> Any:
-        """Call the module for the one member that runs."""
+    def _alone(self, run: Run, args: tuple, kwargs: dict, method: str = "__call__") -> Any:
+        """Call the module, or a method of it, for the one member that runs."""
         if not self.names:
-            return self.module(*args, **kwargs)
+            return getattr(self.module, method)(*args, **kwargs)
         mine = {name: stack[0] for name, stack in self.now(run).items()}
-        return call_with(self.module, mine, args, kwargs)
+        return call_with(self.module, mine, args, kwargs, method=method)
 
     def _together(self, run: Run, x: Tensor) -> Tensor:
         """Return a layer's output for all members that run, ``(member · row, …)``."""
@@ -104,7 +108,7 @@ class MemberLayer(Wrapper, Individual):
             first = torch.arange(run.count, device=x.device) * weight.shape[1]
             x = x.expand(run.count, *x.shape) if common else run.apart(x)
             x = x + first.view(-1, *(1,) * (x.dim() - 1))
-            return F.embedding(x, weight.flatten(0, 1)).flatten(0, 1)
+            return together(F.embedding(x, weight.flatten(0, 1)))
         if bias is not None:
             bias = bias.expand(run.count, bias.shape[-1])
         if self._spatial:
@@ -136,13 +140,17 @@ class MemberLayer(Wrapper, Individual):
         return together(y.unflatten(1, (run.count, -1)).transpose(0, 1))
 
     def _inner_attribute(self, name: str) -> Any:
-        run = self.current.run if name in self.names else None
+        value = getattr(self.module, name)
+        method = inspect.ismethod(value) and value.__self__ is self.module and bool(self.names)
+        run = self.current.run if name in self.names or method else None
         if run is None or not run.open:
-            return getattr(self.module, name)
+            return value
         if run.count > 1 or run.index is not None:
-            why = f"the code reads {name!r}, of which every member has its own"
+            why = Unfoldable(f"the code reads {name!r}, of which every member has its own")
             with run.only(0):
-                return Sealed(self.now(run)[name][0], Unfoldable(why))
+                return Sealed(torch.empty(0) if method else self.now(run)[name][0], why)
+        if method:
+            return lambda *args, **kwargs: self._alone(run, args, kwargs, name)
         return self.now(run)[name][0]
 
 
@@ -204,21 +212,85 @@ class Own(MemberLayer):
         return copy.deepcopy(self.module, memo)
 
 
-def call_with(module: nn.Module, tensors: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
+class OwnState:
+    """What the code keeps in attributes from one call to the next, for every member.
+
+    Args:
+        places: the modules that keep it, and the names of the attributes.
+        members: how many.
+    """
+
+    def __init__(self, places: list[tuple[nn.Module, str]], members: int):
+        self.places = places
+        self.values = [copy.deepcopy(self._take()) for _ in range(members)]
+
+    def _take(self) -> list[Any]:
+        values = [m.__dict__.get(name, m._buffers.get(name, _ABSENT)) for m, name in self.places]
+        return tree_map(lambda v: v.detach() if isinstance(v, Tensor) and v.grad_fn else v, values)
+
+    @contextmanager
+    def of(self, a: int) -> Iterator[None]:
+        """Let the code find what it has kept for one member."""
+        for (module, name), value in zip(self.places, self.values[a], strict=True):
+            if value is not _ABSENT:
+                setattr(module, name, value)
+            else:
+                module.__dict__.pop(name, None)
+        try:
+            yield
+        finally:
+            self.values[a] = self._take()
+
+
+_ABSENT = inspect.Parameter.empty  # copied and pickled as itself
+
+
+def iterates(module: nn.Module) -> bool:
+    """Return whether a module computes a weight anew at each call, perhaps from the last one."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, ParametrizationList) or any(
+        isinstance(h, SpectralNorm) for h in hooks
+    )
+
+
+def call_with(
+    module: nn.Module,
+    tensors: dict[str, Tensor],
+    args: tuple,
+    kwargs: dict,
+    *,
+    method: str = "__call__",
+) -> Any:
     """Call a module with other tensors in place of some of its own.
 
-    Unlike ``torch.func.functional_call`` it does not touch the module, which other threads may be
-    running; names may lead into modules inside it.
+    Unlike ``torch.func.functional_call`` it does not touch the tensors of the module, which other
+    threads may be running; names may lead into modules inside it. What the code assigns stays.
     """
-    if torch.compiler.is_compiling():
-        return torch.func.functional_call(module, tensors, args, kwargs)
-    twin = _twin(module, tensors)
-    result = twin(*args, **kwargs)
+    if torch.compiler.is_compiling() and method == "__call__":
+        left = dict(tensors)
+        result = torch.func.functional_call(module, left, args, kwargs, tie_weights=False)
+    else:
+        lent = dict(tensors)
+        if not type(module).__module__.startswith("torch."):  # a change of one member's is not
+            lent |= {n: t.clone() for n, t in tensors.items() if n in module._buffers}  # all's
+        twin = _twin(module, lent)
+        result = getattr(twin, method)(*args, **kwargs)
+        left, before = twin._buffers, vars(module)
+        tables = ("_parameters", "_buffers", "_modules")
+        assigned = {k: v for k, v in vars(twin).items() if v is not before.get(k, _ABSENT)}
+        before.update({k: v for k, v in assigned.items() if k not in tables})
     for name, given in tensors.items():
-        left = twin._buffers.get(name)
-        if left is not None and left is not given:  # a buffer that was assigned anew
-            with torch.no_grad():
-                given.copy_(left)
+        new = left.get(name)
+        if new is None or new is given:
+            continue
+        if new.shape != given.shape:
+            raise ValueError(
+                f"the buffer {name!r} of a {type(module).__name__} went from shape "
+                f"{tuple(given.shape)} to {tuple(new.shape)}; one of which every member has its "
+                "own must keep its shape: give it the last one from the start"
+            )
+        with torch.no_grad():
+            given.copy_(new)
     return result
 
 

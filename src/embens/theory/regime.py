@@ -98,11 +98,12 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
     laws and structure: independent if modulations are centred in the inputs of all last layers
     and no shared bias follows.
     """
+    ensemble.plan.require_embedded("the regime")
     if ensemble.plan.separate:
         reason = "members are separate networks"
         return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)
     if are_equal(ensemble):
-        reason = "all modulations are the same for every member, so members are one model"
+        reason = "whatever is a member's own is the same for all, so members are one model"
         return RegimeReport(Regime.COLLECTIVE, 1.0, reason, exact=True)
     structure = Structure(ensemble)
     generic = structure.generic_inputs()

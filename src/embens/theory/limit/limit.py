@@ -62,6 +62,12 @@ class Limit:
         self.dtype, self.separate, network = dtype, False, ensemble
         if isinstance(ensemble, EmbeddedEnsemble):
             self.separate = ensemble.plan.separate
+            ensemble.plan.require_embedded("the limit")
+            if ensemble.plan.repeats:
+                raise ValueError(
+                    "some members of this ensemble are the same, so that pairs of members are not "
+                    "alike; take the ensemble that they were chosen from"
+                )
             network = ensemble.member(0) if self.separate else ensemble.network
         self._before, self._steps = _split(network)
         self._poolings = count_poolings(nn.ModuleList([m for _, m in self._steps]))
