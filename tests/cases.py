@@ -283,3 +283,5 @@ FAMILIES: dict[str, Callable[..., embens.EmbeddedEnsemble]] = {
     "lora": partial(embens.low_rank, rank=2, kind="additive", scale=0.5),
 }
 """Families whose layers have weights that depend on the member, of a reference and members."""
+STOCHASTIC = {"rank-1": embens.rank1}
+"""Families with other numbers at every pass."""

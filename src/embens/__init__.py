@@ -11,6 +11,7 @@ from embens.embedding.families import (
     last_layer_dropout,
     low_rank,
     mc_dropout,
+    rank1,
     mimo,
 )
 from embens.ensemble import EmbeddedEnsemble
@@ -47,6 +48,7 @@ __all__ = [
     "networks",
     "objective",
     "predict",
+    "rank1",
     "register_layer",
     "select",
     "theory",

@@ -303,6 +303,43 @@ def last_layer_dropout(
     )
 
 
+def rank1(
+    reference: nn.Module,
+    members: int = 4,
+    prior_std: float = 0.1,
+    *,
+    sites: Sites = "hidden",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    r"""Embed a rank-1 Bayesian network: modulations that every pass draws around trainable means.
+
+    Every number of :math:`u` and :math:`v` is :math:`N(\mu, \sigma^2)`, with :math:`\mu` and
+    :math:`\sigma` of each member's own, drawn anew at every pass, in evaluation too, from the
+    global generator as fresh masks are. Their prior is :math:`N(1, s^2)` with ``prior_std`` :math:`s`;
+    ``ensemble.kl()`` is the divergence from it, which ``fit`` adds to the objective, divided by the
+    number of rows. ``member(a)`` is the network at its means. For the other arguments see
+    :func:`embed`.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble, x = rank1(net), torch.ones(2, 4)
+        >>> bool((ensemble(x) == ensemble(x)).all()), bool(ensemble.kl() > 0)
+        (False, True)
+    """
+    layers = check_reference(reference)
+    check_members(members)
+    check_number("prior_std", prior_std, "finite and positive", lambda std: std > 0)
+    flow = reading.read(reference, example_input)
+    law = laws.Normal(1.0, prior_std)
+    chosen = choose_sites(layers, flow, law, law, sites, trainable=True, fresh=False)
+    warn_guesses(flow)
+    _warn_unknown(reference)
+    chosen = tuple(replace(site, prior_std=prior_std) for site in chosen)
+    plan = _plan(reference, flow, members, chosen, (), family="rank1")
+    return operate(reference, plan, generator)
+
+
 def low_rank(
     reference: nn.Module,
     members: int = 8,

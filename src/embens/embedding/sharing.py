@@ -327,7 +327,7 @@ def measure_widths(
 
 def why_not_collapsible(flow: Flow, sites: tuple[Site, ...], own: Mapping[str, nn.Module]) -> str:
     """Return why the mean of the members' outputs is not one network's; empty where it is."""
-    if any(s.fresh for s in sites):
+    if any(s.random for s in sites):
         return "its masks are drawn anew at each pass"
     bent = next((n for n, module in own.items() if not is_linear_in_parameters(module)), None)
     if bent is not None:

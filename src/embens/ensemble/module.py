@@ -26,7 +26,7 @@ from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.export import LikeReference, to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
-from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
+from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Stochastic
 from embens.ensemble.own import OwnState, iterates
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
@@ -303,6 +303,15 @@ class EmbeddedEnsemble(nn.Module):
                 total = total + loss.detach()
             run.finish()
         return total
+
+    def kl(self) -> Tensor:
+        """Return the divergence of the members' numbers from their prior, summed over members.
+
+        It is 0 but for :func:`embens.rank1`. :func:`embens.fit` adds ``kl() / rows`` to the
+        objective, with the rows of the training data; so should a loop of your own.
+        """
+        found = [m.kl() for m in self.individuals.values() if isinstance(m, Stochastic)]
+        return torch.stack(found).sum() if found else torch.zeros(())
 
     @property
     def overlap(self) -> float:

@@ -25,7 +25,8 @@ Side = Literal["pre", "post"]
 class Site:
     """One site: where, and what multiplies there.
 
-    ``hidden`` says whether it is one of the paper's hidden sites.
+    ``hidden`` says whether it is one of the paper's hidden sites. With a ``prior_std`` the numbers
+    are drawn around trainable means at every pass; their law is that of the means at the start.
     """
 
     layer: str
@@ -36,6 +37,12 @@ class Site:
     trainable: bool = True
     fresh: bool = False
     hidden: bool = True
+    prior_std: float | None = None
+
+    @property
+    def random(self) -> bool:
+        """Whether every pass has numbers of its own."""
+        return self.fresh or self.prior_std is not None
 
 
 @dataclass(frozen=True)

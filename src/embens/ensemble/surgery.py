@@ -19,7 +19,7 @@ from embens import reading
 from embens.ensemble import storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.heads import InputHeads
-from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
+from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Stochastic
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
@@ -110,7 +110,8 @@ def _modulations(
         layer = layers[site.layer]
         owner = site_module(site.layer, layers)
         key = site.kind if owner == site.layer else f"{site.layer.rpartition('.')[2]}_{site.kind}"
-        found.setdefault(owner, {})[key] = Modulation(
+        kind = Modulation if site.prior_std is None else Stochastic
+        found.setdefault(owner, {})[key] = kind(
             site, plan.members, next(layer.parameters()), generator
         )
     return found

@@ -155,7 +155,9 @@ class Recorder:
         seen: list[Any] = []
 
         def scale(numbers: Modulation | None, value: Tensor, product: Tensor, source: Any) -> None:
-            if numbers is None or id(numbers.values) not in self._structured:
+            if numbers is None or len(numbers.tensors()) > 1:
+                return
+            if id(numbers.values) not in self._structured:
                 return
             edge = torch.autograd.graph.get_gradient_edge(product)
             shape = (numbers.size * numbers.repeat, *(1,) * spatial_axes(module.plain_layer))

@@ -31,7 +31,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
-from embens.ensemble.layers import Modulated, Modulation, Once
+from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.own import Own
 from embens.ensemble.plain import without_members
@@ -149,6 +149,11 @@ def _sequence(module: nn.Module, state: State) -> State:
 
 @propagate.register(Modulated)
 def _(module: Modulated, state: State) -> State:
+    if isinstance(module.pre or module.post, Stochastic):
+        raise TypeError(
+            f"the modulations of {describe(module.inner(), state.path)} are drawn anew at each "
+            "pass around trainable means, so outputs have no limit; take batch_ensemble for it."
+        )
     return affine(module.inner(), state, module.post).replace(pre=module.pre)
 
 
