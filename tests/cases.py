@@ -164,6 +164,20 @@ class Tied(nn.Module):
         return self.output(torch.tanh(self.core(self.embedding(tokens))))
 
 
+class Recurrent(nn.Module):
+    """An Embedding, an LSTM whose output and state are both used, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.core = nn.LSTM(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output, (hidden, _) = self.core(self.embedding(tokens))
+        return self.head(output.mean(1) + hidden[-1])
+
+
 def _mlp() -> nn.Module:
     layers = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.GELU(), nn.Linear(6, 3)]
     return nn.Sequential(*layers)

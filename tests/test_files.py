@@ -1,12 +1,16 @@
 import multiprocessing
 import os
+import random
 import stat
 import threading
+import tracemalloc
 
+import killing
+import mutated
 import pytest
 import torch
 
-from embens.files import Format, locked, read_tensors, write_atomically, write_tensors
+from embens.files import Format, Refused, locked, read_tensors, write_atomically, write_tensors
 
 
 @pytest.fixture
@@ -188,3 +192,40 @@ def test_the_lock_of_a_process_that_died_is_free(path):
     assert path.read_text().startswith(f"process {process} on")
     with locked(path, "this"):
         assert path.read_text().startswith(f"process {os.getpid()} on")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.parametrize(("work", "step"), [("kernel_npz", 25), ("fit", 50)])
+def test_work_that_is_killed_at_a_write_and_run_again_ends_with_the_same_bits(work, step, tmp_path):
+    assert killing.kills("killed", work, tmp_path, step) >= 3
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.parametrize(
+    ("work", "least"), [("kernel_npz", 100), ("kernel_zarr", 100), ("fit", 150), ("grid", 15)]
+)
+def test_work_that_is_killed_at_every_write_ends_with_the_same_bits(work, least, tmp_path):
+    assert killing.kills("killed", work, tmp_path, 1) >= least
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", mutated.KINDS)
+def test_a_mutated_file_is_refused_or_has_the_same_contents(kind, count, tmp_path):
+    read, paths = mutated.KINDS[kind](tmp_path)
+    expected, generator = read(), random.Random(kind)
+    refused = 0
+    for _ in range(count):
+        path = generator.choice(paths)
+        content = path.read_bytes()
+        path.write_bytes(mutated.mutate(content, generator))
+        tracemalloc.start()
+        try:
+            assert mutated.same(read(), expected), path
+        except ValueError as error:
+            refused += type(error) in (Refused, ValueError)  # any other is foreign
+        assert tracemalloc.get_traced_memory()[1] < 2**29
+        tracemalloc.stop()
+        path.write_bytes(content)
+    assert refused > count / 2
+    assert not mutated.EXECUTED

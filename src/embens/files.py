@@ -167,8 +167,9 @@ def write_tensors(
         place = tensor.untyped_storage().data_ptr()
         kept[name] = tensor.clone() if place in places else tensor  # tied weights
         places.add(place)
-    text = json.dumps({"format": kind.name, "version": kind.version, **header})
-    write_atomically(path, save(kept, {"embens": text, "sha256": checksum(text, kept)}))
+    header = {"format": kind.name, "version": kind.version, **header}
+    header["sha256"] = checksum(json.dumps(header), kept)
+    write_atomically(path, save(kept, {"embens": json.dumps(header)}))
 
 
 def read_tensors(
@@ -188,10 +189,9 @@ def read_tensors(
         except SafetensorError as error:
             reason = f"(truncated, or another format): {error}"
             raise Refused(f"{path.name} is not a whole safetensors file {reason}") from None
-        text = metadata.get("embens", metadata.get("embens_estimator", "{}"))
-        header = json.loads(text)
+        header = json.loads(metadata.get("embens", metadata.get("embens_estimator", "{}")))
         check_header(path.name, header, kind)
-        if metadata.get("sha256") != checksum(text, tensors):
+        if header.pop("sha256", None) != checksum(json.dumps(header), tensors):
             raise Refused(f"{path.name} is damaged: header and tensors have another checksum")
     return header, tensors
 

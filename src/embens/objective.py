@@ -51,8 +51,9 @@ def objective(
         criterion: a function of ``(outputs, target)`` of one member; a vector of losses is
             averaged. None: cross-entropy for whole numbers (-100: a row to leave out) and for rows
             of probabilities, squared error for other numbers. Targets ``(n,)`` meet outputs
-            ``(n, 1)`` row by row in all losses of torch. One with an attribute ``over_members = True`` is called once,
-            with the outputs of all members, and returns ``(member, batch, …)``.
+            ``(n, 1)`` row by row in all losses of torch. One with an attribute
+            ``over_members = True`` is called once, with the outputs of all members, and returns
+            ``(member, batch, …)``.
         batch: how the ensemble was called. "same": all members have the target; "own": the target
             has the members first as well; "split": outputs are ``(batch, …)`` and member a's loss
             is the mean over its rows a, a + M, ….

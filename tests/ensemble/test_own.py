@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -111,3 +114,145 @@ def test_stacks_start_from_the_module_and_tied_ones_are_one():
     one, other = (Own(m, OwnTensors("", ("weight",)), 3, stacks=stacks) for m in (first, second))
     assert one.module.weight is other.module.weight
     assert torch.equal(one.module.weight[2], weight)
+
+
+# State of a module's own: one for every member
+
+
+class Centred(nn.Module):
+    """Keeps a running mean, by assignment or in place, and says what it gave last."""
+
+    def __init__(self, in_place: bool = False, grows: bool = False):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+        self.in_place, self.grows, self.shown = in_place, grows, None
+
+    def forward(self, x):
+        if self.grows:
+            self.mean = torch.cat([self.mean, x.detach().mean(0)])[:10]
+        elif self.in_place:
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+        else:
+            self.mean = 0.5 * self.mean + x.detach().mean(0)
+        self.shown = y = x - self.mean[:5]
+        return y
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.history = 0, []
+
+    def forward(self, x):
+        x = x + sum(self.history) / (1 + self.calls)
+        self.calls += 1
+        self.history.append(x.detach())
+        self.last = x if not hasattr(self, "last") else x + 0.1 * self.last.detach()
+        return self.last
+
+
+class Followed(nn.Module):
+    """Has a module inside whose state it moves on by a method, not by a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.inside, self.b = nn.Linear(3, 5), Followed.Inside(), nn.Linear(5, 2)
+
+    def forward(self, x):
+        x = torch.tanh(self.a(x))
+        self.inside.follow(x.detach())
+        return self.b(x - self.inside.mean)
+
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(5))
+
+        def follow(self, x):
+            self.mean = 0.5 * self.mean + x.mean(0)
+
+
+def around(inside: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), inside, nn.Linear(5, 2))
+
+
+def spectral(norm) -> nn.Module:
+    layers = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    for i in (0, 2):
+        layers[i] = norm(layers[i])
+        with torch.no_grad():  # so that each step of the power iteration shows
+            u = next(b for n, b in layers[i].named_buffers() if n.endswith("_u"))
+            u.copy_(nn.functional.normalize(torch.randn(u.shape), dim=0))
+    return layers
+
+
+STATEFUL = {
+    "assigned": lambda: around(Centred()),
+    "in place": lambda: around(Centred(in_place=True)),
+    "attributes": lambda: around(Remembering()),
+    "a method": Followed,
+    "spectral norm": lambda: spectral(nn.utils.parametrizations.spectral_norm),
+    "spectral norm by a hook": lambda: spectral(nn.utils.spectral_norm),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the forward assigns", "ignore:this network can't run several")
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.spectral_norm. is now:FutureWarning")
+@pytest.mark.parametrize("case", STATEFUL)
+def test_what_a_module_keeps_belongs_to_each_member_whatever_the_chunk(case):
+    torch.manual_seed(0)
+    reference = STATEFUL[case]().double().train()
+    ensemble = embens.batch_ensemble(reference, 4)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    for chunk in (1, 2, 3, 4):
+        running = copy.deepcopy(ensemble)
+        members = [ensemble.member(a) for a in range(4)]
+        for _ in range(3):
+            outputs = running(x, chunk=chunk)
+            expected = torch.stack([member(x) for member in members])
+            torch.testing.assert_close(outputs, expected)
+        outputs.sum().backward()
+        again = copy.deepcopy(running)(x, chunk=1)
+        alone = torch.stack([running.member(a)(x) for a in range(4)])
+        torch.testing.assert_close(again, alone)
+        torch.testing.assert_close(again, running(x, chunk=chunk))
+
+
+def test_a_running_buffer_of_a_users_module_is_saved_for_each_member(tmp_path):
+    reference = nn.Sequential(nn.Linear(3, 5), Centred(), nn.Linear(5, 2))
+    with pytest.warns(
+        UserWarning, match="the forward assigns '1.shown' and leaves it for others to read"
+    ):
+        ensemble = embens.batch_ensemble(reference, 4)
+    x = torch.randn(6, 3)
+    ensemble(x)
+    assert ensemble.network[1].mean.shape == (4, 5)
+    ensemble.save(tmp_path / "e.safetensors")
+    loaded = embens.load(tmp_path / "e.safetensors", reference)
+    torch.testing.assert_close(loaded(x), ensemble(x))
+
+
+def test_attributes_that_a_forward_keeps_are_named_and_members_run_one_by_one():
+    with pytest.warns(UserWarning, match=r"assigns '2.calls', '2.history', '2.last' and reads"):
+        ensemble = embens.batch_ensemble(around(Remembering()), 3)
+    assert "keeps '2.calls'" in repr(ensemble)
+    pickle.loads(pickle.dumps(ensemble))
+
+
+@pytest.mark.filterwarnings("ignore:the forward assigns", "ignore:this network can't run several")
+def test_a_running_buffer_that_changes_its_shape_is_refused():
+    ensemble = embens.batch_ensemble(around(Centred(grows=True)), 3)
+    for chunk in (1, 3):
+        with pytest.raises(ValueError, match=r"'mean' of a Centred went from shape \(5,\) to \(10"):
+            ensemble(torch.randn(6, 3), chunk=chunk)
+
+
+@pytest.mark.filterwarnings("ignore:the forward assigns")
+def test_what_a_module_before_the_first_modulation_keeps_is_one_for_all_members():
+    reference = nn.Sequential(nn.Linear(3, 5), Centred(), nn.Tanh(), nn.Linear(5, 2))
+    ensemble = embens.last_layer_dropout(reference, 3)
+    x = torch.randn(6, 3)
+    for chunk in (1, 3):
+        ensemble(x, chunk=chunk)
+        reference(x)
+    torch.testing.assert_close(ensemble.network[1].mean, reference[1].mean)

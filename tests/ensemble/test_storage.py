@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import pickle
@@ -293,3 +294,89 @@ def test_a_saved_file_has_the_permissions_of_any_new_file(path, tmp_path):
     path.chmod(0o640)
     embens.batch_ensemble(mlp(), 2).save(path)
     assert path.stat().st_mode & 0o777 == 0o640
+
+
+def small_file(case, family, path):
+    """Return a reference, an ensemble with other members' numbers, and its outputs."""
+    torch.manual_seed(0)
+    reference, x = case.build(), case.inputs(torch.Generator().manual_seed(0))
+    ensemble = family(reference)
+    with torch.no_grad():
+        for parameter in ensemble.individual_parameters():
+            parameter.add_(0.1)
+    ensemble.train()(x)  # running statistics, also of what members share
+    ensemble.eval().save(path, shared=False)
+    return reference, ensemble, x
+
+
+SMALL = {**FAMILIES, "mimo": lambda r: embens.mimo(r, 3)}
+SMALL.pop("fresh masks")
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in ARCHITECTURES if c.name in ("mlp", "residual", "transformer")], ids=str
+)
+@pytest.mark.parametrize("family", SMALL.values(), ids=SMALL)
+def test_members_numbers_alone_are_joined_to_the_same_reference_again(case, family, path):
+    reference, ensemble, x = small_file(case, family, path)
+    loaded = embens.load(path, reference).eval()
+    assert loaded.plan == ensemble.plan
+    for a, b in zip(loaded.state_dict().items(), ensemble.state_dict().items(), strict=True):
+        assert a[0] == b[0]
+        assert torch.equal(a[1], b[1])
+    assert torch.equal(loaded(x), ensemble(x))
+    shared = {id(p) for p in ensemble.shared_parameters()}
+    state = ensemble.state_dict(keep_vars=True).items()
+    kept = read_tensors(path, storage.FORMAT)[1].keys()
+    assert kept == {name for name, tensor in state if id(tensor) not in shared}
+    if not shared:
+        return
+    other = copy.deepcopy(reference)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.flatten()[-1:].add_(1e-3)
+    with pytest.raises(ValueError, match=r"other weights.*checkpoint"):
+        embens.load(path, other)
+
+
+def test_a_file_of_members_numbers_is_small_and_trained_members_of_a_frozen_network_fit(path):
+    reference = embens.networks.mlp(8, 128, 3, 2).requires_grad_(False)
+    ensemble = embens.batch_ensemble(reference, 4)
+    x, y = torch.randn(40, 8), torch.arange(40) % 2
+    embens.fit(ensemble, (x, y), epochs=2, lr=0.05)
+    ensemble.save(path, shared=False)
+    assert path.stat().st_size < 0.25 * sum(p.nbytes for p in reference.parameters())
+    assert torch.equal(embens.load(path, reference)(x), ensemble(x))
+
+
+def test_shared_weights_that_were_trained_do_not_fit_the_reference_of_before(path):
+    reference = mlp()
+    ensemble = embens.batch_ensemble(reference, 3)
+    x, y = torch.randn(40, 3), torch.arange(40) % 2
+    embens.fit(ensemble, (x, y), epochs=1)
+    ensemble.save(path, shared=False)
+    with pytest.raises(ValueError, match=r"other weights \('network.*save the whole ensemble"):
+        embens.load(path, reference)
+    with pytest.raises(ValueError, match="other weights"):
+        embens.load(path, mlp().double())
+    with pytest.raises(ValueError, match="the reference has no module"):
+        embens.load(path, nn.Sequential(nn.Linear(3, 6)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header.update(shared=7),
+        lambda header: header["shared"].popitem(),
+        lambda header: header["shared"].update(surprise="0"),
+        lambda header: header.pop("shared"),
+    ],
+)
+def test_tampered_fingerprints_are_refused(path, change):
+    reference = mlp()
+    embens.batch_ensemble(reference, 3).save(path, shared=False)
+    header, tensors = read_tensors(path, storage.FORMAT)
+    change(header)
+    write_tensors(path, storage.FORMAT, header, tensors)
+    with pytest.raises(ValueError, match=r"weights|read|no tensor"):
+        embens.load(path, reference)

@@ -234,10 +234,10 @@ def test_trees_work_in_loaders_data_sets_validation_and_metrics():
         return metrics.nll(outputs["label"], target[0])
 
     found = []
-    for data in (DataLoader(rows, 16), problem.Pairs(*zip(*rows, strict=True)), Passing(rows)):
+    for rowwise in (DataLoader(rows, 16), problem.Pairs(*zip(*rows, strict=True)), Passing(rows)):
         ensemble = embens.batch_ensemble(Heads(), 3, generator=torch.Generator().manual_seed(1))
         options = {"criterion": both, "metric": metric, "maximise": False, "batch_size": 16}
-        history = fit(ensemble, data, data, epochs=2, **options)
+        history = fit(ensemble, rowwise, rowwise, epochs=2, **options)
         assert history.epochs[-1]["metric"] > 0
         found.append(problem.weights(ensemble))
     assert set(seen) == {((3, 60, 3), (3, 60, 1), (60,))}
@@ -384,5 +384,5 @@ def test_nothing_to_train_or_validate_on_is_said(where, empty):
 
 
 def test_an_iterator_that_is_used_up_is_said():
-    with pytest.raises(ValueError, match="the loader gave none. An iterator can be used once"):
+    with pytest.raises(ValueError, match=r"the loader gave none\. An iterator can be used once"):
         fit(problem.ensemble(), iter(DataLoader(TensorDataset(x, y), 16)), epochs=2)

@@ -67,8 +67,8 @@ def rows_of(path):
 def test_a_table_of_a_run_that_was_stopped_has_every_row_once(each, every, moment, tmp_path):
     path, whole = tmp_path / "log.csv", tmp_path / "whole.csv"
     options = {"checkpoint": tmp_path / "run", "every": every}
+    stopped = SETTINGS | {"criterion": stopping(moment)}
     with pytest.raises(Stop):
-        stopped = SETTINGS | {"criterion": stopping(moment)}
         fit(make(), problem.data(), **stopped, **options, callbacks=[CSV(path, each)])
     if path.exists():
         path.write_text(path.read_text() + "1,2,half a ro")
@@ -128,8 +128,8 @@ def test_the_state_of_a_callback_is_in_the_checkpoints(tmp_path):
         def load_state_dict(self, state):
             self.steps = state["steps"]
 
+    stopped = SETTINGS | {"criterion": stopping(31)}
     with pytest.raises(Stop):
-        stopped = SETTINGS | {"criterion": stopping(31)}
         fit(make(), problem.data(), **stopped, checkpoint=tmp_path, every=3, callbacks=[Counting()])
     counting = Counting()
     fit(make(), problem.data(), **SETTINGS, checkpoint=tmp_path, every=3, callbacks=[counting])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -129,8 +130,10 @@ def test_what_can_not_be_chosen_from_is_refused():
     fresh = embens.mc_dropout(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), 3, fresh=True)
     with pytest.raises(ValueError, match="drawn anew"):
         embens.select(fresh, (x, y))
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(ValueError, match="NaN in rows"):
         embens.select(ensemble, (x * float("nan"), y))
+    with pytest.raises(ValueError, match="NaN for every choice"):
+        embens.select(ensemble, (x, y), metric=lambda o, t: math.nan, maximise=True)
 
 
 def test_a_choice_is_saved_with_the_ensemble_and_has_no_limit_if_members_are_repeated(tmp_path):

@@ -255,11 +255,11 @@ def test_the_divergence_from_a_prior_is_added_for_each_row(chunk, loaded):
     torch.manual_seed(0)
     mine, theirs = (embens.rank1(problem.reference(), 3) for _ in range(2))
     theirs.load_state_dict(mine.state_dict())
-    noise = {id(m): torch.randn_like(m.values) for m in mine.individuals.values()}
     for one, other in zip(mine.individuals.values(), theirs.individuals.values(), strict=True):
+        noise = torch.randn_like(one.values)
         for module in (one, other):  # the same in every pass
             module.__class__ = type("Fixed", (type(one),), {"draw": property(lambda m: m.fixed)})
-            module.fixed = lambda numbers=noise[id(one)]: numbers
+            module.fixed = lambda noise=noise: noise
     data = DataLoader(TensorDataset(x, y), 24) if loaded else (x, y)
     fit(
         mine, data, epochs=1, batch_size=24, lr=0.1, chunk=chunk, optimizer=partial(torch.optim.SGD)

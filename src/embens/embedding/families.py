@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from embens import laws, reading
-from embens.checks import check_choice, check_members, check_number, closest
+from embens.checks import check_choice, check_members, check_number, closest, suggest
 from embens.embedding.sharing import (
     Sharing,
     may_overwrite,
@@ -56,6 +56,7 @@ from embens.laws import Law
 _NORMAL = laws.Normal()
 
 
+@suggest()
 def embed(
     reference: nn.Module,
     members: int = 8,
@@ -201,7 +202,7 @@ def _warn_unknown(reference: nn.Module) -> None:
             f"members do not differ in {names}: layers of type {', '.join(kinds)} are not known. "
             "Make them known with embens.register_layer(kind, channels), where channels(layer) "
             "returns how many channels a layer takes and gives.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -209,6 +210,7 @@ def _is_checkpointing(word: str) -> bool:
     return word in ("checkpoint", "checkpoint_sequential") or "checkpointing" in word
 
 
+@suggest()
 def batch_ensemble(
     reference: nn.Module,
     members: int = 8,
@@ -242,6 +244,7 @@ def batch_ensemble(
     )
 
 
+@suggest()
 def mc_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -277,6 +280,7 @@ def mc_dropout(
     )
 
 
+@suggest()
 def last_layer_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -303,6 +307,7 @@ def last_layer_dropout(
     )
 
 
+@suggest()
 def rank1(
     reference: nn.Module,
     members: int = 4,
@@ -316,10 +321,10 @@ def rank1(
 
     Every number of :math:`u` and :math:`v` is :math:`N(\mu, \sigma^2)`, with :math:`\mu` and
     :math:`\sigma` of each member's own, drawn anew at every pass, in evaluation too, from the
-    global generator as fresh masks are. Their prior is :math:`N(1, s^2)` with ``prior_std`` :math:`s`;
-    ``ensemble.kl()`` is the divergence from it, which ``fit`` adds to the objective, divided by the
-    number of rows. ``member(a)`` is the network at its means. For the other arguments see
-    :func:`embed`.
+    global generator as fresh masks are. Their prior is :math:`N(1, s^2)` with ``prior_std``
+    :math:`s`; ``ensemble.kl()`` is the divergence from it, which ``fit`` adds to the objective,
+    divided by the number of rows. ``member(a)`` is the network at its means. For the other
+    arguments see :func:`embed`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -340,6 +345,7 @@ def rank1(
     return operate(reference, plan, generator)
 
 
+@suggest()
 def low_rank(
     reference: nn.Module,
     members: int = 8,
@@ -392,6 +398,7 @@ def low_rank(
     return operate(reference, replace(plan, frozen=shared == "frozen"), generator)
 
 
+@suggest()
 def independent(
     reference: nn.Module,
     members: int = 8,
@@ -432,6 +439,7 @@ def independent(
     return _build(reference, plan, [""], initialise, generator)
 
 
+@suggest()
 def mimo(
     reference: nn.Module,
     members: int = 4,

@@ -11,7 +11,7 @@ those of the input; after it every sample has a row for each member.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -129,14 +129,13 @@ class Sharing:
 
     def _own_running(self, statistics: str, affine: str) -> Iterable[OwnTensors]:
         """Yield the norm layers, and other modules with running buffers, that differ by member."""
-        state, stateful, before = self.flow.state, set(), None
+        state, places, before = self.flow.state, set(), None
         untouched: list[str] = []
-        while stateful != before:  # what a module keeps may differ by what another one keeps
-            shareable, before = self._shareable(stateful | set(self.own)), stateful
+        while places != before:  # what a module keeps may differ by what another one keeps
+            shareable, before = self._shareable({*self.own, *(name for name, _ in places)}), places
             untouched = [n for n, random in shareable.items() if not random]
             untouched = [n for n in untouched if n not in self.carriers]
             places = {p for p in state.buffers | state.kept if not is_within(p[0], untouched)}
-            stateful = {name for name, _ in places}
         self.kept = tuple(sorted(".".join(p).lstrip(".") for p in places & state.kept))
         for name, module in self.modules.items():
             norm, apart = isinstance(module, reading.NORMS), not is_within(name, untouched)
@@ -260,29 +259,26 @@ class Sharing:
         return any(t.startswith("random") for tokens in drawn for t in tokens)
 
 
+_KEPT = (
+    "reads what it has kept there, which is not saved with the ensemble. After the first "
+    "modulation every member keeps its own, so that members run one after another. Make it a "
+    "buffer (register_buffer), or an input and an output."
+)
+_LEFT = (
+    "leaves it for others to read: after a pass it is that of the members that ran last. Return "
+    "it from the forward to have it for all members."
+)
+
+
 def warn_state(sharing: Sharing) -> None:
     """Name the attributes that the code keeps, or leaves for others to read."""
-    left = [p for p in sharing.flow.state.left if not is_within(p[0], sharing.once)]
-    left = sorted(".".join(p).lstrip(".") for p in left)
-    kept = sorted(".".join(p).lstrip(".") for p in sharing.flow.state.kept)
-    if kept:
-        warnings.warn(
-            f"the forward assigns {_listed(kept)} and reads what it has kept there, which is not "
-            "saved with the ensemble. After the first modulation every member keeps its own, so "
-            "that members run one after another. Make it a buffer (register_buffer), or an input "
-            "and an output.",
-            stacklevel=4,
-        )
-    if left:
-        warnings.warn(
-            f"the forward assigns {_listed(left)}, for others to read: after a pass it is that of "
-            "the members that ran last. Return it from the forward to have it for all members.",
-            stacklevel=4,
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:6])) + (", …" if len(names) > 6 else "")
+    state = sharing.flow.state
+    left = {p for p in state.left if not is_within(p[0], sharing.once)}
+    for places, text in ((state.kept, _KEPT), (left, _LEFT)):
+        names = [repr(".".join(p).lstrip(".")) for p in sorted(places)]
+        if names:
+            shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
+            warnings.warn(f"the forward assigns {shown} and {text}", stacklevel=4)
 
 
 def plan_overwriting(

@@ -360,5 +360,5 @@ def warn_guesses(flow: Flow) -> None:
             "the data flow of the reference could not be read in full; guessed: "
             + "; ".join(dict.fromkeys(flow.guesses))
             + ". To be sure, pass example_input=x (a batch, or a tuple of arguments).",
-            stacklevel=4,
+            stacklevel=6,
         )

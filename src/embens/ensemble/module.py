@@ -417,9 +417,26 @@ class EmbeddedEnsemble(nn.Module):
         """Write all members to one ONNX file, outputs as here; see :func:`embens.to_onnx`."""
         return to_onnx(self, path, example, batch_axis=batch_axis)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the ensemble to one file, masks and laws included; see :func:`embens.load`."""
-        storage.write(path, self.plan, self.state_dict())
+    def save(self, path: str | os.PathLike[str], *, shared: bool = True) -> None:
+        """Write the ensemble to one file, masks and laws included; see :func:`embens.load`.
+
+        With ``shared=False`` without the parameters that members share, for a network that stays
+        as it was: loading takes them from the reference, and refuses one with other weights.
+        """
+        if shared:
+            storage.write(path, self.plan, self.state_dict())
+        else:
+            common, rest = self.state_parts()
+            storage.write(path, self.plan, rest, common)
+
+    def state_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the shared parameters in the state, and everything else in it."""
+        common = {id(p) for p in self.shared_parameters()}
+        state = self.state_dict(keep_vars=True)
+        return (
+            {name: tensor for name, tensor in state.items() if id(tensor) in common},
+            {name: tensor for name, tensor in state.items() if id(tensor) not in common},
+        )
 
     def extra_repr(self) -> str:
         shared = sum(p.numel() for p in self.shared_parameters())

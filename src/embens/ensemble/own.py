@@ -94,7 +94,7 @@ class MemberLayer(Wrapper, Individual):
         if not self.names:
             return getattr(self.module, method)(*args, **kwargs)
         mine = {name: stack[0] for name, stack in self.now(run).items()}
-        return call_with(self.module, mine, args, kwargs, method=method)
+        return call_with(self.module, mine, args, kwargs, method)
 
     def _together(self, run: Run, x: Tensor) -> Tensor:
         """Return a layer's output for all members that run, ``(member · row, …)``."""
@@ -248,20 +248,13 @@ _ABSENT = inspect.Parameter.empty  # copied and pickled as itself
 def iterates(module: nn.Module) -> bool:
     """Return whether a module computes a weight anew at each call, perhaps from the last one."""
     hooks = module._forward_pre_hooks.values()
-    return isinstance(module, ParametrizationList) or any(
-        isinstance(h, SpectralNorm) for h in hooks
-    )
+    return isinstance(module, ParametrizationList) or SpectralNorm in map(type, hooks)
 
 
 def call_with(
-    module: nn.Module,
-    tensors: dict[str, Tensor],
-    args: tuple,
-    kwargs: dict,
-    *,
-    method: str = "__call__",
+    module: nn.Module, tensors: dict[str, Tensor], args: tuple, kwargs: dict, method="__call__"
 ) -> Any:
-    """Call a module with other tensors in place of some of its own.
+    """Call a module, or a method of it, with other tensors in place of some of its own.
 
     Unlike ``torch.func.functional_call`` it does not touch the tensors of the module, which other
     threads may be running; names may lead into modules inside it. What the code assigns stays.
@@ -275,10 +268,8 @@ def call_with(
             lent |= {n: t.clone() for n, t in tensors.items() if n in module._buffers}  # all's
         twin = _twin(module, lent)
         result = getattr(twin, method)(*args, **kwargs)
-        left, before = twin._buffers, vars(module)
-        tables = ("_parameters", "_buffers", "_modules")
-        assigned = {k: v for k, v in vars(twin).items() if v is not before.get(k, _ABSENT)}
-        before.update({k: v for k, v in assigned.items() if k not in tables})
+        left, tables = twin._buffers, ("_parameters", "_buffers", "_modules")
+        vars(module).update({k: v for k, v in vars(twin).items() if k not in tables})
     for name, given in tensors.items():
         new = left.get(name)
         if new is None or new is given:

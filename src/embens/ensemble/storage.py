@@ -3,7 +3,8 @@
 The file holds every tensor of the ensemble (the reference's weights, modulations, masks, running
 statistics), as JSON in its metadata the plan (members, sites, laws), and a checksum over both.
 Nothing in it is ever executed; loading (:func:`embens.load`) needs the reference's architecture
-from the user.
+from the user. A file without the shared parameters has their checksums instead, and needs the
+reference's weights as well.
 """
 
 from __future__ import annotations
@@ -11,28 +12,53 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from embens.ensemble.plan import Plan
-from embens.files import Format, Refused, read_tensors, refusing, write_tensors
+from embens.files import Format, Refused, checksum, read_tensors, refusing, write_tensors
 from embens.laws import Law
 
 FORMAT = Format("embens ensemble", 3)
 
 
-def write(path: str | os.PathLike[str], plan: Plan, tensors: Mapping[str, Tensor]) -> None:
-    """Write a plan and the tensors of its ensemble to one file."""
-    write_tensors(path, FORMAT, {"plan": plan.to_dict()}, tensors)
+def write(
+    path: str | os.PathLike[str],
+    plan: Plan,
+    tensors: Mapping[str, Tensor],
+    shared: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a plan and the tensors of its ensemble to one file; of shared ones the checksums."""
+    header: dict[str, Any] = {"plan": plan.to_dict()}
+    if shared is not None:
+        header["shared"] = _fingerprints(shared)
+    write_tensors(path, FORMAT, header, tensors)
 
 
 def read(
     path: str | os.PathLike[str], laws: Iterable[type[Law]] = ()
-) -> tuple[Plan, dict[str, Tensor]]:
-    """Return the plan and the tensors of a file that :func:`write` wrote."""
+) -> tuple[Plan, dict[str, Tensor], dict[str, str] | None]:
+    """Return the plan, the tensors, and the checksums of others that :func:`write` wrote."""
     header, tensors = read_tensors(path, FORMAT)
     with refusing(path):
-        return Plan.from_dict(header["plan"], laws), tensors
+        return Plan.from_dict(header["plan"], laws), tensors, header.get("shared")
+
+
+def check_shared(name: str, found: dict[str, str], shared: Mapping[str, Tensor]) -> None:
+    """Check the parameters of a reference against the checksums of a file without them."""
+    expected = _fingerprints(shared)
+    other = [key for key, _ in set(found.items()) ^ set(expected.items())]
+    if other:
+        raise Refused(
+            f"{name} holds the members' numbers alone, and the reference has other weights "
+            f"({min(other)!r}) than they were saved for. Pass the checkpoint that they belong to; "
+            "where training has changed shared weights, save the whole ensemble."
+        )
+
+
+def _fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: checksum("", {"": t.detach().cpu()}) for name, t in tensors.items()}
 
 
 def check_tensors(name: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -87,14 +87,18 @@ def load(
 
     Args:
         path: the file.
-        reference: a network of the same architecture and type; its weights are not used, and it is
-            not changed.
+        reference: a network of the same architecture and type, which is not changed. Its weights
+            are used where the file was written with ``shared=False``, and have to be the same then.
         laws: classes of laws that are defined nowhere yet, or that share a name with others.
     """
-    plan, tensors = storage.read(path, laws)
+    plan, tensors, fingerprints = storage.read(path, laws)
     with refusing(path):
         plan.check(reference, sum(t.numel() for t in tensors.values()))
         ensemble = operate(reference, plan)
+        if fingerprints is not None:
+            shared, _ = ensemble.state_parts()
+            storage.check_shared(Path(path).name, fingerprints, shared)
+            tensors = {**shared, **tensors}
         storage.check_tensors(Path(path).name, tensors, ensemble.state_dict())
         ensemble.load_state_dict(tensors)
     return ensemble

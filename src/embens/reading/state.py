@@ -50,8 +50,8 @@ def find_state(reference: nn.Module) -> State:
         start = reference.get_submodule(owner)
         for path, use in _uses(type(start), method):
             holder, (attribute, *rest) = start, path
-            while rest and isinstance(holder._modules.get(attribute), nn.Module):
-                holder, (attribute, *rest) = holder._modules[attribute], rest  # type: ignore[assignment]
+            while rest and (inner := holder._modules.get(attribute)) is not None:
+                holder, (attribute, *rest) = inner, rest
             place = (names[id(holder)], attribute)
             if use == "read" and not rest and place not in methods:
                 methods.append(place)
@@ -103,9 +103,8 @@ def _read(function: Any) -> Iterator[Use]:
         return path if path is None or isinstance(node, ast.Subscript) else (*path, node.attr)
 
     for node in nodes:  # other names for what attributes hold
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            if path := path_of(node.value):
-                known.setdefault(node.targets[0].id, path)
+        if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name):
+            known |= {name.id: path} if (path := path_of(node.value)) else {}
     inner = {id(n.value) for n in nodes if isinstance(n, (ast.Attribute, ast.Subscript))}
     for node in nodes:
         if isinstance(node, (ast.Attribute, ast.Subscript)) and id(node) not in inner:

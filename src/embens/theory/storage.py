@@ -264,7 +264,8 @@ def _read_npz(path: Path) -> tuple[Any, dict[str, np.ndarray]]:
                 shape, _, dtype = np.lib.format.read_array_header_1_0(member)
                 _check_size(path, name, shape, dtype, path.stat().st_size)
                 arrays[name] = np.empty(shape, dtype)
-                member.readinto(arrays[name].reshape(-1).data.cast("B"))
+                read: Any = member.readinto  # type: ignore[attr-defined]
+                read(arrays[name].reshape(-1).data.cast("B"))
     return header, arrays
 
 
@@ -276,9 +277,7 @@ def _read_zarr(path: Path) -> tuple[Any, dict[str, np.ndarray]]:
         array = group[name]
         if [type(codec).__name__ for codec in array.metadata.codecs] != ["BytesCodec"]:
             raise Refused(f"{path.name}: {name} is not as it was written")
-        there = sum(
-            file.stat().st_size for file in (path / name / "c").rglob("*") if file.is_file()
-        )
+        chunks = (file for file in (path / name / "c").rglob("*") if file.is_file())
         there = sum(chunk.stat().st_size for chunk in chunks)
         _check_size(path, name, array.shape, array.dtype, there)
         arrays[name] = array[...]

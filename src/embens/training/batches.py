@@ -103,7 +103,8 @@ class Shuffled:
             columns = [v.split(sizes) for v in leaves] if block > 1 else [[v] for v in leaves]
             for step, batch in enumerate(zip(*columns, strict=True)):
                 if first + step >= start:
-                    yield Minibatch(*tree_unflatten(batch, form), sizes[step], sizes[step])
+                    inputs, target = tree_unflatten(batch, form)
+                    yield Minibatch(inputs, target, sizes[step], sizes[step])
 
     def _part(self, index: Tensor) -> Minibatch:
         total = index.shape[-1]
@@ -113,7 +114,8 @@ class Shuffled:
         leaves, form = self.samples.fetch(mine.flatten())
         if self.own:
             leaves = [v.unflatten(0, mine.shape) for v in leaves]
-        return Minibatch(*tree_unflatten(leaves, form), rows, total)
+        inputs, target = tree_unflatten(leaves, form)
+        return Minibatch(inputs, target, rows, total)
 
 
 class Loaded:

@@ -1,7 +1,7 @@
 """Callbacks: objects that :func:`embens.fit` tells what happens, and two that write it down.
 
-A callback has any of ``on_step(ensemble, record)``, with the ``epoch``, the ``step`` of the run, the
-mean ``loss`` of the members and the rates; ``on_epoch(ensemble, record)``, with a row of
+A callback has any of ``on_step(ensemble, record)``, with the ``epoch``, the ``step`` of the run,
+the mean ``loss`` of the members and the rates; ``on_epoch(ensemble, record)``, with a row of
 ``history.epochs``; and ``on_end(ensemble, history)``, with what ``fit`` is about to return. A plain
 function is called as ``on_epoch``. What they draw at random does not change the run; of several
 processes only the first has callbacks. Where one has ``state_dict`` and ``load_state_dict``, its

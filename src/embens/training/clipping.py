@@ -40,7 +40,8 @@ def clip_gradients_(ensemble: EmbeddedEnsemble, bound: float, *, gamma: Gamma = 
         squares.append(square.expand(ensemble.members))
     norms = torch.stack(squares).sum(0).sqrt()
     scales = (bound / norms).clamp(max=1.0)
-    torch._foreach_mul_(shared, scales.min()) if shared else None
+    for gradient in shared:
+        gradient.mul_(scales.min())
     for gradient in own:
         gradient.mul_(scales.view(-1, *(1,) * (gradient.dim() - 1)))
     return norms

@@ -14,7 +14,7 @@ from embens import metrics
 from embens.checks import check_whole
 from embens.ensemble import EmbeddedEnsemble
 from embens.objective import default_criterion, squared_error
-from embens.prediction import evaluating
+from embens.prediction import predict
 from embens.training.batches import validation_batches
 from embens.training.settings import Metric, more_is_better
 
@@ -80,19 +80,15 @@ def select(
     return ensemble.subset(last[1])
 
 
-@torch.no_grad()
 def _run(ensemble: EmbeddedEnsemble, data: Any, batch_size: int) -> tuple[Tensor, Tensor]:
     """Return the outputs of all members and the targets, in double precision."""
-    device = next(ensemble.parameters()).device
     outputs, targets = [], []
-    with evaluating(ensemble):
-        for inputs, target in validation_batches(data, batch_size)():
-            moved = (x.to(device) if isinstance(x, Tensor) else x for x in inputs)
-            outputs.append(ensemble(*moved))
-            targets.append(target)
+    for batch in validation_batches(data, batch_size).epoch(0):
+        outputs.append(predict(ensemble, batch.inputs, batch_size=batch.rows).members)
+        targets.append(batch.target)
     if not all(isinstance(v, Tensor) for v in (*outputs, *targets)):
         raise TypeError("select expects a network that returns one tensor, and one target of each")
-    target = torch.cat(targets).to(device)
+    target = torch.cat(targets)
     return torch.cat(outputs, 1).double(), target.double() if target.is_floating_point() else target
 
 

@@ -105,7 +105,9 @@ class Trainer:
         half = settings.autocast == torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type) if half else None
         # A graph for each shape: which one runs must not depend on those that ran before.
-        self.forward = torch.compile(ensemble, dynamic=False) if settings.compile else ensemble
+        self.forward: Callable = ensemble
+        if settings.compile:
+            self.forward = torch.compile(lambda *a, **k: ensemble(*a, **k), dynamic=False)
         self.criterion = settings.criterion
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
@@ -332,8 +334,8 @@ class Trainer:
             return
         criterion, good = self.criterion, torch.ones(samples.size, dtype=torch.bool)
         good[suspects] = False
-        some = good.nonzero().flatten()[: batches.batch_size]  # a criterion may need rows to count
-        for rows in suspects.split(batches.batch_size):
+        some = good.nonzero().flatten()[: self.settings.batch_size]  # for a criterion to count
+        for rows in suspects.split(self.settings.batch_size):
             inputs, target = map(
                 self._move, tree_unflatten(*samples.fetch(torch.cat([rows, some])))
             )

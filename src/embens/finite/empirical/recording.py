@@ -30,6 +30,7 @@ from embens import networks
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation, is_linear_in_parameters
 from embens.ensemble.lowrank import LowRank
+from embens.ensemble.recurrent import ModulatedRecurrent
 from embens.finite.empirical.terms import Affine, Lookup, Scale, Term
 from embens.reading import NORMS
 from embens.reading.layers import spatial_axes
@@ -125,7 +126,7 @@ class Recorder:
         layers = [m for m in modules if id(m) not in built and _is_known(m)]  # before our hooks
         with ExitStack() as stack:
             for module in modules:
-                if isinstance(module, Modulated):
+                if isinstance(module, Modulated) and not isinstance(module, ModulatedRecurrent):
                     for handle in self._watch_modulated(module):
                         stack.callback(handle.remove)
             for module in layers:
