@@ -9,9 +9,11 @@ from embens.embedding.families import (
     embed,
     independent,
     last_layer_dropout,
+    low_rank,
     masksembles,
     mc_dropout,
     mimo,
+    rank1,
 )
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import to_onnx
@@ -40,6 +42,7 @@ __all__ = [
     "last_layer_dropout",
     "laws",
     "load",
+    "low_rank",
     "masksembles",
     "mc_dropout",
     "metrics",
@@ -47,6 +50,7 @@ __all__ = [
     "networks",
     "objective",
     "predict",
+    "rank1",
     "register_layer",
     "select",
     "theory",

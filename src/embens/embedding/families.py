@@ -20,7 +20,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from embens.embedding.sites import (
     Trainable,
     check_reference,
     choose_first,
+    choose_low_rank,
     choose_own,
     choose_sites,
     is_within,
@@ -48,7 +49,7 @@ from embens.embedding.sites import (
 )
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
-from embens.ensemble.plan import Folding, Heads, OwnTensors, Plan, Site
+from embens.ensemble.plan import Folding, Heads, LowRankSite, OwnTensors, Plan, Site
 from embens.ensemble.surgery import operate
 from embens.laws import Law
 
@@ -145,7 +146,7 @@ def _plan(
     reference: nn.Module,
     flow: reading.Flow,
     members: int,
-    sites: tuple[Site, ...],
+    differing: tuple[Site | LowRankSite, ...],
     own: tuple[str, ...],
     *,
     family: str,
@@ -154,18 +155,22 @@ def _plan(
     recompute: bool | None = None,
 ) -> Plan:
     """Return the plan for these sites and these layers of the members' own."""
+    sites = tuple(s for s in differing if isinstance(s, Site))
+    low_rank = tuple(s for s in differing if isinstance(s, LowRankSite))
     if recompute is None:
         recompute = reading.mentions(reference, _is_checkpointing)
     sharing = Sharing(
-        *(reference, flow, sites, own), drawn=drawn, statistics=norms[0], affine=norms[1]
+        *(reference, flow, differing, own), drawn=drawn, statistics=norms[0], affine=norms[1]
     )
     warn_state(sharing)
     layers, modules = reading.parameter_layers(reference), dict(reference.named_modules())
     widths, input_channels = measure_widths(layers, flow, sharing.tokens)
+    changed = {n: modules[n] for n in (*sharing.own, *sharing.weights)}
     return Plan(
         family=family,
         members=members,
         sites=sites,
+        low_rank=low_rank,
         own=tuple(sharing.own.values()),
         own_last=drawn and all(is_within(n, own) for n in flow.last),
         shared=() if recompute else sharing.shared(),
@@ -174,7 +179,7 @@ def _plan(
         random=sharing.random(),
         overwriting=plan_overwriting(flow, sites, modules),
         copies=may_overwrite(flow, modules),
-        not_collapsible=why_not_collapsible(flow, sites, {n: modules[n] for n in sharing.own}),
+        not_collapsible=why_not_collapsible(flow, sites, changed),
         recompute=recompute,
         widths=widths,
         input_channels=input_channels,
@@ -340,6 +345,97 @@ def last_layer_dropout(
         generator=generator,
         family="last_layer_dropout",
     )
+
+
+@suggest()
+def rank1(
+    reference: nn.Module,
+    members: int = 4,
+    prior_std: float = 0.1,
+    *,
+    sites: Sites = "hidden",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    r"""Embed a rank-1 Bayesian network: modulations that every pass draws around trainable means.
+
+    Every number of :math:`u` and :math:`v` is :math:`N(\mu, \sigma^2)`, with :math:`\mu` and
+    :math:`\sigma` of each member's own, drawn anew at every pass, in evaluation too, from the
+    global generator as fresh masks are. Their prior is :math:`N(1, s^2)` with ``prior_std``
+    :math:`s`; ``ensemble.kl()`` is the divergence from it, which ``fit`` adds to the objective,
+    divided by the number of rows. ``member(a)`` is the network at its means. For the other
+    arguments see :func:`embed`.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble, x = rank1(net), torch.ones(2, 4)
+        >>> bool((ensemble(x) == ensemble(x)).all()), bool(ensemble.kl() > 0)
+        (False, True)
+    """
+    layers = check_reference(reference)
+    check_members(members)
+    check_number("prior_std", prior_std, "finite and positive", lambda std: std > 0)
+    flow = reading.read(reference, example_input)
+    law = laws.Normal(1.0, prior_std)
+    chosen = choose_sites(layers, flow, law, law, sites, trainable=True, fresh=False)
+    warn_guesses(flow)
+    _warn_unknown(reference)
+    chosen = tuple(replace(site, prior_std=prior_std) for site in chosen)
+    plan = _plan(reference, flow, members, chosen, (), family="rank1")
+    return operate(reference, plan, generator)
+
+
+@suggest()
+def low_rank(
+    reference: nn.Module,
+    members: int = 8,
+    *,
+    rank: int = 4,
+    kind: Literal["multiplicative", "additive"] = "multiplicative",
+    shared: Literal["trained", "frozen"] = "trained",
+    scale: float | None = None,
+    sites: Sites = "all",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    r"""Embed members whose weights differ by matrices of low rank; biases are shared.
+
+    Args:
+        reference: any module; copied, never changed, its weights are kept.
+        members: how many.
+        rank: of the matrices; at most the size of a layer. The sizes of first and last layers
+            follow from the data: where one is smaller, it has its full rank.
+        kind: "multiplicative": :math:`W_a = W \circ (1 + B_a A_a)`, which holds BatchEnsemble;
+            "additive": :math:`W_a = W + B_a A_a`, as in LoRA, with :math:`\alpha = r` (another
+            :math:`\alpha / r` is another ``modulation_lr``).
+        shared: "frozen": only the members' numbers are trained.
+        scale: the standard deviation of :math:`B_a A_a` at the start, for the additive kind
+            relative to the root mean square of :math:`W`. 0: :math:`B_a` is 0, and members begin as
+            the reference and part in training, because :math:`A_a` is drawn for each. None: 0.5,
+            and 0 for the additive kind.
+        sites: the layers, as for :func:`embed`.
+        example_input: as for :func:`embed`.
+        generator: draws the matrices.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = low_rank(net, members=5, rank=2, kind="additive", shared="frozen")
+        >>> ensemble(torch.zeros(2, 4)).shape, len(list(ensemble.individual_parameters()))
+        (torch.Size([5, 2, 3]), 4)
+    """
+    layers = check_reference(reference)
+    check_members(members)
+    check_choice("kind", kind, ("multiplicative", "additive"))
+    check_choice("shared", shared, ("trained", "frozen"))
+    if scale is None:
+        scale = 0.5 if kind == "multiplicative" else 0.0
+    check_number("scale", scale, "finite and not negative", lambda std: std >= 0)
+    flow = reading.read(reference, example_input)
+    chosen = choose_low_rank(layers, flow, sites, LowRankSite("", rank, kind, scale))
+    warn_guesses(flow)
+    _warn_unknown(reference)
+    plan = _plan(reference, flow, members, chosen, (), family="low_rank")
+    return operate(reference, replace(plan, frozen=shared == "frozen"), generator)
 
 
 @suggest()

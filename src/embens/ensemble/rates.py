@@ -70,7 +70,7 @@ def parameter_groups(
     factor, decay_factor = shared_factors(ensemble, gamma, optimizer)
     groups = [
         {
-            "params": list(ensemble.shared_parameters()),
+            "params": [] if ensemble.plan.frozen else list(ensemble.shared_parameters()),
             "lr": lr * factor,
             "weight_decay": weight_decay * decay_factor,
             "gamma_factor": factor,

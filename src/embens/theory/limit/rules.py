@@ -32,7 +32,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
-from embens.ensemble.layers import Modulated, Modulation, Once
+from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
+from embens.ensemble.lowrank import LowRank
 from embens.ensemble.own import Own
 from embens.ensemble.plain import without_members
 from embens.networks import Parametrized
@@ -148,6 +149,11 @@ def _sequence(module: nn.Module, state: State) -> State:
 
 @propagate.register(Modulated)
 def _(module: Modulated, state: State) -> State:
+    if isinstance(module.pre or module.post, Stochastic):
+        raise TypeError(
+            f"the modulations of {describe(module.inner(), state.path)} are drawn anew at each "
+            "pass around trainable means, so outputs have no limit; take batch_ensemble for it."
+        )
     return affine(module.inner(), state, module.post).replace(pre=module.pre)
 
 
@@ -160,6 +166,15 @@ def _(module: Own, state: State) -> State:
             "its own, is not known; only Linear layers and convolutions have one."
         )
     return affine(layer, state, own="drawn" if module.drawn else "copied")
+
+
+@propagate.register(LowRank)
+def _(module: LowRank, state: State) -> State:
+    raise TypeError(
+        f"{describe(module.inner(), state.path)} differs between members by matrices of low rank, "
+        "whose limit is not known: they are no small change of an infinitely wide layer. "
+        "embens.finite has the kernels of this network."
+    )
 
 
 @propagate.register(nn.Identity)
