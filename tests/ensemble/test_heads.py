@@ -176,6 +176,48 @@ def test_the_trunk_runs_once_whatever_is_random_in_it(batch):
     assert ensemble.network.norm.num_batches_tracked == before + 1
 
 
+class Keeping(nn.Module):
+    """Keeps a running mean in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        z = torch.tanh(self.first(x))
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * z.detach().mean(0)
+        return self.last(z - self.mean)
+
+
+class KeepingAnAttribute(Keeping):
+    kept = 0.0
+
+    def forward(self, x):
+        z = torch.tanh(self.first(x))
+        self.kept = 0.9 * self.kept + 0.1 * z.detach().mean(0)
+        return self.last(z - self.kept)
+
+
+def test_what_the_trunk_keeps_is_common_to_all_members():
+    ensemble = embens.mimo(Keeping(), 3)
+    x = torch.randn(3, 6, 3)
+    assert ensemble(x, batch="own").shape == (3, 6, 2)
+    weight, bias = ensemble.individuals["first"].tensors()[0], ensemble.network.first.bias
+    z = torch.tanh(torch.einsum("aoi,abi->bo", weight, x) + bias)
+    torch.testing.assert_close(ensemble.network.mean, 0.1 * z.mean(0))
+    ensemble.eval()
+    expected = torch.stack([ensemble.member(a)(x[0]) for a in range(3)])
+    torch.testing.assert_close(ensemble(x[0]), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_code_keeps_in_attributes_is_refused():
+    with pytest.raises(ValueError, match="keep them in a buffer"):
+        embens.mimo(KeepingAnAttribute(), 3)
+
+
 def test_gradients_are_those_of_the_sum_of_the_losses_by_hand():
     torch.manual_seed(0)
     reference = nn.Sequential(
