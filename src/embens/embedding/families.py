@@ -533,12 +533,19 @@ def mimo(
         call.upstream, call.result = map(_certain, (call.upstream, call.result))
     last = choose_own("last", reference, layers, flow)
     plan = _plan(reference, flow, members, (), last, family="mimo")
-    blocks = tuple(OwnTensors(name, ("weight",), drawn=True) for name in first)
+    if plan.state:
+        raise ValueError(
+            "this reference can't have an input for every member: its code keeps attributes from "
+            f"call to call ({plan.state[0]!r}); keep them in a buffer"
+        )
+    behind = {c.name for c in flow.calls if c.upstream & flow.last}
+    own = [o for o in plan.own if o.module in behind or is_within(o.module, last)]
+    own += [OwnTensors(name, ("weight",), drawn=True) for name in first]
     heads = Heads(first, float(repetition), float(alpha) if mix else None)
     after = {step for step, taken in flow.steps if any(layers & flow.last for layers in taken)}
     plan = replace(
         plan,
-        own=(*plan.own, *blocks),
+        own=tuple(own),  # what the trunk keeps is common
         heads=heads,
         shared=tuple(replace(s, repeat=False) for s in plan.shared),
         folding=Folding("", tuple(sorted(after)), ("the trunk",), shares=True, border=last),
