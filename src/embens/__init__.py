@@ -10,8 +10,11 @@ from embens.embedding.families import (
     independent,
     join,
     last_layer_dropout,
+    low_rank,
+    masksembles,
     mc_dropout,
     mimo,
+    rank1,
 )
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import to_onnx
@@ -41,12 +44,15 @@ __all__ = [
     "last_layer_dropout",
     "laws",
     "load",
+    "low_rank",
+    "masksembles",
     "mc_dropout",
     "metrics",
     "mimo",
     "networks",
     "objective",
     "predict",
+    "rank1",
     "register_layer",
     "select",
     "snapshots",

@@ -21,13 +21,12 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_map
 
@@ -42,7 +41,7 @@ from embens.training.batches import training_batches
 from embens.training.loop import fit
 
 SCHEDULES = ("cosine", "triangular", "swag")
-LOWEST = 0.01  # of triangular rates, as in the paper
+LOWEST = 0.01  # of triangular rates
 
 State = dict[str, Tensor]
 
@@ -63,7 +62,6 @@ def snapshots(
     optimizer: MakeOptimizer | None = None,
     callbacks: Sequence[Any] = (),
     seed: int = 0,
-    clip: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
     progress: bool | None = None,
@@ -88,7 +86,6 @@ def snapshots(
         optimizer: see ``fit``.
         callbacks: see ``fit``.
         seed: of the run and of the draws.
-        clip: see ``fit``.
         checkpoint: a folder; a run that was stopped goes on from there, members included, and ends
             as if it had never stopped.
         every: steps between checkpoints; None: one after each epoch.
@@ -101,6 +98,7 @@ def snapshots(
         >>> ensemble(x).shape
         torch.Size([3, 64, 2])
     """
+    given = locals()
     check_members(members)
     check_choice("schedule", schedule, SCHEDULES)
     check_whole("rank", rank, 2)
@@ -119,138 +117,132 @@ def snapshots(
             f"train: a cycle has at least two steps; {members} members got {steps} steps (0: the "
             "loader does not know its length). Take more epochs or smaller batches."
         )
-    kind = _Path if swag else _Passed
-    keeper = kind(ensemble, members=members, schedule=schedule, steps=steps, rank=rank)
+    course = Course(schedule, steps, members, rank)
+    keeper = _Path(ensemble, course) if swag else _Passed(ensemble, course)
     fit(
         *(ensemble, train),
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        weight_decay=weight_decay,
-        criterion=criterion,
-        optimizer=optimizer,
-        scheduler=functools.partial(_scheduler, schedule=schedule, steps=steps, members=members),
+        scheduler=functools.partial(_follow, course=course),
         schedule_by="step",
         callbacks=(keeper, *callbacks),
-        seed=seed,
-        clip=clip,
-        checkpoint=checkpoint,
-        every=every,
-        progress=progress,
+        **{name: given[name] for name in _PASSED_ON},
     )
+    states = keeper.states(ensemble, [randomness.combine(seed, a) for a in range(members)])
     joined = join([reference] * members)
-    states = keeper.states(ensemble, members, seed)
     joined.load_state_dict({name: torch.cat([s[name] for s in states]) for name in states[0]})
     if swag:
         _estimate_statistics_(joined, batches, seed)
     return joined
 
 
-def rate(step: int, schedule: str, steps: int, members: int) -> float:
-    """Return the factor of the rate at a step, counted from 0.
+_PASSED_ON = (
+    *("epochs", "batch_size", "lr", "weight_decay", "criterion", "optimizer", "seed"),
+    *("checkpoint", "every", "progress"),
+)
+
+
+class Course(NamedTuple):
+    """How the rate goes through a run; checkpoints know it.
 
     Example:
-        >>> [round(rate(step, "cosine", 8, 2), 2) for step in range(8)]
+        >>> course = Course("cosine", steps=8, members=2)
+        >>> [round(course.rate(step), 2) for step in range(8)]
         [1.0, 0.85, 0.5, 0.15, 1.0, 0.85, 0.5, 0.15]
-        >>> [round(rate(step, "triangular", 8, 2), 3) for step in range(8)]
-        [0.505, 0.01, 0.505, 1.0, 0.505, 0.01, 0.505, 1.0]
+        >>> [round(course._replace(schedule="triangular").rate(step), 3) for step in range(4)]
+        [0.505, 0.01, 0.505, 1.0]
     """
-    if schedule == "swag":
-        return 1.0
-    done, length = _cycle(step, steps, members)
-    if schedule == "cosine":
-        return (1 + math.cos(math.pi * (done - 1) / length)) / 2
-    return LOWEST + (1 - LOWEST) * abs(1 - 2 * done / length)
+
+    schedule: str
+    steps: int
+    members: int
+    rank: int = 20
+
+    def cycle(self, step: int) -> tuple[int, int]:
+        """Return how many steps of its cycle are done with a step, and how many there are."""
+        number = step * self.members // self.steps
+        begin, end = (-(-k * self.steps // self.members) for k in (number, number + 1))
+        return step + 1 - begin, end - begin
+
+    def rate(self, step: int) -> float:
+        """Return the factor of the rate at a step, counted from 0."""
+        if self.schedule == "swag":
+            return 1.0
+        done, length = self.cycle(step)
+        if self.schedule == "cosine":
+            return (1 + math.cos(math.pi * (done - 1) / length)) / 2
+        return LOWEST + (1 - LOWEST) * abs(1 - 2 * done / length)
 
 
-def _cycle(step: int, steps: int, members: int) -> tuple[int, int]:
-    """Return how many steps of its cycle are done with a step, and how many the cycle has."""
-    number = step * members // steps
-    begin, end = (-(-k * steps // members) for k in (number, number + 1))
-    return step + 1 - begin, end - begin
+def _follow(optimizer: torch.optim.Optimizer, course: Course) -> LambdaLR:
+    return LambdaLR(optimizer, course.rate)
 
 
-def _scheduler(optimizer: Optimizer, schedule: str, steps: int, members: int) -> LambdaLR:
-    return LambdaLR(optimizer, lambda step: rate(step, schedule, steps, members))
-
-
-def _copy(ensemble: EmbeddedEnsemble) -> State:
-    state = ensemble.state_dict().items()
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state}
+def _copy(tensors: Iterable[tuple[str, Tensor]]) -> State:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
 
 
 class _Passed:
-    """A callback that keeps the network at the end, or in the middle, of every cycle."""
+    """A callback that keeps the network at the lowest rate of every cycle."""
 
-    def __init__(self, ensemble: EmbeddedEnsemble, **options: Any):
-        self.options, self.found = options, []
+    def __init__(self, ensemble: EmbeddedEnsemble, course: Course):
+        self.course, self.state = course, {"found": []}
 
     def on_step(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
-        steps, members = self.options["steps"], self.options["members"]
-        done, length = _cycle(record["step"] - 1, steps, members)
-        if done == (length if self.options["schedule"] == "cosine" else length // 2):
-            self.found.append(_copy(ensemble))
+        done, length = self.course.cycle(record["step"] - 1)
+        if done == (length if self.course.schedule == "cosine" else length // 2):
+            self.state["found"].append(_copy(ensemble.state_dict().items()))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"found": self.found}
+        return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.found = list(state["found"])
+        self.state = state
 
-    def states(self, ensemble: EmbeddedEnsemble, members: int, seed: int) -> list[State]:
-        return self.found
+    def states(self, ensemble: EmbeddedEnsemble, seeds: list[int]) -> list[State]:
+        """Return the states of ensembles of one member each."""
+        return self.state["found"]
 
 
-class _Path:
+class _Path(_Passed):
     """A callback that keeps mean, variances (times their number) and deviations of a path."""
 
-    def __init__(self, ensemble: EmbeddedEnsemble, **options: Any):
-        self.rank, self.count = options["rank"], 1
-        self.mean = {n: p.detach().to("cpu", copy=True) for n, p in ensemble.named_parameters()}
-        self.squares = {name: torch.zeros_like(mean) for name, mean in self.mean.items()}
-        self.deviations: list[State] = []
+    def __init__(self, ensemble: EmbeddedEnsemble, course: Course):
+        mean = _copy(ensemble.named_parameters())
+        squares = {name: torch.zeros_like(tensor) for name, tensor in mean.items()}
+        self.course = course
+        self.state = {"count": 1, "mean": mean, "squares": squares, "deviations": []}
 
-    @torch.no_grad()
+    def on_step(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
+        pass
+
     def on_epoch(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
-        self.count += 1
-        latest: State = {}
-        for name, parameter in ensemble.named_parameters():
-            before = parameter.cpu() - self.mean[name]
-            self.mean[name] += before / self.count
-            latest[name] = parameter.cpu() - self.mean[name]
-            self.squares[name] += before * latest[name]
-        self.deviations = [*self.deviations, latest][-self.rank :]
+        state, latest = self.state, _copy(ensemble.named_parameters())
+        state["count"] += 1
+        for name, mean in state["mean"].items():
+            before = latest[name] - mean
+            mean += before / state["count"]
+            latest[name] -= mean
+            state["squares"][name] += before * latest[name]
+        state["deviations"] = [*state["deviations"], latest][-self.course.rank :]
 
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["rank"] != self.rank:
-            raise ValueError(
-                f"the checkpoint is of a run with rank={state['rank']}, now it is {self.rank}; use "
-                "the same to continue it, or another folder"
-            )
-        vars(self).update(state)
-
-    def states(self, ensemble: EmbeddedEnsemble, members: int, seed: int) -> list[State]:
-        """Return the ensemble's state with parameters drawn for each of so many members."""
+    def states(self, ensemble: EmbeddedEnsemble, seeds: list[int]) -> list[State]:
         states, first = [], {id(p): name for name, p in ensemble.named_parameters()}
-        for a in range(members):
-            drawn, state = self._draw(randomness.combine(seed, a)), _copy(ensemble)
+        for seed in seeds:
+            drawn, state = self._draw(seed), _copy(ensemble.state_dict().items())
             for name, parameter in ensemble.named_parameters(remove_duplicate=False):
                 state[name] = drawn[first[id(parameter)]]
             states.append(state)
         return states
 
     def _draw(self, seed: int) -> State:
-        generator, columns = torch.Generator().manual_seed(seed), len(self.deviations)
-        weights = torch.randn(columns, generator=generator).tolist()
+        generator, deviations = torch.Generator().manual_seed(seed), self.state["deviations"]
+        weights = torch.randn(len(deviations), generator=generator).tolist()
         drawn: State = {}
-        for name, mean in self.mean.items():
+        for name, mean in self.state["mean"].items():
             noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype)
-            low = sum(w * d[name] for w, d in zip(weights, self.deviations, strict=True))
-            diagonal = (self.squares[name] / self.count).clamp(min=0).sqrt() * noise
-            drawn[name] = mean + diagonal / math.sqrt(2) + low / math.sqrt(2 * (columns - 1))
+            low = sum(w * d[name] for w, d in zip(weights, deviations, strict=True))
+            variances = (self.state["squares"][name] / self.state["count"]).clamp(min=0)
+            low = low / math.sqrt(len(deviations) - 1)
+            drawn[name] = mean + (variances.sqrt() * noise + low) / math.sqrt(2)
         return drawn
 
 
