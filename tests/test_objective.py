@@ -558,3 +558,64 @@ def test_several_heads_and_targets_go_through_a_criterion_of_trees():
         for m in range(3)
     ]
     torch.testing.assert_close(split, sum(rows))
+
+
+class TestMomentsOfAllMembers:
+    """Outputs are a mean and a log-variance; one normal law has the moments of the mixture."""
+
+    outputs = torch.randn(MEMBERS, ROWS, 2, generator=torch.Generator().manual_seed(4)).double()
+    target = torch.randn(ROWS, generator=torch.Generator().manual_seed(5)).double()
+
+    def test_a_members_own_loss_is_torchs_gaussian_nll(self):
+        pairs = zip(*self.outputs.unbind(-1), strict=True)
+        losses = [F.gaussian_nll_loss(mean, self.target, s.exp()) for mean, s in pairs]
+        found = member_losses(self.outputs, self.target, embens.gaussian_nll)
+        torch.testing.assert_close(found, torch.stack(losses))
+        column = objective(self.outputs, self.target[:, None], embens.gaussian_nll)
+        torch.testing.assert_close(column, found.sum())
+
+    @pytest.mark.parametrize("criterion", [None, embens.gaussian_nll])
+    def test_the_joint_loss_is_that_of_one_normal_law(self, criterion):
+        means, variances = self.outputs[..., 0], self.outputs[..., 1].exp()
+        second = (variances + means.square()).mean(0)  # of the mixture, by its raw moments
+        loss = nn.GaussianNLLLoss()(means.mean(0), self.target, second - means.mean(0).square())
+        found = objective(self.outputs, self.target, criterion, of="moments")
+        torch.testing.assert_close(found, MEMBERS * loss)
+
+    def test_its_variance_is_that_of_a_prediction(self):
+        prediction = embens.Prediction(self.outputs, "gaussian")
+        law = torch.distributions.Normal(prediction.mean, prediction.variance.sqrt())
+        expected = -law.log_prob(self.target).mean() - math.log(2 * math.pi) / 2
+        found = objective(self.outputs, self.target, of="moments")
+        torch.testing.assert_close(found, MEMBERS * expected)
+
+    def test_one_member_has_the_same_loss_either_way(self):
+        one = self.outputs[:1]
+        own = objective(one, self.target, embens.gaussian_nll)
+        torch.testing.assert_close(objective(one, self.target, of="moments"), own)
+
+    def test_it_trains_and_disagreement_pays_for_errors(self, tmp_path):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(80, 5, generator=generator)
+        y = x[:, 0] + 0.3 * torch.randn(80, generator=generator)
+        net = make_reference(torch.float32, outputs=2)
+        ensemble = embens.batch_ensemble(net, 3, generator=generator)
+        before = objective(ensemble(x), y, of="moments").item() / 3
+        options = {"epochs": 30, "lr": 0.02, "of": "moments", "checkpoint": tmp_path}
+        history = embens.fit(ensemble, (x, y), (x, y), **options)
+        after = objective(ensemble(x), y, of="moments").item() / 3
+        assert after < before - 0.3
+        last = history.epochs[history.best_epoch - 1]
+        assert last["validation_loss"] == pytest.approx(after, rel=1e-4)
+        assert ensemble.objective(ensemble(x), y, of="moments").item() == pytest.approx(3 * after)
+
+    def test_other_outputs_and_batches_are_refused(self):
+        with pytest.raises(ValueError, match="a mean and the logarithm of a variance"):
+            objective(self.outputs[..., :1], self.target, of="moments")
+        with pytest.raises(ValueError, match="of='moments' needs outputs of all members"):
+            objective(self.outputs, self.target.expand(MEMBERS, -1), of="moments", batch="own")
+        with pytest.raises(ValueError, match="expected targets of the shape"):
+            objective(self.outputs, self.target[:-1], of="moments")
+        ensemble = embens.batch_ensemble(make_reference(), 3)
+        with pytest.raises(ValueError, match="of='moments' needs batch='same'"):
+            embens.fit(ensemble, (self.target, self.target), epochs=1, of="moments", batch="split")

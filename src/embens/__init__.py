@@ -19,7 +19,7 @@ from embens.embedding.families import (
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import to_onnx
 from embens.ensemble.surgery import load
-from embens.objective import objective
+from embens.objective import gaussian_nll, objective
 from embens.prediction import Prediction, predict
 from embens.reading import register_layer
 
@@ -39,6 +39,7 @@ __all__ = [
     "embed",
     "finite",
     "fit",
+    "gaussian_nll",
     "independent",
     "join",
     "last_layer_dropout",

@@ -22,7 +22,7 @@ from embens.checks import check_choice, find_gaps, name_rows, suggest
 
 Criterion = Callable[[Any, Any], Tensor]
 BatchKind = Literal["same", "own", "split"]
-Of = Literal["members", "mean"]
+Of = Literal["members", "mean", "moments"]
 OPTIONS = {"batch": get_args(BatchKind), "of": get_args(Of)}
 IGNORED = -100  # the label that cross-entropy leaves out, as torch's does
 FEW_CLASSES = 32  # up to here a softmax over the last but one axis is faster than over the last
@@ -58,7 +58,10 @@ def objective(
             has the members first as well; "split": outputs are ``(batch, …)`` and member a's loss
             is the mean over its rows a, a + M, ….
         of: "members": each member has its own loss; "mean": for comparison, the loss of the mean
-            output takes the place of every member's, so the sum is M times it.
+            output takes the place of every member's, so the sum is M times it; "moments": so does,
+            for outputs that are means and log-variances (:func:`gaussian_nll`), the loss of one
+            normal law with the mean and the variance of the members' mixture, the mean of their
+            variances plus the variance of their means (Lakshminarayanan et al. 2017).
         members: how many there are; needed for a split batch.
 
     Example:
@@ -103,16 +106,17 @@ def member_losses(
             f"expected the outputs of {members} members, ({members}, batch, …); their first axis "
             f"has {length}"
         )
-    if of == "mean":
+    if criterion is None:
+        criterion = default_criterion(outputs, target, batch, of)
+    if of != "members":
         if batch != "same":
             raise ValueError(
-                f"of='mean' needs outputs of all members on the same rows; got batch={batch!r}. "
+                f"of={of!r} needs outputs of all members on the same rows; got batch={batch!r}. "
                 "Use batch='same', or of='members'."
             )
-        mean = tree_map(lambda o: o.mean(0, keepdim=True), outputs)
-        return member_losses(mean, target, criterion).expand(length)
-    if criterion is None:
-        criterion = default_criterion(outputs, target, batch)
+        joint = tree_map(_moments if of == "moments" else lambda o: o.mean(0), outputs)
+        joint = tree_map(lambda o: o[None], joint)
+        return member_losses(joint, target, criterion).expand(length)
     if criterion is F.mse_loss:
         criterion = squared_error
     if criterion is squared_error or criterion is F.cross_entropy:
@@ -148,8 +152,15 @@ def member_losses(
     return torch.stack([loss.mean() if loss.dim() else loss for loss in losses])
 
 
-def default_criterion(outputs: Any, target: Any, batch: BatchKind = "same") -> Criterion:
-    """Return ``torch.nn.functional.cross_entropy`` or :func:`squared_error`, as the target asks."""
+def default_criterion(
+    outputs: Any, target: Any, batch: BatchKind = "same", of: Of = "members"
+) -> Criterion:
+    """Return ``torch.nn.functional.cross_entropy`` or :func:`squared_error`, as the target asks.
+
+    Of moments it is :func:`gaussian_nll`.
+    """
+    if of == "moments":
+        return gaussian_nll
     _check_tensors(outputs, target)
     shape = outputs.shape if batch == "split" else outputs.shape[1:]
     if target.is_floating_point():
@@ -218,6 +229,34 @@ def _check_classes(shape: torch.Size, target: Tensor) -> None:
 def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
     """Return the mean squared error of one member; ``(n,)`` meets ``(n, 1)`` row by row."""
     return (outputs - _like(target, outputs.shape)).square().mean()
+
+
+def gaussian_nll(outputs: Tensor, target: Tensor) -> Tensor:
+    r"""Return the negative log-likelihood of numbers under a member's normal laws, row by row.
+
+    .. math:: \tfrac12 \big(s + (y - \mu)^2 e^{-s}\big), \qquad \mathrm{outputs} = (\mu, s)
+
+    Outputs ``(…, 2)`` are a mean and the logarithm of a variance, as for ``embens.predict(…,
+    task="gaussian")``. The constant :math:`\tfrac12 \log 2\pi` is left out, as in torch.
+    """
+    mean, logarithm = _split(outputs)
+    return (logarithm + (mean - _like(target, mean.shape)).square() * (-logarithm).exp()) / 2
+
+
+def _moments(outputs: Tensor) -> Tensor:
+    """Return mean and log-variance of the mixture of members' normal laws."""
+    means, logarithms = _split(outputs)
+    variance = logarithms.exp().mean(0) + means.var(0, correction=0)
+    return torch.stack([means.mean(0), variance.log()], -1)
+
+
+def _split(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    if outputs.shape[-1] != 2:
+        raise ValueError(
+            "expected outputs (…, 2), a mean and the logarithm of a variance; the last axis of "
+            f"{tuple(outputs.shape)} has {outputs.shape[-1]}"
+        )
+    return outputs[..., 0], outputs[..., 1]
 
 
 def _like(target: Tensor, shape: torch.Size) -> Tensor:

@@ -85,7 +85,8 @@ def fit(
             "split": row i goes to member i mod M. In networks with an input for each member
             (``embens.mimo``) it is "own": tensors, data sets and the batches of a loader are dealt
             out to every member in another order.
-        of: "members", or "mean" for the loss of the mean output; see :func:`embens.objective`.
+        of: "members", or "mean" or "moments" for the loss of all members together; see
+            :func:`embens.objective`.
         chunk: how many members to backpropagate at a time, to save memory; None: all.
         optimizer: a function from parameter groups to an optimizer, such as
             ``torch.optim.AdamW``; None: SGD with momentum 0.9.

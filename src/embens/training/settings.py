@@ -81,8 +81,8 @@ class Settings:
                 "chunk= runs members one group after another on the same batch; it can't be "
                 f"combined with batch={self.batch!r}, of={self.of!r}. Leave chunk out."
             )
-        if self.of == "mean" and self.batch != "same":
-            raise ValueError(f"of='mean' needs batch='same'; got batch={self.batch!r}")
+        if self.of != "members" and self.batch != "same":
+            raise ValueError(f"of={self.of!r} needs batch='same'; got batch={self.batch!r}")
         if self.patience is not None and not validation:
             raise ValueError("patience: early stopping needs validation data; got none")
         self.more_is_better()

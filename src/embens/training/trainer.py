@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map, tree_unflatten
 
@@ -27,6 +28,7 @@ from embens.objective import (
     BatchKind,
     check_labels,
     default_criterion,
+    gaussian_nll,
     ignored_label,
     member_losses,
     squared_error,
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
 
 _CHECK_EVERY = 64  # steps between looks at whether losses are finite
-_DEFAULTS = {f.__name__: f for f in (torch.nn.functional.cross_entropy, squared_error)}
+_DEFAULTS = {f.__name__: f for f in (F.cross_entropy, squared_error, gaussian_nll)}
 
 
 class Divergence(ArithmeticError):
@@ -298,7 +300,7 @@ class Trainer:
 
     def _losses(self, outputs: Any, target: Any, batch: BatchKind = "same") -> Tensor:
         if self.criterion is None:
-            self.criterion = default_criterion(outputs, target, batch)
+            self.criterion = default_criterion(outputs, target, batch, self.settings.of)
         if self._labels:
             ignored, labels, self._labels = ignored_label(self.criterion), self._labels, []
             if ignored is not None:
