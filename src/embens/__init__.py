@@ -26,10 +26,11 @@ from embens.reading import register_layer
 if _TYPE_CHECKING:
     from embens import finite, theory
     from embens.finite import diagnose
-    from embens.training import Divergence, History, fit, select, snapshots
+    from embens.training import Divergence, EachMember, History, fit, select, snapshots
 
 __all__ = [
     "Divergence",
+    "EachMember",
     "EmbeddedEnsemble",
     "History",
     "Prediction",
@@ -66,7 +67,7 @@ def __getattr__(name: str):
     """Import what is large, or needs more than torch, when it is asked for."""
     if name in ("estimators", "finite", "theory", "training"):
         return _import_module(f"embens.{name}")
-    if name in ("Divergence", "History", "fit", "select", "snapshots"):
+    if name in ("Divergence", "EachMember", "History", "fit", "select", "snapshots"):
         return getattr(_import_module("embens.training"), name)
     if name == "diagnose":
         return _import_module("embens.finite").diagnose

@@ -132,10 +132,18 @@ def kind_of(optimizer: MakeOptimizer) -> Kind:
     return Kind(True, float((decayed - plain).norm()) > 0.01 * size)
 
 
-def _last_step(optimizer: MakeOptimizer, scale: float, decay: float = 0.0) -> Tensor:
+def is_linear_in_rate(optimizer: MakeOptimizer) -> bool:
+    """Return whether the steps of an optimizer are proportional to its rate."""
+    short, long = _last_step(optimizer, 1.0), _last_step(optimizer, 1.0, lr=0.02)
+    return torch.allclose(long, 2 * short, rtol=1e-3, atol=1e-6)
+
+
+def _last_step(
+    optimizer: MakeOptimizer, scale: float, decay: float = 0.0, lr: float = 0.01
+) -> Tensor:
     start = torch.linspace(1.0, 2.0, 6).reshape(2, 3)
     parameter = nn.Parameter(start.clone())
-    groups = [{"params": [parameter], "lr": 0.01, "weight_decay": decay}]
+    groups = [{"params": [parameter], "lr": lr, "weight_decay": decay}]
     trial = optimizer(groups) if callable(optimizer) else optimizer
     if not isinstance(trial, Optimizer) or not callable(optimizer):
         raise TypeError(

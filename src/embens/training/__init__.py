@@ -3,6 +3,7 @@
 from embens.objective import objective
 from embens.training.callbacks import CSV, Log
 from embens.training.clipping import clip_gradients_
+from embens.training.each import EachMember
 from embens.training.history import History
 from embens.training.loop import fit
 from embens.training.selection import select
@@ -13,6 +14,7 @@ from embens.training.trainer import Divergence
 __all__ = [
     "CSV",
     "Divergence",
+    "EachMember",
     "History",
     "Log",
     "clip_gradients_",

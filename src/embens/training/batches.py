@@ -30,12 +30,16 @@ _BLOCK = 2**24  # bytes of tensors that are put into a new order at once
 
 
 class Minibatch(NamedTuple):
-    """One step's data: how many rows are here, of how many in all processes (None: not known)."""
+    """One step's data: how many rows are here, of how many in all processes (None: not known).
+
+    ``numbers`` are those of the rows in the data, ``(row,)`` or ``(member, row)``, where known.
+    """
 
     inputs: Any
     target: Any
     rows: int
     total: int | None
+    numbers: Tensor | None = None
 
 
 class Samples(NamedTuple):
@@ -104,7 +108,7 @@ class Shuffled:
             for step, batch in enumerate(zip(*columns, strict=True)):
                 if first + step >= start:
                     inputs, target = tree_unflatten(batch, form)
-                    yield Minibatch(inputs, target, sizes[step], sizes[step])
+                    yield Minibatch(inputs, target, sizes[step], sizes[step], several[step])
 
     def _part(self, index: Tensor) -> Minibatch:
         total = index.shape[-1]
@@ -115,7 +119,7 @@ class Shuffled:
         if self.own:
             leaves = [v.unflatten(0, mine.shape) for v in leaves]
         inputs, target = tree_unflatten(leaves, form)
-        return Minibatch(inputs, target, rows, total)
+        return Minibatch(inputs, target, rows, total, mine)
 
 
 class Loaded:

@@ -14,6 +14,7 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import BatchKind, Criterion, Of
 from embens.training import randomness
+from embens.training.each import EachMember
 from embens.training.history import History
 from embens.training.settings import MakeScheduler, Metric, Settings
 from embens.training.trainer import Trainer
@@ -49,6 +50,7 @@ def fit(
     autocast: torch.dtype | None = None,
     compile: bool = False,
     schedule_by: Literal["epoch", "step"] = "epoch",
+    each: EachMember | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
     progress: bool | None = None,
@@ -110,6 +112,8 @@ def fit(
             through the network; losses are computed in full precision.
         compile: run the network's steps through ``torch.compile``.
         schedule_by: "step": the scheduler makes a step after each step of the optimizer.
+        each: rates, label smoothing, row weights and targets of each member's own, as an
+            ``embens.EachMember``.
         checkpoint: a folder to keep checkpoints of this run in. If it has one, the run goes on
             from there and ends as if it had never stopped (a loader: from the last epoch). A
             checkpoint of another run (other arguments, laws or shapes) is refused; the data are

@@ -17,6 +17,7 @@ from embens import metrics
 from embens.checks import Gamma, check_choice, check_number, check_whole, gradient_factor
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import OPTIONS, BatchKind, Criterion, Of
+from embens.training.each import EachMember
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
@@ -55,6 +56,7 @@ class Settings:
     autocast: torch.dtype | None = None
     compile: bool = False
     schedule_by: str = "epoch"
+    each: EachMember | None = None
 
     def check(self, validation: bool) -> None:
         least = {
@@ -76,6 +78,9 @@ class Settings:
             check_number("clip", self.clip, "a number above 0", lambda bound: bound > 0)
         if self.compile and (self.chunk is not None or torch.__version__ < (2, 10)):  # type: ignore[operator]
             raise ValueError("compile=True needs torch 2.10, and all members at once: no chunk=")
+        together = self.chunk is None and self.batch != "split" and self.of == "members"
+        if self.each is not None and not together:
+            raise ValueError("each= needs all members at once: no chunk=, batch='split' or of=")
         if self.chunk is not None and (self.batch != "same" or self.of != "members"):
             raise ValueError(
                 "chunk= runs members one group after another on the same batch; it can't be "
@@ -180,6 +185,8 @@ def describe(value: Any) -> Any:
         return str(value)
     if isinstance(value, float):
         return str(value) if math.isnan(value) else value
+    if isinstance(value, EachMember):
+        return describe(list(vars(value).values()))
     if isinstance(value, functools.partial):
         return describe([value.func, value.args, sorted(value.keywords.items())])
     if isinstance(value, Tensor):

@@ -44,6 +44,7 @@ from embens.training.batches import (
 from embens.training.callbacks import by_moment
 from embens.training.checkpoint import Checkpoints
 from embens.training.clipping import clip_gradients_
+from embens.training.each import EachMember
 from embens.training.history import History, Tally, history_of
 from embens.training.progress import Progress
 from embens.training.settings import Settings, linear_decay
@@ -93,6 +94,9 @@ class Trainer:
         repetition = None if heads is None else heads.repetition
         options = {"seed": settings.seed, "own": own, "world": self.world, "repetition": repetition}
         self.batches = training_batches(train, settings.batch_size, **options)
+        rows = self.batches.count if isinstance(self.batches, Shuffled) else None
+        if settings.each is not None:
+            settings.each.check(ensemble.members, rows, settings.optimizer)
         given = validation is not None
         self.validation = validation_batches(validation, settings.batch_size) if given else None
         if self.world.rank > 0:
@@ -210,11 +214,12 @@ class Trainer:
             clip_gradients_(self.ensemble, self.settings.clip, gamma=self.settings.gamma)
         if self.norms is None:
             self.norms = [gradient_norm(self.shared), gradient_norm(self.individual)]
+        each = self.settings.each
+        with nullcontext() if each is None else each.scaling(self.individual):
+            self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
         if self.scaler is None:
-            self.optimizer.step()
             return True
         scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
         self.scaler.update()
         return self.scaler.get_scale() >= scale
 
@@ -224,7 +229,7 @@ class Trainer:
         gaps = self._look("train", self.batches, batch, number)
         inputs, target = self._move(batch.inputs), self._move(batch.target)
         try:
-            loss, losses, outputs = self._backward(inputs, target, weight)
+            loss, losses, outputs = self._backward(inputs, target, weight, batch.numbers)
         except (RuntimeError, ValueError) as error:  # what is not finite may be refused somewhere
             if self.steps == 0:
                 self.ensemble.load_state_dict(self.good)
@@ -236,11 +241,13 @@ class Trainer:
             self.tally.add(losses, outputs, target, batch.rows)
         return loss if weight == 1 else weight * loss, len(losses)
 
-    def _backward(self, inputs: Any, target: Any, weight: float) -> tuple[Tensor, Tensor, Any]:
+    def _backward(
+        self, inputs: Any, target: Any, weight: float, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, Any]:
         """Return the objective, the members' losses and their outputs."""
         if self.settings.chunk is None:
             outputs = self._outputs(self.forward, inputs, self.settings.batch)
-            losses = self._losses(outputs, target, self.settings.batch)
+            losses = self._losses(outputs, target, self.settings.batch, self.settings.each, rows)
             loss = losses.sum() + self._kl()
             self._scaled(loss, weight).backward()
             return loss.detach(), losses, outputs
@@ -298,7 +305,14 @@ class Trainer:
             outputs = call(*args, batch=batch, **kwargs)
         return tree_map(_full, outputs)
 
-    def _losses(self, outputs: Any, target: Any, batch: BatchKind = "same") -> Tensor:
+    def _losses(
+        self,
+        outputs: Any,
+        target: Any,
+        batch: BatchKind = "same",
+        each: EachMember | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         if self.criterion is None:
             self.criterion = default_criterion(outputs, target, batch, self.settings.of)
         if self._labels:
@@ -306,6 +320,8 @@ class Trainer:
             if ignored is not None:
                 for name, values in labels:
                     check_labels(name, values, outputs.shape[1 if batch == "split" else 2], ignored)
+        if each is not None:
+            return each.losses(outputs, target, self.criterion, batch, rows)
         members = self.ensemble.members if batch == "split" else None
         return member_losses(
             *(outputs, target, self.criterion), batch=batch, of=self.settings.of, members=members

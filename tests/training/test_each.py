@@ -1,0 +1,192 @@
+"""Settings of each member's own: against members that were trained alone with these settings."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from training import problem
+
+import embens
+from embens import EachMember
+
+MEMBERS = 3
+
+
+def networks() -> embens.EmbeddedEnsemble:
+    generator = torch.Generator().manual_seed(2)
+    return embens.independent(problem.reference(), MEMBERS, generator=generator)
+
+
+def fit(ensemble, train=None, **options):
+    options = {"epochs": 3, "batch_size": 16, "lr": 0.05, "weight_decay": 0.01} | options
+    return embens.fit(ensemble, problem.data() if train is None else train, **options)
+
+
+def alone(a: int, train=None, **options) -> dict:
+    """Return the weights of a member that was trained by itself."""
+    single = networks().subset([a])
+    fit(single, train, **options)
+    return problem.weights(single)
+
+
+def assert_members(ensemble, expected) -> None:
+    for a, weights in enumerate(expected):
+        for name, stack in ensemble.state_dict().items():
+            torch.testing.assert_close(stack[a], weights[name][0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.Adam, torch.optim.AdamW])
+def test_a_factor_of_the_rate_is_that_rate(optimizer):
+    ensemble, factors = networks(), [1.0, 0.3, 2.0]
+    fit(ensemble, each=EachMember(rates=factors), optimizer=optimizer)
+    trained = [alone(a, lr=0.05 * f, optimizer=optimizer) for a, f in enumerate(factors)]
+    assert_members(ensemble, trained)
+
+
+def test_modulations_have_rates_of_their_own_and_what_is_shared_has_one():
+    ensemble, plain = problem.ensemble(3), problem.ensemble(3)
+    before = problem.weights(ensemble)
+    one_step = {"epochs": 1, "batch_size": 60, "weight_decay": 0.0}
+    fit(ensemble, each=EachMember(rates=[0.0, 1.0, 0.5]), **one_step)
+    fit(plain, **one_step)
+    own = {id(p) for p in ensemble.individual_parameters()}
+    for name, parameter in ensemble.named_parameters():
+        moved, expected = parameter - before[name], plain.state_dict()[name] - before[name]
+        factors = torch.tensor([0.0, 1.0, 0.5])[:, None] if id(parameter) in own else 1.0
+        torch.testing.assert_close(moved, factors * expected, rtol=1e-3, atol=1e-7)
+
+
+def test_label_smoothing_is_torchs():
+    ensemble, shares = networks(), [0.0, 0.1, 0.4]
+    fit(ensemble, each=EachMember(label_smoothing=shares))
+    trained = [
+        alone(a, criterion=partial(F.cross_entropy, label_smoothing=s))
+        for a, s in enumerate(shares)
+    ]
+    assert_members(ensemble, trained)
+
+
+@pytest.mark.parametrize("batch", ["same", "own"])
+def test_rows_of_weight_zero_do_not_count_for_that_member(batch):
+    x, y = problem.data()
+    weights = torch.ones(MEMBERS, len(y))
+    weights[1, ::2] = 0
+    wrong = y.clone()
+    wrong[::2] = 0  # targets that member 1 can't see
+    options = {"batch": batch, "each": EachMember(weights=weights)}
+    first, second = networks(), networks()
+    fit(first, (x, y), **options)
+    fit(second, (x, wrong), **options)
+    for name, stack in first.state_dict().items():
+        assert torch.equal(stack[1], second.state_dict()[name][1])
+    assert not torch.equal(first(x)[0], second(x)[0])
+
+
+@pytest.mark.parametrize("regression", [False, True])
+def test_weights_multiply_the_losses_of_rows(regression):
+    x, y = problem.data()
+    weights = torch.rand(MEMBERS, len(y), generator=torch.Generator().manual_seed(0))
+    ensemble = networks()
+    y = x[:, :3] * 2 if regression else y
+    fit(ensemble, (x, y), each=EachMember(weights=weights), batch_size=60)
+
+    def weighted(a, outputs, target):  # the weight rides in the target
+        target, weight = target[:, :-1], target[:, -1]
+        if regression:
+            return weight * (outputs - target).square().mean(1)
+        return weight * F.cross_entropy(outputs, target[:, 0].long(), reduction="none")
+
+    columns = y if regression else y[:, None].float()
+    trained = [
+        alone(
+            a,
+            (x, torch.cat([columns, w[:, None]], 1)),
+            criterion=partial(weighted, a),
+            batch_size=60,
+        )
+        for a, w in enumerate(weights)
+    ]
+    assert_members(ensemble, trained)
+
+
+@pytest.mark.parametrize("batch", ["same", "own"])
+def test_targets_of_each_member_take_the_place_of_those_of_all(batch):
+    x, _ = problem.data()
+    targets = torch.randn(MEMBERS, len(x), 3, generator=torch.Generator().manual_seed(0))
+    ensemble = networks()
+    history = fit(
+        ensemble, (x, targets[0]), each=EachMember(targets=targets), batch=batch, epochs=5
+    )
+    if batch == "same":
+        assert_members(ensemble, [alone(a, (x, targets[a]), epochs=5) for a in range(MEMBERS)])
+    losses = [r["loss"] for r in history.members if r["epoch"] == 5]
+    expected = (ensemble(x) - targets).square().flatten(1).mean(1)
+    torch.testing.assert_close(torch.tensor(losses), expected.detach(), rtol=0.1, atol=0.0)
+
+
+def test_a_run_goes_on_with_the_settings_and_is_refused_with_others(tmp_path):
+    class Stop:
+        def on_step(self, ensemble, record):
+            if record["step"] == 6:
+                raise KeyboardInterrupt
+
+    each = EachMember(rates=[1.0, 0.5, 0.1], label_smoothing=[0.1, 0.0, 0.2])
+    whole, again = networks(), networks()
+    fit(whole, each=each)
+    with pytest.raises(KeyboardInterrupt):
+        fit(again, each=each, checkpoint=tmp_path, every=2, callbacks=[Stop()])
+    again = networks()
+    fit(again, each=each, checkpoint=tmp_path, every=2)
+    problem.assert_equal(problem.weights(again), problem.weights(whole))
+    with pytest.raises(ValueError, match="different run: each"):
+        fit(networks(), each=EachMember(rates=[1.0, 0.5, 0.2]), checkpoint=tmp_path, every=2)
+
+
+def test_loaders_take_what_needs_no_numbers_of_rows():
+    loader = DataLoader(TensorDataset(*problem.data()), 16)
+    fit(networks(), loader, each=EachMember(rates=[1, 1, 2], label_smoothing=[0, 0, 0.1]))
+    with pytest.raises(ValueError, match="need rows with numbers"):
+        fit(networks(), loader, each=EachMember(weights=torch.ones(3, 60)))
+
+
+class NotProportional(torch.optim.SGD):
+    """Its step does not grow with the rate."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(0.01 * p.grad.sign())
+
+
+@pytest.mark.parametrize(
+    ("each", "options", "message"),
+    [
+        (EachMember(rates=[1.0, 2.0]), {}, "rates of 3 members; got those of 2"),
+        (EachMember(rates=[1.0, -2.0, 1.0]), {}, "a factor >= 0"),
+        (EachMember(label_smoothing=[0.0, 2.0, 0.0]), {}, "from 0 to 1"),
+        (EachMember(weights=torch.ones(3, 59)), {}, r"weights \(3, 60, …\); got \(3, 59\)"),
+        (EachMember(weights=-torch.ones(3, 60)), {}, "below 0"),
+        (EachMember(targets=torch.ones(3, 59, 2)), {}, r"targets \(3, 60, …\)"),
+        (
+            EachMember(label_smoothing=[0.1] * 3),
+            {"criterion": nn.MSELoss()},
+            "label_smoothing is for",
+        ),
+        (
+            EachMember(weights=torch.ones(3, 60)),
+            {"criterion": nn.CrossEntropyLoss()},
+            "a loss for each row",
+        ),
+        (EachMember(rates=[1, 1, 2]), {"chunk": 1}, "all members at once"),
+        (EachMember(rates=[1, 1, 2]), {"batch": "split"}, "all members at once"),
+        (EachMember(rates=[1, 1, 2]), {"optimizer": NotProportional}, "not proportional"),
+    ],
+)
+def test_what_can_not_be_is_refused(each, options, message):
+    with pytest.raises(ValueError, match=message):
+        fit(networks(), each=each, **options)
