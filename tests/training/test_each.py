@@ -43,7 +43,7 @@ def assert_members(ensemble, expected) -> None:
 @pytest.mark.parametrize("optimizer", [None, torch.optim.Adam, torch.optim.AdamW])
 def test_a_factor_of_the_rate_is_that_rate(optimizer):
     ensemble, factors = networks(), [1.0, 0.3, 2.0]
-    fit(ensemble, each=EachMember(rates=factors), optimizer=optimizer)
+    fit(ensemble, each=EachMember(rates=torch.tensor(factors)), optimizer=optimizer)
     trained = [alone(a, lr=0.05 * f, optimizer=optimizer) for a, f in enumerate(factors)]
     assert_members(ensemble, trained)
 
@@ -58,7 +58,7 @@ def test_modulations_have_rates_of_their_own_and_what_is_shared_has_one():
     for name, parameter in ensemble.named_parameters():
         moved, expected = parameter - before[name], plain.state_dict()[name] - before[name]
         factors = torch.tensor([0.0, 1.0, 0.5])[:, None] if id(parameter) in own else 1.0
-        torch.testing.assert_close(moved, factors * expected, rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(moved, factors * expected, rtol=1e-3, atol=3e-7)
 
 
 def test_label_smoothing_is_torchs():
@@ -95,23 +95,16 @@ def test_weights_multiply_the_losses_of_rows(regression):
     y = x[:, :3] * 2 if regression else y
     fit(ensemble, (x, y), each=EachMember(weights=weights), batch_size=60)
 
-    def weighted(a, outputs, target):  # the weight rides in the target
+    def weighted(outputs, target):  # the weight rides in the target
         target, weight = target[:, :-1], target[:, -1]
         if regression:
             return weight * (outputs - target).square().mean(1)
         return weight * F.cross_entropy(outputs, target[:, 0].long(), reduction="none")
 
-    columns = y if regression else y[:, None].float()
-    trained = [
-        alone(
-            a,
-            (x, torch.cat([columns, w[:, None]], 1)),
-            criterion=partial(weighted, a),
-            batch_size=60,
-        )
-        for a, w in enumerate(weights)
-    ]
-    assert_members(ensemble, trained)
+    y = y if regression else y[:, None].float()
+    targets = [torch.cat([y, w[:, None]], 1) for w in weights]
+    options = {"criterion": weighted, "batch_size": 60}
+    assert_members(ensemble, [alone(a, (x, t), **options) for a, t in enumerate(targets)])
 
 
 @pytest.mark.parametrize("batch", ["same", "own"])
@@ -139,12 +132,12 @@ def test_a_run_goes_on_with_the_settings_and_is_refused_with_others(tmp_path):
     whole, again = networks(), networks()
     fit(whole, each=each)
     with pytest.raises(KeyboardInterrupt):
-        fit(again, each=each, checkpoint=tmp_path, every=2, callbacks=[Stop()])
+        fit(again, each=each, checkpoint=tmp_path, every=3, callbacks=[Stop()])
     again = networks()
-    fit(again, each=each, checkpoint=tmp_path, every=2)
+    fit(again, each=each, checkpoint=tmp_path, every=3)
     problem.assert_equal(problem.weights(again), problem.weights(whole))
     with pytest.raises(ValueError, match="different run: each"):
-        fit(networks(), each=EachMember(rates=[1.0, 0.5, 0.2]), checkpoint=tmp_path, every=2)
+        fit(networks(), each=EachMember(rates=[1.0, 0.5, 0.2]), checkpoint=tmp_path, every=3)
 
 
 def test_loaders_take_what_needs_no_numbers_of_rows():
@@ -167,21 +160,13 @@ class NotProportional(torch.optim.SGD):
     ("each", "options", "message"),
     [
         (EachMember(rates=[1.0, 2.0]), {}, "rates of 3 members; got those of 2"),
-        (EachMember(rates=[1.0, -2.0, 1.0]), {}, "a factor >= 0"),
+        (EachMember(rates=[1.0, -2.0, 1.0]), {}, "rates must be from 0 to inf"),
         (EachMember(label_smoothing=[0.0, 2.0, 0.0]), {}, "from 0 to 1"),
-        (EachMember(weights=torch.ones(3, 59)), {}, r"weights \(3, 60, …\); got \(3, 59\)"),
-        (EachMember(weights=-torch.ones(3, 60)), {}, "below 0"),
+        (EachMember(weights=torch.ones(3, 59)), {}, r"weights \(3, 60\); got \(3, 59\)"),
+        (EachMember(weights=-torch.ones(3, 60)), {}, "no weight below 0"),
         (EachMember(targets=torch.ones(3, 59, 2)), {}, r"targets \(3, 60, …\)"),
-        (
-            EachMember(label_smoothing=[0.1] * 3),
-            {"criterion": nn.MSELoss()},
-            "label_smoothing is for",
-        ),
-        (
-            EachMember(weights=torch.ones(3, 60)),
-            {"criterion": nn.CrossEntropyLoss()},
-            "a loss for each row",
-        ),
+        (EachMember(label_smoothing=[0.1] * 3), {"criterion": nn.MSELoss()}, "default criterion"),
+        (EachMember(weights=torch.ones(3, 60)), {"criterion": nn.CrossEntropyLoss()}, "each row"),
         (EachMember(rates=[1, 1, 2]), {"chunk": 1}, "all members at once"),
         (EachMember(rates=[1, 1, 2]), {"batch": "split"}, "all members at once"),
         (EachMember(rates=[1, 1, 2]), {"optimizer": NotProportional}, "not proportional"),

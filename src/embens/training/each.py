@@ -1,7 +1,8 @@
-"""Settings of each member's own in :func:`embens.fit` (hyper-deep ensembles, Wenzel et al. 2020)."""
+"""Settings of each member's own in ``embens.fit`` (hyper-deep ensembles, Wenzel et al. 2020)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens.checks import check_number
 from embens.ensemble.rates import MakeOptimizer, is_linear_in_rate
 from embens.objective import BatchKind, Criterion, member_losses, squared_error
 
@@ -45,22 +45,20 @@ class EachMember:
                 raise ValueError(
                     f"each: expected {name} of {members} members; got those of {len(values)}"
                 )
-        for rate in self.rates or ():
-            check_number("each: a rate", rate, "a factor >= 0", lambda factor: factor >= 0)
-        for share in self.label_smoothing or ():
-            check_number("each: label_smoothing", share, "from 0 to 1", lambda s: 0 <= s <= 1)
-        for name, values in (("weights", self.weights), ("targets", self.targets)):
-            if values is None:
+        for name, most in (("rates", math.inf), ("label_smoothing", 1.0)):
+            for value in () if (values := getattr(self, name)) is None else values:
+                if not 0 <= value <= most:
+                    raise ValueError(f"each: {name} must be from 0 to {most:g}; got {value}")
+        for name in ("weights", "targets"):
+            if (values := getattr(self, name)) is None:
                 continue
             if rows is None:
                 raise ValueError(f"each: {name} need rows with numbers: tensors or a data set")
-            if values.dim() < 2 or values.shape[1] != rows:
-                expected = (
-                    f"({members}, {rows})" if name == "weights" else f"({members}, {rows}, …)"
-                )
-                raise ValueError(f"each: expected {name} {expected}; got {tuple(values.shape)}")
-        if self.weights is not None and not (self.weights.dim() == 2 and (self.weights >= 0).all()):
-            raise ValueError("each: expected weights (member, row), none of them below 0 or NaN")
+            if values.shape[1:2] != (rows,) or (name == "weights" and values.dim() != 2):
+                shape = f"({members}, {rows}{', …' * (name == 'targets')})"
+                raise ValueError(f"each: expected {name} {shape}; got {tuple(values.shape)}")
+            if not values.isfinite().all() or (name == "weights" and (values < 0).any()):
+                raise ValueError(f"each: expected finite {name}, and no weight below 0")
         if self.rates is not None and optimizer and not is_linear_in_rate(optimizer):
             raise ValueError(
                 "each: the steps of this optimizer are not proportional to its rate, so members "
@@ -71,8 +69,6 @@ class EachMember:
         self, outputs: Any, target: Any, criterion: Criterion, batch: BatchKind, rows: Tensor | None
     ) -> Tensor:
         """Return the losses of the members on some rows of the training data."""
-        if self.label_smoothing is None and self.weights is None and self.targets is None:
-            return member_losses(outputs, target, criterion, batch=batch)
         found = []
         for a, output in enumerate(outputs):
             mine = rows if rows is None or rows.dim() == 1 else rows[a]
@@ -86,8 +82,8 @@ class EachMember:
             losses = rule(output, own)
             if losses.shape[:1] != output.shape[:1]:
                 raise ValueError("each: weights need a criterion that returns a loss for each row")
-            found.append((losses.flatten(1).mean(1) if losses.dim() > 1 else losses)
-                         .mul(self.weights[a][mine].to(losses)).mean())  # fmt: skip
+            losses = losses.reshape(len(losses), -1).mean(1)
+            found.append((self.weights[a][mine].to(losses) * losses).mean())
         return torch.stack(found)
 
     def _criterion(self, criterion: Criterion, a: int) -> Criterion:
@@ -106,6 +102,6 @@ class EachMember:
         before = [p.detach().clone() for p in parameters] if self.rates is not None else ()
         yield
         for parameter, old in zip(parameters, before, strict=False):
-            factors = old.new_tensor(self.rates).view(-1, *(1,) * (old.dim() - 1))
+            factors = torch.as_tensor(self.rates).to(old).view(-1, *(1,) * (old.dim() - 1))
             with torch.no_grad():
                 parameter.copy_(old.lerp(parameter, factors.expand_as(old)))
