@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from embens import data, laws, metrics, networks
 from embens.embedding.families import (
     batch_ensemble,
+    bayesian,
     embed,
     independent,
     join,
@@ -35,6 +36,7 @@ __all__ = [
     "History",
     "Prediction",
     "batch_ensemble",
+    "bayesian",
     "data",
     "diagnose",
     "embed",

@@ -48,6 +48,7 @@ from embens.embedding.sites import (
     warn_guesses,
 )
 from embens.ensemble.module import EmbeddedEnsemble
+from embens.ensemble.ntkgp import NTKGP
 from embens.ensemble.own import Own, OwnState
 from embens.ensemble.plan import Folding, Heads, LowRankSite, OwnTensors, Plan, Site
 from embens.ensemble.surgery import operate
@@ -458,6 +459,33 @@ def independent(
     check_members(members)
     plan = _separate_plan(reference, members, drawn=True)
     return _build(reference, plan, [""], initialise, generator)
+
+
+@suggest()
+def bayesian(
+    reference: nn.Module, members: int = 8, *, generator: torch.Generator | None = None
+) -> EmbeddedEnsemble:
+    r"""Make M separate networks that train to draws of a posterior (NTKGP, He et al. 2020).
+
+    A member is a network, drawn anew, plus a fixed function; see :mod:`embens.ensemble.ntkgp`. With
+    targets of its own, :math:`y` plus noise of standard deviation :math:`\sigma`
+    (``EachMember(targets=…)``), and the loss
+
+    .. math:: \sum_i \frac{(\tilde y_i - \tilde f(x_i))^2}{2 \sigma^2}
+              + \frac12 |\theta - \theta^0|^2,
+
+    whose last term is ``ensemble.kl()``, which ``fit`` adds, it ends, at infinite width, as a draw
+    of ``embens.theory.posterior``. There is no other weight decay.
+
+    Args:
+        reference: layers of ``embens.networks`` in the NTK parametrization; weights are not used.
+        members: how many networks.
+        generator: seeds the draws.
+    """
+    check_members(members)
+    network = NTKGP(reference)
+    plan = replace(_separate_plan(network, members, drawn=True), family="bayesian")
+    return _build(network, plan, [""], None, generator)
 
 
 def join(networks: Sequence[nn.Module]) -> EmbeddedEnsemble:

@@ -27,7 +27,8 @@ from embens.ensemble.export import like_reference, to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
 from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Stochastic
-from embens.ensemble.own import OwnState, iterates
+from embens.ensemble.ntkgp import NTKGP
+from embens.ensemble.own import Own, OwnState, iterates
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
@@ -307,10 +308,11 @@ class EmbeddedEnsemble(nn.Module):
     def kl(self) -> Tensor:
         """Return the divergence of the members' numbers from their prior, summed over members.
 
-        It is 0 but for :func:`embens.rank1`. :func:`embens.fit` adds ``kl() / rows`` to the
+        It is 0 but for :func:`embens.rank1` and :func:`embens.bayesian`. :func:`embens.fit` adds ``kl() / rows`` to the
         objective, with the rows of the training data; so should a loop of your own.
         """
-        found = [m.kl() for m in self.individuals.values() if isinstance(m, Stochastic)]
+        owners = (m.inner() if isinstance(m, Own) else m for m in self.individuals.values())
+        found = [m.kl() for m in owners if isinstance(m, (Stochastic, NTKGP))]
         return torch.stack(found).sum() if found else torch.zeros(())
 
     @property

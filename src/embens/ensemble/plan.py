@@ -197,6 +197,11 @@ class Plan:
         """Whether some members are the same."""
         return self.subset is not None and len(set(self.subset.members)) < self.members
 
+    @property
+    def has_prior(self) -> bool:
+        """Whether training adds a divergence from a prior to the members' losses."""
+        return self.family == "bayesian" or any(s.prior_std is not None for s in self.sites)
+
     def require_embedded(self, what: str) -> None:
         """Raise where members are no networks of their own in the reference."""
         if self.heads is not None:

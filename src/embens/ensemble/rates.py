@@ -84,7 +84,7 @@ def parameter_groups(
         {
             "params": [p for p in individual if id(p) in own],
             "lr": lr,
-            "weight_decay": weight_decay,
+            "weight_decay": weight_decay * (not ensemble.plan.has_prior),
             "gamma_factor": 1.0,
         },
     ]

@@ -22,6 +22,7 @@ from embens.ensemble.heads import InputHeads
 from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Stochastic
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.module import EmbeddedEnsemble
+from embens.ensemble.ntkgp import NTKGP
 from embens.ensemble.own import Own
 from embens.ensemble.plan import LowRankSite, Plan, site_module
 from embens.ensemble.recurrent import ModulatedRecurrent
@@ -93,6 +94,8 @@ def load(
     """
     plan, tensors, fingerprints = storage.read(path, laws)
     with refusing(path):
+        if plan.family == "bayesian":
+            reference = NTKGP(reference)
         plan.check(reference, sum(t.numel() for t in tensors.values()))
         ensemble = operate(reference, plan)
         if fingerprints is not None:

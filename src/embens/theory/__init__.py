@@ -13,7 +13,13 @@ from embens.theory.flow.classification import (
     cross_entropy_flow,
     performance,
 )
-from embens.theory.flow.flow import FlowSettings, GradientFlow, gradient_descent, gradient_flow
+from embens.theory.flow.flow import (
+    FlowSettings,
+    GradientFlow,
+    gradient_descent,
+    gradient_flow,
+    posterior,
+)
 from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
 from embens.theory.limit.limit import Limit
 from embens.theory.limit.rules import propagate
@@ -41,6 +47,7 @@ __all__ = [
     "load_kernels",
     "natural_gamma",
     "performance",
+    "posterior",
     "propagate",
     "regime",
     "register_activation",

@@ -276,7 +276,7 @@ class Trainer:
 
     def _kl(self) -> Tensor | float:
         """Return the divergence from a prior for each row, of members that have one."""
-        if all(site.prior_std is None for site in self.ensemble.plan.sites):
+        if not self.ensemble.plan.has_prior:
             return 0.0
         batches = self.batches
         try:

@@ -419,3 +419,42 @@ class TestTrainedEnsembles:
         assert losses[0.8] == sorted(losses[0.8], reverse=True)
         assert losses[1.3] == sorted(losses[1.3])
         assert losses[1.3][-1] > 3 * losses[1.3][0]
+
+
+class TestPosterior:
+    """Of a prior with noise, against the dense formula and against gradient flow with a ridge."""
+
+    noise = 0.7
+
+    def problem(self):
+        net = networks.mlp(3, 8, 2, 1, bias_std=0.4, activation="erf")
+        x = targets(9, 3)
+        train, test = x[:5], x[5:]
+        pairs = (train, train), (test, train), (test, test)
+        ensemble = embens.bayesian(net, 3)
+        return [kernels(ensemble, *pair) for pair in pairs], targets(5, 2)
+
+    def test_it_is_the_dense_formula(self):
+        (train, carry, test), y = self.problem()
+        inverse = torch.linalg.inv(train.nngp.same + self.noise**2 * torch.eye(5).double())
+        mean, covariance = embens.theory.posterior(train, carry, test, y, self.noise)
+        close(mean, carry.nngp.same @ inverse @ y)
+        close(covariance, test.nngp.same - carry.nngp.same @ inverse @ carry.nngp.same.mT)
+
+    def test_flow_with_a_ridge_and_noisy_targets_ends_there(self):
+        (train, carry, test), y = self.problem()
+        mean, covariance = embens.theory.posterior(train, carry, test, y, self.noise)
+        settings = FlowSettings(jitter=self.noise**2)
+        flow = gradient_flow(train, carry, test, y, members=3, settings=settings)
+        close(flow.mean(INF), mean)
+        inverse = torch.linalg.inv(train.nngp.same + self.noise**2 * torch.eye(5).double())
+        weights = carry.nngp.same @ inverse
+        of_noise = self.noise**2 * weights @ weights.mT
+        close(flow.covariance(INF).same + of_noise, covariance)
+
+    def test_what_can_not_be_is_refused(self):
+        parts, y = self.problem()
+        with pytest.raises(ValueError, match="noise must be a number > 0"):
+            embens.theory.posterior(*parts, y, 0.0)
+        with pytest.raises(ValueError, match="a row for each of the 5"):
+            embens.theory.posterior(*parts, y[:4], 1.0)

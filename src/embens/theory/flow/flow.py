@@ -314,6 +314,38 @@ def gradient_descent(
     return flow
 
 
+def posterior(
+    k_train_train: Kernels,
+    k_test_train: Kernels,
+    k_test_test: Kernels,
+    y: Float[Tensor, "n ..."],
+    noise: float,
+) -> tuple[Tensor, Tensor]:
+    r"""Return mean and covariance of the test outputs given targets with noise.
+
+    .. math:: K_{*x} (K + \sigma^2)^{-1} y, \qquad K_{**} - K_{*x} (K + \sigma^2)^{-1} K_{x*}
+
+    :math:`K` is a member's prior covariance, ``nngp.same``: for :func:`embens.bayesian` the tangent
+    kernel, and trained members are draws of this law; for others, of networks whose last layer is
+    trained alone.
+
+    Args:
+        k_train_train: as for :func:`gradient_flow`, like the others.
+        k_test_train: of the test data (rows) with the train data.
+        k_test_test: of the test data with themselves.
+        y: targets; outputs share one covariance.
+        noise: the standard deviation :math:`\sigma` of the targets, above 0.
+    """
+    parts, rates = (k_train_train, k_test_train, k_test_test), {}
+    problem = Problem.of(parts, 1, 1.0, rates=rates, what="posterior")
+    train, carry, test = (kernel.same for kernel in problem.nngp if kernel is not None)
+    y = check_targets(y, train)
+    noise = check_number("noise", noise, "a number > 0", lambda std: std > 0)
+    factor = torch.linalg.cholesky(train + noise**2 * torch.eye(len(train)).to(train))
+    weights = torch.cholesky_solve(carry.mT, factor).mT
+    return torch.tensordot(weights, y, 1), test - weights @ carry.mT
+
+
 def _solve(
     parts: tuple[Kernels, Kernels, Kernels | None],
     y: Tensor,

@@ -7,10 +7,8 @@ gives the variances) and then computes any block of the kernels; ``blocks`` puts
 from __future__ import annotations
 
 import hashlib
-import importlib
-import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated
+from embens.ensemble.ntkgp import NTKGP, load_rules_of_jvp
 from embens.ensemble.own import Own
 from embens.ensemble.plain import walk
 from embens.theory.kernel import Kernels, MemberKernel, zero_cross
@@ -74,6 +73,8 @@ class Limit:
                     "networks that there were before. Take embens.independent(reference, members)."
                 )
             network = ensemble.member(0) if self.separate else ensemble.network
+        self._whole = isinstance(network, NTKGP)  # outputs have the whole tangent kernel
+        network = network.held[0] if isinstance(network, NTKGP) else network
         self._before, self._steps = _split(network)
         self._poolings = count_poolings(nn.ModuleList([m for _, m in self._steps]))
         self.symmetric = x2 is None or x2 is x1 or (x2.shape == x1.shape and torch.equal(x1, x2))
@@ -119,7 +120,9 @@ class Limit:
             if not parameter.requires_grad
         ]
         drawn = [m.of(None) for m in (self._input_post, self._output_pre) if m is not None]
-        digest = hashlib.sha256(str((self._steps, frozen, self.separate, more)).encode())
+        digest = hashlib.sha256(
+            str((self._steps, frozen, self.separate, self._whole, more)).encode()
+        )
         for tensor in (self._x1, self._x2, *drawn):
             digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -214,7 +217,7 @@ class Limit:
         is their mean over initialisations; with a finite number of inputs they don't concentrate.
         """
         assert self._input_post is not None
-        _load_rules_of_jvp()
+        load_rules_of_jvp()
         u = self._input_post.of(None).to(x1)
 
         def covariance(first: Tensor, second: Tensor) -> Tensor:
@@ -235,7 +238,7 @@ class Limit:
         same, cross = state.same, state.crossed
         pairs = [(same.nngp, cross.nngp), (same.ntk, cross.ntk), (state.individual, None)]
         if self.separate:  # all that members have is their own
-            pairs = [(same.nngp, None), (None, None), (same.ntk, None)]
+            pairs = [(same.ntk if self._whole else same.nngp, None), (None, None), (same.ntk, None)]
         shape = state.covariance.shape
         nothing = torch.zeros((), dtype=self.dtype, device=self.device).expand(shape)
         result = []
@@ -328,12 +331,3 @@ def _symmetric(kernel: MemberKernel) -> MemberKernel:
     if not any(kernel.cross.stride()):  # one number for all
         return MemberKernel(same, kernel.cross)
     return MemberKernel(same, (kernel.cross + mirrored.cross) / 2)
-
-
-@cache
-def _load_rules_of_jvp() -> None:
-    """Import what torch.func.jvp imports at its first call, without its deprecation warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        torch.func.jvp(torch.sqrt, (torch.ones(()),), (torch.ones(()),))
-        importlib.import_module("torch._decomp.decompositions_for_jvp")
