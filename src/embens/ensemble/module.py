@@ -308,8 +308,9 @@ class EmbeddedEnsemble(nn.Module):
     def kl(self) -> Tensor:
         """Return the divergence of the members' numbers from their prior, summed over members.
 
-        It is 0 but for :func:`embens.rank1` and :func:`embens.bayesian`. :func:`embens.fit` adds ``kl() / rows`` to the
-        objective, with the rows of the training data; so should a loop of your own.
+        It is 0 but for :func:`embens.rank1` and :func:`embens.bayesian`. :func:`embens.fit` adds
+        ``kl() / rows`` to the objective, with the rows of the training data; so should a loop of
+        your own.
         """
         owners = (m.inner() if isinstance(m, Own) else m for m in self.individuals.values())
         found = [m.kl() for m in owners if isinstance(m, (Stochastic, NTKGP))]

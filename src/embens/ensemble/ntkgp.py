@@ -1,6 +1,6 @@
 r"""Networks that train to draws of a posterior (NTKGP, He, Lakshminarayanan & Teh 2020).
 
-.. math:: \tilde f(x) = f(x; \theta) + J(x; \theta^0)\, \theta^*, \qquad \theta^0, \theta^* \sim N(0, 1)
+.. math:: \tilde f(x) = f(x; \theta) + J(x; \theta^0) \theta^*, \quad \theta^0, \theta^* \sim N(0,1)
 
 where :math:`J` is the Jacobian at the start :math:`\theta^0` and :math:`\theta^*` is 0 in the last
 layers. At infinite width :math:`f` has the covariance :math:`\Sigma`, and the fixed second part has
@@ -36,24 +36,19 @@ class NTKGP(nn.Module):
 
     def __init__(self, network: nn.Module):
         super().__init__()
-        layers = [m for m in network.modules() if any(True for _ in m.parameters(recurse=False))]
-        for layer in layers:
+        for layer in (m for m in network.modules() if list(m.parameters(recurse=False))):
             if not isinstance(layer, Parametrized) or layer.parametrization != "ntk":
                 raise ValueError(
                     "bayesian needs weights that are all N(0, 1), with their scale in the forward "
                     "pass: layers of embens.networks with parametrization='ntk'; got "
                     f"{type(layer).__name__}({layer.extra_repr()})"
                 )
-        tied = len(list(network.named_parameters(remove_duplicate=False)))
-        if (
-            not layers
-            or any(True for _ in network.buffers())
-            or tied != len(list(network.parameters()))
-        ):
+        names = [name for name, _ in network.named_parameters()]
+        tied = len(list(network.named_parameters(remove_duplicate=False))) > len(names)
+        if not names or tied or list(network.buffers()):
             raise ValueError("bayesian needs a network with parameters, none tied, and no buffers")
         last = reading.read(network).last
         self.held = [network]  # in a list, so that its parameters are not ours
-        names = [name for name, _ in network.named_parameters()]
         self.fixed = [name.rpartition(".")[0] not in last for name in names]
         flat = nn.utils.parameters_to_vector(network.parameters()).detach()
         self.trained = nn.Parameter(flat.clone())
@@ -77,11 +72,12 @@ class NTKGP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the outputs of the network plus the fixed second part."""
-        load_rules_of_jvp()
 
         def call(flat: Tensor) -> Tensor:
             return call_with(self.held[0], self._apart(flat), args, kwargs)
 
+        if not torch.compiler.is_compiling():
+            load_rules_of_jvp()
         return call(self.trained) + torch.func.jvp(call, (self.start,), (self.star,))[1]
 
     def kl(self) -> Tensor:

@@ -21,12 +21,13 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_map
 
@@ -42,8 +43,6 @@ from embens.training.loop import fit
 
 SCHEDULES = ("cosine", "triangular", "swag")
 LOWEST = 0.01  # of triangular rates
-
-State = dict[str, Tensor]
 
 
 @suggest()
@@ -79,12 +78,12 @@ def snapshots(
         schedule: "cosine", "triangular" or "swag"; see :mod:`embens.training.snapshots`.
         rank: of "swag": :math:`K`, the deviations that are kept. The statistics of norm layers of
             its members are those of the train data.
-        batch_size: see ``fit``.
+        batch_size: as for ``fit``, like all arguments that are not explained here.
         lr: the largest rate.
         weight_decay: of all weights.
-        criterion: see ``fit``.
-        optimizer: see ``fit``.
-        callbacks: see ``fit``.
+        criterion: as for ``fit``.
+        optimizer: as for ``fit``.
+        callbacks: as for ``fit``.
         seed: of the run and of the draws.
         checkpoint: a folder; a run that was stopped goes on from there, members included, and ends
             as if it had never stopped.
@@ -126,7 +125,7 @@ def snapshots(
         callbacks=(keeper, *callbacks),
         **{name: given[name] for name in _PASSED_ON},
     )
-    states = keeper.states(ensemble, [randomness.combine(seed, a) for a in range(members)])
+    states = keeper.states(ensemble, seed)
     joined = join([reference] * members)
     joined.load_state_dict({name: torch.cat([s[name] for s in states]) for name in states[0]})
     if swag:
@@ -176,8 +175,8 @@ def _follow(optimizer: torch.optim.Optimizer, course: Course) -> LambdaLR:
     return LambdaLR(optimizer, course.rate)
 
 
-def _copy(tensors: Iterable[tuple[str, Tensor]]) -> State:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+def _copy(ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
+    return {name: tensor.to("cpu", copy=True) for name, tensor in ensemble.state_dict().items()}
 
 
 class _Passed:
@@ -189,7 +188,7 @@ class _Passed:
     def on_step(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
         done, length = self.course.cycle(record["step"] - 1)
         if done == (length if self.course.schedule == "cosine" else length // 2):
-            self.state["found"].append(_copy(ensemble.state_dict().items()))
+            self.state["found"].append(_copy(ensemble))
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -197,7 +196,7 @@ class _Passed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = state
 
-    def states(self, ensemble: EmbeddedEnsemble, seeds: list[int]) -> list[State]:
+    def states(self, ensemble: EmbeddedEnsemble, seed: int) -> list[dict[str, Tensor]]:
         """Return the states of ensembles of one member each."""
         return self.state["found"]
 
@@ -206,43 +205,32 @@ class _Path(_Passed):
     """A callback that keeps mean, variances (times their number) and deviations of a path."""
 
     def __init__(self, ensemble: EmbeddedEnsemble, course: Course):
-        mean = _copy(ensemble.named_parameters())
-        squares = {name: torch.zeros_like(tensor) for name, tensor in mean.items()}
+        start = parameters_to_vector(ensemble.parameters()).detach().cpu()
         self.course = course
-        self.state = {"count": 1, "mean": mean, "squares": squares, "deviations": []}
+        self.state = {"count": 1, "mean": start, "squares": 0 * start, "deviations": []}
 
     def on_step(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
         pass
 
     def on_epoch(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
-        state, latest = self.state, _copy(ensemble.named_parameters())
+        state, latest = self.state, parameters_to_vector(ensemble.parameters()).detach().cpu()
         state["count"] += 1
-        for name, mean in state["mean"].items():
-            before = latest[name] - mean
-            mean += before / state["count"]
-            latest[name] -= mean
-            state["squares"][name] += before * latest[name]
-        state["deviations"] = [*state["deviations"], latest][-self.course.rank :]
+        before = latest - state["mean"]
+        state["mean"] = state["mean"] + before / state["count"]
+        state["deviations"] = [*state["deviations"], latest - state["mean"]][-self.course.rank :]
+        state["squares"] = state["squares"] + before * state["deviations"][-1]
 
-    def states(self, ensemble: EmbeddedEnsemble, seeds: list[int]) -> list[State]:
-        states, first = [], {id(p): name for name, p in ensemble.named_parameters()}
-        for seed in seeds:
-            drawn, state = self._draw(seed), _copy(ensemble.state_dict().items())
-            for name, parameter in ensemble.named_parameters(remove_duplicate=False):
-                state[name] = drawn[first[id(parameter)]]
-            states.append(state)
-        return states
-
-    def _draw(self, seed: int) -> State:
-        generator, deviations = torch.Generator().manual_seed(seed), self.state["deviations"]
-        weights = torch.randn(len(deviations), generator=generator).tolist()
-        drawn: State = {}
-        for name, mean in self.state["mean"].items():
-            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype)
-            low = sum(w * d[name] for w, d in zip(weights, deviations, strict=True))
-            variances = (self.state["squares"][name] / self.state["count"]).clamp(min=0)
-            low = low / math.sqrt(len(deviations) - 1)
-            drawn[name] = mean + (variances.sqrt() * noise + low) / math.sqrt(2)
+    def states(self, ensemble: EmbeddedEnsemble, seed: int) -> list[dict[str, Tensor]]:
+        mean, columns = self.state["mean"], torch.stack(self.state["deviations"])
+        stds, drawn = (self.state["squares"] / self.state["count"]).clamp(min=0).sqrt(), []
+        for a in range(self.course.members):
+            generator = torch.Generator().manual_seed(randomness.combine(seed, a))
+            own = stds * torch.randn(mean.shape, generator=generator, dtype=mean.dtype)
+            weights = torch.randn(len(columns), generator=generator, dtype=mean.dtype)
+            low = weights @ columns / math.sqrt(len(columns) - 1)
+            numbers = (mean + (own + low) / math.sqrt(2)).to(next(ensemble.parameters()).device)
+            vector_to_parameters(numbers, ensemble.parameters())
+            drawn.append(_copy(ensemble))
         return drawn
 
 
