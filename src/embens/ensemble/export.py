@@ -47,10 +47,11 @@ class _LikeReference:
     def __init__(self, function: Callable):
         self.function = function
 
-    @torch.compiler.disable
     def __get__(self, ensemble: nn.Module | None, owner: type) -> Callable:
-        if ensemble is None or torch.compiler.is_dynamo_compiling():  # which knows functions
-            return self.function.__get__(ensemble, owner)
+        if ensemble is None:
+            return self.function
+        if torch.compiler.is_dynamo_compiling():  # which knows no other kind
+            return functools.partial(self.function, ensemble)
         return _Bound(self.function, ensemble)
 
 
