@@ -11,7 +11,7 @@ processes takes its part of every batch; a loader has to deal out rows itself
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,12 +99,14 @@ class Shuffled:
             yield Minibatch(*self._fetch(mine), rows, index.shape[-1])
 
     def _fetch(self, index: Tensor) -> tuple[Any, Any]:
+        flat = index.flatten()
         if self.tensors:
-            return tree_map(lambda t: t[index.to(t.device)], self.tensors)
-        many, numbers = getattr(self.data, "__getitems__", None), index.flatten().tolist()
-        items = many(numbers) if many else [self.data[i] for i in numbers]
-        parts = parts_of(default_collate(items), "the data set: expected items (input, target)")
-        return tree_map(lambda v: v.unflatten(0, index.shape), parts) if self.own else parts
+            parts = map_tensors(lambda t: t.index_select(0, flat.to(t.device)), self.tensors)
+        else:
+            many, numbers = getattr(self.data, "__getitems__", None), flat.tolist()
+            items = many(numbers) if many else [self.data[i] for i in numbers]
+            parts = parts_of(default_collate(items), "the data set: expected items (input, target)")
+        return map_tensors(lambda v: v.unflatten(0, index.shape), parts) if self.own else parts
 
 
 class Loaded:
@@ -144,7 +146,7 @@ class Loaded:
             inputs, target = parts_of(values, expected)
             if self.own and self.repetition is not None:
                 orders = deal(count_rows(target), self.own, self.repetition)
-                inputs, target = tree_map(lambda v, orders=orders: v[orders], (inputs, target))
+                inputs, target = map_tensors(lambda v, o=orders: v[o], (inputs, target))
             rows = count_rows(target, 1 if self.own else 0)
             if rows == 0:
                 raise ValueError(f"{self.name}: batch {number} of the loader has no rows")
@@ -206,6 +208,15 @@ def parts_of(values: Any, expected: str = f"the data: {EXPECTED}") -> tuple[Any,
         return dict(inputs[0]), target
     several = len(inputs) == 1 and isinstance(inputs[0], (tuple, list))
     return tuple(inputs[0] if several else inputs), target
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """Apply a function to the tensors in a tree; for tuples faster than ``tree_map``."""
+    if isinstance(values, Tensor):
+        return function(values)
+    if type(values) is tuple:
+        return tuple(map_tensors(function, value) for value in values)
+    return tree_map(lambda v: function(v) if isinstance(v, Tensor) else v, values)
 
 
 def count_rows(target: Any, axis: int = 0) -> int:

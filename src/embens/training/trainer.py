@@ -37,6 +37,7 @@ from embens.training.batches import (
     Loaded,
     Minibatch,
     Shuffled,
+    map_tensors,
     training_batches,
     validation_batches,
 )
@@ -215,7 +216,7 @@ class Trainer:
         """Add a batch's gradients, times a weight; return its objective and how many members."""
         number = f"batch {self.step + 1}"
         gaps = self._look("train", self.batches, batch, number)
-        inputs, target = _move((batch.inputs, batch.target), self.device)
+        inputs, target = self._move((batch.inputs, batch.target))
         try:
             loss, losses, outputs = self._backward(inputs, target, weight)
         except (RuntimeError, ValueError) as error:  # what is not finite may be refused somewhere
@@ -302,6 +303,9 @@ class Trainer:
             *(outputs, target, self.criterion), batch=batch, of=self.settings.of, members=members
         )
 
+    def _move(self, values: Any) -> Any:
+        return map_tensors(lambda v: v.to(self.device, non_blocking=True), values)
+
     # Data
 
     def _look(self, name: str, batches: Shuffled | Loaded, batch: Minibatch, number: str) -> str:
@@ -329,7 +333,7 @@ class Trainer:
             kind = settings.batch if name == "train" else "same"
             with evaluating(self.ensemble), randomness.seeded(settings.seed):
                 for batch in batches.epoch(0):
-                    inputs, target = _move((batch.inputs, batch.target), self.device)
+                    inputs, target = self._move((batch.inputs, batch.target))
                     loss = self._losses(self._outputs(self.ensemble, inputs, kind), target, kind)
                     parallel.sum_(self.world, [loss := loss.sum()])
                     _refuse(name, gaps, loss)
@@ -343,7 +347,7 @@ class Trainer:
             self.ensemble.train()
             try:
                 with randomness.seeded(settings.seed):
-                    self._outputs(self.ensemble, _move(last.inputs, self.device), settings.batch)
+                    self._outputs(self.ensemble, self._move(last.inputs), settings.batch)
             except ValueError as error:
                 _explain(error, f"train: the last of {self.batches.count} rows in batches of "
                          f"{settings.batch_size} are {rows}")  # fmt: skip
@@ -404,7 +408,7 @@ class Trainer:
         with evaluating(self.ensemble), randomness.seeded(seed):
             for number, batch in enumerate(validation.epoch(0), 1):
                 gaps = self._look("validation", validation, batch, f"batch {number}")
-                inputs, target = _move((batch.inputs, batch.target), self.device)
+                inputs, target = self._move((batch.inputs, batch.target))
                 outputs = self._outputs(self.ensemble, inputs)
                 losses = self._losses(outputs, target)
                 _refuse("validation", gaps, losses.sum())
@@ -530,14 +534,6 @@ def _full(value: Any) -> Any:
     """Return numbers of half precision in single precision."""
     half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if half else value
-
-
-def _move(values: Any, device: torch.device) -> Any:
-    if type(values) is tuple:  # tree_map would be felt on small networks
-        return tuple(_move(value, device) for value in values)
-    if isinstance(values, Tensor):
-        return values.to(device, non_blocking=True)
-    return tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, values)
 
 
 def _refuse(name: str, gaps: str, loss: Tensor) -> None:
