@@ -12,6 +12,7 @@ processes takes its part of every batch; a loader has to deal out rows itself
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from embens.checks import check_rows
 from embens.training import randomness
 from embens.training.parallel import ALONE, World
 
-EXPECTED = (
-    "expected tensors (inputs, targets), a torch Dataset of such pairs, or a DataLoader of batches"
-)
+EXPECTED = "tensors (inputs, targets), a torch Dataset of such pairs, or a DataLoader of batches"
 
 
 class Minibatch(NamedTuple):
@@ -36,48 +36,57 @@ class Minibatch(NamedTuple):
     total: int | None
 
 
-class Shuffled:
-    """Batches of samples that are found by number: of tensors, or of a map-style data set.
+@dataclass
+class Batches:
+    """Batches of some data.
 
-    Args:
-        data: tensors ``(inputs, target)``, or a data set.
-        batch_size: rows of a batch, in all processes together.
+    Attributes:
+        data: tensors ``(inputs, target)``, a data set or a loader.
+        batch_size: rows of a batch, in all processes together; a loader has its own.
         seed: of the orders, which the number of the epoch changes; None: the rows as they are.
         own: another order, and an axis, for each of so many members.
         world: the processes that share each batch.
-        repetition: with ``own``, the fraction of rows that is the same for all members.
+        repetition: with ``own``, the fraction of rows that is the same for all members. None: the
+            batches of a loader have the members first already; else their rows are dealt out.
         name: for messages.
     """
 
+    data: Any
+    batch_size: int
+    seed: int | None = 0
+    own: int | None = None
+    world: World = ALONE
+    repetition: float | None = None
+    name: str = "train"
+    count: int = field(init=False, default=0)
+    """How many rows, or batches of a loader; 0: not known."""
+    tensors: tuple[Any, Any] | None = field(init=False, default=None)
+    """All inputs and targets, where the data are tensors."""
+    generators: list[torch.Generator] = field(init=False, default_factory=list)
+    """What a loader draws from."""
+
+
+@dataclass
+class Shuffled(Batches):
+    """Batches of samples that are found by number: of tensors, or of a map-style data set."""
+
     resumable = True
 
-    def __init__(
-        self,
-        data: Any,
-        batch_size: int,
-        *,
-        seed: int | None = 0,
-        own: int | None = None,
-        world: World = ALONE,
-        repetition: float | None = None,
-        name: str = "train",
-    ):
-        data = data.tensors if isinstance(data, TensorDataset) else data
-        listed = isinstance(data, (tuple, list))
-        self.tensors = _check_tensors(data, name) if listed else None
-        if not listed and (
-            not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
-            or isinstance(data, (Tensor, dict, str))
-        ):
+    def __post_init__(self) -> None:
+        data = self.data
+        if isinstance(data, TensorDataset):
+            data = data.tensors
+        if isinstance(data, (tuple, list)):
+            self.count = check_rows(self.name, list(data), EXPECTED)
+            self.tensors = parts_of(data, f"{self.name}: expected {EXPECTED}")
+        elif hasattr(data, "__getitem__") and not isinstance(data, (Tensor, dict, str)):
+            self.count = len(data)
+        else:
             parts = hasattr(data, "train") and hasattr(data, "test")
             hint = ". Pass one part: data.train" if parts else ""
-            raise TypeError(f"{name}: {EXPECTED}; got {type(data).__name__}{hint}")
-        self.data, self.count = data, count_rows(self.tensors) if self.tensors else len(data)
+            raise TypeError(f"{self.name}: expected {EXPECTED}; got {type(data).__name__}{hint}")
         if self.count == 0:
-            raise ValueError(f"{name}: expected at least one sample; got none")
-        self.batch_size, self.seed, self.own = batch_size, seed, own
-        self.world, self.repetition = world, repetition or 0.0
-        self.generators: list[torch.Generator] = []
+            raise ValueError(f"{self.name}: expected at least one sample; got none")
 
     def __len__(self) -> int:
         return -(-self.count // self.batch_size)
@@ -88,7 +97,7 @@ class Shuffled:
             return torch.arange(self.count)
         generator = torch.Generator().manual_seed(randomness.combine(self.seed, epoch))
         if self.own:
-            return deal(self.count, self.own, self.repetition, generator)
+            return deal(self.count, self.own, self.repetition or 0.0, generator)
         return torch.randperm(self.count, generator=generator)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
@@ -109,39 +118,31 @@ class Shuffled:
         return map_tensors(lambda v: v.unflatten(0, index.shape), parts) if self.own else parts
 
 
-class Loaded:
-    """Batches of a user's loader, which may draw from generators of its own.
-
-    With ``repetition`` the rows of a batch are dealt out to every member in another order; without,
-    batches of members' own have the members first already.
-    """
+@dataclass
+class Loaded(Batches):
+    """Batches of a user's loader, which may draw from generators of its own."""
 
     resumable = False
-    tensors = None
 
-    def __init__(
-        self, loader: Any, own: int | None, repetition: float | None = None, name: str = "train"
-    ):
-        self.loader, self.own, self.repetition, self.name = loader, own, repetition, name
+    def __post_init__(self) -> None:
         try:
-            self.count = len(loader)
+            self.count = len(self.data)
         except TypeError:
-            self.count = 0  # not known
+            pass
         else:
             self._check_count(self.count)
-        sampler = getattr(loader, "sampler", None)
-        found = (getattr(loader, "generator", None), getattr(sampler, "generator", None))
-        found = {id(g): g for g in found if isinstance(g, torch.Generator)}
-        self.generators = list(found.values())
+        sampler = getattr(self.data, "sampler", None)
+        found = (getattr(self.data, "generator", None), getattr(sampler, "generator", None))
+        self.generators = list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
     def __len__(self) -> int:
         return self.count
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
-        sampler, number = getattr(self.loader, "sampler", None), 0
+        sampler, number = getattr(self.data, "sampler", None), 0
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)  # type: ignore[union-attr]
-        for number, values in enumerate(self.loader, 1):
+        for number, values in enumerate(self.data, 1):
             expected = f"{self.name}: expected a loader of batches (inputs, targets)"
             inputs, target = parts_of(values, expected)
             if self.own and self.repetition is not None:
@@ -155,30 +156,19 @@ class Loaded:
 
     def _check_count(self, batches: int) -> None:
         if batches == 0:
-            once = "" if isinstance(self.loader, DataLoader) else ". An iterator can be used once"
+            once = "" if isinstance(self.data, DataLoader) else ". An iterator can be used once"
             raise ValueError(
                 f"{self.name}: expected at least one batch; the loader gave none{once}"
             )
 
 
-def training_batches(
-    data: Any,
-    batch_size: int,
-    *,
-    seed: int | None = 0,
-    own: int | None = None,
-    world: World = ALONE,
-    repetition: float | None = None,
-    name: str = "train",
-) -> Shuffled | Loaded:
-    """Return the batches of any kind of data; see :class:`Shuffled` for the arguments."""
+def training_batches(data: Any, batch_size: int, **options: Any) -> Shuffled | Loaded:
+    """Return the batches of any kind of data; the options are those of :class:`Batches`."""
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size)
     iterable = isinstance(data, Iterable) and not hasattr(data, "__getitem__")
-    if isinstance(data, DataLoader) or iterable:
-        return Loaded(data, own, repetition, name)
-    options = {"world": world, "repetition": repetition, "name": name}
-    return Shuffled(data, batch_size, seed=seed, own=own, **options)
+    kind = Loaded if iterable or isinstance(data, DataLoader) else Shuffled
+    return kind(data, batch_size, **options)
 
 
 def validation_batches(data: Any, batch_size: int) -> Shuffled | Loaded:
@@ -199,10 +189,10 @@ def deal(
     return orders
 
 
-def parts_of(values: Any, expected: str = f"the data: {EXPECTED}") -> tuple[Any, Any]:
+def parts_of(values: Any, expected: str) -> tuple[Any, Any]:
     """Return the inputs, a tuple or a dict, and the target of a batch."""
     if not isinstance(values, Sequence) or len(values) < 2:
-        raise TypeError(f"{expected}; got {type(values).__name__}. Wrap the data to give that form.")
+        raise TypeError(f"{expected}; got {type(values).__name__}. Wrap the data to give these.")
     *inputs, target = values
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
         return dict(inputs[0]), target
@@ -225,14 +215,3 @@ def count_rows(target: Any, axis: int = 0) -> int:
     if leaf is None:
         raise TypeError("the data: expected targets with one row for each sample; got none")
     return leaf.shape[axis]
-
-
-def _check_tensors(data: Sequence[Any], name: str) -> tuple[Any, Any]:
-    tensors = tree_leaves(list(data))
-    if len(data) < 2 or not all(isinstance(t, Tensor) and t.dim() for t in tensors):
-        got = ", ".join(type(t).__name__ for t in tensors)
-        raise TypeError(f"{name}: {EXPECTED}; got ({got})")
-    if len({len(t) for t in tensors}) > 1:
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-        raise ValueError(f"{name}: expected as many inputs as targets; got shapes {shapes}")
-    return parts_of(data)

@@ -267,7 +267,7 @@ class Trainer:
             return 0.0
         batches = self.batches
         try:
-            rows = batches.count if isinstance(batches, Shuffled) else len(batches.loader.dataset)
+            rows = batches.count if isinstance(batches, Shuffled) else len(batches.data.dataset)
         except (AttributeError, TypeError):
             raise TypeError(
                 "train: the objective of these members has their divergence from the prior, "
@@ -422,7 +422,9 @@ class Trainer:
             outputs = gather([outputs for outputs, _ in kept], lambda parts: torch.cat(parts, 1))
             value = metric(outputs, gather([target for _, target in kept], torch.cat))
         else:
-            value = record["validation_loss" if metric == "loss" else "validation_ensemble_accuracy"]
+            value = record[
+                "validation_loss" if metric == "loss" else "validation_ensemble_accuracy"
+            ]
         value = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
         parallel.broadcast_(self.world, [value])
         record["metric"], self.more = float(value), more_is_better(metric, self.settings.maximise)
