@@ -371,7 +371,7 @@ class Trainer:
         self.tally.flush()
         parallel.sum_(self.world, self.tally.sums.values())
         record: dict[str, Any] = {"epoch": self.epoch + 1, **self.tally.summary()}
-        if not all_finite(self.ensemble.parameters()):
+        if not all_finite(self.parameters):
             raise self._divergence("a weight is not finite", self.step)
         if self.validation is not None:
             self._validate(record, self.validation)
@@ -392,7 +392,8 @@ class Trainer:
             self.stopped = "epochs"
         self._begin_epoch()
         self.progress.epoch(record)
-        self._tell("on_epoch", history_of([record], None, None).epochs[0])
+        if self.moments["on_epoch"]:
+            self._tell("on_epoch", history_of([record], None, None).epochs[0])
 
     def _tell(self, moment: str, record: Any) -> None:
         for callback in self.moments[moment]:
@@ -471,7 +472,7 @@ class Trainer:
         self.tally.flush()
         sums = {name: value.clone() for name, value in self.tally.sums.items()}
         parallel.sum_(self.world, sums.values())
-        if self.world.rank > 0 or not all_finite(self.ensemble.parameters()):
+        if self.world.rank > 0 or not all_finite(self.parameters):
             return
         state = {
             "model": self.ensemble.state_dict(),
