@@ -40,7 +40,7 @@ def parse_call(text: str, known: Mapping[str, Callable[..., Any]], what: str) ->
         name = node.func.id
         positional = [ast.literal_eval(a) for a in node.args]
         named = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords}
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of any depth
         expected = f"a call with literal values, such as {next(iter(known))}(…)"
         raise ValueError(f"a {what} is written as {expected}; got {text!r}.") from None
     if name not in known:

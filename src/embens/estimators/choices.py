@@ -71,6 +71,7 @@ class Options:
     random_state: Any = None
     n_jobs: int | None = None
     verbose: int = 0
+    class_weight = None  # an argument of classifiers alone
 
 
 _CHOICES = {
@@ -99,6 +100,11 @@ def check(options: Options) -> None:
             expected = f"a number from {low:g} to {high:g}"
         if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
             raise ValueError(f"{name}: expected {expected}{auto}; got {value!r}")
+    given: Any = options.class_weight
+    given = [given] if isinstance(given, dict) else given if isinstance(given, list) else []
+    for label, weight in (pair for weights in given for pair in weights.items()):
+        if not isinstance(weight, Real) or not 0 <= weight < math.inf:
+            raise ValueError(f"class_weight: expected a number ≥ 0 of {label!r}; got {weight!r}")
     if options.law is not None and not isinstance(options.law, Law):
         raise ValueError(
             f"law: expected a law such as embens.laws.Bernoulli(0.9); got {options.law!r}"

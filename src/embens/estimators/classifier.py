@@ -7,6 +7,7 @@ entropy is what members agree to be unsure about plus what they disagree about:
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+@dataclass(eq=False, repr=False)
 class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
     """Embedded ensemble of perceptrons for the classes of a table's rows.
 
@@ -50,6 +52,9 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         random_state: a number makes everything deterministic.
         n_jobs: threads; None: as torch is set.
         verbose: 1 shows progress.
+        class_weight: as of scikit-learn's classifiers: factors of the rows' weights by class, a
+            dictionary (of several labels a list of them); "balanced": inverse to the numbers of
+            rows; None: 1.
 
     Attributes:
         classes_: the classes, or a list of them for several labels.
@@ -68,6 +73,8 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         True
     """
 
+    _: KW_ONLY
+    class_weight: Any = None
     head = Classes
 
     classes_ = looked_up("head.classes", "The classes, or a list of them for several labels.")

@@ -47,7 +47,7 @@ def plot_reliability(
         if isinstance(estimator.classes_, list):
             raise ValueError("plot_reliability draws one label; this classifier has several")
         chance = torch.from_numpy(estimator.predict_proba(X)).clamp(min=1e-30)
-        target = torch.from_numpy(np.searchsorted(estimator.classes_, np.asarray(y)))
+        target = estimator.head_.values([np.asarray(y)])[:, 0]
         found = reliability(chance.log()[None], target, bins=bins)
         full = found.samples > 0
         ax.plot(found.confidence[full], found.accuracy[full], marker="o")

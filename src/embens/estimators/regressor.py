@@ -135,14 +135,16 @@ def score_rows(
     score: Callable[[Tensor, Tensor, Tensor], Tensor], estimator: Any, X: Any, y: Any
 ) -> np.ndarray:
     """Return a score of each row, the mean over targets, by members' means and deviations."""
-    import numpy as np
     from sklearn.base import is_regressor
+    from sklearn.utils import check_consistent_length
 
     if not is_regressor(estimator):
         raise TypeError(
             f"expected an EmbeddedEnsembleRegressor; got {type(estimator).__name__}. For a "
             "classifier use scoring='neg_log_loss'."
         )
+    y = Gaussians.read(y)
+    check_consistent_length(X, y)
     mean, std = map(torch.from_numpy, estimator.predict_members(X))
-    target = torch.from_numpy(np.array(y, dtype="float64").reshape(mean.shape[1:]))
+    target = torch.from_numpy(y.reshape(mean.shape[1:]))
     return score(mean, std, target).reshape(len(target), -1).mean(1).numpy()
