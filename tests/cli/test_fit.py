@@ -22,7 +22,7 @@ def run(command, *arguments):
     return main([command, *map(str, arguments)])
 
 
-QUICK = ("--members", 2, "--epochs", 3, "--quiet")
+QUICK = ("--members", 2, "--epochs", 3)
 
 
 class TestTheCommands:
@@ -60,7 +60,7 @@ class TestTheCommands:
         assert scores["coverage of 90 % intervals"][0] == pytest.approx(inside.mean())
         new = tmp_path / "new.parquet"
         run("predict", out / "model.safetensors", tmp_path / "table.parquet", "--out", new)
-        assert list(pd.read_parquet(new)) == ["prediction", "std", "lower", "upper"]
+        assert list(pd.read_parquet(new)) == ["target", "prediction", "std", "lower", "upper"]
 
     def test_fit_can_read_a_file_in_parts(self, path, tmp_path, capsys):
         out = tmp_path / "out"
@@ -105,7 +105,7 @@ class TestTheCommands:
             (
                 "a,b\n" + "1,2.5\n2,inf\n" * 30,
                 ("--target", "b", "--task", "regression", "--stream"),
-                "not finite",
+                "infinity in row 1",
             ),
         ],
     )
@@ -137,3 +137,25 @@ class TestTheCommands:
         frame.to_csv(tmp_path / "wide.csv", index=False)
         run("fit", tmp_path / "wide.csv", "--target", "y", "--out", tmp_path / "o", *QUICK)
         assert "1000 categorical columns: 4 categories kept of each" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("more", [(), ("--stream",)])
+    def test_a_quiet_fit_says_nothing_and_ids_and_dropped_columns_are_no_features(
+        self, more, path, tmp_path, capfd
+    ):
+        frame = pd.read_parquet(path)[:300].drop(columns=["target"])
+        frame.insert(0, "key", [f"0{i}" for i in range(300)])
+        frame.to_csv(tmp_path / "table.csv", index=False)
+        command = (tmp_path / "table.csv", "--target", "kind", "--out", tmp_path, *QUICK, *more)
+        run("fit", *command, "--quiet", "--id", "key", "--drop", "double")
+        assert capfd.readouterr() == ("", "")
+        names = load(tmp_path / "model.safetensors").preprocessing_.names
+        assert not {"key", "double", "kind"} & {*names}
+        rows = pd.read_csv(tmp_path / "predictions.csv", dtype={"key": str})
+        expected = frame.set_index("key")["kind"][rows["key"]]
+        assert rows["target"].tolist() == expected.tolist()
+
+    def test_a_header_without_rows_is_said_also_in_parts(self, tmp_path, capsys):
+        (tmp_path / "bad.csv").write_text("a,b\n")
+        with pytest.raises(SystemExit):
+            run("fit", tmp_path / "bad.csv", "--target", "b", "--stream", "--out", tmp_path)
+        assert "has no rows" in capsys.readouterr().err

@@ -74,7 +74,7 @@ class TestASource:
         with pytest.raises(FileNotFoundError, match="there is no file"):
             regressor().fit_files(tmp_path / "no.parquet", "a")
         gaps = pa.table({"a": [1.0, 2.0], "y": [None, 1.0]})
-        with pytest.raises(ValueError, match="has missing values; remove those rows"):
+        with pytest.raises(ValueError, match="missing in row 0 of column 'y'"):
             regressor().fit_files(gaps, "y")
         (tmp_path / "table.txt").write_text("a")
         with pytest.raises(ValueError, match="expected files of one kind"):
@@ -108,16 +108,6 @@ def test_a_data_frame_is_not_a_file():
         classifier().fit_files(pd.DataFrame({"a": [1.0], "y": [0]}), "y")
 
 
-def test_rows_without_a_finite_target_are_left_out_and_counted():
-    table = pa.table({"a": range(13), "y": [None, float("inf"), *map(float, range(11))]})
-    columns, target, notes = files.split_target(table, "y")
-    assert columns.column("a").to_pylist() == list(range(2, 13))
-    assert target.to_pylist() == list(range(11))
-    assert notes == ["2 rows without a (finite) target are left out"]
-    with pytest.raises(ValueError, match="no column 'yy'; did you mean 'y'"):
-        files.split_target(table, "yy")
-
-
 @pytest.mark.parametrize(
     ("values", "task", "why"),
     [
@@ -128,18 +118,21 @@ def test_rows_without_a_finite_target_are_left_out_and_counted():
     ],
 )
 def test_the_task_follows_from_the_target(values, task, why):
-    assert files.choose_task(pa.chunked_array([values]), "auto") == (task, why)
+    column = pa.array(values)
+    distinct = column.unique().to_pylist()
+    assert files.choose_task(column.type, distinct, len(values), "auto") == (task, why)
 
 
 @pytest.mark.parametrize("name", ["found.csv", "found.parquet"])
 def test_what_is_written_is_read_again(name, tmp_path):
     columns = {"prediction": ["x", "y, z"], "p_x": [0.25, 1 / 3]}
-    files.write(columns, tmp_path / name)
+    parts = [{key: values[i : i + 1] for key, values in columns.items()} for i in range(2)]
+    assert files.write(parts, tmp_path / name) == 2
     assert files.read(tmp_path / name).to_pydict() == columns
 
 
 def test_a_file_that_is_not_there_or_has_no_rows_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="there is no file"):
         files.read(tmp_path / "no.csv")
     (tmp_path / "empty.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match="has no rows"):

@@ -36,14 +36,14 @@ class TestEveryKindOfInput:
             np.testing.assert_array_equal(found, first)
 
     @pytest.mark.parametrize("missing", [None, np.nan, pd.NA])
-    def test_a_missing_target_is_an_error_that_counts_the_rows(self, missing):
+    def test_a_missing_target_is_an_error_that_names_the_row(self, missing):
         labels = self.y.astype(object)
         numbers = pd.Series(self.target, dtype="Float64")
         labels[3] = labels[5] = missing
         numbers[3] = numbers[5] = pd.NA
-        with pytest.raises(ValueError, match="Input y contains NaN: the target of 2 rows"):
+        with pytest.raises(ValueError, match=r"Input y contains NaN: .* in row 3 \(and 1 more\)"):
             classifier().fit(self.X, labels)
-        with pytest.raises(ValueError, match="Input y contains NaN: the target of 2 rows"):
+        with pytest.raises(ValueError, match=r"Input y contains NaN: .* in row 3 \(and 1 more\)"):
             regressor().fit(self.X, numbers)
 
     def test_a_lazy_frame_is_refused_with_what_to_do(self):
@@ -59,7 +59,9 @@ class TestEveryKindOfInput:
 
 def test_infinite_numbers_are_an_error_that_names_the_column():
     frame = pd.DataFrame({"a": [1.0, np.inf] * 30, "b": 1.0})
-    with pytest.raises(ValueError, match=r"infinity .* in a\. Replace it"):
+    with pytest.raises(
+        ValueError, match=r"infinity .* in row 1 \(and 29 more\) of column 'a'\. Replace it"
+    ):
         classifier().fit(frame, np.arange(60) % 2)
 
 
@@ -73,7 +75,8 @@ def test_dates_are_numbers_of_seconds():
 def test_text_where_numbers_were_is_an_error_that_names_the_column():
     model = classifier(max_epochs=1).fit(pd.DataFrame({"a": np.arange(60.0)}), np.arange(60) % 2)
     with pytest.raises(
-        ValueError, match=r"a: could not convert .* had numbers where it was fitted"
+        ValueError,
+        match=r"row 0 of column 'a': could not convert .* had numbers where it was fitted",
     ):
         model.predict(pd.DataFrame({"a": ["x", "y"]}))
 

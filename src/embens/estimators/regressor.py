@@ -146,5 +146,5 @@ def score_rows(
     y = Gaussians.read(y)
     check_consistent_length(X, y)
     mean, std = map(torch.from_numpy, estimator.predict_members(X))
-    target = torch.from_numpy(y.reshape(mean.shape[1:]))
+    target = torch.tensor(y.reshape(mean.shape[1:]))
     return score(mean, std, target).reshape(len(target), -1).mean(1).numpy()

@@ -195,7 +195,7 @@ def read_target(y: Any, name: str | None = None, first: int = 0) -> np.ndarray:
     y = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
     objects = y.dtype.kind == "O"
     missing = np.array([is_missing(v) for v in y.flat]).reshape(y.shape) if objects else y != y
-    infinite = np.abs(y) == math.inf if y.dtype.kind == "f" else objects & (y == math.inf)
+    infinite = np.isinf(y) if y.dtype.kind == "f" else np.False_
     for wrong, what in ((missing, "NaN: the target is missing"), (infinite, "infinity")):
         if np.any(wrong):
             cells = np.argwhere(wrong)
