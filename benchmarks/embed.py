@@ -326,6 +326,28 @@ def last_layer(rounds: int) -> Iterator[Row]:
         yield timed(row, task, contestants, rounds, 1)
 
 
+def mimo(rounds: int) -> Iterator[Row]:
+    """A network with an input and an output for each member."""
+    members, task = 4, cnn_task(32, torch.contiguous_format)
+    ensemble = embens.mimo(task.reference, members=members)
+    x = torch.stack([task.x[torch.randperm(32)] for _ in range(members)])
+    y, forget = task.y.expand(members, -1), timing.forgetting(ensemble)
+
+    def step() -> None:
+        forget()
+        ensemble.objective(ensemble(x, batch="own"), y, batch="own").backward()
+
+    row = Row(
+        "mimo",
+        "MIMO, M=4, paper's CNN, batch 32",
+        "reference",
+        bar=1.15,
+        limit=timing.flops(step) / timing.flops(task.step),
+        limit_reason="arithmetic: four blocks of the first layer, four last layers",
+    )
+    yield timed(row, task, [Contestant("embens", step, ours=True)], rounds, 1)
+
+
 def collapse(rounds: int) -> Iterator[Row]:
     """One plain network that is the ensemble's mean."""
     task = cnn_task(128, torch.contiguous_format)
@@ -476,6 +498,7 @@ ROWS: dict[str, Callable[[int], Iterator[Row]]] = {
     "small": small,
     "transformer": transformer,
     "last-layer": last_layer,
+    "mimo": mimo,
     "collapse": collapse,
     "memory": memory,
     "overhead": overhead,

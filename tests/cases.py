@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -162,6 +163,20 @@ class Tied(nn.Module):
         return self.output(torch.tanh(self.core(self.embedding(tokens))))
 
 
+class Recurrent(nn.Module):
+    """An Embedding, an LSTM whose output and state are both used, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.core = nn.LSTM(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output, (hidden, _) = self.core(self.embedding(tokens))
+        return self.head(output.mean(1) + hidden[-1])
+
+
 def _mlp() -> nn.Module:
     layers = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.GELU(), nn.Linear(6, 3)]
     return nn.Sequential(*layers)
@@ -256,3 +271,26 @@ ARCHITECTURES = [
     Architecture("held", Held, _floats(3, 4), {"nest.inner.a"}, {"head"}),
     Architecture("tied", Tied, _tokens(7, 3, 4), {"embedding"}, {"output"}),
 ]
+
+
+def _own_last(reference: nn.Module, members: int, **options: Any) -> embens.EmbeddedEnsemble:
+    tied = any(isinstance(m, Tied) for m in reference.modules())  # both are own, or neither
+    own = "*core" if tied else "last"
+    return embens.batch_ensemble(reference, members, own=own, **options)
+
+
+def _own_all(reference: nn.Module, members: int, **options: Any) -> embens.EmbeddedEnsemble:
+    return embens.embed(reference, members, None, None, own="*", own_weights=_shake, **options)
+
+
+def _shake(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+FAMILIES: dict[str, Callable[..., embens.EmbeddedEnsemble]] = {
+    "own last layers": _own_last,
+    "own layers everywhere": _own_all,
+}
+"""Families whose layers have weights that depend on the member, of a reference and members."""

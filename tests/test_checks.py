@@ -1,9 +1,11 @@
+import inspect
 import math
 
 import numpy as np
 import pytest
 import torch
 
+from embens import checks
 from embens.checks import (
     check_choice,
     check_members,
@@ -73,3 +75,31 @@ def test_gamma_is_a_number_a_function_of_the_members_or_natural():
         gradient_factor("large", 4, natural=1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="finite and not negative; got -1"):
         gradient_factor(-1, 4, natural=1.0)
+
+
+def test_a_misspelled_argument_gets_a_hint_and_the_signature_stays():
+    @checks.suggest({"old": ": it is called new now."})
+    def function(first: int, second: int = 2, *, third: str = "") -> str:
+        """Say it."""
+        return f"{first} {second} {third}"
+
+    assert function(1, third="a") == "1 2 a"
+    assert list(inspect.signature(function).parameters) == ["first", "second", "third"]
+    assert function.__doc__ == "Say it."
+    with pytest.raises(TypeError, match=r"function has no argument 'thrid'; did you mean 'third'"):
+        function(1, thrid="a")
+    with pytest.raises(TypeError, match=r"no argument 'old': it is called new now"):
+        function(1, old="a")
+    with pytest.raises(TypeError, match="missing 1 required"):
+        function()
+
+
+def test_rows_that_are_not_finite_are_found_and_named():
+    x = torch.zeros(30, 2)
+    assert checks.find_gaps("inputs", {"a": x, "n": torch.arange(30)}) == ""
+    x[4:18, 1] = torch.inf
+    found = checks.find_gaps("inputs", {"a": x})
+    assert found.startswith("inputs['a'] have infinite numbers in rows 4, 5, 6")
+    assert found.endswith("13 and 4 more")
+    assert checks.find_gaps("x", torch.full((3,), 3e38)) == ""  # only its sum overflows
+    assert checks.find_gaps("x", torch.tensor(torch.nan)) == "x have NaN in row 0"

@@ -1,10 +1,16 @@
+import multiprocessing
 import os
+import random
 import stat
 import threading
+import tracemalloc
 
+import killing
+import mutated
 import pytest
+import torch
 
-from embens.files import write_atomically
+from embens.files import Format, Refused, locked, read_tensors, write_atomically, write_tensors
 
 
 @pytest.fixture
@@ -111,3 +117,115 @@ def test_a_function_that_replaces_the_file_does_not_change_its_permissions(path)
     write_atomically(path, replace)
     assert path.read_text() == "new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_tensors_of_every_shape_and_type_come_back(tmp_path):
+    whole, kind = torch.arange(12.0).view(3, 4), Format("numbers", 1)
+    tensors = {"view": whole[:, 1], "turned": whole.T, "one": torch.randn(33, 3)[:, 0][:1]}
+    tensors |= {"tied": whole, "none": torch.empty(0, 2), "scalar": torch.tensor(3)}
+    types = (torch.bool, torch.bfloat16, torch.complex64, torch.int8)
+    tensors |= {str(t): torch.ones(3, dtype=t) for t in types}
+    write_tensors(tmp_path / "file", kind, {"note": [1, None, "é"]}, tensors)
+    header, found = read_tensors(tmp_path / "file", kind)
+    assert header == {"format": "numbers", "version": 1, "note": [1, None, "é"]}
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def in_another_process(function, *arguments):
+    """Return the process that a function ran in, and its exit code."""
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    return process.pid, process.exitcode
+
+
+def die_writing(path):
+    write_atomically(path, lambda temporary: (temporary.write_text("half"), os._exit(1)))
+
+
+def die_with_the_lock(path):
+    try:
+        with locked(path, "this"):
+            os._exit(1)
+    except BlockingIOError:
+        os._exit(7)
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_nothing_else_is(path):
+    in_another_process(die_writing, path)
+    assert len(list(path.parent.iterdir())) == 1
+    others = {f".other.{'0' * 8}-1-{'0' * 8}", f".file.txt.{'0' * 8}-1-{'0' * 8}", ".file.txt"}
+    for name in others:
+        path.with_name(name).write_text("of another file, another machine, or the user's")
+    write_atomically(path, "new")
+    assert {p.name for p in path.parent.iterdir()} == {"file.txt", *others}
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path):
+    def make(text):
+        def fill(folder):
+            (folder / "within").mkdir(parents=True)
+            (folder / "within" / text).write_text(text)
+
+        return fill
+
+    for text in "ab":
+        write_atomically(tmp_path / "folder", make(text))
+    assert [p.name for p in tmp_path.rglob("*")] == ["folder", "within", "b"]
+
+
+def test_a_lock_has_one_owner_and_names_it(path):
+    with locked(path, "this"):
+        whose = f"^this is in use by process {os.getpid()} on"
+        with pytest.raises(BlockingIOError, match=whose), locked(path, "this"):
+            pass
+        assert in_another_process(die_with_the_lock, path)[1] == 7
+    assert not path.exists()
+
+
+def test_the_lock_of_a_process_that_died_is_free(path):
+    process, code = in_another_process(die_with_the_lock, path)
+    assert code == 1
+    assert path.read_text().startswith(f"process {process} on")
+    with locked(path, "this"):
+        assert path.read_text().startswith(f"process {os.getpid()} on")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.parametrize(("work", "step"), [("kernel_npz", 25), ("fit", 50)])
+def test_work_that_is_killed_at_a_write_and_run_again_ends_with_the_same_bits(work, step, tmp_path):
+    assert killing.kills("killed", work, tmp_path, step) >= 3
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.parametrize(
+    ("work", "least"), [("kernel_npz", 100), ("kernel_zarr", 100), ("fit", 150), ("grid", 15)]
+)
+def test_work_that_is_killed_at_every_write_ends_with_the_same_bits(work, least, tmp_path):
+    assert killing.kills("killed", work, tmp_path, 1) >= least
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", mutated.KINDS)
+def test_a_mutated_file_is_refused_or_has_the_same_contents(kind, count, tmp_path):
+    read, paths = mutated.KINDS[kind](tmp_path)
+    expected, generator = read(), random.Random(kind)
+    refused = 0
+    for _ in range(count):
+        path = generator.choice(paths)
+        content = path.read_bytes()
+        path.write_bytes(mutated.mutate(content, generator))
+        tracemalloc.start()
+        try:
+            assert mutated.same(read(), expected), path
+        except ValueError as error:
+            refused += type(error) in (Refused, ValueError)  # any other is foreign
+        assert tracemalloc.get_traced_memory()[1] < 2**29
+        tracemalloc.stop()
+        path.write_bytes(content)
+    assert refused > count / 2
+    assert not mutated.EXECUTED

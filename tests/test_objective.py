@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import partial
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,7 @@ FAMILIES = {
     "last layer": lambda net: embens.last_layer_dropout(net, MEMBERS),
     "trainable last layer": lambda net: embens.last_layer_dropout(net, MEMBERS, trainable=True),
     "independent networks": lambda net: embens.independent(net, MEMBERS),
+    **{name: partial(family, members=MEMBERS) for name, family in cases.FAMILIES.items()},
     "only pre": lambda net: embens.embed(net, MEMBERS, pre=laws.Rademacher(), post=None),
 }
 
@@ -390,6 +393,13 @@ class TestDefaultCriterion:
         with pytest.raises(error, match=message):
             objective(outputs, target)
 
+    @pytest.mark.parametrize("batch", ["same", "own", "split"])
+    def test_a_batch_without_a_label_that_counts_has_no_loss(self, batch):
+        outputs = self.outputs[0] if batch == "split" else self.outputs
+        target = torch.full((4, 6) if batch == "own" else (6,), -100)
+        losses = member_losses(outputs, target, batch=batch, members=4)
+        assert losses.tolist() == [0.0] * 4
+
 
 def test_a_criterion_over_members_gives_the_same_objective_in_one_call():
     ensemble = embens.batch_ensemble(torch.nn.Sequential(torch.nn.Linear(4, 3)), 5, sites="all")
@@ -425,3 +435,123 @@ def test_a_criterion_over_members_that_averages_them_is_refused():
     averaged.over_members = True
     with pytest.raises(ValueError, match=r"returns losses \(member, batch"):
         ensemble.objective(ensemble(torch.randn(6, 4)), torch.randn(6, 3), averaged)
+
+
+TORCHS = {
+    "mse": nn.MSELoss(),
+    "l1": F.l1_loss,
+    "huber": partial(F.huber_loss, delta=0.5),
+    "smooth l1": nn.SmoothL1Loss(reduction="none"),
+    "logits": nn.BCEWithLogitsLoss(),
+}
+
+
+@pytest.mark.parametrize("batch", ["same", "own", "split"])
+@pytest.mark.parametrize("criterion", TORCHS.values(), ids=TORCHS.keys())
+def test_no_loss_of_torch_broadcasts_a_target(criterion, batch):
+    """Targets (n,) meet outputs (n, 1) row by row; by itself torch would compare all pairs."""
+    outputs, target = torch.randn(3, 6, 1), torch.rand(6)
+    same = outputs[0] if batch == "split" else outputs
+    targets = target.expand(3, 6) if batch == "own" else target
+    found = objective(same, targets, criterion, batch=batch, members=3)
+    if batch == "split":
+        parts = [(outputs[0, a::3, 0], target[a::3]) for a in range(3)]
+    else:
+        parts = [(o[:, 0], target) for o in outputs]
+    torch.testing.assert_close(found, sum(criterion(o, t).mean() for o, t in parts))
+    for wrong in (torch.rand(6, 6), torch.rand(1), torch.rand(1, 6)):
+        with pytest.raises(ValueError, match=r"expected targets of the shape.*\(6, 1\)"):
+            objective(outputs, wrong, criterion)
+    if criterion is not TORCHS["logits"]:
+        whole = objective(outputs, torch.arange(6), criterion)
+        torch.testing.assert_close(whole, objective(outputs, torch.arange(6.0), criterion))
+
+
+def test_a_users_own_criterion_has_the_target_as_it_is():
+    outputs, target = torch.randn(3, 6, 1), torch.rand(6)
+    found = objective(outputs, target, lambda o, t: (o.squeeze(1) - t).square().mean())
+    torch.testing.assert_close(found, objective(outputs, target))
+
+
+@pytest.mark.parametrize(
+    "criterion", [F.cross_entropy, nn.CrossEntropyLoss(), partial(F.cross_entropy, reduction="sum")]
+)
+@pytest.mark.parametrize("target", [torch.zeros(6), torch.zeros(6, 1), torch.zeros(6).long()])
+def test_cross_entropy_of_one_output_is_refused(criterion, target):
+    with pytest.raises(ValueError, match="fewer than two"):
+        objective(torch.randn(3, 6, 1), target, criterion)
+
+
+@pytest.mark.parametrize("criterion", [None, F.cross_entropy, nn.CrossEntropyLoss()])
+def test_a_column_of_classes_is_refused(criterion):
+    with pytest.raises(ValueError, match=r"classes, shape \(6,\); got \(6, 1\)\. Squeeze"):
+        objective(torch.randn(3, 6, 4), torch.zeros(6, 1).long(), criterion)
+
+
+@pytest.mark.parametrize("few", [2, 32])
+@pytest.mark.parametrize("batch", ["same", "own", "split"])
+def test_labels_that_are_no_classes_are_named(batch, few, monkeypatch):
+    monkeypatch.setattr(sys.modules["embens.objective"], "FEW_CLASSES", few)
+    outputs = torch.randn(6, 3) if batch == "split" else torch.randn(2, 6, 3)
+    target = torch.tensor([0, 1, 2, 7, -1, 0])
+    target = target.expand(2, 6) if batch == "own" else target
+    message = r"classes from 0 to 2.*3 outputs; got .* in row.*-100 marks"
+    with pytest.raises(ValueError, match=message):
+        objective(outputs, target, batch=batch, members=2)
+
+
+def test_numbers_of_the_target_that_are_not_finite_are_named():
+    outputs, target = torch.randn(3, 6, 1), torch.rand(6)
+    target[[1, 4]] = math.nan
+    with pytest.raises(ValueError, match=r"targets have NaN in rows 1, 4\. Leave"):
+        objective(outputs, target)
+
+    def masked(outputs, target):
+        return (outputs[:, 0] - target)[target.isfinite()].square().mean()
+
+    assert objective(outputs, target, masked).isfinite()
+    assert objective(outputs * math.nan, torch.rand(6)).isnan()  # a run that diverges is seen
+
+
+def test_several_heads_and_targets_go_through_a_criterion_of_trees():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.label = nn.Linear(4, 8), nn.Linear(8, 3)
+            self.value = nn.Linear(8, 1)
+
+        def forward(self, a, b):
+            hidden = torch.relu(self.body(a * b))
+            return {"label": self.label(hidden), "value": self.value(hidden)}
+
+    def criterion(outputs, target):
+        label, value = target
+        error = (outputs["value"][:, 0] - value).square().mean()
+        return F.cross_entropy(outputs["label"], label) + 0.5 * error
+
+    ensemble = embens.batch_ensemble(Heads(), 3)
+    a, b, target = torch.randn(6, 4), torch.randn(6, 4), (torch.arange(6) % 3, torch.randn(6))
+    loss = objective(ensemble(a, b), target, criterion)
+    loss.backward()
+    members = [ensemble.member(m)(a, b) for m in range(3)]
+    torch.testing.assert_close(loss, sum(criterion(outputs, target) for outputs in members))
+
+    def of_member(m):
+        return criterion({name: value[m] for name, value in ensemble(a, b).items()}, target)
+
+    expected = naive(ensemble, of_member)
+    for name, gradient in gradients(ensemble).items():
+        torch.testing.assert_close(gradient, expected[name])
+    calls = (((a, b), target), ({"b": b, "a": a}, target), (a, b, target))
+    for arguments in calls:
+        ensemble.zero_grad()
+        total = ensemble.backward(*arguments, criterion=criterion, chunk=2)
+        torch.testing.assert_close(total, loss.detach())
+        for name, gradient in gradients(ensemble).items():
+            torch.testing.assert_close(gradient, expected[name])
+    split = ensemble.objective(ensemble(a, b, batch="split"), target, criterion, batch="split")
+    rows = [
+        criterion(ensemble.member(m)(a[m::3], b[m::3]), tuple(t[m::3] for t in target))
+        for m in range(3)
+    ]
+    torch.testing.assert_close(split, sum(rows))

@@ -157,3 +157,39 @@ def test_errors_say_what_to_do(x):
     fresh = embens.mc_dropout(reference(), 5, fresh=True)
     with pytest.raises(ValueError, match="members must be at least 1; got 0"):
         predict(fresh, x, members=0)
+
+
+@pytest.mark.parametrize("as_tuple", [True, False])
+def test_inputs_by_name_and_several_outputs(as_tuple, x):
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.label, self.value = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+
+        def forward(self, a, b):
+            hidden = torch.relu(self.body(a - b))
+            outputs = {"label": self.label(hidden), "value": self.value(hidden)}
+            return tuple(outputs.values()) if as_tuple else outputs
+
+    ensemble = embens.batch_ensemble(Heads(), 3)
+    expected = ensemble(x, 2 * x)
+    label = 0 if as_tuple else "label"
+    for inputs in ((x, 2 * x), {"b": 2 * x, "a": x}):
+        prediction = predict(ensemble, inputs, batch_size=5)
+        torch.testing.assert_close(prediction.members, expected)
+        probabilities = expected[label].softmax(-1).mean(0)
+        torch.testing.assert_close(prediction[label].probabilities, probabilities)
+        with pytest.raises(TypeError, match=r"take one output: prediction\[key\]\.entropy"):
+            _ = prediction.entropy
+    assert "(3, 23, 3)" in repr(prediction)
+    with pytest.raises(TypeError, match="one output"):
+        _ = prediction[label][0]
+
+
+def test_rows_that_are_not_finite_are_named(x):
+    ensemble = embens.batch_ensemble(reference(), 3)
+    x[[2, 9]] = torch.nan
+    with pytest.raises(ValueError, match="x have NaN in rows 2, 9, and so have the outputs"):
+        predict(ensemble, x)
+    with pytest.raises(TypeError, match="'batchsize'; did you mean 'batch_size'"):
+        predict(ensemble, x, batchsize=3)

@@ -29,6 +29,7 @@ LONG_BY_PROMISE = {
 """Signatures that the public promise fixes."""
 
 LONG = {
+    "embens.embedding.families.batch_ensemble",
     "embens.embedding.families.mc_dropout",
 }
 """Signatures of more than eight parameters that are still to become shorter."""

@@ -10,8 +10,10 @@ from embens.embedding.families import (
     independent,
     last_layer_dropout,
     mc_dropout,
+    mimo,
 )
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.export import to_onnx
 from embens.ensemble.surgery import load
 from embens.objective import objective
 from embens.prediction import Prediction, predict
@@ -20,7 +22,7 @@ from embens.reading import register_layer
 if _TYPE_CHECKING:
     from embens import finite, theory
     from embens.finite import diagnose
-    from embens.training import Divergence, History, fit
+    from embens.training import Divergence, History, fit, select
 
 __all__ = [
     "Divergence",
@@ -39,11 +41,14 @@ __all__ = [
     "load",
     "mc_dropout",
     "metrics",
+    "mimo",
     "networks",
     "objective",
     "predict",
     "register_layer",
+    "select",
     "theory",
+    "to_onnx",
 ]
 
 
@@ -51,7 +56,7 @@ def __getattr__(name: str):
     """Import what is large, or needs more than torch, when it is asked for."""
     if name in ("estimators", "finite", "theory", "training"):
         return _import_module(f"embens.{name}")
-    if name in ("Divergence", "History", "fit"):
+    if name in ("Divergence", "History", "fit", "select"):
         return getattr(_import_module("embens.training"), name)
     if name == "diagnose":
         return _import_module("embens.finite").diagnose

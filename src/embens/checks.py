@@ -7,12 +7,15 @@ value of another type is a ``TypeError``, one out of range a ``ValueError``.
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 T = TypeVar("T")
 
@@ -61,6 +64,52 @@ def closest(name: str, candidates: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), candidates, n=1, cutoff=0.5)
     shown = ", ".join(map(repr, candidates[:20])) + (", …" if len(candidates) > 20 else "")
     return (f"; did you mean {near[0]!r}?" if near else ".") + f" Candidates: {shown}"
+
+
+def suggest(hints: Mapping[str, str] | None = None) -> Callable[[T], T]:
+    """Decorate a function, so that a misspelled keyword argument gets "did you mean".
+
+    ``hints`` says more of some names. The signature stays what it is, for readers and for tools.
+    """
+
+    def decorate(function: Any) -> Any:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if name not in known:
+                    hint = (hints or {}).get(name) or closest(name, known)
+                    raise TypeError(f"{function.__name__} has no argument {name!r}{hint}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def find_gaps(name: str, values: Any) -> str:
+    """Return where numbers of some tensors are NaN or infinite, as a sentence; "" if nowhere."""
+    for path, leaf in tree_flatten_with_path(values)[0]:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            continue
+        if not math.isfinite(leaf.detach().sum()) and (bad := ~leaf.isfinite()).any():
+            kind = "NaN" if leaf.isnan().any() else "infinite numbers"
+            place = "" if isinstance(values, tuple) and len(values) == 1 else keystr(path)
+            return f"{name}{place} have {kind} in {name_rows(bad)}"
+    return ""
+
+
+def name_rows(bad: Tensor) -> str:
+    """Return the numbers of the rows in which something of ``(row, …)`` is true, as text."""
+    rows = find_rows(bad).tolist()
+    more = f" and {len(rows) - 10} more" if len(rows) > 10 else ""
+    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:10]))}{more}"
+
+
+def find_rows(bad: Tensor) -> Tensor:
+    """Return the numbers of the rows in which something of ``(row, …)`` is true."""
+    return bad.reshape(max(1, len(bad) if bad.dim() else 1), -1).any(1).nonzero().flatten()
 
 
 Gamma = float | int | Callable[[int], float] | None

@@ -1,4 +1,9 @@
-"""Files that are written whole or not at all, and tensors in them, without pickle.
+"""Stores: files that are whole or not there, that say what they are, and that have one writer.
+
+Everything that is kept is kept in one way. A file or folder is written under another name beside
+its place, synced and renamed; what a writer that was killed has left is removed by the next one.
+Tensors are safetensors with a JSON header and a checksum over both, and nothing read is executed.
+What is written over a long time has a lock, which names its owner and is free when that is dead.
 
 Not here: files that grow line by line (:mod:`embens.experiments.results`), and downloads
 (:mod:`embens.data.download`).
@@ -6,12 +11,50 @@ Not here: files that grow line by line (:mod:`embens.experiments.results`), and 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
+import re
 import secrets
-from collections.abc import Callable, Mapping
+import shutil
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+_LEFTOVER = re.compile(r"\.(.+)\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}")
+_DAY = 86_400
+
+
+class Refused(ValueError):
+    """A file that is damaged, of another version, or of another kind."""
+
+
+class Format(NamedTuple):
+    """What a file with tensors says that it is, and the version that is written and read."""
+
+    name: str
+    version: int
+
+
+@contextlib.contextmanager
+def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn whatever a file's content leads to into :class:`Refused`, with the file's name."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:  # the system's, not the content's
+            raise
+        reason = str(error) if type(error) is ValueError else repr(error)
+        raise Refused(f"{Path(path).name} can't be read: {reason:.1000}") from error
 
 
 def write_atomically(
@@ -19,10 +62,10 @@ def write_atomically(
 ) -> None:
     """Write a file so that whoever reads it sees the old one or the new one, whole.
 
-    ``content`` is text, bytes, or a function that writes a file at the path it is given: one with
-    another name in the same folder, synced to the disk and renamed at the end. The new file has the
-    permissions of the old one; if ``path`` is a link, the file that it leads to is replaced. If
-    anything fails, the old file stays as it was and nothing else is left.
+    ``content`` is text, bytes, or a function that writes a file or makes a folder at the path it is
+    given: one with another name in the same folder, synced to the disk and renamed at the end. The
+    new file has the permissions of the old one; if ``path`` is a link, what it leads to is
+    replaced. If anything fails, the old file stays as it was and nothing else is left.
 
     Example:
         >>> import tempfile
@@ -32,56 +75,186 @@ def write_atomically(
         'whole'
     """
     path = Path(os.path.realpath(path))
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary, old = _beside(path), _beside(path)
     try:
-        temporary.touch(exist_ok=False)
-        mode = (path if path.exists() else temporary).stat().st_mode
+        remove_leftovers(path.parent, path.name)
         if callable(content):
             content(temporary)
         else:
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        _sync(temporary, os.O_RDWR)
-        temporary.chmod(mode)  # a function may have put another file in its place
+        _sync(temporary)
+        if path.is_file():
+            temporary.chmod(path.stat().st_mode)
+        if path.is_dir():  # it can't be replaced at once
+            os.replace(path, old)
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        _remove(temporary)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = str(path)  # a full disk does not say where
         raise
+    _remove(old)
     if os.name == "posix":  # elsewhere a folder can't be opened
-        _sync(path.parent, os.O_RDONLY)
+        _sync(path.parent, within=False)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there, all at once."""
+    if path.exists():
+        os.replace(path, old := _beside(path))
+        _remove(old)
+
+
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove what writers that were killed left in a folder, of all files or of one."""
+    for path in folder.glob(".*"):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None or name not in (None, match[1]):
+            continue
+        with contextlib.suppress(OSError):  # another writer may do the same
+            dead = match[2] == _host() and not _is_alive(int(match[3]))
+            if dead or time.time() - path.stat().st_mtime > _DAY:
+                _remove(path)
+
+
+@contextlib.contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock: a file that has this process in it while it lasts.
+
+    If another process, or another call in this one, holds it, that is a ``BlockingIOError`` which
+    names ``what`` is in use and by whom. The lock of a process that died is free.
+    """
+    from filelock import FileLock, Timeout
+
+    def owner() -> str:
+        with contextlib.suppress(OSError):
+            return path.read_text(errors="replace").strip()
+        return ""
+
+    lock, before = FileLock(path, timeout=0), owner()
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BlockingIOError(
+            f"{what} is in use by {owner() or before or 'another process'}; wait until it ends, or "
+            "choose another place"
+        ) from None
+    try:
+        with contextlib.suppress(OSError):  # a full disk is for what comes next
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # elsewhere an open file can't be removed
+            path.unlink()  # before it is free: who waits for it sees that it is gone
+        lock.release()
 
 
 def write_tensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str]
+    path: str | os.PathLike[str],
+    kind: Format,
+    header: dict[str, Any],
+    tensors: Mapping[str, Tensor],
 ) -> None:
-    """Write tensors, and text by name, to one safetensors file."""
-    from safetensors.torch import save_file
+    """Write tensors, and a header that JSON can hold, to one safetensors file with a checksum."""
+    from safetensors.torch import save
 
     if not Path(path).parent.is_dir():
         raise FileNotFoundError(f"the folder {str(Path(path).parent)!r} does not exist")
-    kept = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
-    write_atomically(path, lambda name: save_file(kept, name, metadata))
+    kept: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        kept[name] = tensor.clone() if place in places else tensor  # tied weights
+        places.add(place)
+    header = {"format": kind.name, "version": kind.version, **header}
+    header["sha256"] = checksum(json.dumps(header), kept)
+    write_atomically(path, save(kept, {"embens": json.dumps(header)}))
 
 
-def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the text and the tensors in a safetensors file."""
+def read_tensors(
+    path: str | os.PathLike[str], kind: Format
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the header and the tensors of a file that :func:`write_tensors` wrote."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return file.metadata() or {}, tensors
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path.name} is not a whole safetensors file (truncated, or another format): {error}"
-        ) from None
+    with refusing(path):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                metadata = file.metadata() or {}
+        except SafetensorError as error:
+            reason = f"(truncated, or another format): {error}"
+            raise Refused(f"{path.name} is not a whole safetensors file {reason}") from None
+        header = json.loads(metadata.get("embens", metadata.get("embens_estimator", "{}")))
+        check_header(path.name, header, kind)
+        if header.pop("sha256", None) != checksum(json.dumps(header), tensors):
+            raise Refused(f"{path.name} is damaged: header and tensors have another checksum")
+    return header, tensors
 
 
-def _sync(path: Path, mode: int) -> None:
-    handle = os.open(path, mode)
+def check_header(name: str, header: Any, kind: Format) -> None:
+    """Raise :class:`Refused` where a header is of another kind of file, or of another version."""
+    found = header.get("format") if isinstance(header, dict) else None
+    if found != kind.name:
+        what = f"is an {found!r} file" if found else "has no embens header"
+        raise Refused(f"{name} {what}; expected an {kind.name!r} file")
+    version = header.get("version")
+    if version != kind.version:
+        newer = isinstance(version, int) and version > kind.version
+        advice = "use a newer embens" if newer else "read it with the embens that wrote it"
+        reads = f"this embens reads {kind.version}"
+        raise Refused(f"{name} has format version {version}, {reads}; {advice}")
+
+
+def checksum(text: str, arrays: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a text and of the names, types, shapes and values of arrays."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(arrays):
+        array = torch.as_tensor(arrays[name])
+        digest.update(f"\n{name} {array.dtype} {tuple(array.shape)}\n".encode())
+        values = array.contiguous().as_strided((array.numel(),), (1,))
+        digest.update(values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _beside(path: Path) -> Path:
+    writer = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return path.with_name(f".{path.name}.{writer}")
+
+
+def _host() -> str:
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+
+
+def _is_alive(process: int) -> bool:
+    if os.name != "posix":
+        return True  # who knows; the file is removed when it is old
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path, within: bool = True) -> None:
+    for part in path.rglob("*") if within and path.is_dir() else ():
+        _sync(part, within=False)
+    if path.is_file() or os.name == "posix":
+        handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

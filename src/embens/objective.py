@@ -9,15 +9,16 @@ it. Not here: the paper's :math:`\gamma(M)/M`, a factor of the shared rate
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens.checks import check_choice, closest
+from embens.checks import check_choice, find_gaps, name_rows, suggest
 
 Criterion = Callable[[Any, Any], Tensor]
 BatchKind = Literal["same", "own", "split"]
@@ -25,8 +26,13 @@ Of = Literal["members", "mean"]
 OPTIONS = {"batch": get_args(BatchKind), "of": get_args(Of)}
 IGNORED = -100  # the label that cross-entropy leaves out, as torch's does
 FEW_CLASSES = 32  # up to here a softmax over the last but one axis is faster than over the last
+MOVED = {
+    "gamma": " any more: it is a factor of the shared rate. Pass it to ensemble."
+    "parameter_groups(lr, gamma=…), or to embens.fit(gamma=…)."
+}
 
 
+@suggest(MOVED)
 def objective(
     outputs: Any,
     target: Any,
@@ -35,7 +41,6 @@ def objective(
     batch: BatchKind = "same",
     of: Of = "members",
     members: int | None = None,
-    **unknown: Any,
 ) -> Tensor:
     """Return the sum of the members' losses.
 
@@ -44,29 +49,32 @@ def objective(
             a tuple of such tensors.
         target: passed to the criterion with each member's outputs.
         criterion: a function of ``(outputs, target)`` of one member; a vector of losses is
-            averaged. None: cross-entropy for whole numbers and for rows of probabilities, squared
-            error for other numbers. One with an attribute ``over_members = True`` is called once,
-            with the outputs of all members, and returns ``(member, batch, …)``.
+            averaged. None: cross-entropy for whole numbers (-100: a row to leave out) and for rows
+            of probabilities, squared error for other numbers. Targets ``(n,)`` meet outputs
+            ``(n, 1)`` row by row in all losses of torch. One with an attribute
+            ``over_members = True`` is called once, with the outputs of all members, and returns
+            ``(member, batch, …)``.
         batch: how the ensemble was called. "same": all members have the target; "own": the target
             has the members first as well; "split": outputs are ``(batch, …)`` and member a's loss
             is the mean over its rows a, a + M, ….
         of: "members": each member has its own loss; "mean": for comparison, the loss of the mean
             output takes the place of every member's, so the sum is M times it.
         members: how many there are; needed for a split batch.
-        **unknown: refused, with a hint.
 
     Example:
         >>> outputs, target = torch.zeros(4, 5, 2), torch.tensor([0, 1, 1, 0, 1])
         >>> round(objective(outputs, target).item(), 4)  # 4 log 2
         2.7726
     """
-    for name in unknown:
-        hint = closest(name, ("criterion", "batch", "of", "members"))
-        if name == "gamma":
-            hint = " any more: it is a factor of the shared rate. Pass it to ensemble."
-            hint += "parameter_groups(lr, gamma=…), or to embens.fit(gamma=…)."
-        raise TypeError(f"objective has no argument {name!r}{hint}")
-    return member_losses(outputs, target, criterion, batch=batch, of=of, members=members).sum()
+    loss = member_losses(outputs, target, criterion, batch=batch, of=of, members=members).sum()
+    if loss.device.type == "cpu" and not torch.compiler.is_compiling():
+        try:
+            finite = math.isfinite(loss.item())
+        except RuntimeError:  # under torch.func.vmap there is no one value
+            return loss
+        if not finite and (gaps := find_gaps("targets", target)):
+            raise ValueError(f"{gaps}. Leave these rows out, or pass a criterion that does.")
+    return loss
 
 
 def member_losses(
@@ -107,8 +115,10 @@ def member_losses(
         criterion = default_criterion(outputs, target, batch)
     if criterion is F.mse_loss:
         criterion = squared_error
+    if criterion is squared_error or criterion is F.cross_entropy:
+        _check_tensors(outputs, target)
     if batch == "same":
-        if criterion is F.cross_entropy and isinstance(outputs, Tensor) and outputs.dim() > 2:
+        if criterion is F.cross_entropy:
             return _cross_entropies(outputs, target)
         if criterion is squared_error:
             return (outputs - _like(target, outputs.shape[1:])).square().flatten(1).mean(1)
@@ -132,18 +142,15 @@ def member_losses(
     else:
         rows = [slice(a, None, members) for a in range(min(members or 1, length))]
         pairs = ((_take(outputs, mine), _take(target, mine)) for mine in rows)
-    losses = (criterion(o, t) for o, t in pairs)
+    if criterion is F.cross_entropy:
+        return torch.cat([_cross_entropies(o[None], t) for o, t in pairs])
+    losses = (criterion(o, _aligned(criterion, o, t)) for o, t in pairs)
     return torch.stack([loss.mean() if loss.dim() else loss for loss in losses])
 
 
 def default_criterion(outputs: Any, target: Any, batch: BatchKind = "same") -> Criterion:
     """Return ``torch.nn.functional.cross_entropy`` or :func:`squared_error`, as the target asks."""
-    if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
-        kind = type(outputs if not isinstance(outputs, Tensor) else target).__name__
-        raise TypeError(
-            f"criterion: its default is for tensors; got a {kind}. Pass a function of (outputs, "
-            "target) of one member."
-        )
+    _check_tensors(outputs, target)
     shape = outputs.shape if batch == "split" else outputs.shape[1:]
     if target.is_floating_point():
         rows = target.shape[1:] if batch == "own" else target.shape
@@ -156,13 +163,56 @@ def default_criterion(outputs: Any, target: Any, batch: BatchKind = "same") -> C
             f"criterion: there is no default for targets of {target.dtype}. Pass target.long() for "
             "classes, target.float() for numbers, or a criterion."
         )
+    return F.cross_entropy
+
+
+def _check_tensors(outputs: Any, target: Any) -> None:
+    if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
+        kind = type(outputs if not isinstance(outputs, Tensor) else target).__name__
+        raise TypeError(
+            f"criterion: cross-entropy, squared error and the default are for tensors; got a "
+            f"{kind}. Pass a function of (outputs, target) of one member."
+        )
+
+
+def ignored_label(criterion: Any) -> int | None:
+    """Return the label that a cross-entropy leaves out; None for any other criterion."""
+    options = getattr(criterion, "keywords", {})
+    criterion = getattr(criterion, "func", criterion)
+    if isinstance(criterion, nn.CrossEntropyLoss):
+        return criterion.ignore_index
+    return options.get("ignore_index", IGNORED) if criterion is F.cross_entropy else None
+
+
+def check_labels(name: str, target: Any, classes: int, ignored: int = IGNORED) -> None:
+    """Refuse labels that are no classes."""
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return
+    bad = ((target < 0) | (target >= classes)) & (target != ignored)
+    if bad.any():
+        found = ", ".join(map(str, target[bad].unique().tolist()[:5]))
+        raise ValueError(
+            f"{name}: expected classes from 0 to {classes - 1}, as the network has {classes} "
+            f"outputs; got {found} in {name_rows(bad)}. Number the classes from 0, or give the "
+            f"network more outputs; {ignored} marks labels to leave out."
+        )
+
+
+def _check_classes(shape: torch.Size, target: Tensor) -> None:
+    """Refuse what has no cross-entropy: one member's outputs of a shape, and their target."""
     if len(shape) < 2 or shape[1] < 2:
         raise ValueError(
             "criterion: whole numbers are classes, and members' outputs of shape "
             f"{tuple(shape)} have fewer than two of them. Pass target.float() for squared error, "
             "or a criterion."
         )
-    return F.cross_entropy
+    expected = shape if target.is_floating_point() else (shape[0], *shape[2:])
+    if target.shape != expected:
+        raise ValueError(
+            f"cross-entropy: for members' outputs of shape {tuple(shape)} expected targets of "
+            f"{'probabilities' if target.is_floating_point() else 'classes'}, shape "
+            f"{tuple(expected)}; got {tuple(target.shape)}. Squeeze a column of classes."
+        )
 
 
 def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
@@ -174,22 +224,40 @@ def _like(target: Tensor, shape: torch.Size) -> Tensor:
     if shape in (target.shape, (*target.shape, 1)) or target.shape == (*shape, 1):
         return target.reshape(shape)
     raise ValueError(
-        f"squared error: expected targets of the shape of a member's outputs, {tuple(shape)}; got "
-        f"{tuple(target.shape)}"
+        f"criterion: expected targets of the shape of a member's outputs, {tuple(shape)}; got "
+        f"{tuple(target.shape)}. For classes pass target.long()."
     )
 
 
+def _aligned(criterion: Any, outputs: Any, target: Any) -> Any:
+    """Return the target in the shape of the outputs where a loss of torch would broadcast it."""
+    function = getattr(criterion, "func", criterion)
+    home = getattr(function, "__module__", None) or type(function).__module__
+    both = isinstance(outputs, Tensor) and isinstance(target, Tensor)
+    if not both or not home.startswith("torch.nn."):
+        return target
+    if ignored_label(criterion) is not None:
+        _check_classes(outputs.shape, target)
+        return target
+    numbers = target.is_floating_point() or target.numel() == outputs.numel()
+    return _like(target, outputs.shape) if numbers else target
+
+
 def _cross_entropies(outputs: Tensor, target: Tensor) -> Tensor:
+    _check_classes(outputs.shape[1:], target)
     members, soft = len(outputs), target.is_floating_point()
     target = target if soft else target.long()
     targets = target.expand(members, *target.shape)
     if outputs.shape[2] <= FEW_CLASSES:  # members are torch's batch, their rows its positions
-        targets = targets.movedim(2, 1) if soft else targets
-        losses = F.cross_entropy(outputs.movedim(2, 1), targets, reduction="none").flatten(1)
+        outputs, targets = outputs.movedim(2, 1), targets.movedim(2, 1) if soft else targets
     else:
-        losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(0, 1), reduction="none")
-        losses = losses.view(members, -1)
-    return losses.mean(1) if soft else losses.sum(1) / (target != IGNORED).sum()
+        outputs, targets = outputs.flatten(0, 1), targets.flatten(0, 1)
+    try:
+        losses = F.cross_entropy(outputs, targets, reduction="none").view(members, -1)
+    except IndexError:
+        check_labels("target", target, outputs.shape[1])
+        raise
+    return losses.mean(1) if soft else losses.sum(1) / (target != IGNORED).sum().clamp(min=1)
 
 
 def _take(values: Any, index: int | slice) -> Any:

@@ -11,17 +11,19 @@ members: if each gives a mean :math:`\mu_a` and a variance :math:`\sigma_a^2`, t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from embens import metrics
-from embens.checks import check_choice, check_members, check_whole
+from embens.checks import check_choice, check_members, check_whole, find_gaps, suggest
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.export import evaluating
+from embens.ensemble.run import gather
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -31,18 +33,29 @@ Task = Literal["classification", "regression", "gaussian"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The members' outputs, and what follows from them; for the ``task`` see :func:`predict`."""
+    """The members' outputs, and what follows from them; for the ``task`` see :func:`predict`.
+
+    Where the network returns a tuple or a dict, so are the ``members``, and ``prediction[key]`` is
+    the prediction of one output, which has all the rest.
+    """
 
     members: Float[Tensor, "member batch *output"]
     task: Task = "classification"
 
+    def __getitem__(self, key: Any) -> Prediction:
+        if isinstance(self.members, Tensor):
+            raise TypeError("the network has one output; index .members, .mean or .probabilities")
+        return Prediction(self.members[key], self.task)
+
     @property
     def means(self) -> Tensor:
         """The members' point predictions: the outputs, without log-variances."""
-        return self.members[..., 0] if self.task == "gaussian" else self.members
+        members = self._outputs("means", *get_args(Task))
+        return members[..., 0] if self.task == "gaussian" else members
 
     def __repr__(self) -> str:
-        return f"Prediction(task={self.task!r}, members of shape {tuple(self.members.shape)})"
+        shapes = tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, self.members)
+        return f"Prediction(task={self.task!r}, members of shape {shapes})"
 
     @property
     def mean(self) -> Tensor:
@@ -83,6 +96,11 @@ class Prediction:
 
     def _outputs(self, name: str, *tasks: Task) -> Tensor:
         """Return the outputs for a value that is defined for these tasks."""
+        if not isinstance(self.members, Tensor):
+            kind = type(self.members).__name__
+            raise TypeError(
+                f"the network returns a {kind}; take one output: prediction[key].{name}"
+            )
         if self.task in tasks:
             return self.members
         raise ValueError(
@@ -91,9 +109,10 @@ class Prediction:
         )
 
 
+@suggest()
 def predict(
     ensemble: EmbeddedEnsemble,
-    x: Tensor | tuple[Tensor, ...],
+    x: Tensor | tuple[Any, ...] | Mapping[str, Any],
     *,
     batch_size: int = 1024,
     members: int | None = None,
@@ -104,8 +123,9 @@ def predict(
 
     Args:
         ensemble: its mode is restored afterwards.
-        x: inputs ``(batch, …)``, or a tuple of them for references that take several; moved to
-            the ensemble's device batch by batch, while the outputs come back to that of ``x``.
+        x: inputs ``(batch, …)``, a tuple of them for references that take several, or a dict by
+            their names; moved to the ensemble's device batch by batch, while the outputs come back
+            to that of ``x``. Rows that are not finite are refused if outputs are not either.
         batch_size: how many samples at a time.
         members: how many masks to draw, where they are fresh at each pass (one mask for all
             samples); None: as many as the ensemble has members.
@@ -114,15 +134,16 @@ def predict(
         generator: draws fresh masks; None: the global one.
 
     Example:
-        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        >>> from embens import batch_ensemble
+        >>> from embens import batch_ensemble, networks
+        >>> net = networks.mlp(4, 8, 2, outputs=3)
         >>> prediction = predict(batch_ensemble(net, 5), torch.zeros(2, 4))
         >>> prediction.members.shape, prediction.probabilities.shape
         (torch.Size([5, 2, 3]), torch.Size([2, 3]))
     """
     check_choice("task", task, get_args(Task))
     check_whole("batch_size", batch_size)
-    inputs = _check_inputs(x)
+    x = dict(x) if isinstance(x, Mapping) else x
+    _check_inputs(x)
     count = ensemble.members if members is None else check_members(members)
     seeds: list[int | None] = [None]
     if any(site.fresh for site in ensemble.plan.sites):
@@ -135,53 +156,41 @@ def predict(
             "can be drawn. Leave members out, or embed with fresh=True (mc_dropout)."
         )
     with evaluating(ensemble), torch.no_grad():
-        outputs = [_run(ensemble, inputs, batch_size, seed) for seed in seeds]
-    result = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    if task == "gaussian" and result.shape[-1] != 2:
+        outputs = [_run(ensemble, x, batch_size, seed) for seed in seeds]
+    result = outputs[0] if len(outputs) == 1 else gather(outputs, torch.cat)
+    if find_gaps("outputs", result) and (gaps := find_gaps("x", x)):
+        raise ValueError(f"{gaps}, and so have the outputs. Leave these rows out, or fill them in.")
+    if task == "gaussian" and isinstance(result, Tensor) and result.shape[-1] != 2:
         raise ValueError(
             "task='gaussian' expects outputs (…, 2), a mean and the logarithm of a variance; got "
             f"{tuple(result.shape[1:])}. For point predictions use task='regression'."
         )
-    return Prediction(result[:count], task)
+    return Prediction(tree_map(lambda v: v[:count] if isinstance(v, Tensor) else v, result), task)
 
 
-def _check_inputs(x: Any) -> tuple[Tensor, ...]:
-    inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
-    if not inputs or not all(isinstance(value, Tensor) and value.dim() for value in inputs):
-        kinds = ", ".join(type(value).__name__ for value in inputs)
-        raise TypeError(f"x: expected a tensor (batch, …), or a tuple of them; got {kinds}")
-    if len({len(value) for value in inputs}) > 1:
-        shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
+def _check_inputs(x: Any) -> None:
+    leaves = tree_leaves(x)
+    if not leaves or not all(isinstance(value, Tensor) and value.dim() for value in leaves):
+        kinds = ", ".join(type(value).__name__ for value in leaves)
+        raise TypeError(f"x: expected a tensor (batch, …), a tuple or a dict of them; got {kinds}")
+    if len({len(value) for value in leaves}) > 1:
+        shapes = ", ".join(str(tuple(value.shape)) for value in leaves)
         raise ValueError(f"x: expected inputs with the same number of samples; got shapes {shapes}")
-    return inputs
 
 
-def _run(
-    ensemble: EmbeddedEnsemble, inputs: tuple[Tensor, ...], batch_size: int, seed: int | None
-) -> Tensor:
-    device = next(ensemble.parameters(), inputs[0]).device
+def _run(ensemble: EmbeddedEnsemble, x: Any, batch_size: int, seed: int | None) -> Any:
+    first = tree_leaves(x)[0]
+    device = next(ensemble.parameters(), first).device
     devices = [device] if device.type == "cuda" else []
     outputs = []
-    for start in range(0, max(len(inputs[0]), 1), batch_size):
-        rows = tuple(value[start : start + batch_size].to(device) for value in inputs)
+    for start in range(0, max(len(first), 1), batch_size):
+        rows = tree_map(lambda v, start=start: v[start : start + batch_size].to(device), x)
+        args, kwargs = ensemble.bind(rows)
         with torch.random.fork_rng(devices, enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
-            result = ensemble(*rows)
-        if not isinstance(result, Tensor):
-            got = f"this one returns a {type(result).__name__}. Call the ensemble itself."
-            raise TypeError(f"predict expects a network that returns one tensor; {got}")
-        outputs.append(result.to(inputs[0].device))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-
-
-@contextmanager
-def evaluating(ensemble: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode; afterwards every part has the mode that it had."""
-    modes = [(module, module.training) for module in ensemble.modules()]
-    ensemble.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+            result = ensemble(*args, **kwargs)
+        outputs.append(
+            tree_map(lambda v: v.to(first.device) if isinstance(v, Tensor) else v, result)
+        )
+    return outputs[0] if len(outputs) == 1 else gather(outputs, lambda parts: torch.cat(parts, 1))

@@ -13,7 +13,7 @@ import torch
 
 import embens
 from embens import cli, laws, networks, theory
-from embens.theory import blocks
+from embens.theory.storage import NAMES
 
 
 def points(n: int = 20) -> torch.Tensor:
@@ -55,7 +55,7 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
     assert "30 × 30 inputs" in printed
     assert "independent" in printed.lower()
     with np.load(out) as file:
-        assert sorted(file) == sorted(blocks.NAMES)
+        assert sorted(file) == sorted([*NAMES, "embens.json"])
         assert (file["nngp_cross"] == 0).all()
 
 

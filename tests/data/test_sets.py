@@ -344,6 +344,28 @@ def test_idx_files_that_are_cut_or_other_files_are_refused(idx_folder, spoil, me
         data.mnist(idx_folder)
 
 
+def test_a_gzip_file_that_unpacks_to_more_than_it_says_takes_no_memory(tmp_path):
+    """A file of 200 kB that unpacks to 200 MB, by its header of 5 images or of 10**9."""
+    import tracemalloc
+
+    for name, content in idx_files().items():
+        replace_file(tmp_path, name, content)
+    name = "train-images-idx3-ubyte"
+    for shape in ((5, 7, 7), (1000, 1000, 1000)):
+        (tmp_path / name).unlink(missing_ok=True)
+        sizes = b"".join(size.to_bytes(4, "big") for size in shape)
+        with gzip.open(tmp_path / f"{name}.gz", "wb", compresslevel=1) as file:
+            file.write(bytes((0, 0, 8, 3)) + sizes)
+            for _ in range(200):
+                file.write(bytes(10**6))
+        tracemalloc.start()
+        with pytest.raises(ValueError, match="expected IDX bytes"):
+            data.mnist(tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < (2 * 10**6 if shape[0] == 5 else 3 * 2**27)
+
+
 def test_labels_must_be_as_many_as_images_and_below_ten(idx_folder):
     name = "t10k-labels-idx1-ubyte"
     replace_file(idx_folder, name, idx(torch.arange(3)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import ARCHITECTURES, HandAttention, Residual
+import torch.nn.functional as F
+from cases import ARCHITECTURES, HandAttention, Residual, Tied
 from torch import nn
 
 import embens
@@ -231,3 +232,236 @@ def test_the_arguments_that_the_api_lists_can_be_given_by_position():
     first = embens.objective(ensemble(x), y, criterion)
     second = ensemble.objective(ensemble(x), y, criterion)
     assert torch.equal(first, second)
+
+
+class TestOwnLayers:
+    def test_are_whole_copies_that_the_rest_knows_nothing_of(self):
+        reference = mlp()
+        ensemble = embens.embed(reference, 3, None, None, own="last", generator=generator())
+        x = torch.randn(5, 3)
+        weight, bias = ensemble.network[4].module.weight, ensemble.network[4].module.bias
+        features = reference[:4](x)
+        for a, output in enumerate(ensemble(x)):
+            torch.testing.assert_close(output, features @ weight[a].T + bias[a])
+        assert [tuple(p.shape) for p in ensemble.individual_parameters()] == [(3, 2, 16), (3, 2)]
+        assert torch.equal(ensemble.network[0].module.weight, reference[0].weight)
+        assert not ensemble.plan.sites
+
+    def test_are_drawn_by_the_generator_or_copied_or_drawn_by_a_function(self):
+        def make(weights="drawn", seed=0):
+            return embens.batch_ensemble(net, 3, own="last", generator=generator(seed))
+
+        net = mlp()
+        one, two, other = (make(seed=s).network[4].module.weight for s in (0, 0, 1))
+        assert torch.equal(one, two)
+        assert not torch.equal(one, other)
+        assert one.flatten(1).unique(dim=0).shape[0] == 3
+        assert one.abs().max() <= 0.25, "torch's own law"
+        copied = embens.embed(net, 3, own="last", own_weights="copied")
+        assert torch.equal(copied.network[4].module.weight[2], net[4].weight)
+        zeros = embens.embed(net, 3, own="last", own_weights=lambda m: m.weight.data.zero_())
+        assert not zeros.network[4].module.weight.any()
+        with pytest.raises(ValueError, match="own_weights: unknown 'copy'; did you mean 'copied'"):
+            embens.embed(net, 3, own="last", own_weights="copy")
+
+    @pytest.mark.parametrize(
+        ("own", "expected"),
+        [
+            ("last", {"head"}),
+            ("blocks.1", {f"blocks.1.{n}" for n in ("conv1", "norm1", "conv2", "norm2", "skip")}),
+            ("blocks.1.c*", {"blocks.1.conv1", "blocks.1.conv2"}),
+            (["head", "stem"], {"head", "stem"}),
+        ],
+    )
+    def test_are_named_by_layers_modules_and_wildcards(self, own, expected):
+        ensemble = embens.embed(Residual(), 3, None, None, own=own)
+        drawn = {o.module for o in ensemble.plan.own if o.drawn}
+        assert drawn == expected
+        x = torch.randn(2, 3, 6, 6)
+        outputs = ensemble.eval()(x)
+        for a in range(3):
+            torch.testing.assert_close(outputs[a], ensemble.member(a)(x), rtol=1e-4, atol=1e-5)
+
+    def test_have_no_sites(self):
+        ensemble = embens.batch_ensemble(mlp(), 3, own="last")
+        assert {(s.layer, s.kind) for s in ensemble.plan.sites} == {
+            ("0", "pre"), ("2", "pre"), ("2", "post"),
+        }  # fmt: skip
+        for options in ({"post": {"4": laws.Normal()}}, {"sites": ["2", "4"]}):
+            with pytest.raises(ValueError, match="'4' is a layer of each member's own"):
+                embens.embed(mlp(), 3, own="last", **options)
+
+    def test_a_network_of_one_layer_becomes_separate_ones(self):
+        ensemble = embens.embed(nn.Linear(3, 2), 4, own="last", pre=None, post=None)
+        assert not list(ensemble.shared_parameters())
+
+    @pytest.mark.parametrize(
+        ("own", "message"),
+        [
+            ("heda", "own: 'heda' matches no layer; did you mean 'head'"),
+            ("blocks.7.*", "matches no layer"),
+            (3, "own must be 'last', or names"),
+            ([3], "own must be 'last', or names"),
+        ],
+    )
+    def test_that_are_not_there_get_an_error(self, own, message):
+        with pytest.raises((ValueError, TypeError), match=message):
+            embens.embed(Residual(), 3, own=own)
+
+    def test_of_an_unknown_kind_get_an_error(self):
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+            def forward(self, x):
+                return self.layer(x) * self.scale
+
+        net = nn.Sequential(nn.Linear(3, 3), Block())
+        with pytest.raises(ValueError, match=r"'1' holds '1' \(Block\), which is no known layer"):
+            embens.embed(net, 3, own="1")
+        embens.embed(net, 3, own="1.*")
+
+    def test_that_share_a_weight_with_others_get_an_error(self):
+        with pytest.raises(ValueError, match="'output' has a weight in common with 'embedding'"):
+            embens.embed(Tied(), 3, own="output")
+        ensemble = embens.embed(Tied(), 3, None, None, own=["output", "embedding"])
+        x = torch.randint(7, (3, 4))
+        torch.testing.assert_close(ensemble(x)[1], ensemble.member(1)(x))
+        member = ensemble.member(1)
+        assert member.output.weight is member.embedding.weight
+
+    def test_that_have_a_parametrization_get_an_error(self):
+        net = mlp()
+        torch.nn.utils.parametrizations.weight_norm(net[4])
+        with pytest.raises(ValueError, match="own: '4' has a parametrization"):
+            embens.embed(net, 3, own="last")
+
+    @pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
+    def test_at_the_end_collapse_to_the_mean(self, case):
+        reference, x = case.build().double().eval(), case.inputs(generator())
+        x = x.double() if x.is_floating_point() else x
+        if case.name in ("encoder layer, time first", "tied"):
+            return
+        ensemble = embens.embed(reference, 5, None, None, own="last", example_input=x)
+        torch.testing.assert_close(ensemble.collapse()(x), ensemble(x).mean(0))
+
+    def test_elsewhere_do_not(self):
+        with pytest.raises(ValueError, match="not linear in the output of '2'"):
+            embens.embed(mlp(), 3, None, None, own="2").collapse()
+        with pytest.raises(ValueError, match=r"the weights of '\d' and '\d' multiply each other"):
+            embens.embed(mlp(), 3, own="last").collapse()
+
+    def test_are_a_group_with_the_rate_and_decay_of_weights(self):
+        ensemble = embens.batch_ensemble(mlp(), 4, p=0.5, own="last")
+        shared, modulations, own = ensemble.parameter_groups(0.1, 0.5, 1e-3)
+        assert {tuple(p.shape) for p in own["params"]} == {(4, 2, 16), (4, 2)}
+        assert (own["lr"], own["weight_decay"], own["gamma_factor"]) == (0.1, 1e-3, 1.0)
+        assert modulations["lr"] == 0.5
+        assert shared["lr"] == pytest.approx(0.1), "gamma = M, because members are independent"
+
+    def test_at_the_end_make_members_independent_unless_they_are_copies(self):
+        drawn = embens.batch_ensemble(mlp(), 4, p=0.5, own="last")
+        assert (drawn.overlap, drawn.natural_gamma) == (0, 4)
+        copied = embens.embed(mlp(), 4, None, None, own="last", own_weights="copied")
+        assert (copied.overlap, copied.natural_gamma) == (1, 1)
+        hidden = embens.embed(mlp(), 4, None, None, own="2")
+        assert (hidden.overlap, hidden.natural_gamma) == (1, 1)
+
+
+class Odd(nn.Module):
+    """A reference with two layers and a forward to choose."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.first, self.last, self.run = nn.Linear(4, 4), nn.Linear(4, 2), forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x, z):
+        return self.last(torch.relu(self.a(x) + self.b(z)))
+
+
+ODD = {
+    "skips the first layers: 'add'": Odd(lambda m, x: m.last(m.first(x) + x)),
+    "skips the first layers: 'cat'": Odd(lambda m, x: torch.cat([m.last(m.first(x)), x], 1)),
+    "skips the first layers: 'mul'": Odd(
+        lambda m, x: m.last(m.first(x)) * F.avg_pool1d(x, 4).sigmoid()
+    ),
+    "has 2 outputs": Odd(lambda m, x: (m.last(m.first(x)), m.first(x))),
+    "called several times": Odd(lambda m, x: m.last(m.first(x[:, :4]) + m.first(x[:, 4:]))),
+    "takes several inputs": TwoInputs(),
+    "come before other layers": nn.Sequential(nn.Linear(3, 2), nn.ReLU()),
+    "no plain sum": nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.ReLU(), nn.Linear(4, 2)),
+    "pass example_input": Odd(lambda m, x: m.last(m.first(x)) if x.sum() > 0 else m.last(x)),
+}
+
+
+@pytest.mark.parametrize(("reason", "reference"), ODD.items(), ids=ODD)
+def test_a_reference_that_can_not_take_an_input_for_every_member_is_refused(reason, reference):
+    with pytest.raises(ValueError, match=f"an input for every member: .*{reason}"):
+        embens.mimo(reference, 3)
+
+
+def test_a_reference_is_read_from_an_example_where_its_code_does_not_tell():
+    branches = Odd(lambda m, x: m.last(m.first(x if x.sum() > 0 else -x)))
+    x = torch.ones(5, 4)
+    ensemble = embens.mimo(branches, 3, example_input=x)
+    expected = torch.stack([ensemble.member(a)(x) for a in range(3)])
+    torch.testing.assert_close(ensemble(x), expected)
+    skipping = Odd(lambda m, x: m.last(m.first(x) + (x if x.sum() > 0 else 0)))
+    with pytest.raises(ValueError, match="skips the first layers"):
+        embens.mimo(skipping, 3, example_input=x)
+    with pytest.raises(ValueError, match="several inputs"):
+        embens.mimo(TwoInputs(), 3, example_input=(torch.ones(2, 3), torch.ones(2, 3)))
+
+
+def test_positions_are_shared_where_tokens_have_a_table_for_each_member():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(7, 4), nn.Embedding(5, 4)
+            self.last = nn.Linear(4, 2)
+
+        def forward(self, x):
+            places = self.positions(torch.arange(5))
+            return self.last(torch.tanh(self.tokens(x) + places).mean(1))
+
+    ensemble = embens.mimo(Positions(), 3)
+    assert ensemble.plan.heads.first == ("tokens",)
+    x = torch.randint(7, (3, 6, 5))
+    tables = ensemble.individuals["tokens"].tensors()[0]
+    z = sum(table[rows] for table, rows in zip(tables, x, strict=True))
+    z = torch.tanh(z + ensemble.network.positions.weight).mean(1)
+    weight, bias = ensemble.individuals["last"].tensors()
+    expected = torch.einsum("aoi,bi->abo", weight, z) + bias[:, None]
+    torch.testing.assert_close(ensemble(x, batch="own"), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"members": 0}, "members must be at least 1"),
+        ({"repetition": 1.5}, "repetition must be a fraction"),
+        ({"repetition": -0.1}, "repetition must be a fraction"),
+        ({"mix": "linar"}, "did you mean 'linear'"),
+        ({"alpha": 0.0}, "alpha must be a number above 0"),
+    ],
+)
+def test_bad_arguments_of_mimo_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        embens.mimo(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), **options)
+
+
+def test_a_generator_decides_blocks_and_heads():
+    reference = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    one, two = (embens.mimo(reference, 3, generator=torch.Generator().manual_seed(5)) for _ in "ab")
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -124,7 +124,7 @@ def test_a_bad_choice_is_refused_and_the_reference_stays_as_it_was(kwargs, error
     ("reference", "error", "message"),
     [
         (nn.ReLU(), ValueError, "no parameter layer"),
-        (nn.LSTM(3, 4), ValueError, "no parameter layer"),
+        (nn.LSTM(3, 4), ValueError, "one layer has no hidden site"),
         (nn.Linear(3, 4), ValueError, "one layer has no hidden site"),
         (nn.Linear, TypeError, "Pass an instance, not the class"),
         (torch.zeros(3), TypeError, "must be a torch.nn.Module; got Tensor"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -134,6 +136,7 @@ FAMILIES = {
     "batch_ensemble": lambda r, **k: embens.batch_ensemble(r, 3, **k),
     "mc_dropout": lambda r, **k: embens.mc_dropout(r, 3, law=embens.laws.Normal(), **k),
     "last_layer_dropout": lambda r, **k: embens.last_layer_dropout(r, 3, **k),
+    **{name: partial(family, members=3) for name, family in cases.FAMILIES.items()},
 }
 
 

@@ -453,6 +453,7 @@ class Centred(Base):
 
 
 @pytest.mark.filterwarnings("ignore:this network can't run several", "ignore:the data flow of")
+@pytest.mark.filterwarnings("ignore:the forward assigns")
 def test_trials_leave_no_state_behind_and_own_buffers_are_kept():
     torch.manual_seed(0)
     x = torch.randn(8, 6)

@@ -7,8 +7,10 @@ import os
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,8 @@ FAMILIES = {
     "mc dropout": lambda r: embens.mc_dropout(r, 3),
     "last-layer dropout": lambda r: embens.last_layer_dropout(r, 3),
     "independent": lambda r: embens.independent(r, 3),
+    "mimo": lambda r: embens.mimo(r, 3),
+    **{name: partial(family, members=3) for name, family in cases.FAMILIES.items()},
 }
 everywhere = pytest.mark.parametrize("make", [tabular, vision, text])
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -161,6 +165,8 @@ def test_an_ensemble_can_be_checkpointed_as_a_whole(make, reentrant):
         (vision, FAMILIES["last-layer dropout"]),
         (text, FAMILIES["collective regime"]),
         (text, FAMILIES["last-layer dropout"]),
+        *((text, FAMILIES[name]) for name in cases.FAMILIES),
+        *((vision, FAMILIES[name]) for name in cases.FAMILIES),
     ],
 )
 def test_the_whole_graph_compiles_forward_and_backward(make, family):
@@ -198,16 +204,6 @@ def test_it_exports_to_one_graph(make, family):
     ensemble = family(reference).eval()
     exported = torch.export.export(ensemble, (x,))
     torch.testing.assert_close(exported.module()(x), ensemble(x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_an_export_with_any_number_of_rows():
-    reference, x = tabular()
-    ensemble = embens.batch_ensemble(reference, 3).eval()
-    rows = torch.export.Dim("rows", min=2, max=1000)
-    exported = torch.export.export(ensemble, (x,), dynamic_shapes={"inputs": ({0: rows},)})
-    more = torch.randn(17, 3)
-    torch.testing.assert_close(exported.module()(more), ensemble(more))
 
 
 def test_an_export_leaves_the_ensemble_as_it_was():
@@ -252,7 +248,7 @@ WORKER = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, sys.argv[1])
-from cases import Residual
+from cases import FAMILIES
 import embens
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -261,7 +257,9 @@ reference = torch.nn.Sequential(
     torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(),
     torch.nn.Linear(8, 2))
 x, y = torch.randn(8, 3), torch.randint(2, (8,))
-for family in (embens.batch_ensemble, embens.last_layer_dropout, embens.independent):
+named = (embens.batch_ensemble, embens.last_layer_dropout, embens.independent, embens.mimo)
+for family in (*named, *FAMILIES.values()):
+    torch.manual_seed(0)
     ensemble = family(reference, 3, generator=torch.Generator().manual_seed(1))
     wrapped = DistributedDataParallel(ensemble)
     rows = slice(rank * 4, rank * 4 + 4)
@@ -294,6 +292,69 @@ def test_two_processes_under_ddp_have_the_gradients_of_one(tmp_path):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("agreed") == 2
+
+
+@everywhere
+@every_family
+def test_a_subset_has_the_members_that_were_asked_for(make, family, tmp_path):
+    reference, x = make()
+    ensemble = family(reference)
+    ensemble(x)  # running statistics of the members' own
+    ensemble.eval()
+    some = ensemble.subset([2, 0, -1])
+    assert some.members == 3
+    assert_same([some(x)], [ensemble(x)[[2, 0, 2]]])
+    for a, b in enumerate((2, 0, 2)):
+        assert_same(some.member(a).state_dict().values(), ensemble.member(b).state_dict().values())
+    before = ensemble(x)
+    with torch.no_grad():
+        for tensor in some.parameters():
+            tensor.add_(1.0)
+    assert torch.equal(ensemble(x), before), "a subset shares nothing with the ensemble"
+    again = pickle.loads(pickle.dumps(some))
+    some.save(tmp_path / "some")
+    loaded = embens.load(tmp_path / "some", make()[0]).eval()
+    assert torch.equal(again(x), some(x))
+    assert torch.equal(loaded(x), some(x))
+    assert loaded.plan == again.plan == some.plan
+    assert loaded.subset([1]).plan.subset.members == (0,)  # of the first ensemble
+
+
+def test_a_subset_is_trained_like_any_ensemble():
+    ensemble = embens.batch_ensemble(Residual(), 4).subset(range(3))
+    x, y = torch.randn(4, 3, 6, 6), torch.arange(4) % 5
+    optimizer = torch.optim.SGD(ensemble.parameter_groups(lr=0.1))
+    first = ensemble.objective(ensemble(x), y)
+    first.backward()
+    optimizer.step()
+    assert ensemble.objective(ensemble(x), y) < first
+    assert ensemble.natural_gamma == 3.0
+
+
+def test_members_that_come_twice_count_as_one_in_the_natural_gamma():
+    ensemble = embens.batch_ensemble(mlp(), 3, p=0.5)
+    r = ensemble.overlap
+    pairs = torch.tensor([[1, 1, r], [1, 1, r], [r, r, 1]])
+    assert ensemble.subset([1, 1, 0]).natural_gamma == pytest.approx(9 / pairs.sum().item())
+    assert ensemble.subset([1, 1]).natural_gamma == 1.0
+
+
+def test_a_subset_of_members_that_are_not_there_is_an_error():
+    ensemble = embens.batch_ensemble(mlp(), 3)
+    for wrong, kind in (([3], IndexError), ([-4], IndexError), ([], ValueError), (2, TypeError)):
+        with pytest.raises(kind, match="member"):
+            ensemble.subset(wrong)
+    for wrong in ([True, False, True], "01", [0.0], None):
+        with pytest.raises(TypeError, match="whole number"):
+            ensemble.subset(wrong)
+    assert ensemble.subset(torch.tensor([0, 2])).members == 2
+
+
+def test_fewer_fresh_masks_are_drawn_for_a_subset_and_none_of_them_twice():
+    ensemble = embens.mc_dropout(mlp(), 4, fresh=True).subset([3, 1])
+    assert ensemble(torch.ones(5, 3)).shape == (2, 5, 2)
+    with pytest.raises(ValueError, match="can't come twice"):
+        ensemble.subset([0, 0])
 
 
 def test_the_repr_shows_laws_and_sites():

@@ -12,6 +12,7 @@ from test_objective import FAMILIES, MEMBERS, make_reference
 from torch import Tensor, nn, optim
 
 import embens
+from embens.ensemble.own import Own
 from embens.ensemble.rates import Kind, kind_of
 
 GAMMAS = {"number": 2.5, "zero": 0, "callable": lambda m: m / 3, "natural": None}
@@ -57,7 +58,8 @@ def train_by_hand(ensemble, gamma, update) -> dict[str, Tensor]:
     """
     factor = value_of(gamma, ensemble) / ensemble.members
     individual = {id(p) for p in ensemble.individual_parameters()}
-    separate = ensemble.plan.separate
+    copied = [m.tensors() for m in ensemble.modules() if isinstance(m, Own)]
+    own = {id(tensor) for tensors in copied for tensor in tensors}
     for step in range(STEPS):
         x, y = data(step)
         total = {name: torch.zeros_like(p) for name, p in ensemble.named_parameters()}
@@ -73,7 +75,7 @@ def train_by_hand(ensemble, gamma, update) -> dict[str, Tensor]:
                 if id(p) not in individual:
                     if factor > 0:
                         p += update(name, p, total[name], LR, DECAY)
-                elif separate:
+                elif id(p) in own:
                     p += update(name, p, total[name], LR, DECAY)
                 else:
                     p += update(name, p, total[name], MODULATION_LR, 0.0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import cases
 import pytest
 import torch
 from cases import Residual, Tokens
@@ -27,6 +29,7 @@ FAMILIES = {
     "last-layer dropout": lambda r: embens.last_layer_dropout(r, 4),
     "own norms": lambda r: embens.batch_ensemble(r, 4, norm_affine="member"),
     "independent": lambda r: embens.independent(r, 4),
+    **{name: partial(family, members=4) for name, family in cases.FAMILIES.items()},
 }
 
 

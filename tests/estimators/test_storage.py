@@ -10,6 +10,8 @@ from estimators.problems import classes_of, classifier, fitted, mixed_table, reg
 from embens import laws
 from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor, load
 from embens.estimators.choices import FAMILIES
+from embens.estimators.storage import FORMAT
+from embens.files import Refused, read_tensors, write_tensors
 
 
 def predictions(model, X):
@@ -80,10 +82,43 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file"):
         load(tmp_path / "nowhere")
     fitted()[0].ensemble_.save(tmp_path / "ensemble")
-    with pytest.raises(ValueError, match="is no estimator's file"):
+    with pytest.raises(ValueError, match="is an 'embens ensemble' file; expected"):
         load(tmp_path / "ensemble")
     with pytest.raises(FileNotFoundError, match="folder"):
         fitted()[0].save(tmp_path / "no" / "folder")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h["values"].update(predict=1), "no attributes predict"),
+        (lambda h: h["values"].update(width_=10**6), "more numbers than the file has"),
+        (lambda h: h["arguments"].update(surprise=1), "surprise"),
+        (lambda h: h.pop("plan"), "KeyError"),
+        (lambda h: h["plan"].update(members=10**9), "number of members"),
+        (lambda h: h.update({"class": "object"}), "holds a object"),
+        (lambda h: h.update(columns=None), "TypeError"),
+    ],
+)
+def test_a_header_that_was_tampered_with_is_refused(change, message, tmp_path):
+    fitted()[0].save(tmp_path / "model")
+    header, tensors = read_tensors(tmp_path / "model", FORMAT)
+    change(header)
+    write_tensors(tmp_path / "model", FORMAT, header, tensors)
+    with pytest.raises(Refused, match=message):
+        load(tmp_path / "model")
+
+
+def test_a_flipped_bit_anywhere_is_refused(tmp_path):
+    path = tmp_path / "model"
+    fitted()[0].save(path)
+    content = path.read_bytes()
+    for place in range(0, len(content), len(content) // 60):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        with pytest.raises(Refused):
+            load(path)
 
 
 @pytest.mark.parametrize("kind", ["classifier", "regressor"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
+import cases
 import torch
 from cases import ARCHITECTURES, Architecture
 from torch import Tensor, nn
@@ -14,6 +16,10 @@ from embens import finite
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
+def _embedded(family, reference: nn.Module, x: Tensor) -> embens.EmbeddedEnsemble:
+    return family(reference, 2, example_input=x)
+
+
 FAMILIES = {
     "batch_ensemble": lambda reference, x: embens.batch_ensemble(reference, 2, example_input=x),
     "all sites": lambda reference, x: embens.embed(reference, 2, sites="all", example_input=x),
@@ -21,6 +27,7 @@ FAMILIES = {
         reference, 2, example_input=x
     ),
     "independent": lambda reference, x: embens.independent(reference, 2),
+    **{name: partial(_embedded, family) for name, family in cases.FAMILIES.items()},
 }
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from embens.ensemble.wrapping import Individual
-
 
 def measured_kernels(ensemble: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Return products of outputs and of gradients, ``(member, member, n, n)``, of output 0.
@@ -36,11 +34,12 @@ def measured_kernels(ensemble: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 def _parameters(ensemble: nn.Module) -> tuple[list[tuple[Tensor, float]], list[Tensor]]:
     shared, individual = [], []
+    own = {id(p) for p in getattr(ensemble, "individual_parameters", tuple)()}
     for module in ensemble.modules():
         for parameter in module.parameters(recurse=False):
             if not parameter.requires_grad:
                 continue
-            if isinstance(module, Individual):
+            if id(parameter) in own:
                 individual.append(parameter)
             else:
                 standard = getattr(module, "parametrization", "standard") != "ntk"

@@ -77,13 +77,22 @@ class TestExactRegime:
         report = regime(embens.batch_ensemble(mlp(), 4, p=1.0))
         assert report == Regime.COLLECTIVE
         assert report.coupling == 1
-        assert "members are equal" in report.reason
+        assert "members are one model" in report.reason
 
     def test_of_separate_networks_is_independent(self):
         report = regime(embens.independent(mlp(bias_std=1.0), 4))
         assert report == Regime.INDEPENDENT
         assert report.coupling == 0
         assert "separate networks" in report.reason
+
+    def test_of_own_last_layers_is_independent_unless_they_are_copies(self):
+        for net in (mlp(bias_std=0.5), nn.Sequential(nn.LayerNorm(5), mlp())):
+            report = regime(embens.embed(net, 4, None, None, own="last"))
+            assert report == Regime.INDEPENDENT
+            assert "every member has last layers of its own" in report.reason
+        report = regime(embens.embed(mlp(), 4, None, None, own="last", own_weights="copied"))
+        assert (report, report.coupling) == (Regime.COLLECTIVE, 1)
+        assert "so members are one model" in report.reason
 
     def test_is_collective_where_the_last_layer_has_a_shared_bias(self):
         """Erratum 4; hidden biases do no harm."""

@@ -121,6 +121,34 @@ def test_own_batches_are_different_orders_of_the_same_rows():
     assert torch.equal(x[1], problem.data()[0][orders[1, :16]])
 
 
+@pytest.mark.parametrize("repetition", [0.0, 0.3, 1.0])
+def test_a_fraction_of_the_rows_is_in_one_place_for_all_members(repetition):
+    generator = torch.Generator().manual_seed(0)
+    orders = batches.deal(1000, 4, repetition, generator)
+    assert all(torch.equal(o.sort().values, torch.arange(1000)) for o in orders)
+    alike = (orders == orders[0]).all(0).sum().item()
+    assert round(1000 * repetition) <= alike <= round(1000 * repetition) + 2  # some by chance
+    places = torch.arange(1000.0) - 499.5
+    for order in orders:  # no member's order is that of the rows
+        assert abs((places * (order - 499.5)).sum() / (places**2).sum()) < 5 / 1000**0.5
+
+
+@pytest.mark.parametrize("source", ["tensors", "loader"])
+def test_networks_with_an_input_for_each_member_get_rows_in_another_order_for_each(source):
+    x, y = problem.data()
+    data = (x, y) if source == "tensors" else DataLoader(TensorDataset(x, y), 16)
+    for repetition in (0.0, 0.5):
+        own = training_batches(data, 16, seed=0, own=3, repetition=repetition)
+        for (inputs,), target, rows, _ in own.epoch(0):
+            assert inputs.shape == (3, rows, 4)
+            assert target.shape == (3, rows)
+            alike = (inputs == inputs[:1]).all(-1).all(0).float().mean()
+            assert (alike > 0.2) == (repetition > 0)
+        seen = torch.cat([batch.inputs[0] for batch in own.epoch(1)], 1)
+        for mine in seen:  # every row once
+            assert torch.equal(mine[mine[:, 0].argsort()], x[x[:, 0].argsort()])
+
+
 @pytest.mark.parametrize("start", [0, 1, 5])
 def test_tensors_that_are_put_in_order_by_blocks_give_the_same_batches(start, monkeypatch):
     x, y = problem.data()
@@ -136,3 +164,225 @@ def test_tensors_that_are_put_in_order_by_blocks_give_the_same_batches(start, mo
             assert torch.equal(batch.inputs[0], several[0].inputs[0])
             assert torch.equal(batch.target, several[0].target)
             assert batch[2:] == several[0][2:]
+
+
+class Heads(nn.Module):
+    """Two inputs by name, two outputs by name (or in a tuple)."""
+
+    def __init__(self, as_tuple=False):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(2, 8)
+            self.label, self.value = nn.Linear(8, 3), nn.Linear(8, 1)
+        self.as_tuple = as_tuple
+
+    def forward(self, a, b):
+        hidden = torch.relu(self.first(a) + self.second(b))
+        outputs = {"label": self.label(hidden), "value": self.value(hidden)}
+        return tuple(outputs.values()) if self.as_tuple else outputs
+
+
+def both(outputs, target):
+    label, value = outputs if isinstance(outputs, tuple) else outputs.values()
+    classes, numbers = target if isinstance(target, tuple | list) else target.values()
+    error = (value[:, 0] - numbers).square().mean()
+    return torch.nn.functional.cross_entropy(label, classes) + error
+
+
+x, y = problem.data()
+z, numbers = x[:, :2].contiguous(), x.sum(1)
+INPUTS = {"tuple": (x, z), "list": [x, z], "dict": {"b": z, "a": x}}
+TARGETS = {"tuple": (y, numbers), "dict": {"classes": y, "numbers": numbers}}
+
+
+@pytest.mark.parametrize("batch", ["same", "own", "split"])
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_inputs_outputs_and_targets_may_be_trees(inputs, target, batch, chunk):
+    """Against a hand-written loop over the same rows."""
+    if chunk and batch != "same":
+        return
+    generator = torch.Generator().manual_seed(1)
+    mine = embens.batch_ensemble(Heads(isinstance(inputs, tuple)), 3, generator=generator)
+    theirs, data = copy.deepcopy(mine), (inputs, target)
+    history = fit(mine, data, epochs=2, batch_size=16, criterion=both, batch=batch, chunk=chunk)
+    optimizer = torch.optim.SGD(theirs.parameter_groups(), momentum=0.9, fused=True)
+    scheduler = linear_decay(2)(optimizer)
+    own = 3 if batch == "own" else None
+    for epoch in range(2):
+        order = training_batches((x, y), 16, seed=0, own=own).order(epoch)
+        for rows in order.split(16, -1):
+            optimizer.zero_grad()
+            outputs = theirs(x[rows], z[rows], batch=batch)
+            pair = (y[rows], numbers[rows])
+            embens.objective(outputs, pair, both, batch=batch, members=3).backward()
+            optimizer.step()
+        scheduler.step()
+    assert math.isfinite(history.epochs[-1]["loss"])
+    for name, tensor in problem.weights(theirs).items():
+        torch.testing.assert_close(mine.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_trees_work_in_loaders_data_sets_validation_and_metrics():
+    rows = [({"a": x[i], "b": z[i]}, (y[i], numbers[i])) for i in range(len(y))]
+    seen = []
+
+    def metric(outputs, target):
+        seen.append((outputs["label"].shape, outputs["value"].shape, target[0].shape))
+        return metrics.nll(outputs["label"], target[0])
+
+    found = []
+    for rowwise in (DataLoader(rows, 16), problem.Pairs(*zip(*rows, strict=True)), Passing(rows)):
+        ensemble = embens.batch_ensemble(Heads(), 3, generator=torch.Generator().manual_seed(1))
+        options = {"criterion": both, "metric": metric, "maximise": False, "batch_size": 16}
+        history = fit(ensemble, rowwise, rowwise, epochs=2, **options)
+        assert history.epochs[-1]["metric"] > 0
+        found.append(problem.weights(ensemble))
+    assert set(seen) == {((3, 60, 3), (3, 60, 1), (60,))}
+    problem.assert_equal(found[0], found[2])
+
+
+class Passing:
+    """Anything that can be iterated again and again is a loader."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(DataLoader(self.rows, 16))
+
+
+def test_a_name_that_the_reference_does_not_have_is_said():
+    ensemble = embens.batch_ensemble(Heads(), 2)
+    with pytest.raises(TypeError, match=r"inputs 'a', 'c' of a reference that takes \(a, b\)"):
+        fit(ensemble, ({"a": x, "c": z}, TARGETS["tuple"]), epochs=1, criterion=both)
+
+
+def broken(values, *, rows=(3, 7), value=math.nan):
+    values = values.clone()
+    values[list(rows)] = value
+    return values
+
+
+BROKEN = {
+    "inputs": ((broken(x), y), "inputs have NaN in rows 3, 7"),
+    "infinite": ((broken(x, value=math.inf), y), "inputs have infinite numbers in rows 3, 7"),
+    "labels": ((x, broken(y, value=3)), "expected classes from 0 to 2.*got 3 in rows 3, 7"),
+    "negative": (
+        (x, broken(y, value=-1)),
+        "expected classes from 0 to 2.*got -1 in rows 3, 7.*-100 marks",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ["train", "validation"])
+@pytest.mark.parametrize(("data", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_broken_rows_are_named_before_a_step(data, message, where):
+    ensemble = problem.ensemble()
+    before = problem.weights(ensemble)
+    arguments = {"train": (x, y), "validation": None} | {where: data}
+    with pytest.raises(ValueError, match=f"{where}: {message}"):
+        fit(ensemble, **arguments, epochs=2, batch_size=16)
+    problem.assert_equal(before, problem.weights(ensemble))
+
+
+@pytest.mark.parametrize("where", ["train", "validation"])
+@pytest.mark.parametrize(("data", "message"), BROKEN.values(), ids=BROKEN.keys())
+@pytest.mark.parametrize("wrap", [TensorDataset, problem.Pairs])
+def test_broken_rows_of_a_loader_are_named_with_their_batch(data, message, where, wrap):
+    order = torch.arange(60).roll(21)  # rows 3 and 7 are in the second batch of 16
+    data = tuple(t[order] for t in data)
+    loader = DataLoader(wrap(*data), 16)
+    ensemble, steps = problem.ensemble(), []
+    arguments = {"train": (x, y), "validation": None} | {where: loader}
+
+    class Steps:
+        def on_step(self, ensemble, record):
+            steps.append(record["step"])
+
+    message = message.replace("3, 7", "8, 12")
+    with pytest.raises(ValueError, match=f"{where}: batch 2: {message}"):
+        fit(ensemble, **arguments, epochs=2, batch_size=16, callbacks=[Steps()])
+    assert len(steps) == (1 if where == "train" else 4)
+
+
+def test_targets_with_gaps_are_refused_unless_the_criterion_leaves_them_out():
+    target = broken(x.sum(1))
+    with pytest.raises(ValueError, match="train: targets have NaN in rows 3, 7, and the loss is"):
+        fit(problem.ensemble(outputs=1), (x, target), epochs=1)
+
+    def masked(outputs, target):
+        return (outputs[:, 0] - target)[target.isfinite()].square().mean()
+
+    history = fit(problem.ensemble(outputs=1), (x, target), epochs=2, criterion=masked)
+    assert math.isfinite(history.epochs[-1]["loss"])
+
+
+def test_inputs_that_the_network_is_made_for_may_be_infinite():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x, mask):
+            return self.head(torch.relu(self.body(x)) * mask.softmax(-1))
+
+    mask = torch.zeros(60, 8)
+    mask[:, 4:] = -math.inf
+    history = fit(embens.batch_ensemble(Masked(), 2), ((x, mask), y), epochs=2)
+    assert math.isfinite(history.epochs[-1]["loss"])
+
+
+def test_labels_to_leave_out_play_no_part():
+    ignored = broken(y, rows=range(40, 60), value=-100)
+    ensemble = problem.ensemble()
+    history = fit(ensemble, DataLoader(TensorDataset(x, ignored), 20), epochs=3)
+    assert math.isfinite(history.epochs[-1]["loss"])
+
+
+@pytest.mark.parametrize("batch", ["same", "own", "split"])
+def test_a_last_batch_that_is_too_small_for_batch_norm_is_refused_before_a_step(batch):
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    ensemble = embens.batch_ensemble(net, 3)
+    before = problem.weights(ensemble)
+    rows = 33 + (3 if batch == "split" else 0)
+    with pytest.raises(ValueError, match=r"train: the last of .* BatchNorm.*drop_last=True"):
+        fit(ensemble, (x[:rows], y[:rows]), epochs=1, batch_size=16 if rows == 33 else 32,
+            batch=batch)  # fmt: skip
+    problem.assert_equal(before, problem.weights(ensemble))
+    loader = DataLoader(TensorDataset(x[:33], y[:33]), 16)
+    with pytest.raises(ValueError, match=r"train: batch 3 has 1 rows, and BatchNorm"):
+        fit(ensemble, loader, epochs=1)
+    fit(ensemble, DataLoader(TensorDataset(x[:33], y[:33]), 16, drop_last=True), epochs=1)
+    assert len(fit(problem.ensemble(), (x[:33], y[:33]), epochs=1, batch_size=16).epochs) == 1
+
+
+class Nothing(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize("where", ["train", "validation"])
+@pytest.mark.parametrize(
+    "empty",
+    [
+        lambda: (x[:0], y[:0]),
+        lambda: problem.Pairs(x[:0], y[:0]),
+        lambda: DataLoader(TensorDataset(x[:0], y[:0])),
+        lambda: DataLoader(TensorDataset(x[:3], y[:3]), 16, drop_last=True),
+        lambda: Nothing(),
+        lambda: iter(()),
+    ],
+    ids=["tensors", "data set", "loader", "drop_last", "stream", "iterator"],
+)
+def test_nothing_to_train_or_validate_on_is_said(where, empty):
+    arguments = {"train": (x, y), "validation": None} | {where: empty()}
+    with pytest.raises(ValueError, match=f"{where}: expected at least one"):
+        fit(problem.ensemble(), **arguments, epochs=1)
+
+
+def test_an_iterator_that_is_used_up_is_said():
+    with pytest.raises(ValueError, match=r"the loader gave none\. An iterator can be used once"):
+        fit(problem.ensemble(), iter(DataLoader(TensorDataset(x, y), 16)), epochs=2)

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import problem
 
 import embens
+from embens.files import write_tensors
 from embens.training import fit
-from embens.training.checkpoint import Checkpoints, pack, read, unpack
+from embens.training.checkpoint import FORMAT, Checkpoints, pack, read, unpack
 
 
 class Stop(Exception):
@@ -60,6 +61,15 @@ RUNS = {
     "milestones": {"scheduler": partial(optim.lr_scheduler.MultiStepLR, milestones=[1, 2])},
     "plateau": {"scheduler": partial(optim.lr_scheduler.ReduceLROnPlateau, patience=0)},
     "cosine": {"scheduler": partial(optim.lr_scheduler.CosineAnnealingLR, T_max=4)},
+    "by step": {
+        "scheduler": partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=40),
+        "schedule_by": "step",
+    },
+    "clipped": {"clip": 0.5},
+    "accumulated": {"accumulate": 3, "batch_size": 4},
+    "bfloat16": {"autocast": torch.bfloat16},
+    "float16": {"autocast": torch.float16, "optimizer": optim.Adam, "lr": 1e-3},
+    "bfloat16 in chunks": {"autocast": torch.bfloat16, "chunk": 2, "clip": 1.0},
     "own batches": {"batch": "own"},
     "chunks": {"chunk": 2},
     "data set": {"train": list(zip(*problem.data(), strict=True))},
@@ -122,8 +132,9 @@ def test_a_run_that_is_done_is_not_done_again(tmp_path):
 
 
 def test_two_files_are_kept_and_leftovers_removed(tmp_path):
-    leftover = tmp_path / ".step-0000000001-0123456789abcdef.safetensors.abc"
+    leftover = tmp_path / f".step-0000000001.safetensors.0123abcd-1-{0:08x}"
     leftover.write_bytes(b"half")
+    os.utime(leftover, (0, 0))  # of another machine, long ago
     other = tmp_path / "notes.txt"
     other.write_text("not ours")
     fit(make(), problem.data(), **SETTINGS, checkpoint=tmp_path, every=3)
@@ -163,27 +174,24 @@ def test_a_damaged_file_is_refused_and_the_one_before_is_used(damage, tmp_path):
     fit(whole, problem.data(), **SETTINGS)
     _, last = stopped_run(tmp_path)
     damage(last)
-    with pytest.warns(UserWarning, match=f"refused: {last.name} is damaged or half-written"):
+    with pytest.warns(UserWarning, match=f"refused: {last.name} is (damaged|not a whole)"):
         fit(again, problem.data(), **SETTINGS, checkpoint=tmp_path, every=3)
     problem.assert_equal(problem.weights(again), problem.weights(whole))
 
 
 def test_foreign_files_are_refused_with_a_reason(tmp_path):
-    import hashlib
-
     def place(step: int, tensors: dict, metadata: dict | None) -> None:
-        save_file(tensors, tmp_path / "new", metadata)
-        content = (tmp_path / "new").read_bytes()
-        digest = hashlib.sha256(content).hexdigest()[:16]
-        (tmp_path / "new").rename(tmp_path / f"step-{step:010d}-{digest}.safetensors")
+        save_file(tensors, tmp_path / f"step-{step:010d}.safetensors", metadata)
 
-    problem_text = {"format": "embens checkpoint", "version": 99}
-    torch_file = tmp_path / "step-0000000099-0123456789abcdef.safetensors"
-    torch.save({"a": 1}, torch_file)
-    place(98, {"a": torch.zeros(2)}, None)
-    place(97, {"a": torch.zeros(2)}, {"embens": json.dumps(problem_text)})
-    place(96, {"a": torch.zeros(2)}, {"embens": json.dumps({**problem_text, "version": 2})})
-    place(95, {"a": torch.zeros(2)}, {"embens": "{"})
+    header = {"format": "embens checkpoint", "version": 99}
+    old = tmp_path / "step-0000000099-0123456789abcdef.safetensors"  # the name that version 2 has
+    save_file({}, old, {"embens": json.dumps({**header, "version": 2})})
+    torch.save({"a": 1}, tmp_path / "step-0000000098.safetensors")
+    place(97, {"a": torch.zeros(2)}, None)
+    place(96, {"a": torch.zeros(2)}, {"embens": json.dumps(header)})
+    place(95, {"a": torch.zeros(2)}, {"embens": json.dumps({**header, "version": 3})})
+    place(94, {"a": torch.zeros(2)}, {"embens": "{"})
+    write_tensors(tmp_path / "step-0000000093.safetensors", FORMAT, {"run": 1}, {})
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     whole, again = make(), make()
     fit(whole, problem.data(), **SETTINGS)
@@ -191,14 +199,19 @@ def test_foreign_files_are_refused_with_a_reason(tmp_path):
         fit(again, problem.data(), **SETTINGS, checkpoint=tmp_path)
     messages = [str(w.message) for w in caught]
     expected = [
+        "format version 2, this embens reads 3",
+        "not a whole safetensors file",
+        "has no embens header",
+        "format version 99, this embens reads 3",
         "another checksum",
-        "not a checkpoint of embens",
-        "format version 99, this embens reads 2",
-        "damaged header: KeyError",
-        "damaged header: JSONDecodeError",
+        "JSONDecodeError",
+        "TypeError",
         "does not have a name that a checkpoint has",
     ]
-    assert [any(e in m for m in messages) for e in expected] == [True] * 6
+    assert [any(e in m for m in messages) for e in expected] == [True] * 8
+    assert {"step-0000000012.safetensors", "step-0000000016.safetensors"} < {
+        path.name for path in tmp_path.iterdir()
+    }
     problem.assert_equal(problem.weights(again), problem.weights(whole))
     assert (tmp_path / "model.safetensors").exists()
 
@@ -258,6 +271,19 @@ def test_a_checkpoint_holds_tensors_and_json_alone(tmp_path):
     content = read(path)
     assert content["run"] == {"a": 1}
     assert content["state"]["y"] == [1, "z"]
+
+
+def test_a_second_run_on_a_folder_is_told_who_has_it_and_harms_nothing(tmp_path):
+    def second(*_):
+        whose = f"is in use by process {os.getpid()} on"
+        with pytest.raises(BlockingIOError, match=rf"the checkpoint folder '.*' {whose}"):
+            fit(make(), problem.data(), **SETTINGS, checkpoint=tmp_path)
+
+    whole, first = make(), make()
+    fit(whole, problem.data(), **SETTINGS)
+    fit(first, problem.data(), **SETTINGS, checkpoint=tmp_path, callbacks=[second])
+    problem.assert_equal(problem.weights(first), problem.weights(whole))
+    assert not (tmp_path / ".lock").exists()
 
 
 SCRIPT = """

@@ -106,3 +106,17 @@ def test_gradient_norms_are_those_of_the_first_step():
     row = fit(ensemble, (x, y), epochs=1, batch_size=len(y)).epochs[0]
     assert row["gradient_norm_shared"] == pytest.approx(shared.item(), rel=1e-5)
     assert row["gradient_norm_individual"] == pytest.approx(individual.item(), rel=1e-5)
+
+
+def test_a_history_is_drawn_with_what_it_has(tmp_path):
+    history = fit(problem.ensemble(), problem.data(), problem.data(20, 5), epochs=3)
+    figure = history.plot()
+    loss, accuracy = figure.axes
+    assert (loss.get_ylabel(), accuracy.get_ylabel()) == ("loss", "accuracy")
+    drawn = [list(line.get_ydata()) for line in loss.lines]
+    assert [row["loss"] for row in history.epochs] in drawn
+    assert [row["validation_loss"] for row in history.epochs] in drawn
+    assert [row["loss"] for row in history.members if row["member"] == 1] in drawn
+    figure.savefig(tmp_path / "history.png")
+    x, _ = problem.data()
+    assert len(fit(problem.ensemble(outputs=1), (x, x.sum(1)), epochs=1).plot().axes) == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +52,10 @@ FAMILIES = {
     "independent networks": lambda: embens.independent(
         problem.reference(), 3, generator=torch.Generator().manual_seed(0)
     ),
+    **{
+        name: partial(lambda family: family(problem.reference(), 3), family)
+        for name, family in cases.FAMILIES.items()
+    },
     "one network, drawn anew": lambda: embens.independent(
         problem.reference(), 1, generator=torch.Generator().manual_seed(0)
     ),
@@ -66,6 +73,45 @@ def test_every_family_and_baseline_is_trained_by_the_same_call(family):
     assert losses[-1] < 0.7 * losses[0]
     assert history.epochs[-1]["ensemble_accuracy"] > 0.8
     assert len(history.members) == 15 * ensemble.members
+
+
+def mimo(mix=None, repetition=0.0):
+    generator = torch.Generator().manual_seed(0)
+    return embens.mimo(problem.reference(), 2, repetition, mix, generator=generator)
+
+
+@pytest.mark.parametrize("mix", [None, "linear"])
+@pytest.mark.parametrize("wrap", ["tensors", "loader"])
+def test_networks_with_an_input_for_each_member_learn_on_rows_of_their_own(mix, wrap):
+    x, y = problem.data(200)
+    train = (x, y) if wrap == "tensors" else DataLoader(TensorDataset(x, y), 16)
+    ensemble = mimo(mix)
+    options = {"epochs": 30, "batch_size": 16, "lr": 0.05, "keep": "last"}
+    history = fit(ensemble, train, problem.data(50, 3), **options)
+    assert history.epochs[-1]["validation_ensemble_accuracy"] > 0.75
+    again = mimo(mix)
+    fit(again, train, problem.data(50, 3), **options)
+    problem.assert_equal(problem.weights(ensemble), problem.weights(again))
+
+
+def test_a_step_of_networks_with_an_input_for_each_member_is_that_of_the_loop():
+    x, y = problem.data()
+    mine, theirs = mimo(repetition=0.5), mimo(repetition=0.5)
+    fit(mine, (x, y), epochs=2, batch_size=16, lr=0.05)
+    groups = theirs.parameter_groups(0.05)
+    optimizer = torch.optim.SGD(groups, momentum=0.9, fused=True)
+    scheduler = linear_decay(2)(optimizer)
+    for epoch in range(2):
+        order = training_batches((x, y), 16, seed=0, own=2, repetition=0.5).order(epoch)
+        for index in order.split(16, 1):
+            optimizer.zero_grad()
+            outputs = theirs(x[index], batch="own")
+            embens.objective(outputs, y[index], batch="own").backward()
+            optimizer.step()
+        scheduler.step()
+    problem.assert_equal(problem.weights(mine), problem.weights(theirs))
+    with pytest.raises(ValueError, match="'split' has no meaning"):
+        fit(mine, (x, y), epochs=1, batch="split")
 
 
 def test_independent_networks_train_as_each_would_alone():

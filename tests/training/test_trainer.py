@@ -175,3 +175,73 @@ def test_callbacks_see_each_epoch_and_leave_the_run_as_it_is():
     for row in seen:
         row.pop("noise")
     assert repr(seen) == repr(history.epochs)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_batches_that_are_accumulated_are_one_larger_batch(chunk):
+    """Also where the last step has fewer batches, and the last batch fewer rows."""
+    whole, parts = problem.ensemble(), problem.ensemble()
+    first = fit(whole, problem.data(), epochs=3, batch_size=21, chunk=chunk)
+    second = fit(parts, problem.data(), epochs=3, batch_size=7, accumulate=3, chunk=chunk)
+    for name, tensor in problem.weights(whole).items():
+        torch.testing.assert_close(parts.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
+    assert second.epochs[-1]["loss"] == pytest.approx(first.epochs[-1]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_autocast_trains_as_full_precision_to_its_rounding(kind, chunk):
+    full, half = problem.ensemble(), problem.ensemble()
+    seen = []
+    hook = half.network[0].register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    options = {"epochs": 3, "batch_size": 16, "chunk": chunk}
+    first = fit(full, problem.data(), problem.data(20, 5), **options)
+    second = fit(half, problem.data(), problem.data(20, 5), **options, autocast=kind)
+    hook.remove()
+    assert set(seen) == {kind}
+    assert {p.dtype for p in half.parameters()} == {torch.float32}
+    assert second.epochs[-1]["loss"] == pytest.approx(first.epochs[-1]["loss"], rel=0.03)
+    assert second.epochs[-1]["loss"] != first.epochs[-1]["loss"]
+
+
+def test_a_scheduler_can_make_a_step_at_each_step():
+    rates = []
+
+    class Rates:
+        def on_step(self, ensemble, record):
+            rates.append(record["modulation_lr"])
+
+    scheduler = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    options = {"epochs": 2, "batch_size": 20, "scheduler": scheduler, "schedule_by": "step"}
+    fit(problem.ensemble(), problem.data(), **options, lr=0.1, callbacks=[Rates()])
+    assert rates == pytest.approx([0.1 * 0.5**k for k in range(6)])
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    with pytest.raises(ValueError, match="ReduceLROnPlateau goes by a metric of epochs"):
+        fit(problem.ensemble(), problem.data(), **options | {"scheduler": plateau})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="compiling needs torch 2.10")  # type: ignore[operator]
+def test_a_compiled_run_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    plain, whole, again = (problem.ensemble() for _ in range(3))
+    options = {"epochs": 2, "batch_size": 16}
+    fit(plain, problem.data(), **options)
+    fit(whole, problem.data(), **options, compile=True)
+    for name, tensor in problem.weights(plain).items():
+        torch.testing.assert_close(whole.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
+
+    class Stop(Exception):
+        def on_step(self, ensemble, record):
+            if record["step"] == 6:
+                raise self
+
+    run = partial(fit, train=problem.data(), **options, compile=True, checkpoint=tmp_path, every=1)
+    with pytest.raises(Stop):
+        run(problem.ensemble(), callbacks=[Stop()])
+    torch._dynamo.reset()
+    run(again)
+    problem.assert_equal(problem.weights(again), problem.weights(whole))
+    with pytest.raises(ValueError, match="all members at once"):
+        fit(plain, problem.data(), epochs=1, compile=True, chunk=2)

@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference",
         required=True,
-        help='the architecture: "mlp(inputs=64, …)", "cnn(…)", module:function, file.py:function',
+        help='the architecture: "mlp(inputs=64, …)", "cnn(…)", module:function, file.py:function'
+        "; the last two run that code: name only what you trust",
     )
     parser.add_argument(
         "--data", default="digits", help="digits (default), or an .npz file with x and y"

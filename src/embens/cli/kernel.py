@@ -11,7 +11,7 @@ from embens.checks import check_whole
 from embens.cli.specification import parse_law, parse_reference, read_data
 from embens.embedding.families import embed
 from embens.theory import load_kernels, natural_gamma, regime, write_kernels
-from embens.theory.blocks import NAMES, check_path
+from embens.theory.storage import NAMES, check_path
 
 EXAMPLE = """example:
   embens kernel --network "mlp(inputs=64, depth=3, weight_std=1.414)" --law "Shifted(0.5)" \\
@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network",
         default="mlp(inputs=64, depth=3, weight_std=1.4142135623730951)",
-        help="mlp(…), cnn(…), or file.py:function (default: %(default)s)",
+        help="mlp(…), cnn(…), or file.py:function, which runs that file's code, so name only files "
+        "that you trust (default: %(default)s)",
     )
     parser.add_argument("--law", help="law of all modulations, such as 'Shifted(0.5)'")
     parser.add_argument("--pre", help="law of the outputs' modulations; 'none': absent")
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     """Run ``embens kernel``; return its exit code."""
     try:
         _write(options)
-    except (ValueError, TypeError, RuntimeError, AssertionError, FileExistsError) as error:
+    except (ValueError, TypeError, RuntimeError, AssertionError, OSError) as error:
         options.parser.error(str(error))
     return 0
 

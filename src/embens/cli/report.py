@@ -24,6 +24,6 @@ def run(options: argparse.Namespace) -> int:
     write = markdown.write if options.out and options.out.suffix == ".md" else page.write
     try:
         print(f"page: {write(options.folder, options.out)}")
-    except FileNotFoundError as problem:
+    except (OSError, ValueError) as problem:
         options.parser.error(str(problem))
     return 0

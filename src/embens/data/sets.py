@@ -39,6 +39,7 @@ _CIFAR100_RECORD = 2 + 3 * 32 * 32  # coarse label, fine label, pixels by channe
 _IDX_FILES = tuple(
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
+_IDX_MOST = 2**27  # bytes; MNIST has 47 million
 _MNIST = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -289,23 +290,23 @@ def _load_idx(name: str, root: str | Path | None, source: tuple[str, ...] | None
 
 def _read_idx(folder: Path, file: str, axes: int) -> Tensor:
     """Read bytes in the IDX format: 0, 0, 8 (for bytes), axes, sizes in 4 bytes each, values."""
-    path = _path(folder, file) or folder / file
+    path, start = _path(folder, file) or folder / file, 4 + 4 * axes
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
-            content = bytearray(opened.read())
+            content = bytearray(opened.read(start))
+            shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
+            expected = start + math.prod(shape)
+            content += opened.read(min(expected - start, _IDX_MOST) + 1)  # gzip may hold anything
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(
             f"{path}: expected a whole gzip file, got {error}; delete it and download it again"
         ) from error
-    start = 4 + 4 * axes
-    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
-    expected = start + math.prod(shape)
     begin = bytes((0, 0, 8, axes))
     if content[:4] != begin or len(content) != expected or 0 in shape:
         raise ValueError(
             f"{path}: expected IDX bytes that begin {begin!r} and {expected} bytes for shape "
-            f"{tuple(shape)}, got {bytes(content[:4])!r} and {len(content)} bytes; the file is cut "
-            "or another one: delete it and download it again"
+            f"{tuple(shape)}, got {bytes(content[:4])!r} and {len(content)} bytes; the file is "
+            "cut or another one: delete it and download it again"
         )
     return torch.frombuffer(content, dtype=torch.uint8, offset=start).view(shape)
 

@@ -8,25 +8,31 @@ whose scale differs from member to member, so shared statistics would be wrong f
 evaluation mode) while scale and shift are shared like any weight. ``norm_statistics="shared"``
 keeps one set, which every member updates in turn; ``norm_affine="member"`` gives each member its
 own scale and shift. What lies before the first modulation is common to all members and untouched.
+
+Layers of the members' own (``own=``) are whole copies, one for each member, which train at the rate
+of any weight. They need no modulation and have no sites. Own last layers make a network with many
+heads; own last blocks, with ``pre=None, post=None``, a TreeNet.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from embens import laws, reading
-from embens.checks import check_members, closest
+from embens.checks import check_choice, check_members, check_number, closest, suggest
 from embens.embedding.sharing import (
     Sharing,
     may_overwrite,
     measure_widths,
     plan_overwriting,
+    warn_state,
     why_not_collapsible,
 )
 from embens.embedding.sites import (
@@ -34,17 +40,22 @@ from embens.embedding.sites import (
     Sites,
     Trainable,
     check_reference,
+    choose_first,
+    choose_own,
     choose_sites,
+    is_within,
     warn_guesses,
 )
 from embens.ensemble.module import EmbeddedEnsemble
-from embens.ensemble.plan import Plan
+from embens.ensemble.own import Own
+from embens.ensemble.plan import Folding, Heads, OwnTensors, Plan, Site
 from embens.ensemble.surgery import operate
 from embens.laws import Law
 
 _NORMAL = laws.Normal()
 
 
+@suggest()
 def embed(
     reference: nn.Module,
     members: int = 8,
@@ -55,6 +66,8 @@ def embed(
     trainable: Trainable = True,
     generator: torch.Generator | None = None,
     *,
+    own: str | Iterable[str] = (),
+    own_weights: str | Callable[[nn.Module], None] = "drawn",
     fresh: bool = False,
     norm_statistics: str = "member",
     norm_affine: str = "shared",
@@ -79,11 +92,15 @@ def embed(
             the code can't be traced by torch.fx.
         trainable: False for fixed masks; ``{"pre": …, "post": …}``, each a bool or a mapping from
             layer names.
+        own: layers of which every member has its own copy: names of layers, norm layers or modules
+            that hold them, wildcards, or "last" for the last layers.
+        own_weights: how these begin: "drawn" anew for each member by their ``reset_parameters``,
+            "copied" from the reference, or a function that redraws one module in place.
         fresh: draw new masks at every pass.
         norm_statistics: "member" or "shared" running statistics of norm layers.
         norm_affine: "shared" or "member" scale and shift of norm layers.
         recompute: whether the reference uses activation checkpointing. None: looked up in its code.
-        generator: draws the modulations.
+        generator: draws the modulations and the members' own layers.
         family: the name of the family, for ``repr`` and saving.
 
     Example:
@@ -97,31 +114,77 @@ def embed(
     for name, value in (("norm_statistics", norm_statistics), ("norm_affine", norm_affine)):
         if value not in ("member", "shared"):
             raise ValueError(f"{name}: unknown {value!r}{closest(value, ('member', 'shared'))}")
+    if not callable(own_weights):
+        check_choice("own_weights", own_weights, ("drawn", "copied"))
     flow = reading.read(reference, example_input)
-    chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh)
+    apart = choose_own(own, reference, layers, flow)
+    chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh, apart)
     warn_guesses(flow)
     _warn_unknown(reference)
+    drawn = own_weights != "copied"
+    plan = _plan(
+        *(reference, flow, members, chosen, apart),
+        family=family,
+        drawn=drawn,
+        norms=(norm_statistics, norm_affine),
+        recompute=recompute,
+    )
+    initialise = own_weights if callable(own_weights) else None
+    return _build(reference, plan, apart if drawn else (), initialise, generator)
+
+
+def _plan(
+    reference: nn.Module,
+    flow: reading.Flow,
+    members: int,
+    sites: tuple[Site, ...],
+    own: tuple[str, ...],
+    *,
+    family: str,
+    drawn: bool = True,
+    norms: tuple[str, str] = ("member", "shared"),
+    recompute: bool | None = None,
+) -> Plan:
+    """Return the plan for these sites and these layers of the members' own."""
     if recompute is None:
         recompute = reading.mentions(reference, _is_checkpointing)
-    sharing = Sharing(reference, flow, chosen, statistics=norm_statistics, affine=norm_affine)
-    widths, input_channels = measure_widths(layers, flow, [s.layer for s in chosen])
-    modules, own = dict(reference.named_modules()), tuple(sharing.own.values())
-    plan = Plan(
+    sharing = Sharing(
+        *(reference, flow, sites, own), drawn=drawn, statistics=norms[0], affine=norms[1]
+    )
+    warn_state(sharing)
+    layers, modules = reading.parameter_layers(reference), dict(reference.named_modules())
+    widths, input_channels = measure_widths(layers, flow, sharing.tokens)
+    return Plan(
         family=family,
         members=members,
-        sites=chosen,
-        own=own,
+        sites=sites,
+        own=tuple(sharing.own.values()),
+        own_last=drawn and all(is_within(n, own) for n in flow.last),
         shared=() if recompute else sharing.shared(),
+        state=sharing.kept,
         folding=sharing.folding(),
         random=sharing.random(),
-        overwriting=plan_overwriting(flow, chosen, modules),
+        overwriting=plan_overwriting(flow, sites, modules),
         copies=may_overwrite(flow, modules),
-        not_collapsible=why_not_collapsible(flow, chosen, own),
+        not_collapsible=why_not_collapsible(flow, sites, {n: modules[n] for n in sharing.own}),
         recompute=recompute,
         widths=widths,
         input_channels=input_channels,
     )
-    return operate(reference, plan, generator)
+
+
+def _build(
+    reference: nn.Module,
+    plan: Plan,
+    drawn: Iterable[str],
+    initialise: Callable[[nn.Module], None] | None,
+    generator: torch.Generator | None,
+) -> EmbeddedEnsemble:
+    """Carry out a plan; every member's own tensors in some modules are drawn anew."""
+    networks = _drawn(reference, plan.members, drawn, initialise, generator) if drawn else []
+    ensemble = operate(reference, plan, generator)
+    _take_over_(ensemble, networks)
+    return ensemble
 
 
 def _warn_unknown(reference: nn.Module) -> None:
@@ -134,7 +197,7 @@ def _warn_unknown(reference: nn.Module) -> None:
             f"members do not differ in {names}: layers of type {', '.join(kinds)} are not known. "
             "Make them known with embens.register_layer(kind, channels), where channels(layer) "
             "returns how many channels a layer takes and gives.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -142,12 +205,14 @@ def _is_checkpointing(word: str) -> bool:
     return word in ("checkpoint", "checkpoint_sequential") or "checkpointing" in word
 
 
+@suggest()
 def batch_ensemble(
     reference: nn.Module,
     members: int = 8,
     p: float = 0.0,
     *,
     sites: Sites = "hidden",
+    own: str | Iterable[str] = (),
     example_input: Any = None,
     generator: torch.Generator | None = None,
     norm_statistics: str = "member",
@@ -155,7 +220,8 @@ def batch_ensemble(
 ) -> EmbeddedEnsemble:
     """Embed a BatchEnsemble: trainable modulations N(p, 1 − p²), by default at the hidden sites.
 
-    ``p=0`` makes the members independent, ``p=1`` makes them equal at initialisation.
+    ``p=0`` makes the members independent, ``p=1`` makes them equal at initialisation. For the other
+    arguments see :func:`embed`.
     """
     law = laws.Shifted(p)
     return embed(
@@ -164,6 +230,7 @@ def batch_ensemble(
         pre=law,
         post=law,
         sites=sites,
+        own=own,
         example_input=example_input,
         generator=generator,
         norm_statistics=norm_statistics,
@@ -172,6 +239,7 @@ def batch_ensemble(
     )
 
 
+@suggest()
 def mc_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -179,6 +247,7 @@ def mc_dropout(
     fresh: bool = False,
     *,
     sites: Sites = "hidden",
+    own: str | Iterable[str] = (),
     example_input: Any = None,
     generator: torch.Generator | None = None,
     norm_statistics: str = "member",
@@ -195,6 +264,7 @@ def mc_dropout(
         pre=None,
         post=laws.Bernoulli(0.9) if law is None else law,
         sites=sites,
+        own=own,
         example_input=example_input,
         trainable=False,
         fresh=fresh,
@@ -205,6 +275,7 @@ def mc_dropout(
     )
 
 
+@suggest()
 def last_layer_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -231,6 +302,7 @@ def last_layer_dropout(
     )
 
 
+@suggest()
 def independent(
     reference: nn.Module,
     members: int = 8,
@@ -254,39 +326,135 @@ def independent(
         raise ValueError("the reference has no parameters, so its members could not differ")
     flow = reading.read(reference)
     sharing = Sharing.of_separate(reference, flow)
+    warn_state(sharing)
     layers = reading.parameter_layers(reference)
     widths, input_channels = measure_widths(layers, flow, flow.upstream)
     plan = Plan(
         family="independent",
         members=members,
         own=tuple(sharing.own.values()),
+        state=sharing.kept,
         separate=True,
         folding=sharing.folding(),
         not_collapsible="its members are separate networks",
         widths=widths,
         input_channels=input_channels,
     )
-    drawn = [_redraw(copy.deepcopy(reference), initialise, generator) for _ in range(members)]
-    ensemble = operate(reference, plan)
+    return _build(reference, plan, [""], initialise, generator)
+
+
+@suggest()
+def mimo(
+    reference: nn.Module,
+    members: int = 4,
+    repetition: float = 0.0,
+    mix: str | None = None,
+    *,
+    alpha: float = 2.0,
+    initialise: Callable[[nn.Module], None] | None = None,
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    r"""Make a network with an input and an output for every member.
+
+    (MIMO, Havasi et al. 2021; MixMo, Ramé et al. 2021.)
+
+    First layers have a block of weights for every member, and one bias; their sum goes through one
+    trunk to a last layer for every member. ``ensemble(x)`` costs one pass: the blocks are summed.
+    In training every member has rows of its own, ``ensemble(x, batch="own")``, and ``fit`` draws
+    them. All else is shared by all members in one pass, so that its gradient is that of the sum of
+    the losses: :math:`\gamma^* = M`.
+
+    Args:
+        reference: a network of one input and one output; its trunk and the bias of its first layers
+            are kept. First and last layers are drawn anew, the blocks of first ones at
+            :math:`1/\sqrt M` of their scale; of one member, which is the reference, nothing is.
+        members: how many.
+        repetition: the fraction of rows that are the same for all members in ``fit``.
+        mix: "linear": in training, members' shares in the sum are drawn at every pass,
+            :math:`s_a = M \lambda_a` with :math:`\lambda` from a Dirichlet law (of two members,
+            Beta; one draw for all rows), and the gradients of their losses have weights
+            proportional to :math:`\lambda_a^{1/3}`, of mean 1, as in the paper.
+        alpha: the concentration of these shares.
+        initialise: redraws one module in place; by default its ``reset_parameters``.
+        example_input: see :func:`embed`.
+        generator: seeds the draws.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = mimo(net, members=3)
+        >>> ensemble(torch.zeros(2, 4)).shape, ensemble(torch.zeros(3, 2, 4), batch="own").shape
+        (torch.Size([3, 2, 3]), torch.Size([3, 2, 3]))
+    """
+    layers = check_reference(reference)
+    check_members(members)
+    check_number("repetition", repetition, "a fraction from 0 to 1", lambda rho: 0 <= rho <= 1)
+    check_number("alpha", alpha, "a number above 0", lambda a: a > 0)
+    check_choice("mix", mix, (None, "linear"))
+    flow = reading.read(reference, example_input)
+    first = choose_first(reference, layers, flow, example_input)
+    for call in flow.calls:  # whatever is random is drawn once for all members
+        call.upstream, call.result = map(_certain, (call.upstream, call.result))
+    last = choose_own("last", reference, layers, flow)
+    plan = _plan(reference, flow, members, (), last, family="mimo")
+    blocks = tuple(OwnTensors(name, ("weight",), drawn=True) for name in first)
+    heads = Heads(first, float(repetition), float(alpha) if mix else None)
+    after = {step for step, taken in flow.steps if any(layers & flow.last for layers in taken)}
+    plan = replace(
+        plan,
+        own=(*plan.own, *blocks),
+        heads=heads,
+        shared=tuple(replace(s, repeat=False) for s in plan.shared),
+        folding=Folding("", tuple(sorted(after)), ("the trunk",), shares=True, border=last),
+    )
+    drawn = (*first, *last) if members > 1 else ()
+    ensemble = _build(reference, plan, drawn, initialise, generator)
     with torch.no_grad():
-        for name, own in ensemble.individuals.items():
-            for tensor, stack in zip(own.tensor_names(), own.tensors(), strict=True):
-                for a, network in enumerate(drawn):
-                    stack[a] = getattr(network.get_submodule(name), tensor)
+        for name in first:
+            ensemble.individuals[name].tensors()[0].mul_(members**-0.5)
     return ensemble
 
 
-def _redraw(
-    network: nn.Module,
+def _certain(names: frozenset[str]) -> frozenset[str]:
+    return frozenset(name for name in names if not name.startswith("random"))
+
+
+@torch.no_grad()
+def _take_over_(ensemble: EmbeddedEnsemble, networks: list[nn.Module]) -> None:
+    """Give every member the tensors of its own that one of these networks has."""
+    for name, own in ensemble.individuals.items():
+        if isinstance(own, Own) and own.drawn:
+            for tensor, stack in zip(own.tensor_names(), own.tensors(), strict=True):
+                for a, network in enumerate(networks):
+                    stack[a] = getattr(network.get_submodule(name), tensor)
+
+
+def _drawn(
+    reference: nn.Module,
+    members: int,
+    names: Iterable[str],
     initialise: Callable[[nn.Module], None] | None,
     generator: torch.Generator | None,
-) -> nn.Module:
-    """Draw the parameters of every module anew, children before parents."""
-    seed = int(torch.randint(2**62, (), generator=generator))
+) -> list[nn.Module]:
+    """Return copies of a network in which some modules are drawn anew."""
+    copies = [copy.deepcopy(reference, reading.left_over(reference)) for _ in range(members)]
+    for network in copies:
+        _redraw_(network, names, initialise, int(torch.randint(2**62, (), generator=generator)))
+    return copies
+
+
+def _redraw_(
+    network: nn.Module,
+    names: Iterable[str],
+    initialise: Callable[[nn.Module], None] | None,
+    seed: int,
+) -> None:
+    """Draw the parameters of some modules, and of all inside them, children before parents."""
     devices = [p.device for p in network.parameters() if p.device.type == "cuda"]
+    modules = [(n, m) for n, m in network.named_modules() if is_within(n, names)]
     with torch.random.fork_rng(devices=set(devices)):
         torch.manual_seed(seed)
-        for name, module in reversed(list(network.named_modules())):
+        for name, module in reversed(modules):
             reset = getattr(module, "reset_parameters", None) or getattr(
                 module, "_reset_parameters", None
             )
@@ -300,6 +468,6 @@ def _redraw(
                 raise ValueError(
                     f"how to draw the parameters of {name or 'the reference'!r} "
                     f"({type(module).__name__}) anew is not known: it has no reset_parameters(). "
-                    "Pass initialise=, a function that redraws one module in place."
+                    "Pass initialise= (own_weights= of embed), a function that redraws one module "
+                    "in place."
                 )
-    return network

@@ -10,25 +10,19 @@ those of the input; after it every sample has a row for each member.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 
 from torch import nn
 
 from embens import reading
+from embens.embedding.sites import is_within
+from embens.ensemble.folding import LOOKING
+from embens.ensemble.layers import is_linear_in_parameters
 from embens.ensemble.plan import Folding, OwnTensors, SharedModule, Site, site_module
 from embens.reading import Call, Flow
 
-LOOKING = frozenset(
-    "__bool__ __int__ __float__ __index__ item tolist numpy nonzero unique unique_consecutive "
-    "masked_select argwhere equal allclose is_nonzero".split()
-)
-"""Operations that look at the values of tensors, so that the code may branch on them."""
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def _within(name: str, outer: Iterable[str]) -> bool:
-    """Return whether a module is one of these, or lies inside one."""
-    return any(name == o or not o or name.startswith(o + ".") for o in outer)
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -42,6 +36,8 @@ class Sharing:
         reference: the network.
         flow: its data flow.
         sites: where members differ.
+        own: modules of which every member has all tensors for itself.
+        drawn: whether these begin as draws of their own.
         statistics: "member" or "shared" running statistics of norm layers.
         affine: "member" or "shared" scale and shift of norm layers.
     """
@@ -51,7 +47,9 @@ class Sharing:
         reference: nn.Module,
         flow: Flow,
         sites: Iterable[Site],
+        own: Iterable[str] = (),
         *,
+        drawn: bool = True,
         statistics: str = "member",
         affine: str = "shared",
     ):
@@ -61,21 +59,28 @@ class Sharing:
         self.flow = flow
         self.post = {site_module(s.layer, layers) for s in sites if s.kind == "post"}
         self.carriers = self.post | {site_module(s.layer, layers) for s in sites}
-        self.tokens = {s.layer for s in sites}
-        self.own = {o.module: o for o in self._own_norms(statistics, affine)}
-        shareable = self._shareable(set(self.own))
-        outermost = [n for n in shareable if not _within(n.rpartition(".")[0], shareable)]
+        given = [self._all_tensors(n, drawn) for n in self.modules if is_within(n, own)]
+        self.own = {o.module: o for o in given if o.tensors}
+        self.tokens = {s.layer for s in sites} | {n for n in layers if is_within(n, self.own)}
+        self.kept: tuple[str, ...] = ()
+        running = {o.module: o for o in self._own_running(statistics, affine)}
+        self.own = {**running, **self.own}
+        shareable = self._shareable({*self.own, *(place.rpartition(".")[0] for place in self.kept)})
+        outermost = [n for n in shareable if not is_within(n.rpartition(".")[0], shareable)]
         self.once = {n: shareable[n] for n in outermost}
 
     @classmethod
     def of_separate(cls, reference: nn.Module, flow: Flow) -> Sharing:
         """Return the decision for members that have every tensor for themselves."""
-        self = cls(reference, flow, ())
-        held = ((n, (*m._parameters.items(), *m._buffers.items())) for n, m in self.modules.items())
-        tensors = {n: tuple(k for k, t in items if t is not None) for n, items in held}
-        self.own = {n: OwnTensors(n, names) for n, names in tensors.items() if names}
+        self = cls(reference, flow, (), [""])
+        self.kept = tuple(sorted(".".join(place).lstrip(".") for place in flow.state.kept))
         self.once = {}
         return self
+
+    def _all_tensors(self, name: str, drawn: bool) -> OwnTensors:
+        module = self.modules[name]
+        items = (*module._parameters.items(), *module._buffers.items())
+        return OwnTensors(name, tuple(k for k, t in items if t is not None), drawn)
 
     # What is the same for all members
 
@@ -96,7 +101,9 @@ class Sharing:
             return False
         if call.upstream & (self.tokens | own) or self._overwrites_others(index):
             return False
-        differing = {n for n in self.carriers | own if _within(n, [call.name])}
+        if own & {"", *(self.flow.calls[outer].name for outer in call.inside)}:
+            return False  # code around it may use what each member has of its own
+        differing = {n for n in self.carriers | own if is_within(n, [call.name])}
         if call.name in self.carriers - self.post and not self._is_attention(call.name):
             differing.discard(call.name)  # only its output is multiplied
         return not differing
@@ -112,19 +119,25 @@ class Sharing:
     def _is_attention(self, name: str) -> bool:
         return reading.is_attention(self.modules[name])
 
-    def _own_norms(self, statistics: str, affine: str) -> Iterable[OwnTensors]:
-        """Yield the norm layers that differ between members."""
-        untouched = [n for n, random in self._shareable(set()).items() if not random]
-        untouched = [n for n in untouched if n not in self.carriers]
+    def _own_running(self, statistics: str, affine: str) -> Iterable[OwnTensors]:
+        """Yield the norm layers, and other modules with running buffers, that differ by member."""
+        state, places, before = self.flow.state, set(), None
+        untouched: list[str] = []
+        while places != before:  # what a module keeps may differ by what another one keeps
+            shareable, before = self._shareable({*self.own, *(name for name, _ in places)}), places
+            untouched = [n for n, random in shareable.items() if not random]
+            untouched = [n for n in untouched if n not in self.carriers]
+            places = {p for p in state.buffers | state.kept if not is_within(p[0], untouched)}
+        self.kept = tuple(sorted(".".join(p).lstrip(".") for p in places & state.kept))
         for name, module in self.modules.items():
-            if not isinstance(module, reading.NORMS):
-                continue
-            names = ["weight", "bias"] if affine == "member" else []
-            apart = not _within(name, untouched)
+            norm, apart = isinstance(module, reading.NORMS), not is_within(name, untouched)
+            names = ["weight", "bias"] if affine == "member" and norm else []
+            running = sorted(b for n, b in state.buffers if n == name)
             if statistics == "member" and apart:
-                names += RUNNING
+                names += dict.fromkeys([*(RUNNING if norm else ()), *running])
             present = tuple(n for n in names if getattr(module, n, None) is not None)
-            if present or (apart and isinstance(module, nn.modules.batchnorm._NormBase)):
+            batch = isinstance(module, nn.modules.batchnorm._NormBase)
+            if present or (apart and (batch or running)):
                 yield OwnTensors(name, present)
 
     def shared(self) -> tuple[SharedModule, ...]:
@@ -158,10 +171,16 @@ class Sharing:
     def folding(self) -> Folding:
         """Return how several members run as one larger batch."""
         calls = self.flow.calls
-        dependent = [n for n in self.modules if not _within(n, self.once)]
+        dependent = [n for n in self.modules if not is_within(n, self.once)]
         first = next((n for n in dependent if reading.time_first(self._alone(n)) is not None), None)
         if first is not None:
             return Folding(f"the batch is not the first axis in {first!r}")
+        apart = sorted({*self.carriers, *self.own})
+        recurrent = [n for n in apart if isinstance(self.modules[n], nn.RNNBase)]
+        if recurrent:
+            return Folding(f"the batch is not the first axis of the states of {recurrent[0]!r}")
+        if self.kept:
+            return Folding(f"the code keeps {self.kept[0]!r} from one call to the next")
         looking = sorted(self.flow.operations & LOOKING)
         if looking:
             return Folding(f"the code looks at values ({', '.join(looking)})")
@@ -169,7 +188,8 @@ class Sharing:
             return Folding(unclear=("the code could not be read",))
         unclear = {name for name, chain in self.flow.unclear if not self._in_once(chain)}
         unclear |= {f"a hook of {n!r}" for n in dependent if _is_hooked(self.modules[n])}
-        unclear |= {o for o in self.flow.opaque if not _within(o, self.once)}
+        unclear |= {o for o in self.flow.opaque if not is_within(o, self.once)}
+        unclear |= {f"a buffer of {n!r}" for n, _ in self.flow.state.buffers if n in self.own}
         attentions = [n for n in dependent if self._is_attention(n) and n not in self.carriers]
         unclear |= {f"the attention {n!r}" for n in attentions}
         if any(not self._in_once(chain) for chain in self.flow.reductions):
@@ -177,7 +197,7 @@ class Sharing:
         if any(trail.rows not in ("input", "result") for trail in self.flow.outputs):
             unclear.add("an output that is not made of the input")
         before = {name for name, chain in self.flow.unclear if self._in_once(chain)}
-        before |= {o for o in self.flow.opaque if _within(o, self.once)}
+        before |= {o for o in self.flow.opaque if is_within(o, self.once)}
         border = self._border()
         return Folding(
             unclear=tuple(sorted(unclear)),
@@ -230,6 +250,28 @@ class Sharing:
         return any(t.startswith("random") for tokens in drawn for t in tokens)
 
 
+_KEPT = (
+    "reads what it has kept there, which is not saved with the ensemble. After the first "
+    "modulation every member keeps its own, so that members run one after another. Make it a "
+    "buffer (register_buffer), or an input and an output."
+)
+_LEFT = (
+    "leaves it for others to read: after a pass it is that of the members that ran last. Return "
+    "it from the forward to have it for all members."
+)
+
+
+def warn_state(sharing: Sharing) -> None:
+    """Name the attributes that the code keeps, or leaves for others to read."""
+    state = sharing.flow.state
+    left = {p for p in state.left if not is_within(p[0], sharing.once)}
+    for places, text in ((state.kept, _KEPT), (left, _LEFT)):
+        names = [repr(".".join(p).lstrip(".")) for p in sorted(places)]
+        if names:
+            shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
+            warnings.warn(f"the forward assigns {shown} and {text}", stacklevel=4)
+
+
 def plan_overwriting(
     flow: Flow, sites: Iterable[Site], modules: Mapping[str, nn.Module]
 ) -> tuple[str, ...]:
@@ -270,17 +312,18 @@ def measure_widths(
     return (rows, positions), min(takes, default=1)
 
 
-def why_not_collapsible(flow: Flow, sites: tuple[Site, ...], own: tuple[OwnTensors, ...]) -> str:
+def why_not_collapsible(flow: Flow, sites: tuple[Site, ...], own: Mapping[str, nn.Module]) -> str:
     """Return why the mean of the members' outputs is not one network's; empty where it is."""
     if any(s.fresh for s in sites):
         return "its masks are drawn anew at each pass"
-    if own:
-        return f"members have tensors of their own in {own[0].module!r}"
-    layers = {s.layer for s in sites}
+    bent = next((n for n, module in own.items() if not is_linear_in_parameters(module)), None)
+    if bent is not None:
+        return f"members have tensors of their own in {bent!r}"
+    layers = {s.layer for s in sites} | set(own)
     for layer in layers:
         chained = flow.upstream.get(layer, set()) & layers
         if chained:
-            return f"the modulations of {sorted(chained)[0]!r} and {layer!r} multiply each other"
+            return f"the weights of {sorted(chained)[0]!r} and {layer!r} multiply each other"
     if not flow.outputs:
         return "the data flow after the modulated layers could not be read; pass example_input"
     for trail in flow.outputs:

@@ -7,16 +7,18 @@ layer.
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from embens.checks import closest
-from embens.ensemble.plan import Side, Site
+from embens.ensemble.layers import is_linear_in_parameters
+from embens.ensemble.plan import Side, Site, site_module
 from embens.laws import Law
-from embens.reading import Flow, channels, is_attention, parameter_layers
+from embens.reading import NORMS, Flow, channels, is_attention, parameter_layers
 
 Laws = Law | Mapping[str, Law | None] | None
 Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -53,6 +55,11 @@ def check_reference(reference: Any) -> dict[str, nn.Module]:
             "attention), so there is nothing to modulate"
         )
     return layers
+
+
+def is_within(name: str, outer: Iterable[str]) -> bool:
+    """Return whether a module is one of these, or lies inside one."""
+    return any(name == o or not o or name.startswith(o + ".") for o in outer)
 
 
 def _match(pattern: str, names: Iterable[str]) -> list[str]:
@@ -148,9 +155,23 @@ def choose_sites(
     sites: Sites,
     trainable: Trainable,
     fresh: bool,
+    own: Collection[str] = (),
 ) -> tuple[Site, ...]:
-    """Return the sites with their laws, in the order of the layers."""
+    """Return the sites with their laws, in the order of the layers.
+
+    Layers inside the modules of members' own have none; to ask for one there is an error.
+    """
     selected, hidden = _select(sites, layers, flow)
+    mine = {n for n in layers if is_within(n, own)}
+    selected = {site for site in selected if site[0] not in mine}
+    asked = [*(sites if isinstance(sites, Iterable) and not isinstance(sites, str) else [sites])]
+    asked += [name for given in (pre, post) if isinstance(given, Mapping) for name in given]
+    for name in asked:
+        if name in mine:
+            raise ValueError(
+                f"{name!r} is a layer of each member's own, which needs no modulation: take it out "
+                "of sites, pre and post, or out of own"
+            )
     if isinstance(trainable, Mapping):
         unknown = set(trainable) - {"pre", "post"}
         if unknown:
@@ -184,7 +205,7 @@ def choose_sites(
             result.append(
                 Site(name, kind, laws[name], size, repeat, trains_here, fresh, site_hidden)
             )
-    if not result:
+    if not result and not own:
         raise ValueError(
             "no site is modulated: "
             + (
@@ -195,15 +216,103 @@ def choose_sites(
                 + "; a network of one layer has no hidden site"
             )
         )
-    bypassed = sorted({s.layer for s in result} & flow.bypassed)
+    bypassed = sorted(({s.layer for s in result} | mine) & flow.bypassed)
     if bypassed:
         raise ValueError(
             f"the reference reads the weight of {bypassed[0]!r} without calling the layer (tied "
-            "weights?), which would leave its modulations out. Choose sites without it"
+            "weights?), which would leave its members out. Choose sites and own without it"
             f"{closest('', [n for n in layers if n not in flow.bypassed])}"
         )
     order = {name: i for i, name in enumerate(layers)}
     return tuple(sorted(result, key=lambda s: (order[s.layer], s.kind)))
+
+
+def choose_own(
+    own: str | Iterable[str], reference: nn.Module, layers: dict[str, nn.Module], flow: Flow
+) -> tuple[str, ...]:
+    """Return the layers and norm layers that ``own`` stands for, by the names of their modules."""
+    called = {site_module(n, layers) for n in layers if n in flow.upstream}
+    modules = dict(reference.named_modules())
+    known = [n for n, m in modules.items() if n in called or isinstance(m, NORMS)]
+    holders = [n for n in modules if n and any(is_within(k, [n]) for k in known)]
+    chosen: set[str] = set()
+    for pattern in own if isinstance(own, Iterable) and not isinstance(own, str) else [own]:
+        if not isinstance(pattern, str):
+            raise TypeError(f"own must be 'last', or names or wildcards of layers; got {pattern!r}")
+        if pattern == "last" and pattern not in modules:
+            chosen.update(site_module(n, layers) for n in flow.last)
+            continue
+        found = [n for n in known if is_within(n, [pattern])] if pattern in holders else []
+        found = found or fnmatch.filter(known, pattern)
+        if not found:
+            unused = _match(pattern, layers) and pattern not in called
+            why = "names a layer that is never called" if unused else "matches no layer"
+            raise ValueError(f"own: {pattern!r} {why}{closest(pattern, [*holders, 'last'])}")
+        if pattern in holders:
+            for name in (n for n in modules if is_within(n, [pattern])):
+                tensors = [*modules[name]._parameters.values(), *modules[name]._buffers.values()]
+                if any(t is not None for t in tensors) and not is_within(name, known):
+                    kind = type(modules[name]).__name__
+                    raise ValueError(
+                        f"own: {pattern!r} holds {name!r} ({kind}), which is no known layer. "
+                        "Name the layers, or make it known with embens.register_layer."
+                    )
+        chosen.update(found)
+    for name in chosen:
+        inside = [m for m in modules[name].modules() if m is not modules[name]]
+        if inside and not is_attention(modules[name]):
+            raise ValueError(
+                f"own: {name!r} has a parametrization, so that a member can't have its own; take "
+                "it off with torch.nn.utils.parametrize.remove_parametrizations"
+            )
+        tied = {id(p) for p in modules[name].parameters()}
+        for other, module in modules.items():
+            if not is_within(other, chosen) and tied & {id(p) for p in module._parameters.values()}:
+                raise ValueError(
+                    f"own: {name!r} has a weight in common with {other!r}; name both or neither"
+                )
+    return tuple(n for n in modules if n in chosen)
+
+
+def choose_first(
+    reference: nn.Module, layers: dict[str, nn.Module], flow: Flow, example_input: Any
+) -> tuple[str, ...]:
+    """Return the layers that the input enters by, or say why it can't be one of several."""
+    fed = {c.name for c in flow.calls if c.loose & {"input", "result"} or c.parents}
+    first = tuple(n for n in layers if n in flow.first & fed)
+    calls = [c.name for c in flow.calls]
+    parameters = inspect.signature(reference.forward).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    several = isinstance(example_input, (tuple, list)) and len(example_input) > 1
+    skipping = sorted({step for step, taken in flow.steps if len(set(map(bool, taken))) > 1})
+    holders: dict[int, list[str]] = {}
+    for name, module in reference.named_modules():
+        for parameter in module._parameters.values():
+            holders.setdefault(id(parameter), []).append(name)
+    why = ""
+    if not flow.calls or flow.guesses or flow.opaque:
+        why = "its data flow could not be read in full; pass example_input"
+    elif several or len(needed) > 1:
+        why = "it takes several inputs"
+    elif len(flow.outputs) != 1:
+        why = f"it has {len(flow.outputs)} outputs"
+    elif skipping:
+        why = f"its input skips the first layers: {skipping[0]!r} takes it as it is"
+    elif not first or flow.first & flow.last:
+        why = "its first layers should come before other layers"
+    for name in first:
+        if calls.count(name) > 1:
+            why = why or f"its first layer {name!r} is called several times"
+        if is_attention(layers[name]) or not is_linear_in_parameters(layers[name]):
+            kind = type(layers[name]).__name__
+            why = why or f"the weights of its first layer {name!r} ({kind}) have no plain sum"
+    for name in (*first, *flow.last):
+        tied = [h for p in layers[name].parameters() for h in holders[id(p)] if h != name]
+        if not is_attention(layers[name]) and (tied or name in flow.bypassed):
+            why = why or f"{name!r} has its weight in common with {(tied or ['other code'])[0]!r}"
+    if why:
+        raise ValueError(f"this reference can't have an input for every member: {why}")
+    return first
 
 
 def warn_guesses(flow: Flow) -> None:
@@ -213,5 +322,5 @@ def warn_guesses(flow: Flow) -> None:
             "the data flow of the reference could not be read in full; guessed: "
             + "; ".join(dict.fromkeys(flow.guesses))
             + ". To be sure, pass example_input=x (a batch, or a tuple of arguments).",
-            stacklevel=4,
+            stacklevel=6,
         )

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from embens.ensemble.layers import Modulation, Once
 from embens.ensemble.run import Run, Unfoldable, Way
-from embens.reading import RANDOM
+from embens.reading import RANDOM, find_state
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
@@ -29,6 +29,11 @@ TRIALS = 16
 """After so many shapes of one mode, those between the smallest and the largest are trusted."""
 MODES = 64
 """With more kinds of arguments than this, members run one after another."""
+LOOKING = frozenset(
+    "__bool__ __int__ __float__ __index__ item tolist numpy nonzero unique unique_consecutive "
+    "masked_select argwhere equal allclose is_nonzero".split()
+)
+"""Operations that look at the values of tensors, so that the code may branch on them."""
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -44,8 +49,10 @@ class FoldingChoice:
         once = [m for m in self.network.modules() if isinstance(m, Once)]
         prefix = [inner for m in once for inner in m.modules()]
         self.norms = [m for m in prefix if isinstance(m, nn.modules.batchnorm._NormBase)]
+        self.stateful = any(s.buffers | s.kept for s in map(find_state, once))
         self.draws = [self.network] if self.plan.random else []
-        self.draws += [m for m in prefix if isinstance(m, RANDOM)]
+        if self.plan.heads is None:  # else what is drawn is drawn once
+            self.draws += [m for m in prefix if isinstance(m, RANDOM)]
 
     def possible(self) -> bool:
         """Return whether several members can run at once, as far as is known."""
@@ -81,11 +88,13 @@ class FoldingChoice:
         return known[shape]
 
     def _candidates(self, run: Run) -> list[Way]:
+        if self.plan.heads is not None:
+            return [Way.SHARED]
         drawing = any(m.training for m in self.draws)
         found = []
         if run.batch == "same" and self.plan.folding.shares and not drawing:
             found.append(Way.SHARED)
-        updating = any(m.training or m.running_mean is None for m in self.norms)
+        updating = self.stateful or any(m.training or m.running_mean is None for m in self.norms)
         if not updating:  # else what members share would see its batch several times
             found.append(Way.REPEATED)
             if any(isinstance(v, Tensor) for v in tree_leaves(run.kwargs)):
@@ -257,10 +266,6 @@ class _Still(TorchFunctionMode):
     _DRAWS = frozenset(
         "rand randn rand_like randn_like normal uniform_ normal_ exponential_".split()
     )
-    _LOOKS = frozenset(
-        "__bool__ __int__ __float__ __index__ item tolist numpy nonzero unique unique_consecutive "
-        "masked_select argwhere equal allclose is_nonzero".split()
-    )
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -268,7 +273,7 @@ class _Still(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        self.looked = self.looked or (name in self._LOOKS and not _asked_by_torch())
+        self.looked = self.looked or (name in LOOKING and not _asked_by_torch())
         if name in self._IDENTITIES:
             return args[0] if args else kwargs["input"]
         if name == "multi_head_attention_forward":

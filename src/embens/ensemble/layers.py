@@ -22,8 +22,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
 from embens.ensemble.plan import Site
-from embens.ensemble.run import Current, Run, repeat_rows
+from embens.ensemble.run import Current, Run, is_exporting, repeat_rows, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
+from embens.reading import left_over
 from embens.reading.layers import kind_of, modulate_weight, spatial_axes
 
 
@@ -124,7 +125,10 @@ _STOCK = {cls.forward for cls in _STOCK_LAYERS} | {
 
 def is_stock(layer: nn.Module) -> bool:
     """Return whether a layer computes what torch's layer of its kind does, perhaps rescaled."""
-    return type(layer).forward in _STOCK or hasattr(layer, "effective_parameters")
+    kind = type(layer)
+    inside = getattr(kind, "_conv_forward", None)
+    stock = kind.forward in _STOCK or hasattr(layer, "effective_parameters")
+    return stock and (inside is None or inside in _STOCK)
 
 
 def _like(numbers: Tensor, x: Tensor) -> Tensor:
@@ -198,7 +202,7 @@ class Modulated(Wrapper):
         x = layer(x * _like(post.now(run), x).unsqueeze(1))  # type: ignore[operator,misc,union-attr]
         if pre is not None:
             x = x * _like(pre.now(run), x).unsqueeze(1)  # type: ignore[operator]
-        return x.flatten(0, 1)
+        return together(x)
 
     def _parameters_of(self, layer: nn.Module) -> tuple[Tensor, Tensor | None]:
         return layer.effective_parameters() if self._effective else (layer.weight, layer.bias)  # type: ignore[return-value,operator]
@@ -208,6 +212,8 @@ class Modulated(Wrapper):
         return (
             run.count == 1
             and run.index is None
+            and not is_exporting()
+            and "weight" in layer._parameters  # to read a computed one may change it
             and 2 * layer.weight.numel() < x.numel()  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
             and is_linear_in_parameters(layer)
@@ -227,6 +233,7 @@ class Modulated(Wrapper):
         layer = self.layer
         return (
             not torch.compiler.is_compiling()  # a graph should be right for any number of rows
+            and "weight" in layer._parameters
             and x.shape[0] > layer.out_features  # type: ignore[operator]
             and x.dtype == layer.weight.dtype
             and is_linear_in_parameters(layer)
@@ -241,7 +248,7 @@ class Modulated(Wrapper):
             outputs = outputs + bias
         if self.pre is not None:
             outputs = outputs * self.pre.now(run).unsqueeze(1)
-        return outputs.flatten(0, 1)
+        return together(outputs)
 
     def _inner_attribute(self, name: str) -> Any:
         layer = self.plain_layer
@@ -256,7 +263,7 @@ class Modulated(Wrapper):
 
     def plain(self, member: int | None) -> nn.Module:
         """Return a plain layer with one member's weights; None: the mean of all members'."""
-        layer = copy.deepcopy(self.plain_layer)
+        layer = copy.deepcopy(self.plain_layer, left_over(self.plain_layer))
         pre = None if self.pre is None else self.pre.of(member)
         post = None if self.post is None else self.post.of(member)
         if not is_linear_in_parameters(layer):

@@ -5,26 +5,35 @@ Made by :func:`embens.embed` and the named families. Axis order is ``(member, ba
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import math
+import operator
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from embens.checks import Gamma, closest
+from embens.checks import Gamma, closest, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.export import LikeReference, to_onnx
 from embens.ensemble.folding import FoldingChoice
-from embens.ensemble.layers import Modulated, Once, OverwritingReLU
+from embens.ensemble.heads import InputHeads, draw_shares, weigh
+from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
+from embens.ensemble.own import OwnState, iterates
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
 from embens.ensemble.wrapping import Individual
-from embens.objective import OPTIONS, BatchKind, Criterion, Of, objective
+from embens.objective import MOVED, OPTIONS, BatchKind, Criterion, Of, objective
+from embens.reading import left_over
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
@@ -59,7 +68,17 @@ class EmbeddedEnsemble(nn.Module):
             if isinstance(module, Individual):
                 self.individuals[name], module.slot = module, slot
                 slot += len(module.tensor_names())
+        modules = dict(walk(network))
+        places = [place.rpartition(".") for place in plan.state]
+        self.state = OwnState([(modules[owner], name) for owner, _, name in places], plan.members)
+        self.iterated = [m for m in network.modules() if iterates(m) and not plan.separate]
         self.folding = FoldingChoice(self)
+
+    def __deepcopy__(self, memo: dict) -> EmbeddedEnsemble:
+        memo.update(left_over(self))
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     @property
     def members(self) -> int:
@@ -80,6 +99,7 @@ class EmbeddedEnsemble(nn.Module):
         individual = {id(p) for p in self.individual_parameters()}
         yield from (p for p in self.parameters() if id(p) not in individual)
 
+    @suggest()
     def parameter_groups(
         self,
         lr: float = 0.01,
@@ -112,6 +132,13 @@ class EmbeddedEnsemble(nn.Module):
 
     # Running
 
+    if TYPE_CHECKING:  # what a network with one output gives; with several, trees of tensors
+
+        def __call__(
+            self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
+        ) -> Tensor: ...
+
+    @LikeReference  # type: ignore[override]
     def forward(
         self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
     ) -> Any:
@@ -132,7 +159,8 @@ class EmbeddedEnsemble(nn.Module):
             if batch == "split":
                 return run.split()
             chunks = list(run.chunks())
-            return chunks[0] if len(chunks) == 1 else gather(chunks, torch.cat)
+            outputs = chunks[0] if len(chunks) == 1 else gather(chunks, torch.cat)
+            return outputs if run.shares is None else weigh(outputs, run.shares)
 
     def run(
         self,
@@ -154,7 +182,13 @@ class EmbeddedEnsemble(nn.Module):
         """
         self._check_batch(inputs, batch)
         size = self.chunk_size(inputs or (kwargs,), chunk)
-        return Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
+        run = Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
+        if self.plan.heads is not None:
+            self._check_heads((inputs, kwargs), batch)
+            if batch == "own" and self.training and self.plan.heads.mix:
+                like = next(self.individual_parameters())
+                run.shares = draw_shares(self.members, self.plan.heads.mix, like)
+        return run
 
     def chunk_size(self, inputs: tuple, chunk: int | None = None) -> int:
         """Return how many members run together on these inputs."""
@@ -170,7 +204,7 @@ class EmbeddedEnsemble(nn.Module):
         x = inputs[0] if inputs else None
         if not isinstance(x, Tensor):
             x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
-        if x is None or torch.compiler.is_compiling():
+        if x is None or torch.compiler.is_compiling() or self.plan.heads is not None:
             return self.members
         widths, channels = self.plan.widths, self.plan.input_channels
         return _chunk_size(self.members, widths, channels, x.shape, x.dtype, x.device.type)
@@ -195,8 +229,35 @@ class EmbeddedEnsemble(nn.Module):
                 + ", ".join(map(str, shapes))
             )
 
+    def _check_heads(self, arguments: tuple, batch: BatchKind) -> None:
+        if batch == "split":
+            raise ValueError(
+                "batch='split' has no meaning here: every row of this network takes an input of "
+                "each member. Use batch='own' with inputs (member, batch, …)."
+            )
+        if sum(isinstance(x, Tensor) for x in tree_leaves(arguments)) != 1:
+            raise ValueError("a network with a block for each member takes one tensor")
+
     # Training
 
+    def bind(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call for inputs as data have them.
+
+        A tuple or a list are several inputs, a dict has them by name, all else is the only one.
+        """
+        if not isinstance(inputs, Mapping):
+            return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+        signature = inspect.signature(self.network.forward)
+        try:
+            bound = signature.bind(**inputs)
+        except TypeError as error:
+            names = ", ".join(map(repr, inputs))
+            raise TypeError(
+                f"inputs {names} of a reference that takes {signature}: {error}"
+            ) from None
+        return bound.args, bound.kwargs
+
+    @suggest(MOVED)
     def objective(
         self,
         outputs: Any,
@@ -205,12 +266,9 @@ class EmbeddedEnsemble(nn.Module):
         *,
         batch: BatchKind = "same",
         of: Of = "members",
-        **unknown: Any,
     ) -> Tensor:
         """Return the sum of the members' losses; see :func:`embens.objective`."""
-        return objective(
-            *(outputs, target, criterion), batch=batch, of=of, members=self.members, **unknown
-        )
+        return objective(outputs, target, criterion, batch=batch, of=of, members=self.members)
 
     def backward(
         self,
@@ -225,7 +283,8 @@ class EmbeddedEnsemble(nn.Module):
         chunk: what members share is backpropagated once, at the end.
 
         Args:
-            *inputs_and_target: the reference's inputs, then the target.
+            *inputs_and_target: the reference's inputs, then the target; a tuple or a dict in the
+                place of the inputs has several of them, as for :func:`embens.fit`.
             criterion: see :func:`embens.objective`.
             chunk: how many members at a time.
             **kwargs: passed to the reference.
@@ -234,8 +293,9 @@ class EmbeddedEnsemble(nn.Module):
             The objective, the sum of the members' losses, detached.
         """
         *inputs, target = inputs_and_target
+        args, named = self.bind(inputs[0] if len(inputs) == 1 else inputs)
         total: Any = 0.0
-        with torch.enable_grad(), self.run(tuple(inputs), kwargs, chunk=chunk, cut=True) as run:
+        with torch.enable_grad(), self.run(args, named | kwargs, chunk=chunk, cut=True) as run:
             for outputs in run.chunks():
                 loss = objective(outputs, target, criterion)
                 # What members share is computed in the first chunk, and backpropagated last.
@@ -246,13 +306,24 @@ class EmbeddedEnsemble(nn.Module):
 
     @property
     def overlap(self) -> float:
-        r"""Return the product of :math:`(E u)^2 / E u^2` of the post laws over the hidden sites."""
+        r"""Return the product of :math:`(E u)^2 / E u^2` of the post laws over the hidden sites.
+
+        Last layers that were drawn for each member make it 0.
+        """
+        if self.plan.own_last:
+            return 0.0
         return math.prod(s.law.overlap for s in self.plan.sites if s.kind == "post" and s.hidden)
 
     @property
     def natural_gamma(self) -> float:
-        r"""The default gradient scale :math:`M / (1 + (M-1) r)`, with ``r`` the overlap."""
-        return self.members / (1 + (self.members - 1) * self.overlap)
+        r"""The default gradient scale :math:`M / (1 + (M-1) r)`, with ``r`` the overlap.
+
+        Where members are repeated, ``r`` is the mean over pairs, with 1 for two of the same.
+        """
+        alike = self.members  # pairs of a member and itself, or its twin
+        if self.plan.subset is not None:
+            alike = sum(n**2 for n in Counter(self.plan.subset.members).values())
+        return self.members**2 / (alike + (self.members**2 - alike) * self.overlap)
 
     # Out again
 
@@ -262,16 +333,60 @@ class EmbeddedEnsemble(nn.Module):
         Its layers are torch's own with that member's weights; only a layer whose weight can't hold
         its modulations (hooks, a parametrization, a forward of its own) keeps a small wrapper.
         """
-        if isinstance(a, bool) or not isinstance(a, int):
-            raise TypeError(f"a member is a whole number; got {a!r}")
-        if not -self.members <= a < self.members:
-            raise IndexError(f"member {a} of an ensemble of {self.members}")
+        a = self._find(a)
         if any(s.fresh for s in self.plan.sites):
             raise ValueError(
                 "masks that are drawn anew at each pass belong to no member; use fresh=False for a "
                 "fixed set"
             )
-        return plain(self.network, a % self.members)
+        with self.state.of(a):
+            return plain(self.network, a)
+
+    def _find(self, a: Any) -> int:
+        """Return the index of a member, which may be counted from the end."""
+        if isinstance(a, bool) or not hasattr(a, "__index__"):
+            raise TypeError(f"a member is a whole number; got {a!r}")
+        if not -self.members <= (a := operator.index(a)) < self.members:
+            raise IndexError(f"member {a} of an ensemble of {self.members}")
+        return a % self.members
+
+    def subset(self, members: Iterable[int]) -> EmbeddedEnsemble:
+        """Return an ensemble of some of the members, which shares no tensor with this one.
+
+        Args:
+            members: which, in their new order. One that comes twice has twice the weight in means.
+                ``plan.subset`` keeps them, as members of the ensemble that was first embedded.
+
+        Example:
+            >>> import embens
+            >>> ensemble = embens.batch_ensemble(embens.networks.mlp(4, 8, 2), members=5)
+            >>> some, x = ensemble.subset([0, 3, -1]), torch.ones(2, 4)
+            >>> torch.allclose(some(x), ensemble(x)[[0, 3, 4]])
+            True
+        """
+        if isinstance(members, str) or not isinstance(members, Iterable):
+            raise TypeError(f"members: expected some whole numbers, like [0, 3]; got {members!r}")
+        chosen = [self._find(a) for a in members]
+        if not chosen:
+            raise ValueError("members: expected at least one member; got none")
+        plan = self.plan.select(chosen)
+        if plan.repeats and any(s.fresh for s in plan.sites):
+            raise ValueError("a member whose masks are drawn anew at each pass can't come twice")
+        memo: dict[int, Any] = {}
+        for stack in (t for m in self.individuals.values() for t in m.tensors() if t.numel()):
+            rows = stack.detach()[chosen]
+            parameter = isinstance(stack, nn.Parameter)
+            memo[id(stack)] = nn.Parameter(rows, stack.requires_grad) if parameter else rows
+        for heads in (m for m in self.individuals.values() if isinstance(m, InputHeads)):
+            memo[id(heads)] = heads.plain(None, memo)
+        network = copy.deepcopy(self.network, memo)
+        for module in network.modules():
+            if isinstance(module, Modulation):
+                module.members = plan.members
+        ensemble = EmbeddedEnsemble(network, plan)
+        ensemble.chunk = self.chunk
+        ensemble.state.values = [copy.deepcopy(self.state.values[a]) for a in chosen]
+        return ensemble
 
     def collapse(self) -> nn.Module:
         """Return one plain network whose output is the mean of the members' outputs.
@@ -286,9 +401,30 @@ class EmbeddedEnsemble(nn.Module):
             )
         return plain(self.network, None)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the ensemble to one file, masks and laws included; see :func:`embens.load`."""
-        storage.write(path, self.plan, self.state_dict())
+    def to_onnx(self, path: str | os.PathLike[str], example: Any, *, batch_axis: int = 0) -> Path:
+        """Write all members to one ONNX file, outputs as here; see :func:`embens.to_onnx`."""
+        return to_onnx(self, path, example, batch_axis=batch_axis)
+
+    def save(self, path: str | os.PathLike[str], *, shared: bool = True) -> None:
+        """Write the ensemble to one file, masks and laws included; see :func:`embens.load`.
+
+        With ``shared=False`` without the parameters that members share, for a network that stays
+        as it was: loading takes them from the reference, and refuses one with other weights.
+        """
+        if shared:
+            storage.write(path, self.plan, self.state_dict())
+        else:
+            common, rest = self.state_parts()
+            storage.write(path, self.plan, rest, common)
+
+    def state_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the shared parameters in the state, and everything else in it."""
+        common = {id(p) for p in self.shared_parameters()}
+        state = self.state_dict(keep_vars=True)
+        return (
+            {name: tensor for name, tensor in state.items() if id(tensor) in common},
+            {name: tensor for name, tensor in state.items() if id(tensor) not in common},
+        )
 
     def extra_repr(self) -> str:
         shared = sum(p.numel() for p in self.shared_parameters())
@@ -310,7 +446,8 @@ if torch.__version__ < (2, 10):  # type: ignore[operator]
         """Run all members uncompiled; the compiler names this function where that won't do."""
         return _forward(self, *inputs, **options)
 
-    EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore
+    forward = LikeReference(compiling_or_exporting_an_ensemble_needs_torch_2_10)
+    EmbeddedEnsemble.forward = forward  # type: ignore
 
 
 @functools.lru_cache(maxsize=256)

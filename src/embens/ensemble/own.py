@@ -1,70 +1,60 @@
-"""Modules of which every member has some tensors of its own."""
+"""Modules some of whose tensors depend on the member."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map
 
 from embens.ensemble.layers import is_stock
-from embens.ensemble.run import Run, Unfoldable, gather, interleave
+from embens.ensemble.plan import OwnTensors
+from embens.ensemble.run import Run, Unfoldable, gather, interleave, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
+from embens.reading.layers import spatial_axes
 
 
-class Own(Wrapper, Individual):
-    """A module some of whose tensors have one value for every member.
+class MemberLayer(Wrapper, Individual):
+    """A module some of whose tensors depend on the member: a subclass says how.
 
-    The module's own tensors of these names are stacks with the members first; a call uses the
-    running members'. In-place updates (running statistics) reach the stacks. A Linear runs all
-    members as one batched product, anything else one member after another.
+    A call uses the running members'. Several members of one of torch's own layers run as one
+    batched product (Linear), one grouped convolution, or one lookup (Embedding); anything else
+    runs one member after another.
 
     Args:
-        module: the module; its tensors are replaced by stacks.
-        names: of its own tensors, not of those of modules inside it.
-        members: how many.
+        module: the module.
+        names: of the tensors that depend on the member; they may lead into modules inside it.
         border: whether its input is still the same for all members.
-        stacks: stacks that were made before, by the id of the tensor: tied ones stay tied.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        names: Sequence[str],
-        members: int,
-        *,
-        border: bool = False,
-        stacks: dict[int, Tensor] | None = None,
-    ):
+    def __init__(self, module: nn.Module, names: Sequence[str], *, border: bool = False):
         super().__init__()
         self.module = module
         self.names = tuple(names)
         self.border = border
-        stacks = {} if stacks is None else stacks
-        for name in self.names:
-            tensor = getattr(module, name)
-            if id(tensor) not in stacks:
-                stack = tensor.detach().expand(members, *tensor.shape).clone()
-                if isinstance(tensor, nn.Parameter):
-                    stack = nn.Parameter(stack, tensor.requires_grad)
-                stacks[id(tensor)] = stack
-            setattr(module, name, stacks[id(tensor)])
-        linear = isinstance(module, nn.Linear) and {"weight"} <= set(self.names)
         hooked = module._forward_hooks or module._forward_pre_hooks
-        self._batched = linear and is_stock(module) and not hooked
+        plain = "weight" in self.names and is_stock(module) and not hooked
+        if isinstance(module, nn.Embedding):
+            plain = plain and module.padding_idx is None and module.max_norm is None
+            plain = plain and not (module.sparse or module.scale_grad_by_freq)
+        self._batched = plain
+        self._spatial = spatial_axes(module)
         self.train(module.training)
 
     def inner(self) -> nn.Module:
         return self.module
 
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self.module, name) for name in self.names]
-
-    def tensor_names(self) -> tuple[str, ...]:
-        return self.names
+    def now(self, run: Run) -> dict[str, Tensor]:
+        """Return the tensors of the members that run, by name, members first."""
+        raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the running members' tensors."""
@@ -72,7 +62,7 @@ class Own(Wrapper, Individual):
         if run.index is None:
             if run.count == 1:
                 return self._alone(run, args, kwargs)
-            if self._batched and not kwargs and args[0].dim() > 1:
+            if self._batched and not kwargs and len(args) == 1 and self._has_rows(args[0]):
                 return self._together(run, args[0])
         common = self.border and run.common
         present = range(run.count)
@@ -87,67 +77,206 @@ class Own(Wrapper, Individual):
             return gather(outputs, torch.cat)
         return gather(outputs, lambda parts: interleave(parts, run.index))  # type: ignore[arg-type]
 
-    def _alone(self, run: Run, args: tuple, kwargs: dict) -> Any:
-        """Call the module for the one member that runs."""
+    def _has_rows(self, x: Tensor) -> bool:
+        if isinstance(self.module, nn.Embedding):
+            return x.dim() > 0
+        return x.dim() == 2 + self._spatial if self._spatial else x.dim() > 1
+
+    def _alone(self, run: Run, args: tuple, kwargs: dict, method: str = "__call__") -> Any:
+        """Call the module, or a method of it, for the one member that runs."""
         if not self.names:
-            return self.module(*args, **kwargs)
-        mine = {name: run.of(self, i)[0] for i, name in enumerate(self.names)}
-        return call_with(self.module, mine, args, kwargs)
+            return getattr(self.module, method)(*args, **kwargs)
+        mine = {name: stack[0] for name, stack in self.now(run).items()}
+        return call_with(self.module, mine, args, kwargs, method)
 
     def _together(self, run: Run, x: Tensor) -> Tensor:
-        """Return a Linear layer's output for all members that run, as one product."""
-        module, stacks = self.module, {n: run.of(self, i) for i, n in enumerate(self.names)}
-        weight, bias = stacks["weight"], stacks.get("bias", module.bias)
+        """Return a layer's output for all members that run, ``(member · row, …)``."""
+        module, stacks = self.module, self.now(run)
+        weight, bias = stacks["weight"], stacks.get("bias", getattr(module, "bias", None))
         effective = getattr(module, "effective_parameters", None)
         if effective is not None:
             weight, bias = effective(weight, bias)
-        axes = x.shape[1:-1]
         common = self.border and run.common
+        if isinstance(module, nn.Embedding):
+            first = torch.arange(run.count, device=x.device) * weight.shape[1]
+            x = x.expand(run.count, *x.shape) if common else run.apart(x)
+            x = x + first.view(-1, *(1,) * (x.dim() - 1))
+            return together(F.embedding(x, weight.flatten(0, 1)))
+        if bias is not None:
+            bias = bias.expand(run.count, bias.shape[-1])
+        if self._spatial:
+            return self._convolve(run, x, weight, bias, common=common)
+        axes = x.shape[1:-1]
         x = x.flatten(0, -2).expand(run.count, -1, -1) if common else run.apart(x).flatten(1, -2)
         products = torch.bmm(x, weight.mT)  # (member, row, out)
         if bias is not None:
-            assert isinstance(bias, Tensor)
-            products = products + bias.reshape(-1, 1, bias.shape[-1]).to(products.dtype)
-        products = products.flatten(0, 1)
+            products = products + bias.unsqueeze(1).to(products.dtype)
+        products = together(products)
         return products.unflatten(0, (-1, *axes)) if axes else products
 
+    def _convolve(
+        self, run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, *, common: bool
+    ) -> Tensor:
+        """Return the outputs of a convolution; the members are its groups."""
+        module: Any = self.module
+        apart = x.expand(run.count, *x.shape) if common else run.apart(x)
+        x, padding = apart.transpose(0, 1).flatten(1, 2), module.padding
+        if module.padding_mode != "zeros" or isinstance(padding, str):
+            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+            x = F.pad(x, module._reversed_padding_repeated_twice, mode)
+            padding = (0,) * self._spatial
+        y = torch.convolution(
+            *(x, weight.flatten(0, 1), None if bias is None else bias.flatten()),
+            *(module.stride, padding, module.dilation),
+            *(module.transposed, module.output_padding, run.count * module.groups),
+        )
+        return together(y.unflatten(1, (run.count, -1)).transpose(0, 1))
+
+
+class Own(MemberLayer):
+    """A module of which every member has some tensors of its own.
+
+    The module's tensors of these names are stacks with the members first. In-place updates
+    (running statistics) reach the stacks.
+
+    Args:
+        module: the module; its tensors are replaced by stacks.
+        own: which; not those of modules inside it.
+        members: how many.
+        border: whether its input is still the same for all members.
+        stacks: stacks that were made before, by the id of the tensor: tied ones stay tied.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        own: OwnTensors,
+        members: int,
+        *,
+        border: bool = False,
+        stacks: dict[int, Tensor] | None = None,
+    ):
+        super().__init__(module, own.tensors, border=border)
+        self.drawn = own.drawn
+        stacks = {} if stacks is None else stacks
+        for name in self.names:
+            tensor = getattr(module, name)
+            if id(tensor) not in stacks:
+                stack = tensor.detach().expand(members, *tensor.shape).clone()
+                if isinstance(tensor, nn.Parameter):
+                    stack = nn.Parameter(stack, tensor.requires_grad)
+                stacks[id(tensor)] = stack
+            setattr(module, name, stacks[id(tensor)])
+
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self.module, name) for name in self.names]
+
+    def tensor_names(self) -> tuple[str, ...]:
+        return self.names
+
+    def now(self, run: Run) -> dict[str, Tensor]:
+        return {name: run.of(self, i) for i, name in enumerate(self.names)}
+
+    def extra_repr(self) -> str:
+        names = ", ".join(self.names) or "batch statistics"
+        return f"{names} of each member's own" + (", drawn" if self.drawn else "")
+
     def _inner_attribute(self, name: str) -> Any:
-        run = self.current.run
-        if name not in self.names or run is None or not run.open:
-            return getattr(self.module, name)
+        run, value = self.current.run, getattr(self.module, name)
+        method = inspect.ismethod(value) and value.__self__ is self.module and bool(self.names)
+        if (name not in self.names and not method) or run is None or not run.open:
+            return value
         if run.count > 1 or run.index is not None:
             why = f"the code reads {name!r}, of which every member has its own"
-            return Sealed(getattr(self.module, name)[0], Unfoldable(why))
+            return Sealed(torch.empty(0) if method else value[0], Unfoldable(why))  # type: ignore[index]
+        if method:
+            return lambda *args, **kwargs: self._alone(run, args, kwargs, name)
         return run.of(self, self.names.index(name))[0]
 
-    def plain(self, member: int, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the module with the tensors of one member.
+    def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the module with the tensors of one member; None: their mean.
 
         ``memo`` is that of a deep copy of the whole network under way.
         """
         for stack in self.tensors():
-            tensor = stack.detach()[member].clone()
             if id(stack) not in memo:
+                tensor = stack.detach()
+                tensor = tensor.mean(0) if member is None else tensor[member].clone()
                 parameter = isinstance(stack, nn.Parameter)
                 memo[id(stack)] = nn.Parameter(tensor, stack.requires_grad) if parameter else tensor
         return copy.deepcopy(self.module, memo)
 
 
-def call_with(module: nn.Module, tensors: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
-    """Call a module with other tensors in place of some of its own.
+class OwnState:
+    """What the code keeps in attributes from one call to the next, for every member.
 
-    Unlike ``torch.func.functional_call`` it does not touch the module, which other threads may be
-    running; names may lead into modules inside it.
+    Args:
+        places: the modules that keep it, and the names of the attributes.
+        members: how many.
     """
-    if torch.compiler.is_compiling():
-        return torch.func.functional_call(module, tensors, args, kwargs)
-    twin = _twin(module, tensors)
-    result = twin(*args, **kwargs)
+
+    def __init__(self, places: list[tuple[nn.Module, str]], members: int):
+        self.places = places
+        self.values = [copy.deepcopy(self._take()) for _ in range(members)]
+
+    def _take(self) -> list[Any]:
+        values = [m.__dict__.get(name, m._buffers.get(name, _ABSENT)) for m, name in self.places]
+        return tree_map(lambda v: v.detach() if isinstance(v, Tensor) and v.grad_fn else v, values)
+
+    @contextmanager
+    def of(self, a: int) -> Iterator[None]:
+        """Let the code find what it has kept for one member."""
+        for (module, name), value in zip(self.places, self.values[a], strict=True):
+            if value is not _ABSENT:
+                setattr(module, name, value)
+            else:
+                module.__dict__.pop(name, None)
+        try:
+            yield
+        finally:
+            self.values[a] = self._take()
+
+
+_ABSENT = inspect.Parameter.empty  # copied and pickled as itself
+
+
+def iterates(module: nn.Module) -> bool:
+    """Return whether a module computes a weight anew at each call, perhaps from the last one."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, ParametrizationList) or SpectralNorm in map(type, hooks)
+
+
+def call_with(
+    module: nn.Module, tensors: dict[str, Tensor], args: tuple, kwargs: dict, method="__call__"
+) -> Any:
+    """Call a module, or a method of it, with other tensors in place of some of its own.
+
+    Unlike ``torch.func.functional_call`` it does not touch the tensors of the module, which other
+    threads may be running; names may lead into modules inside it. What the code assigns stays.
+    """
+    if torch.compiler.is_compiling() and method == "__call__":
+        left = dict(tensors)
+        result = torch.func.functional_call(module, left, args, kwargs, tie_weights=False)
+    else:
+        lent = dict(tensors)
+        if not type(module).__module__.startswith("torch."):  # a change of one member's is not
+            lent |= {n: t.clone() for n, t in tensors.items() if n in module._buffers}  # all's
+        twin = _twin(module, lent)
+        result = getattr(twin, method)(*args, **kwargs)
+        left, tables = twin._buffers, ("_parameters", "_buffers", "_modules")
+        vars(module).update({k: v for k, v in vars(twin).items() if k not in tables})
     for name, given in tensors.items():
-        left = twin._buffers.get(name)
-        if left is not None and left is not given:  # a buffer that was assigned anew
-            with torch.no_grad():
-                given.copy_(left)
+        new = left.get(name)
+        if new is None or new is given:
+            continue
+        if new.shape != given.shape:
+            raise ValueError(
+                f"the buffer {name!r} of a {type(module).__name__} went from shape "
+                f"{tuple(given.shape)} to {tuple(new.shape)}; one of which every member has its "
+                "own must keep its shape: give it the last one from the start"
+            )
+        with torch.no_grad():
+            given.copy_(new)
     return result
 
 

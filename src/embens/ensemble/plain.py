@@ -12,11 +12,12 @@ from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.layers import Modulated, Once, OverwritingReLU
 from embens.ensemble.own import Own
 from embens.ensemble.wrapping import Wrapper
+from embens.reading import left_over
 
 
 def plain(network: nn.Module, member: int | None) -> nn.Module:
     """Return a plain network with the weights of one member; None: the mean of all members'."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = left_over(network)
     for module in reversed(list(network.modules())):
         if isinstance(module, (Modulated, ModulatedAttention)):
             memo[id(module)] = module.plain(member)
@@ -25,7 +26,6 @@ def plain(network: nn.Module, member: int | None) -> nn.Module:
         elif isinstance(module, Once):
             memo[id(module)] = copy.deepcopy(module.module, memo)
         elif isinstance(module, Own):
-            assert member is not None
             memo[id(module)] = module.plain(member, memo)
     network = copy.deepcopy(network, memo)
     for module in network.modules():
@@ -48,7 +48,7 @@ def without_members(network: nn.Module) -> nn.Module:
 
     Parameters are not copied; where members have tensors of their own, these stay stacked.
     """
-    memo: dict[int, object] = {id(p): p for p in network.parameters()}
+    memo: dict[int, object] = {**left_over(network), **{id(p): p for p in network.parameters()}}
     for module in reversed(list(network.modules())):
         if isinstance(module, OverwritingReLU):
             memo[id(module)] = nn.ReLU()

@@ -7,9 +7,9 @@ out.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -18,7 +18,6 @@ from embens import reading
 from embens.checks import check_members, closest
 from embens.laws import Law, from_dict
 
-FORMAT, VERSION = "embens ensemble", 2
 Side = Literal["pre", "post"]
 
 
@@ -44,10 +43,12 @@ class OwnTensors:
     """A module of which every member has some tensors of its own.
 
     A norm layer without any is here as well: its batch statistics are those of one member.
+    ``drawn`` says whether they began as draws of their own, rather than as copies.
     """
 
     module: str
     tensors: tuple[str, ...] = ()
+    drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,29 @@ class Folding:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """How a network takes an input of each member at once; its last layers are members' own.
+
+    Attributes:
+        first: the layers with a block of weights for every member.
+        repetition: the fraction of rows in training that are the same for all members.
+        mix: the concentration of the members' shares in training; None: all are 1.
+    """
+
+    first: tuple[str, ...]
+    repetition: float = 0.0
+    mix: float | None = None
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Which members an ensemble has of a larger one, ``of`` so many; some may come repeatedly."""
+
+    members: tuple[int, ...]
+    of: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that makes an ensemble out of a reference network.
 
@@ -98,7 +122,9 @@ class Plan:
         members: how many.
         sites: where they differ.
         own: modules with tensors of each member's own.
+        own_last: whether all last layers are, drawn for each member.
         shared: modules computed once for all members.
+        state: attributes that the code keeps from one call to the next, for each member.
         separate: whether members share nothing: they are networks of their own.
         folding: how several members run at once.
         random: whether code draws random numbers before the first modulation.
@@ -110,13 +136,17 @@ class Plan:
         widths: the widest modulated input or output that has one row for each sample, and the
             widest that has one for each position (pixel, time) of the input.
         input_channels: numbers at one position of the input.
+        heads: how members' inputs are summed, in networks that run once for all of them.
+        subset: of which members of another ensemble it was made; None: its members were drawn.
     """
 
     family: str
     members: int
     sites: tuple[Site, ...] = ()
     own: tuple[OwnTensors, ...] = ()
+    own_last: bool = False
     shared: tuple[SharedModule, ...] = ()
+    state: tuple[str, ...] = ()
     separate: bool = False
     folding: Folding = Folding()
     random: bool = False
@@ -126,36 +156,64 @@ class Plan:
     recompute: bool = False
     widths: tuple[int, int] = (0, 0)
     input_channels: int = 1
+    heads: Heads | None = None
+    subset: Subset | None = None
 
-    def to_json(self) -> str:
-        """Return the plan as text."""
+    @property
+    def drawn(self) -> int:
+        """How many members their numbers were drawn for, which laws joint over members ask."""
+        return self.members if self.subset is None else self.subset.of
+
+    @property
+    def repeats(self) -> bool:
+        """Whether some members are the same."""
+        return self.subset is not None and len(set(self.subset.members)) < self.members
+
+    def require_embedded(self, what: str) -> None:
+        """Raise where members are no networks of their own in the reference."""
+        if self.heads is not None:
+            raise ValueError(
+                f"{what} is not defined for networks with an input for each member (mimo): the "
+                "blocks of their first layers belong to the outputs of all members"
+            )
+
+    def select(self, members: Iterable[int]) -> Plan:
+        """Return the plan of an ensemble of some of the members; it has one block for inputs."""
+        members, blocks = tuple(members), self.heads.first if self.heads else ()
+        own = tuple(o for o in self.own if o.module not in blocks)
+        known = self.subset.members if self.subset else range(self.members)
+        chosen = Subset(tuple(known[a] for a in members), self.drawn)
+        return replace(self, members=len(members), own=own, heads=None, subset=chosen)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON can hold it."""
         sites = [{**asdict(site), "law": site.law.to_dict()} for site in self.sites]
-        plan = {**asdict(self), "sites": sites}
-        return json.dumps({"format": FORMAT, "version": VERSION, "plan": plan})
+        return {**asdict(self), "sites": sites}
 
     @classmethod
-    def from_json(cls, text: str, laws: Iterable[type[Law]] = ()) -> Plan:
-        """Return the plan that :meth:`to_json` wrote; ``laws`` are those that can't be found."""
-        content = json.loads(text)
-        if content.get("format") != FORMAT:
-            raise ValueError("not an ensemble's header")
-        if content.get("version") != VERSION:
-            newer = content.get("version", 0) > VERSION
-            advice = "use a newer embens" if newer else "read it with embens 0.1"
-            raise ValueError(
-                f"the header has format version {content.get('version')}, this embens reads "
-                f"{VERSION}; {advice}"
-            )
-        data = dict(content["plan"])
+    def from_dict(cls, data: dict[str, Any], laws: Iterable[type[Law]] = ()) -> Plan:
+        """Return the plan that :meth:`to_dict` gave; ``laws`` are those that can't be found."""
+        data = dict(data)
         data["sites"] = [Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"]]
-        data["own"] = [OwnTensors(o["module"], tuple(o["tensors"])) for o in data["own"]]
+        data["own"] = [OwnTensors(**_with_tuples(o)) for o in data["own"]]
         data["shared"] = [SharedModule(**s) for s in data["shared"]]
         data["folding"] = Folding(**_with_tuples(data["folding"]))
+        for name, kind in (("heads", Heads), ("subset", Subset)):
+            if data.get(name):
+                data[name] = kind(**_with_tuples(data[name]))
         return cls(**_with_tuples(data))
 
-    def check(self, reference: nn.Module) -> None:
-        """Check a plan from outside against a reference, before anything is built from it."""
+    def check(self, reference: nn.Module, numbers: float = math.inf) -> None:
+        """Check a plan from outside against a reference, before anything is built from it.
+
+        ``numbers`` is how many there are for it, so that a plan for more takes no memory.
+        """
         check_members(self.members)
+        if self.subset is not None:
+            chosen = [a in range(check_members(self.subset.of)) for a in self.subset.members]
+            if len(chosen) != self.members or not all(chosen):
+                raise ValueError(f"the header's {self.subset} does not name {self.members} members")
+        each = sum(site.size for site in self.sites if not site.fresh)
         layers = reading.parameter_layers(reference)
         modules = dict(reference.named_modules())
 
@@ -180,12 +238,22 @@ class Plan:
         for own in self.own:
             known(own.module, modules)
             module = modules[own.module]
-            present = {*module._parameters, *module._buffers}
+            present = {**module._parameters, **module._buffers}
             for tensor in own.tensors:
                 if tensor not in present:
                     raise ValueError(f"{own.module!r} in the reference has no tensor {tensor!r}")
-        for name in (*(s.module for s in self.shared), *self.overwriting, *self.folding.border):
+                each += present[tensor].numel()
+        owners = [place.rpartition(".")[0] for place in self.state]
+        shared = [s.module for s in self.shared]
+        for name in self.heads.first if self.heads else ():
+            known(name, [o.module for o in self.own])
+        for name in (*shared, *self.overwriting, *self.folding.border, *owners):
             known(name, modules)
+        if self.members * max(each, 1) > numbers:
+            raise ValueError(
+                f"header and tensors disagree on the number of members: {self.members} have "
+                f"{self.members * each} numbers of their own, the file has {numbers}"
+            )
 
 
 def _with_tuples(data: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,10 @@ class Unfoldable(RuntimeError):
     """Several members can't run as one batch here; they can one by one."""
 
 
+class Entered(Exception):
+    """All first layers have a member's input: the pass need not go on for it."""
+
+
 class Way(Enum):
     """How a chunk of several members runs."""
 
@@ -86,6 +90,9 @@ class Run:
         common: whether rows are those of the input up to the first modulations, rather than each
             member's own from the start.
         results: what members share; None where nothing is kept.
+        entries: the inputs of first layers with a block for each member, by their slots, where
+            members have inputs of their own.
+        shares: of the members in the sum of these blocks; None: all are 1.
     """
 
     def __init__(
@@ -109,7 +116,11 @@ class Run:
         self.index: Tensor | None = None
         self.fresh: dict[int, Tensor] = {}
         self.common = False
+        self.entries: dict[int, list[Tensor]] | None = None
+        self.entering: int | None = None
+        self.shares: Tensor | None = None
         self.results = self._new_results()
+        self.begun: list[Tensor] | None = None
 
     def _new_results(self) -> SharedResults | None:
         plan = self.ensemble.plan
@@ -122,10 +133,46 @@ class Run:
         if current.run is not None and current.run.open:
             raise RuntimeError("an ensemble was called from inside its own pass")
         current.run, self.open = self, True
+        if self.batch == "own" and self.ensemble.plan.heads is not None:
+            self._enter()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.ensemble.current.run, self.open = None, False
+
+    # Inputs of a network with a block for each member in its first layers
+
+    def _enter(self) -> None:
+        """Take the inputs of all members but the last to the first layers, then go on with it."""
+        *others, last = (
+            tree_map(lambda x, a=a: x[a] if isinstance(x, Tensor) else x, self.inputs)
+            for a in range(self.members)
+        )
+        self.entries = {}
+        for self.entering, inputs in enumerate(others):
+            try:
+                self._call(inputs, self.kwargs)
+            except Entered:
+                continue
+            raise RuntimeError("the code did not call all of its first layers")
+        self.inputs, self.batch, self.entering = last, "same", None
+        self.results = self._new_results()
+
+    def entered(self, slot: int, x: Tensor) -> list[Tensor] | None:
+        """Return the inputs of all members to a first layer; None where there is but one."""
+        if self.entries is None:
+            return None
+        mine = self.entries.setdefault(slot, [])
+        if self.entering is None:
+            if len(mine) == self.members - 1:
+                return [*mine, x]
+            raise RuntimeError("the code calls other first layers for some members")
+        mine.append(x)
+        heads = self.ensemble.plan.heads
+        lengths = {len(inputs) for inputs in self.entries.values()}
+        if heads and len(self.entries) == len(heads.first) and lengths == {self.entering + 1}:
+            raise Entered
+        return None
 
     # Numbers
 
@@ -193,8 +240,8 @@ class Run:
             ones = (1,) * (axes - 1 - spatial)
             numbers = numbers.view(self.count, *ones, numbers.shape[1], *(1,) * spatial)
         if common:
-            return (x * numbers).flatten(0, 1)
-        return (self.apart(x) * numbers).flatten(0, 1)
+            return together(x * numbers)
+        return together(self.apart(x) * numbers)
 
     def _by_row(self, x: Tensor, numbers: Tensor, spatial: int) -> Tensor:
         rows, features = numbers.shape
@@ -253,7 +300,8 @@ class Run:
         if numbers is not None:
             self.start, self.given = 0, [n.unsqueeze(0) for n in numbers]
         try:
-            return self._call(inputs, self.kwargs)
+            with self.ensemble.state.of(a):
+                return self._call(inputs, self.kwargs)
         finally:
             self.given = given
 
@@ -292,7 +340,7 @@ class Run:
         results = self.results
         if self.batch == "own":
             inputs = tree_map(
-                lambda x: x.narrow(0, start, count).flatten(0, 1) if isinstance(x, Tensor) else x,
+                lambda x: together(x.narrow(0, start, count)) if isinstance(x, Tensor) else x,
                 inputs,
             )
         if way is not Way.SHARED:
@@ -352,7 +400,8 @@ class Run:
         outputs = []
         for a in range(max(1, min(members, rows))):
             self.start, self.count = a, 1
-            outputs.append(self._call(mine(self.inputs, a), mine(self.kwargs, a)))
+            with self.ensemble.state.of(a):
+                outputs.append(self._call(mine(self.inputs, a), mine(self.kwargs, a)))
         index = torch.arange(rows).remainder(members)
         return gather(outputs, lambda parts: interleave(parts, index.to(parts[0].device)))
 
@@ -361,11 +410,19 @@ class Run:
             self.results.restart()
         network = self.ensemble.network
         self.ensemble.current.run = self  # a recomputation may have put another in its place
+        iterated = [b for module in self.ensemble.iterated for b in module.buffers()]
+        begun, ended = self.begun, [b.clone() for b in iterated]
+        if begun is None:
+            self.begun = ended
+        else:  # go on by one step in a pass, not by one in each chunk
+            _set(iterated, begun)
         if not self.ensemble.plan.recompute or not torch.is_grad_enabled():
             outputs = network(*inputs, **kwargs)
         else:
             with self._following_recomputation():
                 outputs = network(*inputs, **kwargs)
+        if begun is not None:
+            _set(iterated, ended)
         if dataclasses.is_dataclass(outputs) and tree_leaves(outputs)[0] is outputs:
             raise TypeError(
                 f"the reference returns a {type(outputs).__name__}, whose tensors can't be found; "
@@ -398,6 +455,11 @@ class Run:
             self.results.backward()
 
 
+def _set(buffers: list[Tensor], values: list[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)
+
+
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, Tensor) else value
 
@@ -415,7 +477,20 @@ def _repeated(values: Any, count: int, rows: int) -> Any:
 
 def repeat_rows(x: Tensor, count: int) -> Tensor:
     """Return the rows of a tensor, all of them ``count`` times."""
-    return x.unsqueeze(0).expand(count, *x.shape).flatten(0, 1)
+    return together(x.unsqueeze(0).expand(count, *x.shape))
+
+
+def together(x: Tensor) -> Tensor:
+    """Return ``(member, row, …)`` as the rows of one batch; :meth:`Run.apart` is the way back."""
+    rows = x.flatten(0, 1)
+    if is_exporting():  # a view of any number of rows is not known to be contiguous, a copy is
+        return rows.clone(memory_format=torch.contiguous_format)
+    return rows
+
+
+def is_exporting() -> bool:
+    """Return whether a graph is made that should be right for any number of rows."""
+    return torch.compiler.is_compiling() and torch.compiler.is_exporting()
 
 
 def batch_size(values: Any) -> int:

@@ -1,61 +1,85 @@
 """Ensembles in files: one safetensors file with a JSON header, no pickle.
 
 The file holds every tensor of the ensemble (the reference's weights, modulations, masks, running
-statistics) and, as JSON in its metadata, the plan: members, sites, laws. Nothing in it is ever
-executed; loading (:func:`embens.load`) needs the reference's architecture from the user.
+statistics), as JSON in its metadata the plan (members, sites, laws), and a checksum over both.
+Nothing in it is ever executed; loading (:func:`embens.load`) needs the reference's architecture
+from the user. A file without the shared parameters has their checksums instead, and needs the
+reference's weights as well.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from embens.ensemble.plan import Plan
-from embens.files import read_tensors, write_tensors
+from embens.files import Format, Refused, checksum, read_tensors, refusing, write_tensors
 from embens.laws import Law
 
+FORMAT = Format("embens ensemble", 3)
 
-def write(path: str | os.PathLike[str], plan: Plan, tensors: Mapping[str, Tensor]) -> None:
-    """Write a plan and the tensors of its ensemble to one file."""
-    write_tensors(path, tensors, {"embens": plan.to_json()})
+
+def write(
+    path: str | os.PathLike[str],
+    plan: Plan,
+    tensors: Mapping[str, Tensor],
+    shared: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a plan and the tensors of its ensemble to one file; of shared ones the checksums."""
+    header: dict[str, Any] = {"plan": plan.to_dict()}
+    if shared is not None:
+        header["shared"] = _fingerprints(shared)
+    write_tensors(path, FORMAT, header, tensors)
 
 
 def read(
     path: str | os.PathLike[str], laws: Iterable[type[Law]] = ()
-) -> tuple[Plan, dict[str, Tensor]]:
-    """Return the plan and the tensors of a file that :func:`write` wrote."""
-    path = Path(path)
-    metadata, tensors = read_tensors(path)
-    if "embens" not in metadata:
-        raise ValueError(
-            f"{path.name} was not written by ensemble.save: it has tensors but no embens header"
+) -> tuple[Plan, dict[str, Tensor], dict[str, str] | None]:
+    """Return the plan, the tensors, and the checksums of others that :func:`write` wrote."""
+    header, tensors = read_tensors(path, FORMAT)
+    with refusing(path):
+        return Plan.from_dict(header["plan"], laws), tensors, header.get("shared")
+
+
+def check_shared(name: str, found: dict[str, str], shared: Mapping[str, Tensor]) -> None:
+    """Check the parameters of a reference against the checksums of a file without them."""
+    expected = _fingerprints(shared)
+    other = [key for key, _ in set(found.items()) ^ set(expected.items())]
+    if other:
+        raise Refused(
+            f"{name} holds the members' numbers alone, and the reference has other weights "
+            f"({min(other)!r}) than they were saved for. Pass the checkpoint that they belong to; "
+            "where training has changed shared weights, save the whole ensemble."
         )
-    try:
-        plan = Plan.from_json(metadata["embens"], laws)
-    except (TypeError, KeyError, AttributeError, IndexError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path.name} has a damaged embens header: {error!r}") from None
-    stacks = [t for name, t in tensors.items() if name.endswith(".values") and t.numel()]
-    if any(len(t) != plan.members for t in stacks):
-        raise ValueError(f"{path.name}: header and tensors disagree on the number of members")
-    return plan, tensors
 
 
-def check_tensors(
-    name: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-) -> None:
+def _fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: checksum("", {"": t.detach().cpu()}) for name, t in tensors.items()}
+
+
+def check_tensors(name: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Check the tensors of a file against those that the ensemble needs."""
     for missing in expected.keys() - found.keys():
-        raise ValueError(f"{name} has no tensor {missing!r}, which the reference needs")
+        raise Refused(f"{name} has no tensor {missing!r}, which the reference needs")
     for extra in found.keys() - expected.keys():
-        raise ValueError(f"{name} has a tensor {extra!r}, which the reference has no place for")
+        raise Refused(f"{name} has a tensor {extra!r}, which the reference has no place for")
     for key, tensor in expected.items():
-        if found[key].shape != tensor.shape:
-            raise ValueError(
-                f"{name}: {key!r} has shape {tuple(found[key].shape)}, the reference needs "
-                f"{tuple(tensor.shape)}; pass a reference of the architecture that was saved"
+        mine, theirs = ((tuple(t.shape), t.dtype) for t in (tensor, found[key]))
+        if mine[0] != theirs[0]:
+            raise Refused(
+                f"{name}: {key!r} has shape {theirs[0]}, the reference needs {mine[0]}; pass a "
+                "reference of the architecture that was saved"
             )
+        if mine[1] != theirs[1]:
+            raise Refused(
+                f"{name}: {key!r} is of {theirs[1]}, in the reference it is of {mine[1]}; pass the "
+                f"reference in the type that was saved, as by reference.to({theirs[1]}), and "
+                "convert the ensemble afterwards"
+            )
+    broken = [key for key, tensor in found.items() if tensor.isnan().any()]
+    if broken:
+        warnings.warn(f"{name} was saved with NaN in {', '.join(broken[:5])}", stacklevel=3)

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from embens import reading
 from embens.ensemble import storage
 from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.heads import InputHeads
 from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
 from embens.ensemble.plan import Plan, site_module
+from embens.ensemble.recurrent import ModulatedRecurrent
+from embens.files import refusing
 from embens.laws import Law
 
 
@@ -31,10 +34,10 @@ def operate(
     """Return the ensemble that a plan makes of a reference, which is not changed."""
     modules = dict(reference.named_modules())
     modulations = _modulations(reference, plan, generator)
-    own = {o.module: o.tensors for o in plan.own}
+    own = {o.module: o for o in plan.own}
     shared = {s.module: s for s in plan.shared}
     border = set(plan.folding.border)
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = reading.left_over(reference)
     stacks: dict[int, Tensor] = {}
     for name in plan.overwriting:
         memo[id(modules[name])] = OverwritingReLU().train(modules[name].training)
@@ -44,14 +47,16 @@ def operate(
             continue
         copied: nn.Module = copy.deepcopy(module, memo)
         if name in own:
-            copied = Own(copied, own[name], plan.members, border=name in border, stacks=stacks)
+            kind = InputHeads if plan.heads and name in plan.heads.first else Own
+            copied = kind(copied, own[name], plan.members, border=name in border, stacks=stacks)
         if name in shared:
             once = shared[name]
             copied = Once(copied, random=once.random, keep=once.keep, repeat=once.repeat)
         if mine and isinstance(module, nn.MultiheadAttention):
             copied = ModulatedAttention(copied, mine)  # type: ignore[arg-type]
         elif mine:
-            copied = Modulated(copied, mine.get("pre"), mine.get("post"), border=name in border)
+            kind = ModulatedRecurrent if isinstance(module, nn.RNNBase) else Modulated
+            copied = kind(copied, mine.get("pre"), mine.get("post"), border=name in border)
         memo[id(module)] = copied
     network = copy.deepcopy(reference, memo)
     reading.disable_fast_paths(network)
@@ -66,21 +71,25 @@ def load(
 ) -> EmbeddedEnsemble:
     """Read an ensemble that :meth:`EmbeddedEnsemble.save` wrote.
 
+    A file with another checksum, or of other shapes or types than the reference's, is refused; NaN
+    in it is warned of.
+
     Args:
         path: the file.
-        reference: a network of the same architecture; its weights are not used, and it is not
-            changed.
+        reference: a network of the same architecture and type, which is not changed. Its weights
+            are used where the file was written with ``shared=False``, and have to be the same then.
         laws: classes of laws that are defined nowhere yet, or that share a name with others.
     """
-    plan, tensors = storage.read(path, laws)
-    name = Path(path).name
-    try:
-        plan.check(reference)
-    except TypeError as error:
-        raise ValueError(f"{name} has a damaged embens header: {error}") from None
-    ensemble = operate(reference, plan)
-    storage.check_tensors(name, tensors, ensemble.state_dict())
-    ensemble.load_state_dict(tensors)
+    plan, tensors, fingerprints = storage.read(path, laws)
+    with refusing(path):
+        plan.check(reference, sum(t.numel() for t in tensors.values()))
+        ensemble = operate(reference, plan)
+        if fingerprints is not None:
+            shared, _ = ensemble.state_parts()
+            storage.check_shared(Path(path).name, fingerprints, shared)
+            tensors = {**shared, **tensors}
+        storage.check_tensors(Path(path).name, tensors, ensemble.state_dict())
+        ensemble.load_state_dict(tensors)
     return ensemble
 
 

@@ -21,12 +21,12 @@ from torch.optim.lr_scheduler import ConstantLR
 import embens
 from embens import finite
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.export import evaluating
 from embens.estimators import choices, network, preprocessing
 from embens.estimators.choices import FAMILIES, Options
 from embens.estimators.heads import Head
 from embens.estimators.preprocessing import Preprocessing
 from embens.estimators.tables import Table
-from embens.prediction import evaluating
 from embens.training import Divergence, History, randomness
 
 if TYPE_CHECKING:

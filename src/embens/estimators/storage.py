@@ -10,25 +10,24 @@ import dataclasses
 import json
 import os
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from embens.ensemble.plan import Plan
+from embens.ensemble.storage import check_tensors
 from embens.ensemble.surgery import operate
 from embens.estimators import network
 from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Gaussians, Head
 from embens.estimators.pipeline import Chosen, Fitted
 from embens.estimators.preprocessing import Preprocessing
-from embens.files import read_tensors, write_tensors
+from embens.files import Format, Refused, read_tensors, refusing, write_tensors
 from embens.laws import Law, from_dict
 from embens.training import History
 
-FORMAT = "embens estimator"
-VERSION = 1
+FORMAT = Format("embens estimator", 2)
 _COLUMNS = ("centre", "scale", "edges", "scores")
 _TENSORS = ("temperature_", "scores_", "y_mean_", "y_std_")
 _VALUES = "multilabel_ single_ width_ dropout_ gamma_ p_ held_out_ n_features_in_".split()
@@ -49,8 +48,6 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
     if not isinstance(arguments["random_state"], Integral):
         arguments["random_state"] = None  # a generator of numbers
     header = {
-        "format": FORMAT,
-        "version": VERSION,
         "class": type(estimator).__name__,
         "arguments": arguments,
         "values": {k: getattr(estimator, k) for k in _VALUES if hasattr(estimator, k)},
@@ -59,9 +56,9 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
         "columns": columns,
         "history": dataclasses.asdict(estimator.run_),
         "diagnosis": diagnosis,
-        "plan": ensemble.plan.to_json(),
+        "plan": ensemble.plan.to_dict(),
     }
-    write_tensors(path, tensors, {"embens_estimator": json.dumps(header, default=_to_json)})
+    write_tensors(path, FORMAT, json.loads(json.dumps(header, default=_to_json)), tensors)
 
 
 def _to_json(value: Any) -> Any:
@@ -76,30 +73,22 @@ def load(path: str | os.PathLike[str], *kinds: type) -> Any:
     """Read an estimator, of one of some classes, that :func:`save` wrote."""
     import numpy as np
 
-    (metadata, tensors), path = read_tensors(path), Path(path)
-    if "embens_estimator" not in metadata:
-        raise ValueError(
-            f"{path.name} is no estimator's file; to read an ensemble use embens.load(path, "
-            "reference)"
-        )
-    header = json.loads(metadata["embens_estimator"])
-    if header.get("format") != FORMAT or header.get("version") != VERSION:
-        raise ValueError(
-            f"{path.name} has format version {header.get('version')}, this embens reads {VERSION}; "
-            "use a newer embens"
-        )
-    known = {kind.__name__: kind for kind in kinds}
-    if header["class"] not in known:
-        raise ValueError(f"{path} holds a {header['class']}, not a {' or '.join(known)}")
-    arguments = header["arguments"]
-    if arguments["law"] is not None:
-        arguments["law"] = from_dict(arguments["law"])
-    estimator = known[header["class"]](**arguments)
-    estimator.n_features_in_ = header["values"]["n_features_in_"]
-    if header["names"] is not None:
-        estimator.feature_names_in_ = np.array(header["names"], dtype=object)
-    estimator.fitted_ = _fitted(header, tensors, estimator)
-    return estimator
+    header, tensors = read_tensors(path, FORMAT)
+    with refusing(path):
+        known = {kind.__name__: kind for kind in kinds}
+        if header["class"] not in known:
+            raise Refused(f"{path} holds a {header['class']}, not a {' or '.join(known)}")
+        if unknown := header["values"].keys() - set(_VALUES):
+            raise ValueError(f"an estimator has no attributes {', '.join(sorted(unknown))}")
+        arguments = header["arguments"]
+        if arguments["law"] is not None:
+            arguments["law"] = from_dict(arguments["law"])
+        estimator = known[header["class"]](**arguments)
+        estimator.n_features_in_ = header["values"]["n_features_in_"]
+        if header["names"] is not None:
+            estimator.feature_names_in_ = np.array(header["names"], dtype=object)
+        estimator.fitted_ = _fitted(header, tensors, estimator)
+        return estimator
 
 
 def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], options: Options) -> Fitted:
@@ -107,11 +96,16 @@ def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], options: Options
     columns: dict[str, Any] = {k: tensors[f"columns.{k}"] for k in _COLUMNS}
     known = Preprocessing(**header["columns"], **columns)
     head = _head(header, {k: tensors.get(f"attribute.{k}") for k in _TENSORS})
-    width, dropout = values["width_"], values["dropout_"]
+    width, dropout, depth = values["width_"], values["dropout_"], int(options.depth)
+    if width * (1 + (depth - 1) * width) > sum(t.numel() for t in tensors.values()):
+        raise ValueError(f"depth {depth} and width {width} are more numbers than the file has")
     reference = network.build(known, head.outputs, options, width=width, dropout=dropout)
     weights = {k.removeprefix("ensemble."): v for k, v in tensors.items() if k[:9] == "ensemble."}
     dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
-    ensemble = operate(reference.to(dtype), Plan.from_json(header["plan"]))
+    plan = Plan.from_dict(header["plan"])
+    plan.check(reference, sum(t.numel() for t in weights.values()))
+    ensemble = operate(reference.to(dtype), plan)
+    check_tensors("the ensemble", weights, ensemble.state_dict())
     ensemble.load_state_dict(weights)
     gamma, p = values["gamma_"], values["p_"]
     chosen = Chosen(ensemble, header["diagnosis"], gamma, p, width, dropout)

@@ -21,5 +21,6 @@ NAMES = (
     "cost",
     "theorems",
     "parametrization",
+    "compare",
 )
 """In the order of the paper; the module of ``lld-rates`` is ``lld_rates``."""

@@ -1,14 +1,15 @@
 """Results on disk: one line of JSON for each finished cell, in an append-only file.
 
-A line is written at once, under a lock, and synced; what a crash or a full disk leaves of one is
-not JSON and is skipped, and the next writer starts a new line. Several runs may work in one folder:
-each takes a lock on a cell before it starts it, which the system frees if the run dies, and reads
-what others have added in the meantime.
+A line is written at once, under a lock, and synced; it has a checksum, so that what a crash or a
+full disk leaves of one is skipped, and the next writer starts a new line. Several runs may work in
+one folder: each takes a lock on a cell before it starts it, which the system frees if the run dies,
+and reads what others have added in the meantime.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ class Results:
 
     def add(self, record: Record) -> None:
         """Write a record; it is on the disk when this returns, or an ``OSError`` is raised."""
-        line = whole = json.dumps(record).encode() + b"\n"
+        line = json.dumps({**record, "sha256": _checksum(record)}).encode() + b"\n"
         with self._lock, self.path.open("ab+", buffering=0) as file:  # no rest to write at closing
             start = end = file.seek(0, os.SEEK_END)
             if end:
@@ -79,7 +80,7 @@ class Results:
                 with contextlib.suppress(OSError):  # half a line is skipped by whoever reads it
                     os.truncate(self.path, start)
                 raise
-        self._keep(json.loads(whole))
+        self._keep(json.loads(json.dumps(record)))
 
     def alone(self) -> AbstractContextManager[Any]:
         """Return a context in which no other run writes here."""
@@ -116,13 +117,19 @@ def folder_of(out: str | Path, name: str, preset: str) -> Path:
     return Path(out) / name / preset
 
 
+def _checksum(record: Record) -> str:
+    return hashlib.sha256(json.dumps(record).encode()).hexdigest()[:16]
+
+
 def _parse(content: bytes) -> Iterator[Record]:
     for line in content.splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+            if record.pop("sha256", None) != _checksum(record):
+                continue
+        except (ValueError, RecursionError, AttributeError, TypeError):
             continue
-        if not isinstance(record, dict) or not isinstance(record.get("key"), str):
+        if not isinstance(record.get("key"), str):
             continue
         if isinstance(record.get("rows"), list) or isinstance(record.get("error"), str):
             yield record

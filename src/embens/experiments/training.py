@@ -47,6 +47,7 @@ def train(
     ensemble: EmbeddedEnsemble,
     setting: Setting,
     *,
+    data: DataSet | None = None,
     seed: int,
     gamma: float | None = None,
     lr: float | None = None,
@@ -56,9 +57,9 @@ def train(
     """Train in place, as the paper does: momentum 0.9, rate constant, then linearly to 1 %.
 
     ``seed`` is of the order of samples and of fresh masks, ``gamma`` is :math:`M` by default, and
-    ``lr`` the setting's.
+    ``lr`` the setting's; so are the data.
     """
-    data = data_set(setting)
+    data = data_set(setting) if data is None else data
     try:
         history = fit(
             ensemble,
@@ -85,12 +86,13 @@ def train(
     return Training(ensemble, data, diverged, trace)
 
 
-def run(ensemble: EmbeddedEnsemble, inputs: Tensor) -> Tensor:
+def run(ensemble: EmbeddedEnsemble, inputs: Tensor, draws: int | None = None) -> Tensor:
     """Return the outputs in evaluation mode, ``(member, batch, class)``.
 
-    Outputs that overflow, though weights are finite, say nothing: all classes become equal.
+    ``draws`` is how many masks to draw, where they are fresh. Outputs that overflow, though weights
+    are finite, say nothing: all classes become equal.
     """
-    outputs = predict(ensemble, inputs).members
+    outputs = predict(ensemble, inputs, members=draws).members
     return outputs.where(outputs.isfinite().all(-1, keepdim=True), 0.0)
 
 

@@ -51,6 +51,7 @@ def check_ensemble(ensemble: Any) -> None:
             f"expected an ensemble; got {type(ensemble).__name__}. Make one of {what}: "
             "embens.batch_ensemble(net, 8)"
         )
+    ensemble.plan.require_embedded("this measurement")
 
 
 def check_inputs(x: Any, name: str = "x", *, ensemble: EmbeddedEnsemble) -> None:

@@ -22,7 +22,7 @@ from embens.reading.flow import (
     Reader,
     Trail,
     disable_fast_paths,
-    is_in_place,
+    left_over,
     mentions,
 )
 from embens.reading.layers import (
@@ -37,7 +37,8 @@ from embens.reading.layers import (
     spatial_axes,
     unknown_layers,
 )
-from embens.reading.samples import time_first
+from embens.reading.samples import is_in_place, time_first
+from embens.reading.state import find_state
 from embens.reading.symbolic import read_symbolically
 from embens.reading.watched import read_from_run
 
@@ -49,8 +50,10 @@ __all__ = [
     "Flow",
     "channels",
     "disable_fast_paths",
+    "find_state",
     "is_attention",
     "is_in_place",
+    "left_over",
     "mentions",
     "modulate_weight",
     "parameter_layers",

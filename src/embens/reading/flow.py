@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
 
 from embens.reading.layers import (
     NORMS,
@@ -22,6 +24,7 @@ from embens.reading.layers import (
     parameter_layers,
 )
 from embens.reading.samples import changes_axes, is_row_by_row, module_is_row_by_row
+from embens.reading.state import State, find_state
 
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
@@ -75,12 +78,6 @@ def mentions(module: nn.Module, found: Callable[[str], bool]) -> bool:
             if code and any(map(found, code.co_names + code.co_freevars)):
                 return True
     return False
-
-
-def is_in_place(operation: str) -> bool:
-    """Return whether an operation of this name changes its first argument."""
-    augmented = operation.strip("_") in ("iadd", "isub", "imul", "itruediv", "setitem", "ipow")
-    return augmented or (operation.endswith("_") and not operation.startswith("__"))
 
 
 @dataclass(frozen=True)
@@ -149,6 +146,8 @@ class Flow:
         reductions: the modules inside which a result loses axes.
         meetings: the modules inside which a function takes inputs of the network together with
             results of modules.
+        state: what the code keeps from one call to the next.
+        steps: all operations and modules, with the layers before each of the values that they take.
     """
 
     upstream: dict[str, set[str]] = field(default_factory=dict)
@@ -163,6 +162,8 @@ class Flow:
     joins: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
     reductions: set[tuple[str, ...]] = field(default_factory=set)
     meetings: set[tuple[str, ...]] = field(default_factory=set)
+    state: State = field(default_factory=State)
+    steps: set[tuple[str, frozenset[frozenset[str]]]] = field(default_factory=set)
 
     @property
     def first(self) -> set[str]:
@@ -182,6 +183,7 @@ class Flow:
         self.joins |= other.joins
         self.reductions |= other.reductions
         self.meetings |= other.meetings
+        self.steps |= other.steps
 
 
 class Reader:
@@ -192,7 +194,8 @@ class Reader:
         self.names: dict[int, str] = {id(m): n for n, m in reversed(list(root.named_modules()))}
         self.layers = parameter_layers(root)
         self.channels = {name: channels(name, layer) for name, layer in self.layers.items()}
-        self.flow = Flow()
+        self.flow = Flow(state=find_state(root))
+        self.stateful = {name for name, _ in self.flow.state.buffers | self.flow.state.kept}
         self.stack: list[int] = []
         self.weights = {
             id(p): name
@@ -255,6 +258,9 @@ class Reader:
             self.flow.unclear.add((operation, self.around))
         if kinds >= {"input", "result"}:
             self.flow.meetings.add(self.around)
+        data = [t.upstream for t in trails if t.rows in ("input", "result")]
+        before = frozenset(frozenset(self._only_layers(upstream)) for upstream in data)
+        self.flow.steps.add((operation, before))
         return next((kind for kind in ("result", "input", "size") if kind in kinds), "")
 
     def enter(self, name: str, trails: list[Trail], *, leaf: bool) -> int:
@@ -278,9 +284,15 @@ class Reader:
     def leave(self, index: int, trails: list[Trail]) -> list[Trail]:
         """Close a call whose outputs have these trails; return the trails with their producer."""
         self.stack.pop()
+        call, mine = self.flow.calls[index], frozenset()
+        if call.name in self.stateful:
+            mine = frozenset({call.name})
         for trail in trails:
-            self.flow.calls[index].result |= trail.upstream
-        return [replace(t, producer=index, rows=t.rows and "result") for t in trails]
+            call.result |= trail.upstream | mine
+        return [
+            replace(t, upstream=t.upstream | mine, producer=index, rows=t.rows and "result")
+            for t in trails
+        ]
 
     def use(self, trails: list[Trail]) -> None:
         """Record that the code of the innermost open call uses these values."""
@@ -308,6 +320,8 @@ class Reader:
                     f"how the {takes} input features of {name!r} make channels"
                 )
         upstream, affine = inputs.upstream | {name}, inputs.affine | {name}
+        if isinstance(layer, nn.RNNBase):
+            affine = frozenset({name})
         return Trail(upstream, affine, gives if spatial else None, rows=inputs.rows and "result")
 
     def _only_layers(self, names: frozenset[str]) -> set[str]:
@@ -323,7 +337,8 @@ class Reader:
         unclear = set(self.flow.unclear)
         joint = self.combine(type(module).__name__, trails, _flatten_arguments(module))
         self.flow.unclear = unclear  # the module's type tells more than its name
-        known = module_is_row_by_row(module) or is_layer(module)
+        recurrent = isinstance(module, nn.RNNBase)  # its states have rows on another axis
+        known = module_is_row_by_row(module) or (is_layer(module) and not recurrent)
         if not known or not all(t.rows in ("input", "result") for t in trails) or not trails:
             self.flow.unclear.add((type(module).__name__, self.around))
         joint = replace(joint, rows=joint.rows and "result")
@@ -382,7 +397,13 @@ def _flatten_arguments(module: nn.Module) -> tuple:
 
 def copy_structure(module: nn.Module) -> nn.Module:
     """Return a deep copy that shares the parameters (so it costs no memory) but nothing else."""
-    return copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    return copy.deepcopy(module, {**left_over(module), **{id(p): p for p in module.parameters()}})
+
+
+def left_over(root: nn.Module) -> dict[int, Any]:
+    """Return a memo for a deep copy in which results that modules have kept leave their graph."""
+    values = (v for m in root.modules() for v in tree_leaves(vars(m)) if isinstance(v, Tensor))
+    return {id(v): v.detach().clone() for v in values if not v.is_leaf}
 
 
 def disable_fast_paths(root: nn.Module) -> None:

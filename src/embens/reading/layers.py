@@ -1,7 +1,7 @@
 """Parameter layers: what can be modulated, and how each kind holds its weight.
 
 Known are Linear, Conv*, ConvTranspose*, Embedding, the projections of ``nn.MultiheadAttention``,
-and what :func:`register_layer` adds::
+RNN, LSTM and GRU, each as a whole, and what :func:`register_layer` adds::
 
     embens.register_layer(MyLinear, lambda layer: (layer.n_in, layer.n_out))
 """
@@ -42,6 +42,9 @@ _KINDS: dict[type | str, Kind] = {
     _ConvTransposeNd: Kind(lambda m: (m.in_channels, m.out_channels), "in out"),
     _ConvNd: Kind(lambda m: (m.in_channels, m.out_channels), "out in"),
     nn.Embedding: Kind(lambda m: (None, m.embedding_dim), "in out"),
+    nn.RNNBase: Kind(
+        lambda m: (m.input_size, (m.proj_size or m.hidden_size) * (1 + m.bidirectional))
+    ),
     "transformers.pytorch_utils.Conv1D": Kind(lambda m: tuple(m.weight.shape), "in out"),
 }
 """By class, or by the full name of a class of a library that need not be installed."""

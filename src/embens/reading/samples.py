@@ -37,6 +37,12 @@ _MODULES = (
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
+def is_in_place(operation: str) -> bool:
+    """Return whether an operation of this name changes its first argument."""
+    augmented = operation.strip("_") in ("iadd", "isub", "imul", "itruediv", "setitem", "ipow")
+    return augmented or (operation.endswith("_") and not operation.startswith("__"))
+
+
 def is_row_by_row(operation: str, arguments: tuple) -> bool:
     """Return whether a function is known to keep samples to themselves.
 

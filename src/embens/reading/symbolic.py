@@ -11,8 +11,9 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from embens.reading.flow import Flow, Reader, Trail, copy_structure, is_in_place
+from embens.reading.flow import Flow, Reader, Trail, copy_structure
 from embens.reading.layers import is_layer
+from embens.reading.samples import is_in_place
 
 _TRACING = threading.Lock()
 """torch.fx replaces ``nn.Module.__call__`` while it traces, for all threads."""

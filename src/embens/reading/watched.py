@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -19,9 +20,9 @@ from embens.reading.flow import (
     Trail,
     copy_structure,
     disable_fast_paths,
-    is_in_place,
 )
 from embens.reading.layers import is_layer
+from embens.reading.samples import is_in_place
 
 
 class _RunWatcher(TorchFunctionMode):
@@ -34,13 +35,11 @@ class _RunWatcher(TorchFunctionMode):
         self.leaf_depth = 0
 
     def of(self, arguments: Any) -> list[Trail]:
-        values = [v for v in tree_leaves(arguments) if isinstance(v, Tensor)]
-        return [self.trails[id(v)][1] for v in values if id(v) in self.trails]
+        return [self.trails[id(v)][1] for v in _tensors(arguments) if id(v) in self.trails]
 
     def mark(self, values: Any, trail: Trail) -> None:
-        for value in tree_leaves(values):
-            if isinstance(value, Tensor):
-                self.trails[id(value)] = (value, trail)
+        for value in _tensors(values):
+            self.trails[id(value)] = (value, trail)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -95,7 +94,7 @@ class _RunWatcher(TorchFunctionMode):
             self.leaf_depth -= leaf
             if index < 0:
                 return
-            values = [v for v in tree_leaves(result) if isinstance(v, Tensor)]
+            values = _tensors(result)
             given = {id(v) for v in tree_leaves((args, kwargs))}
             self.reader.flow.calls[index].aliases = any(id(v) in given for v in values)
             if leaf:
@@ -114,6 +113,12 @@ class _RunWatcher(TorchFunctionMode):
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in a value, also those of packed sequences."""
+    leaves = [v.data if isinstance(v, PackedSequence) else v for v in tree_leaves(values)]
+    return [v for v in leaves if isinstance(v, Tensor)]
 
 
 def _is_run_leaf(module: nn.Module) -> bool:

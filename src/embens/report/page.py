@@ -19,6 +19,8 @@ from typing import Any
 from embens.experiments import NAMES
 from embens.files import write_atomically
 
+_MANIFEST = frozenset("about cell_seconds cells label preset setting title versions".split())
+
 
 def collect(folder: str | Path) -> list[dict[str, Any]]:
     """Return what the folder has of each experiment, in the order of the paper."""
@@ -45,8 +47,13 @@ def _read(folder: Path) -> dict[str, Any] | None:
         }
         with (folder / "table.csv").open(newline="") as file:
             columns, *rows = csv.reader(file)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # a run that has not come to its first table, or a manifest of something else
+    if missing := _MANIFEST - manifest.keys():
+        raise ValueError(
+            f"{folder / 'manifest.json'} has no {', '.join(sorted(missing))}: it is damaged, or of "
+            "another version. Run `embens reproduce` again, or move the folder away."
+        )
     entry["table"] = {"columns": columns, "rows": rows}
     picture = folder / "figure.png"
     if picture.exists():

@@ -3,7 +3,7 @@
 ``docs/theory.md`` derives what is computed here.
 """
 
-from embens.theory.blocks import kernels, load_kernels, write_kernels
+from embens.theory.blocks import kernels
 from embens.theory.duals import Dual
 from embens.theory.duals import register as register_activation
 from embens.theory.flow.classification import (
@@ -19,6 +19,7 @@ from embens.theory.limit.limit import Limit
 from embens.theory.limit.rules import propagate
 from embens.theory.limit.state import State
 from embens.theory.regime import Regime, RegimeReport, regime
+from embens.theory.storage import load_kernels, write_kernels
 
 __all__ = [
     "CrossEntropySettings",

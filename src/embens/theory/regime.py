@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from embens import reading
 from embens.ensemble.plain import without_members
+from embens.ensemble.plan import site_module
 from embens.networks import Parametrized
 from embens.theory.blocks import kernels
 from embens.theory.kernel import MemberKernel
@@ -97,9 +98,13 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
     laws and structure: independent if modulations are centred in the inputs of all last layers
     and no shared bias follows.
     """
+    ensemble.plan.require_embedded("the regime")
     if ensemble.plan.separate:
         reason = "members are separate networks"
         return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)
+    if are_equal(ensemble):
+        reason = "whatever is a member's own is the same for all, so members are one model"
+        return RegimeReport(Regime.COLLECTIVE, 1.0, reason, exact=True)
     structure = Structure(ensemble)
     generic = structure.generic_inputs()
     coupling, unknown = _first_coupling(ensemble, generic if x is None else [x])
@@ -117,6 +122,16 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
         reason += f" (from laws and structure alone, without the limit: {why})"
     found = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
     return RegimeReport(found, coupling, reason, exact)
+
+
+def are_equal(ensemble: EmbeddedEnsemble) -> bool:
+    """Return whether all members are one model: whatever is a member's own has the same values."""
+    laws = {n: getattr(m, "law", None) for n, m in ensemble.individuals.items()}
+    if laws and all(law is not None and not law.variance for law in laws.values()):
+        return True
+    drawn = any(site.fresh and site.law.variance for site in ensemble.plan.sites)
+    stacks = [t for m in ensemble.individuals.values() for t in m.tensors()]
+    return ensemble.members > 1 and not drawn and all(bool((t == t[:1]).all()) for t in stacks)
 
 
 def _first_coupling(
@@ -156,7 +171,8 @@ class Structure:
     """What laws and data flow of an ensemble say about its regime.
 
     Attributes:
-        last: the last layers, and the laws of modulations of their inputs.
+        last: the last layers, and the laws of modulations of their inputs; not those that were
+            drawn for each member.
         open: those whose inputs are not centred.
         biased: those that a shared bias follows in the limit, and about its share.
     """
@@ -167,7 +183,9 @@ class Structure:
         self.flow = reading.read(self.reference)
         self.layers = reading.parameter_layers(self.reference)
         posts = {s.layer: s.law for s in ensemble.plan.sites if s.kind == "post"}
-        self.last = {n: posts.get(n) for n in self.layers if n in self.flow.last}
+        drawn = {o.module for o in ensemble.plan.own if o.drawn}
+        last = [n for n in self.layers if n in self.flow.last]
+        self.last = {n: posts.get(n) for n in last if site_module(n, self.layers) not in drawn}
         self.open = [n for n, law in self.last.items() if law is None or law.overlap > ZERO]
         self.biased = {
             name: layer.bias_std**2 / (layer.bias_std**2 + layer.weight_std**2)
@@ -182,7 +200,8 @@ class Structure:
         return self.ensemble.overlap or self._overlap_of_last()
 
     def explain(self, coupling: float) -> str:
-        sites = self.ensemble.plan.sites
+        if not self.last:
+            return "every member has last layers of its own"
         where = f"the input of {_name(self.open or list(self.last))}"
         if not coupling:
             if not self.open:
@@ -192,8 +211,6 @@ class Structure:
             if self.biased:
                 return f"the shared bias of {_name(list(self.biased))} couples members"
             return f"members share what follows {_name(list(self.last))}, although E[u] = 0 there"
-        if all(site.law.variance == 0 for site in sites):
-            return "all modulations are constant, so members are equal"
         if all(self.last[name] is None for name in self.open):
             return f"{where} is not modulated by u, so nothing there averages to 0"
         return f"E[u] ≠ 0 in {where} (overlap {self._overlap_of_last():.3g})"

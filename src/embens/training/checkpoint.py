@@ -1,37 +1,39 @@
 """Checkpoints: one safetensors file each, written atomically, read without executing anything.
 
 A state is a tree of dicts, lists, numbers, strings and tensors. Its tensors go into the file as
-they are, all the rest as JSON into the file's header. The name of a file has the step and the
-start of the SHA-256 of its content, so that a file that is damaged in any place, or was not
-written here, is known as such. Two files are kept.
+they are, all the rest as JSON into the file's header. Two files are kept. A folder is used by one
+run at a time, which holds its lock.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from embens.files import read_tensors, write_atomically
+from embens.files import (
+    Format,
+    Refused,
+    locked,
+    read_tensors,
+    refusing,
+    remove_leftovers,
+    write_tensors,
+)
 
-FORMAT = "embens checkpoint"
-VERSION = 2
-"""2: gamma is a rate; runs of version 1 had it in the gradient, and can't be continued."""
+FORMAT = Format("embens checkpoint", 3)
+"""3: with a checksum inside. Before 2 gamma was in the gradient; such runs can't be continued."""
 KEEP = 2
-_NAME = re.compile(r"step-(\d{10})-([0-9a-f]{16})\.safetensors")
-_LEFTOVER = re.compile(r"\.step-\d{10}-[0-9a-f]{16}\.safetensors\..+")
-
-
-class Refused(ValueError):
-    """A file that is no checkpoint of ours, or not a whole one."""
+_NAME = re.compile(r"step-(\d{10})(-[0-9a-f]{16})?\.safetensors")
 
 
 class Checkpoints:
@@ -40,22 +42,26 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str], run: dict[str, Any]):
         self.folder = Path(folder)
         self.run = json.loads(json.dumps(run))
+        self.refused: set[Path] = set()
         if self.folder.exists() and not self.folder.is_dir():
             raise NotADirectoryError(f"checkpoint: expected a folder; {str(folder)!r} is a file")
         self.folder.mkdir(parents=True, exist_ok=True)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have the folder to oneself, without what a run that was killed has left in it."""
+        with locked(self.folder / ".lock", f"the checkpoint folder {str(self.folder)!r}"):
+            remove_leftovers(self.folder)
+            yield
+
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write a state, then remove all but the last two files."""
-        from safetensors.torch import save
-
         tensors: dict[str, Tensor] = {}
-        content = {"format": FORMAT, "version": VERSION, "run": self.run}
-        content["state"] = pack(state, tensors)
-        data = save(tensors, {"embens": json.dumps(content)})
-        digest = hashlib.sha256(data).hexdigest()[:16]
-        path = self.folder / f"step-{step:010d}-{digest}.safetensors"
-        write_atomically(path, data)
-        for old in self._files()[KEEP:]:
+        path = self.folder / f"step-{step:010d}.safetensors"
+        header = {"run": self.run, "state": pack(state, tensors)}
+        write_tensors(path, FORMAT, header, tensors)
+        self.refused.discard(path)
+        for old in [file for file in self._files() if file not in self.refused][KEEP:]:
             old.unlink(missing_ok=True)
         return path
 
@@ -65,17 +71,12 @@ class Checkpoints:
             try:
                 content = read(path)
             except Refused as error:
-                warnings.warn(f"checkpoint refused: {error}", stacklevel=4)
+                warnings.warn(f"checkpoint refused: {error}", stacklevel=5)
+                self.refused.add(path)
                 continue
             self._check_run(path, content["run"])
             return content["state"]
         return None
-
-    def remove_leftovers(self) -> None:
-        """Remove what a process that was killed while writing left behind."""
-        for path in self.folder.iterdir():
-            if _LEFTOVER.fullmatch(path.name):
-                path.unlink(missing_ok=True)
 
     def _files(self, every: bool = False) -> list[Path]:
         """Return the files, last step first; with ``every`` also those of other names."""
@@ -97,29 +98,11 @@ class Checkpoints:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the run and the state in a file, or raise :class:`Refused`."""
-    match = _NAME.fullmatch(path.name)
-    if match is None:
+    if _NAME.fullmatch(path.name) is None:
         raise Refused(f"{path.name} does not have a name that a checkpoint has")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if not digest.startswith(match[2]):
-        raise Refused(f"{path.name} is damaged or half-written: its content has another checksum")
-    try:
-        metadata, tensors = read_tensors(path)
-    except ValueError as error:
-        raise Refused(str(error)) from None
-    try:
-        content = json.loads(metadata.get("embens", "null"))
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise Refused(f"{path.name} is a safetensors file, but not a checkpoint of embens")
-        if content.get("version") != VERSION:
-            found = content.get("version")
-            raise Refused(f"{path.name} has format version {found}, this embens reads {VERSION}")
+    content, tensors = read_tensors(path, FORMAT)
+    with refusing(path):
         return {"run": dict(content["run"]), "state": unpack(content["state"], tensors)}
-    except Refused:
-        raise
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise Refused(f"{path.name} has a damaged header: {error!r}") from None
 
 
 def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
@@ -128,7 +111,7 @@ def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
         return tree
     if isinstance(tree, Tensor):
         name = str(len(tensors))
-        tensors[name] = tree.detach().cpu().clone().contiguous()
+        tensors[name] = tree.detach()
         return {"tensor": name}
     if isinstance(tree, dict):
         kind = "counter" if isinstance(tree, Counter) else "dict"

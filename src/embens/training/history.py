@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
 _BUFFER = 2**20  # numbers
 
@@ -50,6 +51,33 @@ class History:
         if table not in ("epochs", "members"):
             raise ValueError(f"table: expected 'epochs' or 'members', got {table!r}")
         return pandas.DataFrame(getattr(self, table))
+
+    def plot(self) -> Figure:
+        """Return a figure of losses and, for classes, accuracies: members thin, the ensemble bold.
+
+        Validation is dashed, the best epoch a vertical line.
+        """
+        from matplotlib.figure import Figure
+
+        rated = any(not math.isnan(row["ensemble_accuracy"]) for row in self.epochs)
+        pairs = [("loss", "loss"), ("ensemble_accuracy", "accuracy")][: 2 if rated else 1]
+        figure = Figure(figsize=(5.0 * len(pairs), 3.5), layout="constrained")
+        for axes, (joint, own) in zip(
+            figure.subplots(1, len(pairs), squeeze=False)[0], pairs, strict=True
+        ):
+            axes.set(xlabel="epoch", ylabel=own)
+            for prefix, style in (("", "-"), ("validation_", "--")):
+                for member in sorted({row["member"] for row in self.members}):
+                    rows = [row for row in self.members if row["member"] == member]
+                    values = [row.get(prefix + own, math.nan) for row in rows]
+                    axes.plot([r["epoch"] for r in rows], values, "C0" + style, lw=0.5, alpha=0.5)
+                values = [row.get(prefix + joint, math.nan) for row in self.epochs]
+                name = "validation" if prefix else "training"
+                axes.plot([row["epoch"] for row in self.epochs], values, "k" + style, label=name)
+            if self.best_epoch is not None:
+                axes.axvline(self.best_epoch, color="grey", lw=0.5)
+            axes.legend()
+        return figure
 
 
 def history_of(records: Sequence[dict[str, Any]], best_epoch: int | None, stopped: Any) -> History:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from embens.checks import Gamma, check_whole, closest
+from embens.checks import Gamma, check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import BatchKind, Criterion, Of
 from embens.training import randomness
 from embens.training.history import History
 from embens.training.settings import MakeScheduler, Metric, Settings
-from embens.training.trainer import Callback, Trainer
+from embens.training.trainer import Trainer
 
 
+@suggest()
 def fit(
     ensemble: EmbeddedEnsemble,
     train: Any,
@@ -37,16 +38,20 @@ def fit(
     chunk: int | None = None,
     optimizer: MakeOptimizer | None = None,
     scheduler: MakeScheduler | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Any] = (),
     metric: Metric = None,
     maximise: bool | None = None,
     patience: int | None = None,
     keep: str = "best",
     seed: int = 0,
+    clip: float | None = None,
+    accumulate: int = 1,
+    autocast: torch.dtype | None = None,
+    compile: bool = False,
+    schedule_by: Literal["epoch", "step"] = "epoch",
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
     progress: bool | None = None,
-    **unknown: Any,
 ) -> History:
     r"""Train an ensemble in place.
 
@@ -62,7 +67,9 @@ def fit(
     Args:
         ensemble: of any family; ``embens.independent(reference, members)`` are separate networks.
         train: tensors ``(inputs, targets)``, a ``Dataset`` of such pairs, or a ``DataLoader``;
-            several inputs are ``((x, z), y)`` or ``(x, z, y)``.
+            several inputs are ``((x, z), y)`` or ``({"a": x, "b": z}, y)``, with the names that the
+            reference gives them. Numbers that are not finite are refused, unless the network and
+            the criterion make finite losses of them.
         validation: the same, to be evaluated after each epoch.
         epochs: how many.
         batch_size: samples in a step, in all processes together; a loader has its own.
@@ -75,7 +82,9 @@ def fit(
         criterion: a function of one member's outputs and the target; None: by the target, see
             :func:`embens.objective`.
         batch: "same": all members see the batch; "own": each has its own, drawn separately;
-            "split": row i goes to member i mod M.
+            "split": row i goes to member i mod M. In networks with an input for each member
+            (``embens.mimo``) it is "own": tensors, data sets and the batches of a loader are dealt
+            out to every member in another order.
         of: "members", or "mean" for the loss of the mean output; see :func:`embens.objective`.
         chunk: how many members to backpropagate at a time, to save memory; None: all.
         optimizer: a function from parameter groups to an optimizer, such as
@@ -83,8 +92,9 @@ def fit(
         scheduler: a function from the optimizer to a torch scheduler, which makes a step after each
             epoch (``ReduceLROnPlateau`` by the metric; choose its mode for it); None: the
             paper's, constant for half the epochs, then linearly to 1 % (``linear_decay``).
-        callbacks: called after each epoch with the ensemble and the epoch's record, a dict like
-            the rows of ``history.epochs``; what they draw at random does not change the run.
+        callbacks: objects with any of ``on_step``, ``on_epoch`` and ``on_end``, or functions of the
+            ensemble and an epoch's record; see :mod:`embens.training.callbacks`, which has ``CSV``
+            and ``Log``.
         metric: what is best on the validation data: "accuracy" (of the ensemble), "loss" (mean of
             the members'), or a function of ``(outputs, target)`` such as ``embens.metrics.nll``;
             None: "accuracy" for classes, otherwise "loss".
@@ -92,6 +102,13 @@ def fit(
         patience: stop after so many epochs without a better metric.
         keep: "best": with validation data, end with the weights of the best epoch; "last".
         seed: of the order of samples, and of whatever is random in the network and the data set.
+        clip: the largest norm of a member's gradient, its own and γ/M times the shared one
+            (:mod:`embens.training.clipping`), so that it means the same for any M.
+        accumulate: so many batches make a step, on the mean over their rows.
+        autocast: ``torch.bfloat16``, or ``torch.float16`` with a gradient scaler, for the passes
+            through the network; losses are computed in full precision.
+        compile: run the network's steps through ``torch.compile``.
+        schedule_by: "step": the scheduler makes a step after each step of the optimizer.
         checkpoint: a folder to keep checkpoints of this run in. If it has one, the run goes on
             from there and ends as if it had never stopped (a loader: from the last epoch). A
             checkpoint of another run (other arguments, laws or shapes) is refused; the data are
@@ -99,7 +116,6 @@ def fit(
             ``fit`` again with another folder.
         every: steps between checkpoints; None: one after each epoch.
         progress: show a progress bar; None: if the error stream is a terminal.
-        **unknown: refused, with a hint.
 
     Example:
         >>> from embens import batch_ensemble
@@ -111,9 +127,6 @@ def fit(
         True
     """
     given = locals()
-    for name in unknown:
-        known = given.keys() - {"unknown"}
-        raise TypeError(f"fit has no argument {name!r}{closest(name, sorted(known))}")
     if not isinstance(ensemble, EmbeddedEnsemble):
         kind = type(ensemble).__name__
         hint = "Embed it first: embens.embed(network, members=…), or embens.independent(network, 1)"
@@ -122,6 +135,8 @@ def fit(
         raise TypeError(f"fit expects an ensemble; got {kind}. {hint}.")
     if not any(p.requires_grad for p in ensemble.parameters()):
         raise ValueError("the ensemble has no parameter that requires a gradient")
+    if ensemble.plan.heads is not None and batch == "same":
+        given["batch"] = "own"
     settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
     settings.check(validation is not None)
     if every is not None:

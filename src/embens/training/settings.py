@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from embens import metrics
-from embens.checks import Gamma, check_choice, check_whole, gradient_factor
+from embens.checks import Gamma, check_choice, check_number, check_whole, gradient_factor
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import OPTIONS, BatchKind, Criterion, Of
 
@@ -49,14 +50,32 @@ class Settings:
     patience: int | None
     keep: str
     seed: int
+    clip: float | None = None
+    accumulate: int = 1
+    autocast: torch.dtype | None = None
+    compile: bool = False
+    schedule_by: str = "epoch"
 
     def check(self, validation: bool) -> None:
-        least = {"epochs": 0, "batch_size": 1, "chunk": 1, "patience": 1, "seed": 0}
+        least = {
+            "epochs": 0,
+            "batch_size": 1,
+            "chunk": 1,
+            "patience": 1,
+            "seed": 0,
+            "accumulate": 1,
+        }
         for name, low in least.items():
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), low)
-        for name, choices in {**OPTIONS, "keep": ("best", "last")}.items():
-            check_choice(name, getattr(self, name), choices)
+        choices = {**OPTIONS, "keep": ("best", "last"), "schedule_by": ("epoch", "step")}
+        choices["autocast"] = (None, torch.bfloat16, torch.float16)
+        for name, possible in choices.items():
+            check_choice(name, getattr(self, name), possible)
+        if self.clip is not None:
+            check_number("clip", self.clip, "a number above 0", lambda bound: bound > 0)
+        if self.compile and (self.chunk is not None or torch.__version__ < (2, 10)):  # type: ignore[operator]
+            raise ValueError("compile=True needs torch 2.10, and all members at once: no chunk=")
         if self.chunk is not None and (self.batch != "same" or self.of != "members"):
             raise ValueError(
                 "chunk= runs members one group after another on the same batch; it can't be "
@@ -70,17 +89,7 @@ class Settings:
 
     def more_is_better(self, name: str = "accuracy") -> bool:
         """Return the direction of the metric; ``name`` is what None stands for."""
-        metric = name if self.metric is None else self.metric
-        if isinstance(metric, str):
-            check_choice("metric", metric, ("accuracy", "loss"))
-        if self.maximise is not None:
-            return self.maximise
-        if metric not in MORE:
-            raise ValueError(
-                "metric: whether more or less is better can't be known of a function of your own; "
-                "pass maximise=True or maximise=False"
-            )
-        return MORE[metric]
+        return more_is_better(name if self.metric is None else self.metric, self.maximise)
 
     def make_optimizer(self, ensemble: EmbeddedEnsemble) -> Optimizer:
         """Return the optimizer, with gamma in its rates; None: SGD with momentum 0.9."""
@@ -111,7 +120,7 @@ class Settings:
         sites = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in ensemble.plan.sites]
         tensors = ensemble.state_dict().items()
         return {
-            "family": ensemble.plan.family,
+            "family": ensemble.plan.family + str(ensemble.plan.heads or ""),
             "members": ensemble.members,
             "sites": sites,
             **{f"shape of {name}": [list(t.shape), str(t.dtype)] for name, t in tensors},
@@ -120,6 +129,20 @@ class Settings:
             "optimizer": {"name": type(optimizer).__name__, "groups": groups},
             "batches or rows": rows,
         }
+
+
+def more_is_better(metric: Metric, maximise: bool | None) -> bool:
+    """Return the direction of a metric; ``maximise`` says so for a function of the user's."""
+    if isinstance(metric, str):
+        check_choice("metric", metric, ("accuracy", "loss"))
+    if maximise is not None:
+        return maximise
+    if metric not in MORE:
+        raise ValueError(
+            "metric: whether more or less is better can't be known of a function of your own; "
+            "pass maximise=True or maximise=False"
+        )
+    return MORE[metric]
 
 
 def linear_decay(epochs: int, *, hold: float = 0.5, final: float = 0.01) -> MakeScheduler:
@@ -153,6 +176,8 @@ def describe(value: Any) -> Any:
         return [describe(v) for v in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, torch.dtype):
+        return str(value)
     if isinstance(value, float):
         return str(value) if math.isnan(value) else value
     if isinstance(value, functools.partial):

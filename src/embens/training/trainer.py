@@ -11,18 +11,37 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_unflatten
 
-from embens.objective import BatchKind, default_criterion, member_losses, squared_error
-from embens.prediction import evaluating
+from embens.checks import find_gaps
+from embens.ensemble.export import evaluating
+from embens.ensemble.run import gather
+from embens.objective import (
+    BatchKind,
+    check_labels,
+    default_criterion,
+    ignored_label,
+    member_losses,
+    squared_error,
+)
 from embens.training import parallel, randomness
-from embens.training.batches import Minibatch, count_rows, training_batches, validation_batches
+from embens.training.batches import (
+    Loaded,
+    Minibatch,
+    Shuffled,
+    training_batches,
+    validation_batches,
+)
+from embens.training.callbacks import by_moment
 from embens.training.checkpoint import Checkpoints
+from embens.training.clipping import clip_gradients_
 from embens.training.history import History, Tally, history_of
 from embens.training.progress import Progress
 from embens.training.settings import Settings, linear_decay
@@ -30,7 +49,6 @@ from embens.training.settings import Settings, linear_decay
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
 
-Callback = Callable[["EmbeddedEnsemble", dict[str, Any]], object]
 _CHECK_EVERY = 64  # steps between looks at whether losses are finite
 _DEFAULTS = {f.__name__: f for f in (torch.nn.functional.cross_entropy, squared_error)}
 
@@ -56,10 +74,11 @@ class Trainer:
         train: Any,
         validation: Any,
         settings: Settings,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Any] = (),
         progress: bool | None = False,
     ):
         self.ensemble, self.settings, self.callbacks = ensemble, settings, callbacks
+        self.moments = by_moment(callbacks)
         self.device = next(ensemble.parameters()).device
         self.world = parallel.join(self.device)
         if self.world.size > 1 and settings.batch == "split":
@@ -68,15 +87,27 @@ class Trainer:
                 "can't do for each other; use one process, or batch='same' or 'own'"
             )
         own = ensemble.members if settings.batch == "own" else None
-        options = {"seed": settings.seed, "own": own, "world": self.world}
+        heads = ensemble.plan.heads
+        repetition = None if heads is None else heads.repetition
+        options = {"seed": settings.seed, "own": own, "world": self.world, "repetition": repetition}
         self.batches = training_batches(train, settings.batch_size, **options)
         given = validation is not None
         self.validation = validation_batches(validation, settings.batch_size) if given else None
-        progress = progress if self.world.rank == 0 else False
+        if self.world.rank > 0:
+            progress, self.callbacks, self.moments = False, (), by_moment(())
         self.progress = Progress(progress, settings.epochs, len(self.batches))
         parallel.broadcast_(self.world, ensemble.state_dict().values())
         self.optimizer = settings.make_optimizer(ensemble)
         self.scheduler = (settings.scheduler or linear_decay(settings.epochs))(self.optimizer)
+        plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+        if plateau and settings.schedule_by == "step":
+            raise ValueError("ReduceLROnPlateau goes by a metric of epochs: schedule_by='epoch'")
+        half = settings.autocast == torch.float16
+        self.scaler = torch.amp.GradScaler(self.device.type) if half else None
+        # A graph for each shape: which one runs must not depend on those that ran before.
+        self.forward: Callable = ensemble
+        if settings.compile:
+            self.forward = torch.compile(lambda *a, **k: ensemble(*a, **k), dynamic=False)
         self.criterion = settings.criterion
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
@@ -87,6 +118,7 @@ class Trainer:
         self.best_value, self.best_epoch = math.nan, None
         self.stopped: str | None = None
         self._unchecked: list[Tensor] = []
+        self._labels: list[tuple[str, Any]] = []
         self._begin_epoch()
         self.keep_good()
 
@@ -99,18 +131,25 @@ class Trainer:
 
     def train(self, folder: str | os.PathLike[str] | None, every: int | None) -> History:
         """Run until the end, from the last checkpoint in the folder if there is one."""
-        checkpoints = None
-        if folder is not None:
-            run = self.settings.describe(self.ensemble, self.optimizer, self.batches.count)
-            checkpoints = Checkpoints(folder, run)
+        if folder is None:
+            return self._train(None, every)
+        run = self.settings.describe(self.ensemble, self.optimizer, self.batches.count)
+        checkpoints = Checkpoints(folder, run)
+        with checkpoints.alone() if self.world.rank == 0 else nullcontext():
+            return self._train(checkpoints, every)
+
+    def _train(self, checkpoints: Checkpoints | None, every: int | None) -> History:
         if checkpoints and (state := checkpoints.load_last()):
             self.load(state)
         tensors = self.ensemble.state_dict().values()
         parallel.broadcast_(self.world, tensors)  # nobody starts before all have read
-        if checkpoints and self.world.rank == 0:
-            checkpoints.remove_leftovers()
         if self.settings.epochs == 0:
             self.stopped = "epochs"
+        if self.stopped is None:
+            self._try_out("train", self.batches)
+            if self.validation is not None:
+                self._try_out("validation", self.validation)
+            self._try_last_batch()
         self.progress.start(self.steps)
         with self.progress:
             while self.stopped is None:
@@ -118,69 +157,135 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.best is not None:
             self.ensemble.load_state_dict(self.best)
-        return history_of(self.records, self.best_epoch, self.stopped)
+        history = history_of(self.records, self.best_epoch, self.stopped)
+        self._tell("on_end", history)
+        return history
 
     def _run_epoch(self, checkpoints: Checkpoints | None, every: int | None) -> None:
         self.ensemble.train()
         began = time.perf_counter() - self.seconds
-        for batch in self.batches.epoch(self.epoch, self.step):
-            self.take_step(batch)
+        batches = self.batches.epoch(self.epoch, self.step * self.settings.accumulate)
+        while several := list(islice(batches, self.settings.accumulate)):
+            self.take_step(several)
             if checkpoints and every and self.steps % every == 0:
                 self.seconds = time.perf_counter() - began
                 self.save(checkpoints)
-        if self.step == 0:
-            raise ValueError("train: expected at least one batch; the loader gave none")
         self.seconds = time.perf_counter() - began
         self.end_epoch()
         if checkpoints and (not every or self.stopped):
             self.save(checkpoints)
 
-    def take_step(self, batch: Minibatch) -> None:
-        inputs, target = tuple(map(self._move, batch.inputs)), self._move(batch.target)
+    def take_step(self, several: Sequence[Minibatch]) -> None:
+        """Make one step on the mean over the rows of some batches."""
         for parameter in self.parameters:
             parameter.grad = None
-        try:
-            loss, losses, outputs = self._backward(inputs, target)
-        except (RuntimeError, ValueError):  # what is not finite may be refused somewhere
-            self.check_losses()
-            raise
-        loss = parallel.average_(self.world, loss, self.parameters, batch.rows, batch.total)
-        if self.norms is None:
-            self.norms = [gradient_norm(self.shared), gradient_norm(self.individual)]
-        self.optimizer.step()
-        if batch.rows:
-            self.tally.add(losses, outputs, target, batch.rows)
+        rows = sum(batch.rows for batch in several)
+        totals = [batch.total for batch in several if batch.total is not None]
+        weights = [batch.rows / max(1, rows) for batch in several] if len(several) > 1 else [1.0]
+        loss, members = self._add_gradients(several[0], weights[0])
+        for batch, weight in zip(several[1:], weights[1:], strict=True):
+            loss = loss + self._add_gradients(batch, weight)[0]
+        total = sum(totals) if len(totals) == len(several) else None
+        loss = parallel.average_(self.world, loss, self.parameters, rows, total)
+        moved = self._update()
         self.step += 1
         self.steps += 1
         self._unchecked.append(loss)
         if self.step % _CHECK_EVERY == 0:
             self.check_losses()
-        self.progress.step(loss, len(losses))
+        if self.moments["on_step"]:
+            record = {"epoch": self.epoch + 1, "step": self.steps, "loss": float(loss) / members}
+            self._tell("on_step", record | dict(zip(_RATES, self._rates(), strict=True)))
+        if moved and self.settings.schedule_by == "step":
+            self.scheduler.step()
+        self.progress.step(loss, members)
 
-    def _backward(self, inputs: tuple, target: Any) -> tuple[Tensor, Tensor, Any]:
+    def _update(self) -> bool:
+        """Change the weights by their gradients; return whether the scaler let it happen."""
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        if self.settings.clip is not None:
+            clip_gradients_(self.ensemble, self.settings.clip, gamma=self.settings.gamma)
+        if self.norms is None:
+            self.norms = [gradient_norm(self.shared), gradient_norm(self.individual)]
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= scale
+
+    def _add_gradients(self, batch: Minibatch, weight: float) -> tuple[Tensor, int]:
+        """Add a batch's gradients, times a weight; return its objective and how many members."""
+        number = f"batch {self.step + 1}"
+        gaps = self._look("train", self.batches, batch, number)
+        inputs, target = self._move(batch.inputs), self._move(batch.target)
+        try:
+            loss, losses, outputs = self._backward(inputs, target, weight)
+        except (RuntimeError, ValueError) as error:  # what is not finite may be refused somewhere
+            if self.steps == 0:
+                self.ensemble.load_state_dict(self.good)
+            self.check_losses()
+            _explain(error, f"train: {number} has {batch.rows} rows")
+            raise
+        _refuse("train", gaps, loss)
+        if batch.rows:
+            self.tally.add(losses, outputs, target, batch.rows)
+        return loss if weight == 1 else weight * loss, len(losses)
+
+    def _backward(self, inputs: Any, target: Any, weight: float) -> tuple[Tensor, Tensor, Any]:
         """Return the objective, the members' losses and their outputs."""
         if self.settings.chunk is None:
-            outputs = self.ensemble(*inputs, batch=self.settings.batch)
+            outputs = self._outputs(self.forward, inputs, self.settings.batch)
             losses = self._losses(outputs, target, self.settings.batch)
             loss = losses.sum()
-            loss.backward()
+            self._scaled(loss, weight).backward()
             return loss.detach(), losses, outputs
         seen: list[tuple[Any, Tensor]] = []
 
         def watched(outputs: Any, target: Any) -> Tensor:
-            losses = self._losses(outputs, target)
+            with torch.autocast(self.device.type, enabled=False):
+                outputs = tree_map(_full, outputs)
+                losses = self._losses(outputs, target)
             seen.append((tree_map(Tensor.detach, outputs), losses.detach()))
-            return losses[:, None]
+            return self._scaled(losses[:, None], weight)
 
         watched.over_members = True  # type: ignore[attr-defined]
-        loss = self.ensemble.backward(*inputs, target, criterion=watched, chunk=self.settings.chunk)
+        args, kwargs = self.ensemble.bind(inputs)
+        with self._autocast():
+            self.ensemble.backward(
+                *args, target, criterion=watched, chunk=self.settings.chunk, **kwargs
+            )
         whole = all(isinstance(outputs, Tensor) for outputs, _ in seen)
         outputs = torch.cat([outputs for outputs, _ in seen]) if whole else None
-        return loss, torch.cat([losses for _, losses in seen]), outputs
+        losses = torch.cat([losses for _, losses in seen])
+        return losses.sum(), losses, outputs
+
+    def _scaled(self, loss: Tensor, weight: float) -> Tensor:
+        loss = loss if weight == 1 else weight * loss
+        return self.scaler.scale(loss) if self.scaler else loss
+
+    def _autocast(self) -> torch.autocast:
+        kind = self.settings.autocast
+        return torch.autocast(self.device.type, kind, enabled=kind is not None)
+
+    def _outputs(self, call: Callable, inputs: Any, batch: BatchKind = "same") -> Any:
+        args, kwargs = self.ensemble.bind(inputs)
+        if self.settings.autocast is None:
+            return call(*args, batch=batch, **kwargs)
+        with self._autocast():
+            outputs = call(*args, batch=batch, **kwargs)
+        return tree_map(_full, outputs)
 
     def _losses(self, outputs: Any, target: Any, batch: BatchKind = "same") -> Tensor:
         if self.criterion is None:
             self.criterion = default_criterion(outputs, target, batch)
+        if self._labels:
+            ignored, labels, self._labels = ignored_label(self.criterion), self._labels, []
+            if ignored is not None:
+                for name, values in labels:
+                    check_labels(name, values, outputs.shape[1 if batch == "split" else 2], ignored)
         members = self.ensemble.members if batch == "split" else None
         return member_losses(
             *(outputs, target, self.criterion), batch=batch, of=self.settings.of, members=members
@@ -190,6 +295,57 @@ class Trainer:
         if isinstance(values, Tensor):
             return values.to(self.device, non_blocking=True)
         return tree_map(lambda v: self._move(v) if isinstance(v, Tensor) else v, values)
+
+    # Data
+
+    def _look(self, name: str, batches: Shuffled | Loaded, batch: Minibatch, number: str) -> str:
+        """Return where a batch that was not looked at before is not finite; note its labels."""
+        if batches.samples is not None and batches.samples.gaps is not None:
+            return ""
+        self._labels.append((f"{name}: {number}", batch.target))
+        gaps = find_gaps("inputs", batch.inputs) or find_gaps("targets", batch.target)
+        return gaps and f"{number}: {gaps}"
+
+    @torch.no_grad()
+    def _try_out(self, name: str, batches: Shuffled | Loaded) -> None:
+        """Refuse tensors with rows that are not finite, and that make losses that are not."""
+        if (samples := batches.samples) is None or samples.gaps is None:
+            return
+        self._labels.append((name, samples.labels))
+        if (suspects := samples.suspects) is None:
+            return
+        criterion, good = self.criterion, torch.ones(samples.size, dtype=torch.bool)
+        good[suspects] = False
+        some = good.nonzero().flatten()[: self.settings.batch_size]  # for a criterion to count
+        for rows in suspects.split(self.settings.batch_size):
+            inputs, target = map(
+                self._move, tree_unflatten(*samples.fetch(torch.cat([rows, some])))
+            )
+            with evaluating(self.ensemble), randomness.seeded(self.settings.seed):
+                losses = self._losses(self._outputs(self.ensemble, inputs), target)
+            _refuse(name, samples.gaps, losses.sum())
+        self.criterion = criterion
+
+    @torch.no_grad()
+    def _try_last_batch(self) -> None:
+        """Refuse a last batch with too few rows for BatchNorm, before anything is spent."""
+        batches, split = self.batches, self.settings.batch == "split"
+        if isinstance(batches, Loaded) or self.steps:
+            return
+        rows = (batches.count - 1) % batches.batch_size + 1
+        if rows >= 2 * self.world.size * (self.ensemble.members if split else 1):
+            return
+        self.ensemble.train()
+        (last,) = batches.epoch(0, len(batches) - 1)
+        try:
+            with randomness.seeded(self.settings.seed):
+                self._outputs(self.ensemble, self._move(last.inputs), self.settings.batch)
+        except ValueError as error:
+            _explain(error, f"train: the last of {batches.count} rows in batches of "
+                     f"{batches.batch_size} are {rows}")  # fmt: skip
+            raise
+        finally:
+            self.ensemble.load_state_dict(self.good)
 
     def check_losses(self) -> None:
         """Raise :class:`Divergence` if a loss since the last time is not finite."""
@@ -210,7 +366,7 @@ class Trainer:
         if not all_finite(self.ensemble.parameters()):
             raise self._divergence("a weight is not finite", self.step)
         metric = self._validate(record) if self.validation is not None else math.nan
-        record["lr"], record["modulation_lr"] = self._rates()
+        record |= zip(_RATES, self._rates(), strict=True)
         norms = self.norms or [math.nan, math.nan]
         record["gradient_norm_shared"], record["gradient_norm_individual"] = norms
         record["seconds"] = self.seconds
@@ -218,7 +374,7 @@ class Trainer:
         self.epoch += 1
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(record["loss"] if math.isnan(metric) else metric)
-        else:
+        elif self.settings.schedule_by == "epoch":
             self.scheduler.step()
         self.keep_good()
         self._compare(metric, record)
@@ -226,9 +382,12 @@ class Trainer:
             self.stopped = "epochs"
         self._begin_epoch()
         self.progress.epoch(record)
-        for callback in self.callbacks:
+        self._tell("on_epoch", history_of([record], None, None).epochs[0])
+
+    def _tell(self, moment: str, record: Any) -> None:
+        for callback in self.moments[moment]:
             with randomness.seeded(self.settings.seed):
-                callback(self.ensemble, history_of([record], None, None).epochs[0])
+                callback(self.ensemble, record)
 
     @torch.no_grad()
     def _validate(self, record: dict[str, Any]) -> float:
@@ -238,16 +397,19 @@ class Trainer:
         kept: list[tuple[Any, Any]] = []
         seed = randomness.combine(self.settings.seed, self.epoch, 1)
         with evaluating(self.ensemble), randomness.seeded(seed):
-            for inputs, target in self.validation():
-                target = self._move(target)
-                outputs = self.ensemble(*map(self._move, inputs))
-                tally.add(self._losses(outputs, target), outputs, target, count_rows(target))
+            for number, batch in enumerate(self.validation.epoch(0), 1):
+                gaps = self._look("validation", self.validation, batch, f"batch {number}")
+                target = self._move(batch.target)
+                outputs = self._outputs(self.ensemble, self._move(batch.inputs))
+                losses = self._losses(outputs, target)
+                _refuse("validation", gaps, losses.sum())
+                tally.add(losses, outputs, target, batch.rows)
                 if callable(metric):
                     kept.append((outputs, target))
         record.update(tally.summary("validation_"))
         if callable(metric):
-            outputs = torch.cat([outputs for outputs, _ in kept], 1)
-            value = metric(outputs, torch.cat([target for _, target in kept]))
+            outputs = gather([outputs for outputs, _ in kept], lambda parts: torch.cat(parts, 1))
+            value = metric(outputs, gather([target for _, target in kept], torch.cat))
         else:
             loss = self._metric_name(record) == "loss"
             value = record["validation_loss" if loss else "validation_ensemble_accuracy"]
@@ -295,8 +457,7 @@ class Trainer:
             f"its weights from {where} again. Try a lower lr (shared rate now {shared:g}, "
             f"modulations {individual:g}), a smaller gamma (now "
             f"{settings.gamma_of(self.ensemble):g}: it multiplies the rate of the shared "
-            "parameters; 1 is the mean gradient), standardised inputs, or clipped gradients in a "
-            "loop of your own.",
+            "parameters; 1 is the mean gradient), standardised inputs, or clip=.",
             history_of(self.records, self.best_epoch, "epochs"),
         )
 
@@ -316,6 +477,8 @@ class Trainer:
             "random": randomness.get_states(),
             "generators": [g.get_state() for g in self.batches.generators],
             "tally": sums,
+            "scaler": self.scaler and self.scaler.state_dict(),
+            "callbacks": [c.state_dict() for c in self.callbacks if hasattr(c, "state_dict")],
             "criterion": next((k for k, v in _DEFAULTS.items() if v is self.criterion), None),
             **{name: getattr(self, name) for name in _POSITION},
         }
@@ -332,6 +495,11 @@ class Trainer:
         for generator, value in zip(self.batches.generators, state["generators"], strict=True):
             generator.set_state(value)
         self.criterion = _DEFAULTS.get(state["criterion"], self.criterion)
+        if self.scaler:
+            self.scaler.load_state_dict(state["scaler"])
+        stateful = [c for c in self.callbacks if hasattr(c, "state_dict")]
+        for callback, value in zip(stateful, state["callbacks"], strict=False):
+            callback.load_state_dict(value)
         if self.world.rank == 0:
             for name, value in state["tally"].items():
                 self.tally.sums[name].copy_(value)
@@ -339,6 +507,7 @@ class Trainer:
             setattr(self, name, state[name])
 
 
+_RATES = ("lr", "modulation_lr")
 _POSITION = "epoch step steps seconds norms records best_value best_epoch stopped".split()
 
 
@@ -356,3 +525,27 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return math.isfinite(torch.nn.utils.get_total_norm(floats)) or all(
         bool(t.isfinite().all()) for t in floats
     )
+
+
+def _full(value: Any) -> Any:
+    """Return numbers of half precision in single precision."""
+    half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if half else value
+
+
+def _refuse(name: str, gaps: str, loss: Tensor) -> None:
+    """Raise if a loss is not finite because data are not."""
+    if gaps and not loss.isfinite():
+        raise ValueError(
+            f"{name}: {gaps}, and the loss is {float(loss)} there. Leave these rows out, or fill "
+            "them in (torch.nan_to_num)."
+        )
+
+
+def _explain(error: Exception, what: str) -> None:
+    """Raise what torch says of BatchNorm on one row in words that say what to do."""
+    if "more than 1 value per channel" in str(error):
+        raise ValueError(
+            f"{what}, and BatchNorm needs at least two rows of each member in training. Choose "
+            "another batch_size, or pass a DataLoader with drop_last=True."
+        ) from error

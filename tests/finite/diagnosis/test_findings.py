@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from finite.diagnosed import IMAGES, LABELS, X, Y, batch_ensemble, cnn, mlp, seeded
@@ -49,6 +51,18 @@ def test_a_healthy_ensemble_raises_no_alarm(name):
 
 
 TROUBLES = [
+    ("equal-members", lambda: batch_ensemble(p=1.0), {}),
+    ("equal-members", lambda: batch_ensemble(p=-1.0), {}),
+    ("equal-members", lambda: batch_ensemble(p=1 - 1e-9), {}),
+    ("equal-members", lambda: batch_ensemble(p=0.999), {"wanted": "independent"}),
+    ("equal-members", lambda: batch_ensemble(p=1.0, members=64), {}),
+    ("equal-members", lambda: embens.embed(mlp(), 4, laws.Constant(), laws.Constant(2.0)), {}),
+    ("equal-members", lambda: embens.mc_dropout(mlp(), 4, laws.Constant(0.0)), {}),
+    ("equal-members", lambda: embens.mc_dropout(mlp(), 4, laws.Bernoulli(1.0), fresh=True), {}),
+    ("equal-members", lambda: embens.last_layer_dropout(mlp(), 4, laws.Normal(1.0, 0.0)), {}),
+    ("equal-members", lambda: embens.embed(cnn(), 4, None, laws.Constant(), sites="all"), {}),
+    ("equal-members", lambda: embens.batch_ensemble(normed(), 4, p=1.0), {}),
+    ("equal-members", lambda: levelled(batch_ensemble()), {}),
     ("shifted-laws", lambda: batch_ensemble(p=0.5), {"wanted": "independent"}),
     (
         "uncentred-last-layer",
@@ -94,6 +108,11 @@ TROUBLES = [
 
 
 FINE = [
+    ("equal-members", lambda: batch_ensemble(p=0.99), {}),
+    ("equal-members", lambda: embens.mc_dropout(mlp(), 4, laws.Bernoulli(0.9), fresh=True), {}),
+    ("equal-members", lambda: batch_ensemble(p=1.0, members=1), {}),
+    ("equal-members", lambda: embens.embed(mlp(), 4, pre=laws.Shifted(0.9), post=None), {}),
+    ("crowded", lambda: batch_ensemble(p=1.0, members=64), {}),
     ("shifted-laws", lambda: batch_ensemble(p=0.5), {}),
     ("shifted-laws", batch_ensemble, {"wanted": "independent"}),
     ("uncentred-last-layer", batch_ensemble, {"wanted": "independent"}),
@@ -158,6 +177,20 @@ def dead() -> nn.Sequential:
     return reference
 
 
+def normed() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU()),
+        *(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)),
+    )
+
+
+def levelled(ensemble: embens.EmbeddedEnsemble) -> embens.EmbeddedEnsemble:
+    with torch.no_grad():
+        for values in ensemble.individual_parameters():
+            values.copy_(values[:1].expand_as(values))
+    return ensemble
+
+
 def frozen_bias(ensemble: embens.EmbeddedEnsemble) -> embens.EmbeddedEnsemble:
     ensemble.network[4].layer.bias.requires_grad_(False)
     return ensemble
@@ -207,13 +240,43 @@ def test_modulated_inputs_spread_the_gradients_over_orders_of_magnitude():
     assert f"{spread:.3g}" in finding.message
 
 
-def test_a_shared_output_bias_is_found_whatever_its_gradient_now_is():
-    for seed in range(3):
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            reference = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
-        ensemble = embens.batch_ensemble(reference, 4, generator=seeded(seed))
-        assert codes(ensemble) == ["shared-output-bias"]
+def test_a_shared_output_bias_is_found_where_it_couples_and_not_in_every_network():
+    found = []
+    for width, members in ((256, 8), (16, 16)):
+        torch.manual_seed(0)
+        reference = nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, 4))
+        ensemble = embens.batch_ensemble(reference, members, generator=seeded())
+        report = diagnose(ensemble, X, Y)
+        found.append([f for f in report.warnings if f.code == "shared-output-bias"])
+    assert found[0] == []
+    words = re.search(r"the 15 others together.* ([\d.]+) times as strongly", str(found[1][0]))
+    assert words is not None
+    strength = float(words[1])
+    assert strength > 1
+    both = products(ensemble)
+    ensemble.network[2].layer.bias.requires_grad_(False)
+    through_bias = (
+        (both - products(ensemble)) / both.diagonal().sqrt() / both.diagonal().sqrt()[:, None]
+    )
+    mean = (through_bias.sum() - through_bias.trace()) / (members * (members - 1))
+    assert strength == pytest.approx(15 * mean.item(), rel=0.05)
+
+
+def products(ensemble: embens.EmbeddedEnsemble) -> torch.Tensor:
+    """Return the inner products of the members' shared gradients."""
+    norms = embens.finite.gradient_norms(ensemble, X, Y).total
+    return embens.finite.gradient_cosines(ensemble, X, Y) * norms * norms[:, None]
+
+
+def test_equal_members_have_no_room_and_say_why():
+    report = diagnose(batch_ensemble(p=1.0), X, Y)
+    assert (report.room, report.room_interval, report.gamma) == (1.0, (1.0, 1.0), 1.0)
+    (finding,) = report.warnings
+    assert "all 8 members are one model (Shifted(p=1.0)" in finding.message
+    assert "no limit" not in str(report)
+    assert "others add nothing" in str(report)
+    nearly = diagnose(batch_ensemble(p=0.9999), X, Y)
+    assert "nearly one model" in nearly.warnings[0].message
 
 
 @pytest.mark.parametrize("options", [{}, {"wanted": "independent"}, {"gamma": 8}])

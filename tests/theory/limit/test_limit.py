@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from theory.measured import average, expected, measured_kernels, points
+from torch import nn
 
 import embens
 from embens import laws, networks, theory
@@ -83,6 +84,29 @@ CASES = {
         "softplus",
         2,
         {"pre": laws.Shifted(0.6), "post": laws.Shifted(0.8), "bias_std": 0.4},
+    ),
+    "relu, own last layer": ("relu", 2, {"pre": None, "post": None, "own": "last"}),
+    "relu, own hidden layer with biases": (
+        "relu",
+        3,
+        {"pre": None, "post": laws.Shifted(0.8), "own": "2", "bias_std": 0.4},
+    ),
+    "erf, own first layer": ("erf", 2, {"pre": laws.Shifted(0.6), "post": None, "own": "0"}),
+    "identity, own layers follow each other": (
+        "identity",
+        2,
+        {"pre": None, "post": None, "own": ["0", "2"]},
+    ),
+    "relu, own copies with biases": (
+        "relu",
+        2,
+        {
+            "pre": None,
+            "post": laws.Shifted(0.8),
+            "own": "4",
+            "own_weights": "copied",
+            "bias_std": 0.4,
+        },
     ),
     "relu, standard": (
         "relu",
@@ -210,6 +234,31 @@ def test_cross_equals_same_when_modulations_are_constant(activation):
     k = theory.kernels(embens.embed(net, pre=law, post=law, trainable=False), points())
     assert torch.equal(k.nngp.same, k.nngp.cross)
     assert torch.equal(k.ntk_shared.same, k.ntk_shared.cross)
+
+
+def test_networks_with_own_last_layers_share_no_outputs_and_all_but_their_gains_move_alike():
+    """By hand, for one hidden layer of ReLU: heads of their own on common features."""
+    x, net = points(), networks.mlp(5, 4, 1, activation="relu", weight_std=1.3)
+    ensemble = embens.embed(net, 4, None, None, own="last")
+    k, alone = theory.kernels(ensemble, x), theory.kernels(net, x)
+    torch.testing.assert_close(k.nngp.same, alone.nngp.same)
+    assert not k.nngp.cross.any()
+    assert not k.ntk_shared.cross.any()
+    torch.testing.assert_close(k.ntk_individual.same, alone.nngp.same)
+    whole = k.ntk_shared.same + k.ntk_individual.same
+    torch.testing.assert_close(whole, alone.ntk_shared.same)
+    assert theory.natural_gamma(k, 4) == pytest.approx(4)
+    frozen = networks.mlp(5, 4, 1, activation="relu", weight_std=1.3)
+    frozen[2].weight.requires_grad_(False)
+    k = theory.kernels(embens.embed(frozen, 4, None, None, own="last"), x)
+    assert not k.ntk_individual.same.any()
+
+
+def test_linear_layers_after_own_ones_stay_independent():
+    net = nn.Sequential(networks.Linear(5, 4), networks.Linear(4, 4), networks.Linear(4, 1))
+    k = theory.kernels(embens.embed(net, 4, None, None, own="0"), points())
+    assert not k.nngp.cross.any()
+    assert k.ntk_shared.cross is not None
 
 
 def test_separate_networks_share_nothing():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from itertools import product
 
 import pytest
@@ -45,7 +47,7 @@ def test_a_rule_of_ones_own_is_one_function():
     [
         (
             nn.Sequential(networks.Linear(5, 4), nn.BatchNorm1d(4), networks.Linear(4, 1)),
-            r"'1' \(BatchNorm1d\) is not known.*register_activation\(BatchNorm1d\)",
+            r"'1' \(BatchNorm1d\) is not known: norm layers",
         ),
         (nn.Sequential(networks.Linear(5, 4), nn.ReLU()), "ends in '1' .ReLU"),
         (
@@ -62,6 +64,83 @@ def test_a_rule_of_ones_own_is_one_function():
 def test_networks_without_a_limit_are_refused_by_name(net, message):
     with pytest.raises((TypeError, ValueError), match=message):
         theory.kernels(net, points())
+
+
+class Skip(nn.Module):
+    """A residual block as people write it."""
+
+    def __init__(self, inside: nn.Module | None = None):
+        super().__init__()
+        self.layer, self.inside = nn.Linear(5, 5), inside or nn.Identity()
+
+    def forward(self, x):
+        return x + self.inside(torch.relu(self.layer(x)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.lstm = nn.Linear(5, 4), nn.LSTM(4, 4)
+        self.hidden, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.hidden(self.lstm(self.first(x))[0]))
+
+
+def between(*modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 5), *modules, nn.Linear(5, 2))
+
+
+OWN_CODE = r"forward is code of its own.*nn\.Sequential.*propagate\.register"
+REFUSED = {
+    "residual network": (Skip(nn.Linear(5, 5)), rf"of Skip is not known: its {OWN_CODE}"),
+    "residual block": (between(Skip()), rf"of '1' \(Skip\) is not known: its {OWN_CODE}"),
+    "first block": (nn.Sequential(Skip(), nn.Linear(5, 2)), r"of '0' \(Skip\) is not known"),
+    "norm in a block": (
+        between(Skip(nn.BatchNorm1d(5))),
+        r"holds '1\.inside' \(BatchNorm1d\).* no limit here either",
+    ),
+    "batch norm": (between(nn.BatchNorm1d(5), nn.ReLU()), r"'1' \(BatchNorm1d\).*norm layers"),
+    "layer norm": (between(nn.LayerNorm(5), nn.ReLU()), r"'1' \(LayerNorm\).*norm layers"),
+    "norm of inputs": (
+        nn.Sequential(nn.BatchNorm1d(5, affine=False), between(nn.ReLU())),
+        r"'0' \(BatchNorm1d\).*norm layers",
+    ),
+    "recurrent": (Recurrent(), r"Recurrent.*its forward.*holds 'lstm' \(LSTM\)"),
+    "attention": (
+        between(nn.TransformerEncoderLayer(5, 1, 5)),
+        r"'1' \(TransformerEncoderLayer\).*holds '1\.self_attn' \(MultiheadAttention\)",
+    ),
+    "embedding": (
+        nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(10, 4), nn.Linear(4, 2)),
+        r"'0' \(Embedding\) is not known: there is no rule",
+    ),
+    "softmax": (between(nn.Softmax(1)), r"'1' \(Softmax\) is not known: there is no rule"),
+    "slopes": (between(nn.PReLU()), r"'1' \(PReLU\) is not known: there is no rule"),
+    "activation": (between(nn.ELU()), r"'1' \(ELU\).*register_activation\(ELU\)"),
+    "two activations": (between(nn.ReLU(), nn.ReLU()), r"'2' \(ReLU\) acts on units"),
+    "dropout": (between(nn.ReLU(), nn.AlphaDropout()), r"'2' \(AlphaDropout\) drops.*\.eval"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_what_the_user_wrote_and_what_to_do(name):
+    net, message = REFUSED[name]
+    embedding = name == "embedding"
+    x = torch.randint(5, (4, 5)) if embedding else torch.randn(4, 5).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if name == "recurrent" else "error")  # members share LSTMs
+        ensemble = embens.batch_ensemble(net, 3, example_input=x)
+    for network in (net, ensemble):
+        with pytest.raises((TypeError, ValueError), match=message) as refused:
+            theory.kernels(network, x)
+        assert name == "dropout" or "embens.finite.ntk and embens.diagnose measure" in str(
+            refused.value
+        )
+        if "activation" not in name:
+            assert "register_activation" not in str(refused.value)
+    reason = theory.regime(ensemble, None if embedding else x).reason
+    assert embedding or re.search(message, reason)
 
 
 def test_a_rule_can_hold_the_first_layer():
@@ -103,7 +182,7 @@ def test_a_sequence_with_a_forward_of_its_own_needs_a_rule_of_its_own():
     net = nn.Sequential(
         networks.Linear(5, 4), Residual(nn.ReLU(), networks.Linear(4, 4)), networks.Linear(4, 1)
     )
-    with pytest.raises(TypeError, match=r"'1' \(Residual\) is an nn.Sequential with a forward"):
+    with pytest.raises(TypeError, match=r"'1' \(Residual\) is not known: its forward is code"):
         theory.kernels(net, points())
 
     @theory.propagate.register(Residual)

@@ -19,11 +19,11 @@ from embens.finite import checks
 from embens.finite.diagnosis import findings
 from embens.finite.diagnosis.measurement import Budget, measure, suggested_rates
 from embens.finite.diagnosis.report import Diagnosis
-from embens.finite.diagnosis.room import layer_overlaps, overlap, room
+from embens.finite.diagnosis.room import Room, layer_overlaps, overlap, room
 from embens.finite.gradients import cosines, pair_error, total_gram, unchanged
 from embens.objective import Criterion
 from embens.theory import kernels, natural_gamma
-from embens.theory.regime import Regime, RegimeReport, Structure, regime
+from embens.theory.regime import Regime, RegimeReport, Structure, are_equal, regime
 
 LIMIT_SAMPLES = ((1, 12), (256, 2), (1024, 1))  # the limit's, for up to so many pixels
 
@@ -96,10 +96,13 @@ def diagnose(
     with unchanged(ensemble, budget.generator):
         rates = suggested_rates(ensemble, measured, criterion, (natural, meant), budget)
     gram = total_gram(measured.grams, len(measured.losses))
-    matrix = cosines(gram)
+    matrix, pull = cosines(gram), overlap(gram, coupling)
+    equal = found.coupling == 1 or min(pull.mean, found.coupling) >= findings.NEARLY_EQUAL
+    if equal and ensemble.members > 1:
+        space = Room(1.0, (1.0, 1.0), None)
     report = Diagnosis(
         regime=found,
-        pull=overlap(gram, coupling),
+        pull=pull,
         pull_error=pair_error(matrix),
         overlap=layer_overlaps(measured.grams, coupling),
         room=space.members,
@@ -134,13 +137,13 @@ def _limit(
     ensemble: EmbeddedEnsemble, x: Any, structure: Structure | None
 ) -> tuple[RegimeReport, float]:
     """Return the regime, and the gradient scale that suits it."""
-    if structure is None:
-        return regime(ensemble), ensemble.natural_gamma
+    if structure is None or are_equal(ensemble):
+        return regime(ensemble), 1.0 if structure else ensemble.natural_gamma
     rows, members = _few(x), ensemble.members
     if any(not site.hidden and site.law.variance > 0 for site in ensemble.plan.sites):
         why = "with modulated inputs or outputs, members are not exchangeable"
     elif rows is None:
-        why = "the limit for such inputs is not computed here"
+        why = "without the limit, which takes real (n, features) or few images (n, channels, y, x)"
     else:
         try:
             found = regime(ensemble, rows)

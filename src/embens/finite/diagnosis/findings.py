@@ -26,6 +26,8 @@ from embens.theory.regime import Structure
 NARROW = 8  # inputs of at most so many channels don't average their modulations out
 SPREAD = 10.0  # ratio of the longest to the shortest gradient of members that is too large
 FAST, FAST_GIVEN = 1.5, 1.15  # how many times its natural value a default and a given gamma may be
+NEARLY_EQUAL = 0.98  # cosine of gradients, and coupling, from which members are one model
+BIASED = 0.5  # pull of the others through output biases, relative to a member's own, to speak of
 CROWDED = 8.0  # how many times the upper end of the room's interval the members may be
 
 Trouble = tuple[str, str] | None
@@ -61,6 +63,26 @@ class Facts:
     def shifted(self) -> list[str]:
         """The last layers with a law that has a mean."""
         return [n for n, law in self.last.items() if law is not None and law.mean != 0]
+
+    @property
+    def equal(self) -> bool:
+        """Whether members are one model, or nearly."""
+        return self.report.room == 1
+
+
+def equal_members(facts: Facts) -> Trouble:
+    """Members that are one and the same model."""
+    if not facts.equal:
+        return None
+    laws = ", ".join(dict.fromkeys(repr(s.law) for s in facts.ensemble.plan.sites))
+    exactly = facts.report.coupling == 1
+    return (
+        f"all {facts.ensemble.members} members are {'' if exactly else 'nearly '}one model "
+        f"({laws}; cosine of their gradients {facts.report.pull.mean:.3g}): they predict the same, "
+        "learn the same from the same samples, and cost as much as different ones",
+        "use a law that tells members apart, such as laws.Normal() or a smaller p in "
+        "batch_ensemble, or the reference alone",
+    )
 
 
 def shifted_laws(facts: Facts) -> Trouble:
@@ -98,10 +120,13 @@ def shared_output_bias(facts: Facts) -> Trouble:
     centred = facts.last and None not in facts.last.values() and not facts.shifted
     if not layers or not centred or facts.collective:
         return None
-    pull = part * (facts.ensemble.members - 1)
+    others = facts.ensemble.members - 1
+    if part * others < BIASED:
+        return None
     return (
-        f"members are independent but for the shared bias of {_names(layers)}: through it all pull "
-        f"on each other (on these samples, now, {pull:.0%} as strongly as a member on itself)",
+        f"members are independent but for the shared bias of {_names(layers)}: through it the "
+        f"{others} others together, whose pulls add up, pull on a member {part * others:.2g} times "
+        "as strongly as it does itself (on these samples, now)",
         "leave the bias of the output layer out (bias=False), or freeze it "
         "(bias.requires_grad_(False))",
     )
@@ -205,7 +230,7 @@ def cancelled_gamma(facts: Facts) -> Trouble:
 def crowded(facts: Facts) -> Trouble:
     """Far more members than there is room for."""
     members, room = facts.ensemble.members, facts.report.room
-    if members <= CROWDED * max(room, *facts.report.room_interval):
+    if facts.equal or members <= CROWDED * max(room, *facts.report.room_interval):
         return None
     return (
         f"{members} members in a network with room for about {room:.0f}: they disturb each other "
@@ -231,6 +256,7 @@ def no_gradient(facts: Facts) -> Trouble:
 Check = Callable[[Facts], Trouble]
 ALONE: tuple[Check, ...] = (input_modulations, output_modulations, cancelled_gamma, no_gradient)
 CHECKS: tuple[Check, ...] = (
+    equal_members,
     shifted_laws,
     uncentred_last_layer,
     shared_output_bias,

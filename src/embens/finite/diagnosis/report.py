@@ -150,6 +150,8 @@ class Diagnosis:
     def _room_in_words(self) -> str:
         if self.separate:
             return "any number: each has its own parameters"
+        if self.room == 1:
+            return "one: members are one model, so others add nothing"
         if math.isinf(self.room):
             return "no limit: what others add helps a member more than it disturbs"
         ends = self.room_interval

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation
+from embens.ensemble.own import Own
 from embens.finite.checks import check_ensemble, check_inputs
 from embens.finite.empirical.recording import Inputs, as_inputs, check_modes
 
@@ -41,8 +42,8 @@ def nngp(
 
     with the layer's inputs :math:`h_a`, modulations included, and output modulations :math:`v`.
     Layers of :mod:`embens.networks` know the law of their weights; for any other Linear layer the
-    mean squares of its weights and of its biases take its place. Members with a last layer of
-    their own have no covariance with others. Any other network: the mean over outputs of
+    mean squares of its weights and of its biases take its place. Members with a last layer that
+    was drawn for each have no covariance with others. Any other network: the mean over outputs of
     :math:`f_{ak}(x) f_{bk}(x')`, noisy where outputs are few.
 
     Batch statistics and random layers need ``ensemble.eval()``. ``x`` and ``x2`` (None: the same)
@@ -141,6 +142,7 @@ def _from_heads(ensemble: EmbeddedEnsemble, left: list[_Head], right: list[_Head
     if left[0].pre is not None:
         pre = torch.stack([head.pre for head in left])  # type: ignore[arg-type]
         result *= (pre @ pre.mT / pre.shape[1])[:, :, None, None]
-    if any(p is left[0].layer.weight for p in ensemble.individual_parameters()):
+    drawn = [m for m in ensemble.individuals.values() if isinstance(m, Own) and m.drawn]
+    if any(own.module is left[0].layer for own in drawn):
         result *= torch.eye(len(left)).to(result)[:, :, None, None]
     return result

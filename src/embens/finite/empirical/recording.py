@@ -29,6 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation, is_linear_in_parameters
+from embens.ensemble.recurrent import ModulatedRecurrent
 from embens.finite.empirical.terms import Affine, Lookup, Scale, Term
 from embens.reading import NORMS
 from embens.reading.layers import spatial_axes
@@ -123,7 +124,7 @@ class Recorder:
         layers = [m for m in modules if _is_known(m)]  # before there are hooks of ours
         with ExitStack() as stack:
             for module in modules:
-                if isinstance(module, Modulated):
+                if isinstance(module, Modulated) and not isinstance(module, ModulatedRecurrent):
                     for handle in self._watch_modulated(module):
                         stack.callback(handle.remove)
             for module in layers:

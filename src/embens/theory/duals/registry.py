@@ -64,11 +64,12 @@ def register(
     def decorate(function: Callable[..., Dual]) -> Callable[..., Dual]:
         return dual.register(kind, function)
 
-    decorate(_by_quadrature if function is None else function)
+    decorate(by_quadrature if function is None else function)
     return decorate
 
 
-def _by_quadrature(module: nn.Module) -> Dual:
+def by_quadrature(module: nn.Module) -> Dual:
+    """Return the dual of a smooth activation, or say why it is none."""
     module = copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False)
     name = type(module).__name__
     x = torch.linspace(-2, 2, 9, dtype=torch.float64)
@@ -105,10 +106,10 @@ _KNOWN: dict[type[nn.Module], Callable[..., Dual]] = {
     networks.Erf: lambda _: Erf(),
     networks.Sin: lambda _: Wave(-1),
     networks.Cos: lambda _: Wave(1),
-    nn.GELU: lambda module: Gelu() if module.approximate == "none" else _by_quadrature(module),
+    nn.GELU: lambda module: Gelu() if module.approximate == "none" else by_quadrature(module),
     nn.Softplus: _of_softplus,
     nn.Mish: lambda _: Smooth(lambda x: x * _softplus(x).tanh(), "Mish"),
-    **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.SiLU, nn.LogSigmoid, nn.Tanhshrink), _by_quadrature),
+    **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.SiLU, nn.LogSigmoid, nn.Tanhshrink), by_quadrature),
 }
 for _kind, _make in _KNOWN.items():
     register(_kind, _make)

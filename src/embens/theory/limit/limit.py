@@ -15,14 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated
+from embens.ensemble.own import Own
 from embens.ensemble.plain import walk
 from embens.theory.kernel import Kernels, MemberKernel, zero_cross
-from embens.theory.limit.rules import count_poolings, is_trainable, propagate, steps
-from embens.theory.limit.state import DIAGONAL, Moments, Recorded, State, describe
+from embens.theory.limit.rules import (
+    count_poolings,
+    has_rule,
+    is_trainable,
+    propagate,
+    steps,
+    unknown,
+)
+from embens.theory.limit.state import DIAGONAL, MEASURE, Moments, Recorded, State, describe
 
 _RECORD_NUMBERS = 2**22  # in one kernel, in the pass of every input with itself
 
@@ -53,6 +62,12 @@ class Limit:
         self.dtype, self.separate, network = dtype, False, ensemble
         if isinstance(ensemble, EmbeddedEnsemble):
             self.separate = ensemble.plan.separate
+            ensemble.plan.require_embedded("the limit")
+            if ensemble.plan.repeats:
+                raise ValueError(
+                    "some members of this ensemble are the same, so that pairs of members are not "
+                    "alike; take the ensemble that they were chosen from"
+                )
             network = ensemble.member(0) if self.separate else ensemble.network
         self._before, self._steps = _split(network)
         self._poolings = count_poolings(nn.ModuleList([m for _, m in self._steps]))
@@ -126,18 +141,11 @@ class Limit:
 
     def _prepare(self, x: Tensor, name: str) -> Tensor:
         x = x.detach().to(self.dtype)
-        for path, module in self._before:
-            if any(True for _ in module.parameters()):
-                raise TypeError(
-                    f"{describe(module, path)} comes before the first Linear or convolution and "
-                    "has parameters of its own, so the inputs of that layer are random. If it is "
-                    "or holds that first layer, register a rule for it with "
-                    "embens.theory.propagate.register."
-                )
+        for module in self._before:
             x = module(x)
         path, module = self._steps[0]
         layer = _layer_of(module)
-        if layer is not module and not isinstance(module, Modulated):
+        if layer is not module and not isinstance(module, (Modulated, Own)):
             return x  # a module with a rule of its own knows what it takes
         spatial = _pixel_axes(layer)
         expected = layer.in_channels if spatial else layer.in_features
@@ -167,7 +175,7 @@ class Limit:
         if not state.gaussian:
             raise TypeError(
                 f"the network ends in {describe(module, path)}; in the limit it must end in a "
-                "Linear or a convolution, whose outputs are Gaussian."
+                f"Linear or a convolution, whose outputs are Gaussian. {MEASURE}"
             )
         if state.layout is None:
             return state
@@ -254,18 +262,20 @@ class Limit:
         return result
 
 
-def _split(network: nn.Module) -> tuple[list[tuple[str, nn.Module]], ...]:
+def _split(network: nn.Module) -> tuple[list[nn.Module], list[tuple[str, nn.Module]]]:
+    """Return what works on the inputs alone, and the first layer with all that follows."""
     found = list(steps(network))
-    for i, (_, module) in enumerate(found):
-        ruled = propagate.dispatch(type(module)) is not propagate.dispatch(nn.Module)
-        if ruled and _layer_of(module) is not None:
-            return found[:i], found[i:]
-    names = [describe(m, path) for path, m in found if any(True for _ in m.parameters())]
-    raise TypeError(
-        "the network has no Linear or convolution that can be read: expected nn.Sequential of "
-        f"layers and activations, got {type(network).__name__}. Give {[*names, 'your module'][0]} "
-        "a rule with embens.theory.propagate.register."
-    )
+    layers = (i for i, (_, m) in enumerate(found) if has_rule(m) and _layer_of(m) is not None)
+    first = next(layers, len(found))
+    for i, (path, module) in enumerate(found):
+        parameters = any(True for _ in module.parameters())
+        if not has_rule(module) if i >= first else isinstance(module, _NormBase) or parameters:
+            raise unknown(module, path)
+    if first == len(found):
+        raise TypeError(
+            f"the network has no Linear or convolution: {network}. In the limit it must have one."
+        )
+    return [module for _, module in found[:first]], found[first:]
 
 
 def _layer_of(module: nn.Module) -> Any:

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from embens.theory.limit.state import DIAGONAL, PAIRS, Moments, State, describe, diagonal_of
+from embens.theory.limit.state import (
+    DIAGONAL,
+    MEASURE,
+    PAIRS,
+    Moments,
+    State,
+    describe,
+    diagonal_of,
+)
 
 PixelMap = Callable[[Tensor], Tensor]
 
@@ -43,7 +51,7 @@ def _(layer: _ConvNd, state: State) -> PixelMap:
     if isinstance(layer, _ConvTransposeNd) or layer.groups != 1 or layer.padding_mode != "zeros":
         raise TypeError(
             f"the infinite-width limit of {where} is not known: convolutions must have groups=1 "
-            f"and padding_mode='zeros', and not be transposed; got {layer}."
+            f"and padding_mode='zeros', and not be transposed; got {layer}. {MEASURE}"
         )
     if len(state.pixels) != len(layer.kernel_size):
         raise ValueError(

@@ -9,7 +9,9 @@ layer does to pixels, :math:`\mathcal A` (nothing in a Linear):
     \Theta^{com}_{aa} = U_2\, \mathcal A[g_w K_{aa} + \sigma_w^2 P_{aa}] + g_b, \quad
     \Theta^{ind}_a = \sigma_w^2\, \mathcal A[T(u) K_{aa} + U_2 P^{ind}_a]
 
-and between members the same with :math:`U_1^2` for :math:`U_2`. An activation of units with a
+and between members the same with :math:`U_1^2` for :math:`U_2`. Of a layer of the members' own,
+the gains go to :math:`\Theta^{ind}`; if it was drawn for each, nothing passes between members. An
+activation of units with a
 pre-activation modulation :math:`v`, with :math:`F, G, H` of :mod:`embens.theory.duals`:
 
 .. math::
@@ -26,15 +28,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
 from embens.ensemble.layers import Modulated, Modulation, Once
+from embens.ensemble.own import Own
+from embens.ensemble.plain import without_members
 from embens.networks import Parametrized
+from embens.reading.layers import NORMS
 from embens.theory import duals
 from embens.theory.duals import Dual
 from embens.theory.duals.expectations import tells_apart
 from embens.theory.limit.pixels import keep_diagonal, mixes_pixels, open_inputs, pixel_map, pool
-from embens.theory.limit.state import PAIRS, Moments, Recorded, State, describe, diagonal_of
+from embens.theory.limit.state import (
+    MEASURE,
+    PAIRS,
+    Moments,
+    Recorded,
+    State,
+    describe,
+    diagonal_of,
+    plain_module,
+)
 
 AVERAGES = {
     1: (nn.AvgPool1d, nn.AdaptiveAvgPool1d),
@@ -56,15 +71,57 @@ def propagate(module: nn.Module, state: State) -> State:
         def _(module: MyBlock, state):
             return embens.theory.propagate(module.body, state)
     """
+    if not has_rule(module):
+        raise unknown(module, state.path)
+    return activate(module, duals.dual(module), state)
+
+
+def has_rule(module: nn.Module) -> bool:
+    """Return whether the limit of a module is known, or that of the reference's in its place."""
+    kind = type(plain_module(module))
+    known = ((propagate, nn.Module), (duals.dual, object))
+    return any(rules.dispatch(kind) is not rules.dispatch(base) for rules, base in known)
+
+
+def unknown(module: nn.Module, path: str) -> TypeError:
+    """Return the error for a module without a rule: what the user wrote, and what to do."""
+    plain = plain_module(module)
+    kind = type(plain).__name__
+    own = f"give {kind} a rule with embens.theory.propagate.register"
+    if isinstance(plain, NORMS):
+        why = "norm layers have no rule here"
+        advice = f"Leave it out where the limit is wanted, or {own}"
+    elif any(True for _ in plain.children()):
+        why = "its forward is code of its own, which is not read (sums, functions like torch.relu)"
+        names = [describe(m, ".".join(filter(None, (path, n)))) for n, m in _foreign(plain)]
+        if names:
+            why += f"; it holds {', '.join(names[:4])}, with no limit here either"
+        advice = f"Write it as nn.Sequential of layers, poolings and activation modules, or {own}"
+    elif not any(True for _ in plain.parameters()) and _acts_alone(plain):
+        why = "its expectations under a normal law are not"
+        advice = f"If it is smooth, call embens.theory.register_activation({kind}); else {own}"
+    else:
+        why, advice = "there is no rule for it", f"Leave it out, or {own}"
+    where = describe(module, path)
+    return TypeError(
+        f"the infinite-width limit of {where} is not known: {why}. {advice}. {MEASURE}"
+    )
+
+
+def _foreign(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return torch's own layers without a rule that a module holds."""
+    layers = [(n, m) for n, m in without_members(module).named_modules() if not has_rule(m)]
+    sources = [type(m).__module__ for _, m in layers]
+    torchs = [s.startswith("torch.nn.modules.") and ".container" not in s for s in sources]
+    return [layer for layer, known in zip(layers, torchs, strict=True) if known and layer[0]]
+
+
+def _acts_alone(module: nn.Module) -> bool:
     try:
-        dual = duals.dual(module)
-    except TypeError:
-        raise TypeError(
-            f"the infinite-width limit of {describe(module, state.path)} is not known. If it acts "
-            f"on each unit alone, call embens.theory.register_activation({type(module).__name__}); "
-            "else register a function of module and state with embens.theory.propagate.register."
-        ) from None
-    return activate(module, dual, state)
+        duals.by_quadrature(module)
+    except Exception:  # whatever other modules do with a vector
+        return False
+    return True
 
 
 def steps(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -73,10 +130,7 @@ def steps(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
         yield from steps(module.module, path)
     elif propagate.dispatch(type(module)) is _sequence:
         if type(module).forward is not nn.Sequential.forward:
-            raise TypeError(
-                f"{describe(module, path)} is an nn.Sequential with a forward of its own, so its "
-                "limit is not known; register a rule with embens.theory.propagate.register."
-            )
+            raise unknown(module, path)
         for name, child in module.named_children():
             yield from steps(child, f"{path}.{name}" if path else name)
     else:
@@ -97,14 +151,24 @@ def _(module: Modulated, state: State) -> State:
     return affine(module.inner(), state, module.post).replace(pre=module.pre)
 
 
+@propagate.register(Own)
+def _(module: Own, state: State) -> State:
+    layer = module.plain(0, {})
+    if propagate.dispatch(type(layer)) is not affine:
+        raise TypeError(
+            f"the infinite-width limit of {describe(layer, state.path)}, of which every member has "
+            "its own, is not known; only Linear layers and convolutions have one."
+        )
+    return affine(layer, state, own="drawn" if module.drawn else "copied")
+
+
 @propagate.register(nn.Identity)
 def _(module: nn.Identity, state: State) -> State:
     return state
 
 
-@propagate.register(nn.Dropout)
-@propagate.register(nn.Dropout2d)
-def _(module: nn.Dropout, state: State) -> State:
+@propagate.register(_DropoutNd)
+def _(module: _DropoutNd, state: State) -> State:
     if module.p and module.training:
         raise ValueError(
             f"{describe(module, state.path)} drops units afresh at each pass in training mode, so "
@@ -119,7 +183,8 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
     if not state.gaussian:
         raise ValueError(
             f"{describe(module, state.path)} acts on units that are not Gaussian: in the limit an "
-            "activation needs a Linear or convolution right before it (pooling may lie between)."
+            "activation needs a Linear or convolution right before it (pooling may lie between). "
+            + MEASURE
         )
     law = None if state.pre is None else state.pre.law
     after = state.replace(depth=state.depth + 1, gaussian=False, pre=None, cross=None)
@@ -156,8 +221,13 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
     return after.replace(cross=cache(crossed))
 
 
-def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> State:
-    """Return the kernels after an affine layer, with a modulation before it if there is one."""
+def affine(
+    layer: nn.Module, state: State, post: Modulation | None = None, *, own: str = ""
+) -> State:
+    """Return the kernels after an affine layer, with a modulation before it if there is one.
+
+    ``own``: "drawn" or "copied" where every member has its own copy of the layer.
+    """
     if state.pre is not None:  # no activation came since: v has the identity for one
         state = activate(layer, duals.dual(nn.Identity()), state)
     law = weight_law(layer, finite=state.inputs is not None, path=state.path)
@@ -172,22 +242,27 @@ def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> St
     first, second = (1.0, 1.0) if post is None else (post.law.mean**2, post.law.second_moment)
     apply = pixel_map(layer, state)
 
+    def gained(kernel: Tensor, moment: float) -> Tensor:
+        ntk = kernel * (moment * law.weight_gain)
+        return ntk + law.bias_gain if law.bias_gain else ntk
+
     def moments(before: Moments, moment: float) -> Moments:
-        assert before.nngp is not None
+        if before.nngp is None:  # of members that nothing couples
+            return biases
         kernel = apply(before.nngp)
-        nngp = ntk = kernel * (moment * law.weight_variance)
+        nngp = kernel * (moment * law.weight_variance)
         if law.bias_variance:
             nngp = nngp + law.bias_variance
         if not state.tracked:
             return Moments(nngp)
-        if law.weight_gain != law.weight_variance:
-            ntk = kernel * (moment * law.weight_gain)
+        ntk = None if own else gained(kernel, moment)
         if before.ntk is not None:
-            ntk = torch.add(ntk, apply(before.ntk), alpha=moment * law.weight_variance)
-        return Moments(nngp, ntk + law.bias_gain if law.bias_gain else ntk)
+            passed = apply(before.ntk) * (moment * law.weight_variance)
+            ntk = passed if ntk is None else ntk.add_(passed)
+        return Moments(nngp, ntk)
 
     same, cross, individual = moments(state.same, second), None, None
-    shared = (law.bias_variance, law.bias_gain)
+    shared = (law.bias_variance, 0.0 if own else law.bias_gain)
     biases = Moments(*(_constant(b, same.nngp) if b else None for b in shared))  # type: ignore[arg-type]
     if state.tracked:
         if state.cross is not None or (post is not None and tells_apart(post.law)):
@@ -198,6 +273,11 @@ def affine(layer: nn.Module, state: State, post: Modulation | None = None) -> St
             source = state.covariance * law.weight_variance
             individual = source if individual is None else individual.add_(source)
         individual = None if individual is None else apply(individual)
+        if own:
+            gain = gained(apply(state.covariance), 1.0)
+            individual = gain if individual is None else individual + gain
+        if own == "drawn":
+            cross = Moments
     after = state.replace(same=same, cross=cross, individual=individual, gaussian=True)
     # A Linear after a Flatten has summed over the pixels.
     return after.replace(layout=None, spatial=0, flat=False) if state.flat else after
@@ -241,7 +321,7 @@ def weight_law(layer: nn.Module, *, finite: bool, path: str = "") -> WeightLaw:
                 f"the law of the weights of {describe(layer, path)} is not known: they are not as "
                 "torch draws them (trained, or initialised in another way). The limit belongs to "
                 "an initialisation: build the network with embens.networks.mlp, cnn, Linear and "
-                "Conv2d, which carry theirs."
+                f"Conv2d, which carry theirs. {MEASURE}"
             )
         weight_variance, bias_variance = 1 / 3, 1 / (3 * fan_in) if finite else 0.0
         ntk = False
@@ -350,7 +430,7 @@ def _(module: nn.Module, state: State) -> State:
     raise TypeError(
         f"{describe(module, state.path)}: the maximum of correlated units is not Gaussian and has "
         "no kernel in closed form, so max pooling has no limit here. Use average pooling: "
-        "embens.networks.cnn(pool='average') or nn.AvgPool2d."
+        f"embens.networks.cnn(pool='average') or nn.AvgPool2d. {MEASURE}"
     )
 
 

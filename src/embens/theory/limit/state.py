@@ -22,17 +22,20 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from embens.ensemble.layers import Modulation
+from embens.ensemble.layers import Modulation, OverwritingReLU
+from embens.ensemble.wrapping import Wrapper
 from embens.laws import Law
 from embens.theory.duals import Dual
 
 PAIRS, DIAGONAL = "pairs", "diagonal"
+MEASURE = "embens.finite.ntk and embens.diagnose measure any ensemble as it is."
+"""What can be done where there is no limit."""
 
 
 class Moments(NamedTuple):
     """Covariance of units and shared tangent kernel, within or between members; None is zero."""
 
-    nngp: Tensor | None
+    nngp: Tensor | None = None
     ntk: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Moments:
@@ -99,9 +102,17 @@ class State:
         return self.replace(same=self.same.map(function), cross=cross, individual=individual)
 
 
+def plain_module(module: nn.Module) -> nn.Module:
+    """Return what the reference has in the place of a module of the ensemble."""
+    while isinstance(module, Wrapper):
+        module = module.inner()
+    return nn.ReLU() if isinstance(module, OverwritingReLU) else module
+
+
 def describe(module: nn.Module, path: str) -> str:
-    """Return a module's name and type, for a message."""
-    return f"{path!r} ({type(module).__name__})" if path else type(module).__name__
+    """Return the name and the type of a module as the reference has it, for a message."""
+    kind = type(plain_module(module)).__name__
+    return f"{path!r} ({kind})" if path else kind
 
 
 def diagonal_of(kernel: Tensor, spatial: int) -> Tensor:

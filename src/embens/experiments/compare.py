@@ -1,0 +1,286 @@
+"""All systems on the same data at the same effort (ours; the paper names them, and compares few).
+
+Every system gets the same reference network, data and epochs, and a rate of its own: the best of
+the same few by log loss on held-out rows, with which it is then trained on all rows. What the
+choice costs is in its training cost. Some classes are left out of the train data and asked for at
+the end: an ensemble that knows what it does not know is less sure of them. Test images are also
+disturbed: by noise, blur, and less contrast.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embens import laws, metrics
+from embens.data import DataSet, Part
+from embens.embedding import families
+from embens.ensemble import EmbeddedEnsemble
+from embens.experiments.claims import Claim, Frame, Rows, judge
+from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.figure import Curve, Figure, Panel, shades
+from embens.experiments.setting import Setting, data_set, reference
+from embens.experiments.training import Training, run, score, train
+
+LABEL = "ours: all systems"
+TITLE = "All systems, on the same data at the same effort"
+ABOUT = (
+    "Quality of every system against its cost relative to one network. Left out of training: the "
+    "last fifth of the classes, which are the unknown inputs. Training costs include the choice of "
+    "the rate, which is made for every system alike."
+)
+ONE, WIDE, SEPARATE = "one network", "one wide network", "separate networks"
+SYSTEMS = (
+    *(ONE, WIDE, SEPARATE, "BatchEnsemble p=0", "BatchEnsemble p=0.5", "BatchEnsemble ±1"),
+    *("last-layer dropout", "MC dropout, fixed", "MC dropout, fresh"),
+)
+"""The most important ones first."""
+RATES = (1.0, 4.0, 16.0)  # times the preset's
+TRAIN = {"quick": 500, "cpu": 1000, "paper": 40_000}  # all digits would be too easy
+WIDTH = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}
+MEMBERS = {"quick": 4, "cpu": 4, "paper": 4}
+SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
+STRENGTHS = (0.25, 0.5, 1.0)
+TURNS = 5  # the fastest pass counts
+
+
+@dataclass(frozen=True)
+class Cell(CellBase):
+    """One system with its own best rate."""
+
+    system: str
+    members: int
+    width: float
+
+    @property
+    def weight(self) -> float:
+        alone = self.system == ONE or self.system == "MC dropout, fresh"
+        return super().weight / (self.members if alone else 1)
+
+
+def cells(setting: Setting) -> list[Cell]:
+    """Return the systems."""
+    preset = setting.preset
+    setting = replace(setting, train=min(setting.train, TRAIN[preset]))
+    return product(Cell, setting, system=SYSTEMS, members=[MEMBERS[preset]], width=[WIDTH[preset]])
+
+
+def make(cell: Cell) -> EmbeddedEnsemble:
+    """Return an untrained ensemble of a system; one network is an ensemble of one."""
+    network, generator = cell.draw()
+    if cell.system == WIDE:
+        network = _widened(cell, cell.members * _numbers(network), generator)
+    if cell.setting.network == "mlp":
+        network = nn.Sequential(nn.Flatten(), network)
+    signs = partial(families.embed, pre=laws.Signs(0.0), post=laws.Signs(0.0))
+    made: dict[str, Callable[..., EmbeddedEnsemble]] = {
+        SEPARATE: families.independent,
+        "BatchEnsemble p=0": families.batch_ensemble,
+        "BatchEnsemble p=0.5": partial(families.batch_ensemble, p=0.5),
+        "BatchEnsemble ±1": signs,
+        "last-layer dropout": families.last_layer_dropout,
+        "MC dropout, fixed": families.mc_dropout,
+        "MC dropout, fresh": partial(families.mc_dropout, fresh=True),
+    }
+    single = cell.system in (ONE, WIDE, "MC dropout, fresh")
+    family = made.get(cell.system, families.independent)
+    return family(network, 1 if single else cell.members, generator=generator)
+
+
+def _widened(cell: Cell, parameters: int, generator: torch.Generator) -> nn.Module:
+    """Return a reference network with about so many parameters."""
+    width = cell.width
+    network = reference(cell.setting, width, generator=generator)
+    for _ in range(6):  # parameters grow with a power of width between 1 and 2
+        width *= math.sqrt(parameters / _numbers(network))
+        network = reference(cell.setting, width, generator=generator)
+    return network
+
+
+@functools.lru_cache(maxsize=2)
+def problem(setting: Setting) -> tuple[DataSet, Tensor]:
+    """Return the data without the classes that are left out, and test images of those."""
+    found = data_set(replace(setting, network="cnn"))
+    first_out = found.classes - max(1, found.classes // 5)
+
+    def known(part: Part) -> Part:
+        return part.take((part.targets < first_out).nonzero().squeeze(1))
+
+    unknown = found.test.inputs[found.test.targets >= first_out]
+    return replace(found, train=known(found.train), test=known(found.test)), unknown
+
+
+def disturb(images: Tensor, kind: str, strength: float, generator: torch.Generator) -> Tensor:
+    """Return standardised images with noise, blur or less contrast; strengths are from 0 to 1."""
+    if kind == "noise":
+        return images + strength * torch.randn(images.shape, generator=generator).to(images)
+    if kind == "contrast":
+        mean = images.mean((-2, -1), keepdim=True)
+        return mean + (1 - 0.75 * strength) * (images - mean)
+    sigma = 1.5 * strength
+    points = torch.arange(-3.0, 4.0).to(images)
+    line = torch.softmax(-(points**2) / (2 * sigma**2), 0)
+    channels = images.shape[1]
+    kernel = torch.outer(line, line).expand(channels, 1, 7, 7)
+    return F.conv2d(F.pad(images, (3, 3, 3, 3), mode="replicate"), kernel, groups=channels)
+
+
+def measure(cell: Cell) -> Row:
+    """Choose the rate of one system, train it, and judge it; times are in those of one network."""
+    data, unknown = problem(cell.setting)
+    generator = torch.Generator().manual_seed(cell.seed)
+    held = data.split(len(data.train.targets) // 5, generator=generator)
+    assert held.validation is not None
+    losses, tuning = {}, 0.0
+    for rate in RATES:
+        tried, seconds = _timed(partial(fit_system, cell, held, rate))
+        tuning += seconds
+        outputs = predict_system(tried, held.validation.inputs, cell)
+        loss = float(metrics.nll(outputs, held.validation.targets))
+        losses[rate] = math.inf if tried.diverged else loss
+    best = min(losses, key=losses.__getitem__)
+    trained, seconds = _timed(partial(fit_system, cell, data, best))
+    single = replace(cell, system=ONE)
+    one, alone = _timed(partial(fit_system, single, data, best))
+    inputs, target = data.test
+    outputs = predict_system(trained, inputs, cell)
+    passing, passing_alone = (
+        min(_timed(partial(predict_system, each, inputs, of))[1] for _ in range(TURNS))
+        for each, of in ((trained, cell), (one, single))
+    )
+    everything = torch.cat([outputs, predict_system(trained, unknown, cell)], 1)
+    is_unknown = torch.arange(everything.shape[1]) >= len(target)
+    shifted = [
+        predict_system(trained, disturb(inputs, kind, strength, generator), cell)
+        for kind in ("noise", "blur", "contrast")
+        for strength in STRENGTHS
+    ]
+    return {
+        **score(outputs, target),
+        "calibration": float(metrics.expected_calibration_error(outputs, target)),
+        "disagreement": float(metrics.disagreement(outputs)) if len(outputs) > 1 else 0.0,
+        "auroc": float(metrics.ood_auroc(everything, is_unknown, score=metrics.predictive_entropy)),
+        "shifted_nll": sum(float(metrics.nll(o, target)) for o in shifted) / len(shifted),
+        "parameters": _numbers(trained.ensemble) / _numbers(one.ensemble),
+        "training": seconds / alone,
+        "tuning": tuning / alone,
+        "inference": passing / passing_alone,
+        "rate": best * cell.setting.lr,
+        "diverged": float(trained.diverged),
+    }
+
+
+def fit_system(cell: Cell, data: DataSet, rate: float) -> Training:
+    """Train a system on the train part."""
+    ensemble = make(cell)
+    lr = rate * cell.setting.lr
+    gamma = ensemble.natural_gamma
+    return train(ensemble, cell.setting, data=data, seed=cell.seed, gamma=gamma, lr=lr)
+
+
+def predict_system(trained: Training, inputs: Tensor, cell: Cell) -> Tensor:
+    """Return the outputs of all members; of as many draws, where masks are fresh."""
+    fresh = cell.members if cell.system.endswith("fresh") else None
+    return run(trained.ensemble, inputs, draws=fresh)
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """Return a result and the processor time that it took, which other work disturbs least."""
+    started = time.process_time()
+    return work(), time.process_time() - started
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _difference(column: str, system: str, other: str) -> Callable[[Rows], float]:
+    return lambda rows: (
+        rows.where(system=system).mean(column) - rows.where(system=other).mean(column)
+    )
+
+
+def claims(table: Frame) -> list[Claim]:
+    """Return what the paper promises of embedded ensembles, for the independent regime."""
+    test = partial(judge, table)
+    mine = "BatchEnsemble p=0"
+    return [
+        test("better than one network", _difference("nll", mine, ONE), below=0.0).says(
+            "a BatchEnsemble in the independent regime beats the network it is made of",
+            paper="embedded ensembles improve on a single model",
+            measure="difference of log losses, each at its best rate",
+        ),
+        test("better than one wide network", _difference("nll", mine, WIDE), below=0.0).says(
+            "it also beats one network with as many parameters as separate networks have",
+            paper="–",
+            measure="difference of log losses, each at its best rate",
+        ),
+        test("as good as separate networks", _difference("nll", mine, SEPARATE), below=0.01).says(
+            "it is as good as separate networks, to 0.01 nats",
+            paper="the independent regime behaves as an ensemble of independent models",
+            measure="difference of log losses, each at its best rate",
+        ),
+        test("knows the unknown", _difference("auroc", mine, ONE), above=0.0).says(
+            "it tells classes that it never saw better than one network does",
+            paper="–",
+            measure="difference of areas under the ROC curve",
+        ),
+        test("robust", _difference("shifted_nll", mine, ONE), below=0.0).says(
+            "it loses less on disturbed images than one network does",
+            paper="–",
+            measure="difference of log losses, mean over kinds and strengths",
+        ),
+    ]
+
+
+def plot(table: Frame) -> Figure:
+    """Return quality against the cost of training and of inference, with the Pareto fronts."""
+    order = [system for system in SYSTEMS if system in set(table["system"])]
+    colours = shades(range(len(order)), "turbo")
+    means, errors = (
+        getattr(table.groupby("system"), name)(numeric_only=True) for name in ("mean", "sem")
+    )
+    panels = []
+    for cost, title in (
+        ("training", "training"),
+        ("inference", "inference"),
+        ("parameters", "parameters"),
+    ):
+        for column, label in (("nll", "log loss"), ("shifted_nll", "log loss, disturbed")):
+            points = [
+                Curve(
+                    *(system, [means.loc[system, cost]], [means.loc[system, column]]),
+                    error=[errors.loc[system, column]],
+                    colour=colours[k],
+                    style="points",
+                )
+                for k, system in enumerate(order)
+            ]
+            panels.append(
+                Panel(
+                    *(title, f"{title}, times one network", label, [*points, front(points)]),
+                    x_log=2,
+                )
+            )
+    return Figure(TITLE, panels, columns=2)
+
+
+def front(points: list[Curve]) -> Curve:
+    """Return the systems that no other beats in both cost and loss."""
+    best, kept = math.inf, []
+    for x, y in sorted((p.x[0], p.y[0]) for p in points):
+        if y < best:
+            best = y
+            kept.append((x, y))
+    return Curve(
+        "Pareto front", *map(list, zip(*kept, strict=True)), colour="#333333", style="dash"
+    )

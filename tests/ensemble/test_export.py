@@ -1,0 +1,301 @@
+"""Networks out of Python: ONNX files checked with onnxruntime, and torch.export."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from cases import ARCHITECTURES, Residual
+from torch import Tensor, nn
+from torch.export import Dim
+
+import embens
+from embens.ensemble import export
+from embens.ensemble.export import evaluating, to_onnx
+
+pytest.importorskip("onnxscript")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+BUILD = {case.name: case for case in ARCHITECTURES}
+FAMILIES = {
+    "batch_ensemble": lambda reference: embens.batch_ensemble(reference, 3),
+    "all sites": lambda reference: embens.embed(reference, 3, sites="all"),
+    "mc_dropout": lambda reference: embens.mc_dropout(reference, 3),
+    "last_layer_dropout": lambda reference: embens.last_layer_dropout(reference, 3),
+    "independent": lambda reference: embens.independent(reference, 3),
+}
+
+
+def run(path, *inputs: Tensor) -> list[Tensor]:
+    """Return the outputs of a file, by other means than the library's."""
+    session = onnxruntime.InferenceSession(path)
+    names = [node.name for node in session.get_inputs()]
+    feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+    return [torch.from_numpy(output) for output in session.run(None, feed)]
+
+
+def rows_of(x: Tensor, count: int) -> Tensor:
+    """Return rows that were not in x, of its kind."""
+    if x.is_floating_point():
+        return torch.randn(count, *x.shape[1:], dtype=x.dtype)
+    return x.flatten()[torch.randint(x.numel(), (count, *x.shape[1:]))]
+
+
+def close(found, expected, tolerance=1e-4):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+class TwoInputs(nn.Module):
+    """Takes several inputs, one of them whole numbers, and returns a dict with a tuple in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 6), nn.Embedding(9, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head, self.scale = nn.Linear(6, 3), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, token: Tensor, *, mask: Tensor | None = None, steps: int = 1):
+        hidden = self.norm(torch.tanh(self.left(x) + self.right(token)))
+        if mask is not None:
+            hidden = hidden * mask
+        for _ in range(steps):
+            hidden = torch.tanh(hidden)
+        return {"logits": self.head(hidden), "rest": (self.scale(hidden), hidden), "steps": steps}
+
+
+# ONNX
+
+
+LONG = pytest.mark.long
+BATCHED = [n for n in BUILD if n not in ("unbatched conv", "encoder layer, time first")]
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("transformer", "batch_ensemble"), ("residual", "independent")]
+    + [pytest.param(n, f, marks=LONG) for n in BATCHED for f in FAMILIES],
+)
+def test_an_ensemble_is_one_file_for_any_number_of_rows(name, family, tmp_path):
+    case = BUILD[name]
+    x = case.inputs(torch.Generator().manual_seed(0))
+    ensemble = FAMILIES[family](case.build())
+    assert ensemble.to_onnx(tmp_path / "all.onnx", x) == tmp_path / "all.onnx"
+    ensemble.eval()
+    for count in (1, 2, 17):
+        other = rows_of(x, count)
+        (outputs,) = run(tmp_path / "all.onnx", other)
+        with torch.no_grad():
+            close(outputs, ensemble(other))
+
+
+@pytest.mark.parametrize("name", ["mlp", pytest.param("transformer", marks=LONG)])
+@pytest.mark.parametrize("what", ["member", "collapsed", "mc_dropout"])
+def test_members_collapsed_networks_and_fixed_masks_are_files_too(name, what, tmp_path):
+    case = BUILD[name]
+    x = case.inputs(torch.Generator().manual_seed(0))
+    if what == "collapsed":
+        network = embens.last_layer_dropout(case.build(), 4).collapse()
+    else:
+        network = embens.mc_dropout(case.build(), 3)
+        network = network.member(1) if what == "member" else network
+    embens.to_onnx(network, tmp_path / "one.onnx", x)
+    other = rows_of(x, 7)
+    with torch.no_grad():
+        close(run(tmp_path / "one.onnx", other)[0], network.eval()(other))
+
+
+def test_several_inputs_and_outputs_keep_their_names(tmp_path):
+    ensemble = embens.batch_ensemble(TwoInputs(), 3)
+    x, token, mask = torch.randn(5, 4), torch.randint(9, (5,)), torch.rand(5, 6)
+    path = tmp_path / "two.onnx"
+    ensemble.to_onnx(path, {"x": x, "token": token, "mask": mask, "steps": 2})
+    session = onnxruntime.InferenceSession(path)
+    assert [node.name for node in session.get_inputs()] == ["x", "token", "mask"]
+    assert [node.name for node in session.get_outputs()] == ["logits", "rest_0", "rest_1"]
+    assert session.get_inputs()[0].shape == ["batch", 4]
+    assert session.get_outputs()[0].shape == [3, "batch", 3]
+    more = torch.randn(9, 4), torch.randint(9, (9,)), torch.rand(9, 6)
+    expected = ensemble.eval()(*more[:2], mask=more[2], steps=2)
+    found = run(path, *more)
+    close(found, [expected["logits"], *expected["rest"]])
+    ensemble.to_onnx(path, (x, token))
+    close(run(path, *more[:2])[0], ensemble(*more[:2])["logits"])
+
+
+def test_a_tensor_that_is_no_batch_keeps_its_size(tmp_path):
+    class Prototypes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, prototypes: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.two(torch.tanh(self.one(x)))
+            return hidden, hidden @ prototypes.T
+
+    network, table = Prototypes(), torch.randn(3, 6)
+    to_onnx(network, tmp_path / "p.onnx", (torch.randn(5, 4), table))
+    x = torch.randn(8, 4)
+    close(run(tmp_path / "p.onnx", x, table), list(network(x, table)))
+    session = onnxruntime.InferenceSession(tmp_path / "p.onnx")
+    assert session.get_inputs()[1].shape == [3, 6]
+    assert [node.name for node in session.get_outputs()] == ["output_0", "output_1"]
+
+
+def test_the_batch_may_be_another_axis_than_the_first(tmp_path):
+    reference = nn.TransformerEncoderLayer(8, 2, 12, 0.0)
+    ensemble = embens.batch_ensemble(reference, 2)
+    ensemble.to_onnx(tmp_path / "t.onnx", torch.randn(5, 3, 8), batch_axis=1)
+    x = torch.randn(5, 6, 8)
+    close(run(tmp_path / "t.onnx", x)[0], ensemble.eval()(x))
+
+
+def test_double_precision_stays_double(tmp_path):
+    ensemble = embens.batch_ensemble(
+        nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double(), 3
+    )
+    ensemble.to_onnx(tmp_path / "d.onnx", torch.randn(4, 5, dtype=torch.float64))
+    x = torch.randn(6, 5, dtype=torch.float64)
+    (outputs,) = run(tmp_path / "d.onnx", x)
+    assert outputs.dtype == torch.float64
+    close(outputs, ensemble(x), 1e-9)
+
+
+def test_one_row_is_enough_of_an_example_and_none_is_not(tmp_path):
+    network = BUILD["mlp"].build()
+    to_onnx(network, tmp_path / "m.onnx", torch.randn(1, 5))
+    x = torch.randn(6, 5)
+    close(run(tmp_path / "m.onnx", x)[0], network(x))
+    with pytest.raises(ValueError, match=r"a row or more along axis 0; got .*\(0, 5\)"):
+        to_onnx(network, tmp_path / "m.onnx", torch.randn(0, 5))
+    with pytest.raises(TypeError, match="too many positional"):
+        to_onnx(network, tmp_path / "m.onnx", (torch.randn(2, 5), 1, 2))
+
+
+def test_a_network_is_left_as_it_was(tmp_path):
+    ensemble = embens.batch_ensemble(Residual(0.5), 2)
+    ensemble.network.blocks[0].eval()
+    ensemble.chunk = 2
+    before = copy.deepcopy(ensemble)
+    ensemble.to_onnx(tmp_path / "r.onnx", torch.randn(3, 3, 6, 6))
+    assert [m.training for m in ensemble.modules()] == [m.training for m in before.modules()]
+    assert ensemble.chunk == 2
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(tensor, ensemble.state_dict()[name]), name
+
+
+def test_fresh_masks_are_refused(tmp_path):
+    ensemble = embens.mc_dropout(BUILD["mlp"].build(), 3, fresh=True)
+    with pytest.raises(ValueError, match=r"drawn anew at each pass.*fresh=False"):
+        ensemble.to_onnx(tmp_path / "m.onnx", torch.randn(4, 5))
+
+
+class Constant(nn.Module):
+    """Code that knows the number of rows of its example."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x))) + (1.0 if x.shape[0] == 4 else 0.0)
+
+
+def test_code_that_depends_on_the_number_of_rows_is_refused_and_nothing_left(tmp_path):
+    path = tmp_path / "c.onnx"
+    path.write_text("old")
+    x = torch.randn(4, 5)
+    for network in (Constant(), embens.batch_ensemble(Constant(), 2, example_input=x)):
+        with pytest.raises(ValueError, match="any number of rows"):
+            to_onnx(network, path, x)
+    assert [p.name for p in tmp_path.iterdir()] == ["c.onnx"]
+    assert path.read_text() == "old"
+
+
+def test_a_file_that_gives_other_numbers_is_not_kept(tmp_path, monkeypatch):
+    convert = export._BetweenTensors.convert
+
+    def wrong(self, *arguments):
+        model = convert(self, *arguments)
+        numbers = next(t for t in model.graph.initializer if t.data_type == 1)
+        numbers.raw_data = bytes(len(numbers.raw_data))
+        return model
+
+    monkeypatch.setattr(export._BetweenTensors, "convert", wrong)
+    with pytest.raises(ValueError, match="not close"):
+        to_onnx(BUILD["mlp"].build(), tmp_path / "m.onnx", torch.randn(4, 5))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_or_library_is_said_before_anything_is_spent(tmp_path, monkeypatch):
+    network = BUILD["mlp"].build()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        to_onnx(network, tmp_path / "nowhere" / "m.onnx", torch.randn(4, 5))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'embens\[onnx\]'"):
+        to_onnx(network, tmp_path / "m.onnx", torch.randn(4, 5))
+
+
+def test_evaluating_restores_the_mode_of_every_part():
+    network = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout().eval()))
+    with evaluating(network):
+        assert not any(m.training for m in network.modules())
+    assert [m.training for m in network.modules()] == [True, True, True, False]
+
+
+# torch.export
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("mlp", family) for family in FAMILIES]
+    + [("paper's cnn", "independent"), ("transformer", "all sites")]
+    + [pytest.param(n, f, marks=LONG) for n in BATCHED for f in FAMILIES],
+)
+def test_an_export_takes_any_number_of_rows(name, family):
+    case = BUILD[name]
+    x = case.inputs(torch.Generator().manual_seed(0))
+    ensemble = FAMILIES[family](case.build()).eval()
+    exported = torch.export.export(ensemble, (x,), dynamic_shapes=({0: Dim("rows")},)).module()
+    for count in (1, 3, 300):
+        other = rows_of(x, count)
+        with torch.no_grad():
+            close(exported(other), ensemble(other))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("rows", "strict"), [(Dim("rows"), False), (Dim.AUTO, False), (Dim.DYNAMIC, False)]
+)
+def test_dynamic_shapes_are_those_of_the_reference(rows, strict):
+    ensemble = embens.batch_ensemble(TwoInputs(), 3).eval()
+    args, kwargs = (torch.randn(5, 4), torch.randint(9, (5,))), {"mask": torch.rand(5, 6)}
+    shapes = {"x": {0: rows}, "token": {0: rows}, "mask": {0: rows}}
+    for form in (shapes, tuple(shapes.values()), list(shapes.values())):
+        program = torch.export.export(ensemble, args, kwargs, dynamic_shapes=form, strict=strict)
+    more, mask = (torch.randn(8, 4), torch.randint(9, (8,))), torch.rand(8, 6)
+    found = program.module()(*more, mask=mask)
+    close(found["logits"], ensemble(*more, mask=mask)["logits"])
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_chunk_of_the_users_exports_for_any_number_of_rows(chunk):
+    ensemble = embens.batch_ensemble(BUILD["paper's cnn"].build(), 3).eval()
+    ensemble.chunk = chunk
+    x = torch.randn(4, 3, 8, 8)
+    exported = torch.export.export(ensemble, (x,), dynamic_shapes=({0: Dim("rows")},)).module()
+    for count in (1, 400):
+        other = rows_of(x, count)
+        close(exported(other), ensemble(other))
+
+
+def test_an_ensemble_has_the_parameters_of_its_reference():
+    ensemble = embens.batch_ensemble(TwoInputs(), 2)
+    names = list(inspect.signature(ensemble.forward).parameters)
+    assert names == ["x", "token", "batch", "chunk", "mask", "steps"]
+    single = embens.embed(nn.Linear(3, 4), 2, sites="all")
+    assert next(iter(inspect.signature(single.forward).parameters)) == "input"
+    assert "members" in (type(ensemble).forward.__doc__ or "")

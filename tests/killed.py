@@ -1,0 +1,63 @@
+"""Work that is killed in :mod:`killing`: each function ends with the same files, or goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from training import problem
+
+import embens
+from embens import laws, networks, theory
+from embens.files import write_atomically
+from embens.theory import storage
+
+torch.optim.SGD(embens.embed(problem.reference(), 2).parameter_groups(lr=0.1))  # imports a lot
+
+
+def _kernel(path: Path) -> None:
+    storage._FLUSH_SECONDS = 0.0  # a part for each block
+    x = torch.randn(11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ensemble = embens.embed(networks.mlp(5, 4, 2), 2, pre=laws.Normal(), post=laws.Shifted(0.5))
+    theory.write_kernels(path, ensemble, x, block=5)
+
+
+def kernel_npz(folder: Path) -> None:
+    _kernel(folder / "k.npz")
+
+
+kernel_npz.warm = True
+
+
+def kernel_zarr(folder: Path) -> None:
+    _kernel(folder / "k.zarr")
+
+
+def fit(folder: Path) -> None:
+    """Train with checkpoints; what counts is the end, as times differ."""
+    run = folder.with_name(f"run-{folder.name}")
+    generator = torch.Generator().manual_seed(1)
+    ensemble = embens.embed(problem.reference(dropout=0.3), 3, generator=generator)
+    options = {"epochs": 6, "batch_size": 16, "lr": 0.05, "checkpoint": run, "every": 1}
+    history = embens.fit(ensemble, problem.data(), problem.data(20, 5), **options)
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]
+    ensemble.save(folder / "ensemble.safetensors")
+    rows = [[r["loss"], r["validation_loss"], r["correlation"]] for r in history.epochs]
+    write_atomically(folder / "rows.json", json.dumps(rows))
+    assert embens.load(folder / "ensemble.safetensors", problem.reference()).members == 3
+
+
+def grid(folder: Path) -> None:
+    """Run a grid in this process; what counts are its cells, as times differ."""
+    from experiments import problem as cells
+
+    from embens.experiments import grid as grids
+    from embens.experiments.engines import Inline
+    from embens.experiments.results import Results
+
+    run = folder.with_name(f"run-{folder.name}")
+    results = Results(run)
+    grids.run("transition", cells.cells(3), results=results, engine=Inline())
+    rows = {key: record["rows"] for key, record in sorted(Results(run).records.items())}
+    write_atomically(folder / "rows.json", json.dumps(rows))
