@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from embens.checks import Gamma, closest, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
-from embens.ensemble.export import LikeReference, to_onnx
+from embens.ensemble.export import like_reference, to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
 from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
@@ -138,7 +138,7 @@ class EmbeddedEnsemble(nn.Module):
             self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
         ) -> Tensor: ...
 
-    @LikeReference  # type: ignore[override]
+    @like_reference
     def forward(
         self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
     ) -> Any:
@@ -446,7 +446,7 @@ if torch.__version__ < (2, 10):  # type: ignore[operator]
         """Run all members uncompiled; the compiler names this function where that won't do."""
         return _forward(self, *inputs, **options)
 
-    forward = LikeReference(compiling_or_exporting_an_ensemble_needs_torch_2_10)
+    forward = like_reference(compiling_or_exporting_an_ensemble_needs_torch_2_10)
     EmbeddedEnsemble.forward = forward  # type: ignore
 
 

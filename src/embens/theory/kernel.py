@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from embens.checks import Gamma, check_members, check_number
+from embens.checks import Gamma, check_members, check_number, short_repr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -40,6 +40,7 @@ class MemberKernel:
 
     same: Float[Tensor, "*a n1 n2"]
     cross: Float[Tensor, "*ab n1 n2"]
+    __repr__ = short_repr
 
     def modes(self, members: int) -> tuple[Tensor, Tensor]:
         """Return the kernels of the ensemble mean and of deviations from it."""
@@ -87,6 +88,7 @@ class Kernels:
     nngp: MemberKernel
     ntk_shared: MemberKernel
     ntk_individual: MemberKernel
+    __repr__ = short_repr
 
     def ntk(
         self,
