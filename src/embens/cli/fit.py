@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         options.out.mkdir(parents=True, exist_ok=True)  # before anything is spent
         (fit_streaming if options.stream else fit_in_memory)(options)
-    except pa.lib.ArrowException as error:
+    except pa.ArrowException as error:
         options.parser.error(f"{options.data} can't be read: {str(error).splitlines()[0]}")
     except (ValueError, TypeError, OSError) as error:
         options.parser.error(str(error))

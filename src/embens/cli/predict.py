@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         count = files.write(predict(options, estimator), options.out)
         print(f"wrote {count} rows to {options.out}")
-    except pa.lib.ArrowException as error:
+    except pa.ArrowException as error:
         options.parser.error(f"{options.data} can't be read: {str(error).splitlines()[0]}")
     except (ValueError, TypeError, OSError) as error:
         options.parser.error(str(error))

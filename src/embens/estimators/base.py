@@ -144,9 +144,9 @@ class TableEnsemble(choices.Options, BaseEstimator):
     @property
     def members_(self) -> pandas.DataFrame:
         """The members: their loss on the held-out part, and in the best epoch of training."""
-        run = self.run_
-        frame = run.to_pandas("members").set_index("member")
-        frame = frame[frame["epoch"] == (run.best_epoch or len(run.epochs))].drop(columns="epoch")
+        best = self.run_.best_epoch or len(self.run_.epochs)
+        frame = self.run_.to_pandas("members").set_index("member")
+        frame = frame.query(f"epoch == {best}").drop(columns="epoch")
         if self.held_out_ is not None:
             frame["held_out_loss"] = self.held_out_["members"]
         return frame

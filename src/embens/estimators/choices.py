@@ -103,7 +103,7 @@ def check(options: Options) -> None:
     given: Any = options.class_weight
     given = [given] if isinstance(given, dict) else given if isinstance(given, list) else []
     for label, weight in (pair for weights in given for pair in weights.items()):
-        if not isinstance(weight, Real) or not 0 <= weight < math.inf:
+        if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
             raise ValueError(f"class_weight: expected a number ≥ 0 of {label!r}; got {weight!r}")
     if options.law is not None and not isinstance(options.law, Law):
         raise ValueError(

@@ -140,7 +140,7 @@ def prepare(
     learnt = previous.head if previous else head.learn(columns, single=y.ndim == 1)
     values = learnt.values(columns)
     if options.class_weight is not None:
-        used = weights.numpy() > 0
+        used = weights.nonzero().squeeze(1)
         weights[used] *= torch.tensor(compute_sample_weight(options.class_weight, y[used]))
     if not weights.all():
         rows = weights.nonzero().squeeze(1)
