@@ -159,3 +159,30 @@ class TestTheCommands:
         with pytest.raises(SystemExit):
             run("fit", tmp_path / "bad.csv", "--target", "b", "--stream", "--out", tmp_path)
         assert "has no rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [(), ("--stream",)])
+def test_class_weights_are_those_of_the_classes_as_the_file_has_them(more, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"a": rng.normal(size=200), "y": rng.integers(0, 2, 200)})
+    frame["word"] = frame["y"].map({0: "a=b", 1: "c"})
+    frame.to_csv(tmp_path / "table.csv", index=False)
+    for target, given, expected in (
+        ("y", ("balanced",), "balanced"),
+        ("y", ("0=1", "1=2.5"), {0: 1.0, 1: 2.5}),
+        ("word", ("a=b=1", "c=3"), {"a=b": 1.0, "c": 3.0}),
+    ):
+        command = (tmp_path / "table.csv", "--target", target, "--out", tmp_path, *QUICK, *more)
+        assert run("fit", *command, "--class-weight", *given) == 0
+        assert load(tmp_path / "model.safetensors").class_weight == expected
+    for target, given, message in (
+        ("y", ("0:1",), "CLASS=NUMBER for each class"),
+        ("y", ("zero=1",), "CLASS=NUMBER for each class"),
+        ("y", ("0=-1",), "a number ≥ 0 of 0"),
+        ("y", ("2=1",), "are not in class_weight"),
+        ("a", ("0=1",), "--class-weight is for classification"),
+    ):
+        command = (tmp_path / "table.csv", "--target", target, "--out", tmp_path, *QUICK, *more)
+        with pytest.raises(SystemExit):
+            run("fit", *command, "--class-weight", *given)
+        assert message in capsys.readouterr().err

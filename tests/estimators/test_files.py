@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from estimators.problems import classifier, regressor, write_table
+from sklearn.utils.class_weight import compute_sample_weight
 
 from embens.estimators import files, preprocessing
 from embens.estimators.choices import Options
@@ -137,3 +138,15 @@ def test_a_file_that_is_not_there_or_has_no_rows_is_an_error(tmp_path):
     (tmp_path / "empty.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match="has no rows"):
         files.read(tmp_path / "empty.csv")
+
+
+@pytest.mark.parametrize("weights", ["balanced", {"low": 3.0, "high": 0.5}])
+def test_class_weights_of_a_file_are_those_of_a_column_of_weights(weights, path, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK", 700)  # the first block lacks a class
+    frame = pd.read_parquet(path)[:1500].drop(columns=["target", "double"]).sort_values("kind")
+    X = frame.drop(columns="kind")
+    frame["w"] = compute_sample_weight(weights, frame["kind"])
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    ours = classifier(max_epochs=2, class_weight=weights).fit_files(table, "kind", ignore=["w"])
+    theirs = classifier(max_epochs=2).fit_files(table, "kind", weight="w")
+    np.testing.assert_allclose(ours.predict_proba(X), theirs.predict_proba(X), rtol=1e-5)

@@ -127,3 +127,16 @@ def test_joblib_works_too(kind, tmp_path):
     joblib.dump(model, tmp_path / "model")
     again = joblib.load(tmp_path / "model")
     np.testing.assert_array_equal(predictions(again, X), predictions(model, X))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_class_weights_keep_the_types_of_their_classes(several, tmp_path):
+    X, target = mixed_table(80)
+    y, weights = np.where(target > 0, 3, -7), {3: 2.0, -7: 0.5}
+    if several:
+        y, weights = np.stack([y, target > 1], 1), [weights, {0: 1.0, 1: 3.0}]
+    model = classifier(class_weight=weights, max_epochs=1).fit(X, y)
+    model.save(tmp_path / "model")
+    again = load(tmp_path / "model")
+    assert again.class_weight == weights
+    np.testing.assert_array_equal(again.fit(X, y).predict(X), model.predict(X))

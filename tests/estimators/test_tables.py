@@ -46,6 +46,16 @@ class TestEveryKindOfInput:
         with pytest.raises(ValueError, match=r"Input y contains NaN: .* in row 3 \(and 1 more\)"):
             regressor().fit(self.X, numbers)
 
+    @pytest.mark.parametrize("infinite", [np.inf, np.float32(-np.inf)])
+    def test_an_infinite_target_is_an_error_that_names_the_row_also_among_objects(self, infinite):
+        numbers = self.target.astype(object)
+        numbers[4] = infinite
+        for model in (classifier(), regressor()):
+            with pytest.raises(ValueError, match="Input y contains infinity in row 4"):
+                model.fit(self.X, numbers)
+        words = np.where(np.arange(len(self.X)) % 2, "inf", "nan").astype(object)
+        assert set(classifier(max_epochs=1).fit(self.X, words).classes_) == {"inf", "nan"}
+
     def test_a_lazy_frame_is_refused_with_what_to_do(self):
         with pytest.raises(TypeError, match=r"X\.collect\(\)"):
             classifier().fit(pl.from_pandas(self.X).lazy(), self.y)

@@ -55,7 +55,7 @@ class Source:
         self.dataset = open_dataset(source)
         self.single, self.weight, self.seed = isinstance(target, str), weight, seed
         self.targets = [target] if isinstance(target, str) else list(target)
-        self.class_weights: list[Any] = []  # of each target, once all classes are known
+        self.class_weights: list[Any] = []  # of each target, with the classes, once these are known
         names = self.dataset.schema.names
         special = [*self.targets, *([weight] if weight else [])]
         for name in (*special, *ignore):
@@ -94,14 +94,14 @@ class Source:
 
     def parts(self, table: Any, first: int = 0) -> tuple[Table, list[Any], Tensor]:
         """Return columns, targets and weights of a part that begins with a row of that number."""
-        from sklearn.utils.class_weight import compute_sample_weight
+        import numpy as np
 
         weights = torch.ones(table.num_rows, dtype=torch.float64)
         if self.weight:
             weights = torch.tensor(to_numpy(table.column(self.weight)).astype("float64"))
         targets = [to_numpy(table.column(name)) for name in self.targets]
-        for classes, target in zip(self.class_weights, targets, strict=False):
-            weights *= torch.tensor(compute_sample_weight(classes, target))
+        for (classes, factors), target in zip(self.class_weights, targets, strict=False):
+            weights *= torch.from_numpy(factors[np.searchsorted(classes, target)])
         return from_frame(table.select(self.columns), first), targets, weights
 
     def held_out(self) -> Any:
@@ -119,6 +119,7 @@ def first_pass(source: Source, class_weight: Any = None, *, classify: bool) -> t
     import numpy as np
     import pyarrow as pa
     from pyarrow import compute
+    from sklearn.utils.class_weight import compute_class_weight
 
     pc: Any = compute
     for name in ([] if classify else source.targets) + [source.weight] * bool(source.weight):
@@ -141,11 +142,17 @@ def first_pass(source: Source, class_weight: Any = None, *, classify: bool) -> t
         chosen = (draws >= source.held) & (draws < source.looked)
         samples.append(table.filter(pa.array(chosen)))
         first += table.num_rows
+    classes = [np.array(sorted(known)) for known in counts]
     if class_weight == "balanced":
         class_weight = [{c: first / (len(known) * known[c]) for c in known} for known in counts]
-    source.class_weights = [class_weight] if isinstance(class_weight, dict) else class_weight or []
+    if class_weight is not None:
+        given = [class_weight] if isinstance(class_weight, dict) else class_weight
+        source.class_weights = [
+            (labels, compute_class_weight(weights, classes=labels, y=labels))
+            for labels, weights in zip(classes, given, strict=True)
+        ]
     tables = (pa.concat_tables(parts).combine_chunks() for parts in (samples, held))
-    return *tables, [np.array(sorted(known)) for known in counts]
+    return *tables, classes
 
 
 class Stream(IterableDataset):

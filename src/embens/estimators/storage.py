@@ -45,6 +45,9 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
     arguments, diagnosis = estimator.get_params(deep=False), estimator.diagnosis_
     if not isinstance(diagnosis, dict):
         diagnosis = json.loads(json.dumps(diagnosis.to_dict(), default=str))
+    if isinstance(weights := arguments.get("class_weight"), (dict, list)):  # keys of any type
+        several = [weights] if isinstance(weights, dict) else weights
+        arguments["class_weight"] = [list(pairs.items()) for pairs in several]
     if not isinstance(arguments["random_state"], Integral):
         arguments["random_state"] = None  # a generator of numbers
     header = {
@@ -83,6 +86,9 @@ def load(path: str | os.PathLike[str], *kinds: type) -> Any:
         arguments = header["arguments"]
         if arguments["law"] is not None:
             arguments["law"] = from_dict(arguments["law"])
+        if isinstance(weights := arguments.get("class_weight"), list):
+            labels = [dict(pairs) for pairs in weights]
+            arguments["class_weight"] = labels if header["classes"]["several"] else labels[0]
         estimator = known[header["class"]](**arguments)
         estimator.n_features_in_ = header["values"]["n_features_in_"]
         if header["names"] is not None:

@@ -193,9 +193,13 @@ def read_target(y: Any, name: str | None = None, first: int = 0) -> np.ndarray:
     y = nw.from_native(y, allow_series=True, pass_through=True)
     names = list(y.columns) if hasattr(y, "columns") else None
     y = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
-    objects = y.dtype.kind == "O"
-    missing = np.array([is_missing(v) for v in y.flat]).reshape(y.shape) if objects else y != y
-    infinite = np.isinf(y) if y.dtype.kind == "f" else np.False_
+    numbers = y
+    if y.dtype.kind == "O":
+        floats = (float, np.floating)
+        cells = [math.nan if is_missing(v) else v if isinstance(v, floats) else 0.0 for v in y.flat]
+        numbers = np.array(cells, dtype="float64").reshape(y.shape)
+    infinite = np.isinf(numbers) if numbers.dtype.kind == "f" else np.False_
+    missing = numbers != numbers
     for wrong, what in ((missing, "NaN: the target is missing"), (infinite, "infinity")):
         if np.any(wrong):
             cells = np.argwhere(wrong)
