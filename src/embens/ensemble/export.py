@@ -114,10 +114,10 @@ def to_onnx(
         raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist")
     parts: list[Any] = list(network.modules())
     ensembles = [part for part in parts if isinstance(part.__dict__.get("plan"), Plan)]
-    if any(site.fresh for ensemble in ensembles for site in ensemble.plan.sites):
+    if any(site.random for ensemble in ensembles for site in ensemble.plan.sites):
         raise ValueError(
             "masks that are drawn anew at each pass can't be exported: a file would keep one "
-            "draw. Use fresh=False for a fixed set of masks"
+            "draw. Use fresh=False for a fixed set of masks, or export ensemble.member(a)"
         )
     between = _BetweenTensors(network, example, batch_axis)
     batches, errors = list(between.batches()), []

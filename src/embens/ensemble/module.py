@@ -26,7 +26,7 @@ from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.export import like_reference, to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
-from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
+from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Stochastic
 from embens.ensemble.own import OwnState, iterates
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
@@ -304,15 +304,27 @@ class EmbeddedEnsemble(nn.Module):
             run.finish()
         return total
 
+    def kl(self) -> Tensor:
+        """Return the divergence of the members' numbers from their prior, summed over members.
+
+        It is 0 but for :func:`embens.rank1`. :func:`embens.fit` adds ``kl() / rows`` to the
+        objective, with the rows of the training data; so should a loop of your own.
+        """
+        found = [m.kl() for m in self.individuals.values() if isinstance(m, Stochastic)]
+        return torch.stack(found).sum() if found else torch.zeros(())
+
     @property
     def overlap(self) -> float:
-        r"""Return the product of :math:`(E u)^2 / E u^2` of the post laws over the hidden sites.
+        r"""The product of the post laws' :math:`E[u_a u_b] / E u^2` over the hidden sites.
 
-        Last layers that were drawn for each member make it 0.
+        Last layers that were drawn for each member make it 0; matrices of low rank count by the
+        share of the weights that members have in common at the start.
         """
         if self.plan.own_last:
             return 0.0
-        return math.prod(s.law.overlap for s in self.plan.sites if s.kind == "post" and s.hidden)
+        common = math.prod(1 / (1 + s.scale**2) for s in self.plan.low_rank)
+        posts = [s.law for s in self.plan.sites if s.kind == "post" and s.hidden]
+        return common * math.prod(law.overlap for law in posts)
 
     @property
     def natural_gamma(self) -> float:
@@ -320,10 +332,11 @@ class EmbeddedEnsemble(nn.Module):
 
         Where members are repeated, ``r`` is the mean over pairs, with 1 for two of the same.
         """
-        alike = self.members  # pairs of a member and itself, or its twin
-        if self.plan.subset is not None:
-            alike = sum(n**2 for n in Counter(self.plan.subset.members).values())
-        return self.members**2 / (alike + (self.members**2 - alike) * self.overlap)
+        overlap, pairs = self.overlap, self.members * (self.members - 1)
+        if self.plan.subset is not None and pairs:
+            twins = sum(n * (n - 1) for n in Counter(self.plan.subset.members).values())
+            overlap = (twins + (pairs - twins) * overlap) / pairs
+        return rates.gamma_of(self.members, overlap)
 
     # Out again
 
