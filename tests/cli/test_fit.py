@@ -81,7 +81,7 @@ class TestTheCommands:
         [
             ("a,b\n1,2\n" * 1, ("--target", "c"), "no column 'c'"),
             ("a,b\n" + "1,x\n" * 30, ("--target", "b"), "the target is 'x' in every row"),
-            ("a,b\n" + "1,\n" * 30, ("--target", "b"), "0 rows have a target"),
+            ("a,b\n" + "1,\n" * 30, ("--target", "b"), "the target is missing in every row"),
             ("a,b\n", ("--target", "b"), "has no rows"),
             ("b\n" + "1\n" * 30, ("--target", "b"), "no column beside the target"),
             ("a,a,b\n" + "1,2,3\n" * 30, ("--target", "b"), "multiple columns named a"),
@@ -96,7 +96,11 @@ class TestTheCommands:
                 ("--target", "b"),
                 "30 classes in 30 rows",
             ),
-            ("a,b\n" + "1,2\n" * 30, ("--target", "b", "--drop", "x"), "--drop: there is no"),
+            (
+                "a,b\n" + "1,2\n" * 30,
+                ("--target", "b", "--drop", "x"),
+                "there is no column 'x', which --drop names",
+            ),
             (
                 "a,b\n" + "1,x\n2,y\n" * 30,
                 ("--target", "b", "--task", "regression"),

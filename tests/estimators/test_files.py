@@ -112,8 +112,8 @@ def test_a_data_frame_is_not_a_file():
 @pytest.mark.parametrize(
     ("values", "task", "why"),
     [
-        (["a", "b"] * 9, "classification", "the target's type is string"),
-        ([1, 2] * 9, "classification", "the target has 2 whole values"),
+        (["a", "b"] * 9, "classification", "the target's type is string, with 2 values"),
+        ([1, 2] * 9, "classification", "the target's type is int64, with 2 values"),
         (list(range(30)), "regression", "the target's type is int64, with 30 values"),
         ([0.5, 1.5] * 9, "regression", "the target's type is double, with 2 values"),
     ],
@@ -129,15 +129,15 @@ def test_what_is_written_is_read_again(name, tmp_path):
     columns = {"prediction": ["x", "y, z"], "p_x": [0.25, 1 / 3]}
     parts = [{key: values[i : i + 1] for key, values in columns.items()} for i in range(2)]
     assert files.write(parts, tmp_path / name) == 2
-    assert files.read(tmp_path / name).to_pydict() == columns
+    assert files.open_dataset(tmp_path / name).to_table().to_pydict() == columns
 
 
 def test_a_file_that_is_not_there_or_has_no_rows_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file"):
-        files.read(tmp_path / "no.csv")
+        files.open_dataset(tmp_path / "no.csv")
     (tmp_path / "empty.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match="has no rows"):
-        files.read(tmp_path / "empty.csv")
+        classifier().fit_files(tmp_path / "empty.csv", "b")
 
 
 @pytest.mark.parametrize("weights", ["balanced", {"low": 3.0, "high": 0.5}])

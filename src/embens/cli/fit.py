@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from embens import estimators
+from embens.cli.specification import share
 from embens.estimators import choices, files, mixture, pipeline, regressor, tables
 from embens.files import write_atomically
 
@@ -37,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--categorical", nargs="*", default=None, help="names of such columns")
     parser.add_argument("--drop", nargs="*", default=[], help="columns to leave out")
     parser.add_argument("--epochs", type=int, default=None, help="at most (default: chosen)")
-    parser.add_argument("--test-fraction", type=float, default=0.2, help="of rows to score with")
-    parser.add_argument("--coverage", type=float, default=0.9, help="of prediction intervals")
+    parser.add_argument("--test-fraction", type=share, default=0.2, help="of rows to score with")
+    parser.add_argument("--coverage", type=share, default=0.9, help="of prediction intervals")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--id", help="a column that identifies rows, no feature (default: id)")
@@ -51,31 +52,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens fit``; return its exit code."""
-    import pyarrow as pa
-
-    if not 0 < options.test_fraction < 0.9:
-        options.parser.error(f"--test-fraction lies between 0 and 0.9; got {options.test_fraction}")
-    if not 0 < options.coverage < 1:
-        options.parser.error(f"--coverage lies between 0 and 1; got {options.coverage}")
     options.say = (lambda *text: None) if options.quiet else print
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)  # before anything is spent
-        (fit_streaming if options.stream else fit_in_memory)(options)
-    except pa.ArrowException as error:
-        options.parser.error(f"{options.data} can't be read: {str(error).splitlines()[0]}")
-    except (ValueError, TypeError, OSError) as error:
-        options.parser.error(str(error))
+    options.out.mkdir(parents=True, exist_ok=True)  # before anything is spent
+    with files.reading(options.data):
+        dataset = files.open_dataset(options.data)
+        ids, apart = set_apart(options, dataset.schema.names)
+        given = {"ignore": apart, "seed": pipeline.draw_seed(options.seed), "held": "auto"}
+        source, texts = (
+            files.Source(data, options.target, **given)
+            for data in (dataset, files.open_dataset(options.data, ids))
+        )
+        kind, values = dataset.schema.field(options.target).type, {}
+        for batch in dataset.to_batches(columns=[options.target]):
+            found = batch.column(0).unique().to_pylist()
+            values |= dict.fromkeys(v for v in found if not tables.is_missing(v))
+            if len(values) > ENOUGH:
+                break
+        task, why = files.choose_task(kind, [*values], source.rows, options.task)
+        options.say(f"{source.rows} rows, {len(source.columns)} columns; {task}: {why}")
+        estimator = make_estimator(options, task, kind)
+        if options.stream:
+            estimator.fit_files(dataset, options.target, ignore=apart)
+            held, kept, columns = source.held_out(), texts.held_out().select(ids), {}
+            where = "rows that the fit held out, and stopped and calibrated by"
+        else:
+            test = fit_in_memory(options, source, estimator)
+            held, kept = (s.dataset.take(test) for s in (source, texts))
+            columns, where = {"row": test}, "rows that were set aside"
+        columns |= dict(zip(ids, kept.select(ids).columns, strict=True))
+        y = files.to_numpy(held.column(options.target))
+        finish(options, estimator, held.select(source.columns), y, columns, where)
     return 0
 
 
 def set_apart(options: argparse.Namespace, names: list[str]) -> tuple[list[str], list[str]]:
     """Return the column of row ids, if there is one, and all columns that are no features."""
-    files.check_column(options.target, names)
+    files.check_columns([options.target], names)
     others = [name for name in names if name != options.target]
-    for name in options.drop:
-        files.check_column(name, others, "--drop: ")
-    if options.id:
-        files.check_column(options.id, others, "--id: ")
+    files.check_columns(options.drop, others, ", which --drop names")
+    files.check_columns([options.id] * bool(options.id), others, ", which --id names")
     kept = {options.target, *options.drop, *(options.categorical or ())}
     usual = [name for name in names if name.lower() == "id" and name not in kept][:1]
     if options.id is None and usual:
@@ -112,67 +127,33 @@ def class_weight(given: list[str] | None, kind: Any) -> Any:
         raise ValueError(f"--class-weight: expected {expected}; got {given}: {error}") from None
 
 
-def fit_in_memory(options: argparse.Namespace) -> None:
-    """Fit to a file as a whole; rows without a target are left out."""
+def fit_in_memory(options: argparse.Namespace, source: files.Source, estimator: Any) -> Any:
+    """Fit to rows that have a target, but for some to score with; return these rows' numbers."""
     import numpy as np
     from pyarrow import compute, types
+    from sklearn.base import is_classifier
 
     pc: Any = compute
-    table = files.read(options.data)
-    ids, apart = set_apart(options, table.schema.names)
-    column, table = table.column(options.target), table.drop_columns([options.target, *apart])
-    if not table.num_columns:
-        raise ValueError("there is no column beside the target")
-    tables.from_frame(table).check()
+    table = source.dataset.to_table()
+    tables.from_frame(table.select(source.columns)).check()
+    column = table.column(options.target)
     known = column.is_valid()
     if types.is_floating(column.type):
         known = pc.and_(known, pc.fill_null(pc.is_finite(column), False))
     rows = np.flatnonzero(known)
     if len(rows) < 10:
         raise ValueError(f"{len(rows)} rows have a target; at least 10 are needed")
-    column = column.take(rows)
-    values = column.unique().to_pylist()
-    task, why = files.choose_task(column.type, values, len(rows), options.task)
-    options.say(f"{len(rows)} rows, {table.num_columns} columns; {task}: {why}")
     if lost := table.num_rows - len(rows):
         options.say(f"note: {lost} rows without a (finite) target are left out")
-    estimator = make_estimator(options, task, column.type)
-    y = _values(column)
-    codes = np.unique(y, return_inverse=True)[1] if task == "classification" else None
+    y, groups = files.to_numpy(column.take(rows)), None
+    if is_classifier(estimator):
+        groups = torch.from_numpy(np.unique(y, return_inverse=True)[1])
+    generator = torch.Generator().manual_seed(options.seed)
     train, test, _ = choices.split(
-        len(rows),
-        options.test_fraction,
-        calibrate=False,
-        groups=None if codes is None else torch.from_numpy(codes),
-        generator=torch.Generator().manual_seed(options.seed),
+        len(rows), options.test_fraction, calibrate=False, groups=groups, generator=generator
     )
-    estimator.fit(table.take(rows[train]), y[train])
-    kept = files.open_dataset(options.data, ids).to_table(columns=ids).take(rows[test])
-    place = {"row": rows[test]} | files.plain(kept)
-    finish(options, estimator, table.take(rows[test]), y[test], place)
-
-
-def fit_streaming(options: argparse.Namespace) -> None:
-    """Fit to a file in parts; the scores are those of the rows that the fit itself held out."""
-    dataset = files.open_dataset(options.data)
-    ids, apart = set_apart(options, dataset.schema.names)
-    seed = pipeline.draw_seed(options.seed)
-    given = {"ignore": apart, "seed": seed, "held": "auto"}
-    source = files.Source(dataset, options.target, **given)
-    kind, values = dataset.schema.field(options.target).type, {}
-    for batch in dataset.to_batches(columns=[options.target]):
-        values |= dict.fromkeys(batch.column(0).unique().to_pylist())
-        if len(values) > ENOUGH:
-            break
-    task, why = files.choose_task(kind, [*values], source.rows, options.task)
-    options.say(f"{source.rows} rows, {len(source.columns)} columns; {task}: {why}")
-    estimator = make_estimator(options, task, kind)
-    estimator.fit_files(dataset, options.target, ignore=apart)
-    held = source.held_out()
-    where = "rows that the fit held out, and stopped and calibrated by"
-    table, y = held.select(source.columns), _values(held.column(options.target))
-    written = files.Source(files.open_dataset(options.data, ids), options.target, **given)
-    finish(options, estimator, table, y, files.plain(written.held_out().select(ids)), where=where)
+    estimator.fit(table.select(source.columns).take(rows[train]), y[train])
+    return rows[test]
 
 
 def finish(
@@ -181,7 +162,7 @@ def finish(
     table: Any,
     y: np.ndarray,
     columns: dict[str, Any],
-    where: str = "rows that were set aside",
+    where: str,
 ) -> None:
     """Say what was found, and the scores; write model, scores and predictions."""
     for note in estimator.preprocessing_.notes:
@@ -234,13 +215,3 @@ def score(
         low, high = np.quantile(means[1:], [0.025, 0.975])
         found[name] = (float(means[0]), float(low), float(high))
     return found
-
-
-def _values(column: Any) -> np.ndarray:
-    import numpy as np
-    import pyarrow as pa
-
-    if pa.types.is_decimal(column.type):
-        column = column.cast(pa.float64())
-    values = files.to_numpy(column)
-    return np.array(values.tolist()) if values.dtype.kind == "O" else values

@@ -6,6 +6,7 @@ only a function that the user names in a file or module of theirs is run.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import runpy
@@ -50,6 +51,13 @@ def parse_call(text: str, known: Mapping[str, Callable[..., Any]], what: str) ->
         return known[name](*positional, **named)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} {text!r}: {error}") from None
+
+
+def share(text: str) -> float:
+    """Return a number between 0 and 1, for :mod:`argparse`."""
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"lies between 0 and 1; got {text}")
+    return float(text)
 
 
 def parse_law(text: str) -> Law | None:

@@ -203,10 +203,10 @@ def split(
 
 def _by_turns(order: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """Return an order of which any beginning has the classes in proportion, and none whole."""
-    groups = groups[order]
-    position = torch.empty(len(order), dtype=torch.float64)
-    for group in groups.unique():
-        mine = (groups == group).nonzero().squeeze(1)
-        ranks = torch.arange(len(mine), dtype=torch.float64) + 0.5
-        position[mine] = ranks / len(mine) if len(mine) > 1 else 1.0
-    return order[position.argsort(stable=True)]
+    import pandas
+
+    codes = pandas.Series(groups[order].numpy())
+    classes = codes.groupby(codes)
+    size = classes.transform("size")
+    position = ((classes.cumcount() + 0.5) / size).mask(size == 1, 1.0)
+    return order[torch.tensor(position.to_numpy()).argsort(stable=True)]

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
     """Embedded ensemble of perceptrons for the classes of a table's rows.
 
+    What a fit has found is in attributes that end with ``_``; ``preprocessing_.notes`` are what to
+    know of the columns.
+
     Args:
         family: "batch_ensemble", "last_layer_dropout", "mc_dropout" or "independent".
         members: how many; "auto": 16, or less where the diagnosis finds less room, at least 8.
@@ -55,15 +58,6 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         class_weight: as of scikit-learn's classifiers: factors of the rows' weights by class, a
             dictionary (of several labels a list of them); "balanced": inverse to the numbers of
             rows; None: 1.
-
-    Attributes:
-        classes_: the classes, or a list of them for several labels.
-        ensemble_: the :class:`embens.EmbeddedEnsemble`.
-        preprocessing_: what was learnt about the columns; its ``notes`` say what to know of them.
-        diagnosis_: the library's own diagnosis of the ensemble before training; ``p_`` and
-            ``gamma_`` are what was made of it.
-        history_: the course of training as a data frame; ``members_``: of the members.
-        temperature_: what logits are divided by.
 
     Example:
         >>> from sklearn.datasets import load_iris

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from embens.checks import closest
-from embens.estimators import choices, pipeline, preprocessing
+from embens.estimators import choices, preprocessing
 from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Head
 from embens.estimators.pipeline import Encoding, Prepared, Tensors
 from embens.estimators.tables import Table, from_frame, is_frame, place, read_target
-from embens.files import write_atomically
+from embens.files import Refused, write_atomically
 from embens.training import randomness
 
 BLOCK = 32_768
@@ -58,8 +58,7 @@ class Source:
         self.class_weights: list[Any] = []  # of each target, with the classes, once these are known
         names = self.dataset.schema.names
         special = [*self.targets, *([weight] if weight else [])]
-        for name in (*special, *ignore):
-            check_column(name, names)
+        check_columns((*special, *ignore), names)
         if not self.targets or len({*special, *ignore}) < len(special) + len({*ignore}):
             raise ValueError(
                 f"expected targets, a weight and columns to ignore that differ from each other; "
@@ -98,7 +97,7 @@ class Source:
 
         weights = torch.ones(table.num_rows, dtype=torch.float64)
         if self.weight:
-            weights = torch.tensor(to_numpy(table.column(self.weight)).astype("float64"))
+            weights = torch.from_numpy(to_numpy(table.column(self.weight)).astype("float64"))
         targets = [to_numpy(table.column(name)) for name in self.targets]
         for (classes, factors), target in zip(self.class_weights, targets, strict=False):
             weights *= torch.from_numpy(factors[np.searchsorted(classes, target)])
@@ -118,10 +117,8 @@ def first_pass(source: Source, class_weight: Any = None, *, classify: bool) -> t
     """
     import numpy as np
     import pyarrow as pa
-    from pyarrow import compute
     from sklearn.utils.class_weight import compute_class_weight
 
-    pc: Any = compute
     for name in ([] if classify else source.targets) + [source.weight] * bool(source.weight):
         kind = source.dataset.schema.field(name).type
         if not is_number(kind):
@@ -129,15 +126,14 @@ def first_pass(source: Source, class_weight: Any = None, *, classify: bool) -> t
     samples, held, first = [], [], 0
     counts: list[Counter] = [Counter() for _ in source.targets]
     for table, draws in source.blocks():
-        columns, _, weights = source.parts(table, first)
+        columns, targets, weights = source.parts(table, first)
         columns.check()
         if len(wrong := np.flatnonzero(~((weights >= 0) & weights.isfinite()))):
             raise ValueError(f"a weight is not ≥ 0 in {place(wrong, source.weight, first)}")
-        for name, known in zip(source.targets, counts, strict=True):
-            read_target(table.column(name), name, first)
+        for name, target, known in zip(source.targets, targets, counts, strict=True):
+            read_target(target, name, first)
             if classify:
-                found = pc.value_counts(table.column(name)).to_pylist()
-                known.update({pair["values"]: pair["counts"] for pair in found})
+                known.update(dict(zip(*np.unique(target, return_counts=True), strict=True)))
         held.append(table.filter(pa.array(draws < source.held)))
         chosen = (draws >= source.held) & (draws < source.looked)
         samples.append(table.filter(pa.array(chosen)))
@@ -252,54 +248,41 @@ def open_dataset(source: Any, text: Sequence[str] = ()) -> Any:
             strings_can_be_null=not text,
             quoted_strings_can_be_null=not text,
         )
-        form = ds.CsvFileFormat(convert_options=convert)
+        block = csv.ReadOptions(block_size=2**24)  # bytes that are read at a time
+        form = ds.CsvFileFormat(convert_options=convert, read_options=block)
     return ds.dataset(paths if len(paths) > 1 else paths[0], format=form)
 
 
-def tables(path: Path, columns: Sequence[str], *, text: bool = False) -> Iterator[Any]:
-    """Yield columns of a file as Arrow tables of :data:`pipeline.BLOCK` rows, the last but one."""
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say in our words that a file can't be read, whatever Arrow finds wrong with it."""
     import pyarrow as pa
 
-    waiting, rows = [], pipeline.BLOCK
-    dataset = open_dataset(path, columns if text else ())
-    for batch in dataset.to_batches(columns=list(columns), batch_size=rows):
-        waiting.append(pa.Table.from_batches([batch]))
-        while sum(part.num_rows for part in waiting) >= rows:
-            whole = pa.concat_tables(waiting)
-            yield whole.slice(0, rows)
-            waiting = [whole.slice(rows)]
-    if sum(part.num_rows for part in waiting):
-        yield pa.concat_tables(waiting)
-
-
-def plain(table: Any) -> dict[str, Any]:
-    """Return the columns of an Arrow table as they are, for :func:`write`."""
-    import pandas
-
-    return dict(table.to_pandas(types_mapper=pandas.ArrowDtype).items())
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise Refused(f"{path} can't be read: {str(error).splitlines()[0]}") from None
 
 
 def to_numpy(column: Any) -> Any:
-    """Return an Arrow column as an array."""
+    """Return an Arrow column as an array, decimals as float64 and text as text."""
+    import numpy as np
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    return column.to_numpy()
+    if pa.types.is_decimal(column.type):
+        column = column.cast(pa.float64())
+    values = column.to_numpy()
+    return np.array(values.tolist()) if values.dtype.kind == "O" else values
 
 
-def check_column(name: str, names: list[str], option: str = "") -> None:
-    """Raise where there is no such column."""
-    if name not in names:
-        raise ValueError(f"{option}there is no column {name!r}{closest(name, names)}")
-
-
-def read(path: Path) -> Any:
-    """Return a file as an Arrow table."""
-    table = open_dataset(path).to_table()
-    if table.num_rows == 0:
-        raise ValueError(f"{path.name} has no rows")
-    return table
+def check_columns(wanted: Iterable[str], names: Sequence[str], why: str = "") -> None:
+    """Raise where there is no such column, and say why it should be there."""
+    known = set(names)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"there is no column {name!r}{why}{closest(name, names)}")
 
 
 def is_number(kind: Any) -> bool:
@@ -314,19 +297,18 @@ def choose_task(kind: Any, values: Sequence[Any], rows: int, task: str) -> tuple
     from pyarrow import types
 
     why = "as asked for"
-    if task == "auto" and not is_number(kind):
-        task, why = "classification", f"the target's type is {kind}"
-    elif task == "auto" and types.is_integer(kind) and len(values) <= CLASSES:
-        task, why = "classification", f"the target has {len(values)} whole values"
-    elif task == "auto":
-        task, why = "regression", f"the target's type is {kind}, with {len(values)} values"
+    if task == "auto":
+        few = types.is_integer(kind) and len(values) <= CLASSES
+        task = "regression" if is_number(kind) and not few else "classification"
+        why = f"the target's type is {kind}, with {len(values)} values"
     if task == "regression" and not is_number(kind):
         raise ValueError(
             f"the target's type is {kind}: regression needs numbers. Pass --task classification, "
             "or another --target"
         )
     if len(values) < 2:
-        raise ValueError(f"the target is {values[0]!r} in every row: there is nothing to learn")
+        only = repr(values[0]) if values else "missing"
+        raise ValueError(f"the target is {only} in every row: there is nothing to learn")
     if task == "classification" and len(values) > rows / 2:
         raise ValueError(
             f"the target has {len(values)} classes in {rows} rows, which is hardly a class; "
@@ -337,30 +319,23 @@ def choose_task(kind: Any, values: Sequence[Any], rows: int, task: str) -> tuple
 
 def write(parts: Iterable[dict[str, Any]], path: Path) -> int:
     """Write columns, part after part, as CSV, or as Parquet by the name; return their rows."""
-    import pandas
     import pyarrow as pa
-    from pyarrow import parquet
+    from pyarrow import csv, parquet
 
-    count = 0
+    rows, binary = 0, FORMATS.get(path.suffix.lower()) == "parquet"
 
     def content(temporary: Path) -> None:
-        nonlocal count
-        writer = None
-        with temporary.open("wb") as file, ExitStack() as stack:
-            for columns in parts:
-                frame = pandas.DataFrame(columns)
-                if path.suffix.lower() not in (".parquet", ".pq"):
-                    frame.to_csv(file, index=False, header=count == 0)
-                else:
-                    table = pa.Table.from_pandas(frame, writer and writer.schema, False)
-                    writer = writer or stack.enter_context(
-                        parquet.ParquetWriter(file, table.schema)
-                    )
-                    writer.write_table(table)
-                count += len(frame)
+        nonlocal rows
+        with ExitStack() as stack:
+            writer = None
+            for part in map(pa.table, parts):
+                kind: Any = parquet.ParquetWriter if binary else csv.CSVWriter
+                writer = writer or stack.enter_context(kind(temporary, part.schema))
+                writer.write_table(part)
+                rows += part.num_rows
 
     write_atomically(path, content)
-    return count
+    return rows
 
 
 def predictions(estimator: Any, table: Any, coverage: float) -> dict[str, Any]:

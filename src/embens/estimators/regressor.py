@@ -33,11 +33,6 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
             ``predict_interval`` alone, so that its coverage is guaranteed.
         calibrate: choose a factor of the members' standard deviations on the rows to stop by.
 
-    Attributes:
-        ensemble_: the :class:`embens.EmbeddedEnsemble`; and as for the classifier.
-        temperature_: what members' standard deviations are multiplied by, for each target.
-        scores_: conformal scores of the calibration rows, ``(row, target)``.
-
     Example:
         >>> from sklearn.datasets import load_diabetes
         >>> X, y = load_diabetes(return_X_y=True)

@@ -74,15 +74,10 @@ class Table:
     def _number(self, row: int, value: Any, name: str) -> float:
         try:
             return math.nan if is_missing(value) else float(value)
-        except TypeError:
-            raise TypeError(
-                f"{place([row], name, self.first)}: the argument must be a string or a number; "
-                f"got {type(value).__name__}"
-            ) from None
-        except ValueError as error:
-            raise ValueError(
-                f"{place([row], name, self.first)}: {error}. The column had numbers where it was "
-                "fitted; pass it in categorical_features if it is not a number."
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"{place([row], name, self.first)}: {error}. By its type, or as it was "
+                "fitted, this is a column of numbers; if it is not, see categorical_features."
             ) from None
 
     def check(self) -> Table:
