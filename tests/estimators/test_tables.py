@@ -86,7 +86,7 @@ def test_text_where_numbers_were_is_an_error_that_names_the_column():
     model = classifier(max_epochs=1).fit(pd.DataFrame({"a": np.arange(60.0)}), np.arange(60) % 2)
     with pytest.raises(
         ValueError,
-        match=r"row 0 of column 'a': could not convert .* as it was fitted, this is a column of numbers",
+        match=r"row 0 of column 'a': could not convert .* this is a column of numbers",
     ):
         model.predict(pd.DataFrame({"a": ["x", "y"]}))
 
