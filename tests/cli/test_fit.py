@@ -190,3 +190,26 @@ def test_class_weights_are_those_of_the_classes_as_the_file_has_them(more, tmp_p
         with pytest.raises(SystemExit):
             run("fit", *command, "--class-weight", *given)
         assert message in capsys.readouterr().err
+
+
+def test_a_small_table_is_fitted_without_intervals_and_said_so(tmp_path, capsys):
+    frame = pd.DataFrame({"a": np.arange(60.0), "y": np.arange(60.0) ** 2})
+    frame.to_csv(tmp_path / "table.csv", index=False)
+    command = (tmp_path / "table.csv", "--target", "y", "--out", tmp_path, *QUICK)
+    assert run("fit", *command, "--test-fraction", 0.01) == 0
+    assert "too few rows were held out for intervals" in capsys.readouterr().out
+    assert len(pd.read_csv(tmp_path / "predictions.csv")) == 1
+    new = tmp_path / "new.csv"
+    for coverage, columns in ((0.9, []), (0.5, ["lower", "upper"])):
+        run("predict", tmp_path, tmp_path / "table.csv", "--out", new, "--coverage", coverage)
+        assert ("too few" in capsys.readouterr().out) == (not columns)
+        assert list(pd.read_csv(new)) == ["y", "prediction", "std", *columns]
+
+
+def test_a_target_that_is_neither_number_nor_label_is_refused_before_the_fit(tmp_path, capsys):
+    days = pd.date_range("2020-01-01", periods=60)
+    for target in (days, [[1, 2]] * 60):
+        pd.DataFrame({"a": range(60), "y": target}).to_parquet(tmp_path / "table.parquet")
+        with pytest.raises(SystemExit):
+            run("fit", tmp_path / "table.parquet", "--target", "y", "--out", tmp_path)
+        assert "expected numbers, text or truth values" in capsys.readouterr().err

@@ -63,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
             for data in (dataset, files.open_dataset(options.data, ids))
         )
         kind, values = dataset.schema.field(options.target).type, {}
+        if not files.is_number(kind) and not files.is_label(kind):
+            raise ValueError(f"the target's type is {kind}; expected numbers, text or truth values")
         for batch in dataset.to_batches(columns=[options.target]):
             found = batch.column(0).unique().to_pylist()
             values |= dict.fromkeys(v for v in found if not tables.is_missing(v))
@@ -152,6 +154,7 @@ def fit_in_memory(options: argparse.Namespace, source: files.Source, estimator: 
     train, test, _ = choices.split(
         len(rows), options.test_fraction, calibrate=False, groups=groups, generator=generator
     )
+    train, test = train.numpy(), test.numpy()
     estimator.fit(table.select(source.columns).take(rows[train]), y[train])
     return rows[test]
 
@@ -172,6 +175,8 @@ def finish(
     scores = {}
     if len(y):
         columns |= files.predictions(estimator, table, options.coverage)
+        if "std" in columns and "lower" not in columns:
+            options.say("note: too few rows were held out for intervals of this coverage")
         scores = score(estimator, table, y, columns, options)
     width = max(map(len, scores), default=0)
     options.say(f"on {where} (95 % interval):" if scores else "too few rows to score with")

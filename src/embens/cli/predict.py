@@ -28,11 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Predict every row."""
+    from sklearn.base import is_regressor
+
     folder = options.model.is_dir()
     estimator = load(options.model / "model.safetensors" if folder else options.model)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with files.reading(options.data):
         count = files.write(predict(options, estimator), options.out)
+    if is_regressor(estimator) and not files.has_intervals(estimator, options.coverage):
+        print("note: too few rows were held out for intervals of this coverage")
     print(f"wrote {count} rows to {options.out}")
     return 0
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from embens.checks import closest
 from embens.estimators import choices, preprocessing
+from embens.estimators.calibration import least_rows
 from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Head
 from embens.estimators.pipeline import Encoding, Prepared, Tensors
@@ -292,6 +293,14 @@ def is_number(kind: Any) -> bool:
     return types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
 
 
+def is_label(kind: Any) -> bool:
+    """Return whether a type of Arrow's is text, truth values, categories, or nothing known."""
+    from pyarrow import types
+
+    text = types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind)
+    return text or types.is_boolean(kind) or types.is_null(kind)
+
+
 def choose_task(kind: Any, values: Sequence[Any], rows: int, task: str) -> tuple[str, str]:
     """Return "classification" or "regression", and why, by the type and values of a target."""
     from pyarrow import types
@@ -352,7 +361,13 @@ def predictions(estimator: Any, table: Any, coverage: float) -> dict[str, Any]:
         return columns | {"uncertainty": unsure.total, "epistemic": unsure.epistemic}
     mean, std = estimator.predict(table, return_std=True)
     columns = {"prediction": mean, "std": std}
-    if estimator.scores_ is not None:
+    if has_intervals(estimator, coverage):
         lower, upper = estimator.predict_interval(table, coverage).T
         columns |= {"lower": lower, "upper": upper}
     return columns
+
+
+def has_intervals(estimator: Any, coverage: float) -> bool:
+    """Return whether enough rows were held out for a regressor's intervals."""
+    scores = estimator.head_.scores
+    return scores is not None and len(scores) >= least_rows(coverage)

@@ -141,7 +141,7 @@ def prepare(
     values = learnt.values(columns)
     if options.class_weight is not None:
         used = weights.nonzero().squeeze(1)
-        weights[used] *= torch.tensor(compute_sample_weight(options.class_weight, y[used]))
+        weights[used] *= torch.tensor(compute_sample_weight(options.class_weight, y[used.numpy()]))
     if not weights.all():
         rows = weights.nonzero().squeeze(1)
         table, values, weights = table.take(rows.numpy()), values[rows], weights[rows]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def plot_history(estimator: Any, ax: Axes | None = None) -> Axes:
+def plot_history(estimator: Any, ax: Any = None) -> Axes:
     """Draw the losses against the epoch; a line marks the weights that were kept."""
     frame = estimator.history_.set_index("epoch")
     names = {"loss": "training, mean of members"}
@@ -57,7 +57,7 @@ def plot_reliability(
     return ax
 
 
-def plot_members(estimator: Any, ax: Axes | None = None) -> Axes:
+def plot_members(estimator: Any, ax: Any = None) -> Axes:
     """Draw every member's loss on the held-out part, and the ensemble's as a line."""
     held = estimator.held_out_
     losses = estimator.members_["loss" if held is None else "held_out_loss"]
