@@ -244,12 +244,11 @@ class Gaussians(Head):
 
         y = read_target(y)
         try:
-            y = check_array(y, ensure_2d=False, allow_nd=True, dtype="float64", input_name="y")
+            return check_array(y, ensure_2d=False, dtype="float64", input_name="y")
         except ValueError as error:
-            raise ValueError(f"y: a regressor needs numbers: {error}") from None
-        if y.ndim > 2:
-            raise ValueError(f"y: expected a column or a table; got an array of {y.ndim} axes")
-        return y
+            raise ValueError(
+                f"y: a regressor needs a column or table of numbers: {error}"
+            ) from None
 
     @classmethod
     def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Gaussians:
