@@ -134,7 +134,7 @@ def test_several_inputs_and_no_samples_work(x):
     ensemble = embens.batch_ensemble(Sum(), 3)
     assert predict(ensemble, (x, x), batch_size=5).members.shape == (3, 23, 3)
     assert predict(ensemble, (x[:0], x[:0])).mean.shape == (0, 3)
-    with pytest.raises(ValueError, match="the same number of samples"):
+    with pytest.raises(ValueError, match="as many rows in all of them"):
         predict(ensemble, (x, x[:3]))
 
 

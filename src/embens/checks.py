@@ -16,7 +16,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 T = TypeVar("T")
 
@@ -89,6 +89,18 @@ def suggest(hints: Mapping[str, str] | None = None) -> Callable[[T], T]:
     return decorate
 
 
+def check_rows(name: str, values: Any, expected: str) -> int:
+    """Return the number of rows that all tensors of a tree have, which is made of tensors alone."""
+    leaves = tree_leaves(values)
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
+        raise TypeError(f"{name}: expected {expected}; got ({kinds})")
+    if len({len(leaf) for leaf in leaves}) > 1:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+        raise ValueError(f"{name}: expected as many rows in all of them; got shapes {shapes}")
+    return len(leaves[0])
+
+
 def find_gaps(name: str, values: Any) -> str:
     """Return where numbers of some tensors are NaN or infinite, as a sentence; "" if nowhere."""
     for path, leaf in tree_flatten_with_path(values)[0]:
@@ -103,14 +115,9 @@ def find_gaps(name: str, values: Any) -> str:
 
 def name_rows(bad: Tensor) -> str:
     """Return the numbers of the rows in which something of ``(row, …)`` is true, as text."""
-    rows = find_rows(bad).tolist()
+    rows = bad.reshape(len(bad) if bad.dim() else 1, -1).any(1).nonzero().flatten().tolist()
     more = f" and {len(rows) - 10} more" if len(rows) > 10 else ""
     return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:10]))}{more}"
-
-
-def find_rows(bad: Tensor) -> Tensor:
-    """Return the numbers of the rows in which something of ``(row, …)`` is true."""
-    return bad.reshape(max(1, len(bad) if bad.dim() else 1), -1).any(1).nonzero().flatten()
 
 
 Gamma = float | int | Callable[[int], float] | None

@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from embens import metrics
-from embens.checks import check_choice, check_members, check_whole, find_gaps, suggest
+from embens.checks import (
+    check_choice,
+    check_members,
+    check_rows,
+    check_whole,
+    find_gaps,
+    suggest,
+)
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
@@ -143,7 +150,7 @@ def predict(
     check_choice("task", task, get_args(Task))
     check_whole("batch_size", batch_size)
     x = dict(x) if isinstance(x, Mapping) else x
-    _check_inputs(x)
+    check_rows("x", x, "a tensor (batch, …), a tuple or a dict of them")
     count = ensemble.members if members is None else check_members(members)
     seeds: list[int | None] = [None]
     if any(site.random for site in ensemble.plan.sites):
@@ -166,16 +173,6 @@ def predict(
             f"{tuple(result.shape[1:])}. For point predictions use task='regression'."
         )
     return Prediction(tree_map(lambda v: v[:count] if isinstance(v, Tensor) else v, result), task)
-
-
-def _check_inputs(x: Any) -> None:
-    leaves = tree_leaves(x)
-    if not leaves or not all(isinstance(value, Tensor) and value.dim() for value in leaves):
-        kinds = ", ".join(type(value).__name__ for value in leaves)
-        raise TypeError(f"x: expected a tensor (batch, …), a tuple or a dict of them; got {kinds}")
-    if len({len(value) for value in leaves}) > 1:
-        shapes = ", ".join(str(tuple(value.shape)) for value in leaves)
-        raise ValueError(f"x: expected inputs with the same number of samples; got shapes {shapes}")
 
 
 def _run(ensemble: EmbeddedEnsemble, x: Any, batch_size: int, seed: int | None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,14 +10,11 @@ from finite.diagnosed import X, Y, batch_ensemble
 
 import embens
 from embens import networks
-from embens.cli import diagnose
+from embens.cli import main
 
 
 def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    diagnose.add_arguments(parser)
-    parser.set_defaults(parser=parser)
-    return diagnose.run(parser.parse_args(arguments))
+    return main(["diagnose", *arguments])
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def run(command, *arguments):
     return main([command, *map(str, arguments)])
 
 
-QUICK = ("--members", 2, "--epochs", 3, "--quiet")
+QUICK = ("--members", 2, "--epochs", 3)
 
 
 class TestTheCommands:
@@ -60,7 +60,7 @@ class TestTheCommands:
         assert scores["coverage of 90 % intervals"][0] == pytest.approx(inside.mean())
         new = tmp_path / "new.parquet"
         run("predict", out / "model.safetensors", tmp_path / "table.parquet", "--out", new)
-        assert list(pd.read_parquet(new)) == ["prediction", "std", "lower", "upper"]
+        assert list(pd.read_parquet(new)) == ["target", "prediction", "std", "lower", "upper"]
 
     def test_fit_can_read_a_file_in_parts(self, path, tmp_path, capsys):
         out = tmp_path / "out"
@@ -81,7 +81,7 @@ class TestTheCommands:
         [
             ("a,b\n1,2\n" * 1, ("--target", "c"), "no column 'c'"),
             ("a,b\n" + "1,x\n" * 30, ("--target", "b"), "the target is 'x' in every row"),
-            ("a,b\n" + "1,\n" * 30, ("--target", "b"), "0 rows have a target"),
+            ("a,b\n" + "1,\n" * 30, ("--target", "b"), "the target is missing in every row"),
             ("a,b\n", ("--target", "b"), "has no rows"),
             ("b\n" + "1\n" * 30, ("--target", "b"), "no column beside the target"),
             ("a,a,b\n" + "1,2,3\n" * 30, ("--target", "b"), "multiple columns named a"),
@@ -96,7 +96,11 @@ class TestTheCommands:
                 ("--target", "b"),
                 "30 classes in 30 rows",
             ),
-            ("a,b\n" + "1,2\n" * 30, ("--target", "b", "--drop", "x"), "--drop: there is no"),
+            (
+                "a,b\n" + "1,2\n" * 30,
+                ("--target", "b", "--drop", "x"),
+                "there is no column 'x', which --drop names",
+            ),
             (
                 "a,b\n" + "1,x\n2,y\n" * 30,
                 ("--target", "b", "--task", "regression"),
@@ -105,7 +109,7 @@ class TestTheCommands:
             (
                 "a,b\n" + "1,2.5\n2,inf\n" * 30,
                 ("--target", "b", "--task", "regression", "--stream"),
-                "not finite",
+                "infinity in row 1",
             ),
         ],
     )
@@ -137,3 +141,75 @@ class TestTheCommands:
         frame.to_csv(tmp_path / "wide.csv", index=False)
         run("fit", tmp_path / "wide.csv", "--target", "y", "--out", tmp_path / "o", *QUICK)
         assert "1000 categorical columns: 4 categories kept of each" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("more", [(), ("--stream",)])
+    def test_a_quiet_fit_says_nothing_and_ids_and_dropped_columns_are_no_features(
+        self, more, path, tmp_path, capfd
+    ):
+        frame = pd.read_parquet(path)[:300].drop(columns=["target"])
+        frame.insert(0, "key", [f"0{i}" for i in range(300)])
+        frame.to_csv(tmp_path / "table.csv", index=False)
+        command = (tmp_path / "table.csv", "--target", "kind", "--out", tmp_path, *QUICK, *more)
+        run("fit", *command, "--quiet", "--id", "key", "--drop", "double")
+        assert capfd.readouterr() == ("", "")
+        names = load(tmp_path / "model.safetensors").preprocessing_.names
+        assert not {"key", "double", "kind"} & {*names}
+        rows = pd.read_csv(tmp_path / "predictions.csv", dtype={"key": str})
+        expected = frame.set_index("key")["kind"][rows["key"]]
+        assert rows["target"].tolist() == expected.tolist()
+
+    def test_a_header_without_rows_is_said_also_in_parts(self, tmp_path, capsys):
+        (tmp_path / "bad.csv").write_text("a,b\n")
+        with pytest.raises(SystemExit):
+            run("fit", tmp_path / "bad.csv", "--target", "b", "--stream", "--out", tmp_path)
+        assert "has no rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [(), ("--stream",)])
+def test_class_weights_are_those_of_the_classes_as_the_file_has_them(more, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"a": rng.normal(size=200), "y": rng.integers(0, 2, 200)})
+    frame["word"] = frame["y"].map({0: "a=b", 1: "c"})
+    frame.to_csv(tmp_path / "table.csv", index=False)
+    for target, given, expected in (
+        ("y", ("balanced",), "balanced"),
+        ("y", ("0=1", "1=2.5"), {0: 1.0, 1: 2.5}),
+        ("word", ("a=b=1", "c=3"), {"a=b": 1.0, "c": 3.0}),
+    ):
+        command = (tmp_path / "table.csv", "--target", target, "--out", tmp_path, *QUICK, *more)
+        assert run("fit", *command, "--class-weight", *given) == 0
+        assert load(tmp_path / "model.safetensors").class_weight == expected
+    for target, given, message in (
+        ("y", ("0:1",), "CLASS=NUMBER for each class"),
+        ("y", ("zero=1",), "CLASS=NUMBER for each class"),
+        ("y", ("0=-1",), "a number ≥ 0 of 0"),
+        ("y", ("2=1",), "are not in class_weight"),
+        ("a", ("0=1",), "--class-weight is for classification"),
+    ):
+        command = (tmp_path / "table.csv", "--target", target, "--out", tmp_path, *QUICK, *more)
+        with pytest.raises(SystemExit):
+            run("fit", *command, "--class-weight", *given)
+        assert message in capsys.readouterr().err
+
+
+def test_a_small_table_is_fitted_without_intervals_and_said_so(tmp_path, capsys):
+    frame = pd.DataFrame({"a": np.arange(60.0), "y": np.arange(60.0) ** 2})
+    frame.to_csv(tmp_path / "table.csv", index=False)
+    command = (tmp_path / "table.csv", "--target", "y", "--out", tmp_path, *QUICK)
+    assert run("fit", *command, "--test-fraction", 0.01) == 0
+    assert "too few rows were held out for intervals" in capsys.readouterr().out
+    assert len(pd.read_csv(tmp_path / "predictions.csv")) == 1
+    new = tmp_path / "new.csv"
+    for coverage, columns in ((0.9, []), (0.5, ["lower", "upper"])):
+        run("predict", tmp_path, tmp_path / "table.csv", "--out", new, "--coverage", coverage)
+        assert ("too few" in capsys.readouterr().out) == (not columns)
+        assert list(pd.read_csv(new)) == ["y", "prediction", "std", *columns]
+
+
+def test_a_target_that_is_neither_number_nor_label_is_refused_before_the_fit(tmp_path, capsys):
+    days = pd.date_range("2020-01-01", periods=60)
+    for target in (days, [[1, 2]] * 60):
+        pd.DataFrame({"a": range(60), "y": target}).to_parquet(tmp_path / "table.parquet")
+        with pytest.raises(SystemExit):
+            run("fit", tmp_path / "table.parquet", "--target", "y", "--out", tmp_path)
+        assert "expected numbers, text or truth values" in capsys.readouterr().err

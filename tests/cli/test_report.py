@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 from report import results
 
-from embens.cli import report
+from embens.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -16,10 +14,7 @@ def folder(tmp_path_factory):
 
 
 def call(*arguments):
-    parser = argparse.ArgumentParser()
-    report.add_arguments(parser)
-    parser.set_defaults(parser=parser)
-    return report.run(parser.parse_args([str(a) for a in arguments]))
+    return main(["report", *map(str, arguments)])
 
 
 def test_the_command_writes_the_page_and_says_where(folder, tmp_path, capsys):

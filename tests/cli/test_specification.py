@@ -84,6 +84,10 @@ def test_data_are_digits_or_arrays_in_a_file(tmp_path):
     np.savez(tmp_path / "both.npz", x=x, y=y)
     np.savez(tmp_path / "other.npz", z=x)
     (tmp_path / "broken.npz").write_bytes(b"no")
+    whole = (tmp_path / "both.npz").read_bytes()
+    (tmp_path / "half.npz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "flipped.npz").write_bytes(whole[:140] + bytes([whole[140] ^ 1]) + whole[141:])
+    np.savez(tmp_path / "words.npz", x=np.array(["a", "b"]))
     reference = networks.mlp()
     assert read_data(str(tmp_path / "x.npy"), reference)[1] is None
     assert read_data(str(tmp_path / "both.npz"), reference)[1].tolist() == [0, 1, 2]
@@ -91,6 +95,9 @@ def test_data_are_digits_or_arrays_in_a_file(tmp_path):
         "x.csv": "data is 'digits', a .npz file with x",
         "none.npy": "there is no file",
         "broken.npz": "can't be read",
+        "half.npz": "can't be read",
+        "flipped.npz": "can't be read",
+        "words.npz": "can't be read",
         "other.npz": r"expected arrays x and y in other.npz; got z",
     }.items():
         with pytest.raises(ValueError, match=message):

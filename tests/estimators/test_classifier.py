@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from estimators.problems import classes_of, classifier, fitted, mixed_table
 from scipy import stats
 from sklearn.datasets import make_multilabel_classification
+from sklearn.utils.class_weight import compute_sample_weight
 
 
 class TestTheClassifier:
@@ -71,3 +73,20 @@ def test_a_classifier_that_is_right_on_all_held_out_rows_is_not_made_more_certai
     assert model.score(X, X[:, 0] > 0) == 1.0
     assert model.temperature_ > 0.5
     assert model.predict_proba(X).max(1).mean() > 0.95
+
+
+@pytest.mark.parametrize("weights", ["balanced", {"low": 3.0, "mid": 0.5, "high": 1.0}])
+def test_class_weights_multiply_the_weights_of_rows_as_in_scikit_learn(weights):
+    X, target = mixed_table()
+    y, rows = classes_of(target), np.random.default_rng(0).uniform(0.5, 2, len(X))
+    ours = classifier(class_weight=weights, max_epochs=3).fit(X, y, sample_weight=rows)
+    both = rows * compute_sample_weight(weights, y)
+    theirs = classifier(max_epochs=3).fit(X, y, sample_weight=both)
+    np.testing.assert_allclose(ours.predict_proba(X), theirs.predict_proba(X), rtol=1e-6)
+
+
+def test_one_class_and_a_negative_class_weight_are_refused():
+    with pytest.raises(ValueError, match="one class only, 1"):
+        classifier().fit(np.eye(20), np.ones(20, int))
+    with pytest.raises(ValueError, match="class_weight: expected a number"):
+        classifier(class_weight={0: -1.0}).fit(np.eye(20), np.arange(20) % 2)

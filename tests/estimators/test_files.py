@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from estimators.problems import classifier, regressor, write_table
+from sklearn.utils.class_weight import compute_sample_weight
 
 from embens.estimators import files, preprocessing
 from embens.estimators.choices import Options
@@ -74,7 +75,7 @@ class TestASource:
         with pytest.raises(FileNotFoundError, match="there is no file"):
             regressor().fit_files(tmp_path / "no.parquet", "a")
         gaps = pa.table({"a": [1.0, 2.0], "y": [None, 1.0]})
-        with pytest.raises(ValueError, match="has missing values; remove those rows"):
+        with pytest.raises(ValueError, match="missing in row 0 of column 'y'"):
             regressor().fit_files(gaps, "y")
         (tmp_path / "table.txt").write_text("a")
         with pytest.raises(ValueError, match="expected files of one kind"):
@@ -108,39 +109,44 @@ def test_a_data_frame_is_not_a_file():
         classifier().fit_files(pd.DataFrame({"a": [1.0], "y": [0]}), "y")
 
 
-def test_rows_without_a_finite_target_are_left_out_and_counted():
-    table = pa.table({"a": range(13), "y": [None, float("inf"), *map(float, range(11))]})
-    columns, target, notes = files.split_target(table, "y")
-    assert columns.column("a").to_pylist() == list(range(2, 13))
-    assert target.to_pylist() == list(range(11))
-    assert notes == ["2 rows without a (finite) target are left out"]
-    with pytest.raises(ValueError, match="no column 'yy'; did you mean 'y'"):
-        files.split_target(table, "yy")
-
-
 @pytest.mark.parametrize(
     ("values", "task", "why"),
     [
-        (["a", "b"] * 9, "classification", "the target's type is string"),
-        ([1, 2] * 9, "classification", "the target has 2 whole values"),
+        (["a", "b"] * 9, "classification", "the target's type is string, with 2 values"),
+        ([1, 2] * 9, "classification", "the target's type is int64, with 2 values"),
         (list(range(30)), "regression", "the target's type is int64, with 30 values"),
         ([0.5, 1.5] * 9, "regression", "the target's type is double, with 2 values"),
     ],
 )
 def test_the_task_follows_from_the_target(values, task, why):
-    assert files.choose_task(pa.chunked_array([values]), "auto") == (task, why)
+    column = pa.array(values)
+    distinct = column.unique().to_pylist()
+    assert files.choose_task(column.type, distinct, len(values), "auto") == (task, why)
 
 
 @pytest.mark.parametrize("name", ["found.csv", "found.parquet"])
 def test_what_is_written_is_read_again(name, tmp_path):
     columns = {"prediction": ["x", "y, z"], "p_x": [0.25, 1 / 3]}
-    files.write(columns, tmp_path / name)
-    assert files.read(tmp_path / name).to_pydict() == columns
+    parts = [{key: values[i : i + 1] for key, values in columns.items()} for i in range(2)]
+    assert files.write(parts, tmp_path / name) == 2
+    assert files.open_dataset(tmp_path / name).to_table().to_pydict() == columns
 
 
 def test_a_file_that_is_not_there_or_has_no_rows_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="there is no file"):
-        files.read(tmp_path / "no.csv")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        files.open_dataset(tmp_path / "no.csv")
     (tmp_path / "empty.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match="has no rows"):
-        files.read(tmp_path / "empty.csv")
+        classifier().fit_files(tmp_path / "empty.csv", "b")
+
+
+@pytest.mark.parametrize("weights", ["balanced", {"low": 3.0, "high": 0.5}])
+def test_class_weights_of_a_file_are_those_of_a_column_of_weights(weights, path, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK", 700)  # the first block lacks a class
+    frame = pd.read_parquet(path)[:1500].drop(columns=["target", "double"]).sort_values("kind")
+    X = frame.drop(columns="kind")
+    frame["w"] = compute_sample_weight(weights, frame["kind"])
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    ours = classifier(max_epochs=2, class_weight=weights).fit_files(table, "kind", ignore=["w"])
+    theirs = classifier(max_epochs=2).fit_files(table, "kind", weight="w")
+    np.testing.assert_allclose(ours.predict_proba(X), theirs.predict_proba(X), rtol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -156,3 +158,17 @@ def test_every_numerical_embedding_trains_and_is_run_once_for_all_members(embedd
     assert model.score(X, classes_of(target)) > 0.6
     network = build(model.preprocessing_, 3, model, width=8)
     assert (network.periodic is not None) == (embedding == "periodic")
+
+
+def test_the_time_for_columns_of_text_grows_no_faster_than_their_number():
+    rng, seconds = np.random.default_rng(0), []
+    for columns in (500, 4000):
+        frame = pd.DataFrame(rng.choice(list("abcdefgh"), (20, columns))).add_prefix("c")
+        tries = []
+        for _ in range(3):
+            start = time.process_time()
+            table = from_frame(frame).check()
+            learn(table).encode(table)
+            tries.append(time.process_time() - start)
+        seconds.append(min(tries))
+    assert seconds[1] < 20 * seconds[0]  # 8 times as many columns; squared, 64

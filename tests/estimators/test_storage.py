@@ -91,8 +91,9 @@ def test_other_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h["values"].update(predict=1), "no attributes predict"),
-        (lambda h: h["values"].update(width_=10**6), "more numbers than the file has"),
+        (lambda h: h["chosen"].update(predict=1), "unexpected keyword argument 'predict'"),
+        (lambda h: h["head"].update(predict=1), "unexpected keyword argument 'predict'"),
+        (lambda h: h["chosen"].update(width=10**6), "more numbers than the file has"),
         (lambda h: h["arguments"].update(surprise=1), "surprise"),
         (lambda h: h.pop("plan"), "KeyError"),
         (lambda h: h["plan"].update(members=10**9), "number of members"),
@@ -127,3 +128,16 @@ def test_joblib_works_too(kind, tmp_path):
     joblib.dump(model, tmp_path / "model")
     again = joblib.load(tmp_path / "model")
     np.testing.assert_array_equal(predictions(again, X), predictions(model, X))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_class_weights_keep_the_types_of_their_classes(several, tmp_path):
+    X, target = mixed_table(80)
+    y, weights = np.where(target > 0, 3, -7), {3: 2.0, -7: 0.5}
+    if several:
+        y, weights = np.stack([y, target > 1], 1), [weights, {0: 1.0, 1: 3.0}]
+    model = classifier(class_weight=weights, max_epochs=1).fit(X, y)
+    model.save(tmp_path / "model")
+    again = load(tmp_path / "model")
+    assert again.class_weight == weights
+    np.testing.assert_array_equal(again.fit(X, y).predict(X), model.predict(X))

@@ -36,15 +36,25 @@ class TestEveryKindOfInput:
             np.testing.assert_array_equal(found, first)
 
     @pytest.mark.parametrize("missing", [None, np.nan, pd.NA])
-    def test_a_missing_target_is_an_error_that_counts_the_rows(self, missing):
+    def test_a_missing_target_is_an_error_that_names_the_row(self, missing):
         labels = self.y.astype(object)
         numbers = pd.Series(self.target, dtype="Float64")
         labels[3] = labels[5] = missing
         numbers[3] = numbers[5] = pd.NA
-        with pytest.raises(ValueError, match="Input y contains NaN: the target of 2 rows"):
+        with pytest.raises(ValueError, match=r"Input y contains NaN: .* in row 3 \(and 1 more\)"):
             classifier().fit(self.X, labels)
-        with pytest.raises(ValueError, match="Input y contains NaN: the target of 2 rows"):
+        with pytest.raises(ValueError, match=r"Input y contains NaN: .* in row 3 \(and 1 more\)"):
             regressor().fit(self.X, numbers)
+
+    @pytest.mark.parametrize("infinite", [np.inf, np.float32(-np.inf)])
+    def test_an_infinite_target_is_an_error_that_names_the_row_also_among_objects(self, infinite):
+        numbers = self.target.astype(object)
+        numbers[4] = infinite
+        for model in (classifier(), regressor()):
+            with pytest.raises(ValueError, match="Input y contains infinity in row 4"):
+                model.fit(self.X, numbers)
+        words = np.where(np.arange(len(self.X)) % 2, "inf", "nan").astype(object)
+        assert set(classifier(max_epochs=1).fit(self.X, words).classes_) == {"inf", "nan"}
 
     def test_a_lazy_frame_is_refused_with_what_to_do(self):
         with pytest.raises(TypeError, match=r"X\.collect\(\)"):
@@ -59,7 +69,9 @@ class TestEveryKindOfInput:
 
 def test_infinite_numbers_are_an_error_that_names_the_column():
     frame = pd.DataFrame({"a": [1.0, np.inf] * 30, "b": 1.0})
-    with pytest.raises(ValueError, match=r"infinity .* in a\. Replace it"):
+    with pytest.raises(
+        ValueError, match=r"infinity .* in row 1 \(and 29 more\) of column 'a'\. Replace it"
+    ):
         classifier().fit(frame, np.arange(60) % 2)
 
 
@@ -73,7 +85,8 @@ def test_dates_are_numbers_of_seconds():
 def test_text_where_numbers_were_is_an_error_that_names_the_column():
     model = classifier(max_epochs=1).fit(pd.DataFrame({"a": np.arange(60.0)}), np.arange(60) % 2)
     with pytest.raises(
-        ValueError, match=r"a: could not convert .* had numbers where it was fitted"
+        ValueError,
+        match=r"row 0 of column 'a': could not convert .* this is a column of numbers",
     ):
         model.predict(pd.DataFrame({"a": ["x", "y"]}))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from embens.cli import reproduce as command
+from embens.cli import main
 from embens.experiments.setting import PRESETS
 from embens.experiments.transition import Cell
 
@@ -86,10 +85,7 @@ def plain(cell):
 
 def reproduce(*arguments):
     """Run ``embens reproduce``."""
-    parser = argparse.ArgumentParser(prog="embens reproduce")
-    command.add_arguments(parser)
-    parser.set_defaults(parser=parser)
-    return command.run(parser.parse_args([str(a) for a in arguments]))
+    return main(["reproduce", *map(str, arguments)])
 
 
 def write_cifar(folder, train=40, test=20):

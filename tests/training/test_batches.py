@@ -114,7 +114,8 @@ def test_own_batches_are_different_orders_of_the_same_rows():
     assert orders.shape == (3, problem.ROWS)
     assert all(torch.equal(o.sort().values, torch.arange(problem.ROWS)) for o in orders)
     assert not torch.equal(orders[0], orders[1])
-    (x,), y, rows, total = next(own.epoch(0))
+    (x,), y, rows, total, numbers = next(own.epoch(0))
+    assert torch.equal(numbers, orders[:, :16])
     assert x.shape == (3, 16, 4)
     assert y.shape == (3, 16)
     assert (rows, total) == (16, 16)
@@ -150,20 +151,14 @@ def test_networks_with_an_input_for_each_member_get_rows_in_another_order_for_ea
 
 
 @pytest.mark.parametrize("start", [0, 1, 5])
-def test_tensors_that_are_put_in_order_by_blocks_give_the_same_batches(start, monkeypatch):
+def test_tensors_and_data_sets_give_the_same_batches(start):
     x, y = problem.data()
     whole = list(training_batches((x, y), 7, seed=3).epoch(2, start))
-    monkeypatch.setattr(batches, "_BLOCK", 30 * 24)  # bytes: four batches of rows with 24 each
-    blocks = training_batches((x, y), 7, seed=3)
-    assert blocks.samples.together == 30
-    found = list(blocks.epoch(2, start))
     single = list(training_batches(problem.Pairs(x, y), 7, seed=3).epoch(2, start))
-    assert len(whole) == len(found) == len(single) == 9 - start
-    for several in zip(whole, found, single, strict=True):
-        for batch in several[1:]:
-            assert torch.equal(batch.inputs[0], several[0].inputs[0])
-            assert torch.equal(batch.target, several[0].target)
-            assert batch[2:] == several[0][2:]
+    assert len(whole) == len(single) == 9 - start
+    for first, second in zip(whole, single, strict=True):
+        assert torch.equal(first.inputs[0], second.inputs[0])
+        assert torch.equal(first.target, second.target)
 
 
 class Heads(nn.Module):
@@ -378,9 +373,17 @@ class Nothing(IterableDataset):
     ids=["tensors", "data set", "loader", "drop_last", "stream", "iterator"],
 )
 def test_nothing_to_train_or_validate_on_is_said(where, empty):
-    arguments = {"train": (x, y), "validation": None} | {where: empty()}
+    data, steps = empty(), []
+    known = hasattr(data, "__len__")
+
+    class Steps:
+        def on_step(self, ensemble, record):
+            steps.append(record)
+
+    arguments = {"train": (x, y), "validation": None} | {where: data}
     with pytest.raises(ValueError, match=f"{where}: expected at least one"):
-        fit(problem.ensemble(), **arguments, epochs=1)
+        fit(problem.ensemble(), **arguments, epochs=1, callbacks=[Steps()])
+    assert not steps or (where == "validation" and not known)
 
 
 def test_an_iterator_that_is_used_up_is_said():

@@ -76,8 +76,14 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("every", [None, 3])
-@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS.keys())
+REPEATS = ("milestones", "cosine", "bfloat16", "chunks")  # what others of the runs have in them
+
+
+@pytest.mark.parametrize("every", [pytest.param(None, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(v, id=k, marks=[pytest.mark.long] * (k in REPEATS)) for k, v in RUNS.items()],
+)
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(options, every, tmp_path):
     options = {"train": problem.data(), **SETTINGS, **options}
     if isinstance(options["train"], list):

@@ -93,7 +93,7 @@ def test_a_history_is_two_tables():
     members = run.to_pandas("members")
     assert members.shape == (12, 6)
     assert members.groupby("epoch")["loss"].mean().tolist() == pytest.approx(frame["loss"].tolist())
-    with pytest.raises(ValueError, match="expected 'epochs' or 'members'"):
+    with pytest.raises(ValueError, match="did you mean 'epochs'"):
         run.to_pandas("epoch")  # type: ignore[arg-type]
 
 

@@ -169,7 +169,7 @@ def test_no_epochs_change_nothing():
         ),
         ({"optimizer": lambda g: torch.optim.LBFGS(g[0]["params"])}, TypeError, "need a closure"),
         ({"train": problem.data()[0]}, TypeError, "train: expected tensors"),
-        ({"train": (problem.data()[0], problem.data()[1][:5])}, ValueError, "as many inputs as"),
+        ({"train": (problem.data()[0], problem.data()[1][:5])}, ValueError, "as many rows in all"),
         ({"train": data}, TypeError, "train: expected tensors"),
         ({"train": WHOLE}, TypeError, r"got DataSet\. Pass one part: data\.train"),
         ({"train": DataLoader(torch.zeros(5, 4))}, TypeError, r"batches \(inputs, targets\)"),

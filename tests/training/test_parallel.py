@@ -46,6 +46,19 @@ def trained(name, ensemble, **options):
 trained("same", problem.ensemble())
 trained("own", problem.ensemble(), batch="own")
 trained("chunk", problem.ensemble(), chunk=2)
+told = []
+
+
+class Told:
+    def on_step(self, ensemble, record):
+        told.append(record["loss"])
+
+    def on_end(self, ensemble, history):
+        told.append(len(history.epochs))
+
+
+trained("callbacks", problem.ensemble(), callbacks=[Told()], clip=0.5)
+results["told"] = told
 trained("fresh", embens.mc_dropout(problem.reference(), 3, fresh=True))
 trained("checkpoint", problem.ensemble(), checkpoint=f"{folder}/checkpoints{world}", every=4,
         progress=True)
@@ -114,7 +127,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     return {**found, "shown": shown, "folder": folder}
 
 
-@pytest.mark.parametrize("name", ["same", "own", "chunk", "fresh", "checkpoint"])
+@pytest.mark.parametrize("name", ["same", "own", "chunk", "callbacks", "fresh", "checkpoint"])
 def test_two_processes_give_the_result_of_one(name, results):
     expected = results["1-0"][name]
     for process in ("2-0", "2-1"):
@@ -136,3 +149,10 @@ def test_only_the_first_process_shows_progress_and_writes(results):
     lines = [line for line in results["shown"].splitlines() if line.startswith("epoch ")]
     assert len(lines) == 3
     assert len(list((results["folder"] / "checkpoints2").iterdir())) == 2
+
+
+def test_only_the_first_process_has_callbacks(results):
+    told = results["1-0"]["told"]
+    assert len(told) == 3 * 5 + 1
+    assert results["2-0"]["told"] == pytest.approx(told, rel=1e-4)
+    assert results["2-1"]["told"] == []

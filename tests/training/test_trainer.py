@@ -222,22 +222,23 @@ def test_a_scheduler_can_make_a_step_at_each_step():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.skipif(torch.__version__ < (2, 10), reason="compiling needs torch 2.10")  # type: ignore[operator]
-def test_a_compiled_run_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rows", [48, pytest.param(60, marks=pytest.mark.long)])  # 60: two shapes
+def test_a_compiled_run_goes_on_to_the_same_bits(rows, tmp_path, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     plain, whole, again = (problem.ensemble() for _ in range(3))
-    options = {"epochs": 2, "batch_size": 16}
-    fit(plain, problem.data(), **options)
-    fit(whole, problem.data(), **options, compile=True)
+    options = {"train": problem.data(rows), "epochs": 2, "batch_size": 16}
+    fit(plain, **options)
+    fit(whole, **options, compile=True)
     for name, tensor in problem.weights(plain).items():
         torch.testing.assert_close(whole.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
 
     class Stop(Exception):
         def on_step(self, ensemble, record):
-            if record["step"] == 6:
+            if record["step"] == 5:
                 raise self
 
-    run = partial(fit, train=problem.data(), **options, compile=True, checkpoint=tmp_path, every=1)
+    run = partial(fit, **options, compile=True, checkpoint=tmp_path, every=1)
     with pytest.raises(Stop):
         run(problem.ensemble(), callbacks=[Stop()])
     torch._dynamo.reset()

@@ -44,24 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens diagnose``; return its exit code."""
-    try:
-        reference = parse_reference(options.reference)
-        ensemble = load(options.ensemble, reference)
-        x, target = _data(options.data, reference)
-        report = diagnose(
-            ensemble,
-            x,
-            target,
-            gamma=options.gamma,
-            optimizer=options.optimizer,
-            wanted=options.wanted,
-            budget=Budget(samples=options.samples, members=options.members),
-        )
-        if options.plot is not None:
-            report.plot(options.plot)
-    except (ValueError, TypeError, RuntimeError, IndexError, OSError) as error:
-        options.parser.error(str(error))
-        raise  # it does not return
+    reference = parse_reference(options.reference)
+    ensemble = load(options.ensemble, reference)
+    x, target = _data(options.data, reference)
+    report = diagnose(
+        ensemble,
+        x,
+        target,
+        gamma=options.gamma,
+        optimizer=options.optimizer,
+        wanted=options.wanted,
+        budget=Budget(samples=options.samples, members=options.members),
+    )
+    if options.plot is not None:
+        report.plot(options.plot)
     print(json.dumps(report.to_dict(), indent=1) if options.json else report)
     return 0
 

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from embens import estimators
-from embens.estimators import choices, files, mixture, pipeline, regressor
+from embens.cli.specification import share
+from embens.estimators import choices, files, mixture, pipeline, regressor, tables
+from embens.files import write_atomically
 
 if TYPE_CHECKING:
     import numpy as np
 
 RESAMPLES = 400
+ENOUGH = 10_000
+"""Distinct values of a target that are looked at."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,78 +38,125 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--categorical", nargs="*", default=None, help="names of such columns")
     parser.add_argument("--drop", nargs="*", default=[], help="columns to leave out")
     parser.add_argument("--epochs", type=int, default=None, help="at most (default: chosen)")
-    parser.add_argument("--test-fraction", type=float, default=0.2, help="of rows to score with")
-    parser.add_argument("--coverage", type=float, default=0.9, help="of prediction intervals")
+    parser.add_argument("--test-fraction", type=share, default=0.2, help="of rows to score with")
+    parser.add_argument("--coverage", type=share, default=0.9, help="of prediction intervals")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--id", help="a column that identifies rows, no feature (default: id)")
+    weights = "balanced, or CLASS=NUMBER for each class"
+    parser.add_argument("--class-weight", nargs="+", help=weights)
     stream = "read the file in parts, for what memory can't hold"
     parser.add_argument("--stream", action="store_true", help=stream)
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens fit``; return its exit code."""
-    if not 0 < options.test_fraction < 0.9:
-        options.parser.error(f"--test-fraction lies between 0 and 0.9; got {options.test_fraction}")
-    if not 0 < options.coverage < 1:
-        options.parser.error(f"--coverage lies between 0 and 1; got {options.coverage}")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)  # before anything is spent
-        (fit_streaming if options.stream else fit_in_memory)(options)
-    except (ValueError, TypeError, OSError) as error:
-        options.parser.error(str(error))
+    options.say = (lambda *text: None) if options.quiet else print
+    options.out.mkdir(parents=True, exist_ok=True)  # before anything is spent
+    with files.reading(options.data):
+        dataset = files.open_dataset(options.data)
+        ids, apart = set_apart(options, dataset.schema.names)
+        given = {"ignore": apart, "seed": pipeline.draw_seed(options.seed), "held": "auto"}
+        source, texts = (
+            files.Source(data, options.target, **given)
+            for data in (dataset, files.open_dataset(options.data, ids))
+        )
+        kind, values = dataset.schema.field(options.target).type, {}
+        if not files.is_number(kind) and not files.is_label(kind):
+            raise ValueError(f"the target's type is {kind}; expected numbers, text or truth values")
+        for batch in dataset.to_batches(columns=[options.target]):
+            found = batch.column(0).unique().to_pylist()
+            values |= dict.fromkeys(v for v in found if not tables.is_missing(v))
+            if len(values) > ENOUGH:
+                break
+        task, why = files.choose_task(kind, [*values], source.rows, options.task)
+        options.say(f"{source.rows} rows, {len(source.columns)} columns; {task}: {why}")
+        estimator = make_estimator(options, task, kind)
+        if options.stream:
+            estimator.fit_files(dataset, options.target, ignore=apart)
+            held, kept, columns = source.held_out(), texts.held_out().select(ids), {}
+            where = "rows that the fit held out, and stopped and calibrated by"
+        else:
+            test = fit_in_memory(options, source, estimator)
+            held, kept = (s.dataset.take(test) for s in (source, texts))
+            columns, where = {"row": test}, "rows that were set aside"
+        columns |= dict(zip(ids, kept.select(ids).columns, strict=True))
+        y = files.to_numpy(held.column(options.target))
+        finish(options, estimator, held.select(source.columns), y, columns, where)
     return 0
 
 
-def make_estimator(options: argparse.Namespace, task: str) -> Any:
-    """Return the estimator that the options ask for."""
+def set_apart(options: argparse.Namespace, names: list[str]) -> tuple[list[str], list[str]]:
+    """Return the column of row ids, if there is one, and all columns that are no features."""
+    files.check_columns([options.target], names)
+    others = [name for name in names if name != options.target]
+    files.check_columns(options.drop, others, ", which --drop names")
+    files.check_columns([options.id] * bool(options.id), others, ", which --id names")
+    kept = {options.target, *options.drop, *(options.categorical or ())}
+    usual = [name for name in names if name.lower() == "id" and name not in kept][:1]
+    if options.id is None and usual:
+        options.say(f"note: column {usual[0]!r} identifies rows and is no feature; see --id")
+    ids = usual if options.id is None else [options.id] * bool(options.id)
+    return ids, [*dict.fromkeys((*options.drop, *ids))]
+
+
+def make_estimator(options: argparse.Namespace, task: str, kind: Any) -> Any:
+    """Return the estimator that the options ask for; ``kind`` is Arrow's type of the target."""
     name = "Classifier" if task == "classification" else "Regressor"
-    kind = getattr(estimators, f"EmbeddedEnsemble{name}")
     given = {"members": options.members, "p": options.p, "max_epochs": options.epochs}
     given |= {"categorical_features": options.categorical, "n_jobs": options.threads}
+    given |= {"class_weight": class_weight(options.class_weight, kind)}
     given = {name: value for name, value in given.items() if value is not None}
-    return kind(options.family, random_state=options.seed, verbose=1 - options.quiet, **given)
+    if task == "regression" and "class_weight" in given:
+        raise ValueError("--class-weight is for classification, and this is a regression")
+    make = getattr(estimators, f"EmbeddedEnsemble{name}")
+    return make(options.family, random_state=options.seed, verbose=1 - options.quiet, **given)
 
 
-def fit_in_memory(options: argparse.Namespace) -> None:
-    """Fit to a file as a whole."""
-    table, target, notes = files.split_target(files.read(options.data), options.target)
-    for name in options.drop:
-        if name not in table.schema.names:
-            raise ValueError(f"--drop: there is no column {name!r}")
-    table = table.drop_columns(options.drop)
-    task, why = files.choose_task(target, options.task)
-    print(f"{table.num_rows} rows, {table.num_columns} columns; {task}: {why}")
-    estimator = make_estimator(options, task)
+def class_weight(given: list[str] | None, kind: Any) -> Any:
+    """Return "balanced", or a weight for each class as the target's type writes it."""
+    import pyarrow as pa
+
+    if given is None or given == ["balanced"]:
+        return given and "balanced"
+    try:
+        pairs = {text.rpartition("=")[0]: float(text.rpartition("=")[2]) for text in given}
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        return dict(zip(pa.array(pairs).cast(kind).to_pylist(), pairs.values(), strict=True))
+    except ValueError as error:
+        expected = "'balanced', or CLASS=NUMBER for each class"
+        raise ValueError(f"--class-weight: expected {expected}; got {given}: {error}") from None
+
+
+def fit_in_memory(options: argparse.Namespace, source: files.Source, estimator: Any) -> Any:
+    """Fit to rows that have a target, but for some to score with; return these rows' numbers."""
+    import numpy as np
+    from pyarrow import compute, types
+    from sklearn.base import is_classifier
+
+    pc: Any = compute
+    table = source.dataset.to_table()
+    tables.from_frame(table.select(source.columns)).check()
+    column = table.column(options.target)
+    known = column.is_valid()
+    if types.is_floating(column.type):
+        known = pc.and_(known, pc.fill_null(pc.is_finite(column), False))
+    rows = np.flatnonzero(known)
+    if len(rows) < 10:
+        raise ValueError(f"{len(rows)} rows have a target; at least 10 are needed")
+    if lost := table.num_rows - len(rows):
+        options.say(f"note: {lost} rows without a (finite) target are left out")
+    y, groups = files.to_numpy(column.take(rows)), None
+    if is_classifier(estimator):
+        groups = torch.from_numpy(np.unique(y, return_inverse=True)[1])
     generator = torch.Generator().manual_seed(options.seed)
-    order = torch.randperm(table.num_rows, generator=generator).numpy()
-    count = max(1, round(options.test_fraction * table.num_rows))
-    test, train = order[:count], order[count:]
-    y = _values(target)
-    estimator.fit(table.take(train), y[train])
-    for note in [*notes, *estimator.preprocessing_.notes]:
-        print(f"note: {note}")
-    print(estimator.diagnosis_)
-    finish(options, estimator, table.take(test), y[test], {"row": test})
-
-
-def fit_streaming(options: argparse.Namespace) -> None:
-    """Fit to a file in parts; the scores are those of the rows that the fit itself held out."""
-    dataset = files.open_dataset(options.data)
-    files.check_column(options.target, dataset.schema.names)
-    column = dataset.head(10_000, columns=[options.target]).column(0)
-    task, why = files.choose_task(column, options.task)
-    print(f"{dataset.count_rows()} rows; {task}: {why}, judging by the first rows")
-    estimator = make_estimator(options, task)
-    estimator.fit_files(options.data, options.target)
-    for note in estimator.preprocessing_.notes:
-        print(f"note: {note}")
-    seed = pipeline.draw_seed(options.seed)
-    source = files.Source(options.data, options.target, None, seed=seed, held="auto")
-    held = source.held_out()
-    where = "rows that the fit held out, and stopped and calibrated by"
-    table, y = held.select(source.columns), _values(held.column(options.target))
-    finish(options, estimator, table, y, {}, where=where)
+    train, test, _ = choices.split(
+        len(rows), options.test_fraction, calibrate=False, groups=groups, generator=generator
+    )
+    train, test = train.numpy(), test.numpy()
+    estimator.fit(table.select(source.columns).take(rows[train]), y[train])
+    return rows[test]
 
 
 def finish(
@@ -114,22 +165,27 @@ def finish(
     table: Any,
     y: np.ndarray,
     columns: dict[str, Any],
-    where: str = "rows that were set aside",
+    where: str,
 ) -> None:
-    """Print the scores, and write model, scores and predictions."""
+    """Say what was found, and the scores; write model, scores and predictions."""
+    for note in estimator.preprocessing_.notes:
+        options.say(f"note: {note}")
+    options.say(estimator.diagnosis_)
     columns |= {"target": y}
     scores = {}
     if len(y):
         columns |= files.predictions(estimator, table, options.coverage)
+        if "std" in columns and "lower" not in columns:
+            options.say("note: too few rows were held out for intervals of this coverage")
         scores = score(estimator, table, y, columns, options)
     width = max(map(len, scores), default=0)
-    print(f"on {where} (95 % interval):" if scores else "too few rows to score with")
+    options.say(f"on {where} (95 % interval):" if scores else "too few rows to score with")
     for name, (value, low, high) in scores.items():
-        print(f"  {name:<{width}}  {value:.4g}   {low:.4g} to {high:.4g}")
+        options.say(f"  {name:<{width}}  {value:.4g}   {low:.4g} to {high:.4g}")
     estimator.save(options.out / "model.safetensors")
-    (options.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
-    files.write(columns, options.out / "predictions.csv")
-    print(f"wrote model.safetensors, scores.json, predictions.csv to {options.out}")
+    write_atomically(options.out / "scores.json", json.dumps(scores, indent=1) + "\n")
+    files.write([columns], options.out / "predictions.csv")
+    options.say(f"wrote model.safetensors, scores.json, predictions.csv to {options.out}")
 
 
 def score(
@@ -164,13 +220,3 @@ def score(
         low, high = np.quantile(means[1:], [0.025, 0.975])
         found[name] = (float(means[0]), float(low), float(high))
     return found
-
-
-def _values(column: Any) -> np.ndarray:
-    import numpy as np
-    import pyarrow as pa
-
-    if pa.types.is_decimal(column.type):
-        column = column.cast(pa.float64())
-    values = files.to_numpy(column)
-    return np.array(values.tolist()) if values.dtype.kind == "O" else values

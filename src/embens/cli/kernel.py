@@ -47,14 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens kernel``; return its exit code."""
-    try:
-        _write(options)
-    except (ValueError, TypeError, RuntimeError, AssertionError, OSError) as error:
-        options.parser.error(str(error))
-    return 0
-
-
-def _write(options: argparse.Namespace) -> None:
     check_path(options.out)
     law = options.law or "Normal()"
     pre, post = (parse_law(law if text is None else text) for text in (options.pre, options.post))
@@ -86,6 +78,7 @@ def _write(options: argparse.Namespace) -> None:
         if not kernels.conditional:
             gamma = natural_gamma(kernels.to(torch.float64), options.members)
             print(f"natural gamma of {options.members} members: {gamma:.4g}")
+    return 0
 
 
 def _inputs(text: str, reference: nn.Module, options: argparse.Namespace) -> torch.Tensor:

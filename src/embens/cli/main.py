@@ -1,7 +1,7 @@
 """The ``embens`` command.
 
 Each command is a module with ``add_arguments(parser)`` and ``run(options) -> exit code``; it is
-imported when it is called for. Bad input ends in ``options.parser.error(message)``.
+imported when it is called for. Errors of these kinds end as a message, without a traceback.
 """
 
 from __future__ import annotations
@@ -53,3 +53,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except (ValueError, TypeError, RuntimeError, IndexError, AssertionError, OSError) as error:
+        return options.parser.error(str(error))

@@ -1,12 +1,18 @@
-"""``embens predict``: what a fitted model says about the rows of a file."""
+"""``embens predict``: what a fitted model says about the rows of a file.
+
+The file is read and written in parts, so that neither need fit into memory. Rows keep their order,
+and beside the predictions the columns that identify them.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from embens.checks import closest
-from embens.estimators import files, load
+from embens.cli.specification import share
+from embens.estimators import files, load, pipeline, tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,27 +21,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", type=Path, help="a CSV, Parquet or Arrow file")
     out = Path("predictions.csv")
     parser.add_argument("--out", type=Path, default=out, help="a CSV or Parquet file")
-    parser.add_argument("--coverage", type=float, default=0.9, help="of prediction intervals")
+    parser.add_argument("--coverage", type=share, default=0.9, help="of prediction intervals")
+    ids = "columns to keep beside the predictions (default: all that the model does not use)"
+    parser.add_argument("--id", nargs="*", help=ids)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Predict every row; columns that the model does not know are left alone."""
-    if not 0 < options.coverage < 1:
-        options.parser.error(f"--coverage lies between 0 and 1; got {options.coverage}")
-    try:
-        folder = options.model.is_dir()
-        estimator = load(options.model / "model.safetensors" if folder else options.model)
-        table, names = files.read(options.data), estimator.preprocessing_.names
-        for name in names:
-            if name not in (known := table.schema.names):
-                raise ValueError(
-                    f"{options.data.name} has no column {name!r}, which the model needs"
-                    f"{closest(name, known)}"
-                )
-        columns = files.predictions(estimator, table.select(names), options.coverage)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        files.write(columns, options.out)
-        print(f"wrote {table.num_rows} rows to {options.out}")
-    except (ValueError, TypeError, OSError) as error:
-        options.parser.error(str(error))
+    """Predict every row."""
+    from sklearn.base import is_regressor
+
+    folder = options.model.is_dir()
+    estimator = load(options.model / "model.safetensors" if folder else options.model)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with files.reading(options.data):
+        count = files.write(predict(options, estimator), options.out)
+    if is_regressor(estimator) and not files.has_intervals(estimator, options.coverage):
+        print("note: too few rows were held out for intervals of this coverage")
+    print(f"wrote {count} rows to {options.out}")
     return 0
+
+
+def predict(options: argparse.Namespace, estimator: Any) -> Iterator[dict[str, Any]]:
+    """Yield the columns to keep and the predictions, a part of the file after another."""
+    import pyarrow as pa
+
+    dataset, names = files.open_dataset(options.data), estimator.preprocessing_.names
+    known, used, first = dataset.schema.names, set(names), 0
+    files.check_columns(names, known, ", which the model needs")
+    files.check_columns(options.id or (), known, ", which --id names")
+    ids = [n for n in known if n not in used] if options.id is None else options.id
+    texts = files.open_dataset(options.data, ids)
+    parts, beside = (
+        data.to_batches(columns=columns, batch_size=pipeline.BLOCK)
+        for data, columns in ((dataset, names), (texts, ids))
+    )
+    for part, kept in zip(parts, beside, strict=True):
+        if part.num_rows != kept.num_rows:
+            raise RuntimeError("the two readings of the file differ; did it change meanwhile?")
+        if not part.num_rows:
+            continue
+        table = pa.Table.from_batches([part])
+        tables.from_frame(table, first).check()
+        columns = files.predictions(estimator, table, options.coverage)
+        if options.id and {*ids} & {*columns}:
+            raise ValueError(f"--id: predictions have the names {[*columns]}; rename the column")
+        yield dict(zip(ids, kept.columns, strict=True)) | columns
+        first += part.num_rows
+    if not first:
+        raise ValueError(f"{options.data.name} has no rows")

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     swept = {name for cells in sweeps.values() for name in cells[0].swept()}
     for item in options.only:
         if item.partition("=")[0] not in swept:
-            options.parser.error(f"--only {item}: nothing sweeps it; there are {sorted(swept)}")
+            raise ValueError(f"--only {item}: nothing sweeps it; there are {sorted(swept)}")
     if options.dry_run:
         for name, cells in sweeps.items():
             _estimate(console, name, cells, options)
@@ -83,24 +83,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> list[str]:
-    error = options.parser.error
     if options.all == (options.name is not None):
-        error("give the NAME of an experiment, or --all; there are: " + ", ".join(NAMES))
+        raise ValueError("give the NAME of an experiment, or --all; there are: " + ", ".join(NAMES))
     if options.name is not None:
-        try:
-            contract.load(options.name)
-        except ValueError as problem:
-            error(str(problem))
+        contract.load(options.name)
     for name, least in {"seeds": 1, "epochs": 1, "workers": 0, "first_seed": 0}.items():
         value = getattr(options, name)
         if value is not None and value < least:
             words = f"be at least {least}" if least else "not be negative"
-            error(f"--{name.replace('_', '-')} must {words}; got {value}")
+            raise ValueError(f"--{name.replace('_', '-')} must {words}; got {value}")
     if options.engine == "ray" and options.workers == 0:
-        error("--workers 0 is for the local engine; with Ray it must be at least 1")
+        raise ValueError("--workers 0 is for the local engine; with Ray it must be at least 1")
     for item in options.only:
         if "=" not in item:
-            error(f"--only expects FIELD=VALUE, for example p=0,0.9; got {item!r}")
+            raise ValueError(f"--only expects FIELD=VALUE, for example p=0,0.9; got {item!r}")
     return list(NAMES) if options.all else [str(options.name)]
 
 
@@ -117,7 +113,7 @@ def _setting(options: argparse.Namespace) -> Setting:
     try:
         return fingerprint(setting)
     except FileNotFoundError as problem:
-        return options.parser.error(f"{problem}. Here: --data DIR, or --download.")
+        raise ValueError(f"{problem}. Here: --data DIR, or --download.") from None
 
 
 def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any]:
@@ -129,10 +125,7 @@ def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any
         field, _, values = item.partition("=")
         wanted[field] = values.split(",")
     known = wanted if options.name else cells[0].swept()  # others may sweep the rest
-    try:
-        return grid.narrow(cells, **{f: v for f, v in wanted.items() if v and f in known})
-    except ValueError as problem:
-        return options.parser.error(str(problem))
+    return grid.narrow(cells, **{f: v for f, v in wanted.items() if v and f in known})
 
 
 def _engine(options: argparse.Namespace) -> Engine:

@@ -6,6 +6,7 @@ only a function that the user names in a file or module of theirs is run.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import runpy
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from embens import data, laws, networks
 from embens.checks import closest
+from embens.files import Refused, refusing
 from embens.laws import Law
 from embens.reading import parameter_layers
 
@@ -40,7 +42,7 @@ def parse_call(text: str, known: Mapping[str, Callable[..., Any]], what: str) ->
         name = node.func.id
         positional = [ast.literal_eval(a) for a in node.args]
         named = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords}
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of any depth
         expected = f"a call with literal values, such as {next(iter(known))}(…)"
         raise ValueError(f"a {what} is written as {expected}; got {text!r}.") from None
     if name not in known:
@@ -49,6 +51,13 @@ def parse_call(text: str, known: Mapping[str, Callable[..., Any]], what: str) ->
         return known[name](*positional, **named)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} {text!r}: {error}") from None
+
+
+def share(text: str) -> float:
+    """Return a number between 0 and 1, for :mod:`argparse`."""
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"lies between 0 and 1; got {text}")
+    return float(text)
 
 
 def parse_law(text: str) -> Law | None:
@@ -102,15 +111,13 @@ def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
         raise ValueError(f"data is {expected}; got {text!r}.")
     if not path.is_file():
         raise ValueError(f"there is no file {text}")
-    try:
-        loaded = np.load(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{text} can't be read: {error}") from None
-    if path.suffix == ".npy":
-        return torch.from_numpy(loaded), None
-    with loaded:
-        if "x" not in loaded:
-            got = ", ".join(loaded) or "none"
-            raise ValueError(f"expected arrays x and y in {path.name}; got {got}.")
-        y = torch.from_numpy(loaded["y"]) if "y" in loaded else None
-        return torch.from_numpy(loaded["x"]), y
+    with refusing(path), path.open("rb") as file:
+        loaded = np.load(file)
+        if path.suffix == ".npy":
+            return torch.from_numpy(loaded), None
+        with loaded:
+            arrays = {name: torch.from_numpy(loaded[name]) for name in ("x", "y") if name in loaded}
+            if "x" not in arrays:
+                got = ", ".join(loaded) or "none"
+                raise Refused(f"expected arrays x and y in {path.name}; got {got}.")
+    return arrays["x"], arrays.get("y")

@@ -11,13 +11,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from embens.ensemble import EmbeddedEnsemble
 from embens.estimators import choices, files, onnx, pipeline, plots, storage, tables
 from embens.estimators.heads import Head
+from embens.estimators.preprocessing import Preprocessing
+from embens.training import History
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -59,18 +62,22 @@ class TableEnsemble(choices.Options, BaseEstimator):
     head: ClassVar[type[Head]]
     fitted_: pipeline.Fitted
 
-    ensemble_ = looked_up("chosen.ensemble", "The :class:`embens.EmbeddedEnsemble`.")
+    ensemble_: EmbeddedEnsemble = looked_up(
+        "chosen.ensemble", "The :class:`embens.EmbeddedEnsemble`."
+    )
     diagnosis_ = looked_up("chosen.diagnosis", "What was found before training.")
-    gamma_ = looked_up("chosen.gamma", "The diagnosis' gradient scale.")
-    p_ = looked_up("chosen.p", "How alike members of a BatchEnsemble were at the start.")
-    width_ = looked_up("chosen.width", "Of the hidden layers.")
-    dropout_ = looked_up("chosen.dropout", "Rate behind hidden layers.")
-    preprocessing_ = looked_up("preprocessing", "What was learnt about the columns.")
-    run_ = looked_up("run", "The course of training, as :func:`embens.fit` returns it.")
-    head_ = looked_up("head", "What is known of the target, and how outputs are read.")
-    held_out_ = looked_up("held_out", "Losses on held-out rows: ``ensemble``, ``members``.")
+    gamma_: float = looked_up("chosen.gamma", "The diagnosis' gradient scale.")
+    p_: float = looked_up("chosen.p", "How alike members of a BatchEnsemble were at the start.")
+    width_: int = looked_up("chosen.width", "Of the hidden layers.")
+    dropout_: float = looked_up("chosen.dropout", "Rate behind hidden layers.")
+    preprocessing_: Preprocessing = looked_up("preprocessing", "What was learnt about the columns.")
+    run_: History = looked_up("run", "The course of training, as :func:`embens.fit` returns it.")
+    head_: Any = looked_up("head", "What is known of the target, and how outputs are read.")
+    held_out_: dict[str, Any] | None = looked_up(
+        "held_out", "Losses on held-out rows: ``ensemble``, ``members``."
+    )
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Fit to a table.
 
         Args:
@@ -96,19 +103,23 @@ class TableEnsemble(choices.Options, BaseEstimator):
             self.fitted_ = pipeline.fit(rows, self, seed, previous)
         return self
 
-    def fit_files(self, source: Any, target: Any, *, weight: str | None = None) -> Any:
+    def fit_files(
+        self, source: Any, target: Any, *, weight: str | None = None, ignore: Sequence[str] = ()
+    ) -> Self:
         """Fit to files that need not fit into memory; see :mod:`embens.estimators.files`.
 
         Args:
             source: a Parquet, Arrow or CSV file, a list of them, or a dataset of pyarrow.
             target: the name of the target's column, or several names.
             weight: the name of a column of weights.
+            ignore: names of columns to leave out.
         """
         from sklearn.utils.validation import validate_data
 
         choices.check(self)
         seed = pipeline.draw_seed(self.random_state)
-        rows = files.Source(source, target, weight, seed=seed, held=self.validation_fraction)
+        held = self.validation_fraction
+        rows = files.Source(source, target, weight, ignore=ignore, seed=seed, held=held)
         columns = rows.dataset.schema.empty_table().select(rows.columns)
         validate_data(self, columns, skip_check_array=True)
         with threads(self.n_jobs):
@@ -133,9 +144,9 @@ class TableEnsemble(choices.Options, BaseEstimator):
     @property
     def members_(self) -> pandas.DataFrame:
         """The members: their loss on the held-out part, and in the best epoch of training."""
-        run = self.run_
-        frame = run.to_pandas("members").set_index("member")
-        frame = frame[frame["epoch"] == (run.best_epoch or len(run.epochs))].drop(columns="epoch")
+        best = self.run_.best_epoch or len(self.run_.epochs)
+        frame = self.run_.to_pandas("members").set_index("member")
+        frame = frame.query(f"epoch == {best}").drop(columns="epoch")
         if self.held_out_ is not None:
             frame["held_out_loss"] = self.held_out_["members"]
         return frame
@@ -152,7 +163,7 @@ class TableEnsemble(choices.Options, BaseEstimator):
     to_onnx = onnx.to_onnx
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Any:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read an estimator of this class that :meth:`save` wrote."""
         return storage.load(path, cls)
 
@@ -164,7 +175,7 @@ class TableEnsemble(choices.Options, BaseEstimator):
         return tags
 
 
-def load(path: str | os.PathLike[str]) -> Any:
+def load(path: str | os.PathLike[str]) -> TableEnsemble:
     """Read an estimator that its method ``save`` wrote."""
     return storage.load(path, *TableEnsemble.__subclasses__())
 

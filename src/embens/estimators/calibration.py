@@ -56,9 +56,13 @@ def conformal_quantile(scores: Tensor, coverage: float) -> float:
         raise ValueError(f"coverage: expected a number between 0 and 1; got {coverage}")
     rank = math.ceil((len(scores) + 1) * coverage - 1e-9)
     if rank > len(scores):
-        least = math.ceil(coverage / (1 - coverage) - 1e-9)
         raise ValueError(
-            f"coverage={coverage} needs at least {least} held-out rows; there are {len(scores)}. "
-            "Ask for less, or fit with more rows or a larger validation_fraction."
+            f"coverage={coverage} needs at least {least_rows(coverage)} held-out rows; there are "
+            f"{len(scores)}. Ask for less, or fit with more rows or a larger validation_fraction."
         )
     return float(scores.sort().values[rank - 1])
+
+
+def least_rows(coverage: float) -> int:
+    """Return how many held-out rows intervals of a coverage need."""
+    return math.ceil(coverage / (1 - coverage) - 1e-9)

@@ -71,6 +71,7 @@ class Options:
     random_state: Any = None
     n_jobs: int | None = None
     verbose: int = 0
+    class_weight = None  # an argument of classifiers alone
 
 
 _CHOICES = {
@@ -99,6 +100,11 @@ def check(options: Options) -> None:
             expected = f"a number from {low:g} to {high:g}"
         if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
             raise ValueError(f"{name}: expected {expected}{auto}; got {value!r}")
+    given: Any = options.class_weight
+    given = [given] if isinstance(given, dict) else given if isinstance(given, list) else []
+    for label, weight in (pair for weights in given for pair in weights.items()):
+        if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
+            raise ValueError(f"class_weight: expected a number ≥ 0 of {label!r}; got {weight!r}")
     if options.law is not None and not isinstance(options.law, Law):
         raise ValueError(
             f"law: expected a law such as embens.laws.Bernoulli(0.9); got {options.law!r}"
@@ -197,10 +203,10 @@ def split(
 
 def _by_turns(order: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """Return an order of which any beginning has the classes in proportion, and none whole."""
-    groups = groups[order]
-    position = torch.empty(len(order), dtype=torch.float64)
-    for group in groups.unique():
-        mine = (groups == group).nonzero().squeeze(1)
-        ranks = torch.arange(len(mine), dtype=torch.float64) + 0.5
-        position[mine] = ranks / len(mine) if len(mine) > 1 else 1.0
-    return order[position.argsort(stable=True)]
+    import pandas
+
+    codes = pandas.Series(groups[order].numpy())
+    classes = codes.groupby(codes)
+    size = classes.transform("size")
+    position = ((classes.cumcount() + 0.5) / size).mask(size == 1, 1.0)
+    return order[torch.tensor(position.to_numpy()).argsort(stable=True)]

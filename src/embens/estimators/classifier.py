@@ -7,6 +7,7 @@ entropy is what members agree to be unsure about plus what they disagree about:
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+@dataclass(eq=False, repr=False)
 class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
     """Embedded ensemble of perceptrons for the classes of a table's rows.
+
+    What a fit has found is in attributes that end with ``_``; ``preprocessing_.notes`` are what to
+    know of the columns.
 
     Args:
         family: "batch_ensemble", "last_layer_dropout", "mc_dropout" or "independent".
@@ -50,15 +55,9 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         random_state: a number makes everything deterministic.
         n_jobs: threads; None: as torch is set.
         verbose: 1 shows progress.
-
-    Attributes:
-        classes_: the classes, or a list of them for several labels.
-        ensemble_: the :class:`embens.EmbeddedEnsemble`.
-        preprocessing_: what was learnt about the columns; its ``notes`` say what to know of them.
-        diagnosis_: the library's own diagnosis of the ensemble before training; ``p_`` and
-            ``gamma_`` are what was made of it.
-        history_: the course of training as a data frame; ``members_``: of the members.
-        temperature_: what logits are divided by.
+        class_weight: as of scikit-learn's classifiers: factors of the rows' weights by class, a
+            dictionary (of several labels a list of them); "balanced": inverse to the numbers of
+            rows; None: 1.
 
     Example:
         >>> from sklearn.datasets import load_iris
@@ -68,6 +67,8 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         True
     """
 
+    _: KW_ONLY
+    class_weight: Any = None
     head = Classes
 
     classes_ = looked_up("head.classes", "The classes, or a list of them for several labels.")

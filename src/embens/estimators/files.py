@@ -9,7 +9,9 @@ a buffer; memory is that of the buffer and of the rows held out, however many ro
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from embens.checks import closest
 from embens.estimators import choices, preprocessing
+from embens.estimators.calibration import least_rows
 from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Head
 from embens.estimators.pipeline import Encoding, Prepared, Tensors
-from embens.estimators.tables import Table, from_frame, is_frame
+from embens.estimators.tables import Table, from_frame, is_frame, place, read_target
+from embens.files import Refused, write_atomically
 from embens.training import randomness
 
 BLOCK = 32_768
@@ -39,21 +43,36 @@ FORMATS |= {".arrow": "ipc", ".feather": "ipc"}
 class Source:
     """Rows of files, or of an Arrow table, in blocks; a share is held out, by the seed."""
 
-    def __init__(self, source: Any, target: Any, weight: str | None, *, seed: int, held: Any):
+    def __init__(
+        self,
+        source: Any,
+        target: Any,
+        weight: str | None = None,
+        *,
+        ignore: Sequence[str] = (),
+        seed: int,
+        held: Any,
+    ):
         self.dataset = open_dataset(source)
         self.single, self.weight, self.seed = isinstance(target, str), weight, seed
         self.targets = [target] if isinstance(target, str) else list(target)
+        self.class_weights: list[Any] = []  # of each target, with the classes, once these are known
         names = self.dataset.schema.names
-        others = [*self.targets, *([weight] if weight else [])]
-        for name in others:
-            check_column(name, names)
-        self.columns = [name for name in names if name not in others]
+        special = [*self.targets, *([weight] if weight else [])]
+        check_columns((*special, *ignore), names)
+        if not self.targets or len({*special, *ignore}) < len(special) + len({*ignore}):
+            raise ValueError(
+                f"expected targets, a weight and columns to ignore that differ from each other; "
+                f"got {target!r}, {weight!r} and {list(ignore)}"
+            )
+        self.columns = [name for name in names if name not in {*special, *ignore}]
         if not self.columns:
             raise ValueError("there is no column beside the target")
         self.rows = self.dataset.count_rows()
         if self.rows == 0:
             raise ValueError("the source has no rows")
-        self.held = choices.given(held, min(0.2, choices.HELD_OUT / self.rows))
+        usual = 0.0 if self.rows < choices.TINY else min(0.2, choices.HELD_OUT / self.rows)
+        self.held = choices.given(held, usual)
         self.looked = min(1.0, self.held + choices.LOOK / self.rows)
         self.fragments = []  # what can be read in any order: row groups where there are such
         for fragment in self.dataset.get_fragments():
@@ -73,12 +92,17 @@ class Source:
                     draws = torch.rand(batch.num_rows, generator=generator).numpy()
                     yield pa.Table.from_batches([batch]), draws
 
-    def parts(self, table: Any) -> tuple[Table, list[Any], Tensor]:
+    def parts(self, table: Any, first: int = 0) -> tuple[Table, list[Any], Tensor]:
+        """Return columns, targets and weights of a part that begins with a row of that number."""
+        import numpy as np
+
         weights = torch.ones(table.num_rows, dtype=torch.float64)
         if self.weight:
-            weights = torch.tensor(to_numpy(table.column(self.weight)).astype("float64"))
+            weights = torch.from_numpy(to_numpy(table.column(self.weight)).astype("float64"))
         targets = [to_numpy(table.column(name)) for name in self.targets]
-        return from_frame(table.select(self.columns)), targets, weights
+        for (classes, factors), target in zip(self.class_weights, targets, strict=False):
+            weights *= torch.from_numpy(factors[np.searchsorted(classes, target)])
+        return from_frame(table.select(self.columns), first), targets, weights
 
     def held_out(self) -> Any:
         import pyarrow as pa
@@ -87,29 +111,45 @@ class Source:
         return pa.concat_tables(parts).combine_chunks()
 
 
-def first_pass(source: Source, *, classify: bool) -> tuple[Any, Any, list[Any]]:
-    """Go through all rows once; return those to learn from, those held out, and all classes."""
+def first_pass(source: Source, class_weight: Any = None, *, classify: bool) -> tuple[Any, ...]:
+    """Go through all rows once, and check them before anything is spent.
+
+    Return those to learn from, those held out, and all classes, whose weights the source keeps.
+    """
     import numpy as np
     import pyarrow as pa
-    from pyarrow import compute
+    from sklearn.utils.class_weight import compute_class_weight
 
-    pc: Any = compute
-    samples, held = [], []
-    classes: list[set] = [set() for _ in source.targets]
+    for name in ([] if classify else source.targets) + [source.weight] * bool(source.weight):
+        kind = source.dataset.schema.field(name).type
+        if not is_number(kind):
+            raise ValueError(f"column {name!r}: expected numbers; its type is {kind}")
+    samples, held, first = [], [], 0
+    counts: list[Counter] = [Counter() for _ in source.targets]
     for table, draws in source.blocks():
-        for name, known in zip(source.targets, classes, strict=True):
-            column = table.column(name)
-            if column.null_count:
-                raise ValueError(f"the target {name!r} has missing values; remove those rows")
+        columns, targets, weights = source.parts(table, first)
+        columns.check()
+        if len(wrong := np.flatnonzero(~((weights >= 0) & weights.isfinite()))):
+            raise ValueError(f"a weight is not ≥ 0 in {place(wrong, source.weight, first)}")
+        for name, target, known in zip(source.targets, targets, counts, strict=True):
+            read_target(target, name, first)
             if classify:
-                known.update(pc.unique(column).to_pylist())
-            elif not np.isfinite(to_numpy(column).astype("float64")).all():
-                raise ValueError(f"the target {name!r} is not finite everywhere; remove those rows")
+                known.update(dict(zip(*np.unique(target, return_counts=True), strict=True)))
         held.append(table.filter(pa.array(draws < source.held)))
         chosen = (draws >= source.held) & (draws < source.looked)
         samples.append(table.filter(pa.array(chosen)))
+        first += table.num_rows
+    classes = [np.array(sorted(known)) for known in counts]
+    if class_weight == "balanced":
+        class_weight = [{c: first / (len(known) * known[c]) for c in known} for known in counts]
+    if class_weight is not None:
+        given = [class_weight] if isinstance(class_weight, dict) else class_weight
+        source.class_weights = [
+            (labels, compute_class_weight(weights, classes=labels, y=labels))
+            for labels, weights in zip(classes, given, strict=True)
+        ]
     tables = (pa.concat_tables(parts).combine_chunks() for parts in (samples, held))
-    return *tables, [np.array(sorted(known)) for known in classes]
+    return *tables, classes
 
 
 class Stream(IterableDataset):
@@ -154,9 +194,14 @@ class Stream(IterableDataset):
 
 def prepare(source: Source, head: type[Head], options: Options) -> Prepared:
     """Learn from a part of the rows; see :func:`embens.estimators.pipeline.prepare`."""
-    sample, held, classes = first_pass(source, classify=issubclass(head, Classes))
+    weighing, classify = options.class_weight, issubclass(head, Classes)
+    sample, held, classes = first_pass(source, weighing, classify=classify)
+    if not sample.num_rows:
+        raise ValueError(
+            f"validation_fraction={source.held} of {source.rows} rows leaves none to train on"
+        )
     learnt = head.learn(classes, single=source.single)
-    learnt = replace(learnt, weighted=source.weight is not None)
+    learnt = replace(learnt, weighted=source.weight is not None or weighing is not None)
     columns, target, weights = source.parts(sample)
     encoding = Encoding(
         preprocessing.learn(columns, options, weights),
@@ -174,8 +219,12 @@ def prepare(source: Source, head: type[Head], options: Options) -> Prepared:
     return Prepared(encoding, rows, DataLoader(stream, batch_size=None), few, stop, calibrate)
 
 
-def open_dataset(source: Any) -> Any:
-    """Return paths, a table or a dataset as pyarrow's dataset."""
+def open_dataset(source: Any, text: Sequence[str] = ()) -> Any:
+    """Return paths, a table or a dataset as pyarrow's dataset.
+
+    With names in ``text`` the fields of a CSV file are not interpreted: those columns are as they
+    are written, and others are not to be looked at.
+    """
     import pyarrow as pa
     import pyarrow.dataset as ds
     from pyarrow import csv
@@ -195,100 +244,115 @@ def open_dataset(source: Any) -> Any:
         raise ValueError(f"expected files of one kind, .parquet, .arrow or .csv; got {kind}")
     form: Any = FORMATS[kind]
     if form == "csv":
-        nulls = csv.ConvertOptions(strings_can_be_null=True, quoted_strings_can_be_null=True)
-        form = ds.CsvFileFormat(convert_options=nulls)
+        convert = csv.ConvertOptions(
+            column_types=dict.fromkeys(text, pa.string()),
+            strings_can_be_null=not text,
+            quoted_strings_can_be_null=not text,
+        )
+        block = csv.ReadOptions(block_size=2**24)  # bytes that are read at a time
+        form = ds.CsvFileFormat(convert_options=convert, read_options=block)
     return ds.dataset(paths if len(paths) > 1 else paths[0], format=form)
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say in our words that a file can't be read, whatever Arrow finds wrong with it."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise Refused(f"{path} can't be read: {str(error).splitlines()[0]}") from None
+
+
 def to_numpy(column: Any) -> Any:
-    """Return an Arrow column as an array."""
+    """Return an Arrow column as an array, decimals as float64 and text as text."""
+    import numpy as np
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    return column.to_numpy()
+    if pa.types.is_decimal(column.type):
+        column = column.cast(pa.float64())
+    values = column.to_numpy()
+    return np.array(values.tolist()) if values.dtype.kind == "O" else values
 
 
-def check_column(name: str, names: list[str]) -> None:
-    """Raise where there is no such column."""
-    if name not in names:
-        raise ValueError(f"there is no column {name!r}{closest(name, names)}")
+def check_columns(wanted: Iterable[str], names: Sequence[str], why: str = "") -> None:
+    """Raise where there is no such column, and say why it should be there."""
+    known = set(names)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"there is no column {name!r}{why}{closest(name, names)}")
 
 
-def read(path: Path) -> Any:
-    """Return a file as an Arrow table."""
-    import pyarrow as pa
-
-    try:
-        table = open_dataset(path).to_table()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} can't be read: {reason}") from None
-    if table.num_rows == 0:
-        raise ValueError(f"{path.name} has no rows")
-    return table
-
-
-def split_target(table: Any, target: str) -> tuple[Any, Any, list[str]]:
-    """Return columns and target without the rows whose target is missing, and what was done."""
-    from pyarrow import compute, types
-
-    pc: Any = compute
-    check_column(target, table.schema.names)
-    known = table.column(target).is_valid()
-    if types.is_floating(table.column(target).type):
-        known = pc.and_(known, pc.fill_null(pc.is_finite(table.column(target)), False))
-    kept, notes = table.filter(known), []
-    if kept.num_rows < table.num_rows:
-        lost = table.num_rows - kept.num_rows
-        notes.append(f"{lost} rows without a (finite) target are left out")
-    if kept.num_rows < 10:
-        raise ValueError(f"{kept.num_rows} rows have a target; at least 10 are needed")
-    if kept.num_columns < 2:
-        raise ValueError("there is no column beside the target")
-    return kept.drop_columns([target]), kept.column(target), notes
-
-
-def choose_task(column: Any, task: str) -> tuple[str, str]:
-    """Return "classification" or "regression", and why."""
+def is_number(kind: Any) -> bool:
+    """Return whether numbers are of this type of Arrow's."""
     from pyarrow import types
 
-    kind, values, why = column.type, len(column.unique()), "as asked for"
-    numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
-    if task == "auto" and not numbers:
-        task, why = "classification", f"the target's type is {kind}"
-    elif task == "auto" and types.is_integer(kind) and values <= CLASSES:
-        task, why = "classification", f"the target has {values} whole values"
-    elif task == "auto":
-        task, why = "regression", f"the target's type is {kind}, with {values} values"
-    if task == "regression" and not numbers:
+    return types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+
+
+def is_label(kind: Any) -> bool:
+    """Return whether a type of Arrow's is text, truth values, categories, or nothing known."""
+    from pyarrow import types
+
+    text = types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind)
+    return text or types.is_boolean(kind) or types.is_null(kind)
+
+
+def choose_task(kind: Any, values: Sequence[Any], rows: int, task: str) -> tuple[str, str]:
+    """Return "classification" or "regression", and why, by the type and values of a target."""
+    from pyarrow import types
+
+    why = "as asked for"
+    if task == "auto":
+        few = types.is_integer(kind) and len(values) <= CLASSES
+        task = "regression" if is_number(kind) and not few else "classification"
+        why = f"the target's type is {kind}, with {len(values)} values"
+    if task == "regression" and not is_number(kind):
         raise ValueError(
             f"the target's type is {kind}: regression needs numbers. Pass --task classification, "
             "or another --target"
         )
-    if values < 2:
-        only = column[0].as_py()
-        raise ValueError(f"the target is {only!r} in every row: there is nothing to learn")
-    if task == "classification" and values > column.length() / 2:
+    if len(values) < 2:
+        only = repr(values[0]) if values else "missing"
+        raise ValueError(f"the target is {only} in every row: there is nothing to learn")
+    if task == "classification" and len(values) > rows / 2:
         raise ValueError(
-            f"the target has {values} classes in {column.length()} rows, which is hardly a class; "
+            f"the target has {len(values)} classes in {rows} rows, which is hardly a class; "
             "pass --task regression for numbers, or another --target"
         )
     return task, why
 
 
-def write(columns: dict[str, Any], path: Path) -> None:
-    """Write columns as CSV, or as Parquet by the name."""
-    import pandas
+def write(parts: Iterable[dict[str, Any]], path: Path) -> int:
+    """Write columns, part after part, as CSV, or as Parquet by the name; return their rows."""
+    import pyarrow as pa
+    from pyarrow import csv, parquet
 
-    frame, parquet = pandas.DataFrame(columns), path.suffix.lower() in (".parquet", ".pq")
-    (frame.to_parquet if parquet else frame.to_csv)(path, index=False)
+    rows, binary = 0, FORMATS.get(path.suffix.lower()) == "parquet"
+
+    def content(temporary: Path) -> None:
+        nonlocal rows
+        with ExitStack() as stack:
+            writer = None
+            for part in map(pa.table, parts):
+                kind: Any = parquet.ParquetWriter if binary else csv.CSVWriter
+                writer = writer or stack.enter_context(kind(temporary, part.schema))
+                writer.write_table(part)
+                rows += part.num_rows
+
+    write_atomically(path, content)
+    return rows
 
 
 def predictions(estimator: Any, table: Any, coverage: float) -> dict[str, Any]:
     """Return what an estimator says about each row, as columns."""
     from sklearn.base import is_classifier
 
+    if not estimator.head_.single:
+        raise ValueError("this model has several targets, a file of predictions only one")
     if is_classifier(estimator):
         chance = estimator.predict_proba(table)
         unsure = estimator.predict_uncertainty(table)
@@ -297,7 +361,13 @@ def predictions(estimator: Any, table: Any, coverage: float) -> dict[str, Any]:
         return columns | {"uncertainty": unsure.total, "epistemic": unsure.epistemic}
     mean, std = estimator.predict(table, return_std=True)
     columns = {"prediction": mean, "std": std}
-    if estimator.scores_ is not None:
+    if has_intervals(estimator, coverage):
         lower, upper = estimator.predict_interval(table, coverage).T
         columns |= {"lower": lower, "upper": upper}
     return columns
+
+
+def has_intervals(estimator: Any, coverage: float) -> bool:
+    """Return whether enough rows were held out for a regressor's intervals."""
+    scores = estimator.head_.scores
+    return scores is not None and len(scores) >= least_rows(coverage)

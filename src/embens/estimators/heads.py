@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from embens.estimators import mixture
 from embens.estimators.calibration import ADDED, best_scale
 from embens.estimators.mixture import log_mean
-from embens.estimators.tables import read_target
+from embens.estimators.tables import place, read_target
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,12 +120,9 @@ class Classes(Head):
 
     @staticmethod
     def read(y: Any) -> np.ndarray:
-        import numpy as np
         from sklearn.utils.multiclass import check_classification_targets
 
         y = read_target(y)
-        if y.dtype.kind == "f" and not np.isfinite(y).all():
-            raise ValueError("Input y contains infinity.")
         check_classification_targets(y)
         return y
 
@@ -134,6 +131,11 @@ class Classes(Head):
         import numpy as np
 
         head = cls(tuple(np.unique(column) for column in columns), single=single)
+        if single and len(head.labels[0]) == 1:
+            raise ValueError(
+                f"y has one class only, {head.labels[0].item()!r}: there is nothing to tell apart. "
+                "At least two classes are needed."
+            )
         if not head.multilabel:
             return head
         return cls(tuple(np.array([0, 1], dtype=c.dtype) for c in head.labels), single=single)
@@ -160,11 +162,10 @@ class Classes(Head):
         codes = []
         _check_count(columns, len(self.labels))
         for column, classes in zip(columns, self.labels, strict=True):
-            unknown = sorted(set(np.unique(column).tolist()) - set(classes.tolist()), key=str)
-            if unknown:
+            if len(rows := np.flatnonzero(~np.isin(column, classes))):
                 raise ValueError(
-                    f"y has classes that the first fit did not: {unknown[:5]}. A warm start can't "
-                    "add classes; fit anew with warm_start=False."
+                    f"y has a class that was not there in the first fit: {column[rows[0]]!r} in "
+                    f"{place(rows)}. A warm start can't add classes; pass warm_start=False."
                 )
             codes.append(np.searchsorted(classes, column))
         return torch.from_numpy(np.stack(codes, 1))
@@ -241,20 +242,30 @@ class Gaussians(Head):
     def read(y: Any) -> np.ndarray:
         from sklearn.utils.validation import check_array
 
-        y = check_array(read_target(y), ensure_2d=False, dtype="float64", input_name="y")
-        if y.ndim > 2:
-            raise ValueError(f"y: expected a column or a table; got an array of {y.ndim} axes")
-        return y
+        y = read_target(y)
+        try:
+            return check_array(y, ensure_2d=False, dtype="float64", input_name="y")
+        except ValueError as error:
+            raise ValueError(
+                f"y: a regressor needs a column or table of numbers: {error}"
+            ) from None
 
     @classmethod
     def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Gaussians:
         return cls(len(columns), single=single)
 
     def scaled(self, values: Tensor, weights: Tensor) -> Gaussians:
+        if len(values) < 2:
+            raise ValueError("one sample (n_samples=1) to train on; a regressor needs two or more")
         share = (weights / weights.sum())[:, None]
         mean = (share * values).sum(0)
         std = (share * (values - mean) ** 2).sum(0).sqrt()
-        size = values.abs().amax(0).clamp(min=1e-300)
+        size = values.abs().amax(0)
+        if ((size > 1e150) | (size < 1e-150) & (size > 0)).any():
+            raise ValueError(
+                f"y: numbers of size {size.tolist()} can't be squared in float64; multiply them "
+                "by a constant"
+            )
         return replace(self, mean=mean, std=torch.where(std > 1e-12 * size, std, 1.0))
 
     @property

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from embens.ensemble import export
 from embens.estimators.heads import Classes
+from embens.estimators.preprocessing import FAR
 
 if TYPE_CHECKING:
     from embens.estimators.pipeline import Fitted
@@ -37,7 +38,7 @@ class Raw(nn.Module):
         self.head, self.dtype = fitted.head, fitted.dtype
 
     def forward(self, numbers: Tensor, codes: Tensor | None = None) -> dict[str, Tensor]:
-        scaled = ((numbers - self.centre) / self.scale).to(self.dtype)
+        scaled = ((numbers - self.centre) / self.scale).clamp(-FAR, FAR).to(self.dtype)
         if codes is None:
             codes = torch.zeros(numbers.shape[0], 0, dtype=torch.int64)
         found = self.head.summarise(self.ensemble(scaled, codes))

@@ -134,9 +134,14 @@ def prepare(
 
     Rows of weight 0 play no part. What a previous fit has learnt is taken from it.
     """
+    from sklearn.utils.class_weight import compute_sample_weight
+
     columns = [y] if y.ndim == 1 else list(y.T)
     learnt = previous.head if previous else head.learn(columns, single=y.ndim == 1)
     values = learnt.values(columns)
+    if options.class_weight is not None:
+        used = weights.nonzero().squeeze(1)
+        weights[used] *= torch.tensor(compute_sample_weight(options.class_weight, y[used.numpy()]))
     if not weights.all():
         rows = weights.nonzero().squeeze(1)
         table, values, weights = table.take(rows.numpy()), values[rows], weights[rows]

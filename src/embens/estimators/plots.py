@@ -12,21 +12,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def _axis(ax: Any) -> Axes:
-    from matplotlib import pyplot as plt
-
-    return plt.subplots()[1] if ax is None else ax
-
-
-def plot_history(estimator: Any, ax: Axes | None = None) -> Axes:
+def plot_history(estimator: Any, ax: Any = None) -> Axes:
     """Draw the losses against the epoch; a line marks the weights that were kept."""
-    ax, frame = _axis(ax), estimator.history_
-    ax.plot(frame["epoch"], frame["loss"], label="training, mean of members")
+    frame = estimator.history_.set_index("epoch")
+    names = {"loss": "training, mean of members"}
     if "validation_loss" in frame:
-        ax.plot(frame["epoch"], frame["validation_loss"], label="held out, mean of members")
-        ax.plot(frame["epoch"], frame["metric"], label="held out, ensemble")
-        ax.axvline(float(estimator.run_.best_epoch or 0), color="0.6", linestyle=":", label="kept")
-    ax.set(xlabel="epoch", ylabel="negative log-likelihood")
+        names |= {"validation_loss": "held out, mean of members", "metric": "held out, ensemble"}
+    ax = frame[[*names]].rename(columns=names).plot(ax=ax, ylabel="negative log-likelihood")
+    if estimator.run_.best_epoch:
+        ax.axvline(estimator.run_.best_epoch, color="0.6", linestyle=":", label="kept")
     ax.legend()
     return ax
 
@@ -40,14 +34,15 @@ def plot_reliability(
     quantiles against their levels.
     """
     import numpy as np
+    from matplotlib import pyplot as plt
     from sklearn.base import is_classifier
 
-    ax = _axis(ax)
+    ax = plt.subplots()[1] if ax is None else ax
     if is_classifier(estimator):
         if isinstance(estimator.classes_, list):
             raise ValueError("plot_reliability draws one label; this classifier has several")
         chance = torch.from_numpy(estimator.predict_proba(X)).clamp(min=1e-30)
-        target = torch.from_numpy(np.searchsorted(estimator.classes_, np.asarray(y)))
+        target = estimator.head_.values([np.asarray(y)])[:, 0]
         found = reliability(chance.log()[None], target, bins=bins)
         full = found.samples > 0
         ax.plot(found.confidence[full], found.accuracy[full], marker="o")
@@ -62,14 +57,14 @@ def plot_reliability(
     return ax
 
 
-def plot_members(estimator: Any, ax: Axes | None = None) -> Axes:
+def plot_members(estimator: Any, ax: Any = None) -> Axes:
     """Draw every member's loss on the held-out part, and the ensemble's as a line."""
-    ax, held = _axis(ax), estimator.held_out_
+    held = estimator.held_out_
     losses = estimator.members_["loss" if held is None else "held_out_loss"]
-    ax.plot(losses.to_numpy(), "o", label="members")
+    words = {"xlabel": "member", "ylabel": "negative log-likelihood"}
+    ax = losses.plot(ax=ax, style="o", label="members", **words)
     ax.axhline(losses.mean(), color="0.6", linestyle=":", label="mean of members")
     if held is not None:
         ax.axhline(held["ensemble"], color="black", label="ensemble")
     ax.legend()
-    ax.set(xlabel="member", ylabel="negative log-likelihood")
     return ax

@@ -33,6 +33,8 @@ ENCODED = 4096
 """How many inputs of the network all bins, and all categories, may make together."""
 BLOCK = 65_536
 """Rows that are converted at a time."""
+FAR = 1e30
+"""Scaled numbers go no further, so that float32 holds them; bins end long before."""
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Preprocessing:
             block = slice(start, start + BLOCK)
             part = table.take(block if rows is None else rows[block].numpy())
             raw = torch.from_numpy(part.block(self.numeric))
-            numbers[block] = ((raw - self.centre) / self.scale).to(dtype)
+            numbers[block] = ((raw - self.centre) / self.scale).clamp(-FAR, FAR).to(dtype)
             for j, column in enumerate(self.categorical):
                 codes[block, j] = torch.tensor(self._codes(j, part.values(column)))
         return numbers, codes
@@ -96,7 +98,7 @@ def learn(table: Table, options: Options, weights: Tensor | None = None) -> Prep
 
     chosen = choose_categorical(table, options.categorical_features)
     masses = np.ones(table.rows) if weights is None else weights.numpy()
-    numeric = [j for j in range(len(table.names)) if j not in set(chosen)]
+    numeric = sorted(set(range(len(table.names))) - set(chosen))
     notes: list[str] = []
     bins = max(1, min(int(options.bins), ENCODED // max(1, len(numeric))))
     budget = max(2, min(int(options.max_categories), ENCODED // max(1, len(chosen))))
@@ -115,7 +117,8 @@ def learn(table: Table, options: Options, weights: Tensor | None = None) -> Prep
             notes.append(f"{table.names[column]} has no value at all and is ignored")
             continue
         middle, spread = _centre_and_scale(seen, mass)
-        found, values_at = _bins((seen - middle) / spread, mass, bins, options.scaling)
+        scaled = ((seen - middle) / spread).clip(-FAR, FAR)
+        found, values_at = _bins(scaled, mass, bins, options.scaling)
         centre[i], scale[i] = middle, spread
         edges[i, : len(found)] = torch.from_numpy(found)
         scores[i, : len(found)] = torch.from_numpy(values_at)

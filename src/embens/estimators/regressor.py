@@ -33,11 +33,6 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
             ``predict_interval`` alone, so that its coverage is guaranteed.
         calibrate: choose a factor of the members' standard deviations on the rows to stop by.
 
-    Attributes:
-        ensemble_: the :class:`embens.EmbeddedEnsemble`; and as for the classifier.
-        temperature_: what members' standard deviations are multiplied by, for each target.
-        scores_: conformal scores of the calibration rows, ``(row, target)``.
-
     Example:
         >>> from sklearn.datasets import load_diabetes
         >>> X, y = load_diabetes(return_X_y=True)
@@ -135,14 +130,16 @@ def score_rows(
     score: Callable[[Tensor, Tensor, Tensor], Tensor], estimator: Any, X: Any, y: Any
 ) -> np.ndarray:
     """Return a score of each row, the mean over targets, by members' means and deviations."""
-    import numpy as np
     from sklearn.base import is_regressor
+    from sklearn.utils import check_consistent_length
 
     if not is_regressor(estimator):
         raise TypeError(
             f"expected an EmbeddedEnsembleRegressor; got {type(estimator).__name__}. For a "
             "classifier use scoring='neg_log_loss'."
         )
+    y = Gaussians.read(y)
+    check_consistent_length(X, y)
     mean, std = map(torch.from_numpy, estimator.predict_members(X))
-    target = torch.from_numpy(np.array(y, dtype="float64").reshape(mean.shape[1:]))
+    target = torch.tensor(y.reshape(mean.shape[1:]))
     return score(mean, std, target).reshape(len(target), -1).mean(1).numpy()

@@ -25,14 +25,18 @@ if TYPE_CHECKING:
 
 
 class Table:
-    """Columns of a data frame, which is narwhals' view of it, to read by number."""
+    """Columns of a data frame, which is narwhals' view of it, to read by number.
 
-    def __init__(self, frame: Any):
-        self.frame, self.rows = frame, len(frame)
-        self.names = [str(name) for name in frame.columns]
+    ``first`` is the number of its first row where it is a part of something larger.
+    """
+
+    def __init__(self, frame: Any, first: int = 0):
+        self.frame, self.rows, self.first = frame, len(frame), first
+        self.columns = list(frame.columns)  # a frame makes this list anew each time
+        self.names = [str(name) for name in self.columns]
 
     def column(self, column: int) -> Any:
-        return self.frame.get_column(self.frame.columns[column])
+        return self.frame.get_column(self.columns[column])
 
     def is_categorical(self, column: int) -> bool:
         """Return whether the type of a column makes it categorical."""
@@ -44,7 +48,7 @@ class Table:
         return dtype in (nw.String, nw.Categorical, nw.Enum, nw.Boolean)
 
     def numbers(self, column: int) -> np.ndarray:
-        """Return a column as float64, NaN where a value is missing."""
+        """Return a column as float64, NaN where a value is missing; infinite is an error."""
         import narwhals.stable.v2 as nw
         import numpy as np
 
@@ -56,20 +60,32 @@ class Table:
             seconds = raw.astype(raw.dtype.kind + "8[us]").astype("int64") / 1e6
             return np.where(np.isnat(raw), math.nan, seconds)
         if series.dtype.is_numeric() or series.dtype == nw.Boolean:
-            return np.asarray(series.cast(nw.Float64()).to_numpy(), dtype="float64")
-        values = series.to_list()
-        try:
-            return np.array([math.nan if is_missing(v) else float(v) for v in values])
-        except TypeError:
-            wrong = next(v for v in values if not is_missing(v) and not hasattr(v, "__float__"))
-            raise TypeError(
-                f"{name}: the argument must be a string or a number; got {type(wrong).__name__}"
-            ) from None
-        except ValueError as error:
+            found = np.asarray(series.cast(nw.Float64()).to_numpy(), dtype="float64")
+        else:
+            found = np.array([self._number(*cell, name) for cell in enumerate(series.to_list())])
+        if len(rows := np.flatnonzero(np.isinf(found))):
             raise ValueError(
-                f"{name}: {error}. It had numbers where it was fitted; pass it in "
-                "categorical_features if it is not a number."
+                f"Input X contains infinity or a value too large for dtype('float64'), in "
+                f"{place(rows, name, self.first)}. Replace it, or make it NaN, which counts as "
+                "missing."
+            )
+        return found
+
+    def _number(self, row: int, value: Any, name: str) -> float:
+        try:
+            return math.nan if is_missing(value) else float(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"{place([row], name, self.first)}: {error}. By its type, or as it was "
+                "fitted, this is a column of numbers; if it is not, see categorical_features."
             ) from None
+
+    def check(self) -> Table:
+        """Raise where a column that is not categorical can't be read as numbers."""
+        for column in range(len(self.names)):
+            if not self.is_categorical(column):
+                self.numbers(column)
+        return self
 
     def values(self, column: int) -> list[Any]:
         """Return a column as Python values, None or NaN where one is missing."""
@@ -79,27 +95,25 @@ class Table:
         return Table(self.frame[rows])
 
     def block(self, columns: Sequence[int]) -> np.ndarray:
-        """Return columns as one float64 array; infinite numbers are an error."""
+        """Return columns as one float64 array."""
         import numpy as np
 
         if not columns:
             return np.zeros((self.rows, 0))
-        found = np.column_stack([self.numbers(j) for j in columns])
-        infinite: Any = np.isinf(found).any(axis=0)
-        if infinite.any():
-            names = [self.names[j] for j, yes in zip(columns, infinite, strict=True) if yes]
-            raise ValueError(
-                "Input X contains infinity or a value too large for dtype('float64'), in "
-                f"{', '.join(names[:5])}. Replace it, or make it NaN, which counts as missing."
-            )
-        return found
+        return np.column_stack([self.numbers(j) for j in columns])
 
 
-def from_frame(x: Any) -> Table:
+def place(rows: Any, column: str | None = None, first: int = 0) -> str:
+    """Return words for the first of some rows, as users count them from 0, and its column."""
+    more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
+    return f"row {first + int(rows[0])}{more}" + (f" of column {column!r}" if column else "")
+
+
+def from_frame(x: Any, first: int = 0) -> Table:
     """Return a data frame as a table."""
     import narwhals.stable.v2 as nw
 
-    return Table(nw.from_native(x, eager_only=True))
+    return Table(nw.from_native(x, eager_only=True), first)
 
 
 def from_array(array: np.ndarray, names: Sequence[str] | None = None) -> Table:
@@ -140,7 +154,6 @@ def label(value: Any) -> str:
 
 def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
     """Return ``X`` as a table; remember its columns, or compare them with those remembered."""
-    from sklearn.utils import assert_all_finite
     from sklearn.utils.validation import check_array, validate_data
 
     if type(X).__name__ == "LazyFrame":
@@ -153,19 +166,19 @@ def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
                 f"Found array with {shape[0]} sample(s) and {shape[1]} feature(s) ({shape=}) while "
                 "a minimum of 1 is required."
             )
-        return table
+        return table.check()
     X = validate_data(estimator, X, dtype=None, ensure_all_finite=False, reset=reset)
     if X.dtype.kind == "O" and not any(isinstance(v, (str, bytes)) for v in X.flat):
         X = check_array(X, dtype="float64", ensure_all_finite=False)
-    if X.dtype.kind == "f":
-        assert_all_finite(
-            X, allow_nan=True, estimator_name=type(estimator).__name__, input_name="X"
-        )
-    return from_array(X, [str(name) for name in getattr(estimator, "feature_names_in_", [])])
+    names = [str(name) for name in getattr(estimator, "feature_names_in_", [])]
+    return from_array(X, names).check()
 
 
-def read_target(y: Any) -> np.ndarray:
-    """Return a target as an array; a missing value is an error, a column of one is a vector."""
+def read_target(y: Any, name: str | None = None, first: int = 0) -> np.ndarray:
+    """Return a target as an array; one that is missing or infinite is an error that names its row.
+
+    A table of one column is a vector. ``first`` is the number of the first row.
+    """
     import narwhals.stable.v2 as nw
     import numpy as np
     from sklearn.utils import column_or_1d
@@ -173,13 +186,21 @@ def read_target(y: Any) -> np.ndarray:
     if type(y).__module__.startswith("pyarrow") and not is_frame(y):
         y = np.array(y.to_pylist())
     y = nw.from_native(y, allow_series=True, pass_through=True)
+    names = list(y.columns) if hasattr(y, "columns") else None
     y = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
-    missing = [is_missing(v) for v in y.flat] if y.dtype.kind == "O" else y != y
-    if np.any(missing):
-        raise ValueError(
-            f"Input y contains NaN: the target of {int(np.sum(missing))} rows is missing. Leave "
-            "these rows out."
-        )
+    numbers = y
+    if y.dtype.kind == "O":
+        floats = (float, np.floating)
+        cells = [math.nan if is_missing(v) else v if isinstance(v, floats) else 0.0 for v in y.flat]
+        numbers = np.array(cells, dtype="float64").reshape(y.shape)
+    infinite = np.isinf(numbers) if numbers.dtype.kind == "f" else np.False_
+    missing = numbers != numbers
+    for wrong, what in ((missing, "NaN: the target is missing"), (infinite, "infinity")):
+        if np.any(wrong):
+            cells = np.argwhere(wrong)
+            column = str(names[cells[0, 1]]) if names else name
+            where = place(cells[:, 0], column, first)
+            raise ValueError(f"Input y contains {what} in {where}. Leave such rows out.")
     return column_or_1d(y, warn=True) if y.ndim == 2 and y.shape[1] == 1 else y
 
 
@@ -198,30 +219,23 @@ def read_weights(sample_weight: Any, rows: int) -> Tensor:
 
 def choose_categorical(table: Table, chosen: Any) -> list[int]:
     """Return the numbers of the categorical columns, as the option of that name chooses them."""
-    count = len(table.names)
+    import numpy as np
+
     if isinstance(chosen, str):
         if chosen != "auto":
             raise ValueError(
                 "categorical_features: expected 'auto', a list of names or numbers of columns, or "
                 f"a mask; got {chosen!r}. For one column write [{chosen!r}]."
             )
-        return [j for j in range(count) if table.is_categorical(j)]
+        return [j for j in range(len(table.names)) if table.is_categorical(j)]
+    numbers = {name: j for j, name in enumerate(table.names)}
     given = [] if chosen is None else list(chosen)
-    if given and all(isinstance(v, bool) or type(v).__name__ == "bool" for v in given):
-        if len(given) != count:
-            raise ValueError(
-                f"categorical_features: expected a mask of {count} columns; got one of {len(given)}"
-            )
-        return [j for j, yes in enumerate(given) if yes]
-    found = set()
-    for value in given:
-        if isinstance(value, str):
-            if value not in table.names:
-                hint = closest(value, table.names)
-                raise ValueError(f"categorical_features: no column {value!r}{hint}")
-            found.add(table.names.index(value))
-        elif -count <= int(value) < count:
-            found.add(int(value) % count)
-        else:
-            raise ValueError(f"categorical_features: no column {value}; there are {count}")
-    return sorted(found)
+    for name in given:
+        if isinstance(name, str) and name not in numbers:
+            hint = closest(name, table.names)
+            raise ValueError(f"categorical_features: no column {name!r}{hint}")
+    index = [numbers[v] if isinstance(v, str) else v for v in given]
+    try:
+        return np.unique(np.arange(len(numbers))[np.array(index)]).tolist() if index else []
+    except IndexError as error:
+        raise ValueError(f"categorical_features: {error}") from None

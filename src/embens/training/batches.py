@@ -12,21 +12,19 @@ processes takes its part of every batch; a loader has to deal out rows itself
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from embens.checks import find_gaps, find_rows
+from embens.checks import check_rows
 from embens.training import randomness
 from embens.training.parallel import ALONE, World
 
-EXPECTED = (
-    "expected tensors (inputs, targets), a torch Dataset of such pairs, or a DataLoader of batches"
-)
-_BLOCK = 2**24  # bytes of tensors that are put into a new order at once
+EXPECTED = "tensors (inputs, targets), a torch Dataset of such pairs, or a DataLoader of batches"
 
 
 class Minibatch(NamedTuple):
@@ -42,133 +40,119 @@ class Minibatch(NamedTuple):
     numbers: Tensor | None = None
 
 
-class Samples(NamedTuple):
-    """Samples that are found by number.
+@dataclass
+class Batches:
+    """Batches of some data.
 
     Attributes:
-        fetch: returns the leaves of ``(inputs, target)`` of some of them, and how to put them
-            together.
-        size: how many there are.
-        together: how many may be fetched at once; 0: random items, in the order of the batches.
-        gaps: for tensors, where they are not finite; None: to be looked for in every batch.
-        suspects: the numbers of those rows.
-        labels: the targets of all of them, or nothing.
+        data: tensors ``(inputs, target)``, a data set or a loader.
+        batch_size: rows of a batch, in all processes together; a loader has its own.
+        seed: of the orders, which the number of the epoch changes; None: the rows as they are.
+        own: another order, and an axis, for each of so many members.
+        world: the processes that share each batch.
+        repetition: with ``own``, the fraction of rows that is the same for all members. None: the
+            batches of a loader have the members first already; else their rows are dealt out.
+        name: for messages.
     """
 
-    fetch: Callable[[Tensor], tuple[list[Any], TreeSpec]]
-    size: int
-    together: int = 0
-    gaps: str | None = None
-    suspects: Tensor | None = None
-    labels: Any = None
+    data: Any
+    batch_size: int
+    seed: int | None = 0
+    own: int | None = None
+    world: World = ALONE
+    repetition: float | None = None
+    name: str = "train"
+    count: int = field(init=False, default=0)
+    """How many rows, or batches of a loader; 0: not known."""
+    tensors: tuple[Any, Any] | None = field(init=False, default=None)
+    """All inputs and targets, where the data are tensors."""
+    generators: list[torch.Generator] = field(init=False, default_factory=list)
+    """What a loader draws from."""
 
 
-class Shuffled:
-    """Batches of samples; with ``own`` another order, and an axis, for each of so many members.
-
-    A fraction ``repetition`` of the rows is then the same for all of them.
-    """
+@dataclass
+class Shuffled(Batches):
+    """Batches of samples that are found by number: of tensors, or of a map-style data set."""
 
     resumable = True
 
-    def __init__(
-        self,
-        samples: Samples,
-        batch_size: int,
-        seed: int,
-        own: int | None,
-        world: World,
-        repetition: float = 0.0,
-    ):
-        self.samples, self.count, self.batch_size = samples, samples.size, batch_size
-        self.seed, self.own, self.world, self.repetition = seed, own, world, repetition
-        self.generators: list[torch.Generator] = []
+    def __post_init__(self) -> None:
+        data = self.data
+        if isinstance(data, TensorDataset):
+            data = data.tensors
+        if isinstance(data, (tuple, list)):
+            self.count = check_rows(self.name, list(data), EXPECTED)
+            self.tensors = parts_of(data, f"{self.name}: expected {EXPECTED}")
+        elif hasattr(data, "__getitem__") and not isinstance(data, (Tensor, dict, str)):
+            self.count = len(data)
+        else:
+            parts = hasattr(data, "train") and hasattr(data, "test")
+            hint = ". Pass one part: data.train" if parts else ""
+            raise TypeError(f"{self.name}: expected {EXPECTED}; got {type(data).__name__}{hint}")
+        if self.count == 0:
+            raise ValueError(f"{self.name}: expected at least one sample; got none")
 
     def __len__(self) -> int:
         return -(-self.count // self.batch_size)
 
     def order(self, epoch: int) -> Tensor:
         """Return the order of the rows in an epoch; with ``own``, one for each member."""
+        if self.seed is None:
+            return torch.arange(self.count)
         generator = torch.Generator().manual_seed(randomness.combine(self.seed, epoch))
         if self.own:
-            return deal(self.count, self.own, self.repetition, generator)
+            return deal(self.count, self.own, self.repetition or 0.0, generator)
         return torch.randperm(self.count, generator=generator)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
-        indices = self.order(epoch).split(self.batch_size, -1)
-        if self.own or self.world.size > 1:
-            yield from map(self._part, indices[start:])
-            return
-        block = max(1, self.samples.together // self.batch_size)
-        for first in range(start - start % block, len(self), block):
-            several = indices[first : first + block]
-            sizes = [len(index) for index in several]
-            leaves, form = self.samples.fetch(torch.cat(several))
-            columns = [v.split(sizes) for v in leaves] if block > 1 else [[v] for v in leaves]
-            for step, batch in enumerate(zip(*columns, strict=True)):
-                if first + step >= start:
-                    inputs, target = tree_unflatten(batch, form)
-                    yield Minibatch(inputs, target, sizes[step], sizes[step], several[step])
+        for index in self.order(epoch).split(self.batch_size, -1)[start:]:
+            mine = index.tensor_split(self.world.size, -1)[self.world.rank]
+            rows = mine.shape[-1]
+            mine = mine if rows else index[..., :1]  # too few to share: any row, counted as none
+            yield Minibatch(*self._fetch(mine), rows, index.shape[-1], mine)
 
-    def _part(self, index: Tensor) -> Minibatch:
-        total = index.shape[-1]
-        mine = index.tensor_split(self.world.size, -1)[self.world.rank]
-        rows = mine.shape[-1]
-        mine = mine if rows else index[..., :1]  # too few to share: any row, counted as none
-        leaves, form = self.samples.fetch(mine.flatten())
-        if self.own:
-            leaves = [v.unflatten(0, mine.shape) for v in leaves]
-        inputs, target = tree_unflatten(leaves, form)
-        return Minibatch(inputs, target, rows, total, mine)
+    def _fetch(self, index: Tensor) -> tuple[Any, Any]:
+        flat = index.flatten()
+        if self.tensors:
+            parts = map_tensors(lambda t: t.index_select(0, flat.to(t.device)), self.tensors)
+        else:
+            many, numbers = getattr(self.data, "__getitems__", None), flat.tolist()
+            items = many(numbers) if many else [self.data[i] for i in numbers]
+            parts = parts_of(default_collate(items), "the data set: expected items (input, target)")
+        return map_tensors(lambda v: v.unflatten(0, index.shape), parts) if self.own else parts
 
 
-class Loaded:
-    """Batches of a user's loader, which may draw from generators of its own.
-
-    With ``repetition`` the rows of a batch are dealt out to every member in another order; without,
-    batches of members' own have the members first already.
-    """
+@dataclass
+class Loaded(Batches):
+    """Batches of a user's loader, which may draw from generators of its own."""
 
     resumable = False
-    samples = None
 
-    def __init__(
-        self,
-        loader: Any,
-        own: int | None,
-        repetition: float | None = None,
-        name: str = "train",
-    ):
-        self.loader, self.own, self.repetition, self.name = loader, own, repetition, name
+    def __post_init__(self) -> None:
         try:
-            self.count = len(loader)
+            self.count = len(self.data)
         except TypeError:
-            self.count = 0  # not known
+            pass
         else:
             self._check_count(self.count)
-        sampler = getattr(loader, "sampler", None)
-        found = (getattr(loader, "generator", None), getattr(sampler, "generator", None))
-        found = {id(g): g for g in found if isinstance(g, torch.Generator)}
-        self.generators = list(found.values())
+        sampler = getattr(self.data, "sampler", None)
+        found = (getattr(self.data, "generator", None), getattr(sampler, "generator", None))
+        self.generators = list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
     def __len__(self) -> int:
         return self.count
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
-        sampler, number = getattr(self.loader, "sampler", None), 0
+        sampler, number = getattr(self.data, "sampler", None), 0
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)  # type: ignore[union-attr]
-        for number, values in enumerate(self.loader, 1):
-            if not isinstance(values, (tuple, list)) or len(values) < 2:
-                raise TypeError(
-                    f"{self.name}: expected a loader of batches (inputs, targets); got "
-                    f"{type(values).__name__}. Give the data set or the collate_fn that form."
-                )
-            inputs, target = parts_of(values)
+        for number, values in enumerate(self.data, 1):
+            expected = f"{self.name}: expected a loader of batches (inputs, targets)"
+            inputs, target = parts_of(values, expected)
             if self.own and self.repetition is not None:
                 orders = deal(count_rows(target), self.own, self.repetition)
-                inputs, target = tree_map(lambda v, orders=orders: v[orders], (inputs, target))
-            rows = count_rows(target, self.own)
+                inputs, target = map_tensors(lambda v, o=orders: v[o], (inputs, target))
+            rows = count_rows(target, 1 if self.own else 0)
             if rows == 0:
                 raise ValueError(f"{self.name}: batch {number} of the loader has no rows")
             yield Minibatch(inputs, target, rows, None)
@@ -176,10 +160,24 @@ class Loaded:
 
     def _check_count(self, batches: int) -> None:
         if batches == 0:
-            once = "" if isinstance(self.loader, DataLoader) else ". An iterator can be used once"
+            once = "" if isinstance(self.data, DataLoader) else ". An iterator can be used once"
             raise ValueError(
                 f"{self.name}: expected at least one batch; the loader gave none{once}"
             )
+
+
+def training_batches(data: Any, batch_size: int, **options: Any) -> Shuffled | Loaded:
+    """Return the batches of any kind of data; the options are those of :class:`Batches`."""
+    if isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size)
+    iterable = isinstance(data, Iterable) and not hasattr(data, "__getitem__")
+    kind = Loaded if iterable or isinstance(data, DataLoader) else Shuffled
+    return kind(data, batch_size, **options)
+
+
+def validation_batches(data: Any, batch_size: int) -> Shuffled | Loaded:
+    """Return batches of all rows, in their order."""
+    return training_batches(data, batch_size, seed=None, name="validation")
 
 
 def deal(
@@ -195,8 +193,10 @@ def deal(
     return orders
 
 
-def parts_of(values: Sequence[Any]) -> tuple[Any, Any]:
+def parts_of(values: Any, expected: str) -> tuple[Any, Any]:
     """Return the inputs, a tuple or a dict, and the target of a batch."""
+    if not isinstance(values, Sequence) or len(values) < 2:
+        raise TypeError(f"{expected}; got {type(values).__name__}. Wrap the data to give these.")
     *inputs, target = values
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
         return dict(inputs[0]), target
@@ -204,101 +204,18 @@ def parts_of(values: Sequence[Any]) -> tuple[Any, Any]:
     return tuple(inputs[0] if several else inputs), target
 
 
-def count_rows(target: Any, own: int | None = None) -> int:
+def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """Apply a function to the tensors in a tree; for tuples faster than ``tree_map``."""
+    if isinstance(values, Tensor):
+        return function(values)
+    if type(values) is tuple:
+        return tuple(map_tensors(function, value) for value in values)
+    return tree_map(lambda v: function(v) if isinstance(v, Tensor) else v, values)
+
+
+def count_rows(target: Any, axis: int = 0) -> int:
     """Return the number of samples behind a target."""
     leaf = next((v for v in tree_leaves(target) if isinstance(v, Tensor) and v.dim()), None)
     if leaf is None:
         raise TypeError("the data: expected targets with one row for each sample; got none")
-    return leaf.shape[1 if own else 0]
-
-
-def training_batches(
-    data: Any,
-    batch_size: int,
-    *,
-    seed: int = 0,
-    own: int | None = None,
-    world: World = ALONE,
-    repetition: float | None = None,
-    name: str = "train",
-) -> Shuffled | Loaded:
-    """Return the batches to train on; ``name`` is for messages."""
-    if isinstance(data, IterableDataset):
-        data = DataLoader(data, batch_size)
-    if isinstance(data, DataLoader) or (
-        isinstance(data, Iterable) and not hasattr(data, "__getitem__")
-    ):
-        return Loaded(data, own, repetition, name)
-    samples = samples_of(data, name)
-    return Shuffled(samples, batch_size, seed, own, world, repetition or 0.0)
-
-
-class InOrder(Shuffled):
-    """Batches of all rows, in their order."""
-
-    def order(self, epoch: int) -> Tensor:
-        return torch.arange(self.count)
-
-
-def validation_batches(data: Any, batch_size: int) -> Shuffled | Loaded:
-    """Return batches of all rows, in their order."""
-    batches = training_batches(data, batch_size, name="validation")
-    if isinstance(batches, Loaded):
-        return batches
-    return InOrder(batches.samples, batch_size, 0, None, ALONE)
-
-
-def samples_of(data: Any, name: str) -> Samples:
-    """Return the samples in tensors or in a map-style data set; ``name`` is for messages."""
-    if isinstance(data, TensorDataset):
-        data = data.tensors
-    if isinstance(data, (tuple, list)):
-        samples = _samples_of_tensors(data, name)
-    elif isinstance(data, Dataset) or (
-        hasattr(data, "__getitem__")
-        and hasattr(data, "__len__")
-        and not isinstance(data, (Tensor, dict, str))
-    ):
-        samples = Samples(lambda index: _collate(data, index.tolist()), len(data))  # type: ignore[arg-type]
-    else:
-        parts = hasattr(data, "train") and hasattr(data, "test")
-        hint = ". Pass one part: data.train" if parts else ""
-        raise TypeError(f"{name}: {EXPECTED}; got {type(data).__name__}{hint}")
-    if samples.size == 0:
-        raise ValueError(f"{name}: expected at least one sample; got none")
-    return samples
-
-
-def _samples_of_tensors(data: Sequence[Any], name: str) -> Samples:
-    inputs, target = parts = parts_of(data) if len(data) > 1 else ((), data)
-    tensors, form = tree_flatten(parts)
-    if not inputs or not all(isinstance(t, Tensor) and t.dim() for t in tensors):
-        got = ", ".join(type(t).__name__ for t in tensors)
-        raise TypeError(f"{name}: {EXPECTED}; got ({got})")
-    count = len(tensors[-1])
-    if any(len(t) != count for t in tensors):
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-        raise ValueError(f"{name}: expected as many inputs as targets; got shapes {shapes}")
-    size = sum(t.nbytes for t in tensors) // max(1, count)
-    gaps = find_gaps("inputs", inputs) or find_gaps("targets", target)
-    suspects = [find_rows(~t.isfinite()).cpu() for t in tensors if gaps and t.is_floating_point()]
-    return Samples(
-        lambda i: ([t.index_select(0, i.to(t.device)) for t in tensors], form),
-        count,
-        _BLOCK // max(1, size),
-        gaps,
-        torch.cat(suspects).unique() if suspects else None,
-        target,
-    )
-
-
-def _collate(data: Any, numbers: list[int]) -> tuple[list[Any], TreeSpec]:
-    many = getattr(data, "__getitems__", None)
-    items = many(numbers) if many else [data[i] for i in numbers]
-    values = default_collate(items)
-    if not isinstance(values, (tuple, list)) or len(values) < 2:
-        raise TypeError(
-            f"the data set: expected items (input, target); got {type(items[0]).__name__}. Wrap it "
-            "in one that returns such pairs."
-        )
-    return tree_flatten(parts_of(values))
+    return leaf.shape[axis]

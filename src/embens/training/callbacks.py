@@ -20,6 +20,7 @@ from embens.checks import check_choice, closest
 from embens.files import write_atomically
 
 MOMENTS = ("on_step", "on_epoch", "on_end")
+_EACH: tuple[Literal["epoch", "step"], ...] = ("epoch", "step")
 
 
 def by_moment(callbacks: Sequence[Any]) -> dict[str, list[Callable]]:
@@ -43,18 +44,7 @@ def by_moment(callbacks: Sequence[Any]) -> dict[str, list[Callable]]:
     return found
 
 
-class Records:
-    """A callback that writes each epoch's record, or each step's."""
-
-    def __init__(self, each: Literal["epoch", "step"]):
-        self.each = check_choice("each", each, ("epoch", "step"))
-        setattr(self, f"on_{each}", lambda ensemble, record: self.write(record))
-
-    def write(self, record: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class CSV(Records):
+class CSV:
     """Append a row for each epoch, or for each step, to a file.
 
     A run that goes on from a checkpoint goes on with its file: rows after the checkpoint are
@@ -62,10 +52,10 @@ class CSV(Records):
     """
 
     def __init__(self, path: str | os.PathLike[str], each: Literal["epoch", "step"] = "epoch"):
-        super().__init__(each)
-        self.path, self._last = Path(path), -1
+        self.path, self.each, self._last = Path(path), check_choice("each", each, _EACH), -1
+        setattr(self, f"on_{each}", self.write)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, ensemble: Any, record: dict[str, Any]) -> None:
         if self._last < 0 or record[self.each] <= self._last:
             self._begin(list(record), record[self.each])
         with self.path.open("a", newline="") as file:
@@ -83,17 +73,17 @@ class CSV(Records):
         write_atomically(self.path, "".join([header, *rows]))
 
 
-class Log(Records):
+class Log:
     """Pass records on to a logger that has ``log(dict)`` or ``add_scalar(name, value, step)``."""
 
     def __init__(self, logger: Any, each: Literal["epoch", "step"] = "epoch"):
-        super().__init__(each)
-        self.logger = logger
+        self.logger, self.each = logger, check_choice("each", each, _EACH)
+        setattr(self, f"on_{each}", self.write)
         if not hasattr(logger, "log") and not hasattr(logger, "add_scalar"):
             kind = type(logger).__name__
             raise TypeError(f"logger: expected one with log(dict) or add_scalar; got {kind}")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, ensemble: Any, record: dict[str, Any]) -> None:
         if not hasattr(self.logger, "add_scalar"):
             self.logger.log(dict(record))
             return

@@ -30,11 +30,10 @@ def select(
 ) -> EmbeddedEnsemble:
     """Choose members one by one, each the best to add, with replacement.
 
-    Beginning with the best single member, every step adds the one with which the ensemble of all
-    chosen so far is best on the data; of equals the first. Log loss of the mean probability and
-    squared error of the mean output are convex, so under them the chosen are together never worse
-    than the best single member. Where another metric ends worse than that, the best of the shorter
-    choices on the way is taken. Members' outputs are computed once.
+    Every step adds the member with which all chosen so far are together best on the data; of equals
+    the first. Under log loss and squared error, which are convex, the chosen are never worse than
+    the best single member; where another metric ends worse than that, the best of the shorter
+    choices is taken.
 
     Args:
         ensemble: of any family with fixed members; not changed.

@@ -59,17 +59,9 @@ class Settings:
     each: EachMember | None = None
 
     def check(self, validation: bool) -> None:
-        least = {
-            "epochs": 0,
-            "batch_size": 1,
-            "chunk": 1,
-            "patience": 1,
-            "seed": 0,
-            "accumulate": 1,
-        }
-        for name, low in least.items():
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), low)
+        for name in ("epochs", "batch_size", "chunk", "patience", "seed", "accumulate"):
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, 0 if name in ("epochs", "seed") else 1)
         choices = {**OPTIONS, "keep": ("best", "last"), "schedule_by": ("epoch", "step")}
         choices["autocast"] = (None, torch.bfloat16, torch.float16)
         for name, possible in choices.items():
@@ -90,11 +82,7 @@ class Settings:
             raise ValueError(f"of={self.of!r} needs batch='same'; got batch={self.batch!r}")
         if self.patience is not None and not validation:
             raise ValueError("patience: early stopping needs validation data; got none")
-        self.more_is_better()
-
-    def more_is_better(self, name: str = "accuracy") -> bool:
-        """Return the direction of the metric; ``name`` is what None stands for."""
-        return more_is_better(name if self.metric is None else self.metric, self.maximise)
+        more_is_better(self.metric or "accuracy", self.maximise)
 
     def make_optimizer(self, ensemble: EmbeddedEnsemble) -> Optimizer:
         """Return the optimizer, with gamma in its rates; None: SGD with momentum 0.9."""

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils._pytree import tree_map
 
 from embens.checks import check_choice, check_members, check_whole, suggest
 from embens.embedding.families import join
@@ -38,7 +37,7 @@ from embens.ensemble.export import evaluating
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import Criterion
 from embens.training import parallel, randomness
-from embens.training.batches import training_batches
+from embens.training.batches import map_tensors, training_batches
 from embens.training.loop import fit
 
 SCHEDULES = ("cosine", "triangular", "swag")
@@ -247,7 +246,7 @@ def _estimate_statistics_(ensemble: EmbeddedEnsemble, batches: Any, seed: int) -
     with randomness.seeded(seed), evaluating(ensemble):  # to have their modes again at the end
         ensemble.train()
         for batch in batches.epoch(0):
-            args, kwargs = ensemble.bind(tree_map(lambda v: v.to(device), batch.inputs))
+            args, kwargs = ensemble.bind(map_tensors(lambda v: v.to(device), batch.inputs))
             ensemble(*args, **kwargs)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

@@ -11,7 +11,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils._pytree import tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from embens.checks import find_gaps
 from embens.ensemble.export import evaluating
@@ -38,6 +39,7 @@ from embens.training.batches import (
     Loaded,
     Minibatch,
     Shuffled,
+    map_tensors,
     training_batches,
     validation_batches,
 )
@@ -47,7 +49,7 @@ from embens.training.clipping import clip_gradients_
 from embens.training.each import EachMember
 from embens.training.history import History, Tally, history_of
 from embens.training.progress import Progress
-from embens.training.settings import Settings, linear_decay
+from embens.training.settings import Settings, linear_decay, more_is_better
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
@@ -90,15 +92,15 @@ class Trainer:
                 "can't do for each other; use one process, or batch='same' or 'own'"
             )
         own = ensemble.members if settings.batch == "own" else None
-        heads = ensemble.plan.heads
-        repetition = None if heads is None else heads.repetition
+        repetition = ensemble.plan.heads and ensemble.plan.heads.repetition
         options = {"seed": settings.seed, "own": own, "world": self.world, "repetition": repetition}
         self.batches = training_batches(train, settings.batch_size, **options)
-        rows = self.batches.count if isinstance(self.batches, Shuffled) else None
         if settings.each is not None:
+            rows = self.batches.count if self.batches.resumable else None
             settings.each.check(ensemble.members, rows, settings.optimizer)
-        given = validation is not None
-        self.validation = validation_batches(validation, settings.batch_size) if given else None
+        self.validation: Shuffled | Loaded | None = None
+        if validation is not None:
+            self.validation = validation_batches(validation, settings.batch_size)
         if self.world.rank > 0:
             progress, self.callbacks, self.moments = False, (), by_moment(())
         self.progress = Progress(progress, settings.epochs, len(self.batches))
@@ -152,10 +154,7 @@ class Trainer:
         if self.settings.epochs == 0:
             self.stopped = "epochs"
         if self.stopped is None:
-            self._try_out("train", self.batches)
-            if self.validation is not None:
-                self._try_out("validation", self.validation)
-            self._try_last_batch()
+            self._check_data()
         self.progress.start(self.steps)
         with self.progress:
             while self.stopped is None:
@@ -185,13 +184,10 @@ class Trainer:
         """Make one step on the mean over the rows of some batches."""
         for parameter in self.parameters:
             parameter.grad = None
-        rows = sum(batch.rows for batch in several)
-        totals = [batch.total for batch in several if batch.total is not None]
-        weights = [batch.rows / max(1, rows) for batch in several] if len(several) > 1 else [1.0]
-        loss, members = self._add_gradients(several[0], weights[0])
-        for batch, weight in zip(several[1:], weights[1:], strict=True):
-            loss = loss + self._add_gradients(batch, weight)[0]
-        total = sum(totals) if len(totals) == len(several) else None
+        rows, totals = sum(b.rows for b in several), [b.total for b in several]
+        parts = [self._add_gradients(b, b.rows / rows if rows else 1.0) for b in several]
+        loss, members = reduce(torch.add, [loss for loss, _ in parts]), parts[0][1]
+        total = None if None in totals else sum(totals)  # type: ignore[arg-type]
         loss = parallel.average_(self.world, loss, self.parameters, rows, total)
         moved = self._update()
         self.step += 1
@@ -227,7 +223,7 @@ class Trainer:
         """Add a batch's gradients, times a weight; return its objective and how many members."""
         number = f"batch {self.step + 1}"
         gaps = self._look("train", self.batches, batch, number)
-        inputs, target = self._move(batch.inputs), self._move(batch.target)
+        inputs, target = self._move((batch.inputs, batch.target))
         try:
             loss, losses, outputs = self._backward(inputs, target, weight, batch.numbers)
         except (RuntimeError, ValueError) as error:  # what is not finite may be refused somewhere
@@ -280,7 +276,7 @@ class Trainer:
             return 0.0
         batches = self.batches
         try:
-            rows = batches.count if isinstance(batches, Shuffled) else len(batches.loader.dataset)
+            rows = batches.count if isinstance(batches, Shuffled) else len(batches.data.dataset)
         except (AttributeError, TypeError):
             raise TypeError(
                 "train: the objective of these members has their divergence from the prior, "
@@ -293,17 +289,15 @@ class Trainer:
         loss = loss if weight == 1 else weight * loss
         return self.scaler.scale(loss) if self.scaler else loss
 
-    def _autocast(self) -> torch.autocast:
+    def _autocast(self) -> AbstractContextManager:
         kind = self.settings.autocast
-        return torch.autocast(self.device.type, kind, enabled=kind is not None)
+        return nullcontext() if kind is None else torch.autocast(self.device.type, kind)
 
     def _outputs(self, call: Callable, inputs: Any, batch: BatchKind = "same") -> Any:
         args, kwargs = self.ensemble.bind(inputs)
-        if self.settings.autocast is None:
-            return call(*args, batch=batch, **kwargs)
         with self._autocast():
             outputs = call(*args, batch=batch, **kwargs)
-        return tree_map(_full, outputs)
+        return outputs if self.settings.autocast is None else tree_map(_full, outputs)
 
     def _losses(
         self,
@@ -328,60 +322,56 @@ class Trainer:
         )
 
     def _move(self, values: Any) -> Any:
-        if isinstance(values, Tensor):
-            return values.to(self.device, non_blocking=True)
-        return tree_map(lambda v: self._move(v) if isinstance(v, Tensor) else v, values)
+        return map_tensors(lambda v: v.to(self.device, non_blocking=True), values)
 
     # Data
 
     def _look(self, name: str, batches: Shuffled | Loaded, batch: Minibatch, number: str) -> str:
         """Return where a batch that was not looked at before is not finite; note its labels."""
-        if batches.samples is not None and batches.samples.gaps is not None:
+        if batches.tensors is not None:
             return ""
         self._labels.append((f"{name}: {number}", batch.target))
         gaps = find_gaps("inputs", batch.inputs) or find_gaps("targets", batch.target)
         return gaps and f"{number}: {gaps}"
 
     @torch.no_grad()
-    def _try_out(self, name: str, batches: Shuffled | Loaded) -> None:
-        """Refuse tensors with rows that are not finite, and that make losses that are not."""
-        if (samples := batches.samples) is None or samples.gaps is None:
-            return
-        self._labels.append((name, samples.labels))
-        if (suspects := samples.suspects) is None:
-            return
-        criterion, good = self.criterion, torch.ones(samples.size, dtype=torch.bool)
-        good[suspects] = False
-        some = good.nonzero().flatten()[: self.settings.batch_size]  # for a criterion to count
-        for rows in suspects.split(self.settings.batch_size):
-            inputs, target = map(
-                self._move, tree_unflatten(*samples.fetch(torch.cat([rows, some])))
-            )
-            with evaluating(self.ensemble), randomness.seeded(self.settings.seed):
-                losses = self._losses(self._outputs(self.ensemble, inputs), target)
-            _refuse(name, samples.gaps, losses.sum())
-        self.criterion = criterion
+    def _check_data(self) -> None:
+        """Refuse, before anything is spent, tensors that would not do.
 
-    @torch.no_grad()
-    def _try_last_batch(self) -> None:
-        """Refuse a last batch with too few rows for BatchNorm, before anything is spent."""
-        batches, split = self.batches, self.settings.batch == "split"
-        if isinstance(batches, Loaded) or self.steps:
+        Where they are not finite the first epoch is rehearsed: their losses may be.
+        """
+        settings, criterion, known = self.settings, self.criterion, []
+        for name, batches in (("train", self.batches), ("validation", self.validation)):
+            if batches is not None and batches.tensors is not None:
+                inputs, target = batches.tensors
+                self._labels.append((name, target))
+                gaps = find_gaps("inputs", inputs) or find_gaps("targets", target)
+                known += [(name, batches, gaps)] if gaps else []
+        for name, batches, gaps in known:
+            kind = settings.batch if name == "train" else "same"
+            with evaluating(self.ensemble), randomness.seeded(settings.seed):
+                for batch in batches.epoch(0):
+                    inputs, target = self._move((batch.inputs, batch.target))
+                    loss = self._losses(self._outputs(self.ensemble, inputs, kind), target, kind)
+                    parallel.sum_(self.world, [loss := loss.sum()])
+                    _refuse(name, gaps, loss)
+            self.criterion = criterion
+        if self.steps or isinstance(self.batches, Loaded):
             return
-        rows = (batches.count - 1) % batches.batch_size + 1
-        if rows >= 2 * self.world.size * (self.ensemble.members if split else 1):
-            return
-        self.ensemble.train()
-        (last,) = batches.epoch(0, len(batches) - 1)
-        try:
-            with randomness.seeded(self.settings.seed):
-                self._outputs(self.ensemble, self._move(last.inputs), self.settings.batch)
-        except ValueError as error:
-            _explain(error, f"train: the last of {batches.count} rows in batches of "
-                     f"{batches.batch_size} are {rows}")  # fmt: skip
-            raise
-        finally:
-            self.ensemble.load_state_dict(self.good)
+        rows = (self.batches.count - 1) % settings.batch_size + 1
+        split = self.ensemble.members if settings.batch == "split" else 1
+        if rows < 2 * self.world.size * split:  # too few for BatchNorm?
+            (last,) = self.batches.epoch(0, len(self.batches) - 1)
+            self.ensemble.train()
+            try:
+                with randomness.seeded(settings.seed):
+                    self._outputs(self.ensemble, self._move(last.inputs), settings.batch)
+            except ValueError as error:
+                _explain(error, f"train: the last of {self.batches.count} rows in batches of "
+                         f"{settings.batch_size} are {rows}")  # fmt: skip
+                raise
+            finally:
+                self.ensemble.load_state_dict(self.good)
 
     def check_losses(self) -> None:
         """Raise :class:`Divergence` if a loss since the last time is not finite."""
@@ -399,12 +389,14 @@ class Trainer:
         self.tally.flush()
         parallel.sum_(self.world, self.tally.sums.values())
         record: dict[str, Any] = {"epoch": self.epoch + 1, **self.tally.summary()}
-        if not all_finite(self.ensemble.parameters()):
+        if not all_finite(self.parameters):
             raise self._divergence("a weight is not finite", self.step)
-        metric = self._validate(record) if self.validation is not None else math.nan
+        if self.validation is not None:
+            self._validate(record, self.validation)
+        metric = record.get("metric", math.nan)
         record |= zip(_RATES, self._rates(), strict=True)
-        norms = self.norms or [math.nan, math.nan]
-        record["gradient_norm_shared"], record["gradient_norm_individual"] = norms
+        norms = ("gradient_norm_shared", "gradient_norm_individual")
+        record |= zip(norms, self.norms or [math.nan, math.nan], strict=True)
         record["seconds"] = self.seconds
         self.records.append(record)
         self.epoch += 1
@@ -413,12 +405,13 @@ class Trainer:
         elif self.settings.schedule_by == "epoch":
             self.scheduler.step()
         self.keep_good()
-        self._compare(metric, record)
+        self._compare(metric)
         if self.epoch == self.settings.epochs:
             self.stopped = "epochs"
         self._begin_epoch()
         self.progress.epoch(record)
-        self._tell("on_epoch", history_of([record], None, None).epochs[0])
+        if self.moments["on_epoch"]:
+            self._tell("on_epoch", history_of([record], None, None).epochs[0])
 
     def _tell(self, moment: str, record: Any) -> None:
         for callback in self.moments[moment]:
@@ -426,44 +419,39 @@ class Trainer:
                 callback(self.ensemble, record)
 
     @torch.no_grad()
-    def _validate(self, record: dict[str, Any]) -> float:
-        """Add the validation columns; return the metric."""
-        assert self.validation is not None
+    def _validate(self, record: dict[str, Any], validation: Shuffled | Loaded) -> None:
+        """Add the validation columns, and the metric."""
         metric, tally = self.settings.metric, Tally(self.ensemble.members, device=self.device)
         kept: list[tuple[Any, Any]] = []
         seed = randomness.combine(self.settings.seed, self.epoch, 1)
         with evaluating(self.ensemble), randomness.seeded(seed):
-            for number, batch in enumerate(self.validation.epoch(0), 1):
-                gaps = self._look("validation", self.validation, batch, f"batch {number}")
-                target = self._move(batch.target)
-                outputs = self._outputs(self.ensemble, self._move(batch.inputs))
+            for number, batch in enumerate(validation.epoch(0), 1):
+                gaps = self._look("validation", validation, batch, f"batch {number}")
+                inputs, target = self._move((batch.inputs, batch.target))
+                outputs = self._outputs(self.ensemble, inputs)
                 losses = self._losses(outputs, target)
                 _refuse("validation", gaps, losses.sum())
                 tally.add(losses, outputs, target, batch.rows)
                 if callable(metric):
                     kept.append((outputs, target))
         record.update(tally.summary("validation_"))
+        if metric is None:
+            metric = "loss" if math.isnan(record["validation_ensemble_accuracy"]) else "accuracy"
         if callable(metric):
             outputs = gather([outputs for outputs, _ in kept], lambda parts: torch.cat(parts, 1))
             value = metric(outputs, gather([target for _, target in kept], torch.cat))
         else:
-            loss = self._metric_name(record) == "loss"
-            value = record["validation_loss" if loss else "validation_ensemble_accuracy"]
+            value = record[
+                "validation_loss" if metric == "loss" else "validation_ensemble_accuracy"
+            ]
         value = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
         parallel.broadcast_(self.world, [value])
-        record["metric"] = float(value)
-        return record["metric"]
+        record["metric"], self.more = float(value), more_is_better(metric, self.settings.maximise)
 
-    def _metric_name(self, record: dict[str, Any]) -> str:
-        if isinstance(self.settings.metric, str):
-            return self.settings.metric
-        return "loss" if math.isnan(record["validation_ensemble_accuracy"]) else "accuracy"
-
-    def _compare(self, metric: float, record: dict[str, Any]) -> None:
+    def _compare(self, metric: float) -> None:
         if math.isnan(metric):
             return
-        more = self.settings.more_is_better(self._metric_name(record))
-        better = metric > self.best_value if more else metric < self.best_value
+        better = metric > self.best_value if self.more else metric < self.best_value
         if math.isnan(self.best_value) or better:
             self.best_value, self.best_epoch = metric, self.epoch
             if self.settings.keep == "best":
@@ -502,7 +490,7 @@ class Trainer:
         self.tally.flush()
         sums = {name: value.clone() for name, value in self.tally.sums.items()}
         parallel.sum_(self.world, sums.values())
-        if self.world.rank > 0 or not all_finite(self.ensemble.parameters()):
+        if self.world.rank > 0 or not all_finite(self.parameters):
             return
         state = {
             "model": self.ensemble.state_dict(),
