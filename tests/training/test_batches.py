@@ -140,7 +140,7 @@ def test_networks_with_an_input_for_each_member_get_rows_in_another_order_for_ea
     data = (x, y) if source == "tensors" else DataLoader(TensorDataset(x, y), 16)
     for repetition in (0.0, 0.5):
         own = training_batches(data, 16, seed=0, own=3, repetition=repetition)
-        for (inputs,), target, rows, _ in own.epoch(0):
+        for (inputs,), target, rows, *_ in own.epoch(0):
             assert inputs.shape == (3, rows, 4)
             assert target.shape == (3, rows)
             alike = (inputs == inputs[:1]).all(-1).all(0).float().mean()

@@ -139,15 +139,7 @@ _PASSED_ON = (
 
 
 class Course(NamedTuple):
-    """How the rate goes through a run; checkpoints know it.
-
-    Example:
-        >>> course = Course("cosine", steps=8, members=2)
-        >>> [round(course.rate(step), 2) for step in range(8)]
-        [1.0, 0.85, 0.5, 0.15, 1.0, 0.85, 0.5, 0.15]
-        >>> [round(course._replace(schedule="triangular").rate(step), 3) for step in range(4)]
-        [0.505, 0.01, 0.505, 1.0]
-    """
+    """How the rate goes through a run; checkpoints know it."""
 
     schedule: str
     steps: int
