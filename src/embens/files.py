@@ -82,7 +82,7 @@ def write_atomically(
             content(temporary)
         else:
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        _sync(temporary)
+        _sync(*temporary.rglob("*"), temporary)
         if path.is_file():
             temporary.chmod(path.stat().st_mode)
         if path.is_dir():  # it can't be replaced at once
@@ -94,8 +94,7 @@ def write_atomically(
             error.filename = str(path)  # a full disk does not say where
         raise
     _remove(old)
-    if os.name == "posix":  # elsewhere a folder can't be opened
-        _sync(path.parent, within=False)
+    _sync(path.parent)
 
 
 def remove(path: Path) -> None:
@@ -167,8 +166,7 @@ def write_tensors(
         place = tensor.untyped_storage().data_ptr()
         kept[name] = tensor.clone() if place in places else tensor  # tied weights
         places.add(place)
-    header = {"format": kind.name, "version": kind.version, **header}
-    header["sha256"] = checksum(json.dumps(header), kept)
+    header = seal({"format": kind.name, "version": kind.version, **header}, kept)
     write_atomically(path, save(kept, {"embens": json.dumps(header)}))
 
 
@@ -191,9 +189,7 @@ def read_tensors(
             raise Refused(f"{path.name} is not a whole safetensors file {reason}") from None
         header = json.loads(metadata.get("embens", metadata.get("embens_estimator", "{}")))
         check_header(path.name, header, kind)
-        if header.pop("sha256", None) != checksum(json.dumps(header), tensors):
-            raise Refused(f"{path.name} is damaged: header and tensors have another checksum")
-    return header, tensors
+        return unseal(path.name, header, tensors), tensors
 
 
 def check_header(name: str, header: Any, kind: Format) -> None:
@@ -208,6 +204,21 @@ def check_header(name: str, header: Any, kind: Format) -> None:
         advice = "use a newer embens" if newer else "read it with the embens that wrote it"
         reads = f"this embens reads {kind.version}"
         raise Refused(f"{name} has format version {version}, {reads}; {advice}")
+
+
+def seal(record: dict[str, Any], arrays: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """Return what JSON can hold with a checksum of it, and of arrays that belong to it."""
+    return {**record, "sha256": checksum(json.dumps(record), arrays or {})}
+
+
+def unseal(
+    name: str, sealed: dict[str, Any], arrays: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Return what was sealed, or raise :class:`Refused` if anything in it is not as it was."""
+    record = {key: value for key, value in sealed.items() if key != "sha256"}
+    if seal(record, arrays)["sha256"] != sealed.get("sha256"):
+        raise Refused(f"{name} is damaged: its content has another checksum")
+    return record
 
 
 def checksum(text: str, arrays: Mapping[str, Any]) -> str:
@@ -249,12 +260,11 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _sync(path: Path, within: bool = True) -> None:
-    for part in path.rglob("*") if within and path.is_dir() else ():
-        _sync(part, within=False)
-    if path.is_file() or os.name == "posix":
-        handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _sync(*paths: Path) -> None:
+    for path in paths:
+        if path.is_file() or os.name == "posix":  # elsewhere a folder can't be opened
+            handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
