@@ -15,6 +15,7 @@ import torch
 
 from embens import estimators
 from embens.estimators import choices, files, mixture, pipeline, regressor
+from embens.files import write_atomically
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,7 +128,7 @@ def finish(
     for name, (value, low, high) in scores.items():
         print(f"  {name:<{width}}  {value:.4g}   {low:.4g} to {high:.4g}")
     estimator.save(options.out / "model.safetensors")
-    (options.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
+    write_atomically(options.out / "scores.json", json.dumps(scores, indent=1) + "\n")
     files.write(columns, options.out / "predictions.csv")
     print(f"wrote model.safetensors, scores.json, predictions.csv to {options.out}")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Head
 from embens.estimators.pipeline import Encoding, Prepared, Tensors
 from embens.estimators.tables import Table, from_frame, is_frame
+from embens.files import write_atomically
 from embens.training import randomness
 
 BLOCK = 32_768
@@ -281,8 +283,12 @@ def write(columns: dict[str, Any], path: Path) -> None:
     """Write columns as CSV, or as Parquet by the name."""
     import pandas
 
-    frame, parquet = pandas.DataFrame(columns), path.suffix.lower() in (".parquet", ".pq")
-    (frame.to_parquet if parquet else frame.to_csv)(path, index=False)
+    suffix, options = path.suffix.lower(), {"index": False}
+    frame = pandas.DataFrame(columns)
+    save: Any = frame.to_parquet if suffix in (".parquet", ".pq") else frame.to_csv
+    if suffix == ".gz":  # pandas would not see it in the name of what is not whole yet
+        options["compression"] = "gzip"
+    write_atomically(path, partial(save, **options))
 
 
 def predictions(estimator: Any, table: Any, coverage: float) -> dict[str, Any]:
