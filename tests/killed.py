@@ -78,7 +78,11 @@ def stream(folder: Path) -> None:
         data.write_text("\n".join(["a,b,kind", *rows]))
     arguments = ("--target", "kind", "--stream", "--members", "2", "--epochs", "2", "--quiet")
     cli.main(["fit", str(data), *arguments, "--out", str(run)])
-    assert {p.name for p in run.iterdir()} == {"model.safetensors", "scores.json", "predictions.csv"}
+    assert {p.name for p in run.iterdir()} == {
+        "model.safetensors",
+        "scores.json",
+        "predictions.csv",
+    }
     for name in ("scores.json", "predictions.csv"):
         write_atomically(folder / name, (run / name).read_bytes())
     chance = load(run / "model.safetensors").predict_proba([[1.0, 2.0], [6.0, 3.0]])

@@ -1,16 +1,14 @@
 import multiprocessing
 import os
-import random
 import stat
 import threading
-import tracemalloc
 
 import killing
 import mutated
 import pytest
 import torch
 
-from embens.files import Format, Refused, locked, read_tensors, write_atomically, write_tensors
+from embens.files import Format, locked, read_tensors, write_atomically, write_tensors
 
 
 @pytest.fixture
@@ -215,23 +213,19 @@ def test_work_that_is_killed_at_every_write_and_at_any_moment_ends_with_the_same
     assert sum(KILLS.values()) >= 500
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", mutated.KINDS)
-def test_a_mutated_file_is_refused_or_has_the_same_contents(kind, count, tmp_path):
-    read, paths = mutated.KINDS[kind](tmp_path)
-    expected, generator = read(), random.Random(kind)
-    refused = 0
-    for _ in range(count):
-        path = generator.choice(paths)
-        content = path.read_bytes()
-        path.write_bytes(mutated.mutate(content, generator))
-        tracemalloc.start()
-        try:
-            assert mutated.same(read(), expected), path
-        except ValueError as error:
-            refused += type(error) in (Refused, ValueError)  # any other is foreign
-        assert tracemalloc.get_traced_memory()[1] < 2**29
-        tracemalloc.stop()
-        path.write_bytes(content)
-    assert refused > count / 2
-    assert not mutated.EXECUTED
+def test_a_mutated_file_is_refused_or_has_the_same_contents(kind, tmp_path):
+    found = mutated.mutate_often(kind, tmp_path, 15)
+    assert found["refused"] > 1
+    assert found["after"] - found["before"] < 1000
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", mutated.KINDS)
+def test_none_of_500_mutated_files_is_executed_or_taken_for_another_or_fills_the_memory(
+    kind, tmp_path
+):
+    found = mutated.mutate_apart(kind, tmp_path, 500)
+    assert found["refused"] > 100
+    assert found["after"] < 1000  # megabytes, with those of torch
+    assert 500 * len(mutated.KINDS) >= 2000

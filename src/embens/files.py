@@ -12,6 +12,7 @@ Not here: files that grow line by line (:mod:`embens.experiments.results`), and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -51,8 +52,8 @@ def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
     except Refused:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno:  # the system's, not the content's
-            raise
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # the system's, not the content's
         reason = str(error) if type(error) is ValueError else repr(error)
         raise Refused(f"{Path(path).name} can't be read: {reason:.1000}") from error
 

@@ -15,7 +15,7 @@ import torch
 
 from embens import estimators
 from embens.estimators import choices, files, mixture, pipeline, regressor
-from embens.files import write_atomically
+from embens.files import refusing, write_atomically
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,9 +94,11 @@ def fit_streaming(options: argparse.Namespace) -> None:
     """Fit to a file in parts; the scores are those of the rows that the fit itself held out."""
     dataset = files.open_dataset(options.data)
     files.check_column(options.target, dataset.schema.names)
-    column = dataset.head(10_000, columns=[options.target]).column(0)
+    with refusing(options.data):
+        column = dataset.head(10_000, columns=[options.target]).column(0)
+        rows = dataset.count_rows()
     task, why = files.choose_task(column, options.task)
-    print(f"{dataset.count_rows()} rows; {task}: {why}, judging by the first rows")
+    print(f"{rows} rows; {task}: {why}, judging by the first rows")
     estimator = make_estimator(options, task)
     estimator.fit_files(options.data, options.target)
     for note in estimator.preprocessing_.notes:

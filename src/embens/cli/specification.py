@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from embens import data, laws, networks
 from embens.checks import closest
+from embens.files import Refused, refusing
 from embens.laws import Law
 from embens.reading import parameter_layers
 
@@ -102,15 +103,13 @@ def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
         raise ValueError(f"data is {expected}; got {text!r}.")
     if not path.is_file():
         raise ValueError(f"there is no file {text}")
-    try:
+    with refusing(path):
         loaded = np.load(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{text} can't be read: {error}") from None
-    if path.suffix == ".npy":
-        return torch.from_numpy(loaded), None
-    with loaded:
-        if "x" not in loaded:
-            got = ", ".join(loaded) or "none"
-            raise ValueError(f"expected arrays x and y in {path.name}; got {got}.")
-        y = torch.from_numpy(loaded["y"]) if "y" in loaded else None
-        return torch.from_numpy(loaded["x"]), y
+        if path.suffix == ".npy":
+            return torch.from_numpy(loaded), None
+        with loaded:
+            if "x" not in loaded:
+                got = ", ".join(loaded) or "none"
+                raise Refused(f"expected arrays x and y in {path.name}; got {got}.")
+            y = torch.from_numpy(loaded["y"]) if "y" in loaded else None
+            return torch.from_numpy(loaded["x"]), y

@@ -25,7 +25,7 @@ from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Head
 from embens.estimators.pipeline import Encoding, Prepared, Tensors
 from embens.estimators.tables import Table, from_frame, is_frame
-from embens.files import write_atomically
+from embens.files import refusing, write_atomically
 from embens.training import randomness
 
 BLOCK = 32_768
@@ -43,6 +43,7 @@ class Source:
 
     def __init__(self, source: Any, target: Any, weight: str | None, *, seed: int, held: Any):
         self.dataset = open_dataset(source)
+        self.name = source if isinstance(source, (str, os.PathLike)) else "the source"
         self.single, self.weight, self.seed = isinstance(target, str), weight, seed
         self.targets = [target] if isinstance(target, str) else list(target)
         names = self.dataset.schema.names
@@ -52,28 +53,31 @@ class Source:
         self.columns = [name for name in names if name not in others]
         if not self.columns:
             raise ValueError("there is no column beside the target")
-        self.rows = self.dataset.count_rows()
+        self.fragments = []  # what can be read in any order: row groups where there are such
+        with refusing(self.name):
+            self.rows = self.dataset.count_rows()
+            for fragment in self.dataset.get_fragments():
+                split = getattr(fragment, "split_by_row_group", None)
+                self.fragments += list(split()) if split else [fragment]
         if self.rows == 0:
             raise ValueError("the source has no rows")
         self.held = choices.given(held, min(0.2, choices.HELD_OUT / self.rows))
         self.looked = min(1.0, self.held + choices.LOOK / self.rows)
-        self.fragments = []  # what can be read in any order: row groups where there are such
-        for fragment in self.dataset.get_fragments():
-            split = getattr(fragment, "split_by_row_group", None)
-            self.fragments += list(split()) if split else [fragment]
 
     def blocks(self, order: list[int] | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield Arrow tables with a number from 0 to 1 for each row, always the same."""
         import pyarrow as pa
 
         for f in range(len(self.fragments)) if order is None else order:
-            batches = self.fragments[f].to_batches(schema=self.dataset.schema, batch_size=BLOCK)
-            for b, batch in enumerate(batches):
-                if batch.num_rows:
-                    seed = randomness.combine(self.seed, f, b)
-                    generator = torch.Generator().manual_seed(seed)
-                    draws = torch.rand(batch.num_rows, generator=generator).numpy()
-                    yield pa.Table.from_batches([batch]), draws
+            with refusing(self.name):
+                schema, fragment = self.dataset.schema, self.fragments[f]
+                for b, batch in enumerate(fragment.to_batches(schema=schema, batch_size=BLOCK)):
+                    batch.validate(full=True)  # Arrow files are mapped as they are
+                    if batch.num_rows:
+                        seed = randomness.combine(self.seed, f, b)
+                        generator = torch.Generator().manual_seed(seed)
+                        draws = torch.rand(batch.num_rows, generator=generator).numpy()
+                        yield pa.Table.from_batches([batch]), draws
 
     def parts(self, table: Any) -> tuple[Table, list[Any], Tensor]:
         weights = torch.ones(table.num_rows, dtype=torch.float64)
@@ -199,7 +203,10 @@ def open_dataset(source: Any) -> Any:
     if form == "csv":
         nulls = csv.ConvertOptions(strings_can_be_null=True, quoted_strings_can_be_null=True)
         form = ds.CsvFileFormat(convert_options=nulls)
-    return ds.dataset(paths if len(paths) > 1 else paths[0], format=form)
+    with refusing(paths[0]):
+        dataset = ds.dataset(paths if len(paths) > 1 else paths[0], format=form)
+        _ = dataset.schema.names  # which may be no text
+    return dataset
 
 
 def to_numpy(column: Any) -> Any:
@@ -219,13 +226,10 @@ def check_column(name: str, names: list[str]) -> None:
 
 def read(path: Path) -> Any:
     """Return a file as an Arrow table."""
-    import pyarrow as pa
-
-    try:
-        table = open_dataset(path).to_table()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} can't be read: {reason}") from None
+    dataset = open_dataset(path)
+    with refusing(path):
+        table = dataset.to_table()
+        table.validate(full=True)
     if table.num_rows == 0:
         raise ValueError(f"{path.name} has no rows")
     return table

@@ -135,7 +135,7 @@ def label(value: Any) -> str:
     """
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
