@@ -348,6 +348,45 @@ def mimo(rounds: int) -> Iterator[Row]:
     yield timed(row, task, [Contestant("embens", step, ours=True)], rounds, 1)
 
 
+def weights(rounds: int) -> Iterator[Row]:
+    """Members whose weights differ by more than a vector on either side, against BatchEnsemble."""
+    members, rank, task = 8, 4, mlp_task(512, 256)
+    batch_ensemble = one_graph(embens.batch_ensemble(task.reference, members), *task.data)
+    rank1 = embens.rank1(task.reference, members)
+    forget = timing.forgetting(rank1)
+
+    def drawn() -> None:
+        forget()
+        (rank1.objective(rank1(task.x), task.y) + rank1.kl() / 1000).backward()
+
+    def low_rank(kind: str, shared: str = "trained") -> Step:
+        options = {"rank": rank, "kind": kind, "shared": shared}
+        return one_graph(embens.low_rank(task.reference, members, **options), *task.data)
+
+    adapters = peers.Adapters(task.reference, members, rank)
+    contestants = {
+        ("low-rank", "additive low_rank of rank 4", 1.25): [
+            Contestant("embens", low_rank("additive"), ours=True),
+            Contestant("embens, shared='frozen'", low_rank("additive", "frozen"), ours=True),
+            Contestant("embens, multiplicative", low_rank("multiplicative"), ours=True),
+            Contestant("a loop over adapters", peer(adapters, *task.data, members)),
+        ],
+        ("rank1", "rank1", 1.3): [Contestant("embens", drawn, ours=True)],
+    }
+    for (name, what, bar), found in contestants.items():
+        row = Row(
+            name,
+            f"{what}, M=8, MLP 3×512, batch 256",
+            "BatchEnsemble",
+            bar=bar,
+            limit=timing.flops(found[0].step) / timing.flops(batch_ensemble),
+            limit_reason="arithmetic of matrix products",
+        )
+        row.results, row.reference = timing.compare(batch_ensemble, found, rounds=rounds, per=1)
+        row.rounds = rounds
+        yield row
+
+
 def collapse(rounds: int) -> Iterator[Row]:
     """One plain network that is the ensemble's mean."""
     task = cnn_task(128, torch.contiguous_format)
@@ -499,6 +538,7 @@ ROWS: dict[str, Callable[[int], Iterator[Row]]] = {
     "transformer": transformer,
     "last-layer": last_layer,
     "mimo": mimo,
+    "weights": weights,
     "collapse": collapse,
     "memory": memory,
     "overhead": overhead,

@@ -92,6 +92,34 @@ class Stacked(nn.Module):
         return torch.func.vmap(call)(parameters, self.buffers_)
 
 
+class Adapters(nn.Module):
+    """A network with LoRA adapters for each member, one member after another, as with peft."""
+
+    def __init__(self, reference: nn.Sequential, members: int, rank: int):
+        super().__init__()
+        self.reference = copy.deepcopy(reference)
+        linear = [m for m in reference if isinstance(m, nn.Linear)]
+        self.adapters = nn.ModuleList(
+            nn.ModuleList(
+                nn.Sequential(
+                    nn.Linear(m.in_features, rank, bias=False),
+                    nn.Linear(rank, m.out_features, bias=False),
+                )
+                for m in linear
+            )
+            for _ in range(members)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = []
+        for adapters in self.adapters:
+            y, mine = x, iter(adapters)  # type: ignore[arg-type]
+            for module in self.reference:
+                y = module(y) + next(mine)(y) if isinstance(module, nn.Linear) else module(y)
+            outputs.append(y)
+        return torch.stack(outputs)
+
+
 def neural_tangents() -> ModuleType:
     """Load neural-tangents in float64, without its converter to TensorFlow, which nothing needs."""
     import jax

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -290,7 +291,12 @@ def _shake(module: nn.Module) -> None:
 
 
 FAMILIES: dict[str, Callable[..., embens.EmbeddedEnsemble]] = {
+    "masksembles": embens.masksembles,
     "own last layers": _own_last,
     "own layers everywhere": _own_all,
+    "low rank": partial(embens.low_rank, rank=2),
+    "lora": partial(embens.low_rank, rank=2, kind="additive", scale=0.5),
 }
-"""Families whose layers have weights that depend on the member, of a reference and members."""
+"""Families beside the oldest ones, as functions of a reference and members."""
+STOCHASTIC = {"rank-1": embens.rank1}
+"""Families with other numbers at every pass."""

@@ -33,7 +33,10 @@ FAMILIES = {
     "last layer": lambda net: embens.last_layer_dropout(net, MEMBERS),
     "trainable last layer": lambda net: embens.last_layer_dropout(net, MEMBERS, trainable=True),
     "independent networks": lambda net: embens.independent(net, MEMBERS),
-    **{name: partial(family, members=MEMBERS) for name, family in cases.FAMILIES.items()},
+    **{
+        name: partial(family, members=MEMBERS)
+        for name, family in (cases.FAMILIES | cases.STOCHASTIC).items()
+    },
     "only pre": lambda net: embens.embed(net, MEMBERS, pre=laws.Rademacher(), post=None),
 }
 

@@ -30,6 +30,7 @@ LONG_BY_PROMISE = {
 
 LONG = {
     "embens.embedding.families.batch_ensemble",
+    "embens.embedding.families.low_rank",
     "embens.embedding.families.mc_dropout",
 }
 """Signatures of more than eight parameters that are still to become shorter."""

@@ -9,8 +9,11 @@ from embens.embedding.families import (
     embed,
     independent,
     last_layer_dropout,
+    low_rank,
+    masksembles,
     mc_dropout,
     mimo,
+    rank1,
 )
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import to_onnx
@@ -39,12 +42,15 @@ __all__ = [
     "last_layer_dropout",
     "laws",
     "load",
+    "low_rank",
+    "masksembles",
     "mc_dropout",
     "metrics",
     "mimo",
     "networks",
     "objective",
     "predict",
+    "rank1",
     "register_layer",
     "select",
     "theory",

@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -123,3 +124,10 @@ def gradient_factor(gamma: Gamma, members: int, natural: float) -> float:
             f"gamma must be a number, a function of the number of members, or None; got {gamma!r}"
         )
     return check_number("gamma", value, "finite and not negative", lambda g: g >= 0) / members
+
+
+def short_repr(self: Any) -> str:
+    """Return a dataclass in one line, with the shapes of tensors instead of their values."""
+    parts = {f.name: getattr(self, f.name) for f in fields(self)}
+    texts = (f"{n}={tuple(v.shape) if isinstance(v, Tensor) else v!r}" for n, v in parts.items())
+    return f"{type(self).__name__}({', '.join(texts)})"

@@ -2,7 +2,9 @@ r"""Laws: the distributions that modulations are drawn from.
 
 In theory a post-activation modulation :math:`u` enters by ``mean`` and ``second_moment`` alone. A
 pre-activation modulation :math:`v` sits inside :math:`\phi(v z)`; it enters by its ``half_moment``
-where :math:`\phi` is piecewise linear, and by its ``quadrature`` where it is smooth.
+where :math:`\phi` is piecewise linear, and by its ``quadrature`` where it is smooth. Members draw
+independently of each other, unless the law is :class:`Joint`; between two of them theory needs
+``pair_moment`` and ``pair_half_moment``.
 
 Laws are immutable values. Your own is a subclass of :class:`Discrete` with ``atoms``, or of
 :class:`Law` with ``mean``, ``second_moment`` and ``sample``; ``half_moment`` and ``quadrature`` are
@@ -66,11 +68,19 @@ class Law(ABC):
 
     @property
     def overlap(self) -> float:
-        r"""Share :math:`(E u)^2 / E u^2` of a signal that two members have in common.
+        r"""Share :math:`E[u_a u_b] / E u^2` of a signal that two members have in common.
 
         It is 0 for centred laws and 1 for constant ones, 0 included, under which members are equal.
         """
         return 1.0 if self.variance == 0 else self.mean**2 / self.second_moment
+
+    def marginal(self, members: int) -> "Law":
+        """Return the law of the numbers of one among so many members: this one, unless joint."""
+        return self
+
+    def pair_moment(self, members: int) -> float:
+        """Return :math:`E[u_a u_b]` of two among so many members; independent: their mean²."""
+        return self.mean**2
 
     def half_moment(self, k: int, sign: int) -> float:
         r"""Return :math:`E \max(\pm v, 0)^k` for k = 1, 2, and :math:`P(\pm v > 0)` for k = 0."""
@@ -78,6 +88,10 @@ class Law(ABC):
             f"{type(self).__name__} has no half-line moments, which ReLU-like activations need. "
             "Define half_moment(k, sign) for k in (0, 1, 2) and sign in (1, -1), or use Discrete."
         )
+
+    def pair_half_moment(self, sign_a: int, sign_b: int) -> float:
+        r"""Return :math:`E[\max(\pm v_a, 0) \max(\pm v_b, 0)]` of two members."""
+        return self.half_moment(1, sign_a) * self.half_moment(1, sign_b)
 
     def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
         r"""Return float64 nodes and weights such that :math:`E f(v) \approx \sum_i w_i f(v_i)`."""
@@ -292,6 +306,141 @@ class Signs(_Unit, Discrete):
     @property
     def atoms(self):
         return [(-1.0, (1 - self.p) / 2), (1.0, (1 + self.p) / 2)]
+
+
+class Joint(Law):
+    r"""Law of the numbers of one unit in all members at once, which are exchangeable.
+
+    The first axis of a sample is that of the members. :math:`E u^2 = 1`, so ``overlap`` is
+    :math:`E[u_a u_b]`; the ``marginal`` law of one member may depend on how many there are.
+    """
+
+    second_moment = 1.0  # pyright: ignore
+
+    @property
+    def mean(self) -> float:
+        raise TypeError(f"the mean of {self!r} depends on how many members there are: marginal(M)")
+
+    @abstractmethod
+    def marginal(self, members: int) -> Law: ...
+
+    def pair_moment(self, members: int) -> float:
+        self.marginal(members)  # checks that there can be so many
+        return self.overlap
+
+    def equal_share(self, members: int) -> float:
+        """Return with which weight, maybe below 0, two members are equal, else independent."""
+        raise NotImplementedError(
+            f"expectations of smooth activations over two members' v of the law {self!r} are not "
+            "known. Use it for post, or with ReLU and its relatives."
+        )
+
+    def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
+        noise = _noise(torch.randn, shape, generator, dtype, device)
+        rows = torch.atleast_1d(noise)
+        values = self._arrange(rows.reshape(len(rows), -1)) if noise.numel() else noise
+        values = values.reshape(noise.shape)
+        return values.to(dtype=dtype or torch.get_default_dtype(), device=device)
+
+    @abstractmethod
+    def _arrange(self, noise: Tensor) -> Tensor:
+        """Return the numbers ``(member, unit)`` from independent normal ones.
+
+        The sum of a row does not depend on its order: chance for members, and for units.
+        """
+
+
+class _Exclusive(Joint):
+    def marginal(self, members: int) -> Bernoulli:
+        keep = 1 / math.fsum((1 - self.overlap) ** a for a in range(members))
+        return Bernoulli(keep, 1 / math.sqrt(keep))
+
+    def pair_half_moment(self, sign_a: int, sign_b: int) -> float:
+        return self.overlap if sign_a == sign_b == 1 else 0.0
+
+    def equal_share(self, members: int) -> float:
+        keep = self.marginal(members).keep
+        return (self.overlap - keep) / (1 - keep) if keep < 1 else 1.0
+
+
+@final
+@dataclass(frozen=True)
+class Masks(_Exclusive):
+    r"""Masksembles (Durasov et al. 2021): two masks have the share ``overlap`` = 1/S in common.
+
+    On :math:`N` units every mask has :math:`m \approx N / \sum_{a<M} (1 - 1/S)^a` ones, and every
+    unit is in some mask. Unlike theirs, ones are :math:`\sqrt{N/m}`, for :math:`E u^2 = 1`.
+    """
+
+    overlap: float = 0.5  # pyright: ignore
+
+    def __post_init__(self):
+        _check(self, "overlap", "in (0, 1], one over the scale S", lambda overlap: 0 < overlap <= 1)
+
+    def _arrange(self, noise: Tensor) -> Tensor:
+        members, units = noise.shape
+        ones = max(round(units * self.marginal(members).keep), math.ceil(units / members))
+        masks, unused = torch.zeros_like(noise), torch.ones_like(noise[0]).bool()
+        for turn, member in enumerate(noise.sum(1).argsort().tolist()):
+            left, order = int(unused.sum()), noise[member].argsort()
+            share = round(left * self.marginal(members - turn).keep)  # as in a smaller layer
+            new = min(ones, max(share, ones - units + left))
+            kept = torch.cat([order[unused[order]][:new], order[~unused[order]][: ones - new]])
+            masks[member, kept], unused[kept] = math.sqrt(units / ones), False
+        return masks
+
+
+@final
+@dataclass(frozen=True)
+class Disjoint(_Exclusive):
+    r"""Orthogonal dropout: every unit belongs to one member, with the value :math:`\sqrt M`."""
+
+    overlap = 0.0  # pyright: ignore
+
+    def _arrange(self, noise: Tensor) -> Tensor:
+        members, units = noise.shape
+        if units < members:
+            raise ValueError(
+                f"Disjoint: expected a unit for every member; got {members} members and {units} "
+                "units. Use fewer members or a wider layer, or leave this site out."
+            )
+        owners = noise.sum(1).argsort().repeat(-(-units // members))[:units]
+        masks = torch.zeros_like(noise)
+        masks[owners, noise[0].argsort()] = math.sqrt(members)
+        return masks
+
+
+@final
+@dataclass(frozen=True)
+class Correlated(Joint):
+    r"""Normal numbers with :math:`E[u_a u_b] = \rho`, at least :math:`-1/(M-1)`: members repel."""
+
+    rho: float
+
+    def __post_init__(self):
+        _check(self, "rho", "a number in [-1, 1], as E u^2 = 1", lambda rho: -1 <= rho <= 1)
+
+    @property
+    def overlap(self) -> float:
+        return self.rho
+
+    def marginal(self, members: int) -> Normal:
+        if 1 + (members - 1) * self.rho < -1e-9:
+            raise ValueError(
+                f"Correlated: rho must be at least -1/(M - 1) = {-1 / (members - 1):.6g} for "
+                f"{members} members; got {self.rho}. Use a larger rho, or fewer members."
+            )
+        return Normal()
+
+    def pair_half_moment(self, sign_a: int, sign_b: int) -> float:
+        rho = sign_a * sign_b * self.rho
+        return (math.sqrt(1 - rho**2) + rho * (math.pi - math.acos(rho))) / (2 * math.pi)
+
+    def _arrange(self, noise: Tensor) -> Tensor:
+        self.marginal(len(noise))
+        common = noise.mean(0)
+        scale = math.sqrt(max(0.0, 1 + (len(noise) - 1) * self.rho))
+        return math.sqrt(1 - self.rho) * (noise - common) + scale * common
 
 
 def known() -> dict[str, type[Law]]:

@@ -146,7 +146,7 @@ def predict(
     _check_inputs(x)
     count = ensemble.members if members is None else check_members(members)
     seeds: list[int | None] = [None]
-    if any(site.fresh for site in ensemble.plan.sites):
+    if any(site.random for site in ensemble.plan.sites):
         device = "cpu" if generator is None else generator.device
         passes = -(-count // ensemble.members)
         seeds = torch.randint(2**62, (passes,), generator=generator, device=device).tolist()

@@ -234,6 +234,67 @@ def test_the_arguments_that_the_api_lists_can_be_given_by_position():
     assert torch.equal(first, second)
 
 
+class TestJointLaws:
+    def test_masksembles_have_frozen_masks_with_their_overlap(self):
+        ensemble = embens.masksembles(mlp(), 4, 0.25, generator=generator())
+        assert embens.masksembles(mlp()).members == 4
+        for site in ensemble.plan.sites:
+            assert (site.kind, site.law, site.trainable) == ("post", laws.Masks(0.25), False)
+        assert not list(ensemble.individual_parameters())
+        assert ensemble.overlap == 0.25 ** len(ensemble.plan.sites)
+
+    def test_disjoint_masks_have_orthogonal_gradients_of_inner_weights(self):
+        reference = nn.Sequential(
+            *(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+        )
+        ensemble = embens.mc_dropout(reference, 4, laws.Disjoint(), generator=generator())
+        weight, gradients = ensemble.network[2].layer.weight, []
+        for output in ensemble(torch.randn(6, 5, generator=generator())):
+            gradients.append(torch.autograd.grad(output.sum(), weight, retain_graph=True)[0])
+        flat = torch.stack(gradients).flatten(1)
+        products = flat @ flat.T
+        assert (products.diagonal() > 0).all()
+        assert torch.equal(products, products.diagonal().diag())
+
+    @pytest.mark.parametrize("law", [laws.Masks(), laws.Disjoint(), laws.Correlated(-0.2)])
+    def test_can_be_trained_frozen_or_fresh_and_saved(self, law, tmp_path):
+        reference, x = mlp(), torch.randn(3, 3, generator=generator())
+        for options in ({"trainable": True}, {"trainable": False}, {"fresh": True}):
+            ensemble = embens.embed(reference, 3, None, law, generator=generator(), **options)
+            ensemble.save(tmp_path / "saved")
+            loaded = embens.load(tmp_path / "saved", reference)
+            assert [s.law for s in loaded.plan.sites] == [s.law for s in ensemble.plan.sites]
+            if "fresh" in options:
+                assert not torch.equal(ensemble(x), ensemble(x))
+            else:
+                assert torch.equal(loaded(x), ensemble(x))
+                assert bool(list(ensemble.individual_parameters())) == options["trainable"]
+
+    @pytest.mark.parametrize("fresh", [False, True])
+    def test_that_cannot_be_drawn_are_refused_with_the_name_of_the_layer(self, fresh):
+        reference = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
+        with pytest.raises(ValueError, match=r"post modulations of '2'.*4 members and 3 units"):
+            embens.mc_dropout(reference, 4, laws.Disjoint(), fresh=fresh)
+        with pytest.raises(ValueError, match=r"post modulations of '2'.*rho must be at least"):
+            embens.mc_dropout(reference, 4, laws.Correlated(-0.5), fresh=fresh)
+
+    def test_whose_mean_is_zero_for_ever_say_so(self):
+        law, x = laws.Correlated(-1 / 3), torch.randn(3, 5, generator=generator())
+        reference = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2, bias=False))
+        with pytest.warns(UserWarning, match=r"mean of the members is 0 for ever.*rho above"):
+            ensemble = embens.last_layer_dropout(reference, 4, law)
+        assert ensemble(x).mean(0).abs().max() < 1e-5
+        embens.last_layer_dropout(reference, 4, law, trainable=True)  # these say nothing
+        embens.last_layer_dropout(reference, 4, laws.Correlated(-0.2))
+        embens.mc_dropout(mlp(), 4, law)
+
+    def test_have_a_gamma_of_the_faster_mode(self):
+        for rho, expected in ((0.5, 4 / 2.5), (0.0, 4.0), (-0.2, 4 / 1.2), (-1 / 3, 3.0)):
+            reference = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
+            ensemble = embens.embed(reference, 4, None, laws.Correlated(rho))
+            assert ensemble.natural_gamma == pytest.approx(expected)
+
+
 class TestOwnLayers:
     def test_are_whole_copies_that_the_rest_knows_nothing_of(self):
         reference = mlp()

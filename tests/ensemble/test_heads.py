@@ -112,10 +112,8 @@ def test_an_onnx_file_gives_the_same_outputs(tmp_path):
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     _, ensemble, xs = build(next(case for case in TAKEN if case.name == "paper's cnn"))
-    path, rows = tmp_path / "net.onnx", torch.export.Dim("rows", min=2)
-    ensemble.eval()
-    shapes = ({0: rows},)
-    torch.onnx.export(ensemble, (xs[0],), path, dynamic_shapes=(shapes,), verbose=False)
+    path = tmp_path / "net.onnx"
+    ensemble.eval().to_onnx(path, xs[0])
     x = torch.cat([xs[0], xs[1], xs[2]])
     session = onnxruntime.InferenceSession(path)
     outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
@@ -176,6 +174,48 @@ def test_the_trunk_runs_once_whatever_is_random_in_it(batch):
     ensemble(x, batch=batch)
     assert seen == [(6, 8)] * 2
     assert ensemble.network.norm.num_batches_tracked == before + 1
+
+
+class Keeping(nn.Module):
+    """Keeps a running mean in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        z = torch.tanh(self.first(x))
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * z.detach().mean(0)
+        return self.last(z - self.mean)
+
+
+class KeepingAnAttribute(Keeping):
+    kept = 0.0
+
+    def forward(self, x):
+        z = torch.tanh(self.first(x))
+        self.kept = 0.9 * self.kept + 0.1 * z.detach().mean(0)
+        return self.last(z - self.kept)
+
+
+def test_what_the_trunk_keeps_is_common_to_all_members():
+    ensemble = embens.mimo(Keeping(), 3)
+    x = torch.randn(3, 6, 3)
+    assert ensemble(x, batch="own").shape == (3, 6, 2)
+    weight, bias = ensemble.individuals["first"].tensors()[0], ensemble.network.first.bias
+    z = torch.tanh(torch.einsum("aoi,abi->bo", weight, x) + bias)
+    torch.testing.assert_close(ensemble.network.mean, 0.1 * z.mean(0))
+    ensemble.eval()
+    expected = torch.stack([ensemble.member(a)(x[0]) for a in range(3)])
+    torch.testing.assert_close(ensemble(x[0]), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_code_keeps_in_attributes_is_refused():
+    with pytest.raises(ValueError, match="keep them in a buffer"):
+        embens.mimo(KeepingAnAttribute(), 3)
 
 
 def test_gradients_are_those_of_the_sum_of_the_losses_by_hand():

@@ -71,7 +71,7 @@ def test_layers_of_torch_run_all_members_at_once(make, shape, monkeypatch):
     ensemble = embens.independent(First(make()), 3)
     torch_layer = isinstance(make(), (nn.Linear, nn.modules.conv._ConvNd))
     calls = []
-    monkeypatch.setattr(own, "call_with", lambda *args: calls.append(args) or call_with(*args))
+    monkeypatch.setattr(own, "call_with", lambda *a, **k: calls.append(a) or call_with(*a, **k))
     ensemble(torch.randn(shape), chunk=3)
     assert bool(calls) != torch_layer
 

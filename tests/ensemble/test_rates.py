@@ -122,6 +122,7 @@ def adam_update(decoupled: bool, pace):
         count += 1
         states[name] = [first, second, count]
         direction = first / (1 - 0.9**count) / (second / (1 - 0.999**count)).sqrt()
+        direction = torch.where(first == 0, 0.0, direction)  # of a unit that every mask leaves dead
         change = -rate * pace(name) * direction
         return change - rate * decay * value if decoupled else change
 

@@ -27,7 +27,10 @@ FAMILIES = {
     "fresh masks": lambda r: embens.mc_dropout(r, 3, law=laws.Ternary(), fresh=True),
     "last layer": lambda r: embens.last_layer_dropout(r, 3, law=laws.Rademacher()),
     "independent": lambda r: embens.independent(r, 3),
-    **{name: partial(family, members=3) for name, family in cases.FAMILIES.items()},
+    **{
+        name: partial(family, members=3)
+        for name, family in (cases.FAMILIES | cases.STOCHASTIC).items()
+    },
     "by site": lambda r: embens.embed(r, 3, pre=None, sites="all", trainable=False),
 }
 

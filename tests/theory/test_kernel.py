@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from theory.hand_made import gram, random_kernels
+from theory.hand_made import flatten, gram, random_kernels
 from theory.measured import points
 
 import embens
@@ -71,6 +71,22 @@ class TestNaturalGamma:
         for members in (2, 10, 100):
             expected = members / (1 + (members - 1) * r)
             assert natural_gamma(k, members) == pytest.approx(expected, rel=4e-3)
+
+    @pytest.mark.parametrize("individual", [0.0, 0.5])
+    @pytest.mark.parametrize("coupling", [-0.3, -0.1, 0.05])
+    def test_is_that_of_all_members_together_also_where_they_repel(self, coupling, individual):
+        k, members = random_kernels(individual=individual), 4
+        shared = k.ntk_shared
+        shared = MemberKernel(shared.same, coupling * shared.same + 0.01 * shared.cross)
+        k = Kernels(k.nngp, shared, k.ntk_individual)
+        gamma = natural_gamma(k, members)
+        together = top(flatten(k.ntk(members, gamma).dense(members)))
+        assert together == pytest.approx(top(shared.same + k.ntk_individual.same), rel=1e-10)
+        assert 0 < gamma < members
+
+    def test_at_the_bound_is_finite(self):
+        same = gram(torch.Generator().manual_seed(0), 5)
+        assert natural_gamma(kernels_of(same, -same / 3), 4) == pytest.approx(3.0)
 
     def test_grows_with_members_towards_a_limit(self):
         k = random_kernels()

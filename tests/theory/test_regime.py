@@ -154,6 +154,20 @@ class TestExactRegime:
         assert shifted == Regime.COLLECTIVE
         assert shifted.coupling == pytest.approx(0.5)  # overlap, since all layers before are equal
 
+    def test_of_joint_laws_is_that_of_their_pairs(self):
+        def last(law, **options):
+            return regime(embens.last_layer_dropout(mlp(**options), 4, law=law))
+
+        assert last(laws.Masks(0.3)).coupling == pytest.approx(0.3)
+        disjoint = last(laws.Disjoint())
+        assert disjoint == Regime.INDEPENDENT
+        assert "E[u_a u_b] = 0 in the input of the last layer" in disjoint.reason
+        repelling = last(laws.Correlated(-0.2))
+        assert repelling == Regime.COLLECTIVE
+        assert repelling.coupling == pytest.approx(-0.2)
+        assert "E[u_a u_b] ≠ 0" in repelling.reason
+        assert last(laws.Correlated(1.0)).coupling == 1
+
     @pytest.mark.parametrize("readout", ["mean", "flatten"])
     def test_knows_convolutional_networks(self, readout):
         net = networks.cnn((4, 6), inputs=1, outputs=3, image=8, readout=readout)

@@ -54,7 +54,7 @@ FAMILIES = {
     ),
     **{
         name: partial(lambda family: family(problem.reference(), 3), family)
-        for name, family in cases.FAMILIES.items()
+        for name, family in (cases.FAMILIES | cases.STOCHASTIC).items()
     },
     "one network, drawn anew": lambda: embens.independent(
         problem.reference(), 1, generator=torch.Generator().manual_seed(0)

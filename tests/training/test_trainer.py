@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from training import problem
 
 import embens
@@ -245,3 +245,37 @@ def test_a_compiled_run_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     problem.assert_equal(problem.weights(again), problem.weights(whole))
     with pytest.raises(ValueError, match="all members at once"):
         fit(plain, problem.data(), epochs=1, compile=True, chunk=2)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_divergence_from_a_prior_is_added_for_each_row(chunk, loaded):
+    """One step of a whole batch, against the objective written out."""
+    x, y = problem.data(24)
+    torch.manual_seed(0)
+    mine, theirs = (embens.rank1(problem.reference(), 3) for _ in range(2))
+    theirs.load_state_dict(mine.state_dict())
+    for one, other in zip(mine.individuals.values(), theirs.individuals.values(), strict=True):
+        noise = torch.randn_like(one.values)
+        for module in (one, other):  # the same in every pass
+            module.__class__ = type("Fixed", (type(one),), {"draw": property(lambda m: m.fixed)})
+            module.fixed = lambda noise=noise: noise
+    data = DataLoader(TensorDataset(x, y), 24) if loaded else (x, y)
+    fit(
+        mine, data, epochs=1, batch_size=24, lr=0.1, chunk=chunk, optimizer=partial(torch.optim.SGD)
+    )
+    optimizer = torch.optim.SGD(theirs.parameter_groups(0.1))
+    (embens.objective(theirs(x), y) + theirs.kl() / 24).backward()
+    optimizer.step()
+    expected = problem.weights(theirs)
+    torch.testing.assert_close(problem.weights(mine), expected, rtol=1e-4, atol=1e-6)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(zip(*problem.data(8), strict=True))
+
+
+def test_a_divergence_needs_the_number_of_rows():
+    with pytest.raises(TypeError, match="divided by the number of rows, which this loader"):
+        fit(embens.rank1(problem.reference(), 3), DataLoader(Endless(), 8), epochs=1)

@@ -62,6 +62,9 @@ class Part(NamedTuple):
     inputs: Tensor
     targets: Tensor
 
+    def __repr__(self) -> str:
+        return f"Part({len(self.targets)} samples of shape {tuple(self.inputs.shape[1:])})"
+
     def take(self, index: Tensor) -> Part:
         """Return these samples, in the order that they have here."""
         index = index.sort().values

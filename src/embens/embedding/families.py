@@ -20,7 +20,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from embens.embedding.sites import (
     Trainable,
     check_reference,
     choose_first,
+    choose_low_rank,
     choose_own,
     choose_sites,
     is_within,
@@ -48,7 +49,7 @@ from embens.embedding.sites import (
 )
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
-from embens.ensemble.plan import Folding, Heads, OwnTensors, Plan, Site
+from embens.ensemble.plan import Folding, Heads, LowRankSite, OwnTensors, Plan, Site
 from embens.ensemble.surgery import operate
 from embens.laws import Law
 
@@ -129,6 +130,14 @@ def embed(
         norms=(norm_statistics, norm_affine),
         recompute=recompute,
     )
+    cancel = all(not s.trainable and 1 + (members - 1) * s.law.overlap < 1e-9 for s in chosen)
+    biased = any(getattr(layers[n], "bias", None) is not None for n in flow.last)
+    if chosen and cancel and not biased and not plan.not_collapsible:
+        warnings.warn(
+            "the mean of the members is 0 for ever: their frozen modulations of the last layer sum "
+            "to 0, and no bias follows. Use a rho above -1/(M - 1), or trainable=True.",
+            stacklevel=2,
+        )
     initialise = own_weights if callable(own_weights) else None
     return _build(reference, plan, apart if drawn else (), initialise, generator)
 
@@ -137,7 +146,7 @@ def _plan(
     reference: nn.Module,
     flow: reading.Flow,
     members: int,
-    sites: tuple[Site, ...],
+    differing: tuple[Site | LowRankSite, ...],
     own: tuple[str, ...],
     *,
     family: str,
@@ -146,18 +155,22 @@ def _plan(
     recompute: bool | None = None,
 ) -> Plan:
     """Return the plan for these sites and these layers of the members' own."""
+    sites = tuple(s for s in differing if isinstance(s, Site))
+    low_rank = tuple(s for s in differing if isinstance(s, LowRankSite))
     if recompute is None:
         recompute = reading.mentions(reference, _is_checkpointing)
     sharing = Sharing(
-        *(reference, flow, sites, own), drawn=drawn, statistics=norms[0], affine=norms[1]
+        *(reference, flow, differing, own), drawn=drawn, statistics=norms[0], affine=norms[1]
     )
     warn_state(sharing)
     layers, modules = reading.parameter_layers(reference), dict(reference.named_modules())
     widths, input_channels = measure_widths(layers, flow, sharing.tokens)
+    changed = {n: modules[n] for n in (*sharing.own, *sharing.weights)}
     return Plan(
         family=family,
         members=members,
         sites=sites,
+        low_rank=low_rank,
         own=tuple(sharing.own.values()),
         own_last=drawn and all(is_within(n, own) for n in flow.last),
         shared=() if recompute else sharing.shared(),
@@ -166,7 +179,7 @@ def _plan(
         random=sharing.random(),
         overwriting=plan_overwriting(flow, sites, modules),
         copies=may_overwrite(flow, modules),
-        not_collapsible=why_not_collapsible(flow, sites, {n: modules[n] for n in sharing.own}),
+        not_collapsible=why_not_collapsible(flow, sites, changed),
         recompute=recompute,
         widths=widths,
         input_channels=input_channels,
@@ -276,6 +289,38 @@ def mc_dropout(
 
 
 @suggest()
+def masksembles(
+    reference: nn.Module,
+    members: int = 4,
+    overlap: float = 0.5,
+    *,
+    sites: Sites = "hidden",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+    norm_statistics: str = "member",
+    norm_affine: str = "shared",
+) -> EmbeddedEnsemble:
+    """Embed Masksembles: frozen masks that have a share ``overlap`` of their ones in common.
+
+    From equal members (1) towards disjoint ones; see :class:`embens.laws.Masks`, which scales the
+    ones so that signals keep their size. For the other arguments see :func:`embed`.
+    """
+    return embed(
+        reference,
+        members,
+        pre=None,
+        post=laws.Masks(overlap),
+        sites=sites,
+        example_input=example_input,
+        trainable=False,
+        generator=generator,
+        norm_statistics=norm_statistics,
+        norm_affine=norm_affine,
+        family="masksembles",
+    )
+
+
+@suggest()
 def last_layer_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -300,6 +345,97 @@ def last_layer_dropout(
         generator=generator,
         family="last_layer_dropout",
     )
+
+
+@suggest()
+def rank1(
+    reference: nn.Module,
+    members: int = 4,
+    prior_std: float = 0.1,
+    *,
+    sites: Sites = "hidden",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    r"""Embed a rank-1 Bayesian network: modulations that every pass draws around trainable means.
+
+    Every number of :math:`u` and :math:`v` is :math:`N(\mu, \sigma^2)`, with :math:`\mu` and
+    :math:`\sigma` of each member's own, drawn anew at every pass, in evaluation too, from the
+    global generator as fresh masks are. Their prior is :math:`N(1, s^2)` with ``prior_std``
+    :math:`s`; ``ensemble.kl()`` is the divergence from it, which ``fit`` adds to the objective,
+    divided by the number of rows. ``member(a)`` is the network at its means. For the other
+    arguments see :func:`embed`.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble, x = rank1(net), torch.ones(2, 4)
+        >>> bool((ensemble(x) == ensemble(x)).all()), bool(ensemble.kl() > 0)
+        (False, True)
+    """
+    layers = check_reference(reference)
+    check_members(members)
+    check_number("prior_std", prior_std, "finite and positive", lambda std: std > 0)
+    flow = reading.read(reference, example_input)
+    law = laws.Normal(1.0, prior_std)
+    chosen = choose_sites(layers, flow, law, law, sites, trainable=True, fresh=False)
+    warn_guesses(flow)
+    _warn_unknown(reference)
+    chosen = tuple(replace(site, prior_std=prior_std) for site in chosen)
+    plan = _plan(reference, flow, members, chosen, (), family="rank1")
+    return operate(reference, plan, generator)
+
+
+@suggest()
+def low_rank(
+    reference: nn.Module,
+    members: int = 8,
+    *,
+    rank: int = 4,
+    kind: Literal["multiplicative", "additive"] = "multiplicative",
+    shared: Literal["trained", "frozen"] = "trained",
+    scale: float | None = None,
+    sites: Sites = "all",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    r"""Embed members whose weights differ by matrices of low rank; biases are shared.
+
+    Args:
+        reference: any module; copied, never changed, its weights are kept.
+        members: how many.
+        rank: of the matrices; at most the size of a layer. The sizes of first and last layers
+            follow from the data: where one is smaller, it has its full rank.
+        kind: "multiplicative": :math:`W_a = W \circ (1 + B_a A_a)`, which holds BatchEnsemble;
+            "additive": :math:`W_a = W + B_a A_a`, as in LoRA, with :math:`\alpha = r` (another
+            :math:`\alpha / r` is another ``modulation_lr``).
+        shared: "frozen": only the members' numbers are trained.
+        scale: the standard deviation of :math:`B_a A_a` at the start, for the additive kind
+            relative to the root mean square of :math:`W`. 0: :math:`B_a` is 0, and members begin as
+            the reference and part in training, because :math:`A_a` is drawn for each. None: 0.5,
+            and 0 for the additive kind.
+        sites: the layers, as for :func:`embed`.
+        example_input: as for :func:`embed`.
+        generator: draws the matrices.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = low_rank(net, members=5, rank=2, kind="additive", shared="frozen")
+        >>> ensemble(torch.zeros(2, 4)).shape, len(list(ensemble.individual_parameters()))
+        (torch.Size([5, 2, 3]), 4)
+    """
+    layers = check_reference(reference)
+    check_members(members)
+    check_choice("kind", kind, ("multiplicative", "additive"))
+    check_choice("shared", shared, ("trained", "frozen"))
+    if scale is None:
+        scale = 0.5 if kind == "multiplicative" else 0.0
+    check_number("scale", scale, "finite and not negative", lambda std: std >= 0)
+    flow = reading.read(reference, example_input)
+    chosen = choose_low_rank(layers, flow, sites, LowRankSite("", rank, kind, scale))
+    warn_guesses(flow)
+    _warn_unknown(reference)
+    plan = _plan(reference, flow, members, chosen, (), family="low_rank")
+    return operate(reference, replace(plan, frozen=shared == "frozen"), generator)
 
 
 @suggest()
@@ -397,12 +533,19 @@ def mimo(
         call.upstream, call.result = map(_certain, (call.upstream, call.result))
     last = choose_own("last", reference, layers, flow)
     plan = _plan(reference, flow, members, (), last, family="mimo")
-    blocks = tuple(OwnTensors(name, ("weight",), drawn=True) for name in first)
+    if plan.state:
+        raise ValueError(
+            "this reference can't have an input for every member: its code keeps attributes from "
+            f"call to call ({plan.state[0]!r}); keep them in a buffer"
+        )
+    behind = {c.name for c in flow.calls if c.upstream & flow.last}
+    own = [o for o in plan.own if o.module in behind or is_within(o.module, last)]
+    own += [OwnTensors(name, ("weight",), drawn=True) for name in first]
     heads = Heads(first, float(repetition), float(alpha) if mix else None)
     after = {step for step, taken in flow.steps if any(layers & flow.last for layers in taken)}
     plan = replace(
         plan,
-        own=(*plan.own, *blocks),
+        own=tuple(own),  # what the trunk keeps is common
         heads=heads,
         shared=tuple(replace(s, repeat=False) for s in plan.shared),
         folding=Folding("", tuple(sorted(after)), ("the trunk",), shares=True, border=last),

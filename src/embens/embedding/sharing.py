@@ -19,7 +19,14 @@ from embens import reading
 from embens.embedding.sites import is_within
 from embens.ensemble.folding import LOOKING
 from embens.ensemble.layers import is_linear_in_parameters
-from embens.ensemble.plan import Folding, OwnTensors, SharedModule, Site, site_module
+from embens.ensemble.plan import (
+    Folding,
+    LowRankSite,
+    OwnTensors,
+    SharedModule,
+    Site,
+    site_module,
+)
 from embens.reading import Call, Flow
 
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -35,7 +42,7 @@ class Sharing:
     Args:
         reference: the network.
         flow: its data flow.
-        sites: where members differ.
+        sites: where members differ, also by matrices of low rank.
         own: modules of which every member has all tensors for itself.
         drawn: whether these begin as draws of their own.
         statistics: "member" or "shared" running statistics of norm layers.
@@ -46,7 +53,7 @@ class Sharing:
         self,
         reference: nn.Module,
         flow: Flow,
-        sites: Iterable[Site],
+        sites: Iterable[Site | LowRankSite],
         own: Iterable[str] = (),
         *,
         drawn: bool = True,
@@ -57,7 +64,8 @@ class Sharing:
         layers = reading.parameter_layers(reference)
         self.modules = dict(reference.named_modules())
         self.flow = flow
-        self.post = {site_module(s.layer, layers) for s in sites if s.kind == "post"}
+        self.post = {site_module(s.layer, layers) for s in sites if s.kind != "pre"}
+        self.weights = {site_module(s.layer, layers) for s in sites if isinstance(s, LowRankSite)}
         self.carriers = self.post | {site_module(s.layer, layers) for s in sites}
         given = [self._all_tensors(n, drawn) for n in self.modules if is_within(n, own)]
         self.own = {o.module: o for o in given if o.tensors}
@@ -190,7 +198,8 @@ class Sharing:
         unclear |= {f"a hook of {n!r}" for n in dependent if _is_hooked(self.modules[n])}
         unclear |= {o for o in self.flow.opaque if not is_within(o, self.once)}
         unclear |= {f"a buffer of {n!r}" for n, _ in self.flow.state.buffers if n in self.own}
-        attentions = [n for n in dependent if self._is_attention(n) and n not in self.carriers]
+        modulated = self.carriers - self.weights
+        attentions = [n for n in dependent if self._is_attention(n) and n not in modulated]
         unclear |= {f"the attention {n!r}" for n in attentions}
         if any(not self._in_once(chain) for chain in self.flow.reductions):
             unclear |= {name for name, chain in self.flow.joins if not self._in_once(chain)}
@@ -314,7 +323,7 @@ def measure_widths(
 
 def why_not_collapsible(flow: Flow, sites: tuple[Site, ...], own: Mapping[str, nn.Module]) -> str:
     """Return why the mean of the members' outputs is not one network's; empty where it is."""
-    if any(s.fresh for s in sites):
+    if any(s.random for s in sites):
         return "its masks are drawn anew at each pass"
     bent = next((n for n, module in own.items() if not is_linear_in_parameters(module)), None)
     if bent is not None:

@@ -10,13 +10,15 @@ import fnmatch
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from embens.checks import closest
+from embens.checks import check_whole, closest
 from embens.ensemble.layers import is_linear_in_parameters
-from embens.ensemble.plan import Side, Site, site_module
+from embens.ensemble.lowrank import layer_weight
+from embens.ensemble.plan import LowRankSite, Side, Site, site_module
 from embens.laws import Law
 from embens.reading import NORMS, Flow, channels, is_attention, parameter_layers
 
@@ -216,15 +218,51 @@ def choose_sites(
                 + "; a network of one layer has no hidden site"
             )
         )
-    bypassed = sorted(({s.layer for s in result} | mine) & flow.bypassed)
+    _refuse_bypassed({s.layer for s in result} | mine, layers, flow)
+    order = {name: i for i, name in enumerate(layers)}
+    return tuple(sorted(result, key=lambda s: (order[s.layer], s.kind)))
+
+
+def _refuse_bypassed(names: Iterable[str], layers: Iterable[str], flow: Flow) -> None:
+    bypassed = sorted(set(names) & flow.bypassed)
     if bypassed:
         raise ValueError(
             f"the reference reads the weight of {bypassed[0]!r} without calling the layer (tied "
             "weights?), which would leave its members out. Choose sites and own without it"
             f"{closest('', [n for n in layers if n not in flow.bypassed])}"
         )
-    order = {name: i for i, name in enumerate(layers)}
-    return tuple(sorted(result, key=lambda s: (order[s.layer], s.kind)))
+
+
+def choose_low_rank(
+    layers: dict[str, nn.Module], flow: Flow, sites: Sites, like: LowRankSite
+) -> tuple[LowRankSite, ...]:
+    """Return the layers that ``sites`` stands for, all with matrices of one kind."""
+    rank = check_whole("rank", like.rank, 1)
+    names = {name for name, _ in _select(sites, layers, flow)[0]}
+    _refuse_bypassed(names, layers, flow)
+    outer, found, largest = flow.first | flow.last, [], 0
+    for name in (n for n in layers if n in names):
+        layer = layers[name]
+        projection = name.rpartition(".")[2] if is_attention(layer) else ""
+        held = is_attention(layer) or isinstance(layer._parameters.get("weight"), Tensor)
+        if not held or getattr(layer, "max_norm", None) is not None:
+            raise ValueError(
+                f"{name!r} ({type(layer).__name__}) has no weight that a matrix of low rank could "
+                "change (a parametrization? max_norm?); choose sites without it"
+            )
+        size = min(layer_weight(layer, projection).flatten(1).shape)
+        largest = max(largest, size)
+        if size < rank and name not in outer:
+            raise ValueError(
+                f"rank: {rank} is above the size of {name!r}, whose weight has a rank of at most "
+                f"{size}; take a smaller rank, or sites without it"
+            )
+        found.append(replace(like, layer=name, rank=min(rank, size)))
+    if largest < rank:
+        raise ValueError(
+            f"rank: {rank} is above the size of all layers, at most {largest}; take a smaller one"
+        )
+    return tuple(found)
 
 
 def choose_own(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +89,7 @@ class ModulatedAttention(Wrapper):
 
     def _weights(self, run: Run) -> dict[str, Tensor]:
         """Return all parameters by name, with the one running member's modulations in them."""
-        found: dict[str, list[Tensor]] = {}
+        found: dict[str, tuple[Tensor, Tensor | None]] = {}
         for projection in PROJECTIONS:
             weight, bias = projection_parameters(self.attention, projection)
             pre, post = (self._find(projection, kind) for kind in ("pre", "post"))
@@ -97,14 +98,8 @@ class ModulatedAttention(Wrapper):
                 weight, bias = weight * v[:, None], None if bias is None else bias * v
             if post is not None:
                 weight = weight * post.now(run)[0]
-            packed = projection != "out_proj" and self.attention.in_proj_weight is not None
-            name = "in_proj_weight" if packed else f"{projection}_weight"
-            found.setdefault(name, []).append(weight)
-            if bias is not None:
-                name = "out_proj_bias" if projection == "out_proj" else "in_proj_bias"
-                found.setdefault(name, []).append(bias)
-        joined = {k: v[0] if len(v) == 1 else torch.cat(v) for k, v in found.items()}
-        return {k.replace("out_proj_", "out_proj."): v for k, v in joined.items()}
+            found[projection] = weight, bias
+        return join_projections(self.attention, found)
 
     def _project(self, run: Run, x: Tensor, projection: str) -> Tensor:
         pre, post = (self._find(projection, kind) for kind in ("pre", "post"))
@@ -146,6 +141,23 @@ def projection_parameters(
     if attention.in_proj_weight is None:
         return getattr(attention, f"{projection}_weight"), bias
     return attention.in_proj_weight[rows], bias
+
+
+def join_projections(
+    attention: nn.Module, projections: Mapping[str, tuple[Tensor, Tensor | None]]
+) -> dict[str, Tensor]:
+    """Return parameters of an attention by name from weights and biases, perhaps of members."""
+    found: dict[str, list[Tensor]] = {}
+    for projection, (weight, bias) in projections.items():
+        packed = projection != "out_proj" and attention.in_proj_weight is not None
+        name = "in_proj_weight" if packed else f"{projection}_weight"
+        found.setdefault(name, []).append(weight)
+        if bias is not None:
+            name = "out_proj_bias" if projection == "out_proj" else "in_proj_bias"
+            found.setdefault(name, []).append(bias)
+    axis = {name: -2 if name.endswith("weight") else -1 for name in found}
+    joined = {k: v[0] if len(v) == 1 else torch.cat(v, axis[k]) for k, v in found.items()}
+    return {k.replace("out_proj_", "out_proj."): v for k, v in joined.items()}
 
 
 def _joint_mask(

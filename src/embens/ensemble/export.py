@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,20 @@ from embens.files import write_atomically
 if TYPE_CHECKING:
     from onnx import ModelProto
 
+Method = TypeVar("Method", bound=Callable)
+
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2}
 
 
-class LikeReference:
-    """A method with the parameters of the reference's ``forward``, for those who ask for them.
+def like_reference(method: Method) -> Method:
+    """Give a method the parameters of the reference's ``forward``, for those who ask for them.
 
     So ``dynamic_shapes`` of ``torch.export`` name an ensemble's inputs as the reference does.
     """
+    return _LikeReference(method)  # type: ignore[return-value]
 
+
+class _LikeReference:
     def __init__(self, function: Callable):
         self.function = function
 
@@ -109,10 +114,10 @@ def to_onnx(
         raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist")
     parts: list[Any] = list(network.modules())
     ensembles = [part for part in parts if isinstance(part.__dict__.get("plan"), Plan)]
-    if any(site.fresh for ensemble in ensembles for site in ensemble.plan.sites):
+    if any(site.random for ensemble in ensembles for site in ensemble.plan.sites):
         raise ValueError(
             "masks that are drawn anew at each pass can't be exported: a file would keep one "
-            "draw. Use fresh=False for a fixed set of masks"
+            "draw. Use fresh=False for a fixed set of masks, or export ensemble.member(a)"
         )
     between = _BetweenTensors(network, example, batch_axis)
     batches, errors = list(between.batches()), []

@@ -12,6 +12,7 @@ once for all members. Attention and modules of the members' own have files of th
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,11 +45,15 @@ class Modulation(Individual):
     ):
         super().__init__()
         self.law, self.members, self.size = site.law, members, site.size
+        self.drawn = members  # how many the law was asked for; of some of them there are fewer
         self.repeat, self.fresh = site.repeat, site.fresh
-        values = torch.empty(0, dtype=like.dtype, device=like.device)
-        if not site.fresh:
+        try:  # of fresh ones, to see whether they can be drawn
+            source = torch.Generator() if site.fresh else generator
             shape = (members, site.size)
-            values = site.law.sample(shape, generator, dtype=like.dtype, device=like.device)
+            values = site.law.sample(shape, source, dtype=like.dtype, device=like.device)
+        except ValueError as error:
+            raise ValueError(f"the {site.kind} modulations of {site.layer!r}: {error}") from None
+        values = values.flatten()[:0] if site.fresh else values
         if site.trainable and not site.fresh:
             self.values = nn.Parameter(values)
         else:
@@ -91,6 +96,46 @@ class Modulation(Individual):
         kind = "fresh" if self.fresh else "trainable" if self._parameters else "frozen"
         repeat = f", repeat={self.repeat}" if self.repeat > 1 else ""
         return f"{self.law!r}, members={self.members}, size={self.size}{repeat}, {kind}"
+
+
+class Stochastic(Modulation):
+    r"""Numbers that every pass draws around trainable means, :math:`N(\mu, \sigma^2)`.
+
+    The prior is :math:`N(1, s^2)`, of which the means are draws at the start; the standard
+    deviations begin as :math:`s`.
+    """
+
+    noise: Tensor
+
+    def __init__(
+        self, site: Site, members: int, like: Tensor, generator: torch.Generator | None = None
+    ):
+        super().__init__(site, members, like, generator)
+        assert site.prior_std is not None
+        self.prior_std = site.prior_std
+        self.log_std = nn.Parameter(torch.full_like(self.values, math.log(self.prior_std)))
+        self.register_buffer("noise", self.values.detach()[:0], persistent=False)
+
+    @property
+    def draw(self) -> Callable[[], Tensor]:  # type: ignore[override]
+        return lambda: torch.randn_like(self.values.detach())
+
+    def tensors(self) -> list[Tensor]:
+        return [self.values, self.log_std, self.noise]
+
+    def tensor_names(self) -> tuple[str, ...]:
+        return ("", "log_std", "noise")
+
+    def now(self, run: Run) -> Tensor:
+        mean, log_std, noise = (run.of(self, i) for i in range(3))
+        numbers = torch.addcmul(mean, log_std.exp(), noise)
+        return numbers if self.repeat == 1 else numbers.repeat_interleave(self.repeat, dim=-1)
+
+    def kl(self) -> Tensor:
+        """Return the divergence of all members' numbers from the prior, summed."""
+        log_ratio = self.log_std - math.log(self.prior_std)
+        distance = ((self.values - 1) / self.prior_std).square()
+        return ((log_ratio.exp().square() + distance - 1) / 2 - log_ratio).sum()
 
 
 def is_linear_in_parameters(layer: nn.Module) -> bool:

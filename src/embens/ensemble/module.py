@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves
 from embens.checks import Gamma, closest, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
-from embens.ensemble.export import LikeReference, to_onnx
+from embens.ensemble.export import like_reference, to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
-from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
+from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Stochastic
 from embens.ensemble.own import OwnState, iterates
 from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
@@ -138,7 +138,7 @@ class EmbeddedEnsemble(nn.Module):
             self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
         ) -> Tensor: ...
 
-    @LikeReference  # type: ignore[override]
+    @like_reference
     def forward(
         self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
     ) -> Any:
@@ -304,15 +304,27 @@ class EmbeddedEnsemble(nn.Module):
             run.finish()
         return total
 
+    def kl(self) -> Tensor:
+        """Return the divergence of the members' numbers from their prior, summed over members.
+
+        It is 0 but for :func:`embens.rank1`. :func:`embens.fit` adds ``kl() / rows`` to the
+        objective, with the rows of the training data; so should a loop of your own.
+        """
+        found = [m.kl() for m in self.individuals.values() if isinstance(m, Stochastic)]
+        return torch.stack(found).sum() if found else torch.zeros(())
+
     @property
     def overlap(self) -> float:
-        r"""Return the product of :math:`(E u)^2 / E u^2` of the post laws over the hidden sites.
+        r"""The product of the post laws' :math:`E[u_a u_b] / E u^2` over the hidden sites.
 
-        Last layers that were drawn for each member make it 0.
+        Last layers that were drawn for each member make it 0; matrices of low rank count by the
+        share of the weights that members have in common at the start.
         """
         if self.plan.own_last:
             return 0.0
-        return math.prod(s.law.overlap for s in self.plan.sites if s.kind == "post" and s.hidden)
+        common = math.prod(1 / (1 + s.scale**2) for s in self.plan.low_rank)
+        posts = [s.law for s in self.plan.sites if s.kind == "post" and s.hidden]
+        return common * math.prod(law.overlap for law in posts)
 
     @property
     def natural_gamma(self) -> float:
@@ -320,10 +332,11 @@ class EmbeddedEnsemble(nn.Module):
 
         Where members are repeated, ``r`` is the mean over pairs, with 1 for two of the same.
         """
-        alike = self.members  # pairs of a member and itself, or its twin
-        if self.plan.subset is not None:
-            alike = sum(n**2 for n in Counter(self.plan.subset.members).values())
-        return self.members**2 / (alike + (self.members**2 - alike) * self.overlap)
+        overlap, pairs = self.overlap, self.members * (self.members - 1)
+        if self.plan.subset is not None and pairs:
+            twins = sum(n * (n - 1) for n in Counter(self.plan.subset.members).values())
+            overlap = (twins + (pairs - twins) * overlap) / pairs
+        return rates.gamma_of(self.members, overlap)
 
     # Out again
 
@@ -446,7 +459,7 @@ if torch.__version__ < (2, 10):  # type: ignore[operator]
         """Run all members uncompiled; the compiler names this function where that won't do."""
         return _forward(self, *inputs, **options)
 
-    forward = LikeReference(compiling_or_exporting_an_ensemble_needs_torch_2_10)
+    forward = like_reference(compiling_or_exporting_an_ensemble_needs_torch_2_10)
     EmbeddedEnsemble.forward = forward  # type: ignore
 
 

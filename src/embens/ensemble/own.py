@@ -56,6 +56,13 @@ class MemberLayer(Wrapper, Individual):
         """Return the tensors of the members that run, by name, members first."""
         raise NotImplementedError
 
+    def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the module with the tensors of one member; None: their mean.
+
+        ``memo`` is that of a deep copy of the whole network under way.
+        """
+        raise NotImplementedError
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the running members' tensors."""
         run = self.current.run or self.current.get()
@@ -132,6 +139,20 @@ class MemberLayer(Wrapper, Individual):
         )
         return together(y.unflatten(1, (run.count, -1)).transpose(0, 1))
 
+    def _inner_attribute(self, name: str) -> Any:
+        value = getattr(self.module, name)
+        method = inspect.ismethod(value) and value.__self__ is self.module and bool(self.names)
+        run = self.current.run if name in self.names or method else None
+        if run is None or not run.open:
+            return value
+        if run.count > 1 or run.index is not None:
+            why = Unfoldable(f"the code reads {name!r}, of which every member has its own")
+            with run.only(0):
+                return Sealed(torch.empty(0) if method else self.now(run)[name][0], why)
+        if method:
+            return lambda *args, **kwargs: self._alone(run, args, kwargs, name)
+        return self.now(run)[name][0]
+
 
 class Own(MemberLayer):
     """A module of which every member has some tensors of its own.
@@ -181,23 +202,7 @@ class Own(MemberLayer):
         names = ", ".join(self.names) or "batch statistics"
         return f"{names} of each member's own" + (", drawn" if self.drawn else "")
 
-    def _inner_attribute(self, name: str) -> Any:
-        run, value = self.current.run, getattr(self.module, name)
-        method = inspect.ismethod(value) and value.__self__ is self.module and bool(self.names)
-        if (name not in self.names and not method) or run is None or not run.open:
-            return value
-        if run.count > 1 or run.index is not None:
-            why = f"the code reads {name!r}, of which every member has its own"
-            return Sealed(torch.empty(0) if method else value[0], Unfoldable(why))  # type: ignore[index]
-        if method:
-            return lambda *args, **kwargs: self._alone(run, args, kwargs, name)
-        return run.of(self, self.names.index(name))[0]
-
     def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the module with the tensors of one member; None: their mean.
-
-        ``memo`` is that of a deep copy of the whole network under way.
-        """
         for stack in self.tensors():
             if id(stack) not in memo:
                 tensor = stack.detach()

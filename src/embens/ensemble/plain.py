@@ -10,7 +10,7 @@ from torch import nn
 
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.layers import Modulated, Once, OverwritingReLU
-from embens.ensemble.own import Own
+from embens.ensemble.own import MemberLayer
 from embens.ensemble.wrapping import Wrapper
 from embens.reading import left_over
 
@@ -25,7 +25,7 @@ def plain(network: nn.Module, member: int | None) -> nn.Module:
             memo[id(module)] = nn.ReLU().train(module.training)
         elif isinstance(module, Once):
             memo[id(module)] = copy.deepcopy(module.module, memo)
-        elif isinstance(module, Own):
+        elif isinstance(module, MemberLayer):
             memo[id(module)] = module.plain(member, memo)
     network = copy.deepcopy(network, memo)
     for module in network.modules():
@@ -68,7 +68,7 @@ def walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
         for key, modulation in module.modulations.items():
             projection, _, kind = key.rpartition("_")
             inside.append((modulation, f"{name}.{projection}.{kind}"))
-    elif isinstance(module, (Once, Own)):
+    elif isinstance(module, (Once, MemberLayer)):
         inside = [(module.module, name)]
     else:
         inside = [(child, f"{name}.{key}") for key, child in module.named_children()]

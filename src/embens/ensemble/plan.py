@@ -25,7 +25,8 @@ Side = Literal["pre", "post"]
 class Site:
     """One site: where, and what multiplies there.
 
-    ``hidden`` says whether it is one of the paper's hidden sites.
+    ``hidden`` says whether it is one of the paper's hidden sites. With a ``prior_std`` the numbers
+    are drawn around trainable means at every pass; their law is that of the means at the start.
     """
 
     layer: str
@@ -36,6 +37,12 @@ class Site:
     trainable: bool = True
     fresh: bool = False
     hidden: bool = True
+    prior_std: float | None = None
+
+    @property
+    def random(self) -> bool:
+        """Whether every pass has numbers of its own."""
+        return self.fresh or self.prior_std is not None
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,23 @@ class OwnTensors:
     module: str
     tensors: tuple[str, ...] = ()
     drawn: bool = False
+
+
+@dataclass(frozen=True)
+class LowRankSite:
+    """A layer whose weights differ between members by a matrix of low rank.
+
+    Attributes:
+        layer: its name.
+        rank: of the matrix.
+        kind: whether it multiplies the weight, entry by entry and added to 1, or is added to it.
+        scale: the size of the members' deviations at the start, relative to the weights.
+    """
+
+    layer: str
+    rank: int
+    kind: Literal["multiplicative", "additive"]
+    scale: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,6 +145,8 @@ class Plan:
         family: the function that made it.
         members: how many.
         sites: where they differ.
+        low_rank: layers in which they differ by matrices of low rank.
+        frozen: whether what they share is not trained.
         own: modules with tensors of each member's own.
         own_last: whether all last layers are, drawn for each member.
         shared: modules computed once for all members.
@@ -143,6 +169,8 @@ class Plan:
     family: str
     members: int
     sites: tuple[Site, ...] = ()
+    low_rank: tuple[LowRankSite, ...] = ()
+    frozen: bool = False
     own: tuple[OwnTensors, ...] = ()
     own_last: bool = False
     shared: tuple[SharedModule, ...] = ()
@@ -196,6 +224,7 @@ class Plan:
         data = dict(data)
         data["sites"] = [Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"]]
         data["own"] = [OwnTensors(**_with_tuples(o)) for o in data["own"]]
+        data["low_rank"] = [LowRankSite(**s) for s in data.get("low_rank", ())]
         data["shared"] = [SharedModule(**s) for s in data["shared"]]
         data["folding"] = Folding(**_with_tuples(data["folding"]))
         for name, kind in (("heads", Heads), ("subset", Subset)):
@@ -235,6 +264,8 @@ class Plan:
                     f"{site.repeat} numbers; the reference's layer needs {expected}, which is "
                     "another shape"
                 )
+        for low in self.low_rank:
+            known(low.layer, layers)
         for own in self.own:
             known(own.module, modules)
             module = modules[own.module]

@@ -47,6 +47,11 @@ if TYPE_CHECKING:
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 
+def gamma_of(members: int, coupling: float) -> float:
+    r"""Return :math:`\gamma^*`; with :math:`r < 0` deviations are faster than the mean."""
+    return members / max(1 + (members - 1) * coupling, 1 - coupling)
+
+
 def parameter_groups(
     ensemble: EmbeddedEnsemble,
     lr: float,
@@ -65,7 +70,7 @@ def parameter_groups(
     factor, decay_factor = shared_factors(ensemble, gamma, optimizer)
     groups = [
         {
-            "params": list(ensemble.shared_parameters()),
+            "params": [] if ensemble.plan.frozen else list(ensemble.shared_parameters()),
             "lr": lr * factor,
             "weight_decay": weight_decay * decay_factor,
             "gamma_factor": factor,

@@ -197,7 +197,7 @@ class Run:
     def _stack(self, module: Individual, i: int) -> Tensor:
         if self.given is not None:
             return self.given[module.slot + i]
-        if module.draw is None:
+        if module.draw is None or i + 1 < len(module.tensor_names()):
             return module.tensors()[i]
         key = module.slot + i
         if key not in self.fresh:

@@ -19,10 +19,11 @@ from embens import reading
 from embens.ensemble import storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.heads import InputHeads
-from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU
+from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Stochastic
+from embens.ensemble.lowrank import LowRank
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.own import Own
-from embens.ensemble.plan import Plan, site_module
+from embens.ensemble.plan import LowRankSite, Plan, site_module
 from embens.ensemble.recurrent import ModulatedRecurrent
 from embens.files import refusing
 from embens.laws import Law
@@ -34,6 +35,10 @@ def operate(
     """Return the ensemble that a plan makes of a reference, which is not changed."""
     modules = dict(reference.named_modules())
     modulations = _modulations(reference, plan, generator)
+    low_rank: dict[str, dict[str, LowRankSite]] = {}
+    for low in plan.low_rank:
+        owner = site_module(low.layer, reading.parameter_layers(reference))
+        low_rank.setdefault(owner, {})[low.layer[len(owner) :].lstrip(".")] = low
     own = {o.module: o for o in plan.own}
     shared = {s.module: s for s in plan.shared}
     border = set(plan.folding.border)
@@ -43,12 +48,15 @@ def operate(
         memo[id(modules[name])] = OverwritingReLU().train(modules[name].training)
     for name in sorted(modules, key=lambda n: (-n.count(".") - bool(n), n)):
         module, mine = modules[name], modulations.get(name)
-        if not (mine or name in own or name in shared) or id(module) in memo:
+        if not (mine or name in {*own, *shared, *low_rank}) or id(module) in memo:
             continue
         copied: nn.Module = copy.deepcopy(module, memo)
         if name in own:
             kind = InputHeads if plan.heads and name in plan.heads.first else Own
             copied = kind(copied, own[name], plan.members, border=name in border, stacks=stacks)
+        if name in low_rank:
+            place = {"border": name in border, "generator": generator}
+            copied = LowRank(copied, low_rank[name], plan.members, **place)
         if name in shared:
             once = shared[name]
             copied = Once(copied, random=once.random, keep=once.keep, repeat=once.repeat)
@@ -60,7 +68,10 @@ def operate(
         memo[id(module)] = copied
     network = copy.deepcopy(reference, memo)
     reading.disable_fast_paths(network)
-    return EmbeddedEnsemble(network, plan)
+    ensemble = EmbeddedEnsemble(network, plan)
+    for parameter in ensemble.shared_parameters() if plan.frozen else ():
+        parameter.requires_grad_(False)
+    return ensemble
 
 
 def load(
@@ -103,7 +114,8 @@ def _modulations(
         layer = layers[site.layer]
         owner = site_module(site.layer, layers)
         key = site.kind if owner == site.layer else f"{site.layer.rpartition('.')[2]}_{site.kind}"
-        found.setdefault(owner, {})[key] = Modulation(
-            site, plan.members, next(layer.parameters()), generator
-        )
+        kind = Modulation if site.prior_std is None else Stochastic
+        modulation = kind(site, plan.members, next(layer.parameters()), generator)
+        modulation.drawn = plan.drawn
+        found.setdefault(owner, {})[key] = modulation
     return found

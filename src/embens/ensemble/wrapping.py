@@ -17,7 +17,7 @@ class Individual(nn.Module):
     Attributes:
         current: the ensemble's; where the running pass is found.
         slot: the place of its first tensor among all individual tensors of the ensemble.
-        draw: draws its numbers anew, where every pass has new ones.
+        draw: draws the last of its tensors anew, where every pass has a new one.
     """
 
     current: Current

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from embens.checks import Gamma, check_members, check_number
+from embens.checks import Gamma, check_members, check_number, short_repr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -40,6 +40,7 @@ class MemberKernel:
 
     same: Float[Tensor, "*a n1 n2"]
     cross: Float[Tensor, "*ab n1 n2"]
+    __repr__ = short_repr
 
     def modes(self, members: int) -> tuple[Tensor, Tensor]:
         """Return the kernels of the ensemble mean and of deviations from it."""
@@ -87,6 +88,7 @@ class Kernels:
     nngp: MemberKernel
     ntk_shared: MemberKernel
     ntk_individual: MemberKernel
+    __repr__ = short_repr
 
     def ntk(
         self,
@@ -168,17 +170,19 @@ def natural_gamma(
 ) -> float:
     r"""Return the gradient scale at which M members train as fast as one.
 
-    The root :math:`\gamma^*` in :math:`[0, M]` of
+    The smaller root :math:`\gamma^*` in :math:`[0, M]` for the mean of the members,
 
     .. math::
         \lambda_{\max}\big(\eta_w \tfrac{\gamma}{M} [\Theta^{com}_{aa} + (M-1) \Theta^{com}_{ab}]
             + \eta_u \Theta^{ind}\big)
         = \lambda_{\max}\big(\eta_w \Theta^{com}_{aa} + \eta_u \Theta^{ind}\big) ,
 
-    so that the largest stable rate is that of a network alone: M where members are independent, 1
-    where they are equal, and in between about :math:`M / (1 + (M-1) r)` with :math:`r =
-    \lambda_{\max}(\Theta^{com}_{ab}) / \lambda_{\max}(\Theta^{com}_{aa})`. The left side is convex
-    in :math:`\gamma` and grows, so that Newton's method from M comes down to the root.
+    and for deviations from it, with :math:`\Theta^{com}_{aa} - \Theta^{com}_{ab}` in brackets,
+    which is the smaller one where members repel each other. So the largest stable rate is that of a
+    network alone: M where members are independent, 1 where they are equal, and in between about
+    :math:`M / (1 + (M-1) r)` with :math:`r = \lambda_{\max}(\Theta^{com}_{ab}) /
+    \lambda_{\max}(\Theta^{com}_{aa})`. The left side is convex in :math:`\gamma` and grows, so that
+    Newton's method from M comes down to the root.
 
     ``kernels`` are those of some inputs with themselves; rates are as in :meth:`Kernels.ntk`.
 
@@ -205,18 +209,19 @@ def natural_gamma(
     if members == 1 or torch.equal(cross, same):
         return 1.0
     own = individual_rate * kernels.ntk_individual.same.double()
-    slope = shared_rate / members * (same + (members - 1) * cross)
     target, _ = largest_eigenpair(shared_rate * same + own)
     gamma = float(members)
-    for _ in range(100):
-        value, vector = largest_eigenpair(gamma * slope + own)
-        rise = (vector @ slope @ vector).item()
-        if value <= target or rise <= 0:
-            break
-        step = (value - target) / rise
-        gamma -= step
-        if step < 1e-14 * gamma:
-            break
+    for mode in shared.modes(members):
+        slope = shared_rate / members * mode.double()
+        for _ in range(100):
+            value, vector = largest_eigenpair(gamma * slope + own)
+            rise = (vector @ slope @ vector).item()
+            if value <= target or rise <= 0:
+                break
+            step = (value - target) / rise
+            gamma -= step
+            if step < 1e-14 * gamma:
+                break
     return min(max(gamma, 0.0), float(members))
 
 

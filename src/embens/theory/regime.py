@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from embens import reading
 from embens.ensemble.plain import without_members
 from embens.ensemble.plan import site_module
+from embens.laws import Joint
 from embens.networks import Parametrized
 from embens.theory.blocks import kernels
 from embens.theory.kernel import MemberKernel
@@ -45,7 +46,7 @@ class RegimeReport:
 
     Attributes:
         regime: the regime itself.
-        coupling: :math:`r`, from 0 (independent) to 1 (members are equal).
+        coupling: :math:`r`, from 0 (independent) to 1 (members are equal); below 0 they repel.
         reason: why, in words.
         exact: whether from the kernels of the limit, or only from laws and structure, where
             ``coupling`` is an estimate.
@@ -113,7 +114,7 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
     exact = coupling is not None
     if coupling is None:
         coupling = structure.estimate()
-    coupling = 0.0 if coupling <= ZERO else min(1.0, coupling)
+    coupling = 0.0 if abs(coupling) <= ZERO else min(1.0, coupling)
     reason = structure.explain(coupling)
     if structure.flow.guesses:
         reason += f"; guessed: {'; '.join(dict.fromkeys(structure.flow.guesses))}"
@@ -126,10 +127,7 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
 
 def are_equal(ensemble: EmbeddedEnsemble) -> bool:
     """Return whether all members are one model: whatever is a member's own has the same values."""
-    laws = {n: getattr(m, "law", None) for n, m in ensemble.individuals.items()}
-    if laws and all(law is not None and not law.variance for law in laws.values()):
-        return True
-    drawn = any(site.fresh and site.law.variance for site in ensemble.plan.sites)
+    drawn = any(site.fresh and site.law.overlap < 1 for site in ensemble.plan.sites)
     stacks = [t for m in ensemble.individuals.values() for t in m.tensors()]
     return ensemble.members > 1 and not drawn and all(bool((t == t[:1]).all()) for t in stacks)
 
@@ -146,20 +144,21 @@ def _first_coupling(
             unknown = unknown or error
         else:
             of_gradients = _overlap(found.ntk_shared)  # where these have none, of outputs
-            return of_gradients if of_gradients > ZERO else _overlap(found.nngp), None
+            return of_gradients if abs(of_gradients) > ZERO else _overlap(found.nngp), None
     return None, unknown
 
 
 def _overlap(kernel: MemberKernel) -> float:
-    r"""Return how large the kernel is between members, relative to that within them.
+    r"""Return how large the kernel is between members, relative to that within them, with its sign.
 
     Of members that are not exchangeable, the mean over pairs of
     :math:`\|K_{ab}\| / \sqrt{\|K_{aa}\| \|K_{bb}\|}`.
     """
     norms = torch.linalg.matrix_norm(kernel.same, ord=2)
-    between = torch.linalg.matrix_norm(kernel.cross, ord=2)
     if not kernel.conditional:
-        return (between / norms).item() if norms else 0.0
+        values = torch.linalg.eigvalsh(kernel.cross)
+        return (values[values.abs().argmax()] / norms).item() if norms else 0.0
+    between = torch.linalg.matrix_norm(kernel.cross, ord=2)
     scale = (norms[:, None] * norms).sqrt()
     ratios = torch.where(scale > 0, between / scale, 0.0)
     members = len(norms)
@@ -186,7 +185,9 @@ class Structure:
         drawn = {o.module for o in ensemble.plan.own if o.drawn}
         last = [n for n in self.layers if n in self.flow.last]
         self.last = {n: posts.get(n) for n in last if site_module(n, self.layers) not in drawn}
-        self.open = [n for n, law in self.last.items() if law is None or law.overlap > ZERO]
+        self.open = [n for n, law in self.last.items() if law is None or abs(law.overlap) > ZERO]
+        joint = any(isinstance(law, Joint) for law in self.last.values())
+        self.mean = "E[u_a u_b]" if joint else "E[u]"
         self.biased = {
             name: layer.bias_std**2 / (layer.bias_std**2 + layer.weight_std**2)
             for name in self.last
@@ -205,7 +206,7 @@ class Structure:
         where = f"the input of {_name(self.open or list(self.last))}"
         if not coupling:
             if not self.open:
-                return f"E[u] = 0 in {where}" + self._weak_biases()
+                return f"{self.mean} = 0 in {where}" + self._weak_biases()
             return f"activations average to 0 over v, although {where} is not centred"
         if not self.open:
             if self.biased:
@@ -213,7 +214,7 @@ class Structure:
             return f"members share what follows {_name(list(self.last))}, although E[u] = 0 there"
         if all(self.last[name] is None for name in self.open):
             return f"{where} is not modulated by u, so nothing there averages to 0"
-        return f"E[u] ≠ 0 in {where} (overlap {self._overlap_of_last():.3g})"
+        return f"{self.mean} ≠ 0 in {where} (overlap {self._overlap_of_last():.3g})"
 
     def _overlap_of_last(self) -> float:
         laws = [self.last[name] for name in self.open]

@@ -239,7 +239,7 @@ class Trainer:
         if self.settings.chunk is None:
             outputs = self._outputs(self.forward, inputs, self.settings.batch)
             losses = self._losses(outputs, target, self.settings.batch)
-            loss = losses.sum()
+            loss = losses.sum() + self._kl()
             self._scaled(loss, weight).backward()
             return loss.detach(), losses, outputs
         seen: list[tuple[Any, Tensor]] = []
@@ -259,8 +259,26 @@ class Trainer:
             )
         whole = all(isinstance(outputs, Tensor) for outputs, _ in seen)
         outputs = torch.cat([outputs for outputs, _ in seen]) if whole else None
-        losses = torch.cat([losses for _, losses in seen])
-        return losses.sum(), losses, outputs
+        losses, kl = torch.cat([losses for _, losses in seen]), self._kl()
+        if isinstance(kl, Tensor):
+            self._scaled(kl, weight).backward()
+            kl = kl.detach()
+        return losses.sum() + kl, losses, outputs
+
+    def _kl(self) -> Tensor | float:
+        """Return the divergence from a prior for each row, of members that have one."""
+        if all(site.prior_std is None for site in self.ensemble.plan.sites):
+            return 0.0
+        batches = self.batches
+        try:
+            rows = batches.count if isinstance(batches, Shuffled) else len(batches.loader.dataset)
+        except (AttributeError, TypeError):
+            raise TypeError(
+                "train: the objective of these members has their divergence from the prior, "
+                "divided by the number of rows, which this loader does not know; pass tensors or "
+                "a DataLoader of a data set with a length"
+            ) from None
+        return self.ensemble.kl() / rows
 
     def _scaled(self, loss: Tensor, weight: float) -> Tensor:
         loss = loss if weight == 1 else weight * loss

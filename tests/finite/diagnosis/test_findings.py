@@ -40,6 +40,9 @@ HEALTHY = {
     "fixed masks": lambda: embens.mc_dropout(mlp(), 8, generator=seeded()),
     "fresh masks": lambda: embens.mc_dropout(mlp(), 8, fresh=True),
     "separate networks": lambda: embens.independent(mlp(), 4, generator=seeded()),
+    "masksembles": lambda: embens.masksembles(mlp(), 8, generator=seeded()),
+    "disjoint masks": lambda: embens.mc_dropout(mlp(), 4, laws.Disjoint(), generator=seeded()),
+    "repelling members": lambda: repelling(),
     "one member": lambda: batch_ensemble(members=1),
 }
 
@@ -51,6 +54,10 @@ def test_a_healthy_ensemble_raises_no_alarm(name):
 
 
 TROUBLES = [
+    ("equal-members", lambda: embens.masksembles(mlp(), 8, overlap=1.0), {}),
+    ("equal-members", lambda: embens.mc_dropout(mlp(), 8, laws.Correlated(1.0)), {}),
+    ("shifted-laws", lambda: repelling(), {"wanted": "independent"}),
+    ("shifted-laws", lambda: embens.masksembles(mlp(), 8), {"wanted": "independent"}),
     ("equal-members", lambda: batch_ensemble(p=1.0), {}),
     ("equal-members", lambda: batch_ensemble(p=-1.0), {}),
     ("equal-members", lambda: batch_ensemble(p=1 - 1e-9), {}),
@@ -108,6 +115,9 @@ TROUBLES = [
 
 
 FINE = [
+    ("equal-members", lambda: embens.masksembles(mlp(), 8, generator=seeded()), {}),
+    ("crowded", lambda: repelling(), {}),
+    ("large-gamma", lambda: repelling(), {}),
     ("equal-members", lambda: batch_ensemble(p=0.99), {}),
     ("equal-members", lambda: embens.mc_dropout(mlp(), 4, laws.Bernoulli(0.9), fresh=True), {}),
     ("equal-members", lambda: batch_ensemble(p=1.0, members=1), {}),
@@ -175,6 +185,11 @@ def dead() -> nn.Sequential:
     reference = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
     nn.init.constant_(reference[0].bias, -100.0)
     return reference
+
+
+def repelling() -> embens.EmbeddedEnsemble:
+    law = laws.Correlated(-1 / 8)
+    return embens.embed(mlp(), 8, pre=None, post=law, generator=seeded())
 
 
 def normed() -> nn.Sequential:

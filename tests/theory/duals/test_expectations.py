@@ -22,8 +22,46 @@ from theory.integrals import (
 from torch import nn
 
 from embens import networks
-from embens.laws import Bernoulli, Constant, Normal, Rademacher, Shifted, Ternary
-from embens.theory.duals import dual, register
+from embens.laws import (
+    Bernoulli,
+    Constant,
+    Correlated,
+    Disjoint,
+    Masks,
+    Normal,
+    Rademacher,
+    Shifted,
+    Ternary,
+)
+from embens.theory.duals import Dual, dual, register
+from embens.theory.duals.closed import Homogeneous
+
+JOINT = [(m, law) for m in EVERY for law in (Masks(0.5), Disjoint())] + [
+    (m, Correlated(rho)) for m in EVERY for rho in (0.6, -0.5) if isinstance(dual(m), Homogeneous)
+]
+
+
+class TestJointLaws:
+    """Of two members whose modulations are drawn together."""
+
+    slopes = pytest.mark.parametrize("of", [Homogeneous(), Homogeneous(1, 0.1), Homogeneous(1, -1)])
+    geometry = number([1.2]), number([0.9]), number([0.4])
+
+    @slopes
+    @pytest.mark.parametrize("law", [Masks(0.3), Disjoint()], ids=repr)
+    def test_of_masks_are_equal_or_independent_members_and_half_lines_agree(self, of, law):
+        found, mixed = of.joint(*self.geometry, law, 5), Dual.joint(of, *self.geometry, law, 5)
+        torch.testing.assert_close(found, mixed, rtol=1e-13, atol=1e-15)
+
+    @slopes
+    def test_of_normal_numbers_have_known_ends(self, of):
+        q1, q2, c = self.geometry
+        free, equal = of.cross(q1, q2, c, Normal()), of.same(q1, q2, c, Normal())[:2]
+        torch.testing.assert_close(of.joint(q1, q2, c, Correlated(0.0), 2), free)
+        torch.testing.assert_close(of.joint(q1, q2, c, Correlated(1.0 - 1e-13), 2), equal)
+        turned = of.same(q1, q2, -c, Normal())
+        f, g = of.joint(q1, q2, c, Correlated(-1.0), 2)  # v of one is -v of the other
+        torch.testing.assert_close((f, g), (turned[0], -turned[1]))
 
 
 class TestEveryDual:
@@ -48,6 +86,25 @@ class TestEveryDual:
         error = samples.std(dim=1) / math.sqrt(count)
         found = all_five(module, law, (q1, q2, rho))[0]
         assert ((found - samples.mean(1)).abs() <= 4 * error + 1e-12).all()
+
+    @pytest.mark.parametrize(("module", "law"), JOINT, ids=name)
+    def test_agrees_with_samples_of_joint_laws(self, module, law):
+        generator = torch.Generator().manual_seed(4)
+        (q1, q2, rho), count = (1.2, 0.9, -0.6), 60_000
+        x, y = torch.randn(2, count, generator=generator, dtype=torch.float64)
+        z1 = math.sqrt(q1) * x
+        z2 = math.sqrt(q2) * (rho * x + math.sqrt(1 - rho**2) * y)
+        v, other, _ = law.sample((3, count), generator, torch.float64)
+        slope = torch.func.vmap(torch.func.grad(module))
+        terms = [
+            module(v * z1) * module(other * z2),
+            v * other * slope(v * z1) * slope(other * z2),
+        ]
+        samples = torch.stack(terms)
+        error = samples.std(dim=1) / math.sqrt(count)
+        c = number([rho * math.sqrt(q1 * q2)])
+        found = torch.cat(dual(module).joint(number([q1]), number([q2]), c, law, 3))
+        assert ((found - samples.mean(1)).abs() <= 4.5 * error + 1e-12).all()
 
     @pytest.mark.parametrize("law", [None, Three(), Normal(0.3, 0.8)], ids=name)
     @pytest.mark.parametrize("module", EVERY, ids=name)

@@ -1,6 +1,7 @@
 """Training in the limit: closed form against the matrix of all members, and wide networks."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -178,6 +179,34 @@ class TestRegimes:
         )
         assert fast.gamma == natural_gamma(parts[0], 5, individual_rate=3.0) != flow.gamma
         assert flow.largest_stable_rate.mean == pytest.approx(alone.largest_stable_rate.mean)
+
+
+class TestRepellingMembers:
+    def parts(self, r: float) -> tuple[Kernels, Kernels, Kernels]:
+        k = random_kernels(coupling=0.0, individual=0.0)
+        turned = (MemberKernel(p.same, r * p.same) for p in (k.nngp, k.ntk_shared))
+        return split(Kernels(*turned, k.ntk_individual))
+
+    @pytest.mark.parametrize("t", [0.0, 0.5, 8.0])
+    def test_train_as_the_matrix_of_all_members_says(self, t):
+        parts = self.parts(-0.2)
+        flow = gradient_flow(*parts, targets(TRAIN), 4, gamma=1.7)
+        dense = Dense(parts, 4, 1.7)
+        check_table(flow, t, dense, dense.response(t))
+
+    def test_have_deviations_that_are_faster_than_the_mean(self):
+        flow = gradient_flow(*self.parts(-0.2), targets(TRAIN), 4)
+        assert flow.largest_stable_rate.deviation < flow.largest_stable_rate.mean
+        alone = gradient_flow(*self.parts(0.0), targets(TRAIN), 1).largest_stable_rate.mean
+        assert min(flow.largest_stable_rate) == pytest.approx(alone, rel=1e-9)
+
+    @pytest.mark.parametrize("solve", [gradient_flow, partial(gradient_descent, rate=0.1)])
+    def test_at_the_bound_have_a_mean_that_never_learns_and_say_so(self, solve):
+        with pytest.warns(UserWarning, match=r"the mean of the members can't learn.*rho above"):
+            flow = solve(*self.parts(-1 / 3), targets(TRAIN), 4)
+        assert flow.largest_stable_rate.mean > 1e9
+        assert flow.mean(50.0).abs().max() < 1e-9
+        assert flow.ensemble_variance(50.0).abs().max() < 1e-9
 
 
 class TestSample:

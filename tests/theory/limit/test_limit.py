@@ -85,6 +85,21 @@ CASES = {
         2,
         {"pre": laws.Shifted(0.6), "post": laws.Shifted(0.8), "bias_std": 0.4},
     ),
+    "relu, masks": ("relu", 3, {"pre": None, "post": laws.Masks(0.4)}),
+    "relu, repelling": ("relu", 3, {"pre": None, "post": laws.Correlated(-1 / 2)}),
+    "relu, repelling u and v": (
+        "relu",
+        2,
+        {"pre": laws.Correlated(-0.4), "post": laws.Correlated(0.7)},
+    ),
+    "abs, joint masks": ("abs", 2, {"pre": laws.Masks(0.6), "post": laws.Disjoint()}),
+    "tanh, masks as v": ("tanh", 2, {"pre": laws.Masks(0.5), "post": laws.Correlated(-0.4)}),
+    "softplus, masks as v": ("softplus", 2, {"pre": laws.Masks(0.5), "post": None}),
+    "erf, repelling, with biases": (
+        "erf",
+        2,
+        {"pre": None, "post": laws.Correlated(-0.5), "bias_std": 0.4, "trainable": False},
+    ),
     "relu, own last layer": ("relu", 2, {"pre": None, "post": None, "own": "last"}),
     "relu, own hidden layer with biases": (
         "relu",
@@ -395,3 +410,37 @@ def test_float32_is_close_and_stays_float32():
     torch.testing.assert_close(
         single.ntk_shared.cross.double(), k.ntk_shared.cross, rtol=2e-3, atol=1e-4
     )
+
+
+class TestJointLaws:
+    def test_without_coupling_are_independent_laws(self):
+        net, x = networks.mlp(5, 8, 2), points()
+        joint = theory.kernels(embens.embed(net, 4, laws.Correlated(0.0), laws.Disjoint()), x)
+        plain = theory.kernels(embens.embed(net, 4, laws.Normal(), laws.Normal()), x)
+        torch.testing.assert_close(joint.nngp.same, plain.nngp.same)
+        torch.testing.assert_close(joint.ntk_shared.cross, plain.ntk_shared.cross)
+        torch.testing.assert_close(joint.ntk_individual.same, plain.ntk_individual.same)
+
+    @pytest.mark.parametrize("law", [laws.Masks(0.36), laws.Correlated(0.36)], ids=repr)
+    def test_of_u_couple_as_a_shift_does(self, law):
+        net, x = networks.mlp(5, 8, 3, activation="tanh"), points()
+        joint = theory.kernels(embens.embed(net, 4, None, law), x)
+        shifted = theory.kernels(embens.embed(net, 4, None, laws.Shifted(0.6)), x)
+        for part in expected(joint):
+            torch.testing.assert_close(expected(joint)[part], expected(shifted)[part])
+
+    def test_of_equal_members_are_the_network_alone(self):
+        net, x = networks.mlp(5, 8, 2), points()
+        k = theory.kernels(embens.embed(net, 4, laws.Correlated(1.0), laws.Masks(1.0)), x)
+        torch.testing.assert_close(k.nngp.cross, k.nngp.same)
+        torch.testing.assert_close(k.ntk_shared.cross, k.ntk_shared.same)
+
+    def test_can_couple_members_below_zero(self):
+        net = networks.mlp(5, 8, 2)
+        k = theory.kernels(embens.embed(net, 4, None, laws.Correlated(-0.2)), points())
+        assert (k.ntk_shared.cross.diagonal() < 0).all()
+
+    def test_of_v_with_smooth_activations_are_refused_where_no_series_is_known(self):
+        net = networks.mlp(5, 8, 2, activation="tanh")
+        with pytest.raises(NotImplementedError, match=r"Correlated\(rho=0.3\).*Use it for post"):
+            theory.kernels(embens.embed(net, 4, laws.Correlated(0.3), laws.Shifted(0.5)), points())

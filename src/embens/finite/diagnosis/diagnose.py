@@ -15,6 +15,7 @@ from torch import Tensor
 
 from embens.checks import Gamma, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.rates import gamma_of
 from embens.finite import checks
 from embens.finite.diagnosis import findings
 from embens.finite.diagnosis.measurement import Budget, measure, suggested_rates
@@ -124,7 +125,7 @@ def diagnose(
         ensemble=ensemble,
         report=report,
         last={} if structure is None else dict(structure.last),
-        collective=coupling > 0,
+        collective=coupling != 0,
         biases=(tuple(biases), through_biases),
         gamma_given=gamma is not None,
         optimizer=optimizer,
@@ -140,7 +141,7 @@ def _limit(
     if structure is None or are_equal(ensemble):
         return regime(ensemble), 1.0 if structure else ensemble.natural_gamma
     rows, members = _few(x), ensemble.members
-    if any(not site.hidden and site.law.variance > 0 for site in ensemble.plan.sites):
+    if any(not site.hidden and site.law.overlap < 1 for site in ensemble.plan.sites):
         why = "with modulated inputs or outputs, members are not exchangeable"
     elif rows is None:
         why = "without the limit, which takes real (n, features) or few images (n, channels, y, x)"
@@ -149,13 +150,13 @@ def _limit(
             found = regime(ensemble, rows)
             if found.exact and rows.dim() == 2:
                 return found, float(natural_gamma(kernels(ensemble, rows), members))
-            return found, members / (1 + (members - 1) * found.coupling)
+            return found, gamma_of(members, found.coupling)
         except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
             why = f"without the limit: {str(error).splitlines()[0]}"
     coupling = structure.estimate()
-    kind = Regime.COLLECTIVE if coupling > 0 else Regime.INDEPENDENT
+    kind = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
     found = RegimeReport(kind, coupling, f"{structure.explain(coupling)} ({why})", exact=False)
-    return found, members / (1 + (members - 1) * coupling)
+    return found, gamma_of(members, coupling)
 
 
 def _few(x: Any) -> Tensor | None:

@@ -57,12 +57,12 @@ class Facts:
     @property
     def sites(self) -> list[Site]:
         """The sites at which members differ."""
-        return [s for s in self.ensemble.plan.sites if s.law.variance > 0]
+        return [s for s in self.ensemble.plan.sites if s.law.overlap < 1]
 
     @property
     def shifted(self) -> list[str]:
-        """The last layers with a law that has a mean."""
-        return [n for n, law in self.last.items() if law is not None and law.mean != 0]
+        """The last layers with a law that has a mean, or couples members in another way."""
+        return [n for n, law in self.last.items() if law is not None and law.overlap != 0]
 
     @property
     def equal(self) -> bool:
@@ -92,7 +92,7 @@ def shifted_laws(facts: Facts) -> Trouble:
         return None
     return (
         f"independent members were wanted, but the law of the modulations in the input of "
-        f"{_names(shifted)} has a mean ({facts.last[shifted[0]]!r}), which couples members",
+        f"{_names(shifted)} is not centred ({facts.last[shifted[0]]!r}), which couples members",
         "use a centred law there, such as laws.Normal() or p=0 in batch_ensemble",
     )
 
@@ -103,7 +103,7 @@ def uncentred_last_layer(facts: Facts) -> Trouble:
         return None
     bare, shifted = [n for n, law in facts.last.items() if law is None], facts.shifted
     others = [s for s in facts.sites if not (s.kind == "post" and s.layer in facts.last)]
-    meant = facts.wanted == "independent" or (others and all(s.law.mean == 0 for s in others))
+    meant = facts.wanted == "independent" or (others and all(s.law.overlap == 0 for s in others))
     if not meant or not (bare or (shifted and facts.wanted is None)):
         return None
     return (

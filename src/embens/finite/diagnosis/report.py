@@ -208,7 +208,7 @@ class Diagnosis:
         most = max(64, 2 * self.members, 2 * math.ceil(self.room) if self.room < 1e5 else 64)
         counts = sorted({round(2 ** (i / 4)) for i in range(4 * most.bit_length() + 1)})
         chance, helps = overlap.chance, overlap.systematic
-        pulls = [math.sqrt(m - 1) * chance / (1 + (m - 1) * helps) for m in counts]
+        pulls = [math.sqrt(m - 1) * chance / max(1e-9, 1 + (m - 1) * helps) for m in counts]
         axis.plot(counts, pulls, color="#1f77b4")
         axis.axhline(FULL, color="grey", lw=1, ls="--")
         if math.isfinite(self.room):

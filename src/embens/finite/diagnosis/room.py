@@ -72,7 +72,7 @@ def overlap(gram: Tensor, coupling: float, share: float = 1.0) -> LayerOverlap:
         return LayerOverlap(0.0, 0.0, share, 0.0, 0.0, math.inf)
     pairs = off_diagonal(cosines(gram))
     mean, rms = float(pairs.mean()), float(pairs.square().mean().sqrt())
-    systematic = min(max(mean, 0.0), coupling)
+    systematic = max(min(mean, 0.0), coupling) if coupling < 0 else min(max(mean, 0.0), coupling)
     chance = float((pairs - systematic).square().mean().sqrt())
     return LayerOverlap(mean, rms, share, systematic, chance, room_of(chance, systematic))
 

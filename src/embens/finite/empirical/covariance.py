@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation
+from embens.ensemble.lowrank import LowRank
 from embens.ensemble.own import Own
 from embens.finite.checks import check_ensemble, check_inputs
 from embens.finite.empirical.recording import Inputs, as_inputs, check_modes
@@ -93,7 +94,9 @@ def _passes(
         calls[:] = [*calls[-1:], (layer, args[0] if args else output, output, stds)]
 
     with torch.no_grad(), ExitStack() as stack:
-        for module in ensemble.network.modules():
+        modules = list(ensemble.network.modules())
+        built = {id(m.inner()) for m in modules if isinstance(m, LowRank)}
+        for module in (m for m in modules if id(m) not in built):
             linear = isinstance(module, nn.Linear) and type(module).forward in KNOWN
             if linear or isinstance(module, Modulated):
                 stack.callback(module.register_forward_hook(partial(keep, module)).remove)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens.checks import check_choice, check_whole, gradient_factor
+from embens.checks import check_choice, check_whole, gradient_factor, short_repr
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call, check_inputs
 from embens.finite.empirical.contraction import Gradients, contract, group_uses
@@ -56,6 +56,7 @@ class FiniteKernel:
     shared: Float[Tensor, "m m n1 n2 *classes"]
     individual: Float[Tensor, "m n1 n2 *classes"]
     natural_gamma: float = 1.0  # the ensemble's default gradient scale
+    __repr__ = short_repr
 
     @property
     def members(self) -> int:

@@ -29,6 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation, is_linear_in_parameters
+from embens.ensemble.lowrank import LowRank
 from embens.ensemble.recurrent import ModulatedRecurrent
 from embens.finite.empirical.terms import Affine, Lookup, Scale, Term
 from embens.reading import NORMS
@@ -121,7 +122,8 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         """Keep hooks on all layers that have terms."""
         modules = [] if self.ensemble.plan.recompute else list(self.ensemble.network.modules())
-        layers = [m for m in modules if _is_known(m)]  # before there are hooks of ours
+        built = {id(m.inner()) for m in modules if isinstance(m, LowRank)}
+        layers = [m for m in modules if id(m) not in built and _is_known(m)]  # before our hooks
         with ExitStack() as stack:
             for module in modules:
                 if isinstance(module, Modulated) and not isinstance(module, ModulatedRecurrent):
@@ -154,7 +156,9 @@ class Recorder:
         seen: list[Any] = []
 
         def scale(numbers: Modulation | None, value: Tensor, product: Tensor, source: Any) -> None:
-            if numbers is None or id(numbers.values) not in self._structured:
+            if numbers is None or len(numbers.tensors()) > 1:
+                return
+            if id(numbers.values) not in self._structured:
                 return
             edge = torch.autograd.graph.get_gradient_edge(product)
             shape = (numbers.size * numbers.repeat, *(1,) * spatial_axes(module.plain_layer))

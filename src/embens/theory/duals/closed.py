@@ -43,9 +43,9 @@ class Homogeneous(Dual):
         F = G\, c + \tfrac{1}{2\pi}(a - b)^2 \sqrt{q_1 q_2} \sin\theta
 
     without modulations. Within a member these are multiplied by :math:`E v^2`, and
-    :math:`H = P(v \ne 0)\, F` without that factor. Between members :math:`E_v\, \phi(v z)` has
-    slopes again, :math:`a' = a\, m^+ - b\, m^-` and :math:`b' = b\, m^+ - a\, m^-` with
-    :math:`m^\pm = E \max(\pm v, 0)`.
+    :math:`H = P(v \ne 0)\, F` without that factor. Between members half-lines of equal and of
+    opposite sign have the weights :math:`s, d` of ``pair_half_moment``, and the latter see
+    :math:`-c`: :math:`F = s F(c) + d F(-c)`, :math:`G = s G(c) - d G(-c)`, of the same form again.
 
     Angles below the square root of the rounding error are taken to be 0 (or π), so that equal and
     collinear inputs give exact results. ``at_zero`` is what torch takes for the derivative at 0,
@@ -60,7 +60,7 @@ class Homogeneous(Dual):
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         second = 1.0 if law is None else law.second_moment
-        f, g = _expectations(q1, q2, c, self.right, self.left, factor=second)
+        f, g = _expectations(q1, q2, c, second * self._level, second * self._bend)
         if not with_h:
             return f, g, None
         mass = 1.0 if law is None else law.half_moment(0, 1) + law.half_moment(0, -1)
@@ -72,18 +72,29 @@ class Homogeneous(Dual):
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
         if law is None or not tells_apart(law):
             return self.same(q1, q2, c, law, with_h=False)[:2]
-        plus, minus = law.half_moment(1, 1), law.half_moment(1, -1)
-        right = self.right * plus - self.left * minus
-        left = self.left * plus - self.right * minus
-        return _expectations(q1, q2, c, right, left)
+        alike = law.pair_half_moment(1, 1) + law.pair_half_moment(-1, -1)
+        opposed = 2 * law.pair_half_moment(1, -1)
+        level = alike * self._level + opposed * (math.pi * self._bend - self._level)
+        return _expectations(q1, q2, c, level, (alike + opposed) * self._bend)
+
+    def joint(
+        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, members: int
+    ) -> tuple[Tensor, Tensor]:
+        return self.cross(q1, q2, c, law)
+
+    @property
+    def _level(self) -> float:
+        return (self.right**2 + self.left**2) / 2
+
+    @property
+    def _bend(self) -> float:
+        return (self.right - self.left) ** 2 / (2 * math.pi)
 
 
 def _expectations(
-    q1: Tensor, q2: Tensor, c: Tensor, right: float, left: float, *, factor: float = 1.0
+    q1: Tensor, q2: Tensor, c: Tensor, level: float, bend: float
 ) -> tuple[Tensor, Tensor]:
     c = c.expand(torch.broadcast_shapes(q1.shape, q2.shape, c.shape))
-    level = factor * (right**2 + left**2) / 2
-    bend = factor * (right - left) ** 2 / (2 * math.pi)
     if bend == 0:
         return level * c, torch.full_like(c, level, memory_format=torch.contiguous_format)
     angle = _angle if is_differentiated(q1, q2, c) else _angle_in_place

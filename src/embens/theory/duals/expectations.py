@@ -9,8 +9,9 @@ Let :math:`(z_1, z_2)` be centred and jointly normal with variances :math:`q_1, 
     H = E[z_1 z_2\, \phi'(v_1 z_1)\, \phi'(v_2 z_2)]
 
 In one member :math:`v_1 = v_2`: that is ``same``. In two they are independent with the same law:
-that is ``cross``, where :math:`H` never enters a kernel. The printed paper factorises :math:`G`
-into :math:`E[v_1 v_2]\, E[\phi' \phi']`, which is wrong: both depend on :math:`v`.
+that is ``cross``, where :math:`H` never enters a kernel; ``joint`` knows joint laws as well.
+The printed paper factorises :math:`G` into :math:`E[v_1 v_2]\, E[\phi' \phi']`, which is wrong:
+both depend on :math:`v`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from embens.laws import Law
+from embens.laws import Joint, Law
 
 
 class Dual(ABC):
@@ -42,6 +43,17 @@ class Dual(ABC):
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
         """Return :math:`F, G` between two members."""
 
+    def joint(
+        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, members: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return :math:`F, G` between two of so many members, whose law may be joint."""
+        if not isinstance(law, Joint):
+            return self.cross(q1, q2, c, law)
+        alone, share = law.marginal(members), law.equal_share(members)
+        equal = self.same(q1, q2, c, alone, with_h=False)
+        f, g = self.cross(q1, q2, c, alone)
+        return share * equal[0] + (1 - share) * f, share * equal[1] + (1 - share) * g
+
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
         """Return a dual that is fast for this law and all variances between these two."""
         return self
@@ -49,7 +61,7 @@ class Dual(ABC):
 
 def tells_apart(law: Law | None) -> bool:
     """Whether members draw different modulations from this law; else ``cross`` is ``same``."""
-    return law is not None and law.variance > 0
+    return law is not None and law.overlap < 1
 
 
 def roots(q: Tensor) -> tuple[Tensor, Tensor]:

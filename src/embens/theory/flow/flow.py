@@ -51,6 +51,8 @@ class FlowSettings:
 
 
 DEFAULT = FlowSettings()
+SILENT = 1e-10
+"""Relative size of the mean's kernel up to which it is 0."""
 
 
 class PerMode(NamedTuple, Generic[T]):
@@ -150,7 +152,8 @@ class GradientFlow:
     def largest_stable_rate(self) -> PerMode[float]:
         r"""The rates :math:`2B / \lambda_{\max}` below which gradient descent converges.
 
-        That of the mean is the smaller one. A mode that does not move has an infinite one.
+        That of the mean is the smaller one, unless members repel each other. A mode that does not
+        move has an infinite one.
         """
         mean, deviation = (self.schedule.largest_stable_rate(m.eigenvalues) for m in self.modes)
         return PerMode(mean, deviation if self.members > 1 else math.inf)
@@ -216,7 +219,7 @@ class GradientFlow:
                 raise ValueError(
                     f"training never ends: the {name} mode diverges, its eigenvalues are "
                     f"{extremes}. Expected none below 0 and, in gradient descent, a rate "
-                    f"below {self.largest_stable_rate.mean:.4g}; got {self.schedule.rate}."
+                    f"below {min(self.largest_stable_rate):.4g}; got {self.schedule.rate}."
                 )
         mode = self.modes.mean
         if mode.rank == len(mode.eigenvalues):
@@ -328,6 +331,14 @@ def _solve(
         share = 1 / members if name == "mean" else 1.0  # of what `modes` gives
         ntk = [n.modes(members)[k] for n in problem.ntk]
         nngp = [None if n is None else share * n.modes(members)[k] for n in problem.nngp]
+        if name == "mean" and ntk[0].abs().max() < SILENT * problem.ntk[0].same.abs().max():
+            ntk = [torch.zeros_like(n) for n in ntk]  # but for rounding
+            warnings.warn(
+                "the mean of the members can't learn: what they have in common cancels (cross is "
+                "-1/(M - 1) times same), so it stays what it is. Use a rho above -1/(M - 1), "
+                "modulations that are trained, or an output bias.",
+                stacklevel=3,
+            )
         mode = Mode.solve(tuple(ntk), tuple(nngp), jitter)  # type: ignore[arg-type]
         if mode.indefinite and (name == "mean" or members > 1):
             warnings.warn(

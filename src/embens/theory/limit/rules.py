@@ -9,9 +9,9 @@ layer does to pixels, :math:`\mathcal A` (nothing in a Linear):
     \Theta^{com}_{aa} = U_2\, \mathcal A[g_w K_{aa} + \sigma_w^2 P_{aa}] + g_b, \quad
     \Theta^{ind}_a = \sigma_w^2\, \mathcal A[T(u) K_{aa} + U_2 P^{ind}_a]
 
-and between members the same with :math:`U_1^2` for :math:`U_2`. Of a layer of the members' own,
-the gains go to :math:`\Theta^{ind}`; if it was drawn for each, nothing passes between members. An
-activation of units with a
+and between members the same with :math:`E[u_a u_b]` for :math:`U_2`. Of a layer of the members'
+own, the gains go to :math:`\Theta^{ind}`; if it was drawn for each, nothing passes between members.
+An activation of units with a
 pre-activation modulation :math:`v`, with :math:`F, G, H` of :mod:`embens.theory.duals`:
 
 .. math::
@@ -21,6 +21,7 @@ pre-activation modulation :math:`v`, with :math:`F, G, H` of :mod:`embens.theory
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from functools import cache, partial, singledispatch
 from typing import NamedTuple
@@ -31,7 +32,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
-from embens.ensemble.layers import Modulated, Modulation, Once
+from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
+from embens.ensemble.lowrank import LowRank
 from embens.ensemble.own import Own
 from embens.ensemble.plain import without_members
 from embens.networks import Parametrized
@@ -110,10 +112,9 @@ def unknown(module: nn.Module, path: str) -> TypeError:
 
 def _foreign(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return torch's own layers without a rule that a module holds."""
-    layers = [(n, m) for n, m in without_members(module).named_modules() if not has_rule(m)]
-    sources = [type(m).__module__ for _, m in layers]
-    torchs = [s.startswith("torch.nn.modules.") and ".container" not in s for s in sources]
-    return [layer for layer, known in zip(layers, torchs, strict=True) if known and layer[0]]
+    layers = list(without_members(module).named_modules())[1:]
+    torchs = re.compile(r"torch\.nn\.modules\.(?!container)")
+    return [(n, m) for n, m in layers if not has_rule(m) and torchs.match(type(m).__module__)]
 
 
 def _acts_alone(module: nn.Module) -> bool:
@@ -148,6 +149,11 @@ def _sequence(module: nn.Module, state: State) -> State:
 
 @propagate.register(Modulated)
 def _(module: Modulated, state: State) -> State:
+    if isinstance(module.pre or module.post, Stochastic):
+        raise TypeError(
+            f"the modulations of {describe(module.inner(), state.path)} are drawn anew at each "
+            "pass around trainable means, so outputs have no limit; take batch_ensemble for it."
+        )
     return affine(module.inner(), state, module.post).replace(pre=module.pre)
 
 
@@ -160,6 +166,15 @@ def _(module: Own, state: State) -> State:
             "its own, is not known; only Linear layers and convolutions have one."
         )
     return affine(layer, state, own="drawn" if module.drawn else "copied")
+
+
+@propagate.register(LowRank)
+def _(module: LowRank, state: State) -> State:
+    raise TypeError(
+        f"{describe(module.inner(), state.path)} differs between members by matrices of low rank, "
+        "whose limit is not known: they are no small change of an infinitely wide layer. "
+        "embens.finite has the kernels of this network."
+    )
 
 
 @propagate.register(nn.Identity)
@@ -186,7 +201,8 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
             "activation needs a Linear or convolution right before it (pooling may lie between). "
             + MEASURE
         )
-    law = None if state.pre is None else state.pre.law
+    pre = state.pre
+    law = None if pre is None else pre.law.marginal(pre.drawn)
     after = state.replace(depth=state.depth + 1, gaussian=False, pre=None, cross=None)
     covariance = state.covariance
     if state.recording is not None:
@@ -209,13 +225,14 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
         individual = passed if h is None else passed.add_(h)
     same = Moments(f, None if state.same.ntk is None else g.mul_(state.same.ntk))
     after = after.replace(same=same, individual=individual)
-    if not state.tracked or (state.cross is None and not tells_apart(law)):
+    if not state.tracked or (state.cross is None and not (pre and tells_apart(pre.law))):
         return after
 
     def crossed() -> Moments:
         before = Moments(covariance, state.same.ntk) if state.cross is None else state.crossed
         c = _constant(0.0, covariance) if before.nngp is None else before.nngp
-        f, g = dual.cross(*_spread(first, second, state, between=True), c, law)
+        law, members = (None, 1) if pre is None else (pre.law, pre.drawn)
+        f, g = dual.joint(*_spread(first, second, state, between=True), c, law, members)
         return Moments(f, None if before.ntk is None else g.mul_(before.ntk))
 
     return after.replace(cross=cache(crossed))
@@ -239,7 +256,8 @@ def affine(
                 "nn.Sequential."
             )
         state, post = open_inputs(layer, state), None  # its modulation is in the inputs
-    first, second = (1.0, 1.0) if post is None else (post.law.mean**2, post.law.second_moment)
+    first = 1.0 if post is None else post.law.pair_moment(post.drawn)
+    second = 1.0 if post is None else post.law.second_moment
     apply = pixel_map(layer, state)
 
     def gained(kernel: Tensor, moment: float) -> Tensor:
