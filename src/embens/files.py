@@ -122,26 +122,25 @@ def locked(path: Path, what: str) -> Iterator[None]:
     """Hold a lock: a file that has this process in it while it lasts.
 
     If another process, or another call in this one, holds it, that is a ``BlockingIOError`` which
-    names ``what`` is in use and by whom. The lock of a process that died is free.
+    names ``what`` is in use and by whom. The lock of a process that died is free, and what it left
+    in the folder of the lock is removed.
     """
     from filelock import FileLock, Timeout
 
-    def owner() -> str:
-        with contextlib.suppress(OSError):
-            return path.read_text(errors="replace").strip()
-        return ""
-
-    lock, before = FileLock(path, timeout=0), owner()
+    lock, owner = FileLock(path, timeout=0), ""
+    with contextlib.suppress(OSError):
+        owner = path.read_text(errors="replace").strip()  # before the attempt, which empties it
     try:
         lock.acquire()
     except Timeout:
         raise BlockingIOError(
-            f"{what} is in use by {owner() or before or 'another process'}; wait until it ends, or "
-            "choose another place"
+            f"{what} is in use by {owner or 'another process'}; wait until it ends, or choose "
+            "another place"
         ) from None
     try:
         with contextlib.suppress(OSError):  # a full disk is for what comes next
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        remove_leftovers(path.parent)
         yield
     finally:
         with contextlib.suppress(OSError):  # elsewhere an open file can't be removed
@@ -188,7 +187,7 @@ def read_tensors(
         except SafetensorError as error:
             reason = f"(truncated, or another format): {error}"
             raise Refused(f"{path.name} is not a whole safetensors file {reason}") from None
-        header = json.loads(metadata.get("embens", metadata.get("embens_estimator", "{}")))
+        header = json.loads(metadata.get("embens", "{}"))
         check_header(path.name, header, kind)
         return unseal(path.name, header, tensors), tensors
 

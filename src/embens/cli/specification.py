@@ -103,8 +103,8 @@ def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
         raise ValueError(f"data is {expected}; got {text!r}.")
     if not path.is_file():
         raise ValueError(f"there is no file {text}")
-    with refusing(path):
-        loaded = np.load(path)
+    with refusing(path), path.open("rb") as file:
+        loaded = np.load(file)
         if path.suffix == ".npy":
             return torch.from_numpy(loaded), None
         with loaded:

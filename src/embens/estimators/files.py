@@ -287,12 +287,13 @@ def write(columns: dict[str, Any], path: Path) -> None:
     """Write columns as CSV, or as Parquet by the name."""
     import pandas
 
-    suffix, options = path.suffix.lower(), {"index": False}
-    frame = pandas.DataFrame(columns)
-    save: Any = frame.to_parquet if suffix in (".parquet", ".pq") else frame.to_csv
-    if suffix == ".gz":  # pandas would not see it in the name of what is not whole yet
-        options["compression"] = "gzip"
-    write_atomically(path, partial(save, **options))
+    suffix, frame = path.suffix.lower(), pandas.DataFrame(columns)
+    if suffix in (".parquet", ".pq"):
+        save: Any = partial(frame.to_parquet, index=False)
+    else:  # pandas does not see the ending in the name of what is not whole yet
+        compression = "gzip" if suffix == ".gz" else None
+        save = partial(frame.to_csv, index=False, compression=compression)
+    write_atomically(path, save)
 
 
 def predictions(estimator: Any, table: Any, coverage: float) -> dict[str, Any]:

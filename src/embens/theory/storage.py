@@ -67,8 +67,6 @@ def write_kernels(
     folder = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.locked(path.with_name(f".{path.name}.lock"), str(path)):
-        for name in (path.name, folder.name):
-            files.remove_leftovers(path.parent, name)
         if not _holds(path, fingerprint):
             parts = _Parts(folder, fingerprint)
             left = [i for i in range(len(plan)) if i not in parts.places]
@@ -122,8 +120,7 @@ class _Parts:
         self._waiting: dict[int, Kernels] = {}
         self._flushed = time.monotonic()
         folder.mkdir(exist_ok=True)
-        files.remove_leftovers(folder)
-        for path in sorted(folder.iterdir()):
+        for path in sorted(folder.glob("*.safetensors")):
             try:
                 header, _ = files.read_tensors(path, PART)
             except Refused as error:
@@ -223,12 +220,15 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[str], np.nda
     """Open a file of kernels; give its header, and a function that reads an array."""
     import numpy as np
 
+    file: Any
+    header: Any = None
     with files.refusing(path), contextlib.ExitStack() as stack:
         if path.suffix == ".npz":
             file = stack.enter_context(zipfile.ZipFile(path))
-            header = json.loads(file.read(_HEADER)) if _HEADER in file.namelist() else None
             if any(member.compress_type for member in file.infolist()):
-                raise Refused(f"{path.name} is compressed, which is not as it was written")
+                raise Refused(f"{path.name} is compressed, and was not written so by embens")
+            if _HEADER in file.namelist():
+                header = json.loads(file.read(_HEADER))
         else:
             file = _zarr().open_group(str(path), mode="r", zarr_format=3)
             header = dict(file.attrs)
