@@ -14,10 +14,10 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,40 +30,7 @@ from embens.files import write_atomically
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-Method = TypeVar("Method", bound=Callable)
-
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2}
-
-
-def like_reference(method: Method) -> Method:
-    """Give a method the parameters of the reference's ``forward``, for those who ask for them.
-
-    So ``dynamic_shapes`` of ``torch.export`` name an ensemble's inputs as the reference does.
-    """
-    return _LikeReference(method)  # type: ignore[return-value]
-
-
-class _LikeReference:
-    def __init__(self, function: Callable):
-        self.function = function
-
-    @torch.compiler.disable
-    def __get__(self, ensemble: nn.Module | None, owner: type) -> Callable:
-        if ensemble is None or torch.compiler.is_dynamo_compiling():  # which knows functions
-            return self.function.__get__(ensemble, owner)
-        return _Bound(self.function, ensemble)
-
-
-class _Bound(functools.partial):
-    @property
-    def __signature__(self) -> inspect.Signature:
-        network = self.args[0].network
-        while isinstance(network, Wrapper):
-            network = network.inner()
-        ours = inspect.signature(self.func).parameters
-        parameters = {name: ours[name] for name in ("batch", "chunk")}
-        parameters.update(inspect.signature(network.forward).parameters)
-        return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
 
 
 @contextmanager
@@ -158,7 +125,7 @@ class _BetweenTensors(nn.Module):
         self.network, self.axis = network, axis
         named = isinstance(example, Mapping)
         args = () if named else example if isinstance(example, tuple) else (example,)
-        self.signature = inspect.signature(network.forward)
+        self.signature = _signature(network)
         bound = self.signature.bind(*args, **(example if named else {}))
         self.leaves, self.tree = tree_flatten_with_path(dict(bound.arguments))
         self.tensors = {_name(keys): x for keys, x in self.leaves if isinstance(x, Tensor)}
@@ -208,6 +175,13 @@ class _BetweenTensors(nn.Module):
                 if symbol and size.dim_param:
                     size.dim_param = re.sub(rf"\b{symbol}\b", "batch", size.dim_param)
         return model
+
+
+def _signature(network: nn.Module) -> inspect.Signature:
+    """Return the parameters of a network; of an ensemble, those of its reference."""
+    while isinstance(network, Wrapper) or isinstance(network.__dict__.get("plan"), Plan):
+        network = network.inner() if isinstance(network, Wrapper) else network.network  # type: ignore
+    return inspect.signature(network.forward)
 
 
 def _name(keys: tuple) -> str:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from embens.checks import Gamma, closest, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
-from embens.ensemble.export import like_reference, to_onnx
+from embens.ensemble.export import to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
 from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Stochastic
@@ -138,14 +138,21 @@ class EmbeddedEnsemble(nn.Module):
             self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
         ) -> Tensor: ...
 
-    @like_reference
     def forward(
-        self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
+        self,
+        x: Any = ...,
+        /,
+        *inputs: Any,
+        batch: BatchKind = "same",
+        chunk: int | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Run all members.
 
         Args:
-            *inputs: of the reference.
+            x: the first input of the reference, unless all of them have names; ``torch.export``
+                knows it by this name.
+            *inputs: more of them.
             batch: "same": every member sees the inputs; "own": tensors among the inputs have the
                 members as their first axis; "split": row i of every tensor goes to member i mod M.
             chunk: how many members run together, instead of ``self.chunk``.
@@ -155,6 +162,7 @@ class EmbeddedEnsemble(nn.Module):
         Returns:
             The outputs with the members as a new first axis; for "split" those of the reference.
         """
+        inputs = inputs if x is ... else (x, *inputs)
         with self.run(inputs, kwargs, batch=batch, chunk=chunk) as run:
             if batch == "split":
                 return run.split()
@@ -459,8 +467,7 @@ if torch.__version__ < (2, 10):  # type: ignore[operator]
         """Run all members uncompiled; the compiler names this function where that won't do."""
         return _forward(self, *inputs, **options)
 
-    forward = like_reference(compiling_or_exporting_an_ensemble_needs_torch_2_10)
-    EmbeddedEnsemble.forward = forward  # type: ignore
+    EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore
 
 
 @functools.lru_cache(maxsize=256)
