@@ -139,7 +139,7 @@ def test_what_is_written_is_read_again(name, tmp_path):
 
 
 def test_a_file_that_is_not_there_or_has_no_rows_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="there is no file"):
         files.read(tmp_path / "no.csv")
     (tmp_path / "empty.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match="has no rows"):
