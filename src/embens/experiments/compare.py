@@ -41,7 +41,9 @@ ABOUT = (
 ONE, WIDE, SEPARATE = "one network", "one wide network", "separate networks"
 SYSTEMS = (
     *(ONE, WIDE, SEPARATE, "BatchEnsemble p=0", "BatchEnsemble p=0.5", "BatchEnsemble ±1"),
-    *("last-layer dropout", "MC dropout, fixed", "MC dropout, fresh"),
+    *("last-layer dropout", "MC dropout, fixed", "MC dropout, fresh", "own last layers"),
+    *("Masksembles", "disjoint masks", "repelling u", "MIMO", "MixMo", "rank-1"),
+    *("low rank, multiplied", "low rank, added"),
 )
 """The most important ones first."""
 RATES = (1.0, 4.0, 16.0)  # times the preset's
@@ -81,15 +83,26 @@ def make(cell: Cell) -> EmbeddedEnsemble:
         network = _widened(cell, cell.members * _numbers(network), generator)
     if cell.setting.network == "mlp":
         network = nn.Sequential(nn.Flatten(), network)
-    signs = partial(families.embed, pre=laws.Signs(0.0), post=laws.Signs(0.0))
+    embed = families.embed
+    masks = partial(embed, pre=None, trainable=False)
+    repelling = laws.Correlated(-0.5 / max(1, cell.members - 1))
     made: dict[str, Callable[..., EmbeddedEnsemble]] = {
         SEPARATE: families.independent,
         "BatchEnsemble p=0": families.batch_ensemble,
         "BatchEnsemble p=0.5": partial(families.batch_ensemble, p=0.5),
-        "BatchEnsemble ±1": signs,
+        "BatchEnsemble ±1": partial(embed, pre=laws.Signs(0.0), post=laws.Signs(0.0)),
         "last-layer dropout": families.last_layer_dropout,
         "MC dropout, fixed": families.mc_dropout,
         "MC dropout, fresh": partial(families.mc_dropout, fresh=True),
+        "own last layers": partial(embed, pre=None, post=None, own="last"),
+        "Masksembles": families.masksembles,
+        "disjoint masks": partial(masks, post=laws.Disjoint()),
+        "repelling u": partial(embed, pre=laws.Signs(0.0), post=repelling),
+        "MIMO": families.mimo,
+        "MixMo": partial(families.mimo, mix="linear"),
+        "rank-1": families.rank1,
+        "low rank, multiplied": families.low_rank,
+        "low rank, added": partial(families.low_rank, kind="additive"),
     }
     single = cell.system in (ONE, WIDE, "MC dropout, fresh")
     family = made.get(cell.system, families.independent)
@@ -190,7 +203,9 @@ def fit_system(cell: Cell, data: DataSet, rate: float) -> Training:
 def predict_system(trained: Training, inputs: Tensor, cell: Cell) -> Tensor:
     """Return the outputs of all members; of as many draws, where masks are fresh."""
     fresh = cell.members if cell.system.endswith("fresh") else None
-    return run(trained.ensemble, inputs, draws=fresh)
+    with torch.random.fork_rng():
+        torch.manual_seed(cell.seed)
+        return run(trained.ensemble, inputs, draws=fresh)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
