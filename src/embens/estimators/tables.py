@@ -11,6 +11,7 @@ Not here: files (:mod:`embens.estimators.files`), and what becomes of the column
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,8 @@ class Table:
             seconds = raw.astype(raw.dtype.kind + "8[us]").astype("int64") / 1e6
             return np.where(np.isnat(raw), math.nan, seconds)
         if series.dtype.is_numeric() or series.dtype == nw.Boolean:
-            return np.asarray(series.cast(nw.Float64()).to_numpy(), dtype="float64")
+            with contextlib.suppress(ValueError):  # Arrow's, of whole numbers beyond 2**53
+                return np.asarray(series.cast(nw.Float64()).to_numpy(), dtype="float64")
         values = series.to_list()
         try:
             return np.array([math.nan if is_missing(v) else float(v) for v in values])
