@@ -1,6 +1,6 @@
-"""Kill a process at its n-th write, rename or removal; for every n in turn.
+"""Kill a process at its n-th write, rename or removal, for every n in turn, or at any moment.
 
-A worker process imports what is needed and forks a child for each run, before anything computes.
+A worker process imports what is needed, works once, and forks a child for each run.
 In the child every function that changes a disk counts, and the n-th call ends the process: a write
 after half its bytes, everything else before it happens.
 """
@@ -10,15 +10,19 @@ from __future__ import annotations
 import builtins
 import hashlib
 import io
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-SCRIPT = "import sys, killing, {module}; killing.work({module}.{function}, *sys.argv[1:])"
+SCRIPT = "import sys, killing; killing.work(*sys.argv[1:])"
 FUNCTIONS = "replace rename unlink remove rmdir mkdir fsync truncate chmod".split()
 
 
@@ -79,55 +83,80 @@ class _Wrapper:
         return getattr(self._file, name)
 
 
-def work(function: Callable[[Path], object], folder: str, step: str, most: str) -> None:
-    """Run a function in a new folder: whole, then killed at each step and run again."""
-    if getattr(function, "warm", False):
-        function(Path(tempfile.mkdtemp(dir=folder)))  # imports what every child would
-    reference, kills, last = outcome(function, Path(folder, "whole"), 0), 0, 0
+def work(folder: str, plans: str) -> None:
+    """Print how often each function was killed, and ended the same when it was run again.
+
+    A plan is the name of a function of :mod:`killed`, and how: at every so many calls that change
+    the disk, and at so many moments spread evenly over its time.
+    """
+    import killed
+
+    counts = {}
+    for name, (step, moments) in json.loads(plans).items():
+        place = Path(folder, name)
+        place.mkdir()
+        counts[name] = kill_often(getattr(killed, name), place, step, moments)
+    print(json.dumps(counts))
+
+
+def kill_often(function: Callable[[Path], object], folder: Path, step: int, moments: int) -> int:
+    function(Path(tempfile.mkdtemp(dir=folder)))  # imports what every child would
+    begun = time.monotonic()
+    reference, kills = outcome(function, folder / "whole"), 0
+    seconds = time.monotonic() - begun
     assert reference[0] == 0, reference
-    while kills < int(most):
-        last += int(step)
-        place = Path(folder, str(last))
-        code, _ = outcome(function, place, last)
-        if code == 0:
+    plans = [{"last": last} for last in range(step, 10**6 if step else 0, step or 1)]
+    moment = [{"after": seconds * (k + 0.5) / moments} for k in range(moments)]
+    for number, plan in enumerate([*moment, *plans]):
+        place = folder / str(number)
+        code, _ = outcome(function, place, **plan)
+        if code == 0 and "last" in plan:
             break  # it was done before
-        assert code == 9, (last, code)
-        kills += 1
-        again = outcome(function, place, 0)
-        assert again == reference, f"killed at call {last}: {again} is not {reference}"
-    print(kills)
+        assert code in (0, 9, -9), (plan, code)
+        kills += code != 0
+        again = outcome(function, place)
+        assert again == reference, f"killed at {plan}: {again} is not {reference}"
+        for path in folder.glob(f"*{number}"):
+            shutil.rmtree(path)
+    return kills
 
 
-def outcome(function: Callable[[Path], object], folder: Path, last: int) -> tuple[int, dict]:
-    """Return the exit code of a child, and what is in its folder afterwards."""
+def outcome(
+    function: Callable[[Path], object], folder: Path, last: int = 0, after: float = 0.0
+) -> tuple[int, dict]:
+    """Return the exit code of a child, and what is in its folder afterwards if it was not killed.
+
+    It ends at the ``last`` call that changes the disk, or ``after`` so many seconds.
+    """
     folder.mkdir(exist_ok=True)
     process = os.fork()
     if process == 0:
         try:
-            signal.alarm(120)
+            signal.alarm(300)
+            sys.stdout = io.StringIO()
             if last:
                 Deadly(last)
             function(folder)
         except BaseException:
-            import traceback
-
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
+    if after:
+        time.sleep(after)
+        os.kill(process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    if last and code:
+    if code in (9, -9):
         return code, {}
     files = [path for path in folder.rglob("*") if path.is_file()]
     sums = {str(p.relative_to(folder)): hashlib.md5(p.read_bytes()).hexdigest() for p in files}
     return code, sums
 
 
-def kills(module: str, function: str, folder: Path, step: int, most: int = 10**6) -> int:
-    """Return how many times a function of a module of tests was killed and ended the same."""
+def kills(folder: Path, **plans: tuple[int, int]) -> dict[str, int]:
+    """Return how often functions were killed in a process of their own; see :func:`work`."""
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    script = SCRIPT.format(module=module, function=function)
-    command = [sys.executable, "-c", script, str(folder), str(step), str(most)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    command = [sys.executable, "-c", SCRIPT, str(folder), json.dumps(plans)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
-    return int(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])

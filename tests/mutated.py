@@ -1,14 +1,32 @@
-"""Files of every kind that is read, to be mutated: how to read each, and what it then holds."""
+"""Files of every kind that is read, to be mutated: how to read each, and what it then holds.
+
+Files of formats that are not ours have no checksum, and may be read as something else.
+"""
 
 from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from training import problem
 
 import embens
-from embens import laws, networks, theory
+from embens import data, laws, networks, theory
+from embens.cli.specification import read_data
 from embens.experiments.results import Results
+from embens.files import Refused
+from embens.report import page
 from embens.training.checkpoint import Checkpoints
 from embens.training.checkpoint import read as read_checkpoint
 
@@ -24,8 +42,6 @@ class Trap:
 
 def mutate(content: bytes, generator) -> bytes:
     """Return a file with something wrong."""
-    import pickle
-
     how, changed = generator.randrange(8), bytearray(content)
     place = generator.randrange(max(1, len(content)))
     if how == 0:
@@ -96,10 +112,132 @@ def cells(folder):
         found = Results(folder).records
         if len(found) < len(expected):  # a line that is damaged is not there, and measured again
             assert all(found[k] == expected[k] for k in found)
-            raise ValueError("a cell is lost")
+            raise Refused(f"a cell of {results.path} is lost")
         return found
 
     return read, [results.path]
 
 
-KINDS = {f.__name__: f for f in (ensemble, estimator, checkpoint, kernels_npz, kernels_zarr, cells)}
+def manifest(folder):
+    from report import results
+
+    results.make(folder, "widths")
+    paths = sorted(p for p in folder.rglob("*") if p.suffix in (".json", ".csv"))
+    return lambda: json.dumps(page.collect(folder)), paths
+
+
+def _idx(folder, ending, write):
+    for part in ("train", "t10k"):
+        for name, shape in (("images-idx3", (6, 28, 28)), ("labels-idx1", (6,))):
+            sizes = b"".join(size.to_bytes(4, "big") for size in shape)
+            values = bytes(i % 10 for i in range(torch.Size(shape).numel()))
+            start = bytes((0, 0, 8, len(shape)))
+            write(folder / f"{part}-{name}-ubyte{ending}", start + sizes + values)
+    return lambda: data.mnist(folder) and None, sorted(folder.iterdir())
+
+
+def idx(folder):
+    return _idx(folder, "", Path.write_bytes)
+
+
+def idx_gzip(folder):
+    return _idx(folder, ".gz", lambda path, content: path.write_bytes(gzip.compress(content)))
+
+
+def cifar(folder):
+    from experiments.problem import write_cifar
+
+    write_cifar(folder, 5, 3)
+    return lambda: data.cifar100(folder) and None, sorted(folder.iterdir())
+
+
+def _table(folder, ending):
+    pytest.importorskip("pyarrow")
+    from embens.estimators import EmbeddedEnsembleClassifier, files
+
+    path = folder / f"table.{ending}"
+    columns = {"a": list(range(40)), "b": [f"text {i}" for i in range(40)], "y": ["no", "yes"] * 20}
+    if ending == "arrow":
+        import pyarrow.feather
+
+        pyarrow.feather.write_feather(pyarrow.table(columns), str(path))
+    else:
+        files.write(columns, path)
+
+    def read():
+        files.read(path)
+        source = files.Source(path, "y", None, seed=0, held=0.5)
+        files.prepare(source, EmbeddedEnsembleClassifier.head, EmbeddedEnsembleClassifier())
+
+    return read, [path]
+
+
+def csv(folder):
+    return _table(folder, "csv")
+
+
+def parquet(folder):
+    return _table(folder, "parquet")
+
+
+def arrow(folder):
+    return _table(folder, "arrow")
+
+
+def _arrays(folder, ending, write):
+    path = folder / f"x.{ending}"
+    write(path, torch.randn(20, 5).numpy())
+    return lambda: read_data(str(path), networks.mlp(5, 4, 1)) and None, [path]
+
+
+def npy(folder):
+    import numpy as np
+
+    return _arrays(folder, "npy", np.save)
+
+
+def npz(folder):
+    import numpy as np
+
+    return _arrays(folder, "npz", lambda path, x: np.savez_compressed(path, x=x))
+
+
+OURS = (ensemble, estimator, checkpoint, kernels_npz, kernels_zarr, cells, manifest)
+KINDS = {f.__name__: f for f in (*OURS, idx, idx_gzip, cifar, csv, parquet, arrow, npy, npz)}
+ERRORS = (Refused, ValueError, FileNotFoundError)
+
+
+def mutate_often(kind: str, folder: Path, count: int) -> dict[str, int]:
+    """Read a kind of file with so many mutations; return how many were refused, and megabytes."""
+    read, paths = KINDS[kind](folder)
+    expected, generator = read(), random.Random(kind)
+    refused, before = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(count):
+        path = generator.choice(paths)
+        content = path.read_bytes()
+        path.write_bytes(mutate(content, generator))
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                assert same(read(), expected), (number, path)
+        except ERRORS as error:
+            names = {p.name for p in (path, *path.parents)}
+            named = names & set(re.findall(r"[\w.-]+", str(error))) or KINDS[kind] not in OURS
+            if type(error) not in ERRORS or not named:  # a subclass is of another library
+                raise AssertionError((number, path)) from error
+            refused += 1
+        path.write_bytes(content)
+    assert not EXECUTED
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"refused": refused, "before": before // 1024, "after": after // 1024}
+
+
+def mutate_apart(kind: str, folder: Path, count: int) -> dict[str, int]:
+    """Do the same in another process, whose memory is its own."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    script = "import sys, json, pathlib, mutated; kind, folder, count = sys.argv[1:]; "
+    script += "print(json.dumps(mutated.mutate_often(kind, pathlib.Path(folder), int(count))))"
+    command = [sys.executable, "-c", script, kind, str(folder), str(count)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])

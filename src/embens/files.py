@@ -12,6 +12,7 @@ Not here: files that grow line by line (:mod:`embens.experiments.results`), and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -51,8 +52,8 @@ def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
     except Refused:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno:  # the system's, not the content's
-            raise
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # the system's, not the content's
         reason = str(error) if type(error) is ValueError else repr(error)
         raise Refused(f"{Path(path).name} can't be read: {reason:.1000}") from error
 
@@ -82,7 +83,7 @@ def write_atomically(
             content(temporary)
         else:
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        _sync(temporary)
+        _sync(*temporary.rglob("*"), temporary)
         if path.is_file():
             temporary.chmod(path.stat().st_mode)
         if path.is_dir():  # it can't be replaced at once
@@ -94,8 +95,7 @@ def write_atomically(
             error.filename = str(path)  # a full disk does not say where
         raise
     _remove(old)
-    if os.name == "posix":  # elsewhere a folder can't be opened
-        _sync(path.parent, within=False)
+    _sync(path.parent)
 
 
 def remove(path: Path) -> None:
@@ -122,26 +122,25 @@ def locked(path: Path, what: str) -> Iterator[None]:
     """Hold a lock: a file that has this process in it while it lasts.
 
     If another process, or another call in this one, holds it, that is a ``BlockingIOError`` which
-    names ``what`` is in use and by whom. The lock of a process that died is free.
+    names ``what`` is in use and by whom. The lock of a process that died is free, and what it left
+    in the folder of the lock is removed.
     """
     from filelock import FileLock, Timeout
 
-    def owner() -> str:
-        with contextlib.suppress(OSError):
-            return path.read_text(errors="replace").strip()
-        return ""
-
-    lock, before = FileLock(path, timeout=0), owner()
+    lock, owner = FileLock(path, timeout=0), ""
+    with contextlib.suppress(OSError):
+        owner = path.read_text(errors="replace").strip()  # before the attempt, which empties it
     try:
         lock.acquire()
     except Timeout:
         raise BlockingIOError(
-            f"{what} is in use by {owner() or before or 'another process'}; wait until it ends, or "
-            "choose another place"
+            f"{what} is in use by {owner or 'another process'}; wait until it ends, or choose "
+            "another place"
         ) from None
     try:
         with contextlib.suppress(OSError):  # a full disk is for what comes next
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        remove_leftovers(path.parent)
         yield
     finally:
         with contextlib.suppress(OSError):  # elsewhere an open file can't be removed
@@ -167,8 +166,7 @@ def write_tensors(
         place = tensor.untyped_storage().data_ptr()
         kept[name] = tensor.clone() if place in places else tensor  # tied weights
         places.add(place)
-    header = {"format": kind.name, "version": kind.version, **header}
-    header["sha256"] = checksum(json.dumps(header), kept)
+    header = seal({"format": kind.name, "version": kind.version, **header}, kept)
     write_atomically(path, save(kept, {"embens": json.dumps(header)}))
 
 
@@ -189,11 +187,9 @@ def read_tensors(
         except SafetensorError as error:
             reason = f"(truncated, or another format): {error}"
             raise Refused(f"{path.name} is not a whole safetensors file {reason}") from None
-        header = json.loads(metadata.get("embens", metadata.get("embens_estimator", "{}")))
+        header = json.loads(metadata.get("embens", "{}"))
         check_header(path.name, header, kind)
-        if header.pop("sha256", None) != checksum(json.dumps(header), tensors):
-            raise Refused(f"{path.name} is damaged: header and tensors have another checksum")
-    return header, tensors
+        return unseal(path.name, header, tensors), tensors
 
 
 def check_header(name: str, header: Any, kind: Format) -> None:
@@ -208,6 +204,21 @@ def check_header(name: str, header: Any, kind: Format) -> None:
         advice = "use a newer embens" if newer else "read it with the embens that wrote it"
         reads = f"this embens reads {kind.version}"
         raise Refused(f"{name} has format version {version}, {reads}; {advice}")
+
+
+def seal(record: dict[str, Any], arrays: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """Return what JSON can hold with a checksum of it, and of arrays that belong to it."""
+    return {**record, "sha256": checksum(json.dumps(record), arrays or {})}
+
+
+def unseal(
+    name: str, sealed: dict[str, Any], arrays: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Return what was sealed, or raise :class:`Refused` if anything in it is not as it was."""
+    record = {key: value for key, value in sealed.items() if key != "sha256"}
+    if seal(record, arrays)["sha256"] != sealed.get("sha256"):
+        raise Refused(f"{name} is damaged: its content has another checksum")
+    return record
 
 
 def checksum(text: str, arrays: Mapping[str, Any]) -> str:
@@ -249,12 +260,11 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _sync(path: Path, within: bool = True) -> None:
-    for part in path.rglob("*") if within and path.is_dir() else ():
-        _sync(part, within=False)
-    if path.is_file() or os.name == "posix":
-        handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _sync(*paths: Path) -> None:
+    for path in paths:
+        if path.is_file() or os.name == "posix":  # elsewhere a folder can't be opened
+            handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)

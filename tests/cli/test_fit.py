@@ -41,7 +41,7 @@ class TestTheCommands:
         rows = pd.read_csv(out / "predictions.csv")
         assert len(rows) == 60
         assert (rows["prediction"] == rows["target"]).mean() == pytest.approx(value)
-        new = tmp_path / "new.csv"
+        new = tmp_path / "new.csv.gz"
         assert run("predict", out, tmp_path / "table.csv", "--out", new) == 0
         model, found = load(out / "model.safetensors"), pd.read_csv(new)
         expected = model.predict_proba(frame[model.preprocessing_.names])

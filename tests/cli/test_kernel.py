@@ -81,3 +81,74 @@ def test_a_wrong_call_is_explained_before_anything_is_written(
     assert stop.value.code == 2
     assert re.search(message, capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
+
+
+def command(folder, out):
+    np.save(folder / "x.npy", points(300).numpy())
+    network = ("--network", "mlp(inputs=5, depth=2)", "--law", "Shifted(0.5)", "--quiet")
+    return ["kernel", *network, "--data", str(folder / "x.npy"), "--out", str(out), "--block", "40"]
+
+
+def expected():
+    law = laws.Shifted(0.5)
+    return theory.kernels(embens.embed(networks.mlp(5, depth=2), pre=law, post=law), points(300))
+
+
+@pytest.mark.long
+def test_three_runs_at_once_on_one_file_do_not_harm_each_other(tmp_path):
+    folder = tmp_path / "out"
+    call = [sys.executable, "-m", "embens.cli", *command(tmp_path, folder / "k.npz")]
+    for _ in range(3):
+        runs = [subprocess.Popen(call, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+        errors = [run.communicate()[1] for run in runs]
+        codes = [run.returncode for run in runs]
+        assert 0 in codes
+        for code, error in zip(codes, errors, strict=True):
+            assert code == 0 or (code == 2 and "k.npz is in use by" in error), error
+        assert_same(theory.load_kernels(folder / "k.npz"), expected())
+        assert [path.name for path in folder.iterdir()] == ["k.npz"]
+        (folder / "k.npz").unlink()
+
+
+DISK = """
+import subprocess, sys, os
+from embens import cli
+
+disk, *arguments = sys.argv[1:]
+print(os.listdir(disk))
+for size in ("size=1m", "size=30m", "ro"):
+    subprocess.run(["mount", "-o", f"remount,{size}", disk], check=True)
+    try:
+        print(cli.main([*arguments, "--points", "250"] if size == "ro" else arguments))
+    except SystemExit as stop:
+        print(stop.code)
+    print(sorted(os.listdir(disk)))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ending", ["npz", "zarr"])
+def test_a_disk_that_is_full_or_read_only_is_an_error_and_with_room_it_goes_on(tmp_path, ending):
+    """On a small file system of its own, which nobody else sees."""
+    disk, out = tmp_path / "disk", tmp_path / f"found.{ending}"
+    disk.mkdir()
+    mount = 'mount -t tmpfs -o size=1m none "$1" || exit 77; '
+    script = mount + 'disk="$1"; code="$2"; shift 2; "$0" -c "$code" "$disk" "$@"; '
+    script += f'cp -r "$disk/k.{ending}" "{out}"'
+    arguments = command(tmp_path, disk / f"k.{ending}")
+    shell = ["unshare", "-rm", "sh", "-c", script, sys.executable, str(disk), DISK, *arguments]
+    try:
+        done = subprocess.run(shell, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if done.returncode == 77 or done.stderr.startswith("unshare:"):
+        pytest.skip("file systems can't be mounted here")
+    lines = [line for line in done.stdout.splitlines() if line[0] in "[02"]
+    parts = lines.pop(2)
+    assert lines == ["[]", "2", "0", f"['k.{ending}']", "2", f"['k.{ending}']"], done.stderr
+    assert f"k.{ending}.partial" in parts
+    assert "Traceback" not in done.stderr
+    full, read_only = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert "No space left on device" in full
+    assert "Read-only file system" in read_only
+    assert_same(theory.load_kernels(out), expected())

@@ -112,3 +112,9 @@ def test_the_type_of_an_array_says_whether_it_is_categorical(array, categorical)
         expected = np.array(array[:, 0], dtype="float64")
         scale = 86400 if array.dtype.kind == "M" else 1
         np.testing.assert_array_equal(table.numbers(0), scale * expected)
+
+
+def test_whole_numbers_that_no_float_holds_are_rounded_in_arrow_tables_too():
+    values = [2**60 + 1, None, 3]
+    found = from_frame(pa.table({"id": values})).numbers(0)
+    np.testing.assert_array_equal(found, [2.0**60, np.nan, 3.0])

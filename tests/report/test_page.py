@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 from report import results
 
+from embens.files import Refused
 from embens.report import page
 
 
@@ -56,17 +58,37 @@ def test_no_text_can_end_the_script_it_is_in(folder):
     assert data_of(text)[0]["manifest"]["about"].endswith("{{script}}")
 
 
-def test_a_half_written_folder_is_left_out(folder, tmp_path):
-    results.make(tmp_path, "widths")
-    broken = tmp_path / "lld" / "quick"
-    broken.mkdir(parents=True)
-    (broken / "manifest.json").write_text('{"experiment"')
-    assert [entry["name"] for entry in page.collect(tmp_path)] == ["widths"]
+@pytest.mark.parametrize("text", ['{"experiment"', "[1, 2]", '{"files": []}', "3", "[" * 9999])
+def test_a_manifest_of_something_else_is_left_out_and_named(folder, tmp_path, text):
+    shutil.copytree(folder / "widths", tmp_path / "widths")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text(text)
+    with pytest.warns(UserWarning, match=r"other/manifest.json is left out"):
+        assert [entry["name"] for entry in page.collect(tmp_path)] == ["widths"]
 
 
-def test_a_manifest_of_something_else_is_left_out(tmp_path):
-    results.make(tmp_path, "widths")
-    for name, text in (("list", "[1, 2]"), ("object", '{"files": []}'), ("number", "3")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text(text)
-    assert [entry["name"] for entry in page.collect(tmp_path)] == ["widths"]
+def test_a_missing_key_is_named_whichever_it_is(folder, tmp_path):
+    here = shutil.copytree(folder / "widths" / "quick", tmp_path / "widths" / "quick")
+    whole = json.loads((here / "manifest.json").read_text())
+    for key in whole:
+        less = {k: v for k, v in whole.items() if k != key}
+        (here / "manifest.json").write_text(json.dumps(less))
+        if key == "experiment":
+            continue  # then it is of something else
+        with pytest.raises(Refused, match=f"manifest.json has no {key}|another checksum"):
+            page.collect(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "claims.json", "figure.json", "table.csv"])
+def test_a_digit_that_was_changed_is_found_and_so_is_a_file_that_is_gone(folder, tmp_path, name):
+    here = shutil.copytree(folder / "widths" / "quick", tmp_path / "widths" / "quick")
+    path = here / name
+    text = path.read_text()
+    place = re.search(r"\d", text).start()
+    path.write_text(text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :])
+    with pytest.raises(Refused, match=f"{name} .*another checksum"):
+        page.collect(tmp_path)
+    path.unlink()
+    message = "got none" if name == "manifest.json" else f"No such file or directory.*{name}"
+    with pytest.raises((Refused, FileNotFoundError), match=message):
+        page.collect(tmp_path)

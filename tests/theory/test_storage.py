@@ -125,6 +125,9 @@ def test_arrays_that_do_not_belong_together_and_other_files_are_refused(tmp_path
     np.savez(tmp_path / "k.npz", **{name: np.eye(3) for name in storage.NAMES})
     with pytest.raises(Refused, match="has no embens header"):
         theory.load_kernels(tmp_path / "k.npz")
+    np.savez_compressed(tmp_path / "k.npz", **{name: np.zeros((2000, 2000)) for name in "ab"})
+    with pytest.raises(Refused, match="is compressed"):  # it may hold any amount
+        theory.load_kernels(tmp_path / "k.npz")
     (tmp_path / "k.npz").write_text("text")
     with pytest.raises(Refused, match=r"k.npz can't be read: BadZipFile"):
         theory.load_kernels(tmp_path / "k.npz")
@@ -162,3 +165,17 @@ def test_a_full_disk_is_an_error_and_afterwards_it_goes_on(tmp_path, ending):
     theory.write_kernels(path, ensemble(), inputs(100), block=40)
     assert_same(theory.load_kernels(path), theory.kernels(ensemble(), inputs(100)))
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_damaged_file_with_the_right_header_is_left_alone_and_refused_when_it_is_read(tmp_path):
+    path = tmp_path / "k.npz"
+    theory.write_kernels(path, ensemble(), inputs(), block=6)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    theory.write_kernels(path, ensemble(), inputs(), block=6)
+    with pytest.raises(Refused, match=r"k\.npz"):
+        theory.load_kernels(path)
+    path.unlink()
+    theory.write_kernels(path, ensemble(), inputs(), block=6)
+    assert_same(theory.load_kernels(path), theory.kernels(ensemble(), inputs()))

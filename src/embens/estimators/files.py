@@ -27,7 +27,7 @@ from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Head
 from embens.estimators.pipeline import Encoding, Prepared, Tensors
 from embens.estimators.tables import Table, from_frame, is_frame, place, read_target
-from embens.files import Refused, write_atomically
+from embens.files import Refused, refusing, write_atomically
 from embens.training import randomness
 
 BLOCK = 32_768
@@ -54,6 +54,7 @@ class Source:
         held: Any,
     ):
         self.dataset = open_dataset(source)
+        self.name = source if isinstance(source, (str, os.PathLike)) else "the source"
         self.single, self.weight, self.seed = isinstance(target, str), weight, seed
         self.targets = [target] if isinstance(target, str) else list(target)
         self.class_weights: list[Any] = []  # of each target, with the classes, once these are known
@@ -68,29 +69,32 @@ class Source:
         self.columns = [name for name in names if name not in {*special, *ignore}]
         if not self.columns:
             raise ValueError("there is no column beside the target")
-        self.rows = self.dataset.count_rows()
+        self.fragments = []  # what can be read in any order: row groups where there are such
+        with refusing(self.name):
+            self.rows = self.dataset.count_rows()
+            for fragment in self.dataset.get_fragments():
+                split = getattr(fragment, "split_by_row_group", None)
+                self.fragments += list(split()) if split else [fragment]
         if self.rows == 0:
             raise ValueError("the source has no rows")
         usual = 0.0 if self.rows < choices.TINY else min(0.2, choices.HELD_OUT / self.rows)
         self.held = choices.given(held, usual)
         self.looked = min(1.0, self.held + choices.LOOK / self.rows)
-        self.fragments = []  # what can be read in any order: row groups where there are such
-        for fragment in self.dataset.get_fragments():
-            split = getattr(fragment, "split_by_row_group", None)
-            self.fragments += list(split()) if split else [fragment]
 
     def blocks(self, order: list[int] | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield Arrow tables with a number from 0 to 1 for each row, always the same."""
         import pyarrow as pa
 
         for f in range(len(self.fragments)) if order is None else order:
-            batches = self.fragments[f].to_batches(schema=self.dataset.schema, batch_size=BLOCK)
-            for b, batch in enumerate(batches):
-                if batch.num_rows:
-                    seed = randomness.combine(self.seed, f, b)
-                    generator = torch.Generator().manual_seed(seed)
-                    draws = torch.rand(batch.num_rows, generator=generator).numpy()
-                    yield pa.Table.from_batches([batch]), draws
+            with refusing(self.name):
+                schema, fragment = self.dataset.schema, self.fragments[f]
+                for b, batch in enumerate(fragment.to_batches(schema=schema, batch_size=BLOCK)):
+                    batch.validate(full=True)  # Arrow files are mapped as they are
+                    if batch.num_rows:
+                        seed = randomness.combine(self.seed, f, b)
+                        generator = torch.Generator().manual_seed(seed)
+                        draws = torch.rand(batch.num_rows, generator=generator).numpy()
+                        yield pa.Table.from_batches([batch]), draws
 
     def parts(self, table: Any, first: int = 0) -> tuple[Table, list[Any], Tensor]:
         """Return columns, targets and weights of a part that begins with a row of that number."""
@@ -251,7 +255,10 @@ def open_dataset(source: Any, text: Sequence[str] = ()) -> Any:
         )
         block = csv.ReadOptions(block_size=2**24)  # bytes that are read at a time
         form = ds.CsvFileFormat(convert_options=convert, read_options=block)
-    return ds.dataset(paths if len(paths) > 1 else paths[0], format=form)
+    with refusing(paths[0]):
+        dataset = ds.dataset(paths if len(paths) > 1 else paths[0], format=form)
+        _ = dataset.schema.names  # which may be no text
+    return dataset
 
 
 @contextmanager

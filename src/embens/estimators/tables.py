@@ -11,6 +11,7 @@ Not here: files (:mod:`embens.estimators.files`), and what becomes of the column
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -59,9 +60,11 @@ class Table:
                 raise TypeError(f"column {name!r}: can't read {series.dtype} as time")
             seconds = raw.astype(raw.dtype.kind + "8[us]").astype("int64") / 1e6
             return np.where(np.isnat(raw), math.nan, seconds)
+        found = None
         if series.dtype.is_numeric() or series.dtype == nw.Boolean:
-            found = np.asarray(series.cast(nw.Float64()).to_numpy(), dtype="float64")
-        else:
+            with contextlib.suppress(ValueError):  # Arrow's, of whole numbers beyond 2**53
+                found = np.asarray(series.cast(nw.Float64()).to_numpy(), dtype="float64")
+        if found is None:
             found = np.array([self._number(*cell, name) for cell in enumerate(series.to_list())])
         if len(rows := np.flatnonzero(np.isinf(found))):
             raise ValueError(
@@ -149,7 +152,7 @@ def label(value: Any) -> str:
     """
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:

@@ -30,6 +30,8 @@ from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Curve, Figure, Panel, shades
 from embens.experiments.setting import Setting, data_set, reference
 from embens.experiments.training import Training, run, score, train
+from embens.training.snapshots import snapshots
+from embens.training.trainer import Divergence
 
 LABEL = "ours: all systems"
 TITLE = "All systems, on the same data at the same effort"
@@ -43,9 +45,11 @@ SYSTEMS = (
     *(ONE, WIDE, SEPARATE, "BatchEnsemble p=0", "BatchEnsemble p=0.5", "BatchEnsemble ±1"),
     *("last-layer dropout", "MC dropout, fixed", "MC dropout, fresh", "own last layers"),
     *("Masksembles", "disjoint masks", "repelling u", "MIMO", "MixMo", "rank-1"),
-    *("low rank, multiplied", "low rank, added"),
+    *("low rank, multiplied", "low rank, added", "snapshots", "fast geometric", "SWAG"),
 )
 """The most important ones first."""
+PATHS = {"snapshots": "cosine", "fast geometric": "triangular", "SWAG": "swag"}
+"""Systems that are one run of one network; the last two begin with half the epochs as usual."""
 RATES = (1.0, 4.0, 16.0)  # times the preset's
 TRAIN = {"quick": 500, "cpu": 1000, "paper": 40_000}  # all digits would be too easy
 WIDTH = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}
@@ -194,10 +198,37 @@ def measure(cell: Cell) -> Row:
 
 def fit_system(cell: Cell, data: DataSet, rate: float) -> Training:
     """Train a system on the train part."""
-    ensemble = make(cell)
     lr = rate * cell.setting.lr
+    if cell.system in PATHS:
+        return _follow(cell, data, lr)
+    ensemble = make(cell)
     gamma = ensemble.natural_gamma
     return train(ensemble, cell.setting, data=data, seed=cell.seed, gamma=gamma, lr=lr)
+
+
+def _follow(cell: Cell, data: DataSet, lr: float) -> Training:
+    """Train one network, and keep networks on its way."""
+    setting, schedule = cell.setting, PATHS[cell.system]
+    begun = make(replace(cell, system=ONE))
+    if schedule != "cosine":
+        setting = replace(setting, epochs=max(1, setting.epochs // 2))
+        trained = train(begun, setting, data=data, seed=cell.seed, lr=lr)
+        if trained.diverged:
+            return trained
+    try:
+        ensemble = snapshots(
+            *(begun.member(0), tuple(data.train), cell.members),
+            epochs=max(cell.members, setting.epochs),
+            schedule=schedule,
+            batch_size=setting.batch_size,
+            lr=lr,
+            weight_decay=setting.weight_decay,
+            seed=cell.seed,
+            progress=False,
+        )
+    except Divergence:
+        return Training(begun, data, diverged=True, trace=[])
+    return Training(ensemble, data, diverged=False, trace=[])
 
 
 def predict_system(trained: Training, inputs: Tensor, cell: Cell) -> Tensor:

@@ -2,14 +2,13 @@
 
 A line is written at once, under a lock, and synced; it has a checksum, so that what a crash or a
 full disk leaves of one is skipped, and the next writer starts a new line. Several runs may work in
-one folder: each takes a lock on a cell before it starts it, which the system frees if the run dies,
-and reads what others have added in the meantime.
+one folder: each takes a lock on a cell before it starts it (:func:`embens.files.locked`), and reads
+what others have added in the meantime.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -17,7 +16,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
+
+from embens.files import locked, seal, unseal
 
 Record = dict[str, Any]
 
@@ -40,7 +41,7 @@ class Results:
         self.records: dict[str, Record] = {}
         self._position = 0
         self._lock = FileLock(self.folder / ".results.lock")
-        self._claims: dict[str, FileLock] = {}
+        self._claims: dict[str, AbstractContextManager[None]] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -65,7 +66,7 @@ class Results:
 
     def add(self, record: Record) -> None:
         """Write a record; it is on the disk when this returns, or an ``OSError`` is raised."""
-        line = json.dumps({**record, "sha256": _checksum(record)}).encode() + b"\n"
+        line = json.dumps(seal(record)).encode() + b"\n"
         with self._lock, self.path.open("ab+", buffering=0) as file:  # no rest to write at closing
             start = end = file.seek(0, os.SEEK_END)
             if end:
@@ -88,21 +89,19 @@ class Results:
 
     def claim(self, key: str) -> bool:
         """Take a cell for this run; False if another run has it."""
-        lock = FileLock(self.folder / "claims" / f"{key}.lock", timeout=0)
+        lock = locked(self.folder / "claims" / f"{key}.lock", f"the cell {key}")
         try:
             (self.folder / "claims").mkdir(exist_ok=True)
-            lock.acquire()
-        except (Timeout, FileNotFoundError):  # or the folder was removed by a run that ended
+            lock.__enter__()
+        except (BlockingIOError, FileNotFoundError):  # or a run that ended removed the folder
             return False
         self._claims[key] = lock
         return True
 
     def release(self, key: str) -> None:
         """Give a cell back."""
-        lock = self._claims.pop(key, None)
-        if lock is not None:
-            Path(lock.lock_file).unlink(missing_ok=True)
-            lock.release()
+        if key in self._claims:
+            self._claims.pop(key).__exit__(None, None, None)
 
     def release_all(self) -> None:
         """Give all cells back."""
@@ -117,16 +116,10 @@ def folder_of(out: str | Path, name: str, preset: str) -> Path:
     return Path(out) / name / preset
 
 
-def _checksum(record: Record) -> str:
-    return hashlib.sha256(json.dumps(record).encode()).hexdigest()[:16]
-
-
 def _parse(content: bytes) -> Iterator[Record]:
     for line in content.splitlines():
         try:
-            record = json.loads(line)
-            if record.pop("sha256", None) != _checksum(record):
-                continue
+            record = unseal("the line", json.loads(line))
         except (ValueError, RecursionError, AttributeError, TypeError):
             continue
         if not isinstance(record.get("key"), str):

@@ -23,7 +23,7 @@ from embens.experiments.figure import draw
 from embens.experiments.job import code_version
 from embens.experiments.results import Record, Results
 from embens.experiments.setting import Setting
-from embens.files import write_atomically
+from embens.files import checksum, seal, write_atomically
 
 
 def tidy(results: Results, name: str, setting: Setting) -> Frame:
@@ -89,14 +89,15 @@ def write(
         "about": experiment.ABOUT,
         "run_seconds": seconds and round(seconds, 1),
     }
-    contents = {
-        "claims": [claim.to_dict() for claim in claims],
-        "figure": figure.to_dict(),
-        "manifest": manifest,
+    texts = {
+        "table.csv": table.to_csv(index=False, float_format="%.6g"),
+        "claims.json": json.dumps([claim.to_dict() for claim in claims], indent=1),
+        "figure.json": json.dumps(figure.to_dict(), indent=1),
     }
-    write_atomically(results.folder / "table.csv", table.to_csv(index=False, float_format="%.6g"))
-    for file, content in contents.items():
-        write_atomically(results.folder / f"{file}.json", json.dumps(content, indent=1))
+    manifest["files"] = {file: checksum(text, {}) for file, text in texts.items()}
+    texts["manifest.json"] = json.dumps(seal(manifest), indent=1)
+    for file, text in texts.items():
+        write_atomically(results.folder / file, text)
     draw(figure, results.folder / "figure.png")
     return claims
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import base64
 import csv
 import html
+import io
 import json
 import re
+import warnings
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from embens.experiments import NAMES
-from embens.files import write_atomically
+from embens.files import Refused, checksum, unseal, write_atomically
 
-_MANIFEST = frozenset("about cell_seconds cells label preset setting title versions".split())
+_MANIFEST = frozenset("about cell_seconds cells files label preset setting title versions".split())
 
 
 def collect(folder: str | Path) -> list[dict[str, Any]]:
@@ -37,24 +39,30 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
+    path, texts = folder / "manifest.json", {}
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        entry = {
-            "name": manifest["experiment"],
-            "manifest": manifest,
-            "claims": json.loads((folder / "claims.json").read_text()),
-            "figure": json.loads((folder / "figure.json").read_text()),
-        }
-        with (folder / "table.csv").open(newline="") as file:
-            columns, *rows = csv.reader(file)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # a run that has not come to its first table, or a manifest of something else
-    if missing := _MANIFEST - manifest.keys():
-        raise ValueError(
-            f"{folder / 'manifest.json'} has no {', '.join(sorted(missing))}: it is damaged, or of "
-            "another version. Run `embens reproduce` again, or move the folder away."
-        )
-    entry["table"] = {"columns": columns, "rows": rows}
+        sealed = json.loads(path.read_bytes())
+        name = sealed["experiment"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        warnings.warn(f"{path} is left out: it is not of `embens reproduce`", stacklevel=3)
+        return None
+    try:
+        if missing := _MANIFEST - sealed.keys():
+            raise Refused(f"manifest.json has no {', '.join(sorted(missing))}")
+        manifest = unseal(path.name, sealed)
+        sums = manifest.pop("files")
+        for file in ("claims.json", "figure.json", "table.csv"):
+            texts[file] = (folder / file).read_bytes().decode(errors="replace")
+            if checksum(texts[file], {}) != sums[file]:
+                raise Refused(f"{file} has another checksum than manifest.json says")
+    except (OSError, Refused) as error:
+        raise Refused(
+            f"{folder}: {error}. It is damaged, of another version, or of a run that was stopped "
+            "while it wrote: run `embens reproduce` again, or move the folder away."
+        ) from None
+    columns, *rows = csv.reader(io.StringIO(texts["table.csv"], newline=""))
+    entry = {"name": name, "manifest": manifest, "table": {"columns": columns, "rows": rows}}
+    entry |= {kind: json.loads(texts[f"{kind}.json"]) for kind in ("claims", "figure")}
     picture = folder / "figure.png"
     if picture.exists():
         encoded = base64.b64encode(picture.read_bytes()).decode()

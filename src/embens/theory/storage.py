@@ -8,15 +8,15 @@ at a time works on a file: it holds a lock.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
-import math
 import os
 import time
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,8 +55,9 @@ def write_kernels(
 
     Memory is that of a few blocks. The file, ``….npz`` or ``….zarr`` (needs zarr), holds the arrays
     ``nngp_same``, ``nngp_cross``, ``ntk_shared_same``, ``ntk_shared_cross`` and
-    ``ntk_individual_same``. A file that holds these kernels already is left as it is. The other
-    arguments are those of :func:`embens.theory.kernels`.
+    ``ntk_individual_same``. A file that holds these kernels already, by its header, is left as it
+    is; :func:`load_kernels` checks all of it. The other arguments are those of
+    :func:`embens.theory.kernels`.
     """
     path = check_path(path)
     limit = Limit(ensemble, x1, x2, dtype=dtype)
@@ -66,15 +67,12 @@ def write_kernels(
     folder = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.locked(path.with_name(f".{path.name}.lock"), str(path)):
-        for name in (path.name, folder.name):
-            files.remove_leftovers(path.parent, name)
         if not _holds(path, fingerprint):
             parts = _Parts(folder, fingerprint)
             left = [i for i in range(len(plan)) if i not in parts.places]
             found = compute_blocks(limit, [plan[i] for i in left], progress=progress)
             for i, (_, kernels) in zip(left, found, strict=True):
-                parts.add(i, kernels)
-            parts.flush()
+                parts.add(i, kernels, last=i == left[-1])
             _publish(parts, plan, limit, path)
         files.remove(folder)
     return path
@@ -85,23 +83,21 @@ def load_kernels(path: str | os.PathLike[str]) -> Kernels:
     path = check_path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no file {str(path)!r}")
-    with files.refusing(path):
-        if path.suffix == ".npz":
-            header, arrays = _read_npz(path)
-        else:
-            header, arrays = _read_zarr(path)
-        files.check_header(path.name, header, FORMAT)
+    with _opened(path) as (header, read):
+        arrays = {name: read(name) for name in NAMES}
         digest = hashlib.sha256(header["fingerprint"].encode())
-        for name in NAMES:
-            digest.update(_title(name, arrays[name].dtype, arrays[name].shape))
-            digest.update(arrays[name].data)
-        if digest.hexdigest() != header["sha256"]:
-            raise Refused(f"{path.name} is damaged or incomplete: it has another checksum")
         *members, n1, n2 = arrays["nngp_same"].shape
         for name, array in arrays.items():
+            digest.update(_title(name, array.dtype, array.shape))
+            digest.update(array.data)
             lead = members * 2 if name.endswith("cross") else members
-            if array.shape != (*lead, n1, n2) or array.dtype != arrays["nngp_same"].dtype:
+            kinds = array.dtype, arrays["nngp_same"].dtype
+            if array.shape != (*lead, n1, n2) or kinds[0] != kinds[1] or kinds[0].kind != "f":
                 raise Refused(f"{path.name}: {name} and nngp_same don't belong together")
+        if digest.hexdigest() != header["sha256"]:
+            raise Refused(
+                f"{path.name} is damaged: it has another checksum. Delete it and write it again."
+            )
         return Kernels.of_blocks([torch.from_numpy(arrays[name]) for name in NAMES])
 
 
@@ -121,11 +117,10 @@ class _Parts:
     def __init__(self, folder: Path, fingerprint: str):
         self.folder, self.fingerprint = folder, fingerprint
         self.places: dict[int, Path] = {}
-        self._waiting: dict[int, list[Tensor]] = {}
+        self._waiting: dict[int, Kernels] = {}
         self._flushed = time.monotonic()
         folder.mkdir(exist_ok=True)
-        files.remove_leftovers(folder)
-        for path in sorted(folder.iterdir()):
+        for path in sorted(folder.glob("*.safetensors")):
             try:
                 header, _ = files.read_tensors(path, PART)
             except Refused as error:
@@ -138,26 +133,23 @@ class _Parts:
                 )
             self.places |= dict.fromkeys(header["blocks"], path)
 
-    def add(self, block: int, kernels: Kernels) -> None:
+    def add(self, block: int, kernels: Kernels, *, last: bool) -> None:
         """Keep a block, on the disk after a while."""
-        self._waiting[block] = kernels.blocks
+        self._waiting[block] = kernels
         size = sum(t.numel() * t.element_size() for t in kernels.blocks) * len(self._waiting)
-        if size > _FLUSH_BYTES or time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
+        late = time.monotonic() - self._flushed > _FLUSH_SECONDS
+        if not (last or late or size > _FLUSH_BYTES):
+            return
+        path = self.folder / f"{min(self._waiting):08d}.safetensors"
+        header = {"fingerprint": self.fingerprint, "blocks": list(self._waiting)}
         tensors = {
             f"{block}.{name}": tensor
-            for block, pieces in self._waiting.items()
-            for name, tensor in zip(NAMES, pieces, strict=True)
+            for block, kernels in self._waiting.items()
+            for name, tensor in zip(NAMES, kernels.blocks, strict=True)
         }
-        if tensors:
-            path = self.folder / f"{min(self._waiting):08d}.safetensors"
-            header = {"fingerprint": self.fingerprint, "blocks": list(self._waiting)}
-            files.write_tensors(path, PART, header, tensors)
-            self.places |= dict.fromkeys(self._waiting, path)
-        self._waiting.clear()
-        self._flushed = time.monotonic()
+        files.write_tensors(path, PART, header, tensors)
+        self.places |= dict.fromkeys(self._waiting, path)
+        self._waiting, self._flushed = {}, time.monotonic()
 
     def view(self, block: int, name: str) -> Any:
         """Return an array of a block without reading it; an index reads a part."""
@@ -173,18 +165,6 @@ def _publish(parts: _Parts, plan: list[Block], limit: Limit, path: Path) -> None
 
     digest = hashlib.sha256(parts.fingerprint.encode())
 
-    def header() -> dict[str, Any]:
-        found = {"format": FORMAT.name, "version": FORMAT.version, "sha256": digest.hexdigest()}
-        return {**found, "fingerprint": parts.fingerprint}
-
-    def arrays() -> Iterator[tuple[str, Any, tuple[int, ...]]]:
-        for name in NAMES:
-            like = parts.view(0, name)
-            dtype = np.dtype({"F32": "<f4", "F64": "<f8"}[like.get_dtype()])
-            shape = (*like.get_shape()[:-2], *limit.shape)
-            digest.update(_title(name, dtype, shape))
-            yield name, dtype, shape
-
     def bands(name: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, np.ndarray]]:
         """Yield all rows of an array, some at a time, with their place."""
         for members in itertools.product(*map(range, shape[:-2])):
@@ -199,96 +179,87 @@ def _publish(parts: _Parts, plan: list[Block], limit: Limit, path: Path) -> None
                 digest.update(band.data)
                 yield (*members, rows), band
 
-    def write_npz(to: Path) -> None:
-        with zipfile.ZipFile(to, "w") as file:
-            for array in arrays():
-                name, dtype, shape = array
-                with file.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
-                    about = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-                    np.lib.format.write_array_header_1_0(member, about)
-                    for _, band in bands(*array):
-                        member.write(band.data)
-            file.writestr(zipfile.ZipInfo(_HEADER), json.dumps(header()))
+    def add_to_npz(file: Any, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
+        with file.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+            about = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(member, about)
+            for _, band in bands(name, dtype, shape):
+                member.write(band.data)
 
-    def write_zarr(to: Path) -> None:
-        group = _zarr().open_group(str(to), mode="w", zarr_format=3)
-        for array in arrays():
-            name, dtype, shape = array
-            chunks = (*(1 for _ in shape[:-2]), plan[0][0].stop, min(1024, shape[-1]))
-            target = group.create_array(
-                *(name,), shape=shape, dtype=dtype, chunks=chunks, compressors=None,
-                config={"write_empty_chunks": True},
-            )  # fmt: skip
-            for place, band in bands(*array):
-                target[place] = band
-        group.attrs.update(header())
+    def add_to_zarr(file: Any, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
+        chunks = (*(1 for _ in shape[:-2]), plan[0][0].stop, min(1024, shape[-1]))
+        target = file.create_array(
+            *(name,), shape=shape, dtype=dtype, chunks=chunks, compressors=None,
+            config={"write_empty_chunks": True},
+        )  # fmt: skip
+        for place, band in bands(name, dtype, shape):
+            target[place] = band
 
-    files.write_atomically(path, write_npz if path.suffix == ".npz" else write_zarr)
+    def write(to: Path) -> None:
+        npz = path.suffix == ".npz"
+        file: Any = zipfile.ZipFile(to, "w") if npz else _zarr().open_group(to, mode="w")
+        with file if npz else contextlib.nullcontext():
+            for name in NAMES:
+                like = parts.view(0, name)
+                dtype = np.dtype({"F32": "<f4", "F64": "<f8"}[like.get_dtype()])
+                shape = (*like.get_shape()[:-2], *limit.shape)
+                digest.update(_title(name, dtype, shape))
+                (add_to_npz if npz else add_to_zarr)(file, name, dtype, shape)
+            header = {"format": FORMAT.name, "version": FORMAT.version}
+            header |= {"sha256": digest.hexdigest(), "fingerprint": parts.fingerprint}
+            if npz:
+                file.writestr(zipfile.ZipInfo(_HEADER), json.dumps(header))
+            else:
+                file.attrs.update(header)
+
+    files.write_atomically(path, write)
 
 
-def _title(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
-    return f"\n{name} {dtype.str} {tuple(shape)}\n".encode()
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[str], np.ndarray]]]:
+    """Open a file of kernels; give its header, and a function that reads an array."""
+    import numpy as np
+
+    file: Any
+    header: Any = None
+    with files.refusing(path), contextlib.ExitStack() as stack:
+        if path.suffix == ".npz":
+            file = stack.enter_context(zipfile.ZipFile(path))
+            if any(member.compress_type for member in file.infolist()):
+                raise Refused(f"{path.name} is compressed, and was not written so by embens")
+            if _HEADER in file.namelist():
+                header = json.loads(file.read(_HEADER))
+        else:
+            file = _zarr().open_group(str(path), mode="r", zarr_format=3)
+            header = dict(file.attrs)
+        files.check_header(path.name, header, FORMAT)
+
+        def read(name: str) -> np.ndarray:
+            if path.suffix == ".npz":
+                with file.open(f"{name}.npy") as member:
+                    return np.lib.format.read_array(member, allow_pickle=False)
+            array, chunks = file[name], (path / name / "c").rglob("*")
+            if [type(codec).__name__ for codec in array.metadata.codecs] != ["BytesCodec"]:
+                raise Refused(f"{path.name}: {name} is not as it was written")
+            if array.nbytes > sum(chunk.stat().st_size for chunk in chunks if chunk.is_file()):
+                shape = f"{name} has shape {array.shape}, but fewer numbers"
+                raise Refused(f"{path.name} is incomplete: {shape}")
+            return array[...]
+
+        yield header, read
 
 
 def _holds(path: Path, fingerprint: str) -> bool:
     """Return whether a file is there that has the kernels of a fingerprint, by its header."""
     try:
-        with files.refusing(path):
-            if path.suffix == ".zarr":
-                header = json.loads((path / "zarr.json").read_text())["attributes"]
-            else:
-                with zipfile.ZipFile(path) as file:
-                    header = _npz_header(file)
+        with _opened(path) as (header, _):
             return header["fingerprint"] == fingerprint
     except (OSError, Refused):
         return False
 
 
-def _npz_header(file: zipfile.ZipFile) -> Any:
-    if _HEADER not in file.namelist():
-        return None
-    with file.open(_HEADER) as member:
-        return json.loads(member.read(10_000))
-
-
-def _read_npz(path: Path) -> tuple[Any, dict[str, np.ndarray]]:
-    import numpy as np
-
-    arrays = {}
-    with zipfile.ZipFile(path) as file:
-        files.check_header(path.name, header := _npz_header(file), FORMAT)
-        for name in NAMES:
-            with file.open(f"{name}.npy") as member:
-                if np.lib.format.read_magic(member) != (1, 0):
-                    raise Refused(f"{path.name}: {name} is not as it was written")
-                shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-                _check_size(path, name, shape, dtype, path.stat().st_size)
-                arrays[name] = np.empty(shape, dtype)
-                read: Any = member.readinto  # type: ignore[attr-defined]
-                read(arrays[name].reshape(-1).data.cast("B"))
-    return header, arrays
-
-
-def _read_zarr(path: Path) -> tuple[Any, dict[str, np.ndarray]]:
-    group = _zarr().open_group(str(path), mode="r", zarr_format=3)
-    files.check_header(path.name, header := dict(group.attrs), FORMAT)
-    arrays = {}
-    for name in NAMES:
-        array = group[name]
-        if [type(codec).__name__ for codec in array.metadata.codecs] != ["BytesCodec"]:
-            raise Refused(f"{path.name}: {name} is not as it was written")
-        chunks = (file for file in (path / name / "c").rglob("*") if file.is_file())
-        there = sum(chunk.stat().st_size for chunk in chunks)
-        _check_size(path, name, array.shape, array.dtype, there)
-        arrays[name] = array[...]
-    return header, arrays
-
-
-def _check_size(path: Path, name: str, shape: tuple[int, ...], dtype: Any, there: int) -> None:
-    if dtype.str not in ("<f4", "<f8") or len(shape) < 2 or min(shape) < 1:
-        raise Refused(f"{path.name}: {name} is {dtype} of shape {shape}, which no kernel is")
-    if math.prod(shape) * dtype.itemsize > there:
-        raise Refused(f"{path.name} is incomplete: {name} has shape {shape}, but fewer numbers")
+def _title(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
+    return f"\n{name} {dtype.str} {tuple(shape)}\n".encode()
 
 
 def _zarr() -> Any:

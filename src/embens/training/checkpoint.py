@@ -12,23 +12,14 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from embens.files import (
-    Format,
-    Refused,
-    locked,
-    read_tensors,
-    refusing,
-    remove_leftovers,
-    write_tensors,
-)
+from embens.files import Format, Refused, locked, read_tensors, refusing, write_tensors
 
 FORMAT = Format("embens checkpoint", 3)
 """3: with a checksum inside. Before 2 gamma was in the gradient; such runs can't be continued."""
@@ -47,12 +38,9 @@ class Checkpoints:
             raise NotADirectoryError(f"checkpoint: expected a folder; {str(folder)!r} is a file")
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Have the folder to oneself, without what a run that was killed has left in it."""
-        with locked(self.folder / ".lock", f"the checkpoint folder {str(self.folder)!r}"):
-            remove_leftovers(self.folder)
-            yield
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context in which no other run has the folder."""
+        return locked(self.folder / ".lock", f"the checkpoint folder {str(self.folder)!r}")
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write a state, then remove all but the last two files."""
