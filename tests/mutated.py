@@ -162,10 +162,9 @@ def _table(folder, ending):
 
         pyarrow.feather.write_feather(pyarrow.table(columns), str(path))
     else:
-        files.write(columns, path)
+        files.write([columns], path)
 
     def read():
-        files.read(path)
         source = files.Source(path, "y", None, seed=0, held=0.5)
         files.prepare(source, EmbeddedEnsembleClassifier.head, EmbeddedEnsembleClassifier())
 

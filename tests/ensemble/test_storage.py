@@ -324,7 +324,11 @@ def test_members_numbers_alone_are_joined_to_the_same_reference_again(case, fami
     for a, b in zip(loaded.state_dict().items(), ensemble.state_dict().items(), strict=True):
         assert a[0] == b[0]
         assert torch.equal(a[1], b[1])
-    assert torch.equal(loaded(x), ensemble(x))
+    outputs = []
+    for each in (loaded, ensemble):
+        torch.manual_seed(0)  # some families draw numbers at every pass
+        outputs.append(each(x))
+    assert torch.equal(*outputs)
     shared = {id(p) for p in ensemble.shared_parameters()}
     state = ensemble.state_dict(keep_vars=True).items()
     kept = read_tensors(path, storage.FORMAT)[1].keys()

@@ -137,6 +137,7 @@ def fit_in_memory(options: argparse.Namespace, source: files.Source, estimator: 
 
     pc: Any = compute
     table = source.dataset.to_table()
+    table.validate(full=True)  # Arrow files are mapped as they are
     tables.from_frame(table.select(source.columns)).check()
     column = table.column(options.target)
     known = column.is_valid()

@@ -56,6 +56,7 @@ def predict(options: argparse.Namespace, estimator: Any) -> Iterator[dict[str, A
         for data, columns in ((dataset, names), (texts, ids))
     )
     for part, kept in zip(parts, beside, strict=True):
+        part.validate(full=True)
         if part.num_rows != kept.num_rows:
             raise RuntimeError("the two readings of the file differ; did it change meanwhile?")
         if not part.num_rows:

@@ -339,14 +339,16 @@ def write(parts: Iterable[dict[str, Any]], path: Path) -> int:
     from pyarrow import csv, parquet
 
     rows, binary = 0, FORMATS.get(path.suffix.lower()) == "parquet"
+    compression: Any = "gzip" if path.suffix.lower() == ".gz" else None
 
     def content(temporary: Path) -> None:
         nonlocal rows
         with ExitStack() as stack:
+            stream = stack.enter_context(pa.output_stream(str(temporary), compression))
             writer = None
             for part in map(pa.table, parts):
                 kind: Any = parquet.ParquetWriter if binary else csv.CSVWriter
-                writer = writer or stack.enter_context(kind(temporary, part.schema))
+                writer = writer or stack.enter_context(kind(stream, part.schema))
                 writer.write_table(part)
                 rows += part.num_rows
 
