@@ -296,12 +296,8 @@ def plot(table: Frame) -> Figure:
         getattr(table.groupby("system"), name)(numeric_only=True) for name in ("mean", "sem")
     )
     panels = []
-    for cost, title in (
-        ("training", "training"),
-        ("inference", "inference"),
-        ("parameters", "parameters"),
-    ):
-        for column, label in (("nll", "log loss"), ("shifted_nll", "log loss, disturbed")):
+    for column, label in (("nll", "log loss"), ("shifted_nll", "log loss, disturbed images")):
+        for cost in ("training", "inference", "parameters"):
             points = [
                 Curve(
                     *(system, [means.loc[system, cost]], [means.loc[system, column]]),
@@ -311,13 +307,9 @@ def plot(table: Frame) -> Figure:
                 )
                 for k, system in enumerate(order)
             ]
-            panels.append(
-                Panel(
-                    *(title, f"{title}, times one network", label, [*points, front(points)]),
-                    x_log=2,
-                )
-            )
-    return Figure(TITLE, panels, columns=2)
+            drawn = [*points, front(points)]
+            panels.append(Panel(cost, f"{cost}, times one network", label, drawn, y_log=10))
+    return Figure(TITLE, panels, columns=3)
 
 
 def front(points: list[Curve]) -> Curve:
