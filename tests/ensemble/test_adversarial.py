@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -263,3 +264,20 @@ def test_embed_works_in_several_threads_at_once():
         made = list(pool.map(lambda _: embens.batch_ensemble(net, 2), range(12)))
     assert nn.Module.__call__ is call
     assert all(len(e.plan.sites) == len(made[0].plan.sites) for e in made)
+
+
+def test_what_other_threads_do_is_no_part_of_the_code_that_is_read():
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(20)))
+    stop, outputs, x = threading.Event(), [], torch.ones(2, 4)
+
+    def use():
+        while not stop.is_set():
+            outputs.append((net(x), [layer[0].weight for layer in net]))
+
+    with ThreadPoolExecutor(1) as pool:
+        using = pool.submit(use)
+        made = [embens.batch_ensemble(net, 2) for _ in range(20)]
+        stop.set()
+        using.result()
+    assert all(len(e.plan.sites) == 38 for e in made)
+    assert all(torch.equal(y, net(x)) and isinstance(w[0], nn.Parameter) for y, w in outputs)

@@ -180,7 +180,8 @@ def test_a_damaged_file_is_refused_and_the_one_before_is_used(damage, tmp_path):
     fit(whole, problem.data(), **SETTINGS)
     _, last = stopped_run(tmp_path)
     damage(last)
-    with pytest.warns(UserWarning, match=f"refused: {last.name} (is damaged|is not a whole|can.t be read)"):
+    refused = f"refused: {last.name} (is damaged|is not a whole|can't be read)"
+    with pytest.warns(UserWarning, match=refused):
         fit(again, problem.data(), **SETTINGS, checkpoint=tmp_path, every=3)
     problem.assert_equal(problem.weights(again), problem.weights(whole))
 

@@ -24,6 +24,12 @@ class _SymbolicTracer(torch.fx.Tracer):
         super().__init__()
         self.reader = reader
         self.opaque = opaque
+        self.thread = threading.get_ident()
+
+    def getattr(self, attr, attr_val, parameter_proxy_cache):
+        if threading.get_ident() != self.thread:  # torch.fx looks at those of all threads
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (
@@ -33,6 +39,8 @@ class _SymbolicTracer(torch.fx.Tracer):
         )
 
     def call_module(self, m, forward, args, kwargs):
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
         name = self.reader.names.get(id(m)) or self.path_of_module(m)
         trails = _trails_of((args, kwargs))
         leaf = self.is_leaf_module(m, self.path_of_module(m))
