@@ -510,6 +510,7 @@ class Trainer:
 
     def load(self, state: dict[str, Any]) -> None:
         self.ensemble.load_state_dict(state["model"])
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # before the scheduler's
         self.keep_good()
         self.good = state["good"] or self.good
         self.best = state["best"]
