@@ -132,15 +132,19 @@ class ModulatedAttention(Wrapper):
 def projection_parameters(
     attention: nn.MultiheadAttention, projection: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and bias of one projection, as views of the attention's own."""
+    """Return the weight and bias of one projection, as views of the attention's own.
+
+    By ``narrow``: torch holds the interpreter while it indexes, and two threads that take the same
+    parameter, one of them by an index, can wait for each other for ever.
+    """
     if projection == "out_proj":
         return attention.out_proj.weight, attention.out_proj.bias
     place = PROJECTIONS.index(projection)
-    rows = slice(place * attention.embed_dim, (place + 1) * attention.embed_dim)
-    bias = None if attention.in_proj_bias is None else attention.in_proj_bias[rows]
+    rows = (0, place * attention.embed_dim, attention.embed_dim)
+    bias = None if attention.in_proj_bias is None else attention.in_proj_bias.narrow(*rows)
     if attention.in_proj_weight is None:
         return getattr(attention, f"{projection}_weight"), bias
-    return attention.in_proj_weight[rows], bias
+    return attention.in_proj_weight.narrow(*rows), bias
 
 
 def join_projections(

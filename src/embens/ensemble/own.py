@@ -93,7 +93,7 @@ class MemberLayer(Wrapper, Individual):
         """Call the module, or a method of it, for the one member that runs."""
         if not self.names:
             return getattr(self.module, method)(*args, **kwargs)
-        mine = {name: stack[0] for name, stack in self.now(run).items()}
+        mine = {name: stack.select(0, 0) for name, stack in self.now(run).items()}
         return call_with(self.module, mine, args, kwargs, method)
 
     def _together(self, run: Run, x: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ class Run:
         """
         stack = self._stack(module, i)
         if self.index is not None:
-            return stack[self.index]
+            return stack.index_select(0, self.index)
         return stack if self.count == self.members else stack.narrow(0, self.start, self.count)
 
     def scale(self, x: Tensor, numbers: Tensor, spatial: int, *, common: bool) -> Tensor:
