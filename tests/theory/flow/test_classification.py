@@ -272,6 +272,8 @@ class TestOnDigits:
             error = on_digits(1, 1.0, draws=48).error[name]
             assert abs(one - many) < 4 * math.sqrt(2) * error
         assert on_digits(8, 1.0).accuracy == pytest.approx(on_digits(8, 1.0).member_accuracy)
+        assert on_digits(8, 1.0).correlation == pytest.approx(1.0, abs=1e-6)
+        assert on_digits(8, 0.0).correlation < on_digits(8, 0.95).correlation < 1
 
     def test_gains_less_from_members_the_more_they_are_coupled(self, on_digits):
         gains = []
@@ -293,7 +295,18 @@ class TestPerformance:
         values = torch.stack([metrics.nll(o, labels) for o in drawn])
         assert found.nll == pytest.approx(values.mean().item())
         assert found.error["nll"] == pytest.approx(values.std().item() / math.sqrt(7))
-        assert set(found.error) == set(NAMES)
+        assert set(found.error) == {*NAMES, "correlation", "disagreement"}
+
+    @pytest.mark.filterwarnings("error")
+    def test_members_alone_have_no_correlation(self):
+        labels = torch.arange(TEST) % 3
+        alone = performance(self.flow(members=1), labels, t=2.0, generator=generator())
+        assert math.isnan(alone.correlation) and math.isnan(alone.disagreement)
+        assert math.isnan(alone.error["correlation"]) and alone.error["nll"] > 0
+        several = performance(self.flow(), labels, t=2.0, draws=7, generator=generator())
+        drawn = self.flow().sample(2.0, 7, generator=generator())
+        values = [float(metrics.disagreement(outputs)) for outputs in drawn]
+        assert several.disagreement == pytest.approx(sum(values) / 7)
 
     def test_needs_an_output_for_each_class(self):
         flow = gradient_flow(*split(random_kernels()), torch.zeros(TRAIN))

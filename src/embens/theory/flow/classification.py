@@ -14,6 +14,7 @@ outweigh the prior; likelihood and calibration do, since logits ``scale`` apart 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -215,6 +216,8 @@ class Performance:
         nll: negative log-likelihood of the mean probability.
         brier: its Brier score.
         calibration_error: its expected calibration error.
+        correlation: of two members' correctness; NaN where a member is always right, or alone.
+        disagreement: how often two members predict different classes; NaN for one member.
         error: standard errors of all these, by name; from the draws alone, on the given test data.
     """
 
@@ -223,6 +226,8 @@ class Performance:
     nll: float
     brier: float
     calibration_error: float
+    correlation: float
+    disagreement: float
     error: dict[str, float]
 
 
@@ -267,13 +272,16 @@ def performance(
         "nll": metrics.nll,
         "brier": metrics.brier,
         "calibration_error": metrics.expected_calibration_error,
+        "correlation": metrics.correctness_correlation,
+        "disagreement": metrics.disagreement,
     }
     drawn = flow.sample(t, draws, generator=generator)
-    found = {
-        name: torch.stack([measure(outputs, labels) for outputs in drawn])
-        for name, measure in measures.items()
-    }
-    error = {
-        n: v.std().item() / math.sqrt(draws) if draws > 1 else math.nan for n, v in found.items()
-    }
-    return Performance(**{n: v.mean().item() for n, v in found.items()}, error=error)
+    mean, error = {}, {}
+    for name, measure in measures.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # a member alone, or always right
+            values = torch.stack([measure(outputs, labels) for outputs in drawn])
+        values = values[~values.isnan()]
+        mean[name] = values.mean().item()
+        error[name] = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return Performance(**mean, error=error)
