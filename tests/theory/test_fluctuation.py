@@ -183,14 +183,14 @@ class TestEffectiveWidth:
             embens.independent(mlp(64, 3), 4),
             embens.embed(mlp(64, 3, activation="tanh"), 8, pre=SIGNS, post=SIGNS),
         ):
-            assert effective_width(ensemble) == pytest.approx(64)
+            assert effective_width(ensemble, points(2)) == pytest.approx(64)
 
     def test_falls_with_the_tails(self):
         ensemble = embens.embed(mlp(128, 3), 8)
-        assert effective_width(ensemble) == pytest.approx(128 * 5 / 53)
         assert effective_width(ensemble, points(4)) == pytest.approx(128 * 5 / 53)
+        assert effective_width(ensemble, points(4), modulated=False) == pytest.approx(128)
         shifted = embens.embed(mlp(128, 3), 8, pre=laws.Shifted(0.9), post=laws.Shifted(0.9))
-        assert 128 * 5 / 53 < effective_width(shifted) < 128
+        assert 128 * 5 / 53 < effective_width(shifted, points(1)) < 128
 
     def test_is_the_one_width_at_which_the_plain_network_fluctuates_alike(self):
         x = points(3)
@@ -202,12 +202,12 @@ class TestEffectiveWidth:
     def test_of_images_falls_further_as_pixels_average_out(self):
         net = embens.networks.cnn((16, 16), inputs=3, image=8)
         signs = embens.embed(net, 4, pre=SIGNS, post=SIGNS)
-        assert effective_width(signs) == pytest.approx(16)
-        assert effective_width(embens.embed(net, 4)) < 16 * 5 / 53
+        assert effective_width(signs, images(2, 3, 8)) == pytest.approx(16)
+        assert effective_width(embens.embed(net, 4), images(2, 3, 8)) < 16 * 5 / 53
 
     def test_of_a_network_without_hidden_layers_is_refused(self):
         with pytest.raises(ValueError, match="no hidden layer"):
-            effective_width(embens.independent(nn.Sequential(nn.Linear(5, 2)), 2))
+            effective_width(nn.Linear(5, 2), points(1))
 
 
 class TestRefusals:
@@ -218,7 +218,7 @@ class TestRefusals:
     def test_an_activation_after_flatten(self):
         layers = [embens.networks.Conv2d(2, 4, 3), nn.Flatten(), nn.ReLU()]
         net = nn.Sequential(*layers, embens.networks.Linear(16, 1))
-        with pytest.raises(TypeError, match=r"'2' \(ReLU\) comes after nn.Flatten\(\); put it"):
+        with pytest.raises(TypeError, match=r"'2' \(ReLU\) comes after nn.Flatten\(\)"):
             fluctuation(net, images(1, 2, 4))
 
     def test_a_block_with_a_rule_of_its_own(self):
@@ -229,14 +229,14 @@ class TestRefusals:
 
         theory.propagate.register(Block, lambda m, s: theory.propagate(m.body, s))
         head = embens.networks.Linear(8, 1)
-        with pytest.raises(TypeError, match=r"inside '0' \(Block\), with a rule of its own, are"):
+        with pytest.raises(TypeError, match=r"inside a block: '0' \(Block\)"):
             fluctuation(nn.Sequential(Block(), nn.ReLU(), head), points(1))
 
     def test_what_has_no_limit(self):
         with pytest.raises(TypeError, match="norm layers have no rule"):
             fluctuation(nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 1)), points(1))
         with pytest.raises(NotImplementedError, match="no quadrature"):
-            effective_width(embens.embed(mlp(), 2, pre=None, post=Bare()))
+            effective_width(embens.embed(mlp(), 2, pre=None, post=Bare()), points(1))
 
 
 class Bare(laws.Law):

@@ -62,10 +62,10 @@ def test_the_effective_width_is_that_of_the_laws_tails():
     report = diagnose(embens.embed(mlp(64), 8, normal, normal, generator=seeded()), X, Y)
     assert report.effective_width == pytest.approx((64 * 5 / 53, 64))
     words = " ".join(str(report).split())
-    assert "a member of width 64 fluctuates like a plain network of width 6" in words
+    assert "a member of width 64 fluctuates like a plain network of width 6:" in words
     report = diagnose(embens.embed(mlp(64), 8, signs, signs, generator=seeded()), X, Y)
     assert report.effective_width == pytest.approx((64, 64))
-    assert "the tails of its laws cost a member none of it" in str(report)
+    assert "like a plain network of width 64:" in " ".join(str(report).split())
 
 
 def test_no_effective_width_is_said_where_there_is_none():

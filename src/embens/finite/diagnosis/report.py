@@ -140,7 +140,9 @@ class Diagnosis:
                 )
         say("room", self._room_in_words())
         if self.effective_width is not None:
-            say("width", self._width_in_words(*self.effective_width))
+            left, width = self.effective_width
+            text = f"a member of width {width:.3g} fluctuates like a plain network of width "
+            say("width", f"{text}{left:.2g}: what the tails of its laws leave, and signs all of it")
         if not self.separate:
             say("gamma", f"{self.gamma:.3g}" + self._meant())
         say("rates", self._rates_in_words())
@@ -164,14 +166,6 @@ class Diagnosis:
         return (
             f"about {self.room:.0f} members ({low} to {high}; limited by {self.tightest!r}); more "
             "disturb each other more than the ensemble gains"
-        )
-
-    def _width_in_words(self, effective: float, width: float) -> str:
-        if effective > 0.99 * width:
-            return f"{width:.3g}: the tails of its laws cost a member none of it"
-        return (
-            f"a member of width {width:.3g} fluctuates like a plain network of width "
-            f"{effective:.2g}: the tails of its laws cost the rest (signs would cost none)"
         )
 
     def _meant(self) -> str:
