@@ -22,6 +22,7 @@ from embens.laws import (
     Shifted,
     Signs,
     Ternary,
+    Uniform,
 )
 
 CASES = [
@@ -42,6 +43,10 @@ CASES = [
     Bernoulli(1.0),
     Ternary(),
     Ternary(0.0),
+    Ternary(0.2, scale=-3.0),
+    Uniform(),
+    Uniform(-0.5, 2.0),
+    Uniform(0.25, 1.0),
     Rademacher(),
     Signs(0.0),
     Signs(0.7),
@@ -74,6 +79,13 @@ class TestEveryLaw:
         assert_agrees(samples, law.mean)
         assert_agrees(samples**2, law.second_moment)
         assert_agrees((samples - law.mean) ** 2, law.variance)
+        assert_agrees(samples**4, law.kurtosis * law.second_moment**2)
+
+    def test_has_the_kurtosis_of_its_quadrature_and_never_less_than_one(self, law):
+        nodes, weights = law.quadrature()
+        fourth = (weights @ nodes**4).item()
+        assert law.kurtosis * law.second_moment**2 == pytest.approx(fourth, rel=1e-13, abs=1e-300)
+        assert law.kurtosis >= 1 - 1e-15
 
     @pytest.mark.parametrize("sign", [1, -1])
     def test_has_the_half_moments_of_its_samples(self, law, sign):
@@ -177,18 +189,25 @@ class TestEveryLaw:
 
 class TestExactMoments:
     @pytest.mark.parametrize(
-        ("law", "mean", "second_moment", "overlap"),
+        ("law", "mean", "second_moment", "overlap", "kurtosis"),
         [
-            (Constant(-3), -3, 9, 1),
-            (Normal(1, 2), 1, 5, 1 / 5),
-            (Shifted(0.7), 0.7, 1, 0.49),
-            (Bernoulli(0.25, scale=4), 1, 4, 1 / 4),
-            (Ternary(0.2), 0, 0.8, 0),
-            (Rademacher(), 0, 1, 0),
-            (Signs(-0.7), -0.7, 1, 0.49),
+            (Constant(-3), -3, 9, 1, 1),
+            (Constant(0), 0, 0, 1, 1),
+            (Normal(), 0, 1, 0, 3),
+            (Normal(1, 2), 1, 5, 1 / 5, 73 / 25),
+            (Normal(1, 0.5), 1, 1.25, 0.8, 1.72),
+            (Shifted(0.7), 0.7, 1, 0.49, 2.5198),
+            (Bernoulli(0.25, scale=4), 1, 4, 1 / 4, 4),
+            (Ternary(0.2), 0, 0.8, 0, 1.25),
+            (Ternary(1 / 3, math.sqrt(1.5)), 0, 1, 0, 1.5),
+            (Uniform(), 0, 1, 0, 9 / 5),
+            (Uniform(0, 3), 1.5, 3, 3 / 4, 9 / 5),
+            (Rademacher(), 0, 1, 0, 1),
+            (Signs(-0.7), -0.7, 1, 0.49, 1),
         ],
     )
-    def test_are_those_of_the_textbook(self, law, mean, second_moment, overlap):
+    def test_are_those_of_the_textbook(self, law, mean, second_moment, overlap, kurtosis):
+        assert law.kurtosis == pytest.approx(kurtosis, rel=1e-14)
         assert law.mean == pytest.approx(mean, abs=1e-16)
         assert law.second_moment == pytest.approx(second_moment, rel=1e-15)
         assert law.overlap == pytest.approx(overlap, rel=1e-15)
@@ -205,6 +224,7 @@ class TestExactMoments:
             (Bernoulli(0.6, scale=-2), (0, 0, 0), (0.6, 1.2, 2.4)),
             (Constant(3), (1, 3, 9), (0, 0, 0)),
             (Shifted(-1), (0, 0, 0), (1, 1, 1)),
+            (Uniform(-1, 3), (3 / 4, 9 / 8, 9 / 4), (1 / 4, 1 / 8, 1 / 12)),
             (Normal(2, 0), (1, 2, 4), (0, 0, 0)),
         ],
     )
@@ -315,6 +335,9 @@ class TestParameters:
                 lambda: Ternary(1.0),
                 r"Ternary: zero must be .* in \[0, 1\).*use Constant\(0\)",
             ),
+            (lambda: Uniform(1, 1), r"Uniform: high must be a number above low .*Constant.*got 1"),
+            (lambda: Uniform(-math.inf), r"Uniform: low must be a finite number; got -inf"),
+            (lambda: Ternary(0.5, math.nan), r"Ternary: scale must be a finite number.*got nan"),
             (lambda: Ternary(-0.1), r"zero must be a number in \[0, 1\).*got -0.1"),
             (lambda: Constant(math.nan), r"Constant: value must be a finite number.*got nan"),
             (lambda: Normal(math.inf), r"mean must be a finite number; got inf"),
@@ -327,29 +350,30 @@ class TestParameters:
             make()
 
     @pytest.mark.parametrize("value", ["1", True, None, 1j, [1.0], torch.ones(2), torch.ones(0)])
-    @pytest.mark.parametrize("law", [Constant, Normal, Shifted, Signs, Bernoulli, Ternary])
+    @pytest.mark.parametrize("law", [Constant, Normal, Shifted, Signs, Bernoulli, Ternary, Uniform])
     def test_of_another_type_are_refused(self, law, value):
         with pytest.raises(TypeError, match=rf"{law.__name__}: \w+ must be .*; got "):
             law(value)
 
 
 class TestYourOwnLaw:
-    class Uniform(Law):
+    class Share(Law):
         mean, second_moment = 0.5, 1 / 3
 
         def sample(self, shape, generator=None, dtype=None, device=None):
             return torch.rand(shape, generator=generator, dtype=dtype, device=device)
 
     def test_needs_three_members(self):
-        law = self.Uniform()
+        law = self.Share()
         assert law.overlap == pytest.approx(3 / 4)
         assert law.variance == pytest.approx(1 / 12)
 
     def test_says_what_it_lacks(self):
-        with pytest.raises(NotImplementedError, match=r"Uniform has no half-line.*Define half_mom"):
-            self.Uniform().half_moment(1, 1)
-        with pytest.raises(NotImplementedError, match=r"Uniform has no quadrature.*Define quadrat"):
-            self.Uniform().quadrature()
+        with pytest.raises(NotImplementedError, match=r"Share has no half-line.*Define half_mom"):
+            self.Share().half_moment(1, 1)
+        for asked in (self.Share.quadrature, self.Share.kurtosis.fget):
+            with pytest.raises(NotImplementedError, match=r"Share has no quadrature.*Define quad"):
+                asked(self.Share())
 
     def test_cannot_leave_out_its_moments(self):
         class Moments(Law):
@@ -396,8 +420,8 @@ class TestYourOwnLaw:
         assert type(laws.from_dict({"law": "Twin"}, [first])) is first
 
     def test_is_written_to_a_file_only_with_fields_and_a_name_of_its_own(self):
-        with pytest.raises(TypeError, match=r"Uniform has no fields .* frozen dataclass"):
-            self.Uniform().to_dict()
+        with pytest.raises(TypeError, match=r"Share has no fields .* frozen dataclass"):
+            self.Share().to_dict()
 
         @dataclass(frozen=True)
         class Ternary(Discrete):
@@ -435,6 +459,13 @@ class TestJointLaws:
         )
         assert_agrees(samples.square().mean((1, 2)), joint.second_moment)
         alone = joint.marginal(4)
+        fourth = samples.pow(4).mean((1, 2))
+        error = 5 * fourth.std().item() / math.sqrt(len(fourth))
+        assert fourth.mean().item() == pytest.approx(alone.kurtosis, abs=error + 1e-2)
+        with pytest.raises(TypeError, match=r"the kurtosis of .*marginal\(M\)"):
+            _ = joint.kurtosis
+        squares = samples.square().mean(2)
+        assert bool((squares - 1).abs().max() < 1e-9) == joint.balanced
         assert samples.mean().item() == pytest.approx(alone.mean, abs=6e-3)
         assert alone.second_moment == pytest.approx(1)
         for a in range(4):

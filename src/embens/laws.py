@@ -1,15 +1,16 @@
 r"""Laws: the distributions that modulations are drawn from.
 
-In theory a post-activation modulation :math:`u` enters by ``mean`` and ``second_moment`` alone. A
-pre-activation modulation :math:`v` sits inside :math:`\phi(v z)`; it enters by its ``half_moment``
-where :math:`\phi` is piecewise linear, and by its ``quadrature`` where it is smooth. Members draw
-independently of each other, unless the law is :class:`Joint`; between two of them theory needs
-``pair_moment`` and ``pair_half_moment``.
+In the limit a post-activation modulation :math:`u` enters by ``mean`` and ``second_moment`` alone.
+A pre-activation modulation :math:`v` sits inside :math:`\phi(v z)`; it enters by its
+``half_moment`` where :math:`\phi` is piecewise linear, by its ``quadrature`` where it is smooth. At
+finite width the ``kurtosis`` counts as well. Members draw independently of each other, unless the
+law is :class:`Joint`; between two of them theory needs ``pair_moment`` and
+``pair_half_moment``.
 
 Laws are immutable values. Your own is a subclass of :class:`Discrete` with ``atoms``, or of
 :class:`Law` with ``mean``, ``second_moment`` and ``sample``; ``half_moment`` and ``quadrature`` are
-needed only for theory of pre-activations. Files and the command line find every law that is
-defined or imported (:func:`known`).
+needed only for theory of pre-activations and of finite width. Files and the command line find every
+law that is defined or imported (:func:`known`).
 """
 
 import dataclasses
@@ -31,15 +32,17 @@ class Law(ABC):
     """Distribution of a modulation.
 
     Example:
-        >>> class Uniform(Law):
-        ...     mean, second_moment = 0.0, 1 / 3
+        >>> class Exponential(Law):
+        ...     mean, second_moment = 1.0, 2.0
         ...
         ...     def sample(self, shape, generator=None, dtype=None, device=None):
         ...         noise = torch.rand(shape, generator=generator, dtype=dtype, device=device)
-        ...         return 2 * noise - 1
-        >>> Uniform().overlap
-        0.0
+        ...         return -torch.log1p(-noise)
+        >>> Exponential().overlap
+        0.5
     """
+
+    balanced = False  # whether the squares of a member's numbers in a layer sum up to their mean
 
     @property
     @abstractmethod
@@ -74,6 +77,15 @@ class Law(ABC):
         """
         return 1.0 if self.variance == 0 else self.mean**2 / self.second_moment
 
+    @property
+    def kurtosis(self) -> float:
+        r"""Weight of the tails, :math:`E u^4 / (E u^2)^2`: 1 for signs, 3 for centred normal laws.
+
+        It costs a member width (:func:`embens.theory.effective_width`).
+        """
+        nodes, weights = self.quadrature()
+        return float(weights @ nodes**4) / self.second_moment**2 if self.second_moment else 1.0
+
     def marginal(self, members: int) -> "Law":
         """Return the law of the numbers of one among so many members: this one, unless joint."""
         return self
@@ -96,8 +108,8 @@ class Law(ABC):
     def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
         r"""Return float64 nodes and weights such that :math:`E f(v) \approx \sum_i w_i f(v_i)`."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no quadrature, which smooth activations need. "
-            "Define quadrature(n) -> (nodes, weights), or use Discrete."
+            f"{type(self).__name__} has no quadrature, which smooth activations and the "
+            "kurtosis need. Define quadrature(n) -> (nodes, weights), or use Discrete."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,6 +185,11 @@ class _Gaussian(Law):
     @property
     def variance(self) -> float:
         return self.std**2
+
+    @property
+    def kurtosis(self) -> float:
+        share = self.overlap  # mean² of the second moment
+        return 3 - 2 * share**2
 
     def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
         values = self.mean + self.std * _noise(torch.randn, shape, generator, dtype, device)
@@ -273,19 +290,60 @@ class Bernoulli(Discrete):
 
 @final
 @dataclass(frozen=True)
+class Uniform(Law):
+    """Uniform law from ``low`` to ``high``, by default with mean 0 and second moment 1."""
+
+    low: float = -math.sqrt(3)
+    high: float = math.sqrt(3)
+
+    def __post_init__(self):
+        _check(self, "low", "a finite number")
+        expected = "a number above low (for one value use Constant)"
+        _check(self, "high", expected, lambda high: high > self.low)
+
+    @property
+    def mean(self) -> float:
+        return (self.low + self.high) / 2
+
+    @property
+    def second_moment(self) -> float:
+        return self.half_moment(2, 1) + self.half_moment(2, -1)
+
+    def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
+        noise = _noise(torch.rand, shape, generator, dtype, device)
+        values = self.low + (self.high - self.low) * noise
+        return values.to(dtype=dtype or torch.get_default_dtype(), device=device)
+
+    def half_moment(self, k: int, sign: int) -> float:
+        _check_half_moment(k, sign)
+        low, high = sorted(max(0.0, sign * end) for end in (self.low, self.high))
+        return (high ** (k + 1) - low ** (k + 1)) / ((k + 1) * (self.high - self.low))
+
+    def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
+        # Gauss–Legendre: nodes are the eigenvalues of the recurrence of Legendre's polynomials.
+        k = torch.arange(1, n, dtype=torch.float64, device="cpu")
+        nodes, vectors = torch.linalg.eigh(torch.diag(k / (4 * k**2 - 1).sqrt(), -1))
+        weights = vectors[0] ** 2
+        return self.mean + (self.high - self.low) / 2 * nodes, weights / weights.sum()
+
+
+@final
+@dataclass(frozen=True)
 class Ternary(Discrete):
-    """Symmetric law on {-1, 0, 1} that is 0 with probability ``zero``."""
+    """Symmetric law on {-scale, 0, scale} that is 0 with probability ``zero``."""
 
     zero: float = 1 / 3
+    scale: float = 1.0
 
     def __post_init__(self):
         expected = "a number in [0, 1), the probability of 0 (for 1 use Constant(0))"
         _check(self, "zero", expected, lambda zero: 0 <= zero < 1)
+        _check(self, "scale", "a finite number, the size of what is not 0")
 
     @property
     def atoms(self):
         side = (1 - self.zero) / 2
-        return [(-1.0, side), (0.0, self.zero), (1.0, side)]
+        return [(-self.scale, side), (0.0, self.zero), (self.scale, side)]
 
 
 @final
@@ -321,6 +379,10 @@ class Joint(Law):
     def mean(self) -> float:
         raise TypeError(f"the mean of {self!r} depends on how many members there are: marginal(M)")
 
+    @property
+    def kurtosis(self) -> float:
+        raise TypeError(f"the kurtosis of {self!r} is that of one of M members: marginal(M)")
+
     @abstractmethod
     def marginal(self, members: int) -> Law: ...
 
@@ -351,6 +413,8 @@ class Joint(Law):
 
 
 class _Exclusive(Joint):
+    balanced = True
+
     def marginal(self, members: int) -> Bernoulli:
         keep = 1 / math.fsum((1 - self.overlap) ** a for a in range(members))
         return Bernoulli(keep, 1 / math.sqrt(keep))

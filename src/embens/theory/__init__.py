@@ -20,6 +20,7 @@ from embens.theory.flow.flow import (
     gradient_flow,
     posterior,
 )
+from embens.theory.fluctuation import effective_width, fluctuation
 from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
 from embens.theory.limit.limit import Limit
 from embens.theory.limit.rules import propagate
@@ -41,6 +42,8 @@ __all__ = [
     "State",
     "centred_targets",
     "cross_entropy_flow",
+    "effective_width",
+    "fluctuation",
     "gradient_descent",
     "gradient_flow",
     "kernels",

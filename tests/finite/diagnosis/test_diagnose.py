@@ -17,7 +17,7 @@ from finite.diagnosed import X, Y, batch_ensemble, mlp, seeded
 from torch import Tensor, nn
 
 import embens
-from embens import networks
+from embens import laws, networks
 from embens.finite import Budget, diagnose
 from embens.finite.diagnosis.findings import CHECKS
 from embens.theory.regime import Regime
@@ -55,6 +55,29 @@ def test_the_pull_is_that_of_the_gradient_cosines():
     mean = sum(without) / 5
     error = math.sqrt(4 / 5 * sum((w - mean) ** 2 for w in without))
     assert report.pull_error == pytest.approx(error, rel=1e-3)
+
+
+def test_the_effective_width_is_that_of_the_laws_tails():
+    normal, signs = laws.Normal(), laws.Signs(0.0)
+    report = diagnose(embens.embed(mlp(64), 8, normal, normal, generator=seeded()), X, Y)
+    assert report.effective_width == pytest.approx((64 * 5 / 53, 64))
+    words = " ".join(str(report).split())
+    assert "a member of width 64 fluctuates like a plain network of width 6:" in words
+    report = diagnose(embens.embed(mlp(64), 8, signs, signs, generator=seeded()), X, Y)
+    assert report.effective_width == pytest.approx((64, 64))
+    assert "like a plain network of width 64:" in " ".join(str(report).split())
+
+
+def test_no_effective_width_is_said_where_there_is_none():
+    norm = nn.Sequential(nn.Linear(12, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 4))
+    for ensemble in (
+        embens.batch_ensemble(norm, 4, generator=seeded()),
+        embens.independent(mlp(), 4, generator=seeded()),
+        embens.batch_ensemble(mlp(), 4, sites="all", generator=seeded()),
+    ):
+        report = diagnose(ensemble, X, Y)
+        assert report.effective_width is None
+        assert "fluctuates" not in str(report)
 
 
 def test_regression_has_another_criterion():

@@ -23,7 +23,7 @@ from embens.finite.diagnosis.report import Diagnosis
 from embens.finite.diagnosis.room import Room, layer_overlaps, overlap, room
 from embens.finite.gradients import cosines, pair_error, total_gram, unchanged
 from embens.objective import Criterion
-from embens.theory import kernels, natural_gamma
+from embens.theory import effective_width, kernels, natural_gamma
 from embens.theory.regime import Regime, RegimeReport, Structure, are_equal, regime
 
 LIMIT_SAMPLES = ((1, 12), (256, 2), (1024, 1))  # the limit's, for up to so many pixels
@@ -119,6 +119,7 @@ def diagnose(
         rows=measured.rows,
         family=ensemble.plan.family,
         separate=ensemble.plan.separate,
+        effective_width=_effective_width(ensemble, measured.x),
         notes=measured.notes,
     )
     facts = findings.Facts(
@@ -157,6 +158,17 @@ def _limit(
     kind = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
     found = RegimeReport(kind, coupling, f"{structure.explain(coupling)} ({why})", exact=False)
     return found, gamma_of(members, coupling)
+
+
+def _effective_width(ensemble: EmbeddedEnsemble, x: Any) -> tuple[float, float] | None:
+    """Return what the tails of laws leave of a member's width, and that width, where known."""
+    rows = _few(x)
+    if rows is None or not ensemble.plan.sites:
+        return None
+    try:
+        return effective_width(ensemble, rows), effective_width(ensemble, rows, modulated=False)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        return None
 
 
 def _few(x: Any) -> Tensor | None:

@@ -42,6 +42,8 @@ class Limit:
         conditional: whether kernels have member axes; see :class:`~embens.theory.MemberKernel`.
         separate: whether members are networks of their own, which share nothing.
         shape: ``(n1, n2)``.
+        steps: the first layer and all modules that follow, by name.
+        x1: the inputs as that layer takes them, in ``dtype``.
         symmetric: whether ``x2`` is ``x1``.
     """
 
@@ -75,30 +77,30 @@ class Limit:
             network = ensemble.member(0) if self.separate else ensemble.network
         self._whole = isinstance(network, NTKGP)  # outputs have the whole tangent kernel
         network = network.held[0] if isinstance(network, NTKGP) else network
-        self._before, self._steps = _split(network)
-        self._poolings = count_poolings(nn.ModuleList([m for _, m in self._steps]))
+        self._before, self.steps = _split(network)
+        self._poolings = count_poolings(nn.ModuleList([m for _, m in self.steps]))
         self.symmetric = x2 is None or x2 is x1 or (x2.shape == x1.shape and torch.equal(x1, x2))
-        self._x1 = self._prepare(x1, "x1")
-        self._x2 = self._x1 if self.symmetric else self._prepare(x2, "x2")  # type: ignore[arg-type]
-        if self._x1.shape[1:] != self._x2.shape[1:]:
+        self.x1 = self._prepare(x1, "x1")
+        self._x2 = self.x1 if self.symmetric else self._prepare(x2, "x2")  # type: ignore[arg-type]
+        if self.x1.shape[1:] != self._x2.shape[1:]:
             raise ValueError(
                 f"x1 and x2 must have the same features; got {tuple(x1.shape[1:])} and "
                 f"{tuple(x2.shape[1:])}."  # type: ignore[union-attr]
             )
-        self.shape = len(self._x1), len(self._x2)
-        first, last = self._steps[0][1], self._steps[-1][1]
+        self.shape = len(self.x1), len(self._x2)
+        first, last = self.steps[0][1], self.steps[-1][1]
         self._input_post = first.post if isinstance(first, Modulated) else None
         self._output_pre = last.pre if isinstance(last, Modulated) else None
         self.conditional = self._input_post is not None or self._output_pre is not None
         self._members = int(self._input_post is not None)  # member axes while propagating
         with torch.no_grad():
-            record1 = self._record(self._modulated(self._x1))
+            record1 = self._record(self._modulated(self.x1))
             record2 = record1 if self.symmetric else self._record(self._modulated(self._x2))
             self._records = _prepared(record1, record2)
 
     @property
     def device(self) -> torch.device:
-        return self._x1.device
+        return self.x1.device
 
     @property
     def numbers(self) -> int:
@@ -108,22 +110,22 @@ class Limit:
 
     @property
     def _numbers(self) -> int:
-        spatial = _pixel_axes(_layer_of(self._steps[0][1]))
-        return self._x1.shape[2 : 2 + spatial].numel() ** (2 if self._poolings else 1)
+        spatial = _pixel_axes(_layer_of(self.steps[0][1]))
+        return self.x1.shape[2 : 2 + spatial].numel() ** (2 if self._poolings else 1)
 
     def fingerprint(self, *more: Any) -> str:
         """Return a hash of all that determines the kernels, and of something more."""
         frozen = [
             (path, name)
-            for path, module in self._steps
+            for path, module in self.steps
             for name, parameter in module.named_parameters()
             if not parameter.requires_grad
         ]
         drawn = [m.of(None) for m in (self._input_post, self._output_pre) if m is not None]
         digest = hashlib.sha256(
-            str((self._steps, frozen, self.separate, self._whole, more)).encode()
+            str((self.steps, frozen, self.separate, self._whole, more)).encode()
         )
-        for tensor in (self._x1, self._x2, *drawn):
+        for tensor in (self.x1, self._x2, *drawn):
             digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
@@ -131,7 +133,7 @@ class Limit:
     @torch.no_grad()
     def block(self, rows: slice = slice(None), columns: slice = slice(None)) -> Kernels:
         """Return the kernels of some ``x1`` and some ``x2``."""
-        x1, x2 = self._x1[rows], self._x2[columns]
+        x1, x2 = self.x1[rows], self._x2[columns]
         spans = rows.indices(self.shape[0]), columns.indices(self.shape[1])
         aligned = self.symmetric and spans[0] == spans[1]
         members = (slice(None),) * self._members
@@ -151,7 +153,7 @@ class Limit:
         x = x.detach().to(self.dtype)
         for module in self._before:
             x = module(x)
-        path, module = self._steps[0]
+        path, module = self.steps[0]
         layer = _layer_of(module)
         if layer is not module and not isinstance(module, (Modulated, Own)):
             return x  # a module with a rule of its own knows what it takes
@@ -177,9 +179,9 @@ class Limit:
         state = State(
             Moments(None), inputs=(x1, x2), drawn=drawn, poolings=self._poolings, **options
         )
-        for path, module in self._steps:
+        for path, module in self.steps:
             state = propagate(module, state.replace(path=path))
-        path, module = self._steps[-1]
+        path, module = self.steps[-1]
         if not state.gaussian:
             raise TypeError(
                 f"the network ends in {describe(module, path)}; in the limit it must end in a "
