@@ -1,0 +1,391 @@
+r"""``embens.forecast``: what an ensemble will be worth, before it is trained.
+
+A *probe* trains up to four members, and beside them two separate networks, for a small part of the
+planned steps on a small part of the rows, at a higher rate; the other rows are held out. Two
+numbers say how alike members will become: the correlation :math:`f` of their probabilities on those
+rows, and the *likeness* :math:`o`, the mean overlap of what two members feed to the shared layers,
+which the laws give. From these
+
+.. math::
+    \rho = c_0 + c_f f + c_o o , \qquad
+    \text{accuracy}_M - \text{accuracy}_1 = c\, (1 - \rho)\, (1 - 1/M) , \qquad
+    \log \frac{\text{nll}_M}{\text{nll}_1} = -c' (1 - \rho)\, (1 - 1/M) ,
+
+and so on. The coefficients, and the half widths of the intervals, were fixed on tasks
+made for it, and judged on others; ``benchmarks/forecast.py`` does both, and
+``docs/how-to/is-my-ensemble-an-ensemble.md`` has the errors.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from embens import metrics
+from embens.checks import Gamma, check_members, check_number, check_whole, suggest
+from embens.embedding.families import batch_ensemble, independent
+from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.plain import without_members
+from embens.ensemble.rates import MakeOptimizer
+from embens.finite import checks
+from embens.finite.gradients import off_diagonal
+from embens.prediction import predict
+from embens.theory.regime import Structure
+from embens.training import Divergence, fit
+
+PART = 0.1732  # of the epochs, and of the rows, that a probe takes: 3 % of the steps
+FASTER = 3.0  # times the planned rate
+MEMBERS, SEPARATE, HELD = 4, 2, 1000  # in a probe, at most: members, networks, rows held out
+LEAST = 64  # rows with which a forecast can be made at all
+
+
+@dataclass(frozen=True)
+class Form:
+    """A linear form of what was measured, and the half width of the interval that holds 80 %."""
+
+    coefficients: tuple[float, ...]
+    half: float
+
+    def __call__(self, *features: float) -> float:
+        return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
+
+
+# Fixed by ``benchmarks/forecast.py``. A feature that is 1 is the constant; ρ is the forecast's.
+CORRELATION = Form((0.224, 0.523, 0.171), 0.15)  # 1, alike, likeness
+SEPARATE_CORRELATION = Form((0.212, 0.525), 0.12)  # 1, alike
+DISAGREEMENT = Form((0.005, 1.006), 0.15)  # 1, (1 - ρ) · error of a member in the probe
+GAIN = Form((-0.007, 0.080, 0.123), 0.026)  # 1, (1 - ρ)(1 - 1/M), lead of a member in the probe
+SEPARATE_GAIN = Form((0.102,), 0.029)  # (1 - ρ)(1 - 1/M)
+REFERENCE_LOGIT = Form((0.817, 0.899), 0.8)  # 1, logit of the accuracy in the probe
+REFERENCE_LOG_NLL = Form((-0.186, 1.004), 0.6)  # 1, log of the log loss in the probe
+LOG_NLL_RATIO = Form((-0.434, 0.308), 0.27)  # (1 - ρ)(1 - 1/M), the same ratio in the probe
+SEPARATE_LOG_NLL_RATIO = Form((-0.872,), 0.27)  # (1 - ρ)(1 - 1/M)
+ENOUGH = 8  # members have 7/8 of all that there is to gain
+ONE_MODEL = 0.8  # correlation above which more members are not worth their cost
+TINY = 1e-6
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number that is expected, and the ends of an interval that holds it in 80 % of cases."""
+
+    value: float
+    low: float
+    high: float
+
+    def __float__(self) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a short training said.
+
+    Attributes:
+        likeness: mean overlap of what two members feed to the shared layers.
+        alike, separate_alike: correlation of the probabilities of two members, of two networks.
+        accuracy, separate_accuracy: of a member and of a separate network on the rows held out.
+        nll, separate_nll: their log losses.
+        steps, planned_steps: of the probe, and of the training that it stands for.
+    """
+
+    likeness: float
+    alike: float
+    separate_alike: float
+    accuracy: float
+    separate_accuracy: float
+    nll: float
+    separate_nll: float
+    steps: int
+    planned_steps: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What to expect of an ensemble on data like that held out; see :func:`forecast`.
+
+    Attributes:
+        correlation: of two members' correctness; ``separate_correlation``: of separate networks.
+        disagreement: how often two members will predict different classes.
+        member_accuracy, accuracy: of a member, and of the ensemble; ``nll`` is its log loss.
+        reference_accuracy, reference_nll: of the network alone.
+        separate_accuracy, separate_nll: of as many separate networks.
+        gain: in accuracy over the network alone; ``gain_over_separate``: over separate networks.
+        best_members: how many members have nearly all of the gain.
+        members: for how many this is.
+        probe: what it was read from.
+        notes: what went wrong.
+    """
+
+    correlation: Estimate
+    separate_correlation: Estimate
+    disagreement: Estimate
+    member_accuracy: Estimate
+    accuracy: Estimate
+    nll: Estimate
+    reference_accuracy: Estimate
+    reference_nll: Estimate
+    separate_accuracy: Estimate
+    separate_nll: Estimate
+    gain: Estimate
+    gain_over_separate: Estimate
+    best_members: Estimate
+    members: int
+    probe: Probe
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: do members differ, what is gained, how many are enough."""
+        low, high = (round(100 * end) for end in (self.correlation.low, self.correlation.high))
+        separate = f"separate networks: {100 * self.separate_correlation.value:.0f} %"
+        few, many = (100 * end for end in (self.gain.low, self.gain.high))
+        if self.members == 1 or self.best_members.value == 1:
+            alike = "" if self.members == 1 else "Members will be nearly one model: they will "
+            alike += f"agree on {low}–{high} % of their errors ({separate}); " if alike else ""
+            text = (
+                f"{alike}expect {few:+.0f} to {many:+.0f} points over one network, which is enough."
+            )
+        else:
+            text = (
+                f"Members will agree on {low}–{high} % of their errors ({separate}); expect "
+                f"{few:+.0f} to {many:+.0f} points over one network; "
+                f"M = {self.best_members.value:.0f} is enough."
+            )
+        return text[0].upper() + text[1:]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as numbers, strings, lists and dicts."""
+        return asdict(self) | {"verdict": self.verdict}
+
+    def __str__(self) -> str:
+        def line(name: str, *values: Estimate) -> str:
+            told = "   ".join(f"{v.value:6.3f} ({v.low:.3f} to {v.high:.3f})" for v in values)
+            return f"{name:22}{told}"
+
+        rows = [
+            self.verdict,
+            f"{'':22}{'ensemble':>9}{'':21}separate networks",
+            line("correlation", self.correlation, self.separate_correlation),
+            line("accuracy", self.accuracy, self.separate_accuracy),
+            line("log loss", self.nll, self.separate_nll),
+            line("accuracy of a member", self.member_accuracy, self.reference_accuracy),
+            line("disagreement", self.disagreement),
+            line("gain over one network", self.gain),
+            f"(80 % intervals; {self.members} members, from {self.probe.steps} of "
+            f"{self.probe.planned_steps} steps)",
+        ]
+        return "\n".join([*rows, *(f"note: {note}" for note in self.notes)])
+
+
+@suggest()
+def forecast(
+    ensemble: EmbeddedEnsemble | nn.Module,
+    x: Any,
+    target: Any,
+    *,
+    epochs: int = 30,
+    members: int | None = None,
+    batch_size: int = 128,
+    lr: float = 0.01,
+    modulation_lr: float | None = None,
+    weight_decay: float = 5e-4,
+    gamma: Gamma = None,
+    optimizer: MakeOptimizer | None = None,
+    seed: int = 0,
+) -> Forecast:
+    """Say what an ensemble will be worth after a training that is planned, from a few of its steps.
+
+    The ensemble is not changed, and the result depends on the arguments alone. The training itself
+    is that of :func:`embens.fit` with the same arguments.
+
+    Args:
+        ensemble: of any family, untrained; or a network, for ``batch_ensemble`` of it.
+        x: the inputs that will be trained on: a tensor, or a tuple or dict of them.
+        target: their classes.
+        epochs: how many are planned; and so on, as in :func:`embens.fit`.
+        members: for so many members; None: those of the ensemble, 8 of a network.
+        batch_size: samples in a step.
+        lr: rate of the shared parameters; ``modulation_lr``: of the members' own.
+        modulation_lr: None: ``lr``.
+        weight_decay: of the shared parameters.
+        gamma: factor of the shared rate; None: the natural value.
+        optimizer: a function from parameter groups to an optimizer; None: SGD with momentum 0.9.
+        seed: of the rows that are held out, and of the training.
+
+    Example:
+        >>> from embens import data, networks
+        >>> digits = data.digits().standardise().flatten()
+        >>> net = networks.mlp(64, 32, 2, 10, generator=torch.Generator().manual_seed(0))
+        >>> found = forecast(net, *digits.train, epochs=20)
+        >>> found.correlation.low < found.correlation.value < found.correlation.high
+        True
+    """
+    check_whole("epochs", epochs)
+    check_number("lr", lr, "a number above 0", lambda rate: rate > 0)
+    generator = torch.Generator().manual_seed(seed)
+    if not isinstance(ensemble, EmbeddedEnsemble):
+        if not isinstance(ensemble, nn.Module):
+            raise TypeError(f"expected an ensemble or a network; got {type(ensemble).__name__}")
+        ensemble = batch_ensemble(ensemble, members or 8, generator=generator)
+    count = ensemble.members if members is None else check_members(members)
+    checks.check_inputs(x, ensemble=ensemble)
+    target = _classes(target)
+    plan = {
+        "epochs": max(1, round(PART * epochs)),
+        "batch_size": batch_size,
+        "lr": FASTER * lr,
+        "modulation_lr": modulation_lr and FASTER * modulation_lr,
+        "weight_decay": weight_decay,
+        "gamma": gamma,
+        "optimizer": optimizer,
+        "keep": "last",
+        "seed": seed,
+        "progress": False,
+    }
+    order = torch.randperm(len(target), generator=generator)
+    size = max(min(32, len(target) // 2), round(PART * len(target)))
+    train, held = order[:size], order[size : size + HELD]
+
+    notes: list[str] = []
+
+    def outputs(some: EmbeddedEnsemble) -> Tensor:
+        rows = _take(x, train), target[train]
+        try:
+            fit(some, rows, **plan)
+        except Divergence:
+            notes.append(f"the probe diverged at {FASTER:g} times the rate: take a smaller one")
+        found = predict(some, _take(x, held)).members
+        return found.where(found.isfinite().all(-1, keepdim=True), 0.0)
+
+    probed = outputs(ensemble.subset(range(min(MEMBERS, ensemble.members))))
+    alone = outputs(independent(_reference(ensemble), SEPARATE, generator=generator))
+    labels = target[held]
+    probe = Probe(
+        likeness=likeness(ensemble),
+        alike=_alike(probed),
+        separate_alike=_alike(alone),
+        accuracy=float(metrics.member_accuracy(probed, labels).mean()),
+        separate_accuracy=float(metrics.member_accuracy(alone, labels).mean()),
+        nll=float(metrics.member_nll(probed, labels).mean()),
+        separate_nll=float(metrics.member_nll(alone, labels).mean()),
+        steps=plan["epochs"] * math.ceil(size / batch_size),
+        planned_steps=epochs * math.ceil(len(target) / batch_size),
+    )
+    return carry(probe, count, tuple(dict.fromkeys(notes)))
+
+
+def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
+    """Carry what a probe said to the end of training, for this number of members."""
+    share, behind = 1 - 1 / members, probe.accuracy - probe.separate_accuracy
+    slower = math.log(max(probe.nll, TINY) / max(probe.separate_nll, TINY))
+    alike = 1.0 if probe.alike > 1 - TINY else _unit(CORRELATION(1, probe.alike, probe.likeness))
+    apart = _unit(SEPARATE_CORRELATION(1, probe.separate_alike))
+
+    def correctness(value: float, form: Form) -> Estimate:
+        half = form.half * min(1.0, 4 * (1 - value))  # members that are equal stay so
+        return Estimate(value, _unit(value - half), _unit(value + half))
+
+    def accuracy(more: float) -> Estimate:
+        logit = REFERENCE_LOGIT(1, _logit(probe.separate_accuracy))
+        ends = (logit, logit - REFERENCE_LOGIT.half, logit + REFERENCE_LOGIT.half)
+        return Estimate(*(_unit(1 / (1 + math.exp(-end)) + more) for end in ends))
+
+    def loss(more: float) -> Estimate:
+        log = REFERENCE_LOG_NLL(1, math.log(max(probe.separate_nll, TINY))) + more
+        half = REFERENCE_LOG_NLL.half
+        return Estimate(math.exp(log), math.exp(log - half), math.exp(log + half))
+
+    def difference(value: float) -> Estimate:
+        return Estimate(value, value - GAIN.half, value + GAIN.half)
+
+    gain, separate_gain = (GAIN(1, (1 - alike) * share, behind), SEPARATE_GAIN((1 - apart) * share))
+    disagreement = _unit(DISAGREEMENT(1, (1 - alike) * (1 - probe.accuracy)))
+    correlation = correctness(alike, CORRELATION)
+    enough = (1, 1, 1) if correlation.low > ONE_MODEL else (ENOUGH, ENOUGH // 2, 2 * ENOUGH)
+    return Forecast(
+        correlation=correlation,
+        separate_correlation=correctness(apart, SEPARATE_CORRELATION),
+        disagreement=Estimate(
+            disagreement,
+            _unit(disagreement - DISAGREEMENT.half),
+            _unit(disagreement + DISAGREEMENT.half),
+        ),
+        member_accuracy=accuracy(GAIN(1, 0, behind)),
+        accuracy=accuracy(gain),
+        nll=loss(LOG_NLL_RATIO((1 - alike) * share, slower)),
+        reference_accuracy=accuracy(0.0),
+        reference_nll=loss(0.0),
+        separate_accuracy=accuracy(separate_gain),
+        separate_nll=loss(SEPARATE_LOG_NLL_RATIO((1 - apart) * share)),
+        gain=difference(gain),
+        gain_over_separate=difference(gain - separate_gain),
+        best_members=Estimate(*enough),
+        members=members,
+        probe=probe,
+        notes=notes,
+    )
+
+
+def likeness(ensemble: EmbeddedEnsemble) -> float:
+    """Return the mean overlap of what two members feed to the shared layers but the last."""
+    plan = ensemble.plan
+    if plan.separate or plan.heads is not None:
+        return 0.0
+    structure = Structure(ensemble)
+    last = structure.flow.last
+    overlaps = {layer: 1.0 for layer in structure.layers if layer not in last}
+    for site in plan.sites:
+        if not (site.kind == "post" and site.layer in last):
+            overlap = overlaps.get(site.layer, 1.0)
+            overlaps[site.layer] = overlap * max(0.0, site.law.overlap)
+    return statistics.fmean(overlaps.values()) if overlaps else 1.0
+
+
+def _alike(outputs: Tensor) -> float:
+    """Return the correlation of two members' probabilities, over rows and classes."""
+    if len(outputs) < 2:
+        return 1.0
+    probabilities = outputs.double().softmax(-1)
+    centred = (probabilities - probabilities.mean(1, keepdim=True)).flatten(1)
+    return float(off_diagonal(torch.corrcoef(centred)).nanmean().nan_to_num(1.0))
+
+
+def _reference(ensemble: EmbeddedEnsemble) -> nn.Module:
+    """Return a network like the one that the ensemble was made of."""
+    plan = ensemble.plan
+    whole = plan.own or plan.heads is not None or plan.low_rank or plan.separate
+    return ensemble.member(0) if whole else without_members(ensemble.network)
+
+
+def _classes(target: Any) -> Tensor:
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.dim() != 1:
+        shape = (
+            f" {target.dtype} of shape {tuple(target.shape)}" if isinstance(target, Tensor) else ""
+        )
+        raise TypeError(
+            "a forecast is made for classes: target must be a tensor (n,) of whole numbers; got "
+            f"{type(target).__name__}{shape}"
+        )
+    if len(target) < LEAST:
+        raise ValueError(f"a forecast needs at least {LEAST} samples; got {len(target)}")
+    return target.long()
+
+
+def _take(x: Any, rows: Tensor) -> Any:
+    return tree_map(lambda v: v[rows.to(v.device)] if isinstance(v, Tensor) else v, x)
+
+
+def _unit(value: float) -> float:
+    return min(max(value, 0.0), 1.0)
+
+
+def _logit(share: float) -> float:
+    share = min(max(share, 0.01), 0.99)
+    return math.log(share / (1 - share))
