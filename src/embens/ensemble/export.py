@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from embens.ensemble.ntkgp import NTKGP
 from embens.ensemble.plan import Plan
 from embens.ensemble.wrapping import Wrapper
 from embens.files import write_atomically
@@ -81,6 +82,11 @@ def to_onnx(
         raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist")
     parts: list[Any] = list(network.modules())
     ensembles = [part for part in parts if isinstance(part.__dict__.get("plan"), Plan)]
+    if any(isinstance(part, NTKGP) for part in parts):
+        raise ValueError(
+            "networks of embens.bayesian can't be exported: they have a derivative inside, which "
+            "ONNX does not know. Keep them with ensemble.save(path)."
+        )
     sites = [site for ensemble in ensembles for site in ensemble.plan.sites if site.random]
     if sites:
         stochastic = sites[0].prior_std is not None
