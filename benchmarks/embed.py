@@ -348,6 +348,31 @@ def mimo(rounds: int) -> Iterator[Row]:
     yield timed(row, task, [Contestant("embens", step, ours=True)], rounds, 1)
 
 
+def masks(rounds: int) -> Iterator[Row]:
+    """Masks that are joint over members, against independent ones."""
+    members, task = 8, mlp_task(512, 256)
+    dropout = one_graph(embens.mc_dropout(task.reference, members), *task.data)
+    disjoint = embens.mc_dropout(task.reference, members, embens.laws.Disjoint())
+    found = [
+        Contestant(name, one_graph(ensemble, *task.data), ours=True)
+        for name, ensemble in (
+            ("Masksembles", embens.masksembles(task.reference, members)),
+            ("disjoint masks", disjoint),
+        )
+    ]
+    row = Row(
+        "masks",
+        "Masksembles and disjoint masks, M=8, MLP 3×512, batch 256",
+        "mc_dropout",
+        bar=1.05,
+        limit=1.0,
+        limit_reason="the same products with other numbers",
+    )
+    row.results, row.reference = timing.compare(dropout, found, rounds=rounds, per=1)
+    row.rounds = rounds
+    yield row
+
+
 def weights(rounds: int) -> Iterator[Row]:
     """Members whose weights differ by more than a vector on either side, against BatchEnsemble."""
     members, rank, task = 8, 4, mlp_task(512, 256)
@@ -538,6 +563,7 @@ ROWS: dict[str, Callable[[int], Iterator[Row]]] = {
     "transformer": transformer,
     "last-layer": last_layer,
     "mimo": mimo,
+    "masks": masks,
     "weights": weights,
     "collapse": collapse,
     "memory": memory,

@@ -5,8 +5,9 @@ Activations are smooth, so that no unit is dead and every modulation shows in th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -300,3 +301,35 @@ FAMILIES: dict[str, Callable[..., embens.EmbeddedEnsemble]] = {
 """Families beside the oldest ones, as functions of a reference and members."""
 STOCHASTIC = {"rank-1": embens.rank1}
 """Families with other numbers at every pass."""
+
+
+def in_ntk(reference: nn.Module) -> nn.Module:
+    """Return a network whose Linear and Conv2d layers are embens' own, drawn anew."""
+    memo: dict[int, Any] = {}
+    for layer in reference.modules():
+        bias_std = 0.5 if getattr(layer, "bias", None) is not None else 0.0
+        if isinstance(layer, nn.Conv2d):
+            sizes = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride)
+            memo[id(layer)] = embens.networks.Conv2d(
+                *sizes, padding=layer.padding, groups=layer.groups, bias_std=bias_std
+            )
+        elif isinstance(layer, nn.Linear):
+            sizes = (layer.in_features, layer.out_features)
+            memo[id(layer)] = embens.networks.Linear(*sizes, bias_std=bias_std)
+    return copy.deepcopy(reference, memo)
+
+
+def bayesian(reference: nn.Module, members: int, **options: Any) -> embens.EmbeddedEnsemble:
+    """Return the family of networks in the NTK parametrization, of any MLP or CNN."""
+    return embens.bayesian(in_ntk(reference), members, **options)
+
+
+_CONVERTIBLE = ("mlp", "linear on four axes", "paper's cnn", "unbatched conv", "reused", "held")
+
+
+def _converted(case: Architecture) -> Architecture:
+    return replace(case, name=f"{case.name}, ntk", build=lambda: in_ntk(case.build()))
+
+
+IN_NTK = [_converted(case) for case in ARCHITECTURES if case.name in _CONVERTIBLE]
+"""What the family ``bayesian``, of the NTK parametrization alone, goes through."""

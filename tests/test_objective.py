@@ -37,6 +37,7 @@ FAMILIES = {
         name: partial(family, members=MEMBERS)
         for name, family in (cases.FAMILIES | cases.STOCHASTIC).items()
     },
+    "bayesian": lambda net: cases.bayesian(net, MEMBERS).to(next(net.parameters()).dtype),
     "only pre": lambda net: embens.embed(net, MEMBERS, pre=laws.Rademacher(), post=None),
 }
 

@@ -184,6 +184,17 @@ def test_a_network_is_left_as_it_was(tmp_path):
         assert torch.equal(tensor, ensemble.state_dict()[name]), name
 
 
+def test_a_rank1_ensemble_is_refused_and_its_members_at_their_means_are_not(tmp_path):
+    reference, x = BUILD["mlp"].build(), torch.randn(3, 5)
+    ensemble = embens.rank1(reference, 3)
+    with pytest.raises(ValueError, match=r"embens\.join\(\[ensemble\.member\(a\) for a in range"):
+        ensemble.to_onnx(tmp_path / "whole.onnx", x)
+    assert not list(tmp_path.iterdir())
+    means = embens.join([ensemble.member(a) for a in range(3)])
+    torch.testing.assert_close(means(x)[1], ensemble.member(1)(x))
+    means.to_onnx(tmp_path / "means.onnx", x)
+
+
 def test_fresh_masks_are_refused(tmp_path):
     ensemble = embens.mc_dropout(BUILD["mlp"].build(), 3, fresh=True)
     with pytest.raises(ValueError, match=r"drawn anew at each pass.*fresh=False"):

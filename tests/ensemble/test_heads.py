@@ -367,12 +367,44 @@ def test_what_has_no_meaning_is_refused():
         ensemble(torch.randn(6, 3), batch="split")
     with pytest.raises(ValueError, match="batch='own' expects inputs of shape"):
         ensemble(torch.randn(6, 3), batch="own")
-    x, y = torch.randn(6, 3), torch.arange(6) % 2
-    for measure in (embens.diagnose, embens.finite.gradient_cosines):
-        with pytest.raises(ValueError, match="an input for each member"):
-            measure(ensemble, x, y)
+    x, instead = torch.randn(6, 3), r"an input for each member.*ensemble\.subset\(range"
     for measure in (embens.theory.kernels, embens.finite.ntk, embens.finite.nngp):
-        with pytest.raises(ValueError, match="an input for each member"):
+        with pytest.raises(ValueError, match=instead):
             measure(ensemble, x)
-    with pytest.raises(ValueError, match="an input for each member"):
+    with pytest.raises(ValueError, match=instead):
         embens.theory.regime(ensemble)
+    at_test = ensemble.subset(range(3))
+    assert embens.theory.regime(at_test) == embens.theory.Regime.INDEPENDENT
+    assert embens.finite.ntk(at_test, x, outputs="trace").shared.shape == (3, 3, 6, 6)
+
+
+def test_gradients_and_diagnosis_are_those_of_the_network_at_test():
+    torch.manual_seed(0)
+    reference = nn.Sequential(
+        nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2)
+    )
+    ensemble, x, y = embens.mimo(reference, 3).double(), torch.randn(20, 3), torch.arange(20) % 2
+    x = x.double()
+    before = [p.detach().clone() for p in ensemble.parameters()]
+    trunk = [*ensemble.network[2].parameters(), ensemble.network[0].module.bias]
+    rows = []
+    for loss in (F.cross_entropy(outputs, y) for outputs in ensemble(x)):
+        blocks = ensemble.individuals["0"].tensors()[0]
+        of_trunk = torch.autograd.grad(loss, trunk, retain_graph=True)
+        (of_blocks,) = torch.autograd.grad(loss, blocks, retain_graph=True)
+        torch.testing.assert_close(of_blocks[0], of_blocks[2])  # one layer at test
+        rows.append(torch.cat([g.flatten() for g in (*of_trunk, of_blocks[0])]))
+    flat = torch.stack(rows)
+    norms = embens.finite.gradient_norms(ensemble, x, y)
+    torch.testing.assert_close(norms.total, flat.norm(dim=1))
+    assert list(norms) == ["0", "2"]
+    flat = F.normalize(flat)
+    torch.testing.assert_close(embens.finite.gradient_cosines(ensemble, x, y), flat @ flat.T)
+    report = embens.diagnose(ensemble, x, y)
+    assert report.regime == embens.theory.Regime.INDEPENDENT
+    assert (report.family, report.members, report.gamma) == ("mimo", 3, 3.0)
+    torch.testing.assert_close(report.cosines, flat @ flat.T)
+    assert any("the network at test" in note for note in report.notes)
+    assert "every member has last layers of its own" in str(report)
+    assert all(map(torch.equal, before, ensemble.parameters()))
+    assert embens.diagnose(embens.mimo(reference, 1), x.float(), y).members == 1

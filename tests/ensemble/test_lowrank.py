@@ -199,8 +199,20 @@ def test_attention_with_masks_is_right_by_rows_of_any_number():
     [
         ({"rank": 0}, "rank must be at least 1; got 0"),
         ({"rank": 1.5}, "rank must be a whole number"),
-        ({"rank": 17}, "rank: 17 is above the size of '2', whose weight has a rank of at most 16"),
-        ({"rank": 4, "sites": "last"}, "rank: 4 is above the size of all layers, at most 3"),
+        ({"rank": True}, "rank must be a whole number"),
+        (
+            {"rank": 17},
+            "rank: 17 is above the size of '0', a weight of 16 × 5, which has a rank of at most 5. "
+            "Take a rank of at most 3 for all these layers\\.$",
+        ),
+        (
+            {"rank": 4},
+            "rank: 4 is above the size of '4', a weight of 3 × 16, which has a rank of at most 3. "
+            r"Take a rank of at most 3 for all these layers, or leave smaller layers out: "
+            r"sites=\['0', '2'\]",
+        ),
+        ({"rank": 6, "kind": "additive"}, "above the size of '0'"),
+        ({"rank": 4, "sites": "last"}, "rank: 4 is above the size of '4'"),
         ({"kind": "additve"}, "kind: unknown 'additve'; did you mean 'additive'"),
         ({"shared": "fixed"}, "shared: unknown 'fixed'"),
         ({"scale": -1.0}, "scale"),
@@ -212,8 +224,13 @@ def test_what_makes_no_sense_is_an_error(options, message):
     net = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
     with pytest.raises((ValueError, TypeError), match=message):
         embens.low_rank(net, 3, **options)
-    ensemble = embens.low_rank(net, 3, rank=5)
-    assert [s.rank for s in ensemble.plan.low_rank] == [5, 5, 3], "first and last: the data's"
+
+
+def test_a_rank_that_is_not_given_is_at_most_that_of_the_layer():
+    net = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    assert [s.rank for s in embens.low_rank(net, 3).plan.low_rank] == [4, 4, 3]
+    some = embens.low_rank(net, 3, rank=5, sites=["0", "2"])
+    assert [s.rank for s in some.plan.low_rank] == [5, 5]
 
 
 def test_weights_that_are_not_parameters_are_refused():

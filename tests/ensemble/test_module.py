@@ -248,7 +248,7 @@ WORKER = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, sys.argv[1])
-from cases import FAMILIES
+from cases import FAMILIES, bayesian
 import embens
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -258,7 +258,7 @@ reference = torch.nn.Sequential(
     torch.nn.Linear(8, 2))
 x, y = torch.randn(8, 3), torch.randint(2, (8,))
 named = (embens.batch_ensemble, embens.last_layer_dropout, embens.independent, embens.mimo)
-for family in (*named, *FAMILIES.values()):
+for family in (*named, bayesian, *FAMILIES.values()):
     torch.manual_seed(0)
     ensemble = family(reference, 3, generator=torch.Generator().manual_seed(1))
     wrapped = DistributedDataParallel(ensemble)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from cases import IN_NTK
 from torch import Tensor, nn
 
 import embens
@@ -47,6 +49,110 @@ def test_a_member_is_a_network_plus_its_jacobian_times_a_draw_without_last_layer
         assert (member.star[-last:] == 0).all()
         assert (member.star[:-last] != 0).all()
     assert not torch.equal(ensemble(x)[0], ensemble(x)[1])
+
+
+every_case = pytest.mark.parametrize("case", IN_NTK, ids=str)
+LONG = [pytest.param(case, marks=pytest.mark.long) for case in IN_NTK[1:]]
+COMPILED = [IN_NTK[0], *LONG]
+unread = pytest.mark.filterwarnings("ignore:this network can't run several")  # has no batch
+
+
+def build(case) -> tuple[embens.EmbeddedEnsemble, Tensor]:
+    torch.manual_seed(0)
+    ensemble = embens.bayesian(case.build(), 3, generator=seeded())
+    with torch.no_grad():
+        for parameter in ensemble.parameters():
+            parameter.add_(0.1)
+    return ensemble, case.inputs(seeded(1))
+
+
+def gradients(ensemble, run) -> list[Tensor]:
+    ensemble.zero_grad()
+    run()
+    return [p.grad.clone() for p in ensemble.parameters()]
+
+
+@every_case
+@unread
+def test_members_are_the_rows_of_the_ensemble_for_any_batch(case):
+    ensemble, x = build(case)
+    outputs = ensemble(x)
+    for a in range(3):
+        torch.testing.assert_close(ensemble.member(a)(x), outputs[a])
+    assert not torch.allclose(outputs[0], outputs[1])
+    for chunk in (1, 2):
+        torch.testing.assert_close(ensemble(x, chunk=chunk), outputs)
+    torch.testing.assert_close(ensemble(x.expand(3, *x.shape), batch="own"), outputs)
+    torch.testing.assert_close(ensemble.subset([2, 0])(x), outputs[[2, 0]])
+    if case.name != "unbatched conv, ntk":
+        torch.testing.assert_close(ensemble(x[:1]), outputs[:, :1])
+        split = torch.stack([outputs[i % 3, i] for i in range(len(x))])
+        torch.testing.assert_close(ensemble(x, batch="split"), split)
+
+
+@every_case
+@unread
+def test_files_pickles_and_copies_hold_everything(case, tmp_path):
+    ensemble, x = build(case)
+    ensemble.save(tmp_path / "file")
+    ensemble.save(tmp_path / "small", shared=False)
+    loaded = [embens.load(tmp_path / name, case.build()) for name in ("file", "small")]
+    other = embens.bayesian(case.build(), 3)
+    other.load_state_dict(ensemble.state_dict())
+    copied = (pickle.loads(pickle.dumps(ensemble)), copy.deepcopy(ensemble), other)
+    for again in (*loaded, *copied):
+        assert again.plan == ensemble.plan
+        assert torch.equal(again(x), ensemble(x))
+        assert again.kl() == ensemble.kl()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+@unread
+def test_it_compiles_whole_and_chunks_have_its_gradients(case):
+    ensemble, x = build(case)
+    plain = gradients(ensemble, lambda: ensemble(x).square().mean(1).sum().backward())
+    torch._dynamo.reset()
+    compiled = torch.compile(ensemble, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), ensemble(x), rtol=1e-4, atol=1e-5)
+    fast = gradients(ensemble, lambda: compiled(x).square().mean(1).sum().backward())
+    torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
+    target, criterion = torch.zeros(()), lambda outputs, target: outputs.square().mean(0).sum()
+    parts = gradients(ensemble, lambda: ensemble.backward(x, target, criterion=criterion, chunk=2))
+    torch.testing.assert_close(parts, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_an_onnx_file_is_refused_with_a_reason(tmp_path):
+    pytest.importorskip("onnxscript")
+    ensemble, x = build(IN_NTK[0])
+    for network in (ensemble, ensemble.member(0)):
+        with pytest.raises(ValueError, match="a derivative inside, which ONNX does not know"):
+            embens.to_onnx(network, tmp_path / "file.onnx", x)
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_get_the_outputs_of_their_own_batches():
+    ensemble, _ = build(IN_NTK[0])
+    batches = [torch.randn(4, 5, generator=seeded(i)) for i in range(8)]
+    expected = [ensemble(x) for x in batches]
+    with ThreadPoolExecutor(4) as pool:
+        for found, right in zip(pool.map(ensemble, 4 * batches), 4 * expected, strict=True):
+            torch.testing.assert_close(found, right)
+
+
+def test_layers_in_a_plain_list_have_the_members_numbers():
+    (held,) = (case for case in IN_NTK if case.name == "held, ntk")
+    ensemble, x = build(held)
+    before = ensemble(x)
+    with torch.no_grad():
+        for stack in ensemble.individual_parameters():
+            stack.mul_(2)
+    first = ensemble.member(0)
+    net, numbers = held.build(), first.trained.detach()
+    nn.utils.vector_to_parameters(numbers, net.parameters())
+    moved = net(x)
+    nn.utils.vector_to_parameters(numbers / 2, net.parameters())
+    torch.testing.assert_close(ensemble(x)[0] - before[0], moved - net(x))
 
 
 def test_it_is_an_ensemble_like_any_other(tmp_path):

@@ -22,6 +22,7 @@ def rows(c, true, noise):
         "shifted_nll": 2 * better + noise(0.001),
         "auroc": 1 - better + noise(0.001),
         "training": 1.0 + len(c.system),
+        "tuning": 3.0,
         "inference": 2.0,
         "parameters": 1.5,
     }
@@ -76,6 +77,20 @@ def test_every_system_is_made_with_its_members(system):
 
 
 def test_the_front_leaves_out_what_costs_more_and_is_worse():
-    points = [Curve("a", [1.0], [3.0]), Curve("b", [2.0], [4.0]), Curve("c", [3.0], [1.0])]
-    front = compare.front(points)
-    assert (front.x, front.y) == ([1.0, 3.0], [3.0, 1.0])
+    kinds = [Curve("a", [1.0, 2.0], [3.0, 4.0], names=["x", "y"]), Curve("b", [3.0], [1.0])]
+    front = compare.front([kinds[0], replace(kinds[1], names=["z"])])
+    assert (front.x, front.y, front.names) == ([1.0, 3.0], [3.0, 1.0], ["x", "z"])
+
+
+def test_every_system_is_of_one_kind_and_training_costs_count_the_choice_of_the_rate():
+    pandas = pytest.importorskip("pandas")
+    assert sorted(s for kind in compare.KINDS.values() for s in kind) == sorted(compare.SYSTEMS)
+    cells = [compare.Cell(system, 4, 4.0, setting=SETTING) for system in compare.SYSTEMS]
+    table = pandas.DataFrame(
+        {"system": c.system} | rows(c, True, lambda std: 0.0) for c in cells for _ in range(2)
+    )
+    panel = compare.plot(table).panels[0]
+    assert [c.label for c in panel.curves] == [*compare.KINDS, "Pareto front"]
+    references = panel.curves[0]
+    assert references.names == list(compare.KINDS["references"])
+    assert references.x == [4.0 + len(name) for name in references.names]

@@ -55,6 +55,16 @@ def test_every_style_is_drawn(style, tmp_path):
     draw(Figure("t", [Panel("empty", "x", "y", [])]), tmp_path / "empty.png")
 
 
+def test_named_points_of_a_line_have_numbers_and_a_key(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("matplotlib.axes.Axes.text", lambda *args, **_: written.append(args[3]))
+    monkeypatch.setattr("matplotlib.axes.Axes.annotate", lambda *args, **_: written.append(args[1]))
+    line = Curve("front", [1.0, 2.0], [3.0, 4.0], style="dash", names=["a", "b"])
+    points = Curve("others", [1.0], [5.0], style="points", names=["c"])
+    draw(Figure("title", [Panel("panel", "x", "y", [line, points])]), tmp_path / "figure.png")
+    assert written == ["1 a\n2 b", "1", "2"]
+
+
 def test_shades_are_colours_in_the_order_of_values():
     found = shades([0.5, 0.0, 1.0, 0.5])
     assert list(found) == [0.0, 0.5, 1.0]

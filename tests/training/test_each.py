@@ -61,6 +61,97 @@ def test_modulations_have_rates_of_their_own_and_what_is_shared_has_one():
         torch.testing.assert_close(moved, factors * expected, rtol=1e-3, atol=3e-7)
 
 
+@pytest.mark.parametrize("optimizer", [None, torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("factors", [None, [1.0, 0.3, 2.0]])
+def test_a_decay_of_a_members_own_is_that_decay(optimizer, factors):
+    ensemble, decays = networks(), [0.0, 0.3, 0.03]
+    fit(ensemble, each=EachMember(weight_decay=decays, rates=factors), optimizer=optimizer)
+    rates = [0.05 * f for f in factors or [1.0] * 3]
+    trained = [
+        alone(a, lr=rate, weight_decay=decay, optimizer=optimizer)
+        for a, (rate, decay) in enumerate(zip(rates, decays, strict=True))
+    ]
+    assert_members(ensemble, trained)
+
+
+def test_modulations_decay_by_their_members_number_and_what_is_shared_as_before():
+    one_step = {"epochs": 1, "batch_size": 60, "weight_decay": 0.1, "lr": 0.05}
+    ensemble, plain = problem.ensemble(3), problem.ensemble(3)
+    before, decays = problem.weights(ensemble), torch.tensor([0.0, 2.0, 0.5])
+    fit(ensemble, each=EachMember(weight_decay=decays), **one_step)
+    fit(plain, **one_step)
+    own = {id(p) for p in ensemble.individual_parameters()}
+    for name, parameter in ensemble.named_parameters():
+        decayed = 0.05 * decays[:, None] * before[name] if id(parameter) in own else 0.0
+        torch.testing.assert_close(parameter.detach(), plain.state_dict()[name] - decayed)
+
+
+class Dropping(nn.Module):
+    """Dropout as a module, as a function, before the first layer, and inside an attention."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate, self.drop = rate, nn.Dropout(rate)
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=rate, batch_first=True)
+        self.recurrent = nn.LSTM(8, 4, 2, dropout=rate, batch_first=True)
+
+    def forward(self, x):
+        x = F.relu(self.a(self.drop(x)))
+        x = F.dropout(F.relu(self.b(x)), self.rate, self.training)
+        x = x.unflatten(1, (1, 8)) * torch.linspace(0.5, 1, 3)[:, None]
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + F.pad(self.recurrent(x)[0], (0, 4))
+        q = x.unsqueeze(1)
+        x = F.scaled_dot_product_attention(q, q, q, None, self.rate if self.training else 0.0)
+        return self.c(torch.dropout(x.mean((1, 2)), self.rate, self.training))
+
+
+def dropping(rate: float, family) -> embens.EmbeddedEnsemble:
+    torch.manual_seed(0)
+    return family(Dropping(rate), MEMBERS, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("batch", ["same", "own"])
+@pytest.mark.parametrize("family", [embens.independent, embens.batch_ensemble])
+def test_all_members_at_one_rate_of_dropout_are_networks_with_that_rate(family, batch):
+    ensemble, expected = dropping(0.7, family), dropping(0.2, family)
+    expected.chunk = 1
+    torch.manual_seed(4)
+    fit(ensemble, each=EachMember(dropout=[0.2] * 3), batch=batch, epochs=2)
+    torch.manual_seed(4)
+    fit(expected, batch=batch, epochs=2)
+    torch.testing.assert_close(problem.weights(ensemble), problem.weights(expected))
+    assert ensemble.network.drop.p == 0.7
+
+
+def test_a_member_without_dropout_trains_as_if_there_were_none():
+    ensemble = dropping(0.5, embens.independent)
+    fit(ensemble, each=EachMember(dropout=[0.0, 0.5, 0.9]), epochs=2)
+    plain = dropping(0.0, embens.independent)
+    fit(plain, epochs=2)
+    outputs, expected = (e.eval()(problem.data()[0]) for e in (ensemble, plain))
+    torch.testing.assert_close(outputs[0], expected[0], rtol=1e-4, atol=1e-6)
+    assert (outputs[1:] - expected[1:]).abs().amax((1, 2)).min() > 1e-2
+
+
+def test_members_drop_at_their_own_rates():
+    reference = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 64))
+    seen = {a: [] for a in range(MEMBERS)}
+
+    def watch(module, args):
+        seen[watched.current.run.start].append(float((args[0] == 0).float().mean()))
+
+    watched = embens.batch_ensemble(reference, MEMBERS)
+    watched.network[2].register_forward_pre_hook(watch)
+    targets = torch.zeros(60, 64)
+    fit(watched, (problem.data()[0], targets), each=EachMember(dropout=[0.0, 0.1, 0.6]), lr=1e-4)
+    for a, rate in enumerate([0.0, 0.1, 0.6]):
+        zeros, calls = sum(seen[a]) / len(seen[a]), len(seen[a])
+        error = (rate * (1 - rate) / (calls * 12 * 64)) ** 0.5
+        assert abs(zeros - rate) <= 4 * error, f"member {a}"
+
+
 def test_label_smoothing_is_torchs():
     ensemble, shares = networks(), [0.0, 0.1, 0.4]
     fit(ensemble, each=EachMember(label_smoothing=shares))
@@ -128,16 +219,27 @@ def test_a_run_goes_on_with_the_settings_and_is_refused_with_others(tmp_path):
             if record["step"] == 6:
                 raise KeyboardInterrupt
 
-    each = EachMember(rates=[1.0, 0.5, 0.1], label_smoothing=[0.1, 0.0, 0.2])
+    settings = {"rates": [1.0, 0.5, 0.1], "label_smoothing": [0.1, 0.0, 0.2]}
+    settings |= {"dropout": [0.0, 0.3, 0.5], "weight_decay": [0.0, 0.1, 0.3]}
+    each = EachMember(**settings)
+
+    def networks():
+        generator = torch.Generator().manual_seed(2)
+        return embens.independent(problem.reference(dropout=0.1), MEMBERS, generator=generator)
+
+    def fit_adamw(*args, **options):
+        return fit(*args, optimizer=torch.optim.AdamW, **options)
+
     whole, again = networks(), networks()
-    fit(whole, each=each)
+    fit_adamw(whole, each=each)
     with pytest.raises(KeyboardInterrupt):
-        fit(again, each=each, checkpoint=tmp_path, every=3, callbacks=[Stop()])
+        fit_adamw(again, each=each, checkpoint=tmp_path, every=3, callbacks=[Stop()])
     again = networks()
-    fit(again, each=each, checkpoint=tmp_path, every=3)
+    fit_adamw(again, each=each, checkpoint=tmp_path, every=3)
     problem.assert_equal(problem.weights(again), problem.weights(whole))
+    other = EachMember(**settings | {"dropout": [0.0, 0.3, 0.6]})
     with pytest.raises(ValueError, match="different run: each"):
-        fit(networks(), each=EachMember(rates=[1.0, 0.5, 0.2]), checkpoint=tmp_path, every=3)
+        fit_adamw(networks(), each=other, checkpoint=tmp_path, every=3)
 
 
 def test_loaders_take_what_needs_no_numbers_of_rows():
@@ -170,8 +272,21 @@ class NotProportional(torch.optim.SGD):
         (EachMember(rates=[1, 1, 2]), {"chunk": 1}, "all members at once"),
         (EachMember(rates=[1, 1, 2]), {"batch": "split"}, "all members at once"),
         (EachMember(rates=[1, 1, 2]), {"optimizer": NotProportional}, "not proportional"),
+        (EachMember(weight_decay=[0, 0, -0.1]), {}, "weight_decay must be from 0 to inf"),
+        (EachMember(weight_decay=[0, 1, 2]), {"optimizer": NotProportional}, "is not known"),
+        (EachMember(dropout=[0, 0, 1.5]), {}, "dropout must be from 0 to 1"),
+        (EachMember(dropout=[0, 0, 0.5]), {}, "none at a rate above 0"),
+        (EachMember(dropout=[0, 0, 0.5]), {"compile": True}, "can't be compiled"),
     ],
 )
 def test_what_can_not_be_is_refused(each, options, message):
     with pytest.raises(ValueError, match=message):
         fit(networks(), each=each, **options)
+
+
+def test_members_that_run_as_one_network_have_no_dropout_or_decay_of_their_own():
+    reference = problem.reference(dropout=0.1)
+    with pytest.raises(ValueError, match="runs once for all members"):
+        fit(embens.mimo(reference, 3), batch="own", each=EachMember(dropout=[0, 0, 0.5]))
+    with pytest.raises(ValueError, match="no trainable parameters of their own"):
+        fit(embens.mc_dropout(reference, 3), each=EachMember(weight_decay=[0, 0, 0.5]))

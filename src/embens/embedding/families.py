@@ -17,6 +17,7 @@ heads; own last blocks, with ``pre=None, post=None``, a TreeNet.
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ import torch
 from torch import nn
 
 from embens import laws, reading
-from embens.checks import check_choice, check_members, check_number, closest, suggest
+from embens.checks import check_choice, check_members, check_number, check_whole, suggest
 from embens.embedding.sharing import (
     Sharing,
     may_overwrite,
@@ -111,19 +112,13 @@ def embed(
         >>> ensemble(torch.zeros(2, 4)).shape
         torch.Size([5, 2, 3])
     """
-    layers = check_reference(reference)
-    check_members(members)
-    for name, value in (("norm_statistics", norm_statistics), ("norm_affine", norm_affine)):
-        if value not in ("member", "shared"):
-            raise ValueError(f"{name}: unknown {value!r}{closest(value, ('member', 'shared'))}")
+    layers, flow = _read(reference, members, example_input)
+    check_choice("norm_statistics", norm_statistics, ("member", "shared"))
+    check_choice("norm_affine", norm_affine, ("member", "shared"))
     if not callable(own_weights):
         check_choice("own_weights", own_weights, ("drawn", "copied"))
-    flow = reading.read(reference, example_input)
-    apart = choose_own(own, reference, layers, flow)
+    apart, drawn = choose_own(own, reference, layers, flow), own_weights != "copied"
     chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh, apart)
-    warn_guesses(flow)
-    _warn_unknown(reference)
-    drawn = own_weights != "copied"
     plan = _plan(
         *(reference, flow, members, chosen, apart),
         family=family,
@@ -143,12 +138,21 @@ def embed(
     return _build(reference, plan, apart if drawn else (), initialise, generator)
 
 
+def _read(
+    reference: nn.Module, members: int, example_input: Any
+) -> tuple[dict[str, nn.Module], reading.Flow]:
+    """Return the parameter layers of a reference and its data flow."""
+    layers = check_reference(reference)
+    check_members(members)
+    return layers, reading.read(reference, example_input)
+
+
 def _plan(
     reference: nn.Module,
     flow: reading.Flow,
     members: int,
     differing: tuple[Site | LowRankSite, ...],
-    own: tuple[str, ...],
+    own: tuple[str, ...] = (),
     *,
     family: str,
     drawn: bool = True,
@@ -156,8 +160,9 @@ def _plan(
     recompute: bool | None = None,
 ) -> Plan:
     """Return the plan for these sites and these layers of the members' own."""
+    warn_guesses(flow)
+    _warn_unknown(reference)
     sites = tuple(s for s in differing if isinstance(s, Site))
-    low_rank = tuple(s for s in differing if isinstance(s, LowRankSite))
     if recompute is None:
         recompute = reading.mentions(reference, _is_checkpointing)
     sharing = Sharing(
@@ -171,7 +176,7 @@ def _plan(
         family=family,
         members=members,
         sites=sites,
-        low_rank=low_rank,
+        low_rank=tuple(s for s in differing if isinstance(s, LowRankSite)),
         own=tuple(sharing.own.values()),
         own_last=drawn and all(is_within(n, own) for n in flow.last),
         shared=() if recompute else sharing.shared(),
@@ -195,7 +200,11 @@ def _build(
     generator: torch.Generator | None,
 ) -> EmbeddedEnsemble:
     """Carry out a plan; every member's own tensors in some modules are drawn anew."""
-    networks = _drawn(reference, plan.members, drawn, initialise, generator) if drawn else []
+    networks = []
+    for _ in range(plan.members if drawn else 0):
+        network = copy.deepcopy(reference, reading.left_over(reference))
+        _redraw_(network, drawn, initialise, int(torch.randint(2**62, (), generator=generator)))
+        networks.append(network)
     ensemble = operate(reference, plan, generator)
     _take_over_(ensemble, networks)
     return ensemble
@@ -211,12 +220,18 @@ def _warn_unknown(reference: nn.Module) -> None:
             f"members do not differ in {names}: layers of type {', '.join(kinds)} are not known. "
             "Make them known with embens.register_layer(kind, channels), where channels(layer) "
             "returns how many channels a layer takes and gives.",
-            stacklevel=6,
+            stacklevel=8,
         )
 
 
 def _is_checkpointing(word: str) -> bool:
     return word in ("checkpoint", "checkpoint_sequential") or "checkpointing" in word
+
+
+def _embed_as(family: str, given: dict[str, Any], **decided: Any) -> EmbeddedEnsemble:
+    """Call :func:`embed` with what a family decides, and all that it was given and embed takes."""
+    taken = {name: given[name] for name in inspect.signature(embed).parameters if name in given}
+    return embed(**taken | decided | {"family": family})
 
 
 @suggest()
@@ -237,20 +252,7 @@ def batch_ensemble(
     ``p=0`` makes the members independent, ``p=1`` makes them equal at initialisation. For the other
     arguments see :func:`embed`.
     """
-    law = laws.Shifted(p)
-    return embed(
-        reference,
-        members,
-        pre=law,
-        post=law,
-        sites=sites,
-        own=own,
-        example_input=example_input,
-        generator=generator,
-        norm_statistics=norm_statistics,
-        norm_affine=norm_affine,
-        family="batch_ensemble",
-    )
+    return _embed_as("batch_ensemble", locals(), pre=laws.Shifted(p), post=laws.Shifted(p))
 
 
 @suggest()
@@ -272,21 +274,8 @@ def mc_dropout(
     The law of the masks is ``Bernoulli(0.9)`` by default; with ``fresh`` every pass has new ones.
     For the other arguments see :func:`embed`.
     """
-    return embed(
-        reference,
-        members,
-        pre=None,
-        post=laws.Bernoulli(0.9) if law is None else law,
-        sites=sites,
-        own=own,
-        example_input=example_input,
-        trainable=False,
-        fresh=fresh,
-        generator=generator,
-        norm_statistics=norm_statistics,
-        norm_affine=norm_affine,
-        family="mc_dropout",
-    )
+    post = laws.Bernoulli(0.9) if law is None else law
+    return _embed_as("mc_dropout", locals(), pre=None, post=post, trainable=False)
 
 
 @suggest()
@@ -306,19 +295,8 @@ def masksembles(
     From equal members (1) towards disjoint ones; see :class:`embens.laws.Masks`, which scales the
     ones so that signals keep their size. For the other arguments see :func:`embed`.
     """
-    return embed(
-        reference,
-        members,
-        pre=None,
-        post=laws.Masks(overlap),
-        sites=sites,
-        example_input=example_input,
-        trainable=False,
-        generator=generator,
-        norm_statistics=norm_statistics,
-        norm_affine=norm_affine,
-        family="masksembles",
-    )
+    law = laws.Masks(overlap)
+    return _embed_as("masksembles", locals(), pre=None, post=law, trainable=False)
 
 
 @suggest()
@@ -335,17 +313,8 @@ def last_layer_dropout(
 
     Everything before is computed once; ``ensemble.collapse()`` is one network with the mean output.
     """
-    return embed(
-        reference,
-        members,
-        pre=None,
-        post=laws.Normal() if law is None else law,
-        sites="last",
-        example_input=example_input,
-        trainable=trainable,
-        generator=generator,
-        family="last_layer_dropout",
-    )
+    post = laws.Normal() if law is None else law
+    return _embed_as("last_layer_dropout", locals(), pre=None, post=post, sites="last")
 
 
 @suggest()
@@ -373,17 +342,12 @@ def rank1(
         >>> bool((ensemble(x) == ensemble(x)).all()), bool(ensemble.kl() > 0)
         (False, True)
     """
-    layers = check_reference(reference)
-    check_members(members)
+    layers, flow = _read(reference, members, example_input)
     check_number("prior_std", prior_std, "finite and positive", lambda std: std > 0)
-    flow = reading.read(reference, example_input)
     law = laws.Normal(1.0, prior_std)
     chosen = choose_sites(layers, flow, law, law, sites, trainable=True, fresh=False)
-    warn_guesses(flow)
-    _warn_unknown(reference)
     chosen = tuple(replace(site, prior_std=prior_std) for site in chosen)
-    plan = _plan(reference, flow, members, chosen, (), family="rank1")
-    return operate(reference, plan, generator)
+    return operate(reference, _plan(reference, flow, members, chosen, family="rank1"), generator)
 
 
 @suggest()
@@ -391,7 +355,7 @@ def low_rank(
     reference: nn.Module,
     members: int = 8,
     *,
-    rank: int = 4,
+    rank: int | None = None,
     kind: Literal["multiplicative", "additive"] = "multiplicative",
     shared: Literal["trained", "frozen"] = "trained",
     scale: float | None = None,
@@ -404,8 +368,8 @@ def low_rank(
     Args:
         reference: any module; copied, never changed, its weights are kept.
         members: how many.
-        rank: of the matrices; at most the size of a layer. The sizes of first and last layers
-            follow from the data: where one is smaller, it has its full rank.
+        rank: of the matrices; at most the size of the smallest layer among the sites. None: 4, or
+            the full rank of layers that are smaller.
         kind: "multiplicative": :math:`W_a = W \circ (1 + B_a A_a)`, which holds BatchEnsemble;
             "additive": :math:`W_a = W + B_a A_a`, as in LoRA, with :math:`\alpha = r` (another
             :math:`\alpha / r` is another ``modulation_lr``).
@@ -424,18 +388,16 @@ def low_rank(
         >>> ensemble(torch.zeros(2, 4)).shape, len(list(ensemble.individual_parameters()))
         (torch.Size([5, 2, 3]), 4)
     """
-    layers = check_reference(reference)
-    check_members(members)
+    layers, flow = _read(reference, members, example_input)
     check_choice("kind", kind, ("multiplicative", "additive"))
     check_choice("shared", shared, ("trained", "frozen"))
     if scale is None:
         scale = 0.5 if kind == "multiplicative" else 0.0
     check_number("scale", scale, "finite and not negative", lambda std: std >= 0)
-    flow = reading.read(reference, example_input)
-    chosen = choose_low_rank(layers, flow, sites, LowRankSite("", rank, kind, scale))
-    warn_guesses(flow)
-    _warn_unknown(reference)
-    plan = _plan(reference, flow, members, chosen, (), family="low_rank")
+    if rank is not None:
+        check_whole("rank", rank, 1)
+    chosen = choose_low_rank(layers, flow, sites, rank, LowRankSite("", 4, kind, scale))
+    plan = _plan(reference, flow, members, chosen, family="low_rank")
     return operate(reference, replace(plan, frozen=shared == "frozen"), generator)
 
 
@@ -600,12 +562,10 @@ def mimo(
         >>> ensemble(torch.zeros(2, 4)).shape, ensemble(torch.zeros(3, 2, 4), batch="own").shape
         (torch.Size([3, 2, 3]), torch.Size([3, 2, 3]))
     """
-    layers = check_reference(reference)
-    check_members(members)
+    layers, flow = _read(reference, members, example_input)
     check_number("repetition", repetition, "a fraction from 0 to 1", lambda rho: 0 <= rho <= 1)
     check_number("alpha", alpha, "a number above 0", lambda a: a > 0)
     check_choice("mix", mix, (None, "linear"))
-    flow = reading.read(reference, example_input)
     first = choose_first(reference, layers, flow, example_input)
     for call in flow.calls:  # whatever is random is drawn once for all members
         call.upstream, call.result = map(_certain, (call.upstream, call.result))
@@ -650,20 +610,6 @@ def _take_over_(ensemble: EmbeddedEnsemble, networks: Sequence[nn.Module]) -> No
                     stack[a] = getattr(network.get_submodule(name), tensor)
 
 
-def _drawn(
-    reference: nn.Module,
-    members: int,
-    names: Iterable[str],
-    initialise: Callable[[nn.Module], None] | None,
-    generator: torch.Generator | None,
-) -> list[nn.Module]:
-    """Return copies of a network in which some modules are drawn anew."""
-    copies = [copy.deepcopy(reference, reading.left_over(reference)) for _ in range(members)]
-    for network in copies:
-        _redraw_(network, names, initialise, int(torch.randint(2**62, (), generator=generator)))
-    return copies
-
-
 def _redraw_(
     network: nn.Module,
     names: Iterable[str],
@@ -676,9 +622,8 @@ def _redraw_(
     with torch.random.fork_rng(devices=set(devices)):
         torch.manual_seed(seed)
         for name, module in reversed(modules):
-            reset = getattr(module, "reset_parameters", None) or getattr(
-                module, "_reset_parameters", None
-            )
+            of_attention = getattr(module, "_reset_parameters", None)
+            reset = getattr(module, "reset_parameters", of_attention)
             has_own = any(True for _ in module.parameters(recurse=False))
             if initialise is not None:
                 if has_own:

@@ -234,13 +234,15 @@ def _refuse_bypassed(names: Iterable[str], layers: Iterable[str], flow: Flow) ->
 
 
 def choose_low_rank(
-    layers: dict[str, nn.Module], flow: Flow, sites: Sites, like: LowRankSite
+    layers: dict[str, nn.Module], flow: Flow, sites: Sites, rank: int | None, like: LowRankSite
 ) -> tuple[LowRankSite, ...]:
-    """Return the layers that ``sites`` stands for, all with matrices of one kind."""
-    rank = check_whole("rank", like.rank, 1)
+    """Return the layers that ``sites`` stands for, all with matrices of one kind.
+
+    A rank of None is that of ``like``, or the full one of layers that are smaller.
+    """
     names = {name for name, _ in _select(sites, layers, flow)[0]}
     _refuse_bypassed(names, layers, flow)
-    outer, found, largest = flow.first | flow.last, [], 0
+    shapes: dict[str, tuple[int, int]] = {}
     for name in (n for n in layers if n in names):
         layer = layers[name]
         projection = name.rpartition(".")[2] if is_attention(layer) else ""
@@ -250,19 +252,20 @@ def choose_low_rank(
                 f"{name!r} ({type(layer).__name__}) has no weight that a matrix of low rank could "
                 "change (a parametrization? max_norm?); choose sites without it"
             )
-        size = min(layer_weight(layer, projection).flatten(1).shape)
-        largest = max(largest, size)
-        if size < rank and name not in outer:
-            raise ValueError(
-                f"rank: {rank} is above the size of {name!r}, whose weight has a rank of at most "
-                f"{size}; take a smaller rank, or sites without it"
-            )
-        found.append(replace(like, layer=name, rank=min(rank, size)))
-    if largest < rank:
-        raise ValueError(
-            f"rank: {rank} is above the size of all layers, at most {largest}; take a smaller one"
-        )
-    return tuple(found)
+        rows, columns = layer_weight(layer, projection).flatten(1).shape
+        shapes[name] = rows, columns
+    if rank is not None:
+        large = [n for n, shape in shapes.items() if check_whole("rank", rank, 1) <= min(shape)]
+        for name, (rows, columns) in shapes.items():
+            if name not in large:
+                leave_out = f", or leave smaller layers out: sites={large}" if large else ""
+                raise ValueError(
+                    f"rank: {rank} is above the size of {name!r}, a weight of {rows} × {columns}, "
+                    f"which has a rank of at most {min(rows, columns)}. Take a rank of at most "
+                    f"{min(map(min, shapes.values()))} for all these layers{leave_out}."
+                )
+    wanted = like.rank if rank is None else rank
+    return tuple(replace(like, layer=n, rank=min(wanted, *shape)) for n, shape in shapes.items())
 
 
 def choose_own(
@@ -360,5 +363,5 @@ def warn_guesses(flow: Flow) -> None:
             "the data flow of the reference could not be read in full; guessed: "
             + "; ".join(dict.fromkeys(flow.guesses))
             + ". To be sure, pass example_input=x (a batch, or a tuple of arguments).",
-            stacklevel=6,
+            stacklevel=8,
         )

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from embens.ensemble.ntkgp import NTKGP
 from embens.ensemble.plan import Plan
 from embens.ensemble.wrapping import Wrapper
 from embens.files import write_atomically
@@ -81,10 +82,19 @@ def to_onnx(
         raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist")
     parts: list[Any] = list(network.modules())
     ensembles = [part for part in parts if isinstance(part.__dict__.get("plan"), Plan)]
-    if any(site.random for ensemble in ensembles for site in ensemble.plan.sites):
+    if any(isinstance(part, NTKGP) for part in parts):
         raise ValueError(
-            "masks that are drawn anew at each pass can't be exported: a file would keep one "
-            "draw. Use fresh=False for a fixed set of masks, or export ensemble.member(a)"
+            "networks of embens.bayesian can't be exported: they have a derivative inside, which "
+            "ONNX does not know. Keep them with ensemble.save(path)."
+        )
+    sites = [site for ensemble in ensembles for site in ensemble.plan.sites if site.random]
+    if sites:
+        stochastic = sites[0].prior_std is not None
+        instead = "the members at their means, embens.join([ensemble.member(a) for a in range(M)])"
+        raise ValueError(
+            "numbers that are drawn anew at each pass can't be exported: a file would keep one "
+            f"draw. {'Export ' + instead if stochastic else 'Use fresh=False for fixed masks'}, or "
+            "export ensemble.member(a)."
         )
     between = _BetweenTensors(network, example, batch_axis)
     batches, errors = list(between.batches()), []

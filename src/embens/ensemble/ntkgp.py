@@ -10,6 +10,7 @@ the rest of the tangent kernel, :math:`\Theta - \Sigma`.
 from __future__ import annotations
 
 import importlib
+import threading
 import warnings
 from functools import cache
 from typing import Any
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from embens import reading
-from embens.ensemble.own import call_with
 from embens.networks import Parametrized
+
+_ALONE = threading.Lock()  # the code that members share holds the tensors of one at a time
 
 
 class NTKGP(nn.Module):
@@ -74,11 +76,16 @@ class NTKGP(nn.Module):
         """Return the outputs of the network plus the fixed second part."""
 
         def call(flat: Tensor) -> Tensor:
-            return call_with(self.held[0], self._apart(flat), args, kwargs)
+            return torch.func.functional_call(self.held[0], self._apart(flat), args, kwargs)
 
-        if not torch.compiler.is_compiling():
-            load_rules_of_jvp()
-        return call(self.trained) + torch.func.jvp(call, (self.start,), (self.star,))[1]
+        def both() -> Tensor:
+            return call(self.trained) + torch.func.jvp(call, (self.start,), (self.star,))[1]
+
+        if torch.compiler.is_compiling():
+            return both()
+        load_rules_of_jvp()
+        with _ALONE:
+            return both()
 
     def kl(self) -> Tensor:
         r"""Return :math:`\frac12 |\theta - \theta^0|^2`, summed over members."""

@@ -207,7 +207,8 @@ class Plan:
         if self.heads is not None:
             raise ValueError(
                 f"{what} is not defined for networks with an input for each member (mimo): the "
-                "blocks of their first layers belong to the outputs of all members"
+                "blocks of their first layers belong to the outputs of all members. What they are "
+                "at test, with one input for all, is ensemble.subset(range(ensemble.members))."
             )
 
     def select(self, members: Iterable[int]) -> Plan:

@@ -34,6 +34,7 @@ LABELS = {
 }
 """Labels of columns in panels whose title says something else."""
 _DENSE = 40  # points of a curve from which on errors are a band
+_SMALL = {"ha": "right", "va": "top", "fontsize": 7}  # below and left of its place
 _CROWDED = 6  # labels of one panel from which on its legend would hide its curves
 
 
@@ -47,6 +48,7 @@ class Curve:
     error: list[float] = field(default_factory=list)  # standard errors; empty: none are drawn
     colour: str = PALETTE[0]
     style: str = "line"  # or "dash", "points", "bars"
+    names: list[str] = field(default_factory=list)  # of points; a picture has those of lines
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,11 @@ def _draw_curve(axis: Any, curve: Curve) -> Any:
             ends = [[y + s * e for y, e in zip(curve.y, error, strict=True)] for s in (-1, 1)]
             axis.fill_between(curve.x, *ends, color=curve.colour, alpha=0.2, linewidth=0)
         marker, error = "", None
+    if curve.names and line:
+        named = [f"{number} {name}" for number, name in enumerate(curve.names, 1)]
+        axis.text(0.97, 0.97, "\n".join(named), transform=axis.transAxes, **_SMALL)
+        for number, place in enumerate(zip(curve.x, curve.y, strict=True), 1):
+            axis.annotate(str(number), place, (-3, -3), textcoords="offset points", **_SMALL)
     return axis.errorbar(
         curve.x, curve.y, error, color=curve.colour, linestyle=line, marker=marker, ms=3.5,
         capsize=2, lw=1.4, elinewidth=0.8,

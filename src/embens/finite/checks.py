@@ -43,6 +43,15 @@ def check_call(ensemble: Any, x: Any, target: Any = None, criterion: Any = F.mse
             raise ValueError(f"target: {NOT_FINITE}.")
 
 
+def at_test(ensemble: Any) -> Any:
+    """Return a network with an input for each member (mimo) as it is where all have the same.
+
+    That is an ensemble whose first layers are the sums of blocks, and whose last are members' own.
+    """
+    heads = isinstance(ensemble, EmbeddedEnsemble) and ensemble.plan.heads is not None
+    return ensemble.subset(range(ensemble.members)) if heads else ensemble
+
+
 def check_ensemble(ensemble: Any) -> None:
     """Raise where something else was given."""
     if not isinstance(ensemble, EmbeddedEnsemble):

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.plain import walk
-from embens.finite.checks import check_call, prepared
+from embens.finite.checks import at_test, check_call, prepared
 from embens.objective import Criterion
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def gradient_cosines(
     A gradient that vanishes has the cosine 0 with all others; the diagonal is 1.
 
     Args:
-        ensemble: of any family. Separate networks share nothing: the identity.
+        ensemble: of any family. Separate networks share nothing: the identity. A network with an
+            input for each member (mimo) is taken as it is at test, where all have the same one.
         x: a batch, or a tuple of the reference's arguments.
         target: passed to the criterion with each member's outputs.
         criterion: a function of one member's outputs and the target; a vector is averaged.
@@ -66,6 +67,7 @@ def gradient_cosines(
                 [1., 1., 1.],
                 [1., 1., 1.]])
     """
+    ensemble = at_test(ensemble)
     check_call(ensemble, x, target, criterion)
     grams = shared_grams(ensemble, x, *prepared(target, criterion))
     dtype = _working_dtype(ensemble)
@@ -93,6 +95,7 @@ def gradient_norms(
         >>> torch.allclose(norms.total**2, norms["0"] ** 2 + norms["2"] ** 2)
         True
     """
+    ensemble = at_test(ensemble)
     check_call(ensemble, x, target, criterion)
     shared: dict[str, list[float]] = defaultdict(list)
     individual: dict[str, list[float]] = defaultdict(list)

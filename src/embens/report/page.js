@@ -45,7 +45,9 @@
     const paint = visible(curve.colour);
     const base = {
       name: curve.label, x: curve.x, y: curve.y, showlegend: false,
-      hovertemplate: "%{x:.4g}: %{y:.4g}<extra>" + curve.label.replace(/[<>&]/g, "") + "</extra>",
+      text: curve.names,
+      hovertemplate: (curve.names?.length ? "%{text} " : "") +
+        "%{x:.4g}: %{y:.4g}<extra>" + curve.label.replace(/[<>&]/g, "") + "</extra>",
     };
     if (curve.style === "bars") {
       return { ...base, type: "bar", opacity: 0.6, marker: { color: paint } };

@@ -73,6 +73,8 @@ class Settings:
         together = self.chunk is None and self.batch != "split" and self.of == "members"
         if self.each is not None and not together:
             raise ValueError("each= needs all members at once: no chunk=, batch='split' or of=")
+        if self.each is not None and self.each.dropout is not None and self.compile:
+            raise ValueError("each: members with dropout of their own can't be compiled")
         if self.chunk is not None and (self.batch != "same" or self.of != "members"):
             raise ValueError(
                 "chunk= runs members one group after another on the same batch; it can't be "

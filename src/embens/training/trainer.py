@@ -97,7 +97,7 @@ class Trainer:
         self.batches = training_batches(train, settings.batch_size, **options)
         if settings.each is not None:
             rows = self.batches.count if self.batches.resumable else None
-            settings.each.check(ensemble.members, rows, settings.optimizer)
+            settings.each.check(ensemble, rows, settings.optimizer)
         self.validation: Shuffled | Loaded | None = None
         if validation is not None:
             self.validation = validation_batches(validation, settings.batch_size)
@@ -119,6 +119,10 @@ class Trainer:
         self.criterion = settings.criterion
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
+        if settings.each is not None:
+            settings.each.attach(self.optimizer, settings.optimizer, self.individual)
+            if settings.each.dropout is not None:
+                self.forward = settings.each.dropping(ensemble)
         self.parameters = [*self.shared, *self.individual]
         self.epoch = self.steps = 0
         self.records: list[dict[str, Any]] = []
@@ -210,9 +214,7 @@ class Trainer:
             clip_gradients_(self.ensemble, self.settings.clip, gamma=self.settings.gamma)
         if self.norms is None:
             self.norms = [gradient_norm(self.shared), gradient_norm(self.individual)]
-        each = self.settings.each
-        with nullcontext() if each is None else each.scaling(self.individual):
-            self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
+        self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
         if self.scaler is None:
             return True
         scale = self.scaler.get_scale()

@@ -68,6 +68,7 @@ def diagnose(
     """
     if wanted not in (None, "independent"):
         raise ValueError(f"wanted must be 'independent' or None; got {wanted!r}")
+    given, ensemble = ensemble, checks.at_test(ensemble)
     checks.check_call(ensemble, x, target, checks.squared_error if criterion is None else criterion)
     if optimizer is not None:
         findings.optimizer_class(optimizer)  # says what is wrong with it before any work
@@ -88,6 +89,11 @@ def diagnose(
     structure = None if ensemble.plan.separate else Structure(ensemble)
     biases = {} if structure is None else findings.output_biases(ensemble, structure)
     measured = measure(ensemble, x, target, criterion, biases.values(), budget)
+    if ensemble is not given:
+        measured.notes.append(
+            "this is the network at test: one input for all members, whose blocks of first layers "
+            "are summed to one. In training every member has an input of its own."
+        )
     found, natural = _limit(ensemble, measured.x, structure)
     coupling, through_biases = found.coupling, measured.bias_part()
     if structure is not None and biases and not structure.open:  # only biases couple members
