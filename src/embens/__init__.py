@@ -26,7 +26,7 @@ from embens.reading import register_layer
 
 if _TYPE_CHECKING:
     from embens import finite, theory
-    from embens.finite import diagnose
+    from embens.finite import diagnose, forecast
     from embens.training import Divergence, EachMember, History, fit, select, snapshots
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "embed",
     "finite",
     "fit",
+    "forecast",
     "gaussian_nll",
     "independent",
     "join",
@@ -71,8 +72,8 @@ def __getattr__(name: str):
         return _import_module(f"embens.{name}")
     if name in ("Divergence", "EachMember", "History", "fit", "select", "snapshots"):
         return getattr(_import_module("embens.training"), name)
-    if name == "diagnose":
-        return _import_module("embens.finite").diagnose
+    if name in ("diagnose", "forecast"):
+        return getattr(_import_module("embens.finite"), name)
     if name == "__version__":
         return _import_module("importlib.metadata").version("embens")
     raise AttributeError(f"module 'embens' has no attribute {name!r}")

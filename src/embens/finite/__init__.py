@@ -6,17 +6,21 @@ from embens.finite.diagnosis.measurement import Budget
 from embens.finite.diagnosis.report import Diagnosis, Finding
 from embens.finite.empirical.covariance import nngp
 from embens.finite.empirical.kernels import FiniteKernel, ntk
+from embens.finite.forecast import Estimate, Forecast, forecast
 from embens.finite.gradients import GradientNorms, gradient_cosines, gradient_norms
 from embens.finite.scaling import ScalingLaw, measure_cosine, measure_ntk_ratio, scaling
 
 __all__ = [
     "Budget",
     "Diagnosis",
+    "Estimate",
     "Finding",
     "FiniteKernel",
+    "Forecast",
     "GradientNorms",
     "ScalingLaw",
     "diagnose",
+    "forecast",
     "gradient_cosines",
     "gradient_norms",
     "measure_cosine",

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -192,13 +191,3 @@ def test_the_how_to_is_true(tmp_path, monkeypatch):
             assert (page.parent / target).exists(), target
     for check in CHECKS:
         assert f"`{check.__name__.replace('_', '-')}`" in text
-
-
-def test_the_example_runs_at_its_smallest(capsys):
-    pytest.importorskip("sklearn")
-    path = Path(__file__).parents[3] / "examples" / "how_many_members.py"
-    main = runpy.run_path(str(path))["main"]
-    (row,) = main(widths=(8,), members=(1, 2), epochs=1)
-    assert row["room"] > 1
-    assert 0 <= row[2] <= 1
-    assert "| width | room | M=1 | M=2 |" in capsys.readouterr().out

@@ -109,20 +109,17 @@ TROUBLES = [
     ("decayed-modulations", batch_ensemble, {"optimizer": torch.optim.AdamW}),
     ("decayed-modulations", batch_ensemble, {"optimizer": "adamw"}),
     ("large-gamma", lambda: batch_ensemble(p=0.8), {"gamma": 8}),
-    ("crowded", lambda: batch_ensemble(members=64, width=4), {}),
     ("no-gradient", lambda: embens.mc_dropout(dead(), 4), {}),
 ]
 
 
 FINE = [
     ("equal-members", lambda: embens.masksembles(mlp(), 8, generator=seeded()), {}),
-    ("crowded", lambda: repelling(), {}),
     ("large-gamma", lambda: repelling(), {}),
     ("equal-members", lambda: batch_ensemble(p=0.99), {}),
     ("equal-members", lambda: embens.mc_dropout(mlp(), 4, laws.Bernoulli(0.9), fresh=True), {}),
     ("equal-members", lambda: batch_ensemble(p=1.0, members=1), {}),
     ("equal-members", lambda: embens.embed(mlp(), 4, pre=laws.Shifted(0.9), post=None), {}),
-    ("crowded", lambda: batch_ensemble(p=1.0, members=64), {}),
     ("shifted-laws", lambda: batch_ensemble(p=0.5), {}),
     ("shifted-laws", batch_ensemble, {"wanted": "independent"}),
     ("uncentred-last-layer", batch_ensemble, {"wanted": "independent"}),
@@ -164,19 +161,6 @@ FINE = [
     ("cancelled-gamma", batch_ensemble, {"optimizer": "LBFGS"}),
     ("decayed-modulations", batch_ensemble, {"optimizer": torch.optim.Adam}),
     ("large-gamma", lambda: batch_ensemble(p=0.8), {}),
-    ("crowded", lambda: batch_ensemble(members=8), {}),
-    (
-        "crowded",
-        lambda: embens.last_layer_dropout(mlp(width=16), 8, generator=seeded()),
-        {},
-    ),
-    (
-        "crowded",
-        lambda: embens.batch_ensemble(
-            networks.cnn(width=1 / 8, outputs=4, image=8, generator=seeded()), 16
-        ),
-        {},
-    ),
     ("no-gradient", lambda: embens.mc_dropout(mlp(), 4), {}),
 ]
 
@@ -283,13 +267,12 @@ def products(ensemble: embens.EmbeddedEnsemble) -> torch.Tensor:
     return embens.finite.gradient_cosines(ensemble, X, Y) * norms * norms[:, None]
 
 
-def test_equal_members_have_no_room_and_say_why():
+def test_equal_members_are_one_model_and_say_why():
     report = diagnose(batch_ensemble(p=1.0), X, Y)
-    assert (report.room, report.room_interval, report.gamma) == (1.0, (1.0, 1.0), 1.0)
+    assert report.one_model and report.gamma == 1.0
     (finding,) = report.warnings
     assert "all 8 members are one model (Shifted(p=1.0)" in finding.message
-    assert "no limit" not in str(report)
-    assert "others add nothing" in str(report)
+    assert "Members are one model" in str(report)
     nearly = diagnose(batch_ensemble(p=0.9999), X, Y)
     assert "nearly one model" in nearly.warnings[0].message
 

@@ -1,1 +1,1 @@
-"""Diagnosis before training: will members differ, how many have room, what is wrong."""
+"""Diagnosis before training: will members differ, what are they worth, what is wrong."""

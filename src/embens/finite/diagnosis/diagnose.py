@@ -2,7 +2,8 @@
 
 It reads the regime off the infinite-width limit (or off laws and structure, where a network's limit
 is not known), and measures on a few samples how the members' gradients lie to each other
-(``measurement``). From these come the ``room``, gradient scale and rates, and the ``findings``.
+(``measurement``). From these come gradient scale, rates, and the ``findings``; the verdict is that
+of a ``forecast``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from embens.checks import Gamma, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
@@ -19,9 +21,9 @@ from embens.ensemble.rates import gamma_of
 from embens.finite import checks
 from embens.finite.diagnosis import findings
 from embens.finite.diagnosis.measurement import Budget, measure, suggested_rates
-from embens.finite.diagnosis.report import Diagnosis
-from embens.finite.diagnosis.room import Room, layer_overlaps, overlap, room
-from embens.finite.gradients import cosines, pair_error, total_gram, unchanged
+from embens.finite.diagnosis.report import Diagnosis, LayerOverlap
+from embens.finite.forecast import Forecast, forecast
+from embens.finite.gradients import cosines, off_diagonal, pair_error, total_gram, unchanged
 from embens.objective import Criterion
 from embens.theory import effective_width, kernels, natural_gamma
 from embens.theory.regime import Regime, RegimeReport, Structure, are_equal, regime
@@ -38,22 +40,26 @@ def diagnose(
     gamma: Gamma = None,
     optimizer: Any = None,
     wanted: str | None = None,
+    expected: Forecast | None = None,
     budget: Budget | None = None,
 ) -> Diagnosis:
-    """Return the regime of an ensemble, its room, suggestions, and what will go wrong.
+    """Return what an ensemble will be worth, its regime, suggestions, and what will go wrong.
 
     The ensemble is not changed: neither parameters and their gradients, nor buffers, modes, or the
     global random state. The result depends on nothing but the arguments.
 
     Args:
         ensemble: of any family.
-        x: a batch, or a tuple of the reference's arguments; some hundred samples are plenty.
+        x: a batch, or a tuple of the reference's arguments; some hundred samples are plenty, but
+            a forecast is of a training on these alone.
         target: classes, or values.
         criterion: of one member's outputs and the target; None: cross-entropy for whole numbers,
             the mean squared error for others.
         gamma: the gradient scale that you mean to use; None: the ensemble's default.
         optimizer: the optimizer that you mean to use, or its class or name, to be checked.
         wanted: "independent" if that is what members should be.
+        expected: the ``embens.forecast`` of the training that you plan; None: it is made here, of
+            30 epochs as :func:`embens.fit` does them by default.
         budget: how many samples, members and bytes to use at most; None: the default ones.
 
     Example:
@@ -98,23 +104,22 @@ def diagnose(
     coupling, through_biases = found.coupling, measured.bias_part()
     if structure is not None and biases and not structure.open:  # only biases couple members
         coupling, through_biases = 0.0, max(coupling, through_biases)
-    biased = measured.bias_grams
-    space = room({n: gram - biased.get(n, 0.0) for n, gram in measured.grams.items()}, coupling)
     with unchanged(ensemble, budget.generator):
         rates = suggested_rates(ensemble, measured, criterion, (natural, meant), budget)
     gram = total_gram(measured.grams, len(measured.losses))
-    matrix, pull = cosines(gram), overlap(gram, coupling)
+    matrix, pull = cosines(gram), _overlap(gram)
     equal = found.coupling == 1 or min(pull.mean, found.coupling) >= findings.NEARLY_EQUAL
-    if equal and ensemble.members > 1:
-        space = Room(1.0, (1.0, 1.0), None)
+    sizes = {layer: float(g.diagonal().sum()) for layer, g in measured.grams.items()}
+    total = sum(sizes.values()) or 1.0
+    if expected is None:
+        expected = _expect(given, x, target, criterion, gamma, measured.notes)
     report = Diagnosis(
         regime=found,
+        forecast=expected,
+        one_model=equal and ensemble.members > 1,
         pull=pull,
         pull_error=pair_error(matrix),
-        overlap=layer_overlaps(measured.grams, coupling),
-        room=space.members,
-        room_interval=space.interval,
-        tightest=space.tightest,
+        overlap={n: _overlap(g, sizes[n] / total) for n, g in measured.grams.items()},
         gamma=natural,
         gamma_as_meant=meant,
         rates=rates,
@@ -139,6 +144,35 @@ def diagnose(
         wanted=wanted,
     )
     return replace(report, warnings=findings.find(facts))
+
+
+def _overlap(gram: Tensor, share: float = 1.0) -> LayerOverlap:
+    """Return how gradients with these inner products lie; those that vanish don't count."""
+    alive = gram.diagonal() > 0
+    gram = gram[alive][:, alive]
+    if len(gram) < 2:
+        return LayerOverlap(0.0, 0.0, share)
+    pairs = off_diagonal(cosines(gram))
+    return LayerOverlap(float(pairs.mean()), float(pairs.square().mean().sqrt()), share)
+
+
+def _expect(
+    ensemble: EmbeddedEnsemble,
+    x: Any,
+    target: Any,
+    criterion: Criterion,
+    gamma: Gamma,
+    notes: list[str],
+) -> Forecast | None:
+    """Return the forecast of a usual training; where there can be none, note why."""
+    if criterion not in (checks.cross_entropy, F.cross_entropy):
+        notes.append("no forecast: it is made for classes and their cross-entropy alone")
+        return None
+    try:
+        return forecast(ensemble, x, target, gamma=gamma)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        notes.append(f"no forecast: {str(error).splitlines()[0]}")
+        return None
 
 
 def _limit(

@@ -28,7 +28,6 @@ SPREAD = 10.0  # ratio of the longest to the shortest gradient of members that i
 FAST, FAST_GIVEN = 1.5, 1.15  # how many times its natural value a default and a given gamma may be
 NEARLY_EQUAL = 0.98  # cosine of gradients, and coupling, from which members are one model
 BIASED = 0.5  # pull of the others through output biases, relative to a member's own, to speak of
-CROWDED = 8.0  # how many times the upper end of the room's interval the members may be
 
 Trouble = tuple[str, str] | None
 
@@ -64,15 +63,10 @@ class Facts:
         """The last layers with a law that has a mean, or couples members in another way."""
         return [n for n, law in self.last.items() if law is not None and law.overlap != 0]
 
-    @property
-    def equal(self) -> bool:
-        """Whether members are one model, or nearly."""
-        return self.report.room == 1
-
 
 def equal_members(facts: Facts) -> Trouble:
     """Members that are one and the same model."""
-    if not facts.equal:
+    if not facts.report.one_model:
         return None
     laws = ", ".join(dict.fromkeys(repr(s.law) for s in facts.ensemble.plan.sites))
     exactly = facts.report.coupling == 1
@@ -227,18 +221,6 @@ def cancelled_gamma(facts: Facts) -> Trouble:
     )
 
 
-def crowded(facts: Facts) -> Trouble:
-    """Far more members than there is room for."""
-    members, room = facts.ensemble.members, facts.report.room
-    if facts.equal or members <= CROWDED * max(room, *facts.report.room_interval):
-        return None
-    return (
-        f"{members} members in a network with room for about {room:.0f}: they disturb each other "
-        "more than the ensemble gains",
-        f"take about {max(1, round(room))} members, or a wider network",
-    )
-
-
 def no_gradient(facts: Facts) -> Trouble:
     """Members that can't learn."""
     norms = facts.report.norms
@@ -266,7 +248,6 @@ CHECKS: tuple[Check, ...] = (
     large_gamma,
     decayed_modulations,
     cancelled_gamma,
-    crowded,
     no_gradient,
 )
 

@@ -11,12 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from embens.finite.diagnosis.room import FULL, LayerOverlap
+from embens.finite.forecast import Forecast, carry
 
 if TYPE_CHECKING:
     from embens.theory.regime import RegimeReport
 
 WIDTH = 92
+
+
+@dataclass(frozen=True)
+class LayerOverlap:
+    """How the members' gradients of one layer's shared parameters lie to each other.
+
+    Attributes:
+        mean: mean cosine of two members; ``rms`` is the root of the mean squared one.
+        share: of the squared gradient of all layers that this layer has.
+    """
+
+    mean: float
+    rms: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -53,10 +67,10 @@ class Diagnosis:
 
     Attributes:
         regime: equals ``Regime.INDEPENDENT`` or ``Regime.COLLECTIVE``; with its reason.
-        pull: rms, mean and chance part of the cosine of two members' shared gradients;
+        forecast: what to expect after training; None where it can't be made, see ``notes``.
+        one_model: whether members are one and the same, or nearly.
+        pull: mean and rms of the cosine of two members' shared gradients;
             ``pull_error`` is the standard error of the mean, and ``overlap`` has them by layer.
-        room: how many members there is room for (see ``room``), maybe infinitely many;
-            ``room_interval`` is one standard error lower and higher, ``tightest`` what limits it.
         gamma: suggested gradient scale; ``_as_meant``: the one that was given, or the default.
         cosines, norms, losses: of the members that were measured and their shared gradients.
         rows: how many samples were used.
@@ -69,12 +83,11 @@ class Diagnosis:
     """
 
     regime: RegimeReport
+    forecast: Forecast | None
+    one_model: bool
     pull: LayerOverlap
     pull_error: float
     overlap: dict[str, LayerOverlap]
-    room: float
-    room_interval: tuple[float, float]
-    tightest: str | None
     gamma: float
     gamma_as_meant: float
     rates: Rates
@@ -88,6 +101,18 @@ class Diagnosis:
     effective_width: tuple[float, float] | None = None
     notes: list[str] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for those who want one: do members differ, and what is it worth."""
+        if self.forecast is not None:
+            return self.forecast.verdict
+        if self.one_model:
+            return "Members are one model: others add nothing to the first."
+        if self.separate:
+            return "Members are separate networks."
+        alike = "know nothing of each other" if self.coupling == 0 else "pull together"
+        return f"Members {alike} in an infinitely wide network; no forecast was made."
 
     @property
     def coupling(self) -> float:
@@ -115,7 +140,8 @@ class Diagnosis:
     def __str__(self) -> str:
         pull, error = self.pull, self.pull_error
         source = "exact, from the infinite-width limit" if self.exact else "from laws and structure"
-        lines = [f"{self.family}, {self.members} members"]
+        lines = textwrap.wrap(self.verdict, WIDTH)
+        lines += ["", f"{self.family}, {self.members} members"]
 
         def say(head: str, text: str) -> None:
             wrapped = textwrap.wrap(text, WIDTH - 10) or [""]
@@ -138,7 +164,6 @@ class Diagnosis:
                     f"{'':10}{layer:<20.20} mean {overlap.mean:+.3f}  size {overlap.rms:.3f}  "
                     f"share {overlap.share:4.0%}  {bar}"
                 )
-        say("room", self._room_in_words())
         if self.effective_width is not None:
             left, width = self.effective_width
             text = f"a member of width {width:.3g} fluctuates like a plain network of width "
@@ -153,20 +178,6 @@ class Diagnosis:
             lines += textwrap.wrap(f"! {finding.message}", WIDTH, subsequent_indent="  ")
             lines += textwrap.wrap(f"  do: {finding.what_to_do}", WIDTH, subsequent_indent="      ")
         return "\n".join(line.rstrip() for line in lines)
-
-    def _room_in_words(self) -> str:
-        if self.separate:
-            return "any number: each has its own parameters"
-        if self.room == 1:
-            return "one: members are one model, so others add nothing"
-        if math.isinf(self.room):
-            return "no limit: what others add helps a member more than it disturbs"
-        ends = self.room_interval
-        low, high = (f"{end:.0f}" if math.isfinite(end) else "any number" for end in ends)
-        return (
-            f"about {self.room:.0f} members ({low} to {high}; limited by {self.tightest!r}); more "
-            "disturb each other more than the ensemble gains"
-        )
 
     def _meant(self) -> str:
         if abs(self.gamma_as_meant - self.gamma) <= 0.01 * self.gamma:
@@ -186,7 +197,7 @@ class Diagnosis:
         return "; ".join(parts) or "not measured"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the cosines, the layers, and the pull of others against the number of members."""
+        """Draw the cosines, the layers, and the log loss to expect by the number of members."""
         import matplotlib
 
         matplotlib.use("agg")
@@ -206,21 +217,20 @@ class Diagnosis:
         axes[1].set(title="by layer", xlabel="cosine of two members")
         if names:
             axes[1].legend(fontsize=8)
-        self._plot_room(axes[2])
+        if self.forecast is not None:
+            self._plot_losses(axes[2], self.forecast)
+        else:
+            axes[2].set_axis_off()
         figure.savefig(path, dpi=80)
         plt.close(figure)
 
-    def _plot_room(self, axis: Any) -> None:
-        overlap = self.overlap.get(self.tightest or "", self.pull)
-        most = max(64, 2 * self.members, 2 * math.ceil(self.room) if self.room < 1e5 else 64)
-        counts = sorted({round(2 ** (i / 4)) for i in range(4 * most.bit_length() + 1)})
-        chance, helps = overlap.chance, overlap.systematic
-        pulls = [math.sqrt(m - 1) * chance / max(1e-9, 1 + (m - 1) * helps) for m in counts]
-        axis.plot(counts, pulls, color="#1f77b4")
-        axis.axhline(FULL, color="grey", lw=1, ls="--")
-        if math.isfinite(self.room):
-            axis.axvline(self.room, color="#d62728", label=f"room for about {self.room:.0f}")
-        axis.axvline(self.members, color="k", ls=":", label=f"it has {self.members}")
-        axis.set(title="pull of the others by chance (its own: 1)", xlabel="members M")
-        axis.set(xscale="log", ylim=(0, max(1.0, 1.2 * FULL)))
+    def _plot_losses(self, axis: Any, forecast: Forecast) -> None:
+        counts = [1, 2, 4, 8, 16, 32]
+        found = [carry(forecast.probe, members) for members in counts]
+        axis.plot(counts, [f.nll.value for f in found], "o-", label="ensemble")
+        axis.plot(counts, [f.separate_nll.value for f in found], "s--", label="separate networks")
+        axis.axhline(forecast.reference_nll.value, color="grey", ls=":", label="one network")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(counts, labels=counts)
+        axis.set(title="log loss to expect", xlabel="members M")
         axis.legend(fontsize=8)
