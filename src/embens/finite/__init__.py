@@ -6,7 +6,7 @@ from embens.finite.diagnosis.measurement import Budget
 from embens.finite.diagnosis.report import Diagnosis, Finding
 from embens.finite.empirical.covariance import nngp
 from embens.finite.empirical.kernels import FiniteKernel, ntk
-from embens.finite.forecast import Estimate, Forecast, forecast
+from embens.finite.forecasting import Estimate, Forecast, forecast
 from embens.finite.gradients import GradientNorms, gradient_cosines, gradient_norms
 from embens.finite.scaling import ScalingLaw, measure_cosine, measure_ntk_ratio, scaling
 

@@ -22,7 +22,7 @@ from embens.finite import checks
 from embens.finite.diagnosis import findings
 from embens.finite.diagnosis.measurement import Budget, measure, suggested_rates
 from embens.finite.diagnosis.report import Diagnosis, LayerOverlap
-from embens.finite.forecast import Forecast, forecast
+from embens.finite.forecasting import Forecast, forecast
 from embens.finite.gradients import cosines, off_diagonal, pair_error, total_gram, unchanged
 from embens.objective import Criterion
 from embens.theory import effective_width, kernels, natural_gamma

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from embens.finite.forecast import Forecast, carry
+from embens.finite.forecasting import Forecast, carry
 
 if TYPE_CHECKING:
     from embens.theory.regime import RegimeReport

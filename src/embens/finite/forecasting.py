@@ -2,24 +2,25 @@ r"""``embens.forecast``: what an ensemble will be worth, before it is trained.
 
 A *probe* trains up to four members, and beside them two separate networks, for a small part of the
 planned steps on a small part of the rows, at a higher rate; the other rows are held out. Two
-numbers say how alike members will become: the correlation :math:`f` of their probabilities on those
-rows, and the *likeness* :math:`o`, the mean overlap of what two members feed to the shared layers,
-which the laws give. From these
+numbers say how alike members will become: the correlation :math:`w` of their probabilities on those
+rows, within each class, and the *likeness* :math:`o`, the mean overlap of what two members feed to
+the shared layers, which the laws give (0 for separate networks). From these
 
 .. math::
-    \rho = c_0 + c_f f + c_o o , \qquad
-    \text{accuracy}_M - \text{accuracy}_1 = c\, (1 - \rho)\, (1 - 1/M) , \qquad
-    \log \frac{\text{nll}_M}{\text{nll}_1} = -c' (1 - \rho)\, (1 - 1/M) ,
+    \rho = c_0 + c_1 w + c_2 o + c_3 w o + c_4 a , \qquad
+    a_M - a_1 = c\, (1 - \rho)\, (1 - 1/M) , \qquad
+    \log \frac{\ell_M}{\ell_1} = -c' (1 - \rho)\, (1 - 1/M) ,
 
-and so on. The coefficients, and the half widths of the intervals, were fixed on tasks
-made for it, and judged on others; ``benchmarks/forecast.py`` does both, and
-``docs/how-to/is-my-ensemble-an-ensemble.md`` has the errors.
+with accuracies :math:`a` and log losses :math:`\ell` of :math:`M` members, and so on. Coefficients
+and the half widths of intervals were fixed on tasks made for it and judged on others: see
+``benchmarks/forecast.py``, and ``docs/how-to/is-my-ensemble-an-ensemble.md`` for the errors.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,16 +57,17 @@ class Form:
         return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
 
 
-# Fixed by ``benchmarks/forecast.py``. A feature that is 1 is the constant; ρ is the forecast's.
-CORRELATION = Form((0.224, 0.523, 0.171), 0.15)  # 1, alike, likeness
-SEPARATE_CORRELATION = Form((0.212, 0.525), 0.12)  # 1, alike
-DISAGREEMENT = Form((0.005, 1.006), 0.15)  # 1, (1 - ρ) · error of a member in the probe
-GAIN = Form((-0.007, 0.080, 0.123), 0.026)  # 1, (1 - ρ)(1 - 1/M), lead of a member in the probe
-SEPARATE_GAIN = Form((0.102,), 0.029)  # (1 - ρ)(1 - 1/M)
-REFERENCE_LOGIT = Form((0.817, 0.899), 0.8)  # 1, logit of the accuracy in the probe
-REFERENCE_LOG_NLL = Form((-0.186, 1.004), 0.6)  # 1, log of the log loss in the probe
-LOG_NLL_RATIO = Form((-0.434, 0.308), 0.27)  # (1 - ρ)(1 - 1/M), the same ratio in the probe
-SEPARATE_LOG_NLL_RATIO = Form((-0.872,), 0.27)  # (1 - ρ)(1 - 1/M)
+# Fixed by ``python -m benchmarks.forecast fix``. A feature that is 1 is the constant.
+CORRELATION = Form(
+    (0.369, 0.265, 0.051, 0.116, 0.151), 0.125
+)  # 1, w, o, w · o, accuracy in the probe
+DISAGREEMENT = Form((-0.002, 0.908), 0.089)  # 1, (1 - ρ) · error of a member in the probe
+MORE_ACCURACY = Form((0.084,), 0.019)  # (1 - ρ)(1 - 1/M)
+MORE_LOG_NLL = Form((-0.781,), 0.184)  # (1 - ρ)(1 - 1/M)
+LEAD = Form((-0.013, 0.101), 0.029)  # of a member over one network: 1, the same in the probe
+LEAD_LOG_NLL = Form((0.117, 0.445), 0.240)  # 1, the same in the probe
+LOGIT = Form((1.222, 0.827), 0.793)  # of the accuracy of one network: 1, the same in the probe
+LOG_NLL = Form((-0.563, 1.076), 0.743)  # of one network: 1, the same in the probe
 ENOUGH = 8  # members have 7/8 of all that there is to gain
 ONE_MODEL = 0.8  # correlation above which more members are not worth their cost
 TINY = 1e-6
@@ -89,7 +91,7 @@ class Probe:
 
     Attributes:
         likeness: mean overlap of what two members feed to the shared layers.
-        alike, separate_alike: correlation of the probabilities of two members, of two networks.
+        alike, separate_alike: correlation of two members' probabilities within classes.
         accuracy, separate_accuracy: of a member and of a separate network on the rows held out.
         nll, separate_nll: their log losses.
         steps, planned_steps: of the probe, and of the training that it stands for.
@@ -269,8 +271,8 @@ def forecast(
     labels = target[held]
     probe = Probe(
         likeness=likeness(ensemble),
-        alike=_alike(probed),
-        separate_alike=_alike(alone),
+        alike=_alike(probed, labels),
+        separate_alike=_alike(alone, labels),
         accuracy=float(metrics.member_accuracy(probed, labels).mean()),
         separate_accuracy=float(metrics.member_accuracy(alone, labels).mean()),
         nll=float(metrics.member_nll(probed, labels).mean()),
@@ -283,54 +285,54 @@ def forecast(
 
 def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
     """Carry what a probe said to the end of training, for this number of members."""
-    share, behind = 1 - 1 / members, probe.accuracy - probe.separate_accuracy
-    slower = math.log(max(probe.nll, TINY) / max(probe.separate_nll, TINY))
-    alike = 1.0 if probe.alike > 1 - TINY else _unit(CORRELATION(1, probe.alike, probe.likeness))
-    apart = _unit(SEPARATE_CORRELATION(1, probe.separate_alike))
-
-    def correctness(value: float, form: Form) -> Estimate:
-        half = form.half * min(1.0, 4 * (1 - value))  # members that are equal stay so
-        return Estimate(value, _unit(value - half), _unit(value + half))
+    correlation = correlation_of(probe.alike, probe.likeness, probe.accuracy)
+    separate = correlation_of(probe.separate_alike, 0.0, probe.separate_accuracy)
+    apart, separate_apart = ((1 - r.value) * (1 - 1 / members) for r in (correlation, separate))
+    lead = LEAD(1, probe.accuracy - probe.separate_accuracy)
+    gain, separate_gain = lead + MORE_ACCURACY(apart), MORE_ACCURACY(separate_apart)
+    lead_nll = LEAD_LOG_NLL(1, log_of(probe.nll) - log_of(probe.separate_nll))
+    logit, log_nll = (
+        LOGIT(1, logit_of(probe.separate_accuracy)),
+        LOG_NLL(1, log_of(probe.separate_nll)),
+    )
 
     def accuracy(more: float) -> Estimate:
-        logit = REFERENCE_LOGIT(1, _logit(probe.separate_accuracy))
-        ends = (logit, logit - REFERENCE_LOGIT.half, logit + REFERENCE_LOGIT.half)
-        return Estimate(*(_unit(1 / (1 + math.exp(-end)) + more) for end in ends))
+        return _around(logit, LOGIT.half, lambda v: _unit(1 / (1 + math.exp(-v)) + more))
 
     def loss(more: float) -> Estimate:
-        log = REFERENCE_LOG_NLL(1, math.log(max(probe.separate_nll, TINY))) + more
-        half = REFERENCE_LOG_NLL.half
-        return Estimate(math.exp(log), math.exp(log - half), math.exp(log + half))
+        return _around(log_nll + more, LOG_NLL.half, math.exp)
 
-    def difference(value: float) -> Estimate:
-        return Estimate(value, value - GAIN.half, value + GAIN.half)
-
-    gain, separate_gain = (GAIN(1, (1 - alike) * share, behind), SEPARATE_GAIN((1 - apart) * share))
-    disagreement = _unit(DISAGREEMENT(1, (1 - alike) * (1 - probe.accuracy)))
-    correlation = correctness(alike, CORRELATION)
-    enough = (1, 1, 1) if correlation.low > ONE_MODEL else (ENOUGH, ENOUGH // 2, 2 * ENOUGH)
+    enough = (1, 1, 1) if correlation.value > ONE_MODEL else (ENOUGH, ENOUGH // 2, 2 * ENOUGH)
+    wrong = (1 - correlation.value) * (1 - probe.accuracy)
     return Forecast(
         correlation=correlation,
-        separate_correlation=correctness(apart, SEPARATE_CORRELATION),
-        disagreement=Estimate(
-            disagreement,
-            _unit(disagreement - DISAGREEMENT.half),
-            _unit(disagreement + DISAGREEMENT.half),
-        ),
-        member_accuracy=accuracy(GAIN(1, 0, behind)),
+        separate_correlation=separate,
+        disagreement=_around(DISAGREEMENT(1, wrong), DISAGREEMENT.half, _unit),
+        member_accuracy=accuracy(lead),
         accuracy=accuracy(gain),
-        nll=loss(LOG_NLL_RATIO((1 - alike) * share, slower)),
+        nll=loss(lead_nll + MORE_LOG_NLL(apart)),
         reference_accuracy=accuracy(0.0),
         reference_nll=loss(0.0),
         separate_accuracy=accuracy(separate_gain),
-        separate_nll=loss(SEPARATE_LOG_NLL_RATIO((1 - apart) * share)),
-        gain=difference(gain),
-        gain_over_separate=difference(gain - separate_gain),
+        separate_nll=loss(MORE_LOG_NLL(separate_apart)),
+        gain=_around(gain, LEAD.half),
+        gain_over_separate=_around(gain - separate_gain, LEAD.half),
         best_members=Estimate(*enough),
         members=members,
         probe=probe,
         notes=notes,
     )
+
+
+def correlation_of(alike: float, likeness: float, accuracy: float) -> Estimate:
+    if alike > 1 - TINY:  # equal members stay equal
+        return Estimate(1.0, 1.0, 1.0)
+    form = CORRELATION(1, alike, likeness, alike * likeness, accuracy)
+    return _around(form, CORRELATION.half, _unit)
+
+
+def _around(value: float, half: float, link: Callable[[float], float] = lambda v: v) -> Estimate:
+    return Estimate(link(value), link(value - half), link(value + half))
 
 
 def likeness(ensemble: EmbeddedEnsemble) -> float:
@@ -348,13 +350,15 @@ def likeness(ensemble: EmbeddedEnsemble) -> float:
     return statistics.fmean(overlaps.values()) if overlaps else 1.0
 
 
-def _alike(outputs: Tensor) -> float:
-    """Return the correlation of two members' probabilities, over rows and classes."""
+def _alike(outputs: Tensor, target: Tensor) -> float:
+    """Return the correlation of two members' probabilities within the classes."""
     if len(outputs) < 2:
         return 1.0
     probabilities = outputs.double().softmax(-1)
-    centred = (probabilities - probabilities.mean(1, keepdim=True)).flatten(1)
-    return float(off_diagonal(torch.corrcoef(centred)).nanmean().nan_to_num(1.0))
+    for kind in target.unique():
+        rows = target == kind
+        probabilities[:, rows] -= probabilities[:, rows].mean(1, keepdim=True)
+    return float(off_diagonal(torch.corrcoef(probabilities.flatten(1))).nanmean().nan_to_num(1.0))
 
 
 def _reference(ensemble: EmbeddedEnsemble) -> nn.Module:
@@ -386,6 +390,10 @@ def _unit(value: float) -> float:
     return min(max(value, 0.0), 1.0)
 
 
-def _logit(share: float) -> float:
+def log_of(loss: float) -> float:
+    return math.log(max(loss, TINY))
+
+
+def logit_of(share: float) -> float:
     share = min(max(share, 0.01), 0.99)
     return math.log(share / (1 - share))
