@@ -150,8 +150,8 @@ def table(rows, rng, name):
     return x[chosen], y[chosen]
 
 
-def images(rows, rng, name, size):
-    found = getattr(data, name)()
+def images(rows, rng, read_set, size):
+    found = read_set()
     found = found.downsample(size) if size < found.train.inputs.shape[-1] else found
     x = torch.cat([found.train.inputs, found.test.inputs])
     y = torch.cat([found.train.targets, found.test.targets])
@@ -181,9 +181,9 @@ DEVELOPMENT = {
     },
 }
 JUDGED = {
-    "digits": partial(images, name="digits", size=8),
-    "fashion": partial(images, name="fashion_mnist", size=14),
-    "cifar": partial(images, name="cifar100", size=16),
+    "digits": partial(images, read_set=data.digits, size=8),
+    "fashion": partial(images, read_set=data.fashion_mnist, size=14),
+    "cifar": partial(images, read_set=partial(data.cifar100, labels="coarse"), size=16),
     "segment": partial(table, name="segment"),
     "vehicle": partial(table, name="vehicle"),
     "contraceptive": partial(table, name="contraceptive"),
@@ -427,7 +427,9 @@ def report(rows: list[dict]) -> None:
 
     def line(name: str, some: list[dict]) -> str:
         found = [forecasts.carry(forecasts.Probe(**r["probe"]), r["members"]) for r in some]
-        pairs = [(f.correlation, r["ensemble"]["correlation"]) for f, r in zip(found, some)]
+        pairs = [
+            (f.correlation, r["ensemble"]["correlation"]) for f, r in zip(found, some, strict=True)
+        ]
         pairs = [(f, m) for f, m in pairs if math.isfinite(m)]
         errors = [abs(f.value - m) for f, m in pairs]
         middle = statistics.median(m for _, m in pairs)
@@ -435,7 +437,7 @@ def report(rows: list[dict]) -> None:
         inside = statistics.fmean(f.low <= m <= f.high for f, m in pairs)
         gains = [
             (f.gain, r["ensemble"]["accuracy"] - r["one"]["member_accuracy"])
-            for f, r in zip(found, some)
+            for f, r in zip(found, some, strict=True)
         ]
         rank = spearmanr([g.value for g, _ in gains], [m for _, m in gains])[0]
         clear = [(g.value > 0) == (m > 0) for g, m in gains if abs(m) > 0.02]
@@ -445,9 +447,9 @@ def report(rows: list[dict]) -> None:
                 log(r["ensemble"]["nll"]) - log(r["one"]["member_nll"]),
                 log(f.nll.value) - log(f.reference_nll.value),
             )
-            for f, r in zip(found, some)
+            for f, r in zip(found, some, strict=True)
         ]
-        rank_nll = spearmanr(*zip(*losses))[0]
+        rank_nll = spearmanr(*zip(*losses, strict=True))[0]
         cost = statistics.median(r["forecast_seconds"] / r["ensemble"]["seconds"] for r in some)
         sign = f"{statistics.fmean(clear):.0%} of {len(clear)}" if clear else "–"
         return (
