@@ -28,19 +28,22 @@ def check_call(ensemble: Any, x: Any, target: Any = None, criterion: Any = F.mse
             f"torch.nn.functional.cross_entropy; got {criterion!r}"
         )
     check_inputs(x, ensemble=ensemble)
-    counts = {len(v) for v in tree_leaves(x) if isinstance(v, Tensor)}
     if isinstance(target, Tensor):
-        if target.dim() == 0 or len(target) == 0:
-            raise ValueError(
-                f"target: expected at least one sample; got shape {tuple(target.shape)}"
-            )
-        if len(counts) == 1 and counts != {len(target)}:
-            raise ValueError(
-                "x and target must have the same number of samples; got "
-                f"{counts.pop()} and {len(target)}. Take both from the same batch."
-            )
+        check_target(x, target)
         if not _is_finite(target):
             raise ValueError(f"target: {NOT_FINITE}.")
+
+
+def check_target(x: Any, target: Tensor) -> None:
+    """Raise where a target does not belong to the inputs."""
+    if target.dim() == 0 or len(target) == 0:
+        raise ValueError(f"target: expected at least one sample; got shape {tuple(target.shape)}")
+    counts = {len(v) for v in tree_leaves(x) if isinstance(v, Tensor)}
+    if len(counts) == 1 and counts != {len(target)}:
+        raise ValueError(
+            "x and target must have the same number of samples; got "
+            f"{counts.pop()} and {len(target)}. Take both from the same batch."
+        )
 
 
 def at_test(ensemble: Any) -> Any:

@@ -239,6 +239,7 @@ def forecast(
     count = ensemble.members if members is None else check_members(members)
     checks.check_inputs(x, ensemble=ensemble)
     target = _classes(target)
+    checks.check_target(x, target)
     plan = {
         "epochs": max(1, round(PART * epochs)),
         "batch_size": batch_size,
