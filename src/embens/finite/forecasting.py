@@ -259,12 +259,12 @@ def forecast(
     notes: list[str] = []
 
     def outputs(some: EmbeddedEnsemble) -> Tensor:
-        rows = _take(x, train), target[train]
+        rows = take(x, train), target[train]
         try:
             fit(some, rows, **plan)
         except Divergence:
             notes.append(f"the probe diverged at {FASTER:g} times the rate: take a smaller one")
-        found = predict(some, _take(x, held)).members
+        found = predict(some, take(x, held)).members
         return found.where(found.isfinite().all(-1, keepdim=True), 0.0)
 
     probed = outputs(ensemble.subset(range(min(MEMBERS, ensemble.members))))
@@ -383,7 +383,8 @@ def _classes(target: Any) -> Tensor:
     return target.long()
 
 
-def _take(x: Any, rows: Tensor) -> Any:
+def take(x: Any, rows: Tensor) -> Any:
+    """Return some rows of inputs."""
     return tree_map(lambda v: v[rows.to(v.device)] if isinstance(v, Tensor) else v, x)
 
 
