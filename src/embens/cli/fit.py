@@ -54,36 +54,35 @@ def run(options: argparse.Namespace) -> int:
     """Run ``embens fit``; return its exit code."""
     options.say = (lambda *text: None) if options.quiet else print
     options.out.mkdir(parents=True, exist_ok=True)  # before anything is spent
-    with files.reading(options.data):
-        dataset = files.open_dataset(options.data)
-        ids, apart = set_apart(options, dataset.schema.names)
-        given = {"ignore": apart, "seed": pipeline.draw_seed(options.seed), "held": "auto"}
-        source, texts = (
-            files.Source(data, options.target, **given)
-            for data in (dataset, files.open_dataset(options.data, ids))
-        )
-        kind, values = dataset.schema.field(options.target).type, {}
-        if not files.is_number(kind) and not files.is_label(kind):
-            raise ValueError(f"the target's type is {kind}; expected numbers, text or truth values")
-        for batch in dataset.to_batches(columns=[options.target]):
-            found = batch.column(0).unique().to_pylist()
-            values |= dict.fromkeys(v for v in found if not tables.is_missing(v))
-            if len(values) > ENOUGH:
-                break
-        task, why = files.choose_task(kind, [*values], source.rows, options.task)
-        options.say(f"{source.rows} rows, {len(source.columns)} columns; {task}: {why}")
-        estimator = make_estimator(options, task, kind)
-        if options.stream:
-            estimator.fit_files(dataset, options.target, ignore=apart)
-            held, kept, columns = source.held_out(), texts.held_out().select(ids), {}
-            where = "rows that the fit held out, and stopped and calibrated by"
-        else:
-            test = fit_in_memory(options, source, estimator)
-            held, kept = (s.dataset.take(test) for s in (source, texts))
-            columns, where = {"row": test}, "rows that were set aside"
-        columns |= dict(zip(ids, kept.select(ids).columns, strict=True))
-        y = files.to_numpy(held.column(options.target))
-        finish(options, estimator, held.select(source.columns), y, columns, where)
+    dataset = files.open_dataset(options.data)
+    ids, apart = set_apart(options, dataset.schema.names)
+    given = {"ignore": apart, "seed": pipeline.draw_seed(options.seed), "held": "auto"}
+    source, texts = (
+        files.Source(data, options.target, **given)
+        for data in (dataset, files.open_dataset(options.data, ids))
+    )
+    kind, values = dataset.schema.field(options.target).type, {}
+    if not files.is_number(kind) and not files.is_label(kind):
+        raise ValueError(f"the target's type is {kind}; expected numbers, text or truth values")
+    for part in files.read(dataset, options.data, columns=[options.target]):
+        found = part.column(0).unique().to_pylist()
+        values |= dict.fromkeys(v for v in found if not tables.is_missing(v))
+        if len(values) > ENOUGH:
+            break
+    task, why = files.choose_task(kind, [*values], source.rows, options.task)
+    options.say(f"{source.rows} rows, {len(source.columns)} columns; {task}: {why}")
+    estimator = make_estimator(options, task, kind)
+    if options.stream:
+        estimator.fit_files(dataset, options.target, ignore=apart)
+        held, kept, columns = source.held_out(), texts.held_out().select(ids), {}
+        where = "rows that the fit held out, and stopped and calibrated by"
+    else:
+        test = fit_in_memory(options, source, estimator)
+        held, kept = (s.dataset.take(test) for s in (source, texts))
+        columns, where = {"row": test}, "rows that were set aside"
+    columns |= dict(zip(ids, kept.select(ids).columns, strict=True))
+    y = files.to_numpy(held.column(options.target))
+    finish(options, estimator, held.select(source.columns), y, columns, where)
     return 0
 
 
@@ -132,12 +131,12 @@ def class_weight(given: list[str] | None, kind: Any) -> Any:
 def fit_in_memory(options: argparse.Namespace, source: files.Source, estimator: Any) -> Any:
     """Fit to rows that have a target, but for some to score with; return these rows' numbers."""
     import numpy as np
+    import pyarrow as pa
     from pyarrow import compute, types
     from sklearn.base import is_classifier
 
     pc: Any = compute
-    table = source.dataset.to_table()
-    table.validate(full=True)  # Arrow files are mapped as they are
+    table = pa.concat_tables(files.read(source.dataset, options.data))
     tables.from_frame(table.select(source.columns)).check()
     column = table.column(options.target)
     known = column.is_valid()
@@ -171,7 +170,6 @@ def finish(
     """Say what was found, and the scores; write model, scores and predictions."""
     for note in estimator.preprocessing_.notes:
         options.say(f"note: {note}")
-    options.say(estimator.diagnosis_)
     columns |= {"target": y}
     scores = {}
     if len(y):

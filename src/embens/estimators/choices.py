@@ -34,9 +34,8 @@ HELD_OUT = 10_000
 """Rows that are held out at most."""
 BLIND = 100
 """Epochs at most where nothing is held out to stop by."""
-P = (0.25, 0.5)
-"""Means of the modulations of a BatchEnsemble, N(p, 1 − p²): the first with room for all members,
-else the last."""
+P = 0.25
+"""Mean of the modulations of a BatchEnsemble, N(p, 1 − p²)."""
 LR = 2e-3
 """Rate of AdamW."""
 
@@ -125,9 +124,10 @@ class Parts(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What depends on the number of rows."""
+    """What every "auto" about the ensemble and its training has become."""
 
     members: int
+    p: float
     width: int
     batch_size: int
     epochs: int
@@ -144,35 +144,21 @@ def choose_sizes(rows: int, options: Options) -> Sizes:
 
     Example:
         >>> choose_sizes(10_000, Options())
-        Sizes(members=16, width=256, batch_size=256, epochs=200, dropout=0.1)
+        Sizes(members=16, p=0.25, width=256, batch_size=256, epochs=200, dropout=0.1)
         >>> choose_sizes(300, Options(members=4))
-        Sizes(members=4, width=64, batch_size=64, epochs=200, dropout=0.1)
+        Sizes(members=4, p=0.25, width=64, batch_size=64, epochs=200, dropout=0.1)
     """
     batches = ((rows, TINY), (64, 2500), (128, 5000), (256, 50_000), (512, 200_000))
     batch_size = next((size for size, below in batches if rows < below), 1024)
     epochs = 200 if rows <= 100_000 else max(20, 20_000_000 // rows)
     return Sizes(
         members=given(options.members, 16),
+        p=given(options.p, P),
         width=given(options.width, 64 if rows < 500 else 256),
         batch_size=given(options.batch_size, batch_size),
         epochs=given(options.max_epochs, epochs),
         dropout=given(options.dropout, 0.0 if rows < TINY else 0.1),
     )
-
-
-def diagnosed_rows(outputs: int) -> int:
-    """Return how many rows to diagnose with, for a network with so many outputs."""
-    return max(8, min(64, 128 // outputs))
-
-
-def members_with_room(room: float, members: int, rows: int) -> int:
-    """Return how many members to take where there is room for so many: half of them at least.
-
-    Room is measured before training, and roughly. A tiny table is left alone.
-    """
-    if rows < TINY or room >= members:
-        return members
-    return max(members // 2, int(room))
 
 
 def split(
