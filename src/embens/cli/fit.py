@@ -28,26 +28,25 @@ ENOUGH = 10_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens fit``."""
-    parser.add_argument("data", type=Path, help="a CSV, Parquet or Arrow file")
-    parser.add_argument("--target", required=True, help="the column to predict")
-    parser.add_argument("--task", choices=("auto", "classification", "regression"), default="auto")
-    parser.add_argument("--out", type=Path, default=Path("embens-fit"), help="folder for results")
-    parser.add_argument("--family", choices=choices.FAMILIES, default="batch_ensemble")
-    parser.add_argument("--members", type=int, default=None, help="how many (default: chosen)")
-    parser.add_argument("--p", type=float, default=None, help="0: independent, 1: equal members")
-    parser.add_argument("--categorical", nargs="*", default=None, help="names of such columns")
-    parser.add_argument("--drop", nargs="*", default=[], help="columns to leave out")
-    parser.add_argument("--epochs", type=int, default=None, help="at most (default: chosen)")
-    parser.add_argument("--test-fraction", type=share, default=0.2, help="of rows to score with")
-    parser.add_argument("--coverage", type=share, default=0.9, help="of prediction intervals")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--id", help="a column that identifies rows, no feature (default: id)")
-    weights = "balanced, or CLASS=NUMBER for each class"
-    parser.add_argument("--class-weight", nargs="+", help=weights)
-    stream = "read the file in parts, for what memory can't hold"
-    parser.add_argument("--stream", action="store_true", help=stream)
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    add = parser.add_argument
+    add("data", type=Path, help="a CSV, Parquet or Arrow file")
+    add("--target", required=True, help="the column to predict")
+    add("--task", choices=("auto", "classification", "regression"), default="auto")
+    add("--out", type=Path, default=Path("embens-fit"), help="folder for results")
+    add("--family", choices=choices.FAMILIES, default="batch_ensemble")
+    add("--members", type=int, help="how many (default: 16)")
+    add("--p", type=float, help="0: independent, 1: equal members")
+    add("--categorical", nargs="*", help="names of such columns")
+    add("--drop", nargs="*", default=[], help="columns to leave out")
+    add("--epochs", type=int, help="at most (default: chosen)")
+    add("--test-fraction", type=share, default=0.2, help="of rows to score with")
+    add("--coverage", type=share, default=0.9, help="of prediction intervals")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int)
+    add("--id", help="a column that identifies rows, no feature (default: id)")
+    add("--class-weight", nargs="+", help="balanced, or CLASS=NUMBER for each class")
+    add("--stream", action="store_true", help="read the file in parts, for what memory can't hold")
+    add("--quiet", action="store_true", help="print nothing but errors")
 
 
 def run(options: argparse.Namespace) -> int:

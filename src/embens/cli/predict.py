@@ -17,13 +17,12 @@ from embens.estimators import files, load, pipeline, tables
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens predict``."""
-    parser.add_argument("model", type=Path, help="model.safetensors, or the folder it is in")
-    parser.add_argument("data", type=Path, help="a CSV, Parquet or Arrow file")
-    out = Path("predictions.csv")
-    parser.add_argument("--out", type=Path, default=out, help="a CSV or Parquet file")
-    parser.add_argument("--coverage", type=share, default=0.9, help="of prediction intervals")
-    ids = "columns to keep beside the predictions (default: all that the model does not use)"
-    parser.add_argument("--id", nargs="*", help=ids)
+    add = parser.add_argument
+    add("model", type=Path, help="model.safetensors, or the folder it is in")
+    add("data", type=Path, help="a CSV, Parquet or Arrow file")
+    add("--out", type=Path, default=Path("predictions.csv"), help="a CSV or Parquet file")
+    add("--coverage", type=share, default=0.9, help="of prediction intervals")
+    add("--id", nargs="*", help="columns to keep (default: all that the model does not use)")
 
 
 def run(options: argparse.Namespace) -> int:
