@@ -95,6 +95,15 @@ class State:
             return ()
         return tuple(self.covariance.shape[-self.spatial :])
 
+    def equal_pixels(self, kernel: Tensor) -> Tensor:
+        """Return a view of the entries in which both pixels are the same; those pixels come last."""
+        if self.layout != PAIRS:
+            return kernel
+        axis = kernel.dim() - 2 * self.spatial
+        for left in range(self.spatial, 0, -1):
+            kernel = kernel.diagonal(dim1=axis, dim2=axis + left)
+        return kernel
+
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """Apply a linear map of the pixels to all kernels."""
         cross = None if self.cross is None else cache(lambda: self.crossed.map(function))
@@ -115,9 +124,8 @@ def describe(module: nn.Module, path: str) -> str:
     return f"{path!r} ({kind})" if path else kind
 
 
-def diagonal_of(kernel: Tensor, spatial: int) -> Tensor:
-    """Return a view of the entries in which both pixels are the same; those pixels come last."""
-    axis = kernel.dim() - 2 * spatial
-    for left in range(spatial, 0, -1):
-        kernel = kernel.diagonal(dim1=axis, dim2=axis + left)
-    return kernel
+def plus(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return a sum in which None is zero; the first tensor may be overwritten."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first.add_(second)
