@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,13 +66,12 @@ def run(options: argparse.Namespace) -> int:
         for name, cells in sweeps.items():
             _estimate(console, name, cells, options)
         return 0
-    engine, failed = _engine(options), 0
-    try:
-        for name, cells in sweeps.items():
-            failed += _reproduce(console, options, name, cells, setting, engine)
-    finally:
-        engine.close()
-    return int(failed > 0)
+    with closing(_engine(options)) as engine:
+        failed = [
+            _reproduce(console, options, name, cells, setting, engine)
+            for name, cells in sweeps.items()
+        ]
+    return int(any(failed))
 
 
 def _check(options: argparse.Namespace) -> list[str]:
@@ -205,7 +205,7 @@ def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
         console.print(
             f"[{styles[claim.verdict]}]{claim.verdict:>13}[/]  {escape(claim.statement)}\n"
             f"{'':15}{escape(claim.measure)}: {number}\n"
-            f"{'':15}[dim]the paper: {escape(claim.paper)}[/]",
+            f"{'':15}[dim]the paper: {escape(claim.paper)}[/]"
         )
 
 
@@ -231,5 +231,5 @@ def _estimate(console: Console, name: str, cells: list[Any], options: argparse.N
         f"{name} ({options.preset}): {len(cells)} cells, {len(left)} to do; about "
         f"{duration(min(costs))} to {duration(max(costs))} each (from a timed one), "
         f"{duration(sum(todo))} of work, {duration(wall)} with {workers} "
-        + ("worker" if workers == 1 else "workers"),
+        + ("worker" if workers == 1 else "workers")
     )

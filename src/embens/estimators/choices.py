@@ -79,24 +79,23 @@ _CHOICES = {
     "numerical_embedding": ("piecewise", "periodic", "none"),
 }
 _COUNTS = "members width depth bins max_categories batch_size max_epochs patience".split()
-_RANGES = {"p": (-1.0, 1.0), "dropout": (0.0, 0.99), "validation_fraction": (0.0, 0.9)}
-_RANGES |= dict.fromkeys(("gamma", "lr", "modulation_lr", "weight_decay"), (0.0, math.inf))
+_RANGES = {"p": (-1, 1), "dropout": (0, 0.99), "validation_fraction": (0, 0.9)}
+_RANGES |= dict.fromkeys(("gamma", "lr", "modulation_lr", "weight_decay"), (0, math.inf))
+_RANGES |= dict.fromkeys(_COUNTS, (1, math.inf))
 
 
 def check(options: Options) -> None:
     """Raise where an option has no meaning."""
     for name, allowed in _CHOICES.items():
         check_choice(name, getattr(options, name), allowed)
-    for name in (*_COUNTS, *_RANGES):
+    for name, (low, high) in _RANGES.items():
         value = getattr(options, name)
         auto = " or 'auto'" if getattr(Options, name) == "auto" else ""
         if auto and isinstance(value, str) and value == "auto":
             continue
+        kind, expected = Real, f"a number from {low:g} to {high:g}"
         if name in _COUNTS:
-            kind, low, high, expected = Integral, 1, math.inf, "a whole number of at least 1"
-        else:
-            kind, (low, high) = Real, _RANGES[name]
-            expected = f"a number from {low:g} to {high:g}"
+            kind, expected = Integral, "a whole number of at least 1"
         if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
             raise ValueError(f"{name}: expected {expected}{auto}; got {value!r}")
     given: Any = options.class_weight

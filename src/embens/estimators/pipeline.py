@@ -145,9 +145,7 @@ def prepare(
     if previous:
         known, dtype = previous.preprocessing, previous.dtype
     else:
-        look = torch.arange(len(parts.train))
-        if len(look) > choices.LOOK:
-            look = torch.randperm(len(look), generator=drawing)[: choices.LOOK].sort().values
+        look = torch.randperm(len(mine), generator=drawing)[: choices.LOOK].sort().values
         sample = table.take(parts.train[look].numpy())
         known = preprocessing.learn(sample, options, mine[look])
         learnt = learnt.scaled(values[parts.train], mine)

@@ -26,7 +26,6 @@ from embens.laws import Law, from_dict
 from embens.training import History
 
 FORMAT = Format("embens estimator", 4)
-_COLUMNS = ("centre", "scale", "edges", "scores")
 
 
 def save(estimator: Any, path: str | os.PathLike[str]) -> None:
@@ -34,9 +33,9 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
     ensemble, head, fitted = estimator.ensemble_, vars(estimator.head_).copy(), estimator.fitted_
     columns = vars(fitted.preprocessing).copy()
     tensors = {f"ensemble.{k}": v for k, v in ensemble.state_dict().items()}
-    tensors |= {f"columns.{k}": columns.pop(k) for k in _COLUMNS}
-    for k in [k for k, v in head.items() if isinstance(v, Tensor)]:
-        tensors[f"head.{k}"] = head.pop(k)
+    for part, values in (("columns", columns), ("head", head)):
+        for k in [k for k, v in values.items() if isinstance(v, Tensor)]:
+            tensors[f"{part}.{k}"] = values.pop(k)
     if "labels" in head:
         kinds = ["object" if c.dtype.kind == "O" else c.dtype.str for c in head["labels"]]
         head["labels"] = list(zip(kinds, head["labels"], strict=True))
@@ -103,7 +102,7 @@ def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], estimator: Any) 
     head = estimator.head(**header["head"], **parts["head"])
     sizes, depth = Sizes(**header["sizes"]), int(estimator.depth)
     if sizes.width * (1 + (depth - 1) * sizes.width) > sum(t.numel() for t in tensors.values()):
-        raise ValueError(f"depth {depth} and width {sizes.width} are more numbers than the file has")
+        raise ValueError(f"{depth} layers of {sizes.width} are more numbers than the file has")
     reference = network.build(known, head.outputs, estimator, sizes)
     weights = parts["ensemble"]
     dtype = next(t.dtype for t in weights.values() if t.is_floating_point())

@@ -18,14 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from embens.theory.limit.state import (
-    DIAGONAL,
-    MEASURE,
-    PAIRS,
-    Moments,
-    State,
-    describe,
-)
+from embens.theory.limit.state import DIAGONAL, MEASURE, PAIRS, Moments, State, describe
 
 PixelMap = Callable[[Tensor], Tensor]
 

@@ -48,6 +48,7 @@ from embens.theory.limit.state import (
     Moments,
     Recorded,
     State,
+    constant,
     describe,
     plain_module,
     plus,
@@ -208,11 +209,11 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
     if state.recording is not None:
         variances = state.equal_pixels(covariance).contiguous()
         _check_range(module, variances, state)
-        state.recording.append(Recorded(variances, dual, law))
+        state.recording.append(Recorded(dual, law, variances))
         spread = _spread(variances, variances, state, paired=True)
         return after.replace(same=Moments(dual.same(*spread, covariance, law, with_h=False)[0]))
-    assert state.records is not None
-    (first, dual, _), (second, _, _) = (record[state.depth] for record in state.records)
+    dual = state.duals[state.depth]
+    first, second = (variances[state.depth] for variances in state.variances)
     if state.aligned:
         covariance = _with_exact_diagonal(covariance, first, state)
     trains = state.tracked and pre is not None and is_trainable(pre)
@@ -225,7 +226,7 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
 
     def crossed() -> Moments:
         before = Moments(covariance, state.same.ntk) if state.cross is None else state.crossed
-        c = _constant(0.0, covariance) if before.nngp is None else before.nngp
+        c = constant(0.0, covariance) if before.nngp is None else before.nngp
         law, members = (None, 1) if pre is None else (pre.law, pre.drawn)
         f, g = dual.joint(*_spread(first, second, state, between=True), c, law, members)
         return Moments(f, None if before.ntk is None else g.mul_(before.ntk))
@@ -275,7 +276,7 @@ def affine(
 
     same, cross, individual = moments(state.same, second), None, None
     shared = (law.bias_variance, 0.0 if own else law.bias_gain)
-    biases = Moments(*(_constant(b, same.nngp) if b else None for b in shared))  # type: ignore[arg-type]
+    biases = Moments(*(constant(b, same.nngp) if b else None for b in shared))  # type: ignore[arg-type]
     if state.tracked:
         if state.cross is not None or (post is not None and tells_apart(post.law)):
             cross = cache(lambda: moments(state.crossed, first) if first else biases)
@@ -352,10 +353,6 @@ def _looks_like_torchs(weight, fan_in: int) -> bool:
         return False
     error = math.sqrt(4 / 45 / scaled.numel())  # standard deviation of the mean of a square
     return abs(scaled.square().mean().item() - 1 / 3) < 6 * error
-
-
-def _constant(value: float, like: Tensor) -> Tensor:
-    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 def is_trainable(modulation: Modulation) -> bool:
