@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 RESAMPLES = 400
-ENOUGH = 10_000
-"""Distinct values of a target that are looked at."""
+ENOUGH = 10_000  # distinct values of a target that are looked at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,18 +26,12 @@ FAMILIES = {
     "independent": None,
 }
 """Functions of embens that embed members, and the option that each of them takes."""
-TINY = 50
-"""Below so many rows nothing is held out, and a step sees all of them, in float64."""
-LOOK = 100_000
-"""Rows that bins and categories are taken from, at most."""
-HELD_OUT = 10_000
-"""Rows that are held out at most."""
-BLIND = 100
-"""Epochs at most where nothing is held out to stop by."""
-P = 0.25
-"""Mean of the modulations of a BatchEnsemble, N(p, 1 − p²)."""
-LR = 2e-3
-"""Rate of AdamW."""
+TINY = 50  # below so many rows nothing is held out, and a step sees all of them, in float64
+LOOK = 100_000  # rows that bins and categories are taken from, at most
+HELD_OUT = 10_000  # rows that are held out at most
+BLIND = 100  # epochs at most where nothing is held out to stop by
+P = 0.25  # mean of the modulations of a BatchEnsemble, N(p, 1 − p²)
+LR = 2e-3  # rate of AdamW
 
 
 @dataclass(eq=False, repr=False)

@@ -30,12 +30,9 @@ from embens.estimators.tables import Table, from_frame, is_frame, place, read_ta
 from embens.files import refusing, write_atomically
 from embens.training import randomness
 
-BLOCK = 32_768
-"""Rows that are read at a time."""
-BUFFER = 8
-"""Blocks among which rows are shuffled."""
-CLASSES = 20
-"""Whole numbers with at most so many values are taken for classes."""
+BLOCK = 32_768  # rows that are read at a time
+BUFFER = 8  # blocks among which rows are shuffled
+CLASSES = 20  # whole numbers with at most so many values are taken for classes
 FORMATS = {".parquet": "parquet", ".pq": "parquet", "": "parquet", ".csv": "csv"}
 FORMATS |= {".arrow": "ipc", ".feather": "ipc"}
 

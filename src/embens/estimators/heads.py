@@ -32,8 +32,7 @@ from embens.estimators.tables import place, read_target
 if TYPE_CHECKING:
     import numpy as np
 
-LOG_VARIANCES = (-10.0, 10.0)
-"""Bounds of a member's log-variance, of a target of variance 1."""
+LOG_VARIANCES = (-10.0, 10.0)  # bounds of a member's log-variance, of a target of variance 1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -30,10 +30,8 @@ from embens.training import Divergence, History, randomness
 if TYPE_CHECKING:
     import numpy as np
 
-BLOCK = 65_536
-"""Rows that are predicted at a time."""
-Tensors = tuple[Tensor, ...]
-"""Rows as the network sees them: numbers, codes of categories, target."""
+BLOCK = 65_536  # rows that are predicted at a time
+Tensors = tuple[Tensor, ...]  # rows as the network sees them: numbers, codes of categories, target
 
 
 @dataclass(frozen=True)

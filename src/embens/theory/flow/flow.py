@@ -51,8 +51,7 @@ class FlowSettings:
 
 
 DEFAULT = FlowSettings()
-SILENT = 1e-10
-"""Relative size of the mean's kernel up to which it is 0."""
+SILENT = 1e-10  # relative size of the mean's kernel up to which it is 0
 
 
 class PerMode(NamedTuple, Generic[T]):
