@@ -98,14 +98,7 @@ def brier(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
 
 
 def correctness_correlation(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
-    r"""Pearson correlation between members being right, averaged over pairs.
-
-    Member :math:`a` is right (1) or wrong (0) on each sample. With its standardised values
-    :math:`z_a(x)`, the sum of all correlations is a mean square, and of :math:`M` members
-
-    .. math::
-        \frac{1}{M(M-1)} \sum_{a \ne b} \rho_{ab}
-        = \frac{\big\langle \big(\sum_a z_a(x)\big)^2 \big\rangle_x - M}{M(M-1)} .
+    """Pearson correlation between members being right (1) or wrong (0), averaged over pairs.
 
     Members that are right on all samples, or on none, have no correlation and leave the pairs;
     where no pair is left, it is NaN, with a warning.
@@ -124,9 +117,7 @@ def correctness_correlation(outputs: Outputs, target: Target) -> Float[Tensor, "
             f"{members} of {len(outputs)} members are right on some samples and wrong on others"
         )
         return _without_pairs(outputs, "correctness_correlation", f"{reason}; take more samples")
-    deviation, mean = torch.std_mean(correct, 1, correction=0, keepdim=True)
-    total = ((correct - mean) / deviation).sum(0).square().mean()
-    return (total - members) / (members * (members - 1))
+    return (torch.corrcoef(correct).sum() - members) / (members * (members - 1))
 
 
 def disagreement(outputs: Outputs, target: Ignored = None) -> Float[Tensor, ""]:
@@ -137,12 +128,10 @@ def disagreement(outputs: Outputs, target: Ignored = None) -> Float[Tensor, ""]:
         0.6666666...
     """
     outputs = _check_outputs(outputs)
-    members, batch, classes = outputs.shape
+    members, _, classes = outputs.shape
     if members < 2:
         return _without_pairs(outputs, "disagreement", "outputs have 1 member, not several")
-    predicted = outputs.argmax(-1).T
-    votes = predicted.new_zeros(batch, classes)
-    votes.scatter_add_(1, predicted, torch.ones_like(predicted))
+    votes = one_hot(outputs.argmax(-1), classes).sum(0)
     agreeing = (votes * (votes - 1)).sum(1) / (members * (members - 1))
     return 1 - agreeing.to(outputs.dtype).mean()
 

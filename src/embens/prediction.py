@@ -20,14 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from embens import metrics
-from embens.checks import (
-    check_choice,
-    check_members,
-    check_rows,
-    check_whole,
-    find_gaps,
-    suggest,
-)
+from embens.checks import check_choice, check_members, check_rows, check_whole, find_gaps, suggest
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather

@@ -38,13 +38,6 @@ def test_classes_keep_their_shares_and_none_is_held_out_whole():
     assert (train > 0).all()
 
 
-def test_members_follow_the_room_down_to_a_half():
-    assert choices.members_with_room(float("inf"), 16, 1000) == 16
-    assert choices.members_with_room(12.9, 16, 1000) == 12
-    assert choices.members_with_room(3.0, 16, 1000) == 8
-    assert choices.members_with_room(3.0, 16, 20) == 16
-
-
 def test_a_tiny_table_is_one_batch_without_dropout():
     sizes = choices.choose_sizes(30, Options())
     assert (sizes.batch_size, sizes.dropout) == (30, 0.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -13,15 +11,11 @@ from embens.estimators import EmbeddedEnsembleClassifier, choices, pipeline
 from embens.training import randomness
 
 
-@pytest.mark.parametrize(("room", "p", "members"), [(99.0, 0.25, 16), (10.0, 0.5, 10)])
-def test_members_become_more_alike_before_they_become_fewer(monkeypatch, room, p, members):
-
-    found = SimpleNamespace(room=room, gamma=1.0)
-    monkeypatch.setattr(pipeline, "diagnose", lambda *arguments: found)
+def test_members_and_their_law_are_fixed_numbers_unless_they_are_given():
     X = torch.randn(100, 2, generator=torch.Generator().manual_seed(0)).numpy()
     auto = EmbeddedEnsembleClassifier(width=8, max_epochs=1, random_state=0).fit(X, X[:, 0] > 0)
-    assert (auto.p_, auto.ensemble_.members) == (p, members)
-    assert auto.ensemble_.plan.sites[0].law.mean == pytest.approx(p)
+    assert (auto.p_, auto.ensemble_.members) == (0.25, 16)
+    assert auto.ensemble_.plan.sites[0].law.mean == pytest.approx(0.25)
     given = EmbeddedEnsembleClassifier(members=12, p=0.1, width=8, max_epochs=1, random_state=0)
     given.fit(X, X[:, 0] > 0)
     assert (given.p_, given.ensemble_.members) == (0.1, 12)

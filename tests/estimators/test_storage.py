@@ -91,9 +91,9 @@ def test_other_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h["chosen"].update(predict=1), "unexpected keyword argument 'predict'"),
+        (lambda h: h["sizes"].update(predict=1), "unexpected keyword argument 'predict'"),
         (lambda h: h["head"].update(predict=1), "unexpected keyword argument 'predict'"),
-        (lambda h: h["chosen"].update(width=10**6), "more numbers than the file has"),
+        (lambda h: h["sizes"].update(width=10**6), "more numbers than the file has"),
         (lambda h: h["arguments"].update(surprise=1), "surprise"),
         (lambda h: h.pop("plan"), "KeyError"),
         (lambda h: h["plan"].update(members=10**9), "number of members"),

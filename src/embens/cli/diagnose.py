@@ -21,25 +21,19 @@ from embens.finite import Budget, diagnose
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens diagnose``."""
-    parser.add_argument("ensemble", type=Path, help="what ensemble.save wrote")
-    parser.add_argument(
-        "--reference",
-        required=True,
-        help='the architecture: "mlp(inputs=64, …)", "cnn(…)", module:function, file.py:function'
-        "; the last two run that code: name only what you trust",
-    )
-    parser.add_argument(
-        "--data", default="digits", help="digits (default), or an .npz file with x and y"
-    )
-    parser.add_argument("--gamma", type=float, help="the gradient scale that you mean to use")
-    parser.add_argument("--optimizer", help="the optimizer that you mean to use, such as Adam")
-    parser.add_argument("--wanted", choices=["independent"], help="what members should be")
-    parser.add_argument("--samples", type=int, default=256, help="at most so many (default 256)")
-    parser.add_argument(
-        "--members", type=int, default=16, help="measure at most so many (default 16)"
-    )
-    parser.add_argument("--json", action="store_true", help="print numbers for programs")
-    parser.add_argument("--plot", type=Path, help="a file for a picture")
+    add = parser.add_argument
+    add("ensemble", type=Path, help="what ensemble.save wrote")
+    networks = '"mlp(inputs=64, …)", "cnn(…)", module:function, file.py:function'
+    trust = "the last two run that code: name only what you trust"
+    add("--reference", required=True, help=f"the architecture: {networks}; {trust}")
+    add("--data", default="digits", help="digits (default), or an .npz file with x and y")
+    add("--gamma", type=float, help="the gradient scale that you mean to use")
+    add("--optimizer", help="the optimizer that you mean to use, such as Adam")
+    add("--wanted", choices=["independent"], help="what members should be")
+    add("--samples", type=int, default=256, help="at most so many (default 256)")
+    add("--members", type=int, default=16, help="measure at most so many (default 16)")
+    add("--json", action="store_true", help="print numbers for programs")
+    add("--plot", type=Path, help="a file for a picture")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -22,68 +22,65 @@ if TYPE_CHECKING:
     import numpy as np
 
 RESAMPLES = 400
-ENOUGH = 10_000
-"""Distinct values of a target that are looked at."""
+ENOUGH = 10_000  # distinct values of a target that are looked at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens fit``."""
-    parser.add_argument("data", type=Path, help="a CSV, Parquet or Arrow file")
-    parser.add_argument("--target", required=True, help="the column to predict")
-    parser.add_argument("--task", choices=("auto", "classification", "regression"), default="auto")
-    parser.add_argument("--out", type=Path, default=Path("embens-fit"), help="folder for results")
-    parser.add_argument("--family", choices=choices.FAMILIES, default="batch_ensemble")
-    parser.add_argument("--members", type=int, default=None, help="how many (default: chosen)")
-    parser.add_argument("--p", type=float, default=None, help="0: independent, 1: equal members")
-    parser.add_argument("--categorical", nargs="*", default=None, help="names of such columns")
-    parser.add_argument("--drop", nargs="*", default=[], help="columns to leave out")
-    parser.add_argument("--epochs", type=int, default=None, help="at most (default: chosen)")
-    parser.add_argument("--test-fraction", type=share, default=0.2, help="of rows to score with")
-    parser.add_argument("--coverage", type=share, default=0.9, help="of prediction intervals")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--id", help="a column that identifies rows, no feature (default: id)")
-    weights = "balanced, or CLASS=NUMBER for each class"
-    parser.add_argument("--class-weight", nargs="+", help=weights)
-    stream = "read the file in parts, for what memory can't hold"
-    parser.add_argument("--stream", action="store_true", help=stream)
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    add = parser.add_argument
+    add("data", type=Path, help="a CSV, Parquet or Arrow file")
+    add("--target", required=True, help="the column to predict")
+    add("--task", choices=("auto", "classification", "regression"), default="auto")
+    add("--out", type=Path, default=Path("embens-fit"), help="folder for results")
+    add("--family", choices=choices.FAMILIES, default="batch_ensemble")
+    add("--members", type=int, help="how many (default: 16)")
+    add("--p", type=float, help="0: independent, 1: equal members")
+    add("--categorical", nargs="*", help="names of such columns")
+    add("--drop", nargs="*", default=[], help="columns to leave out")
+    add("--epochs", type=int, help="at most (default: chosen)")
+    add("--test-fraction", type=share, default=0.2, help="of rows to score with")
+    add("--coverage", type=share, default=0.9, help="of prediction intervals")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int)
+    add("--id", help="a column that identifies rows, no feature (default: id)")
+    add("--class-weight", nargs="+", help="balanced, or CLASS=NUMBER for each class")
+    add("--stream", action="store_true", help="read the file in parts, for what memory can't hold")
+    add("--quiet", action="store_true", help="print nothing but errors")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens fit``; return its exit code."""
     options.say = (lambda *text: None) if options.quiet else print
     options.out.mkdir(parents=True, exist_ok=True)  # before anything is spent
-    with files.reading(options.data):
-        dataset = files.open_dataset(options.data)
-        ids, apart = set_apart(options, dataset.schema.names)
-        given = {"ignore": apart, "seed": pipeline.draw_seed(options.seed), "held": "auto"}
-        source, texts = (
-            files.Source(data, options.target, **given)
-            for data in (dataset, files.open_dataset(options.data, ids))
-        )
-        kind, values = dataset.schema.field(options.target).type, {}
-        if not files.is_number(kind) and not files.is_label(kind):
-            raise ValueError(f"the target's type is {kind}; expected numbers, text or truth values")
-        for batch in dataset.to_batches(columns=[options.target]):
-            found = batch.column(0).unique().to_pylist()
-            values |= dict.fromkeys(v for v in found if not tables.is_missing(v))
-            if len(values) > ENOUGH:
-                break
-        task, why = files.choose_task(kind, [*values], source.rows, options.task)
-        options.say(f"{source.rows} rows, {len(source.columns)} columns; {task}: {why}")
-        estimator = make_estimator(options, task, kind)
-        if options.stream:
-            estimator.fit_files(dataset, options.target, ignore=apart)
-            held, kept, columns = source.held_out(), texts.held_out().select(ids), {}
-            where = "rows that the fit held out, and stopped and calibrated by"
-        else:
-            test = fit_in_memory(options, source, estimator)
-            held, kept = (s.dataset.take(test) for s in (source, texts))
-            columns, where = {"row": test}, "rows that were set aside"
-        columns |= dict(zip(ids, kept.select(ids).columns, strict=True))
-        y = files.to_numpy(held.column(options.target))
-        finish(options, estimator, held.select(source.columns), y, columns, where)
+    dataset = files.open_dataset(options.data)
+    ids, apart = set_apart(options, dataset.schema.names)
+    given = {"ignore": apart, "seed": pipeline.draw_seed(options.seed), "held": "auto"}
+    source, texts = (
+        files.Source(data, options.target, **given)
+        for data in (dataset, files.open_dataset(options.data, ids))
+    )
+    kind, values = dataset.schema.field(options.target).type, {}
+    if not files.is_number(kind) and not files.is_label(kind):
+        raise ValueError(f"the target's type is {kind}; expected numbers, text or truth values")
+    for part in files.read(dataset, options.data, columns=[options.target]):
+        found = part.column(0).unique().to_pylist()
+        values |= dict.fromkeys(v for v in found if not tables.is_missing(v))
+        if len(values) > ENOUGH:
+            break
+    task, why = files.choose_task(kind, [*values], source.rows, options.task)
+    options.say(f"{source.rows} rows, {len(source.columns)} columns; {task}: {why}")
+    estimator = make_estimator(options, task, kind)
+    if options.stream:
+        estimator.fit_files(dataset, options.target, ignore=apart)
+        held, kept, columns = source.held_out(), texts.held_out().select(ids), {}
+        where = "rows that the fit held out, and stopped and calibrated by"
+    else:
+        test = fit_in_memory(options, source, estimator)
+        held, kept = (s.dataset.take(test) for s in (source, texts))
+        columns, where = {"row": test}, "rows that were set aside"
+    columns |= dict(zip(ids, kept.select(ids).columns, strict=True))
+    y = files.to_numpy(held.column(options.target))
+    finish(options, estimator, held.select(source.columns), y, columns, where)
     return 0
 
 
@@ -132,12 +129,12 @@ def class_weight(given: list[str] | None, kind: Any) -> Any:
 def fit_in_memory(options: argparse.Namespace, source: files.Source, estimator: Any) -> Any:
     """Fit to rows that have a target, but for some to score with; return these rows' numbers."""
     import numpy as np
+    import pyarrow as pa
     from pyarrow import compute, types
     from sklearn.base import is_classifier
 
     pc: Any = compute
-    table = source.dataset.to_table()
-    table.validate(full=True)  # Arrow files are mapped as they are
+    table = pa.concat_tables(files.read(source.dataset, options.data))
     tables.from_frame(table.select(source.columns)).check()
     column = table.column(options.target)
     known = column.is_valid()
@@ -171,7 +168,6 @@ def finish(
     """Say what was found, and the scores; write model, scores and predictions."""
     for note in estimator.preprocessing_.notes:
         options.say(f"note: {note}")
-    options.say(estimator.diagnosis_)
     columns |= {"target": y}
     scores = {}
     if len(y):

@@ -22,27 +22,25 @@ Interrupted, the same command goes on where it stopped."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens kernel``."""
     parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--network",
-        default="mlp(inputs=64, depth=3, weight_std=1.4142135623730951)",
-        help="mlp(…), cnn(…), or file.py:function, which runs that file's code, so name only files "
-        "that you trust (default: %(default)s)",
-    )
-    parser.add_argument("--law", help="law of all modulations, such as 'Shifted(0.5)'")
-    parser.add_argument("--pre", help="law of the outputs' modulations; 'none': absent")
-    parser.add_argument("--post", help="law of the inputs' modulations; 'none': absent")
-    parser.add_argument("--sites", default="hidden", choices=("hidden", "last", "all"))
-    parser.add_argument("--frozen", action="store_true", help="modulations that are not trained")
-    parser.add_argument("--members", type=int, default=8)
-    parser.add_argument("--data", default="digits", help="digits, x.npy, or a .npz with x")
-    parser.add_argument("--against", help="second set of inputs, as for --data")
-    parser.add_argument("--points", type=int, help="take the first N inputs")
-    parser.add_argument("--out", required=True, help="file to write, .npz or .zarr")
-    parser.add_argument("--float32", action="store_true", help="half the size, six digits")
-    parser.add_argument("--block", type=int, help="side of a block (default: what fits the cache)")
-    parser.add_argument("--device", default="cpu", help="where to compute (default cpu)")
-    parser.add_argument("--seed", type=int, default=0, help="of drawn modulations with --sites all")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add = parser.add_argument
+    network = "mlp(inputs=64, depth=3, weight_std=1.4142135623730951)"
+    code = "file.py:function, which runs that file's code, so name only files that you trust"
+    add("--network", default=network, help=f"mlp(…), cnn(…), or {code} (default: %(default)s)")
+    add("--law", help="law of all modulations, such as 'Shifted(0.5)'")
+    add("--pre", help="law of the outputs' modulations; 'none': absent")
+    add("--post", help="law of the inputs' modulations; 'none': absent")
+    add("--sites", default="hidden", choices=("hidden", "last", "all"))
+    add("--frozen", action="store_true", help="modulations that are not trained")
+    add("--members", type=int, default=8)
+    add("--data", default="digits", help="digits, x.npy, or a .npz with x")
+    add("--against", help="second set of inputs, as for --data")
+    add("--points", type=int, help="take the first N inputs")
+    add("--out", required=True, help="file to write, .npz or .zarr")
+    add("--float32", action="store_true", help="half the size, six digits")
+    add("--block", type=int, help="side of a block (default: what fits the cache)")
+    add("--device", default="cpu", help="where to compute (default cpu)")
+    add("--seed", type=int, default=0, help="of drawn modulations with --sites all")
+    add("--quiet", action="store_true", help="no progress bar")
 
 
 def run(options: argparse.Namespace) -> int:

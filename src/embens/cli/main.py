@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import embens
 
 COMMANDS = {
-    "diagnose": ("embens.cli.diagnose", "say before training whether members will differ", "plot"),
-    "reproduce": ("embens.cli.reproduce", "run an experiment of the paper", "experiments"),
-    "report": ("embens.cli.report", "make one page of the results in a folder", "experiments"),
-    "fit": ("embens.cli.fit", "fit an ensemble to a table", "estimators"),
-    "predict": ("embens.cli.predict", "predict with a fitted ensemble", "estimators"),
-    "kernel": ("embens.cli.kernel", "write the kernels of an infinitely wide ensemble", "data"),
+    "diagnose": ("say before training whether members will differ", "plot"),
+    "reproduce": ("run an experiment of the paper", "experiments"),
+    "report": ("make one page of the results in a folder", "experiments"),
+    "fit": ("fit an ensemble to a table", "estimators"),
+    "predict": ("predict with a fitted ensemble", "estimators"),
+    "kernel": ("write the kernels of an infinitely wide ensemble", "data"),
 }
-"""Name to module, help line, and the extra that installs what it needs."""
+"""Name, which is that of a module here, to help line, and the extra that installs what it needs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     subparsers = {
         name: commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        for name, (_, text, _) in COMMANDS.items()
+        for name, (text, _) in COMMANDS.items()
     }
     chosen = next((argument for argument in arguments if argument in COMMANDS), None)
     module = None
     if chosen is not None:
-        module = importlib.import_module(COMMANDS[chosen][0])
+        module = importlib.import_module(f"embens.cli.{chosen}")
         module.add_arguments(subparsers[chosen])
         subparsers[chosen].set_defaults(parser=subparsers[chosen])
     options = parser.parse_args(arguments)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return module.run(options)
     except ModuleNotFoundError as error:
-        extra = COMMANDS[options.command][2]
+        extra = COMMANDS[options.command][1]
         print(f"{error}. Install an extra: pip install 'embens[{extra}]'", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -17,13 +17,12 @@ from embens.estimators import files, load, pipeline, tables
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens predict``."""
-    parser.add_argument("model", type=Path, help="model.safetensors, or the folder it is in")
-    parser.add_argument("data", type=Path, help="a CSV, Parquet or Arrow file")
-    out = Path("predictions.csv")
-    parser.add_argument("--out", type=Path, default=out, help="a CSV or Parquet file")
-    parser.add_argument("--coverage", type=share, default=0.9, help="of prediction intervals")
-    ids = "columns to keep beside the predictions (default: all that the model does not use)"
-    parser.add_argument("--id", nargs="*", help=ids)
+    add = parser.add_argument
+    add("model", type=Path, help="model.safetensors, or the folder it is in")
+    add("data", type=Path, help="a CSV, Parquet or Arrow file")
+    add("--out", type=Path, default=Path("predictions.csv"), help="a CSV or Parquet file")
+    add("--coverage", type=share, default=0.9, help="of prediction intervals")
+    add("--id", nargs="*", help="columns to keep (default: all that the model does not use)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,8 +32,7 @@ def run(options: argparse.Namespace) -> int:
     folder = options.model.is_dir()
     estimator = load(options.model / "model.safetensors" if folder else options.model)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with files.reading(options.data):
-        count = files.write(predict(options, estimator), options.out)
+    count = files.write(predict(options, estimator), options.out)
     if is_regressor(estimator) and not files.has_intervals(estimator, options.coverage):
         print("note: too few rows were held out for intervals of this coverage")
     print(f"wrote {count} rows to {options.out}")
@@ -43,8 +41,6 @@ def run(options: argparse.Namespace) -> int:
 
 def predict(options: argparse.Namespace, estimator: Any) -> Iterator[dict[str, Any]]:
     """Yield the columns to keep and the predictions, a part of the file after another."""
-    import pyarrow as pa
-
     dataset, names = files.open_dataset(options.data), estimator.preprocessing_.names
     known, used, first = dataset.schema.names, set(names), 0
     files.check_columns(names, known, ", which the model needs")
@@ -52,18 +48,14 @@ def predict(options: argparse.Namespace, estimator: Any) -> Iterator[dict[str, A
     ids = [n for n in known if n not in used] if options.id is None else options.id
     texts = files.open_dataset(options.data, ids)
     parts, beside = (
-        data.to_batches(columns=columns, batch_size=pipeline.BLOCK)
+        files.read(data, options.data, columns=columns, batch_size=pipeline.BLOCK)
         for data, columns in ((dataset, names), (texts, ids))
     )
     for part, kept in zip(parts, beside, strict=True):
-        part.validate(full=True)
         if part.num_rows != kept.num_rows:
             raise RuntimeError("the two readings of the file differ; did it change meanwhile?")
-        if not part.num_rows:
-            continue
-        table = pa.Table.from_batches([part])
-        tables.from_frame(table, first).check()
-        columns = files.predictions(estimator, table, options.coverage)
+        tables.from_frame(part, first).check()
+        columns = files.predictions(estimator, part, options.coverage)
         if options.id and {*ids} & {*columns}:
             raise ValueError(f"--id: predictions have the names {[*columns]}; rename the column")
         yield dict(zip(ids, kept.columns, strict=True)) | columns

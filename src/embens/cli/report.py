@@ -11,12 +11,8 @@ from embens.report import markdown, page
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens report``."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="where embens reproduce wrote")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="the page (default: DIR/report.html); a name that ends in .md gives the claims alone, "
-        "as Markdown",
-    )
+    page = "the page (default: DIR/report.html); one that ends in .md has the claims alone"
+    parser.add_argument("--out", type=Path, help=page)
 
 
 def run(options: argparse.Namespace) -> int:

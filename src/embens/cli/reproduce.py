@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,35 +22,27 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens reproduce``."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one of " + ", ".join(NAMES))
-    parser.add_argument("--all", action="store_true", help="all experiments, one after another")
-    parser.add_argument("--preset", choices=PRESETS, default="quick")
-    parser.add_argument(
-        "--data", type=Path, help="folder with CIFAR-100's binary files (default: the cache)"
-    )
-    parser.add_argument("--download", action="store_true", help="get CIFAR-100 if it is missing")
-    parser.add_argument("--out", type=Path, default=Path("embens-results"), help="results folder")
-    parser.add_argument("--engine", choices=("local", "ray"), default="local")
-    parser.add_argument(
-        "--workers", type=int, help="processes (default: as many as cores); 0: in this process"
-    )
-    parser.add_argument("--address", help="of a Ray cluster; default: one that is started here")
-    parser.add_argument(
-        "--gpus-per-cell", type=float, default=1.0, help="part of a GPU for a cell (Ray)"
-    )
-    parser.add_argument("--device", help="cpu or cuda (default: cuda for the paper preset, if any)")
-    parser.add_argument("--seeds", type=int, help="number of seeds, instead of the preset's")
-    parser.add_argument("--first-seed", type=int, default=0, help="seeds from this one on")
-    parser.add_argument("--members", type=int, nargs="+", help="only these numbers of members")
-    parser.add_argument("--widths", type=float, nargs="+", help="only these relative widths")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="FIELD=VALUE[,VALUE]", help="only these cells"
-    )
-    parser.add_argument("--epochs", type=int, help="another number of epochs (results kept apart)")
-    parser.add_argument("--retry-failed", action="store_true", help="try failed cells again")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be done and how long it would take"
-    )
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help="one of " + ", ".join(NAMES))
+    add("--all", action="store_true", help="all experiments, one after another")
+    add("--preset", choices=PRESETS, default="quick")
+    add("--data", type=Path, help="folder with CIFAR-100's binary files (default: the cache)")
+    add("--download", action="store_true", help="get CIFAR-100 if it is missing")
+    add("--out", type=Path, default=Path("embens-results"), help="results folder")
+    add("--engine", choices=("local", "ray"), default="local")
+    add("--workers", type=int, help="processes (default: as many as cores); 0: in this process")
+    add("--address", help="of a Ray cluster; default: one that is started here")
+    add("--gpus-per-cell", type=float, default=1.0, help="part of a GPU for a cell (Ray)")
+    add("--device", help="cpu or cuda (default: cuda for the paper preset, if any)")
+    add("--seeds", type=int, help="number of seeds, instead of the preset's")
+    add("--first-seed", type=int, default=0, help="seeds from this one on")
+    add("--members", type=int, nargs="+", help="only these numbers of members")
+    add("--widths", type=float, nargs="+", help="only these relative widths")
+    fields = "FIELD=VALUE[,VALUE]"
+    add("--only", nargs="+", default=[], metavar=fields, help="only these cells")
+    add("--epochs", type=int, help="another number of epochs (results kept apart)")
+    add("--retry-failed", action="store_true", help="try failed cells again")
+    add("--dry-run", action="store_true", help="say what would be done and how long it would take")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -73,13 +66,12 @@ def run(options: argparse.Namespace) -> int:
         for name, cells in sweeps.items():
             _estimate(console, name, cells, options)
         return 0
-    engine, failed = _engine(options), 0
-    try:
-        for name, cells in sweeps.items():
-            failed += _reproduce(console, options, name, cells, setting, engine)
-    finally:
-        engine.close()
-    return int(failed > 0)
+    with closing(_engine(options)) as engine:
+        failed = [
+            _reproduce(console, options, name, cells, setting, engine)
+            for name, cells in sweeps.items()
+        ]
+    return int(any(failed))
 
 
 def _check(options: argparse.Namespace) -> list[str]:
@@ -213,7 +205,7 @@ def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
         console.print(
             f"[{styles[claim.verdict]}]{claim.verdict:>13}[/]  {escape(claim.statement)}\n"
             f"{'':15}{escape(claim.measure)}: {number}\n"
-            f"{'':15}[dim]the paper: {escape(claim.paper)}[/]",
+            f"{'':15}[dim]the paper: {escape(claim.paper)}[/]"
         )
 
 
@@ -239,5 +231,5 @@ def _estimate(console: Console, name: str, cells: list[Any], options: argparse.N
         f"{name} ({options.preset}): {len(cells)} cells, {len(left)} to do; about "
         f"{duration(min(costs))} to {duration(max(costs))} each (from a timed one), "
         f"{duration(sum(todo))} of work, {duration(wall)} with {workers} "
-        + ("worker" if workers == 1 else "workers"),
+        + ("worker" if workers == 1 else "workers")
     )

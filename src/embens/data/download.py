@@ -14,7 +14,6 @@ import shutil
 import ssl
 import sys
 import tarfile
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +21,8 @@ import zlib
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
+
+from embens.files import write_atomically
 
 _NETWORK_ERRORS = (  # a full disk is none of them
     *(urllib.error.URLError, http.client.HTTPException),
@@ -109,28 +110,29 @@ def unpack(archive: Path, folder: Path, names: Collection[str]) -> None:
             f"{folder}: expected no such folder, got one without all the files wanted; "
             "move it away or complete it"
         )
-    wanted = {f"{folder.name}/{name}" for name in names}
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        whole = Path(temporary) / folder.name
+    wanted = {f"{folder.name}/{name}": name for name in sorted(names)}
+    missing = wanted.copy()
+
+    def fill(whole: Path) -> None:
         whole.mkdir()
-        try:
-            with tarfile.open(archive, "r:gz") as tar:
-                for member in tar:
-                    source = tar.extractfile(member) if member.isreg() else None
-                    if source is not None and member.name in wanted:
-                        with source, (Path(temporary) / member.name).open("wb") as file:
-                            shutil.copyfileobj(source, file)
-        except (tarfile.TarError, EOFError, zlib.error) as error:
-            raise ValueError(
-                f"{archive}: expected a whole tar.gz archive, got {error}; delete it and try again"
-            ) from error
-        missing = set(names) - {path.name for path in whole.iterdir()}
+        with tarfile.open(archive, "r:gz") as tar:
+            for member in tar:
+                source = tar.extractfile(member) if member.isreg() else None
+                if source is not None and member.name in missing:
+                    with source, (whole / missing.pop(member.name)).open("wb") as file:
+                        shutil.copyfileobj(source, file)
         if missing:
             raise ValueError(
-                f"{archive}: expected {', '.join(sorted(wanted))}, got none of "
-                f"{', '.join(sorted(missing))}; it is another archive: replace it"
+                f"{archive}: expected {', '.join(wanted)}, got none of "
+                f"{', '.join(missing.values())}; it is another archive: replace it"
             )
-        os.replace(whole, folder)
+
+    try:
+        write_atomically(folder, fill)
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{archive}: expected a whole tar.gz archive, got {error}; delete it and try again"
+        ) from error
 
 
 def _size(path: Path) -> int:

@@ -62,14 +62,11 @@ class TableEnsemble(choices.Options, BaseEstimator):
     head: ClassVar[type[Head]]
     fitted_: pipeline.Fitted
 
-    ensemble_: EmbeddedEnsemble = looked_up(
-        "chosen.ensemble", "The :class:`embens.EmbeddedEnsemble`."
-    )
-    diagnosis_ = looked_up("chosen.diagnosis", "What was found before training.")
-    gamma_: float = looked_up("chosen.gamma", "The diagnosis' gradient scale.")
-    p_: float = looked_up("chosen.p", "How alike members of a BatchEnsemble were at the start.")
-    width_: int = looked_up("chosen.width", "Of the hidden layers.")
-    dropout_: float = looked_up("chosen.dropout", "Rate behind hidden layers.")
+    ensemble_: EmbeddedEnsemble = looked_up("ensemble", "The :class:`embens.EmbeddedEnsemble`.")
+    gamma_: float = looked_up("ensemble.natural_gamma", "The gradient scale that suits members.")
+    p_: float = looked_up("sizes.p", "How alike members of a BatchEnsemble were at the start.")
+    width_: int = looked_up("sizes.width", "Of the hidden layers.")
+    dropout_: float = looked_up("sizes.dropout", "Rate behind hidden layers.")
     preprocessing_: Preprocessing = looked_up("preprocessing", "What was learnt about the columns.")
     run_: History = looked_up("run", "The course of training, as :func:`embens.fit` returns it.")
     head_: Any = looked_up("head", "What is known of the target, and how outputs are read.")

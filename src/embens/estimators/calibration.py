@@ -19,10 +19,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-RANGE = (0.05, 20.0)
-"""Temperatures that are tried."""
-ADDED = 30
-"""Rows that are added where a factor of standard deviations is chosen."""
+RANGE = (0.05, 20.0)  # temperatures that are tried
+ADDED = 30  # rows that are added where a factor of standard deviations is chosen
 
 
 def best_scale(loss: Callable[[float], Tensor]) -> float:

@@ -26,19 +26,12 @@ FAMILIES = {
     "independent": None,
 }
 """Functions of embens that embed members, and the option that each of them takes."""
-TINY = 50
-"""Below so many rows nothing is held out, and a step sees all of them, in float64."""
-LOOK = 100_000
-"""Rows that bins and categories are taken from, at most."""
-HELD_OUT = 10_000
-"""Rows that are held out at most."""
-BLIND = 100
-"""Epochs at most where nothing is held out to stop by."""
-P = (0.25, 0.5)
-"""Means of the modulations of a BatchEnsemble, N(p, 1 − p²): the first with room for all members,
-else the last."""
-LR = 2e-3
-"""Rate of AdamW."""
+TINY = 50  # below so many rows nothing is held out, and a step sees all of them, in float64
+LOOK = 100_000  # rows that bins and categories are taken from, at most
+HELD_OUT = 10_000  # rows that are held out at most
+BLIND = 100  # epochs at most where nothing is held out to stop by
+P = 0.25  # mean of the modulations of a BatchEnsemble, N(p, 1 − p²)
+LR = 2e-3  # rate of AdamW
 
 
 @dataclass(eq=False, repr=False)
@@ -80,24 +73,23 @@ _CHOICES = {
     "numerical_embedding": ("piecewise", "periodic", "none"),
 }
 _COUNTS = "members width depth bins max_categories batch_size max_epochs patience".split()
-_RANGES = {"p": (-1.0, 1.0), "dropout": (0.0, 0.99), "validation_fraction": (0.0, 0.9)}
-_RANGES |= dict.fromkeys(("gamma", "lr", "modulation_lr", "weight_decay"), (0.0, math.inf))
+_RANGES = {"p": (-1, 1), "dropout": (0, 0.99), "validation_fraction": (0, 0.9)}
+_RANGES |= dict.fromkeys(("gamma", "lr", "modulation_lr", "weight_decay"), (0, math.inf))
+_RANGES |= dict.fromkeys(_COUNTS, (1, math.inf))
 
 
 def check(options: Options) -> None:
     """Raise where an option has no meaning."""
     for name, allowed in _CHOICES.items():
         check_choice(name, getattr(options, name), allowed)
-    for name in (*_COUNTS, *_RANGES):
+    for name, (low, high) in _RANGES.items():
         value = getattr(options, name)
         auto = " or 'auto'" if getattr(Options, name) == "auto" else ""
         if auto and isinstance(value, str) and value == "auto":
             continue
+        kind, expected = Real, f"a number from {low:g} to {high:g}"
         if name in _COUNTS:
-            kind, low, high, expected = Integral, 1, math.inf, "a whole number of at least 1"
-        else:
-            kind, (low, high) = Real, _RANGES[name]
-            expected = f"a number from {low:g} to {high:g}"
+            kind, expected = Integral, "a whole number of at least 1"
         if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
             raise ValueError(f"{name}: expected {expected}{auto}; got {value!r}")
     given: Any = options.class_weight
@@ -125,9 +117,10 @@ class Parts(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What depends on the number of rows."""
+    """What every "auto" about the ensemble and its training has become."""
 
     members: int
+    p: float
     width: int
     batch_size: int
     epochs: int
@@ -144,35 +137,21 @@ def choose_sizes(rows: int, options: Options) -> Sizes:
 
     Example:
         >>> choose_sizes(10_000, Options())
-        Sizes(members=16, width=256, batch_size=256, epochs=200, dropout=0.1)
+        Sizes(members=16, p=0.25, width=256, batch_size=256, epochs=200, dropout=0.1)
         >>> choose_sizes(300, Options(members=4))
-        Sizes(members=4, width=64, batch_size=64, epochs=200, dropout=0.1)
+        Sizes(members=4, p=0.25, width=64, batch_size=64, epochs=200, dropout=0.1)
     """
     batches = ((rows, TINY), (64, 2500), (128, 5000), (256, 50_000), (512, 200_000))
     batch_size = next((size for size, below in batches if rows < below), 1024)
     epochs = 200 if rows <= 100_000 else max(20, 20_000_000 // rows)
     return Sizes(
         members=given(options.members, 16),
+        p=given(options.p, P),
         width=given(options.width, 64 if rows < 500 else 256),
         batch_size=given(options.batch_size, batch_size),
         epochs=given(options.max_epochs, epochs),
         dropout=given(options.dropout, 0.0 if rows < TINY else 0.1),
     )
-
-
-def diagnosed_rows(outputs: int) -> int:
-    """Return how many rows to diagnose with, for a network with so many outputs."""
-    return max(8, min(64, 128 // outputs))
-
-
-def members_with_room(room: float, members: int, rows: int) -> int:
-    """Return how many members to take where there is room for so many: half of them at least.
-
-    Room is measured before training, and roughly. A tiny table is left alone.
-    """
-    if rows < TINY or room >= members:
-        return members
-    return max(members // 2, int(room))
 
 
 def split(

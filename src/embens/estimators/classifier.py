@@ -29,9 +29,8 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
 
     Args:
         family: "batch_ensemble", "last_layer_dropout", "mc_dropout" or "independent".
-        members: how many; "auto": 16, or less where the diagnosis finds less room, at least 8.
-        p: of ``batch_ensemble``: from 0, independent members, to 1, equal ones; "auto": 0.25, or
-            0.5 where the diagnosis finds no room for all members at 0.25.
+        members: how many; "auto": 16.
+        p: of ``batch_ensemble``: from 0, independent members, to 1, equal ones; "auto": 0.25.
         law: of the masks of the dropout families; None: theirs.
         width: of the hidden layers; "auto": 64 to 256 by the number of rows.
         depth: how many hidden layers.
@@ -41,7 +40,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         bins: of a numeric column, at most.
         categorical_features: "auto": by the columns' types; or names, numbers or a mask.
         max_categories: that are kept of a column; the others are one, "rare".
-        gamma: gradient scale of the shared parameters; "auto": by the diagnosis.
+        gamma: gradient scale of the shared parameters; "auto": the natural one.
         lr: rate of AdamW; "auto": 0.002.
         modulation_lr: rate of the individual parameters; "auto": as ``lr``.
         weight_decay: of the shared parameters.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,12 @@ from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Head
 from embens.estimators.pipeline import Encoding, Prepared, Tensors
 from embens.estimators.tables import Table, from_frame, is_frame, place, read_target
-from embens.files import Refused, refusing, write_atomically
+from embens.files import refusing, write_atomically
 from embens.training import randomness
 
-BLOCK = 32_768
-"""Rows that are read at a time."""
-BUFFER = 8
-"""Blocks among which rows are shuffled."""
-CLASSES = 20
-"""Whole numbers with at most so many values are taken for classes."""
+BLOCK = 32_768  # rows that are read at a time
+BUFFER = 8  # blocks among which rows are shuffled
+CLASSES = 20  # whole numbers with at most so many values are taken for classes
 FORMATS = {".parquet": "parquet", ".pq": "parquet", "": "parquet", ".csv": "csv"}
 FORMATS |= {".arrow": "ipc", ".feather": "ipc"}
 
@@ -83,18 +80,11 @@ class Source:
 
     def blocks(self, order: list[int] | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield Arrow tables with a number from 0 to 1 for each row, always the same."""
-        import pyarrow as pa
-
         for f in range(len(self.fragments)) if order is None else order:
-            with refusing(self.name):
-                schema, fragment = self.dataset.schema, self.fragments[f]
-                for b, batch in enumerate(fragment.to_batches(schema=schema, batch_size=BLOCK)):
-                    batch.validate(full=True)  # Arrow files are mapped as they are
-                    if batch.num_rows:
-                        seed = randomness.combine(self.seed, f, b)
-                        generator = torch.Generator().manual_seed(seed)
-                        draws = torch.rand(batch.num_rows, generator=generator).numpy()
-                        yield pa.Table.from_batches([batch]), draws
+            parts = read(self.fragments[f], self.name, schema=self.dataset.schema, batch_size=BLOCK)
+            for b, table in enumerate(parts):
+                generator = torch.Generator().manual_seed(randomness.combine(self.seed, f, b))
+                yield table, torch.rand(table.num_rows, generator=generator).numpy()
 
     def parts(self, table: Any, first: int = 0) -> tuple[Table, list[Any], Tensor]:
         """Return columns, targets and weights of a part that begins with a row of that number."""
@@ -219,8 +209,7 @@ def prepare(source: Source, head: type[Head], options: Options) -> Prepared:
         stop = stream.encode(held)
         if learnt.separate:
             stop, calibrate = (tuple(t[start::2] for t in stop) for start in (0, 1))
-    few = stream.encode(sample.slice(0, 64))
-    return Prepared(encoding, rows, DataLoader(stream, batch_size=None), few, stop, calibrate)
+    return Prepared(encoding, rows, DataLoader(stream, batch_size=None), stop, calibrate)
 
 
 def open_dataset(source: Any, text: Sequence[str] = ()) -> Any:
@@ -261,15 +250,15 @@ def open_dataset(source: Any, text: Sequence[str] = ()) -> Any:
     return dataset
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Say in our words that a file can't be read, whatever Arrow finds wrong with it."""
+def read(dataset: Any, name: Any, **options: Any) -> Iterator[Any]:
+    """Yield the batches of a dataset, or of a fragment of one, that have rows, as tables."""
     import pyarrow as pa
 
-    try:
-        yield
-    except pa.ArrowException as error:
-        raise Refused(f"{path} can't be read: {str(error).splitlines()[0]}") from None
+    with refusing(name):
+        for batch in dataset.to_batches(**options):
+            batch.validate(full=True)  # Arrow files are mapped as they are
+            if batch.num_rows:
+                yield pa.Table.from_batches([batch])
 
 
 def to_numpy(column: Any) -> Any:

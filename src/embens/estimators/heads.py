@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from embens.estimators import mixture
 from embens.estimators.calibration import ADDED, best_scale
@@ -32,8 +31,7 @@ from embens.estimators.tables import place, read_target
 if TYPE_CHECKING:
     import numpy as np
 
-LOG_VARIANCES = (-10.0, 10.0)
-"""Bounds of a member's log-variance, of a target of variance 1."""
+LOG_VARIANCES = (-10.0, 10.0)  # bounds of a member's log-variance, of a target of variance 1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -173,14 +171,6 @@ class Classes(Head):
     def groups(self, values: Tensor) -> Tensor | None:
         return values[:, 0] if values.shape[1] == 1 else None
 
-    @property
-    def plain(self) -> bool:
-        """Whether the target is a vector of codes: one label without weights."""
-        return len(self.labels) == 1 and not self.weighted
-
-    def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return values[:, 0] if self.plain else super().pack(values, weights, dtype)
-
     def log_likelihoods(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the logarithms of the right classes' probabilities, ``(…, row, label)``."""
         target, found = target.view(len(target), -1), []
@@ -190,10 +180,6 @@ class Classes(Head):
         return torch.cat(found, -1)
 
     def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
-        if self.plain:  # as torch does it fastest
-            rows = outputs.shape[:-1]
-            flat, wanted = outputs.reshape(-1, self.outputs), target.expand(rows).reshape(-1)
-            return F.cross_entropy(flat, wanted, reduction="none").view(rows)
         losses = -self.log_likelihoods(outputs, target).sum(-1)
         return losses * target[..., -1] if self.weighted else losses
 

@@ -14,7 +14,6 @@ The encoding lies before all modulations, so it runs once for all members; ONNX 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 import torch.fx
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from embens import networks
-from embens.estimators.choices import Options
+from embens.estimators.choices import Options, Sizes
 from embens.estimators.preprocessing import Preprocessing
 
 
@@ -117,46 +116,36 @@ torch.fx.wrap("dropout")  # one operation to whoever reads the network's code
 class TableNetwork(nn.Module):
     """Encoding and perceptron; a call takes the two tensors of a table."""
 
-    def __init__(self, encode: Encode, periodic: Periodic | None, body: Iterable[nn.Module]):
+    def __init__(self, encode: Encode, body: nn.Sequential):
         super().__init__()
-        self.encode = encode
-        self.periodic = periodic
-        self.body = nn.ModuleList(body)
+        self.encode, self.body = encode, body
 
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
-        x = self.encode(numbers, codes)
-        if self.periodic is not None:
-            x = self.periodic(x)
-        for module in self.body:
-            x = module(x)
-        return x
+        return self.body(self.encode(numbers, codes))
 
 
 def build(
     preprocessing: Preprocessing,
     outputs: int,
     options: Options,
-    *,
-    width: int,
-    dropout: float = 0.0,
+    sizes: Sizes,
     generator: torch.Generator | None = None,
 ) -> TableNetwork:
     """Build the reference network of a table."""
     encode = Encode(preprocessing, bins=options.numerical_embedding == "piecewise")
-    periodic = None
+    codes = torch.zeros(1, len(preprocessing.categorical), dtype=torch.int64)
+    x = encode(torch.zeros(1, len(preprocessing.numeric)), codes)
+    body = nn.Sequential()
     if options.numerical_embedding == "periodic" and preprocessing.numeric:
         periodic = Periodic(len(preprocessing.numeric))
         periodic.reset_parameters(generator)
-    codes = torch.zeros(1, len(preprocessing.categorical), dtype=torch.int64)
-    x = encode(torch.zeros(1, len(preprocessing.numeric)), codes)
-    x = periodic(x) if periodic else x
-    body = networks.mlp(
-        x.shape[1], width, int(options.depth), outputs, weight_std=math.sqrt(2), bias_std=0.1,
+        x = body.append(periodic)(x)
+    perceptron = networks.mlp(
+        x.shape[1], sizes.width, int(options.depth), outputs, weight_std=math.sqrt(2), bias_std=0.1,
         parametrization="standard", generator=generator,
     )  # fmt: skip
-    modules: list[nn.Module] = []
-    for module in body:
-        modules.append(module)
-        if dropout > 0 and isinstance(module, nn.ReLU):
-            modules.append(Dropout(dropout))
-    return TableNetwork(encode, periodic, modules)
+    for module in perceptron:
+        body.append(module)
+        if sizes.dropout > 0 and isinstance(module, nn.ReLU):
+            body.append(Dropout(sizes.dropout))
+    return TableNetwork(encode, body)

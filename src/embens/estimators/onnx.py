@@ -34,7 +34,7 @@ class Raw(nn.Module):
         super().__init__()
         self.centre = nn.Buffer(fitted.preprocessing.centre)
         self.scale = nn.Buffer(fitted.preprocessing.scale)
-        self.ensemble = fitted.chosen.ensemble
+        self.ensemble = fitted.ensemble
         self.head, self.dtype = fitted.head, fitted.dtype
 
     def forward(self, numbers: Tensor, codes: Tensor | None = None) -> dict[str, Tensor]:

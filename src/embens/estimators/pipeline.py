@@ -1,9 +1,9 @@
 """The pipeline: from a table to a fitted ensemble.
 
-:func:`prepare` deals out the rows and learns about the columns and the target; :func:`fit` chooses
-and embeds an ensemble (:func:`choose`), trains it (:func:`train`) and calibrates it
-(:func:`calibrate`). Tables that don't fit into memory are prepared by
-:mod:`embens.estimators.files`; all that follows is the same.
+:func:`prepare` deals out the rows and learns about the columns and the target; :func:`fit` embeds
+an ensemble (:func:`embed`), trains it (:func:`train`) and calibrates it (:func:`calibrate`). Tables
+that don't fit into memory are prepared by :mod:`embens.estimators.files`; all that follows is the
+same.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ConstantLR
 
 import embens
-from embens import finite
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.export import evaluating
 from embens.estimators import choices, network, preprocessing
 from embens.estimators.choices import FAMILIES, Options
 from embens.estimators.heads import Head
@@ -32,10 +30,8 @@ from embens.training import Divergence, History, randomness
 if TYPE_CHECKING:
     import numpy as np
 
-BLOCK = 65_536
-"""Rows that are predicted at a time."""
-Tensors = tuple[Tensor, ...]
-"""Rows as the network sees them: numbers, codes of categories, target."""
+BLOCK = 65_536  # rows that are predicted at a time
+Tensors = tuple[Tensor, ...]  # rows as the network sees them: numbers, codes of categories, target
 
 
 @dataclass(frozen=True)
@@ -62,21 +58,8 @@ class Prepared:
     encoding: Encoding
     rows: int  # to train on
     train: Any  # tensors, or a loader of batches of them
-    few: Tensors  # of the same, to diagnose with
     stop: Tensors | None  # to stop training by
     calibrate: Tensors | None  # to calibrate with, where those to stop by won't do
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """An ensemble before training, and what was chosen for it."""
-
-    ensemble: EmbeddedEnsemble
-    diagnosis: Any
-    gamma: float
-    p: float
-    width: int
-    dropout: float
 
 
 @dataclass(frozen=True)
@@ -85,13 +68,14 @@ class Fitted:
 
     preprocessing: Preprocessing
     head: Head
-    chosen: Chosen
+    ensemble: EmbeddedEnsemble
+    sizes: choices.Sizes  # that it was embedded with
     run: History
     held_out: dict[str, Any] | None  # losses on the rows to stop by: "ensemble", "members"
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.chosen.ensemble.parameters()).dtype
+        return next(self.ensemble.parameters()).dtype
 
     def read(
         self, table: Table, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
@@ -104,7 +88,7 @@ class Fitted:
         for start in range(0, table.rows, BLOCK):
             part = table.take(slice(start, start + BLOCK))
             inputs = self.preprocessing.encode(part, self.dtype)
-            found.append(summary(self.head, run_members(self.chosen.ensemble, inputs)))
+            found.append(summary(self.head, run_members(self.ensemble, inputs)))
         return [torch.cat(parts, dim) for parts in zip(*found, strict=True)]
 
 
@@ -159,9 +143,7 @@ def prepare(
     if previous:
         known, dtype = previous.preprocessing, previous.dtype
     else:
-        look = torch.arange(len(parts.train))
-        if len(look) > choices.LOOK:
-            look = torch.randperm(len(look), generator=drawing)[: choices.LOOK].sort().values
+        look = torch.randperm(len(mine), generator=drawing)[: choices.LOOK].sort().values
         sample = table.take(parts.train[look].numpy())
         known = preprocessing.learn(sample, options, mine[look])
         learnt = learnt.scaled(values[parts.train], mine)
@@ -169,67 +151,41 @@ def prepare(
     encoding = Encoding(known, learnt, dtype, float(mine.mean()))
     train, *held = (encoding(table, values, weights, rows) if len(rows) else None for rows in parts)
     assert train is not None
-    return Prepared(encoding, len(parts.train), train, train, *held)
+    return Prepared(encoding, len(parts.train), train, *held)
 
 
 def fit(prepared: Prepared, options: Options, seed: int, previous: Fitted | None = None) -> Fitted:
-    """Choose an ensemble, or go on with the previous one; train and calibrate it."""
+    """Embed an ensemble, or go on with the previous one; train and calibrate it."""
     sizes = choices.choose_sizes(prepared.rows, options)
-    chosen = previous.chosen if previous else choose(prepared, sizes, options, seed)
-    run = train(chosen, prepared, sizes, options, seed)
-    head, held_out = calibrate(chosen.ensemble, prepared, options)
-    return Fitted(prepared.encoding.preprocessing, head, chosen, run, held_out)
+    ensemble = previous.ensemble if previous else embed(prepared.encoding, sizes, options, seed)
+    run = train(ensemble, prepared, sizes, options, seed)
+    head, held_out = calibrate(ensemble, prepared, options)
+    built = previous.sizes if previous else sizes
+    return Fitted(prepared.encoding.preprocessing, head, ensemble, built, run, held_out)
 
 
-def choose(prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int) -> Chosen:
-    """Build the reference network, embed members and diagnose them.
-
-    Where there is no room for all, members become more alike, then fewer, if these are "auto".
-    """
+def embed(
+    encoding: Encoding, sizes: choices.Sizes, options: Options, seed: int
+) -> EmbeddedEnsemble:
+    """Build the reference network and embed the members of the family in it."""
     generator = torch.Generator().manual_seed(seed)
-    known, head = prepared.encoding.preprocessing, prepared.encoding.head
-    reference = network.build(
-        known, head.outputs, options, width=sizes.width, dropout=sizes.dropout, generator=generator
-    ).to(prepared.encoding.dtype)
-    drawn = generator.get_state()
-    family, own = getattr(embens, options.family), FAMILIES[options.family]
-
-    def attempt(members: int, p: float) -> Chosen:
-        generator.set_state(drawn)
-        argument = {own: {"p": p, "law": options.law}[own]} if own else {}
-        ensemble = family(reference, members, generator=generator, **argument)
-        diagnosis = diagnose(ensemble, head, prepared.few, options)
-        gamma = float(diagnosis.gamma)
-        return Chosen(ensemble, diagnosis, gamma, p, sizes.width, sizes.dropout)
-
-    chosen = attempt(sizes.members, choices.given(options.p, choices.P[0]))
-    if options.p == "auto" and options.family == "batch_ensemble":
-        for p in choices.P[1:]:
-            if chosen.diagnosis.room < sizes.members:
-                chosen = attempt(sizes.members, p)
-    fewer = choices.members_with_room(chosen.diagnosis.room, sizes.members, prepared.rows)
-    if options.members == "auto" and fewer < sizes.members:
-        chosen = attempt(fewer, chosen.p)
-    return chosen
-
-
-def diagnose(
-    ensemble: EmbeddedEnsemble, head: Head, rows: Tensors, options: Options
-) -> finite.Diagnosis:
-    """Diagnose an ensemble on a few rows."""
-    *inputs, target = (tensor[: choices.diagnosed_rows(head.outputs)] for tensor in rows)
-    gamma = None if options.gamma == "auto" else options.gamma
-    with evaluating(ensemble):
-        return finite.diagnose(
-            ensemble, tuple(inputs), target, criterion=head.criterion, gamma=gamma
-        )
+    known, outputs = encoding.preprocessing, encoding.head.outputs
+    reference = network.build(known, outputs, options, sizes, generator).to(encoding.dtype)
+    own = FAMILIES[options.family]
+    argument = {own: {"p": sizes.p, "law": options.law}[own]} if own else {}
+    family = getattr(embens, options.family)
+    return family(reference, sizes.members, generator=generator, **argument)
 
 
 def train(
-    chosen: Chosen, prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int
+    ensemble: EmbeddedEnsemble,
+    prepared: Prepared,
+    sizes: choices.Sizes,
+    options: Options,
+    seed: int,
 ) -> History:
     """Train an ensemble, more carefully where a run diverges."""
-    ensemble, head, stop = chosen.ensemble, prepared.encoding.head, prepared.stop
+    head, stop = prepared.encoding.head, prepared.stop
     lr = choices.given(options.lr, choices.LR)
     own = choices.given(options.modulation_lr, lr)
     start = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
@@ -245,7 +201,7 @@ def train(
                 lr=lr,
                 modulation_lr=own,
                 weight_decay=options.weight_decay,
-                gamma=choices.given(options.gamma, chosen.gamma),
+                gamma=None if options.gamma == "auto" else options.gamma,
                 criterion=head.criterion,
                 optimizer=torch.optim.AdamW,
                 scheduler=partial(ConstantLR, factor=1.0),  # early stopping decides

@@ -29,12 +29,9 @@ from embens.estimators.tables import Table, choose_categorical, is_missing, labe
 if TYPE_CHECKING:
     import numpy as np
 
-ENCODED = 4096
-"""How many inputs of the network all bins, and all categories, may make together."""
-BLOCK = 65_536
-"""Rows that are converted at a time."""
-FAR = 1e30
-"""Scaled numbers go no further, so that float32 holds them; bins end long before."""
+ENCODED = 4096  # how many inputs of the network all bins, and all categories, may make together
+BLOCK = 65_536  # rows that are converted at a time
+FAR = 1e30  # scaled numbers go no further, so that float32 holds them; bins end long before
 
 
 @dataclass

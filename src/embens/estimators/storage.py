@@ -18,15 +18,14 @@ from embens.ensemble.plan import Plan
 from embens.ensemble.storage import check_tensors
 from embens.ensemble.surgery import operate
 from embens.estimators import network
-from embens.estimators.pipeline import Chosen, Fitted
+from embens.estimators.choices import Sizes
+from embens.estimators.pipeline import Fitted
 from embens.estimators.preprocessing import Preprocessing
 from embens.files import Format, Refused, read_tensors, refusing, write_tensors
 from embens.laws import Law, from_dict
 from embens.training import History
 
-FORMAT = Format("embens estimator", 3)
-_COLUMNS = ("centre", "scale", "edges", "scores")
-_CHOSEN = ("gamma", "p", "width", "dropout")
+FORMAT = Format("embens estimator", 4)
 
 
 def save(estimator: Any, path: str | os.PathLike[str]) -> None:
@@ -34,15 +33,13 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
     ensemble, head, fitted = estimator.ensemble_, vars(estimator.head_).copy(), estimator.fitted_
     columns = vars(fitted.preprocessing).copy()
     tensors = {f"ensemble.{k}": v for k, v in ensemble.state_dict().items()}
-    tensors |= {f"columns.{k}": columns.pop(k) for k in _COLUMNS}
-    for k in [k for k, v in head.items() if isinstance(v, Tensor)]:
-        tensors[f"head.{k}"] = head.pop(k)
+    for part, values in (("columns", columns), ("head", head)):
+        for k in [k for k, v in values.items() if isinstance(v, Tensor)]:
+            tensors[f"{part}.{k}"] = values.pop(k)
     if "labels" in head:
         kinds = ["object" if c.dtype.kind == "O" else c.dtype.str for c in head["labels"]]
         head["labels"] = list(zip(kinds, head["labels"], strict=True))
-    arguments, diagnosis = estimator.get_params(deep=False), fitted.chosen.diagnosis
-    if not isinstance(diagnosis, dict):
-        diagnosis = json.loads(json.dumps(diagnosis.to_dict(), default=str))
+    arguments = estimator.get_params(deep=False)
     if isinstance(weights := arguments.get("class_weight"), (dict, list)):  # keys of any type
         several = [weights] if isinstance(weights, dict) else weights
         arguments["class_weight"] = [list(pairs.items()) for pairs in several]
@@ -55,10 +52,9 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
         "names": getattr(estimator, "feature_names_in_", None),
         "head": head,
         "columns": columns,
-        "chosen": {k: getattr(fitted.chosen, k) for k in _CHOSEN},
+        "sizes": fitted.sizes._asdict(),
         "held_out": fitted.held_out,
         "history": dataclasses.asdict(fitted.run),
-        "diagnosis": diagnosis,
         "plan": ensemble.plan.to_dict(),
     }
     write_tensors(path, FORMAT, json.loads(json.dumps(header, default=_to_json)), tensors)
@@ -104,11 +100,10 @@ def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], estimator: Any) 
         parts[part][key] = tensor
     known = Preprocessing(**header["columns"], **parts["columns"])
     head = estimator.head(**header["head"], **parts["head"])
-    chosen, depth = header["chosen"], int(estimator.depth)
-    width, dropout = chosen["width"], chosen["dropout"]
-    if width * (1 + (depth - 1) * width) > sum(t.numel() for t in tensors.values()):
-        raise ValueError(f"depth {depth} and width {width} are more numbers than the file has")
-    reference = network.build(known, head.outputs, estimator, width=width, dropout=dropout)
+    sizes, depth = Sizes(**header["sizes"]), int(estimator.depth)
+    if sizes.width * (1 + (depth - 1) * sizes.width) > sum(t.numel() for t in tensors.values()):
+        raise ValueError(f"{depth} layers of {sizes.width} are more numbers than the file has")
+    reference = network.build(known, head.outputs, estimator, sizes)
     weights = parts["ensemble"]
     dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
     plan = Plan.from_dict(header["plan"])
@@ -116,5 +111,5 @@ def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], estimator: Any) 
     ensemble = operate(reference.to(dtype), plan)
     check_tensors("the ensemble", weights, ensemble.state_dict())
     ensemble.load_state_dict(weights)
-    chosen = Chosen(ensemble, header["diagnosis"], **chosen)
-    return Fitted(known, head, chosen, History(**header["history"]), header["held_out"])
+    history = History(**header["history"])
+    return Fitted(known, head, ensemble, sizes, history, header["held_out"])

@@ -138,9 +138,9 @@ def is_frame(x: Any) -> bool:
 
 def is_missing(value: Any) -> bool:
     """Return whether a value is None, NaN, NaT or pandas' NA."""
-    if value is None or type(value).__name__ in ("NAType", "NaTType"):
-        return True
-    return isinstance(value, float) and value != value
+    import pandas
+
+    return pandas.isna(value) is True
 
 
 def label(value: Any) -> str:
@@ -184,6 +184,7 @@ def read_target(y: Any, name: str | None = None, first: int = 0) -> np.ndarray:
     """
     import narwhals.stable.v2 as nw
     import numpy as np
+    import pandas
     from sklearn.utils import column_or_1d
 
     if type(y).__module__.startswith("pyarrow") and not is_frame(y):
@@ -191,19 +192,13 @@ def read_target(y: Any, name: str | None = None, first: int = 0) -> np.ndarray:
     y = nw.from_native(y, allow_series=True, pass_through=True)
     names = list(y.columns) if hasattr(y, "columns") else None
     y = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
-    numbers = y
-    if y.dtype.kind == "O":
-        floats = (float, np.floating)
-        cells = [math.nan if is_missing(v) else v if isinstance(v, floats) else 0.0 for v in y.flat]
-        numbers = np.array(cells, dtype="float64").reshape(y.shape)
-    infinite = np.isinf(numbers) if numbers.dtype.kind == "f" else np.False_
-    missing = numbers != numbers
-    for wrong, what in ((missing, "NaN: the target is missing"), (infinite, "infinity")):
-        if np.any(wrong):
-            cells = np.argwhere(wrong)
-            column = str(names[cells[0, 1]]) if names else name
-            where = place(cells[:, 0], column, first)
-            raise ValueError(f"Input y contains {what} in {where}. Leave such rows out.")
+    wrong, what = pandas.isna(y), "NaN: the target is missing"
+    if not wrong.any() and y.dtype.kind in "fO":
+        wrong, what = (y == math.inf) | (y == -math.inf), "infinity"
+    if wrong.any():
+        cells = np.argwhere(wrong)
+        where = place(cells[:, 0], str(names[cells[0, 1]]) if names else name, first)
+        raise ValueError(f"Input y contains {what} in {where}. Leave such rows out.")
     return column_or_1d(y, warn=True) if y.ndim == 2 and y.shape[1] == 1 else y
 
 

@@ -21,8 +21,7 @@ from embens.theory.kernel import Kernels
 from embens.theory.limit.limit import Limit
 
 Block = tuple[slice, slice]
-NUMBERS = {"cpu": 160_000, "cuda": 2**24}
-"""Numbers in one kernel of a block, by device."""
+NUMBERS = {"cpu": 160_000, "cuda": 2**24}  # numbers in one kernel of a block, by device
 PIXEL_NUMBERS = 2**20
 """The same, at least, where each pair of inputs has many numbers, as images do."""
 

@@ -162,11 +162,7 @@ def zero_cross(same: Tensor) -> Tensor:
 
 
 def natural_gamma(
-    kernels: Kernels,
-    members: int = 8,
-    *,
-    shared_rate: float = 1.0,
-    individual_rate: float = 1.0,
+    kernels: Kernels, members: int = 8, *, shared_rate: float = 1.0, individual_rate: float = 1.0
 ) -> float:
     r"""Return the gradient scale at which M members train as fast as one.
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from embens.theory.limit.state import PAIRS, Moments, State, diagonal_of
+from embens.theory.limit.state import PAIRS, Moments, State
 
 
 def test_a_map_reaches_all_kernels_and_waits_where_they_wait():
@@ -31,4 +31,4 @@ def test_pixels_are_counted_until_a_flatten():
     state = State(Moments(torch.zeros(1, 1, 2, 3, 2, 3)), layout=PAIRS, spatial=2)
     assert state.pixels == (2, 3)
     assert state.replace(flat=True).pixels == ()
-    assert diagonal_of(state.covariance, 2).shape == (1, 1, 2, 3)
+    assert state.equal_pixels(state.covariance).shape == (1, 1, 2, 3)

@@ -51,8 +51,7 @@ class FlowSettings:
 
 
 DEFAULT = FlowSettings()
-SILENT = 1e-10
-"""Relative size of the mean's kernel up to which it is 0."""
+SILENT = 1e-10  # relative size of the mean's kernel up to which it is 0
 
 
 class PerMode(NamedTuple, Generic[T]):
@@ -327,17 +326,11 @@ def posterior(
 
     :math:`K` is a member's prior covariance, ``nngp.same``: for :func:`embens.bayesian` the tangent
     kernel, and trained members are draws of this law; for others, of networks whose last layer is
-    trained alone.
-
-    Args:
-        k_train_train: as for :func:`gradient_flow`, like the others.
-        k_test_train: of the test data (rows) with the train data.
-        k_test_test: of the test data with themselves.
-        y: targets; outputs share one covariance.
-        noise: the standard deviation :math:`\sigma` of the targets, above 0.
+    trained alone. Kernels and targets are those of :func:`gradient_flow`; ``noise`` is the standard
+    deviation :math:`\sigma` of the targets, above 0. Several outputs share one covariance.
     """
-    parts, rates = (k_train_train, k_test_train, k_test_test), {}
-    problem = Problem.of(parts, 1, 1.0, rates=rates, what="posterior")
+    parts = k_train_train, k_test_train, k_test_test
+    problem = Problem.of(parts, 1, 1.0, rates={}, what="posterior")
     train, carry, test = (kernel.same for kernel in problem.nngp if kernel is not None)
     y = check_targets(y, train)
     noise = check_number("noise", noise, "a number > 0", lambda std: std > 0)

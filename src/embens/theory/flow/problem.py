@@ -18,8 +18,7 @@ from embens.theory.kernel import Kernels, MemberKernel, check_rates, resolve_gam
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-SYMMETRY = 1e-8
-"""Relative error up to which a kernel counts as symmetric."""
+SYMMETRY = 1e-8  # relative error up to which a kernel counts as symmetric
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,16 @@ from embens.theory.limit.rules import (
     steps,
     unknown,
 )
-from embens.theory.limit.state import DIAGONAL, MEASURE, Moments, Recorded, State, describe
+from embens.theory.limit.state import (
+    DIAGONAL,
+    MEASURE,
+    Moments,
+    Recorded,
+    State,
+    constant,
+    describe,
+    plus,
+)
 
 _RECORD_NUMBERS = 2**22  # in one kernel, in the pass of every input with itself
 
@@ -96,7 +105,11 @@ class Limit:
         with torch.no_grad():
             record1 = self._record(self._modulated(self.x1))
             record2 = record1 if self.symmetric else self._record(self._modulated(self._x2))
-            self._records = _prepared(record1, record2)
+        self._duals = []
+        for (dual, law, first), (*_, second) in zip(record1, record2, strict=True):
+            ends = torch.stack([*first.aminmax(), *second.aminmax()])
+            self._duals.append(dual.prepare(ends.min().item(), ends.max().item(), law))
+        self._variances = [r.variances for r in record1], [r.variances for r in record2]
 
     @property
     def device(self) -> torch.device:
@@ -137,16 +150,15 @@ class Limit:
         spans = rows.indices(self.shape[0]), columns.indices(self.shape[1])
         aligned = self.symmetric and spans[0] == spans[1]
         members = (slice(None),) * self._members
-        records = tuple(
-            [r._replace(variances=r.variances[(*members, part)]) for r in record]
-            for record, part in zip(self._records, (rows, columns), strict=True)
-        )
+        variances = [
+            [all_of_them[(*members, part)] for all_of_them in found]
+            for found, part in zip(self._variances, (rows, columns), strict=True)
+        ]
         inputs = self._modulated(x1), self._modulated(x2)
-        state = self._run(*inputs, records=records, aligned=aligned)
+        state = self._run(*inputs, variances=variances, duals=self._duals, aligned=aligned)
         if self._input_post is not None and is_trainable(self._input_post):
             tangents = self._input_tangents(x1, x2)
-            own = state.individual
-            state = state.replace(individual=tangents if own is None else own + tangents)
+            state = state.replace(individual=plus(tangents, state.individual))
         return self._kernels(state, symmetric=aligned)
 
     def _prepare(self, x: Tensor, name: str) -> Tensor:
@@ -223,9 +235,10 @@ class Limit:
         u = self._input_post.of(None).to(x1)
 
         def covariance(first: Tensor, second: Tensor) -> Tensor:
-            a, b = self._modulated(x1, first), self._modulated(x2, second)
-            records = self._record(a), self._record(b)
-            return self._run(a, b, records=records, tracked=False).covariance
+            inputs = self._modulated(x1, first), self._modulated(x2, second)
+            variances = [[r.variances for r in self._record(x)] for x in inputs]
+            found = self._run(*inputs, variances=variances, duals=self._duals, tracked=False)
+            return found.covariance
 
         def slope(function: Callable[[Tensor], Tensor], direction: Tensor) -> Tensor:
             return torch.func.jvp(function, (u,), (direction,))[1]
@@ -241,11 +254,9 @@ class Limit:
         pairs = [(same.nngp, cross.nngp), (same.ntk, cross.ntk), (state.individual, None)]
         if self.separate:  # all that members have is their own
             pairs = [(same.ntk if self._whole else same.nngp, None), (None, None), (same.ntk, None)]
-        shape = state.covariance.shape
-        nothing = torch.zeros((), dtype=self.dtype, device=self.device).expand(shape)
         result = []
         for within, between in pairs:
-            within = nothing if within is None else within
+            within = constant(0.0, state.covariance) if within is None else within
             result.append(MemberKernel(within, zero_cross(within) if between is None else between))
         if self.conditional:
             result = self._conditional(result)
@@ -313,23 +324,12 @@ def _check_inputs(name: str, x: Any) -> None:
         raise ValueError(f"{name} holds values that are not finite; remove or replace them first.")
 
 
-def _prepared(*records: list[Recorded]) -> tuple[list[Recorded], ...]:
-    duals = []
-    for both in zip(*records, strict=True):
-        low = min(r.variances.min().item() for r in both)
-        high = max(r.variances.max().item() for r in both)
-        duals.append(both[0].dual.prepare(low, high, both[0].law))
-    return tuple(
-        [r._replace(dual=dual) for r, dual in zip(record, duals, strict=True)] for record in records
-    )
-
-
 def _symmetric(kernel: MemberKernel) -> MemberKernel:
     """Return the kernel without the rounding that tells its two halves apart."""
-    mirrored = kernel.mT
-    same = (kernel.same + mirrored.same) / 2 if any(kernel.same.stride()) else kernel.same
-    if kernel.cross is kernel.same:
-        return MemberKernel(same, same)
-    if not any(kernel.cross.stride()):  # one number for all
-        return MemberKernel(same, kernel.cross)
-    return MemberKernel(same, (kernel.cross + mirrored.cross) / 2)
+
+    def mean(block: Tensor, mirrored: Tensor) -> Tensor:
+        return (block + mirrored) / 2 if any(block.stride()) else block  # else one number for all
+
+    same = mean(kernel.same, kernel.mT.same)
+    alike = kernel.cross is kernel.same
+    return MemberKernel(same, same if alike else mean(kernel.cross, kernel.mT.cross))

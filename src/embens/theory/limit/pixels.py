@@ -18,15 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from embens.theory.limit.state import (
-    DIAGONAL,
-    MEASURE,
-    PAIRS,
-    Moments,
-    State,
-    describe,
-    diagonal_of,
-)
+from embens.theory.limit.state import DIAGONAL, MEASURE, PAIRS, Moments, State, describe
 
 PixelMap = Callable[[Tensor], Tensor]
 
@@ -120,9 +112,14 @@ def shifted_mean(
     return result.div_(size)
 
 
-def pool(module: nn.Module, state: State) -> State:
+def pool(module: nn.Module, state: State, *, axes: int) -> State:
     """Return the kernels after average pooling; pairs of pixels are dropped after the last one."""
     pixels, mixes = state.pixels, mixes_pixels(module)
+    if len(pixels) != axes:
+        raise ValueError(
+            f"{describe(module, state.path)} expects {axes} pixel axes; got {len(pixels)}. "
+            "It must come after a convolution and before nn.Flatten()."
+        )
     if state.layout == DIAGONAL and mixes:
         raise ValueError(
             f"the pooling {state.path!r} comes where pairs of pixels were dropped, since no "
@@ -150,7 +147,7 @@ def pool(module: nn.Module, state: State) -> State:
     if not mixes:
         return state
     state = state.replace(poolings=state.poolings - 1)
-    return state if state.poolings > 0 or state.layout != PAIRS else keep_diagonal(state)
+    return state if state.poolings > 0 else keep_diagonal(state)
 
 
 def mixes_pixels(module: nn.Module) -> bool:
@@ -161,8 +158,7 @@ def mixes_pixels(module: nn.Module) -> bool:
 
 def keep_diagonal(state: State) -> State:
     """Return the state of pairs of equal pixels only."""
-    spatial = state.spatial
-    return state.map(lambda kernel: diagonal_of(kernel, spatial)).replace(layout=DIAGONAL)
+    return state.map(state.equal_pixels).replace(layout=DIAGONAL)
 
 
 def open_inputs(layer: nn.Module, state: State) -> State:

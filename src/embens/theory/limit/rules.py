@@ -48,9 +48,10 @@ from embens.theory.limit.state import (
     Moments,
     Recorded,
     State,
+    constant,
     describe,
-    diagonal_of,
     plain_module,
+    plus,
 )
 
 AVERAGES = {
@@ -206,31 +207,26 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
     after = state.replace(depth=state.depth + 1, gaussian=False, pre=None, cross=None)
     covariance = state.covariance
     if state.recording is not None:
-        variances = covariance
-        if state.layout == PAIRS:
-            variances = diagonal_of(covariance, state.spatial).contiguous()
+        variances = state.equal_pixels(covariance).contiguous()
         _check_range(module, variances, state)
-        state.recording.append(Recorded(variances, dual, law))
+        state.recording.append(Recorded(dual, law, variances))
         spread = _spread(variances, variances, state, paired=True)
         return after.replace(same=Moments(dual.same(*spread, covariance, law, with_h=False)[0]))
-    assert state.records is not None
-    (first, dual, _), (second, _, _) = (record[state.depth] for record in state.records)
+    dual = state.duals[state.depth]
+    first, second = (variances[state.depth] for variances in state.variances)
     if state.aligned:
         covariance = _with_exact_diagonal(covariance, first, state)
-    trains = state.tracked and state.pre is not None and is_trainable(state.pre)
+    trains = state.tracked and pre is not None and is_trainable(pre)
     f, g, h = dual.same(*_spread(first, second, state), covariance, law, with_h=trains)
-    individual = h
-    if state.individual is not None:
-        passed = g * state.individual
-        individual = passed if h is None else passed.add_(h)
+    passed = None if state.individual is None else g * state.individual
     same = Moments(f, None if state.same.ntk is None else g.mul_(state.same.ntk))
-    after = after.replace(same=same, individual=individual)
+    after = after.replace(same=same, individual=plus(passed, h))
     if not state.tracked or (state.cross is None and not (pre and tells_apart(pre.law))):
         return after
 
     def crossed() -> Moments:
         before = Moments(covariance, state.same.ntk) if state.cross is None else state.crossed
-        c = _constant(0.0, covariance) if before.nngp is None else before.nngp
+        c = constant(0.0, covariance) if before.nngp is None else before.nngp
         law, members = (None, 1) if pre is None else (pre.law, pre.drawn)
         f, g = dual.joint(*_spread(first, second, state, between=True), c, law, members)
         return Moments(f, None if before.ntk is None else g.mul_(before.ntk))
@@ -273,27 +269,24 @@ def affine(
             nngp = nngp + law.bias_variance
         if not state.tracked:
             return Moments(nngp)
-        ntk = None if own else gained(kernel, moment)
+        passed = None
         if before.ntk is not None:
             passed = apply(before.ntk) * (moment * law.weight_variance)
-            ntk = passed if ntk is None else ntk.add_(passed)
-        return Moments(nngp, ntk)
+        return Moments(nngp, plus(passed, None if own else gained(kernel, moment)))
 
     same, cross, individual = moments(state.same, second), None, None
     shared = (law.bias_variance, 0.0 if own else law.bias_gain)
-    biases = Moments(*(_constant(b, same.nngp) if b else None for b in shared))  # type: ignore[arg-type]
+    biases = Moments(*(constant(b, same.nngp) if b else None for b in shared))  # type: ignore[arg-type]
     if state.tracked:
         if state.cross is not None or (post is not None and tells_apart(post.law)):
             cross = cache(lambda: moments(state.crossed, first) if first else biases)
         if state.individual is not None:
             individual = state.individual * (law.weight_variance * second)
         if post is not None and is_trainable(post):
-            source = state.covariance * law.weight_variance
-            individual = source if individual is None else individual.add_(source)
+            individual = plus(individual, state.covariance * law.weight_variance)
         individual = None if individual is None else apply(individual)
         if own:
-            gain = gained(apply(state.covariance), 1.0)
-            individual = gain if individual is None else individual + gain
+            individual = plus(individual, gained(apply(state.covariance), 1.0))
         if own == "drawn":
             cross = Moments
     after = state.replace(same=same, cross=cross, individual=individual, gaussian=True)
@@ -362,10 +355,6 @@ def _looks_like_torchs(weight, fan_in: int) -> bool:
     return abs(scaled.square().mean().item() - 1 / 3) < 6 * error
 
 
-def _constant(value: float, like: Tensor) -> Tensor:
-    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
-
-
 def is_trainable(modulation: Modulation) -> bool:
     """Return whether a modulation is trained, rather than a fixed mask."""
     return isinstance(modulation.values, nn.Parameter) and modulation.values.requires_grad
@@ -378,7 +367,7 @@ def _spread(
 
     ``paired``: every input goes with itself, not with all; ``between``: there are two member axes.
     """
-    pixels = 0 if state.layout is None else state.spatial
+    pixels = state.spatial
     if between and first.dim() > 1 + pixels:
         first, second = first.unsqueeze(1), second.unsqueeze(0)
     if not paired:
@@ -392,12 +381,10 @@ def _spread(
 
 def _with_exact_diagonal(covariance: Tensor, variances: Tensor, state: State) -> Tensor:
     """Make entries of an input with itself its variances: else small angles are rounding errors."""
-    pixels = 0 if state.layout is None else state.spatial
-    members = variances.dim() - 1 - pixels
+    members = variances.dim() - 1 - state.spatial
     covariance = covariance.clone()
     own = covariance.diagonal(dim1=members, dim2=members + 1).movedim(-1, members)
-    own = diagonal_of(own, pixels) if state.layout == PAIRS else own
-    own.copy_(variances)
+    state.equal_pixels(own).copy_(variances)
     return covariance
 
 
@@ -427,19 +414,7 @@ def _(module: nn.Flatten, state: State) -> State:
         raise TypeError(
             f"{describe(module, state.path)}: only Flatten(1, -1) has a rule; got {module}."
         )
-    if state.layout is None:
-        return state
-    state = keep_diagonal(state) if state.layout == PAIRS else state
-    return state.replace(flat=True)
-
-
-def _average(module: nn.Module, state: State, *, axes: int) -> State:
-    if len(state.pixels) != axes:
-        raise ValueError(
-            f"{describe(module, state.path)} expects {axes} pixel axes; got {len(state.pixels)}. "
-            "It must come after a convolution and before nn.Flatten()."
-        )
-    return pool(module, state)
+    return state if state.layout is None else keep_diagonal(state).replace(flat=True)
 
 
 @propagate.register(_MaxPoolNd)
@@ -456,4 +431,4 @@ propagate.register(nn.Linear, affine)
 propagate.register(_ConvNd, affine)
 for _axes, _kinds in AVERAGES.items():
     for _kind in _kinds:
-        propagate.register(_kind)(partial(_average, axes=_axes))
+        propagate.register(_kind)(partial(pool, axes=_axes))

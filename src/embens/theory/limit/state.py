@@ -15,11 +15,12 @@ of every input with itself records them, and the pass over pairs reads them ther
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from embens.ensemble.layers import Modulation, OverwritingReLU
@@ -46,9 +47,9 @@ class Moments(NamedTuple):
 class Recorded(NamedTuple):
     """An activation, the law of its modulation, and the variances of some inputs before it."""
 
-    variances: Tensor
     dual: Dual
     law: Law | None
+    variances: Tensor
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class State:
     """Computes those between two members, if it is asked: centred modulations never ask. None: like
     ``same``, as nothing has told members apart yet."""
     individual: Tensor | None = None  # Θ^ind; None is zero
-    records: tuple[list[Recorded], list[Recorded]] | None = None  # of x1 and x2, by activation
+    variances: Sequence[list[Tensor]] = ()  # of x1 and of x2, by activation
+    duals: Sequence[Dual] = ()  # of these activations
     recording: list[Recorded] | None = None  # to write, in the pass of every input with itself
     tracked: bool = True  # whether tangent and cross kernels are wanted, besides the covariance
     depth: int = 0  # how many activations came before
@@ -95,6 +97,15 @@ class State:
             return ()
         return tuple(self.covariance.shape[-self.spatial :])
 
+    def equal_pixels(self, kernel: Tensor) -> Tensor:
+        """Return a view of the entries in which both pixels are the same; these come last."""
+        if self.layout != PAIRS:
+            return kernel
+        axis = kernel.dim() - 2 * self.spatial
+        for left in range(self.spatial, 0, -1):
+            kernel = kernel.diagonal(dim1=axis, dim2=axis + left)
+        return kernel
+
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """Apply a linear map of the pixels to all kernels."""
         cross = None if self.cross is None else cache(lambda: self.crossed.map(function))
@@ -115,9 +126,13 @@ def describe(module: nn.Module, path: str) -> str:
     return f"{path!r} ({kind})" if path else kind
 
 
-def diagonal_of(kernel: Tensor, spatial: int) -> Tensor:
-    """Return a view of the entries in which both pixels are the same; those pixels come last."""
-    axis = kernel.dim() - 2 * spatial
-    for left in range(spatial, 0, -1):
-        kernel = kernel.diagonal(dim1=axis, dim2=axis + left)
-    return kernel
+def constant(value: float, like: Tensor) -> Tensor:
+    """Return one number for all entries of a kernel, which takes no memory."""
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def plus(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return a sum in which None is zero; the first tensor may be overwritten."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first.add_(second)
