@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
-from embens.ensemble.plan import Site
+from embens.ensemble.plan import SharedModule, Site
 from embens.ensemble.run import Current, Run, is_exporting, repeat_rows, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
 from embens.reading import left_over
@@ -46,7 +46,8 @@ class Modulation(Individual):
         super().__init__()
         self.law, self.members, self.size = site.law, members, site.size
         self.drawn = members  # how many the law was asked for; of some of them there are fewer
-        self.repeat, self.fresh = site.repeat, site.fresh
+        self.repeat = site.repeat
+        self.fresh = self.redrawn = site.fresh
         try:  # of fresh ones, to see whether they can be drawn
             source = torch.Generator() if site.fresh else generator
             shape = (members, site.size)
@@ -59,11 +60,7 @@ class Modulation(Individual):
         else:
             self.register_buffer("values", values)
 
-    @property
-    def draw(self) -> Callable[[], Tensor] | None:  # type: ignore[override]
-        return self._draw if self.fresh else None
-
-    def _draw(self) -> Tensor:
+    def draw(self) -> Tensor:
         shape, like = (self.members, self.size), self.values
         return self.law.sample(shape, dtype=like.dtype, device=like.device)
 
@@ -112,13 +109,12 @@ class Stochastic(Modulation):
     ):
         super().__init__(site, members, like, generator)
         assert site.prior_std is not None
-        self.prior_std = site.prior_std
+        self.prior_std, self.redrawn = site.prior_std, True
         self.log_std = nn.Parameter(torch.full_like(self.values, math.log(self.prior_std)))
         self.register_buffer("noise", self.values.detach()[:0], persistent=False)
 
-    @property
-    def draw(self) -> Callable[[], Tensor]:  # type: ignore[override]
-        return lambda: torch.randn_like(self.values.detach())
+    def draw(self) -> Tensor:
+        return torch.randn_like(self.values.detach())
 
     def tensors(self) -> list[Tensor]:
         return [self.values, self.log_std, self.noise]
@@ -145,14 +141,12 @@ def is_linear_in_parameters(layer: nn.Module) -> bool:
     that says so by an attribute ``linear_in_parameters``; not where a hook or a parametrization
     does something with the weight.
     """
-    kind = type(layer)
-    stock = kind.forward in _STOCK and getattr(kind, "_conv_forward", kind.forward) in _STOCK
     known = kind_of(layer)
     registered = not isinstance(layer, _STOCK_LAYERS) and known is not None and bool(known.weight)
     hooked = layer._forward_hooks or layer._forward_pre_hooks
     renormalised = isinstance(layer, nn.Embedding) and layer.max_norm is not None
     return (
-        (stock or registered or getattr(layer, "linear_in_parameters", False))
+        (is_stock(layer) or registered or getattr(layer, "linear_in_parameters", False))
         and "weight" in layer._parameters
         and not hooked
         and not renormalised
@@ -171,9 +165,8 @@ _STOCK = {cls.forward for cls in _STOCK_LAYERS} | {
 def is_stock(layer: nn.Module) -> bool:
     """Return whether a layer computes what torch's layer of its kind does, perhaps rescaled."""
     kind = type(layer)
-    inside = getattr(kind, "_conv_forward", None)
-    stock = kind.forward in _STOCK or hasattr(layer, "effective_parameters")
-    return stock and (inside is None or inside in _STOCK)
+    stock = kind.forward in _STOCK or hasattr(kind, "effective_parameters")
+    return stock and getattr(kind, "_conv_forward", nn.Linear.forward) in _STOCK
 
 
 def _like(numbers: Tensor, x: Tensor) -> Tensor:
@@ -366,19 +359,15 @@ class OverwritingReLU(nn.ReLU):
 class Once(Wrapper):
     """A module whose output is the same for all members, computed once in a pass.
 
-    Args:
-        module: the module.
-        random: see :class:`embens.ensemble.plan.SharedModule`.
-        keep: likewise.
-        repeat: likewise.
+    For ``random``, ``keep`` and ``repeat`` see :class:`embens.ensemble.plan.SharedModule`.
     """
 
     current: Current
 
-    def __init__(self, module: nn.Module, *, random: bool, keep: bool, repeat: bool):
+    def __init__(self, module: nn.Module, how: SharedModule):
         super().__init__()
         self.module = module
-        self.random, self.keep, self.repeat = random, keep, repeat
+        self.random, self.keep, self.repeat = how.random, how.keep, how.repeat
         self.train(module.training)
 
     def inner(self) -> nn.Module:
@@ -395,9 +384,7 @@ class Once(Wrapper):
         result = run.results.once(self, args, kwargs)
         if not self.repeat or run.count == 1:
             return result
-        return tree_map(
-            lambda x: repeat_rows(x, run.count) if isinstance(x, Tensor) and x.dim() else x, result
-        )
+        return tree_map_only(Tensor, lambda x: repeat_rows(x, run.count) if x.dim() else x, result)
 
     def __iter__(self) -> Iterator:
         return iter(self.module)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ Made by :func:`embens.embed` and the named families. Axis order is ``(member, ba
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 import operator
@@ -88,12 +87,8 @@ class EmbeddedEnsemble(nn.Module):
 
     def individual_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of which every member has its own (trainable modulations)."""
-        seen: set[int] = set()
-        for module in self.individuals.values():
-            for tensor in module.tensors():
-                if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield tensor
+        tensors = {id(t): t for m in self.individuals.values() for t in m.tensors()}  # some tied
+        yield from (t for t in tensors.values() if isinstance(t, nn.Parameter))
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that all members share (the reference's)."""
@@ -208,15 +203,21 @@ class EmbeddedEnsemble(nn.Module):
                     f"chunk must be a whole number of at least 1, or None; got {chunk!r}"
                 )
             return min(chunk, self.members)
-        if self.members == 1 or not self.folding.possible():
+        if self.members == 1 or self.folding.reason:
             return 1
         x = inputs[0] if inputs else None
         if not isinstance(x, Tensor):
             x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
         if x is None or torch.compiler.is_compiling() or self.plan.heads is not None:
             return self.members
-        widths, channels = self.plan.widths, self.plan.input_channels
-        return _chunk_size(self.members, widths, channels, x.shape, x.dtype, x.device.type)
+        rows, positions = self.plan.widths
+        numbers = max(
+            len(x) * rows if x.dim() else 1, x.numel() * positions // self.plan.input_channels
+        )
+        size = numbers * (x.itemsize if x.is_floating_point() else 4)
+        budget = FOLDED_BYTES.get(x.device.type, FOLDED_BYTES["cuda"])
+        most = max(1, min(self.members, budget // max(1, size)))
+        return math.ceil(self.members / math.ceil(self.members / most))  # chunks of one size
 
     def _check_batch(self, inputs: tuple, batch: BatchKind) -> None:
         if batch == "same":
@@ -321,8 +322,8 @@ class EmbeddedEnsemble(nn.Module):
         your own.
         """
         owners = (m.inner() if isinstance(m, Own) else m for m in self.individuals.values())
-        found = [m.kl() for m in owners if isinstance(m, (Stochastic, NTKGP))]
-        return torch.stack(found).sum() if found else torch.zeros(())
+        divergences = [m.kl() for m in owners if isinstance(m, (Stochastic, NTKGP))]
+        return torch.stack(divergences).sum() if divergences else torch.zeros(())
 
     @property
     def overlap(self) -> float:
@@ -443,22 +444,19 @@ class EmbeddedEnsemble(nn.Module):
 
     def state_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the shared parameters in the state, and everything else in it."""
-        common = {id(p) for p in self.shared_parameters()}
-        state = self.state_dict(keep_vars=True)
-        return (
-            {name: tensor for name, tensor in state.items() if id(tensor) in common},
-            {name: tensor for name, tensor in state.items() if id(tensor) not in common},
-        )
+        common, parts = {id(p) for p in self.shared_parameters()}, ({}, {})
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            parts[id(tensor) not in common][name] = tensor
+        return parts
 
     def extra_repr(self) -> str:
         shared = sum(p.numel() for p in self.shared_parameters())
         own = sum(p.numel() for p in self.individual_parameters())
         recompute = ", recompute" if self.plan.recompute else ""
-        why = self.folding.reason
+        why = self.folding.reason and f", one member after another because {self.folding.reason}"
         return (
             f"{self.plan.family}, members={self.members}, shared parameters={shared:,}, "
-            f"individual parameters={own:,}{recompute}"
-            + (f", one member after another because {why}" if why else "")
+            f"individual parameters={own:,}{recompute}{why}"
         )
 
 
@@ -471,21 +469,3 @@ if torch.__version__ < (2, 10):  # type: ignore[operator]
         return _forward(self, *inputs, **options)
 
     EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore
-
-
-@functools.lru_cache(maxsize=256)
-def _chunk_size(
-    members: int,
-    widths: tuple[int, int],
-    input_channels: int,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: str,
-) -> int:
-    """Return how many members fit into the budget, in chunks of one size."""
-    rows, positions = widths
-    numbers = max(rows * shape[0] if shape else 1, positions * shape.numel() // input_channels)
-    itemsize = dtype.itemsize if dtype.is_floating_point else 4
-    budget = FOLDED_BYTES.get(device, FOLDED_BYTES["cuda"])
-    most = max(1, min(members, budget // max(1, numbers * itemsize)))
-    return math.ceil(members / math.ceil(members / most))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from embens.ensemble.shared import SharedResults
 from embens.objective import BatchKind
@@ -144,10 +144,7 @@ class Run:
 
     def _enter(self) -> None:
         """Take the inputs of all members but the last to the first layers, then go on with it."""
-        *others, last = (
-            tree_map(lambda x, a=a: x[a] if isinstance(x, Tensor) else x, self.inputs)
-            for a in range(self.members)
-        )
+        *others, last = (_at(self.inputs, a) for a in range(self.members))
         self.entries = {}
         for self.entering, inputs in enumerate(others):
             try:
@@ -195,20 +192,19 @@ class Run:
         ]
 
     def _stack(self, module: Individual, i: int) -> Tensor:
-        if self.given is not None:
-            return self.given[module.slot + i]
-        if module.draw is None or i + 1 < len(module.tensor_names()):
+        if not module.redrawn or i + 1 < len(module.tensor_names()):
             return module.tensors()[i]
-        key = module.slot + i
-        if key not in self.fresh:
-            self.fresh[key] = module.draw()
-        return self.fresh[key]
+        if module.slot not in self.fresh:
+            self.fresh[module.slot] = module.draw()
+        return self.fresh[module.slot]
 
     def of(self, module: Individual, i: int = 0) -> Tensor:
         """Return a module's numbers for the members that run now, ``(member, …)``.
 
         In a batch that members split: one for each row.
         """
+        if self.given is not None:
+            return self.given[module.slot + i]
         stack = self._stack(module, i)
         if self.index is not None:
             return stack.index_select(0, self.index)
@@ -264,14 +260,11 @@ class Run:
         """Return the rows of one of the members that run now, of a tensor."""
         if not isinstance(value, Tensor) or not value.dim() or common:
             return value
-        if self.index is None:
-            if value.shape[0] % self.count:
-                raise Unfoldable("a module of each member's own takes a tensor without rows")
-            rows = value.shape[0] // self.count
-            return value.narrow(0, a * rows, rows)
-        if value.shape[0] % len(self.index):
+        groups = self.count if self.index is None else len(self.index)
+        if value.shape[0] % groups:
             raise Unfoldable("a module of each member's own takes a tensor without rows")
-        return value.unflatten(0, (len(self.index), -1))[a :: self.members].flatten(0, 1)
+        apart = value.unflatten(0, (groups, -1))
+        return apart[a] if self.index is None else apart[a :: self.members].flatten(0, 1)
 
     @contextmanager
     def only(self, a: int) -> Iterator[None]:
@@ -292,18 +285,17 @@ class Run:
             a: which.
             numbers: in place of its own.
         """
-        given = self.given
-        self.start, self.count = a, 1
-        inputs = self.inputs
-        if self.batch == "own":
-            inputs = tree_map(lambda x: x[a] if isinstance(x, Tensor) else x, inputs)
-        if numbers is not None:
-            self.start, self.given = 0, [n.unsqueeze(0) for n in numbers]
+        inputs = _at(self.inputs, a) if self.batch == "own" else self.inputs
+        self.given = None if numbers is None else [n.unsqueeze(0) for n in numbers]
         try:
-            with self.ensemble.state.of(a):
-                return self._call(inputs, self.kwargs)
+            return self._alone(a, inputs, self.kwargs)
         finally:
-            self.given = given
+            self.given = None
+
+    def _alone(self, a: int, inputs: tuple, kwargs: dict) -> Any:
+        self.start, self.count = a, 1
+        with self.ensemble.state.of(a):
+            return self._call(inputs, kwargs)
 
     def chunks(self) -> Iterator[Any]:
         """Yield the outputs of one chunk of members after another, members first."""
@@ -328,40 +320,39 @@ class Run:
         """Return the outputs of some members that run one after another."""
         outputs = [self.member(a) for a in range(start, start + count)]
         if len(outputs) == 1:
-            return tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, outputs[0])
+            return tree_map_only(Tensor, lambda x: x.unsqueeze(0), outputs[0])
         return gather(outputs, torch.stack)
 
     def folded(self, start: int, count: int, way: Way) -> Any:
         """Return the outputs of some members that run as one batch."""
         self.start, self.count, self.common = start, count, way is Way.SHARED
-        inputs, kwargs = self.inputs, self.kwargs
-        self.rows = batch_size(tree_map(_first, inputs) if self.batch == "own" else inputs)
+        inputs, kwargs, results = self.inputs, self.kwargs, self.results
+        self.rows = batch_size(_at(inputs, 0) if self.batch == "own" else inputs)
         self.rows = self.rows or batch_size(kwargs)
-        results = self.results
+
+        def repeat(x: Tensor) -> Tensor:
+            return repeat_rows(x, count) if x.shape[:1] == (self.rows,) else x
+
         if self.batch == "own":
-            inputs = tree_map(
-                lambda x: together(x.narrow(0, start, count)) if isinstance(x, Tensor) else x,
-                inputs,
-            )
+            inputs = tree_map_only(Tensor, lambda x: together(x.narrow(0, start, count)), inputs)
         if way is not Way.SHARED:
             self.results = None
             if self.batch == "same":
-                inputs = _repeated(inputs, count, self.rows)
+                inputs = tree_map_only(Tensor, repeat, inputs)
             if way is Way.REPEATED:
-                kwargs = _repeated(kwargs, count, self.rows)
+                kwargs = tree_map_only(Tensor, repeat, kwargs)
         try:
             outputs = self._call(inputs, kwargs)
         finally:
             self.results = results
 
-        def unfold(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
+        def unfold(value: Tensor) -> Tensor:
             if not value.dim() or value.shape[0] % count:
                 raise Unfoldable("an output has no axis of samples")
             return self.apart(value)
 
-        return unfold(outputs) if isinstance(outputs, Tensor) else tree_map(unfold, outputs)
+        single = isinstance(outputs, Tensor)
+        return unfold(outputs) if single else tree_map_only(Tensor, unfold, outputs)
 
     def split(self) -> Any:
         """Return the outputs of a batch whose row i belongs to member i mod M."""
@@ -391,17 +382,15 @@ class Run:
         """Run the rows of one member after another."""
         members, rows = self.members, batch_size(self.inputs)
 
-        def mine(values: Any, a: int) -> Any:
-            return tree_map(
-                lambda x: x[a::members] if isinstance(x, Tensor) and x.shape[:1] == (rows,) else x,
-                values,
+        def alone(a: int) -> Any:
+            mine = tree_map_only(
+                Tensor,
+                lambda x: x[a::members] if x.shape[:1] == (rows,) else x,
+                (self.inputs, self.kwargs),
             )
+            return self._alone(a, *mine)
 
-        outputs = []
-        for a in range(max(1, min(members, rows))):
-            self.start, self.count = a, 1
-            with self.ensemble.state.of(a):
-                outputs.append(self._call(mine(self.inputs, a), mine(self.kwargs, a)))
+        outputs = [alone(a) for a in range(max(1, min(members, rows)))]
         index = torch.arange(rows).remainder(members)
         return gather(outputs, lambda parts: interleave(parts, index.to(parts[0].device)))
 
@@ -460,19 +449,9 @@ def _set(buffers: list[Tensor], values: list[Tensor]) -> None:
         buffer.data.copy_(value)
 
 
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, Tensor) else value
-
-
-def _repeated(values: Any, count: int, rows: int) -> Any:
-    """Repeat every tensor that has a row for each sample."""
-
-    def repeat(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows:
-            return repeat_rows(x, count)
-        return x
-
-    return tree_map(repeat, values)
+def _at(values: Any, a: int) -> Any:
+    """Return the inputs of one member, of inputs that have the members first."""
+    return tree_map_only(Tensor, lambda x: x[a], values)
 
 
 def repeat_rows(x: Tensor, count: int) -> Tensor:
@@ -504,13 +483,7 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
     """Join the outputs of members (or of chunks) leaf by leaf."""
     if isinstance(outputs[0], Tensor):
         return join(list(outputs))
-    flat = [tree_flatten(output) for output in outputs]
-    spec = flat[0][1]
-    leaves = [
-        join(list(column)) if isinstance(column[0], Tensor) else column[0]
-        for column in zip(*(leaves for leaves, _ in flat), strict=True)
-    ]
-    return tree_unflatten(leaves, spec)
+    return tree_map(lambda x, *more: join([x, *more]) if isinstance(x, Tensor) else x, *outputs)
 
 
 def interleave(parts: list[Tensor], index: Tensor) -> Tensor:

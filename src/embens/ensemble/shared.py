@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from embens.ensemble.layers import Once
@@ -42,14 +42,14 @@ class SharedResults:
             if not once.keep:
                 self.found[key] = None
                 return result
-            self.found[key] = tree_map(self._leaf, result) if self.cut else result
+            self.found[key] = tree_map_only(Tensor, self._leaf, result) if self.cut else result
         elif not once.keep:  # used by shared modules only, which won't look at it
             return next(v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))
         result = self.found[key]
-        return tree_map(_copied, result) if self.copies else result
+        return tree_map_only(Tensor, Tensor.clone, result) if self.copies else result
 
-    def _leaf(self, value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.requires_grad):
+    def _leaf(self, value: Tensor) -> Tensor:
+        if not value.requires_grad:
             return value
         leaf = value.detach().requires_grad_()
         self.edges.append((value, leaf))
@@ -79,10 +79,6 @@ class SharedResults:
         return any(not node.name().endswith("AccumulateGrad") for node in common)
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _nodes_before(value: Tensor) -> set[Any]:
     """Return the nodes of the graph behind a value."""
     seen: set[Any] = set()
@@ -97,5 +93,4 @@ def _nodes_before(value: Tensor) -> set[Any]:
 
 def _leaves_before(value: Tensor) -> set[int]:
     """Return the ids of the leaves that a value was computed from."""
-    nodes = _nodes_before(value)
-    return {id(node.variable) for node in nodes if hasattr(node, "variable")}
+    return {id(node.variable) for node in _nodes_before(value) if hasattr(node, "variable")}

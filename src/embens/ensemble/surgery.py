@@ -59,8 +59,7 @@ def operate(
             place = {"border": name in border, "generator": generator}
             copied = LowRank(copied, low_rank[name], plan.members, **place)
         if name in shared:
-            once = shared[name]
-            copied = Once(copied, random=once.random, keep=once.keep, repeat=once.repeat)
+            copied = Once(copied, shared[name])
         if mine and isinstance(module, nn.MultiheadAttention):
             copied = ModulatedAttention(copied, mine)  # type: ignore[arg-type]
         elif mine:
