@@ -32,12 +32,7 @@ from embens.reading.layers import kind_of, modulate_weight, spatial_axes
 class Modulation(Individual):
     """The numbers of one site: a parameter, a fixed mask, or drawn anew at every pass.
 
-    Args:
-        site: says their law, how many there are, and how many consecutive features make one
-            channel (a Linear after a Flatten).
-        members: how many members.
-        like: gives the dtype and device.
-        generator: draws the numbers.
+    ``repeat`` consecutive features make one channel (a Linear after a Flatten).
     """
 
     def __init__(
@@ -176,11 +171,8 @@ def _like(numbers: Tensor, x: Tensor) -> Tensor:
 class Modulated(Wrapper):
     r"""A shared layer between two modulations: :math:`v \circ \mathrm{layer}(u \circ x)`.
 
-    Args:
-        layer: the layer, perhaps computed once for all members.
-        pre: :math:`v`.
-        post: :math:`u`.
-        border: whether its input is still the same for all members.
+    The layer is perhaps computed :class:`Once`. At the ``border`` its input is still the same for
+    all members.
     """
 
     current: Current

@@ -304,15 +304,16 @@ class EmbeddedEnsemble(nn.Module):
         """
         *inputs, target = inputs_and_target
         args, named = self.bind(inputs[0] if len(inputs) == 1 else inputs)
-        total: Any = 0.0
+        losses: list[Tensor] = []
+
+        def loss_of(outputs: Any) -> Tensor:
+            loss = objective(outputs, target, criterion)
+            losses.append(loss.detach())
+            return loss
+
         with torch.enable_grad(), self.run(args, named | kwargs, chunk=chunk, cut=True) as run:
-            for outputs in run.chunks():
-                loss = objective(outputs, target, criterion)
-                # What members share is computed in the first chunk, and backpropagated last.
-                loss.backward(retain_graph=run.results is not None and run.results.meet(loss))
-                total = total + loss.detach()
-            run.finish()
-        return total
+            run.backward(loss_of)
+        return torch.stack(losses).sum()
 
     def kl(self) -> Tensor:
         """Return the divergence of the members' numbers from their prior, summed over members.

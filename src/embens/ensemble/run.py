@@ -10,6 +10,7 @@ kept for the others (:class:`SharedResults`), and rows are repeated where member
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -73,26 +74,8 @@ class Current(threading.local):
 class Run:
     """A pass, as a context: nothing of it stays behind, whatever happens.
 
-    Args:
-        ensemble: whose.
-        inputs: of the reference.
-        kwargs: of the reference.
-        batch: see :meth:`EmbeddedEnsemble.forward`.
-        chunk: how many members run together.
-        cut: whether what members share is cut off the graph, for :meth:`finish`.
-
-    Attributes:
-        members: how many there are.
-        start: the first member of the chunk that runs.
-        count: how many run now.
-        rows: how many samples a member has in a folded chunk.
-        index: the member of each row, in a batch that members split.
-        common: whether rows are those of the input up to the first modulations, rather than each
-            member's own from the start.
-        results: what members share; None where nothing is kept.
-        entries: the inputs of first layers with a block for each member, by their slots, where
-            members have inputs of their own.
-        shares: of the members in the sum of these blocks; None: all are 1.
+    ``chunk`` members run together; with ``cut`` what they share is cut off the graph, for
+    :meth:`backward`. For ``batch`` see :meth:`EmbeddedEnsemble.forward`.
     """
 
     def __init__(
@@ -105,22 +88,22 @@ class Run:
         chunk: int = 1,
         cut: bool = False,
     ):
-        self.ensemble, self.inputs, self.kwargs = ensemble, inputs, kwargs
+        self.ensemble, self.members = ensemble, ensemble.members
+        self.inputs, self.kwargs = inputs, kwargs
         self.batch: BatchKind = batch
-        self.chunk, self.cut = chunk, cut
-        self.given: Sequence[Tensor] | None = None
-        self.members = ensemble.members
-        self.open = False
-        self.rows = 0
-        self.start, self.count = 0, 1
-        self.index: Tensor | None = None
-        self.fresh: dict[int, Tensor] = {}
-        self.common = False
-        self.entries: dict[int, list[Tensor]] | None = None
-        self.entering: int | None = None
-        self.shares: Tensor | None = None
-        self.results = self._new_results()
-        self.begun: list[Tensor] | None = None
+        self.chunk, self.cut, self.open = chunk, cut, False
+        self.start, self.count = 0, 1  # the first member that runs now, and how many
+        self.rows = 0  # how many samples a member has in a folded chunk
+        self.index: Tensor | None = None  # the member of each row, in a batch that members split
+        self.common = False  # rows are the input's up to the first modulations, not each member's
+        self.given: Sequence[Tensor] | None = None  # numbers in the place of a member's own
+        self.fresh: dict[int, Tensor] = {}  # numbers that this pass has drawn, by slot
+        self.begun: list[Tensor] | None = None  # buffers of iterated modules before the pass
+        self.results = self._new_results()  # what members share; None where nothing is kept
+        # Where members have inputs of their own to first layers with a block for each of them:
+        self.entries: dict[int, list[Tensor]] | None = None  # these, by the slots of the layers
+        self.entering: int | None = None  # whose inputs are on the way there
+        self.shares: Tensor | None = None  # of the members in the sum of the blocks; None: 1
 
     def _new_results(self) -> SharedResults | None:
         plan = self.ensemble.plan
@@ -427,9 +410,8 @@ class Run:
         ``torch.utils.checkpoint`` saves the inputs of what it will recompute; unpacking any of them
         opens this run again, in the thread that does so, as it is now.
         """
-        again = object.__new__(Run)
-        again.__dict__.update(self.__dict__, open=False)
-        current = self.ensemble.current
+        again, current = copy.copy(self), self.ensemble.current
+        again.open = False
 
         def unpack(saved: Tensor) -> Tensor:
             current.run = again
@@ -438,8 +420,14 @@ class Run:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
             yield
 
-    def finish(self) -> None:
-        """Backpropagate what the chunks left at the cuts, each part of the graph once."""
+    def backward(self, loss_of: Callable[[Any], Tensor]) -> None:
+        """Backpropagate the loss of one chunk of members after another, with their memory.
+
+        What members share is computed in the first chunk and, with ``cut``, backpropagated last.
+        """
+        for outputs in self.chunks():
+            loss = loss_of(outputs)
+            loss.backward(retain_graph=self.results is not None and self.results.meet(loss))
         if self.results is not None:
             self.results.backward()
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from embens.checks import find_gaps
 from embens.ensemble.export import evaluating
@@ -197,7 +197,7 @@ class Trainer:
             self.check_losses()
         if self.moments["on_step"]:
             record = {"epoch": self.epoch + 1, "step": self.steps, "loss": float(loss) / members}
-            self._tell("on_step", record | dict(zip(_RATES, self._rates(), strict=True)))
+            self._tell("on_step", record | self._rates())
         if moved and self.settings.schedule_by == "step":
             self.scheduler.step()
         self.progress.step(loss, members)
@@ -249,22 +249,19 @@ class Trainer:
             return loss.detach(), losses, outputs
         seen: list[tuple[Any, Tensor]] = []
 
-        def watched(outputs: Any, target: Any) -> Tensor:
+        def loss_of(outputs: Any) -> Tensor:
             with torch.autocast(self.device.type, enabled=False):
-                outputs = tree_map(_full, outputs)
+                outputs = tree_map_only(Tensor, _full, outputs)
                 losses = self._losses(outputs, target)
-            seen.append((tree_map(Tensor.detach, outputs), losses.detach()))
-            return self._scaled(losses[:, None], weight)
+            seen.append((tree_map_only(Tensor, Tensor.detach, outputs), losses.detach()))
+            return self._scaled(losses.sum(), weight)
 
-        watched.over_members = True  # type: ignore[attr-defined]
         args, kwargs = self.ensemble.bind(inputs)
-        with self._autocast():
-            self.ensemble.backward(
-                *args, target, criterion=watched, chunk=self.settings.chunk, **kwargs
-            )
-        whole = all(isinstance(outputs, Tensor) for outputs, _ in seen)
-        outputs = torch.cat([outputs for outputs, _ in seen]) if whole else None
-        losses, kl = torch.cat([losses for _, losses in seen]), self._kl()
+        run = self.ensemble.run(args, kwargs, chunk=self.settings.chunk, cut=True)
+        with run, self._autocast():
+            run.backward(loss_of)
+        outputs, losses = (gather(parts, torch.cat) for parts in zip(*seen, strict=True))
+        kl = self._kl()
         if isinstance(kl, Tensor):
             self._scaled(kl, weight).backward()
             kl = kl.detach()
@@ -297,7 +294,7 @@ class Trainer:
         args, kwargs = self.ensemble.bind(inputs)
         with self._autocast():
             outputs = call(*args, batch=batch, **kwargs)
-        return outputs if self.settings.autocast is None else tree_map(_full, outputs)
+        return outputs if self.settings.autocast is None else tree_map_only(Tensor, _full, outputs)
 
     def _losses(
         self,
@@ -394,9 +391,9 @@ class Trainer:
         if self.validation is not None:
             self._validate(record, self.validation)
         metric = record.get("metric", math.nan)
-        record |= zip(_RATES, self._rates(), strict=True)
-        norms = ("gradient_norm_shared", "gradient_norm_individual")
-        record |= zip(norms, self.norms or [math.nan, math.nan], strict=True)
+        shared, individual = self.norms or (math.nan, math.nan)
+        record |= self._rates()
+        record |= {"gradient_norm_shared": shared, "gradient_norm_individual": individual}
         record["seconds"] = self.seconds
         self.records.append(record)
         self.epoch += 1
@@ -436,14 +433,12 @@ class Trainer:
                     kept.append((outputs, target))
         record.update(tally.summary("validation_"))
         if metric is None:
-            metric = "loss" if math.isnan(record["validation_ensemble_accuracy"]) else "accuracy"
+            metric = "loss" if math.isnan(record[_METRICS["accuracy"]]) else "accuracy"
         if callable(metric):
             outputs = gather([outputs for outputs, _ in kept], lambda parts: torch.cat(parts, 1))
             value = metric(outputs, gather([target for _, target in kept], torch.cat))
         else:
-            value = record[
-                "validation_loss" if metric == "loss" else "validation_ensemble_accuracy"
-            ]
+            value = record[_METRICS[metric]]
         value = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
         parallel.broadcast_(self.world, [value])
         record["metric"], self.more = float(value), more_is_better(metric, self.settings.maximise)
@@ -460,11 +455,11 @@ class Trainer:
         if patience is not None and self.epoch - (self.best_epoch or 0) >= patience:
             self.stopped = "patience"
 
-    def _rates(self) -> tuple[float, float]:
+    def _rates(self) -> dict[str, float]:
         found = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
         firsts = (next(iter(parameters), None) for parameters in (self.shared, self.individual))
         shared, individual = (found.get(id(first), math.nan) for first in firsts)
-        return shared, individual
+        return {"lr": shared, "modulation_lr": individual}
 
     # State
 
@@ -472,7 +467,7 @@ class Trainer:
         self.good = {k: v.detach().clone() for k, v in self.ensemble.state_dict().items()}
 
     def _divergence(self, what: str, step: int) -> Divergence:
-        settings, (shared, individual) = self.settings, self._rates()
+        shared, individual = self._rates().values()
         self.ensemble.load_state_dict(self.good)
         self.optimizer.zero_grad(set_to_none=True)
         where = f"after epoch {self.epoch}" if self.epoch else "before training"
@@ -480,7 +475,7 @@ class Trainer:
             f"the run diverged in epoch {self.epoch + 1} at step {step}: {what}. The ensemble has "
             f"its weights from {where} again. Try a lower lr (shared rate now {shared:g}, "
             f"modulations {individual:g}), a smaller gamma (now "
-            f"{settings.gamma_of(self.ensemble):g}: it multiplies the rate of the shared "
+            f"{self.settings.gamma_of(self.ensemble):g}: it multiplies the rate of the shared "
             "parameters; 1 is the mean gradient), standardised inputs, or clip=.",
             history_of(self.records, self.best_epoch, "epochs"),
         )
@@ -532,7 +527,7 @@ class Trainer:
             setattr(self, name, state[name])
 
 
-_RATES = ("lr", "modulation_lr")
+_METRICS = {"loss": "validation_loss", "accuracy": "validation_ensemble_accuracy"}
 _POSITION = "epoch step steps seconds norms records best_value best_epoch stopped".split()
 
 
@@ -552,10 +547,9 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     )
 
 
-def _full(value: Any) -> Any:
+def _full(value: Tensor) -> Tensor:
     """Return numbers of half precision in single precision."""
-    half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if half else value
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def _refuse(name: str, gaps: str, loss: Tensor) -> None:
