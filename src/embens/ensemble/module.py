@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from embens.checks import Gamma, closest, suggest
+from embens.checks import Gamma, check_number, closest, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.export import to_onnx
@@ -122,9 +122,23 @@ class EmbeddedEnsemble(nn.Module):
             optimizer: what the groups are for: a class, or a function from groups to an optimizer.
             modulation_weight_decay: of the modulations; decay would pull them to the same point.
         """
-        return rates.parameter_groups(
-            self, lr, modulation_lr, weight_decay, gamma, optimizer, modulation_weight_decay
+        modulation_lr = lr if modulation_lr is None else modulation_lr
+        for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
+            check_number(name, value, "finite and not negative", lambda rate: rate >= 0)
+        factor, decay = rates.shared_factors(self, gamma, optimizer)
+        stacks = {id(t) for m in self.individuals.values() if isinstance(m, Own) for t in m.tensors()}
+        shared = [] if self.plan.frozen else list(self.shared_parameters())
+        individual = list(self.individual_parameters())
+        own = [p for p in individual if id(p) in stacks]
+        modulations = [p for p in individual if id(p) not in stacks]
+        own_decay = weight_decay * (not self.plan.has_prior)
+        names = ("params", "lr", "weight_decay", "gamma_factor")
+        groups = (
+            (shared, lr * factor, weight_decay * decay, factor),
+            (modulations, modulation_lr, modulation_weight_decay, 1.0),
+            (own, lr, own_decay, 1.0),
         )
+        return [dict(zip(names, group, strict=True)) for group in groups if group[0]]
 
     # Running
 
@@ -227,11 +241,12 @@ class EmbeddedEnsemble(nn.Module):
         shapes = [tuple(x.shape) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
         if not shapes:
             raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs")
-        if batch == "own" and any(s[:1] != (self.members,) for s in shapes):
+        other = [shape for shape in shapes if shape[:1] != (self.members,)]
+        if batch == "own" and other:
             raise ValueError(
                 f"batch='own' expects inputs of shape ({self.members}, batch, …), one batch for "
-                f"each member; got {next(s for s in shapes if s[:1] != (self.members,))}. For one "
-                "batch that all members see use batch='same', for one that they split 'split'."
+                f"each member; got {other[0]}. For one batch that all members see use "
+                "batch='same', for one that they split 'split'."
             )
         if batch == "split" and len({s[:1] for s in shapes}) > 1:
             raise ValueError(
