@@ -262,24 +262,6 @@ def warn_state(sharing: Sharing) -> None:
             warnings.warn(f"the forward assigns {shown} and {text}", stacklevel=4)
 
 
-def plan_overwriting(
-    flow: Flow, sites: Iterable[Site], modules: Mapping[str, nn.Module]
-) -> tuple[str, ...]:
-    """Return the ReLU modules that only ever get the output of a ``pre`` modulation."""
-    modulated = {s.layer for s in sites if s.kind == "pre"}
-    allowed: dict[str, bool] = {}
-    for index, call in enumerate(flow.calls):
-        if type(modules.get(call.name)) is nn.ReLU:
-            fresh = bool(call.parents) and all(
-                flow.calls[parent].name in modulated
-                and all(index in chain for chain in flow.calls[parent].consumers)
-                for parent in call.parents
-            )
-            allowed[call.name] = allowed.get(call.name, True) and fresh
-    relus = {name for name, fresh in allowed.items() if fresh}
-    return tuple(n for n in modules if n in relus and not modules[n].inplace)
-
-
 def may_overwrite(flow: Flow, modules: Mapping[str, nn.Module]) -> bool:
     """Return whether any code may change a value in place."""
     inplace = any(getattr(m, "inplace", False) for m in modules.values())

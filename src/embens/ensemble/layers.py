@@ -333,21 +333,6 @@ class Scaled(nn.Module):
         return x if self.pre is None else x * self.pre.to(x.dtype)
 
 
-class OverwritingReLU(nn.ReLU):
-    """A ReLU of what a modulation just made for it, and nothing else uses.
-
-    One member's is overwritten, which saves memory; that of several is a view, which autograd
-    overwrites slowly.
-    """
-
-    current: Current
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the positive part."""
-        run = self.current.run
-        return F.relu(input, inplace=run is not None and run.count == 1)
-
-
 class Once(Wrapper):
     """A module whose output is the same for all members, computed once in a pass.
 

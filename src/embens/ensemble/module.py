@@ -25,7 +25,7 @@ from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.export import to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
-from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Stochastic
+from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
 from embens.ensemble.ntkgp import NTKGP
 from embens.ensemble.own import Own, OwnState, iterates
 from embens.ensemble.plain import plain, walk
@@ -39,7 +39,7 @@ FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
 
 
-CONNECTED = (Individual, Modulated, ModulatedAttention, Once, OverwritingReLU)
+CONNECTED = (Individual, Modulated, ModulatedAttention, Once)
 """The modules that look for the pass that is running."""
 
 
@@ -126,7 +126,9 @@ class EmbeddedEnsemble(nn.Module):
         for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
             check_number(name, value, "finite and not negative", lambda rate: rate >= 0)
         factor, decay = rates.shared_factors(self, gamma, optimizer)
-        stacks = {id(t) for m in self.individuals.values() if isinstance(m, Own) for t in m.tensors()}
+        stacks = {
+            id(t) for m in self.individuals.values() if isinstance(m, Own) for t in m.tensors()
+        }
         shared = [] if self.plan.frozen else list(self.shared_parameters())
         individual = list(self.individual_parameters())
         own = [p for p in individual if id(p) in stacks]

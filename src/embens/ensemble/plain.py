@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from embens.ensemble.attention import ModulatedAttention
-from embens.ensemble.layers import Modulated, Once, OverwritingReLU
+from embens.ensemble.layers import Modulated, Once
 from embens.ensemble.own import MemberLayer
 from embens.ensemble.wrapping import Wrapper
 from embens.reading import left_over
@@ -21,8 +21,6 @@ def plain(network: nn.Module, member: int | None) -> nn.Module:
     for module in reversed(list(network.modules())):
         if isinstance(module, (Modulated, ModulatedAttention)):
             memo[id(module)] = module.plain(member)
-        elif isinstance(module, OverwritingReLU):
-            memo[id(module)] = nn.ReLU().train(module.training)
         elif isinstance(module, Once):
             memo[id(module)] = copy.deepcopy(module.module, memo)
         elif isinstance(module, MemberLayer):
@@ -50,9 +48,7 @@ def without_members(network: nn.Module) -> nn.Module:
     """
     memo: dict[int, object] = {**left_over(network), **{id(p): p for p in network.parameters()}}
     for module in reversed(list(network.modules())):
-        if isinstance(module, OverwritingReLU):
-            memo[id(module)] = nn.ReLU()
-        elif isinstance(module, Wrapper):
+        if isinstance(module, Wrapper):
             memo[id(module)] = copy.deepcopy(module.inner(), memo)
     return copy.deepcopy(network, memo)
 
