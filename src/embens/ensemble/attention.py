@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ class ModulatedAttention(Wrapper):
         keys = (f"{projection}_pre", f"{projection}_post")
         return [self.modulations._modules.get(key) for key in keys]  # type: ignore[misc]
 
-    def plain(self, member: int | None) -> nn.Module:
+    def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return a plain attention with one member's weights."""
         if member is None:
             raise ValueError("attention has no mean weights: softmax is not linear")

@@ -195,13 +195,11 @@ class Modulated(Wrapper):
         self._linear = isinstance(plain, nn.Linear) and known
         self.train(layer.training)
 
-    @property
-    def plain_layer(self) -> nn.Module:
-        """The layer itself, without what computes it once for all members."""
+    def inner(self) -> nn.Module:
+        """Return the layer itself, without what computes it once for all members."""
         return self.layer.module if isinstance(self.layer, Once) else self.layer
 
-    def inner(self) -> nn.Module:
-        return self.plain_layer
+    plain_layer = property(inner)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output of the running members; input is the name in torch's own layers."""
@@ -291,7 +289,7 @@ class Modulated(Wrapper):
             return Sealed(getattr(layer, name), error)
         return getattr(layer, name)
 
-    def plain(self, member: int | None) -> nn.Module:
+    def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return a plain layer with one member's weights; None: the mean of all members'."""
         layer = copy.deepcopy(self.plain_layer, left_over(self.plain_layer))
         pre = None if self.pre is None else self.pre.of(member)

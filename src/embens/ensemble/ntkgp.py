@@ -25,10 +25,8 @@ from embens.networks import Parametrized
 class NTKGP(nn.Module):
     """A network of layers in the NTK parametrization, and its fixed second part.
 
-    The network is held as code alone: it runs with the numbers of this module, one vector each.
-
-    Args:
-        network: not changed; its parameters are where ``trained`` and ``start`` begin.
+    The network is not changed and held as code alone: it runs with the numbers of this module, one
+    vector each, which begin as its parameters.
     """
 
     start: Tensor

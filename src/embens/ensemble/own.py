@@ -52,13 +52,6 @@ class MemberLayer(Wrapper, Individual):
         """Return the tensors of the members that run, by name, members first."""
         raise NotImplementedError
 
-    def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the module with the tensors of one member; None: their mean.
-
-        ``memo`` is that of a deep copy of the whole network under way.
-        """
-        raise NotImplementedError
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the running members' tensors."""
         run = self.current.run or self.current.get()

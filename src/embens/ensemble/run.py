@@ -159,11 +159,8 @@ class Run:
     @property
     def numbers(self) -> list[Tensor]:
         """The tensors of all members, members first, as they are in this pass."""
-        return [
-            self._stack(module, i)
-            for module in self.ensemble.individuals.values()
-            for i in range(len(module.tensors()))
-        ]
+        modules = self.ensemble.individuals.values()
+        return [self._stack(m, i) for m in modules for i in range(len(m.tensors()))]
 
     @property
     def names(self) -> list[str]:
@@ -262,11 +259,9 @@ class Run:
     # Members
 
     def member(self, a: int, numbers: Sequence[Tensor] | None = None) -> Any:
-        """Return the outputs of one member, without the members' axis.
+        """Return the outputs of one member, with numbers in the place of its own if some are given.
 
-        Args:
-            a: which.
-            numbers: in place of its own.
+        They have no axis of members.
         """
         inputs = _at(self.inputs, a) if self.batch == "own" else self.inputs
         self.given = None if numbers is None else [n.unsqueeze(0) for n in numbers]

@@ -57,7 +57,10 @@ class SharedResults:
 
     def backward(self) -> None:
         """Backpropagate what the chunks left at the cuts, each part of the graph once."""
-        needs = {id(leaf): _leaves_before(value) for value, leaf in self.edges}
+        needs = {
+            id(leaf): {id(n.variable) for n in _nodes_before(value) if hasattr(n, "variable")}
+            for value, leaf in self.edges
+        }  # the leaves that each value was computed from
         waiting = list(self.edges)
         while waiting:
             later = {n for _, leaf in waiting for n in needs[id(leaf)]}
@@ -89,8 +92,3 @@ def _nodes_before(value: Tensor) -> set[Any]:
             seen.add(node)
             nodes.extend(parent for parent, _ in node.next_functions)
     return seen
-
-
-def _leaves_before(value: Tensor) -> set[int]:
-    """Return the ids of the leaves that a value was computed from."""
-    return {id(node.variable) for node in _nodes_before(value) if hasattr(node, "variable")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +42,13 @@ class Wrapper(nn.Module):
 
     def inner(self) -> nn.Module:
         raise NotImplementedError
+
+    def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
+        """Return what a plain network has in its place, of one member; None: the mean of all.
+
+        ``memo`` is that of a deep copy of the whole network under way.
+        """
+        return copy.deepcopy(self.inner(), memo)
 
     def __getattr__(self, name: str) -> Any:
         try:

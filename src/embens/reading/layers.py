@@ -145,13 +145,10 @@ def spatial_axes(layer: nn.Module) -> int:
 def modulate_weight(
     layer: nn.Module, weight: Tensor, pre: Tensor | None, post: Tensor | None
 ) -> Tensor:
-    r"""Return :math:`v u^\top \circ W` for one member's numbers, or for those of several.
+    r"""Return :math:`v u^\top \circ W` for the weight of any layer but attention.
 
-    Args:
-        layer: any parameter layer but attention.
-        weight: its weight.
-        pre: :math:`v`, ``(…, out)``; leading axes become leading axes of the result.
-        post: :math:`u`, ``(…, in)``.
+    ``pre`` is :math:`v`, ``(…, out)``, ``post`` is :math:`u`, ``(…, in)``; leading axes, those of
+    several members, become leading axes of the result.
     """
     kind = kind_of(layer)
     assert kind is not None
