@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from embens.checks import Gamma, check_number, closest, suggest
+from embens.checks import Gamma, check_choice, check_number, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.export import to_onnx
@@ -238,8 +238,7 @@ class EmbeddedEnsemble(nn.Module):
     def _check_batch(self, inputs: tuple, batch: BatchKind) -> None:
         if batch == "same":
             return
-        if batch not in OPTIONS["batch"]:
-            raise ValueError(f"batch: unknown {batch!r}{closest(batch, OPTIONS['batch'])}")
+        check_choice("batch", batch, OPTIONS["batch"])
         shapes = [tuple(x.shape) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
         if not shapes:
             raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs")

@@ -244,7 +244,7 @@ class Run:
         if value.shape[0] % groups:
             raise Unfoldable("a module of each member's own takes a tensor without rows")
         apart = value.unflatten(0, (groups, -1))
-        return apart[a] if self.index is None else apart[a :: self.members].flatten(0, 1)
+        return apart.select(0, a) if self.index is None else apart[a :: self.members].flatten(0, 1)
 
     @contextmanager
     def only(self, a: int) -> Iterator[None]:
@@ -259,10 +259,7 @@ class Run:
     # Members
 
     def member(self, a: int, numbers: Sequence[Tensor] | None = None) -> Any:
-        """Return the outputs of one member, with numbers in the place of its own if some are given.
-
-        They have no axis of members.
-        """
+        """Return a member's outputs, without the members' axis; ``numbers`` replace its own."""
         inputs = _at(self.inputs, a) if self.batch == "own" else self.inputs
         self.given = None if numbers is None else [n.unsqueeze(0) for n in numbers]
         try:

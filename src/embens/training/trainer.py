@@ -82,10 +82,13 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         progress: bool | None = False,
     ):
-        self.ensemble, self.settings, self.callbacks = ensemble, settings, callbacks
-        self.moments = by_moment(callbacks)
+        self.ensemble, self.settings = ensemble, settings
         self.device = next(ensemble.parameters()).device
         self.world = parallel.join(self.device)
+        self.moments = by_moment(callbacks)
+        if self.world.rank > 0:
+            progress, callbacks, self.moments = False, (), by_moment(())
+        self.stateful = [c for c in callbacks if hasattr(c, "state_dict")]
         if self.world.size > 1 and settings.batch == "split":
             raise ValueError(
                 "batch='split' deals out the rows of one batch to members, which several processes "
@@ -101,8 +104,6 @@ class Trainer:
         self.validation: Shuffled | Loaded | None = None
         if validation is not None:
             self.validation = validation_batches(validation, settings.batch_size)
-        if self.world.rank > 0:
-            progress, self.callbacks, self.moments = False, (), by_moment(())
         self.progress = Progress(progress, settings.epochs, len(self.batches))
         parallel.broadcast_(self.world, ensemble.state_dict().values())
         self.optimizer = settings.make_optimizer(ensemble)
@@ -110,8 +111,8 @@ class Trainer:
         plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         if plateau and settings.schedule_by == "step":
             raise ValueError("ReduceLROnPlateau goes by a metric of epochs: schedule_by='epoch'")
-        half = settings.autocast == torch.float16
-        self.scaler = torch.amp.GradScaler(self.device.type) if half else None
+        half = settings.autocast == torch.float16  # else the scaler does nothing
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
         # A graph for each shape: which one runs must not depend on those that ran before.
         self.forward: Callable = ensemble
         if settings.compile:
@@ -204,17 +205,14 @@ class Trainer:
 
     def _update(self) -> bool:
         """Change the weights by their gradients; return whether the scaler let it happen."""
-        if self.scaler:
-            self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         if self.settings.clip is not None:
             clip_gradients_(self.ensemble, self.settings.clip, gamma=self.settings.gamma)
         if self.norms is None:
             self.norms = [gradient_norm(self.shared), gradient_norm(self.individual)]
         each = self.settings.each
         with nullcontext() if each is None else each.scaling(self.individual):
-            self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
-        if self.scaler is None:
-            return True
+            self.scaler.step(self.optimizer)
         scale = self.scaler.get_scale()
         self.scaler.update()
         return self.scaler.get_scale() >= scale
@@ -283,8 +281,7 @@ class Trainer:
         return self.ensemble.kl() / rows
 
     def _scaled(self, loss: Tensor, weight: float) -> Tensor:
-        loss = loss if weight == 1 else weight * loss
-        return self.scaler.scale(loss) if self.scaler else loss
+        return self.scaler.scale(loss if weight == 1 else weight * loss)
 
     def _autocast(self) -> AbstractContextManager:
         kind = self.settings.autocast
@@ -496,8 +493,8 @@ class Trainer:
             "random": randomness.get_states(),
             "generators": [g.get_state() for g in self.batches.generators],
             "tally": sums,
-            "scaler": self.scaler and self.scaler.state_dict(),
-            "callbacks": [c.state_dict() for c in self.callbacks if hasattr(c, "state_dict")],
+            "scaler": self.scaler.state_dict(),
+            "callbacks": [callback.state_dict() for callback in self.stateful],
             "criterion": next((k for k, v in _DEFAULTS.items() if v is self.criterion), None),
             **{name: getattr(self, name) for name in _POSITION},
         }
@@ -515,10 +512,8 @@ class Trainer:
         for generator, value in zip(self.batches.generators, state["generators"], strict=True):
             generator.set_state(value)
         self.criterion = _DEFAULTS.get(state["criterion"], self.criterion)
-        if self.scaler:
-            self.scaler.load_state_dict(state["scaler"])
-        stateful = [c for c in self.callbacks if hasattr(c, "state_dict")]
-        for callback, value in zip(stateful, state["callbacks"], strict=False):
+        self.scaler.load_state_dict(state["scaler"])
+        for callback, value in zip(self.stateful, state["callbacks"], strict=False):
             callback.load_state_dict(value)
         if self.world.rank == 0:
             for name, value in state["tally"].items():
