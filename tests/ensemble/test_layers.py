@@ -12,6 +12,7 @@ from torch import nn
 
 import embens
 from embens.ensemble.layers import Once
+from embens.ensemble.plan import SharedModule
 
 
 class Optional(nn.Module):
@@ -34,7 +35,7 @@ def test_what_is_computed_once_is_as_true_as_the_module_itself():
     ensemble = embens.last_layer_dropout(Optional(), 3)
     assert ensemble(torch.zeros(2, 4)).shape == (3, 2, 3)
     for inner in (nn.Linear(2, 2), nn.Sequential(), nn.Sequential(nn.ReLU())):
-        assert bool(Once(inner, random=False, keep=True, repeat=True)) == bool(inner)
+        assert bool(Once(inner, SharedModule("inner"))) == bool(inner)
 
 
 class TestStochastic:

@@ -32,7 +32,6 @@ from embens.embedding.sharing import (
     Sharing,
     may_overwrite,
     measure_widths,
-    plan_overwriting,
     warn_state,
     why_not_collapsible,
 )
@@ -183,7 +182,6 @@ def _plan(
         state=sharing.kept,
         folding=sharing.folding(),
         random=sharing.random(),
-        overwriting=plan_overwriting(flow, sites, modules),
         copies=may_overwrite(flow, modules),
         not_collapsible=why_not_collapsible(flow, sites, changed),
         recompute=recompute,

@@ -32,21 +32,11 @@ from embens.reading import Call, Flow
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
 class Sharing:
     """The decision for one reference and its sites.
 
-    Args:
-        reference: the network.
-        flow: its data flow.
-        sites: where members differ, also by matrices of low rank.
-        own: modules of which every member has all tensors for itself.
-        drawn: whether these begin as draws of their own.
-        statistics: "member" or "shared" running statistics of norm layers.
-        affine: "member" or "shared" scale and shift of norm layers.
+    Members have all tensors of ``own`` modules for themselves, ``drawn`` or copied. The running
+    ``statistics`` of norm layers, and their ``affine`` scale and shift, are "member" or "shared".
     """
 
     def __init__(
@@ -67,12 +57,14 @@ class Sharing:
         self.post = {site_module(s.layer, layers) for s in sites if s.kind != "pre"}
         self.weights = {site_module(s.layer, layers) for s in sites if isinstance(s, LowRankSite)}
         self.carriers = self.post | {site_module(s.layer, layers) for s in sites}
-        given = [self._all_tensors(n, drawn) for n in self.modules if is_within(n, own)]
-        self.own = {o.module: o for o in given if o.tensors}
+        self.own: dict[str, OwnTensors] = {}
+        for name, module in ((n, m) for n, m in self.modules.items() if is_within(n, own)):
+            items = (*module._parameters.items(), *module._buffers.items())
+            if tensors := tuple(k for k, t in items if t is not None):
+                self.own[name] = OwnTensors(name, tensors, drawn)
         self.tokens = {s.layer for s in sites} | {n for n in layers if is_within(n, self.own)}
         self.kept: tuple[str, ...] = ()
-        running = {o.module: o for o in self._own_running(statistics, affine)}
-        self.own = {**running, **self.own}
+        self.own = self._own_running(statistics, affine) | self.own
         shareable = self._shareable({*self.own, *(place.rpartition(".")[0] for place in self.kept)})
         outermost = [n for n in shareable if not is_within(n.rpartition(".")[0], shareable)]
         self.once = {n: shareable[n] for n in outermost}
@@ -85,24 +77,18 @@ class Sharing:
         self.once = {}
         return self
 
-    def _all_tensors(self, name: str, drawn: bool) -> OwnTensors:
-        module = self.modules[name]
-        items = (*module._parameters.items(), *module._buffers.items())
-        return OwnTensors(name, tuple(k for k, t in items if t is not None), drawn)
-
     # What is the same for all members
 
     def _shareable(self, own: set[str]) -> dict[str, bool]:
         """Return the modules that give all members the same: name to whether they are random."""
         found: dict[str, bool] = {}
+        differing: set[str] = set()
         for index, call in enumerate(self.flow.calls):
-            same = self._is_same(index, call, own)
             random = any(t.startswith("random") for t in call.upstream | call.result)
-            if call.name not in found or same is False:
-                found[call.name] = random if same else None  # type: ignore[assignment]
-            elif found[call.name] is not None:
-                found[call.name] = found[call.name] or random
-        return {n: random for n, random in found.items() if random is not None}
+            found[call.name] = found.get(call.name, False) or random
+            if not self._is_same(index, call, own):
+                differing.add(call.name)
+        return {n: random for n, random in found.items() if n not in differing}
 
     def _is_same(self, index: int, call: Call, own: set[str]) -> bool:
         if not call.name or not call.visible or call.aliases:
@@ -127,8 +113,8 @@ class Sharing:
     def _is_attention(self, name: str) -> bool:
         return reading.is_attention(self.modules[name])
 
-    def _own_running(self, statistics: str, affine: str) -> Iterable[OwnTensors]:
-        """Yield the norm layers, and other modules with running buffers, that differ by member."""
+    def _own_running(self, statistics: str, affine: str) -> dict[str, OwnTensors]:
+        """Return the norm layers, and other modules with running buffers, that differ by member."""
         state, places, before = self.flow.state, set(), None
         untouched: list[str] = []
         while places != before:  # what a module keeps may differ by what another one keeps
@@ -137,6 +123,7 @@ class Sharing:
             untouched = [n for n in untouched if n not in self.carriers]
             places = {p for p in state.buffers | state.kept if not is_within(p[0], untouched)}
         self.kept = tuple(sorted(".".join(p).lstrip(".") for p in places & state.kept))
+        found: dict[str, OwnTensors] = {}
         for name, module in self.modules.items():
             norm, apart = isinstance(module, reading.NORMS), not is_within(name, untouched)
             names = ["weight", "bias"] if affine == "member" and norm else []
@@ -146,15 +133,19 @@ class Sharing:
             present = tuple(n for n in names if getattr(module, n, None) is not None)
             batch = isinstance(module, nn.modules.batchnorm._NormBase)
             if present or (apart and (batch or running)):
-                yield OwnTensors(name, present)
+                found[name] = OwnTensors(name, present)
+        return found
 
     def shared(self) -> tuple[SharedModule, ...]:
         """Return the modules that are computed once."""
         result = []
         for name, random in self.once.items():
+            carries = name in self.carriers
             uses = [c for c in self._uses(name) if self._once_of(c) != random]
-            repeat = name not in self.carriers and any(map(self._takes_every_row, uses))
-            result.append(SharedModule(name, random, name in self.carriers or bool(uses), repeat))
+            apart = [c for c in uses if self._once_of(c) is None]  # on the rows of all members
+            repeat = not all(chain and self._is_border_aware(chain[-1]) for chain in apart)
+            keep = carries or bool(uses)
+            result.append(SharedModule(name, random, keep, repeat and not carries))
         return tuple(result)
 
     def _uses(self, name: str) -> list[list[str]]:
@@ -166,10 +157,6 @@ class Sharing:
         """Return whether the shared module of a chain is random; None if there is none."""
         return next((self.once[n] for n in chain if n in self.once), None)
 
-    def _takes_every_row(self, chain: list[str]) -> bool:
-        """Return whether the code of a chain runs on the rows of all members."""
-        return self._once_of(chain) is None and not (chain and self._is_border_aware(chain[-1]))
-
     # Several members at once
 
     def _is_border_aware(self, name: str) -> bool:
@@ -180,9 +167,9 @@ class Sharing:
         """Return how several members run as one larger batch."""
         calls = self.flow.calls
         dependent = [n for n in self.modules if not is_within(n, self.once)]
-        first = next((n for n in dependent if reading.time_first(self._alone(n)) is not None), None)
-        if first is not None:
-            return Folding(f"the batch is not the first axis in {first!r}")
+        for name in dependent:
+            if reading.time_first(self.modules[name]) is self.modules[name]:
+                return Folding(f"the batch is not the first axis in {name!r}")
         apart = sorted({*self.carriers, *self.own})
         recurrent = [n for n in apart if isinstance(self.modules[n], nn.RNNBase)]
         if recurrent:
@@ -195,7 +182,9 @@ class Sharing:
         if not calls:
             return Folding(unclear=("the code could not be read",))
         unclear = {name for name, chain in self.flow.unclear if not self._in_once(chain)}
-        unclear |= {f"a hook of {n!r}" for n in dependent if _is_hooked(self.modules[n])}
+        for name in dependent:
+            if self.modules[name]._forward_hooks or self.modules[name]._forward_pre_hooks:
+                unclear.add(f"a hook of {name!r}")
         unclear |= {o for o in self.flow.opaque if not is_within(o, self.once)}
         unclear |= {f"a buffer of {n!r}" for n, _ in self.flow.state.buffers if n in self.own}
         modulated = self.carriers - self.weights
@@ -215,11 +204,6 @@ class Sharing:
             border=tuple(sorted(border or ())),
         )
 
-    def _alone(self, name: str) -> nn.Module:
-        module = self.modules[name]
-        kinds = (nn.MultiheadAttention, nn.RNNBase)
-        return module if isinstance(module, kinds) else nn.Identity()
-
     def _in_once(self, around: tuple[str, ...]) -> bool:
         return any(name in self.once for name in around)
 
@@ -229,12 +213,12 @@ class Sharing:
             return None
         if any(trail.rows == "input" for trail in self.flow.outputs):
             return None
-        repeated = {s.module for s in self.shared() if s.repeat}
+        common = {s.module for s in self.shared() if not s.repeat} - self.carriers
         found: dict[str, bool] = {}
         for call in self.flow.calls:
             if self._in_once(tuple(self.flow.calls[i].name for i in call.inside)):
                 continue
-            sources = {self._is_common(self.flow.calls[p].name, repeated) for p in call.parents}
+            sources = {self.flow.calls[p].name in common for p in call.parents}
             sources |= {rows == "input" for rows in call.loose}
             once = call.name in self.once
             if not (once or self._is_border_aware(call.name)):
@@ -243,13 +227,10 @@ class Sharing:
                 continue
             if len(sources) > 1 or (once and sources == {False}):
                 return None
-            common = sources == {True}
-            if found.setdefault(call.name, common) != common:
+            takes_common = sources == {True}
+            if found.setdefault(call.name, takes_common) != takes_common:
                 return None
-        return {n for n, common in found.items() if common and self._is_border_aware(n)}
-
-    def _is_common(self, name: str, repeated: set[str]) -> bool:
-        return name in self.once and name not in self.carriers and name not in repeated
+        return {n for n, takes_common in found.items() if takes_common and self._is_border_aware(n)}
 
     def random(self) -> bool:
         """Return whether anything random comes before the first modulation."""
@@ -279,24 +260,6 @@ def warn_state(sharing: Sharing) -> None:
         if names:
             shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
             warnings.warn(f"the forward assigns {shown} and {text}", stacklevel=4)
-
-
-def plan_overwriting(
-    flow: Flow, sites: Iterable[Site], modules: Mapping[str, nn.Module]
-) -> tuple[str, ...]:
-    """Return the ReLU modules that only ever get the output of a ``pre`` modulation."""
-    modulated = {s.layer for s in sites if s.kind == "pre"}
-    allowed: dict[str, bool] = {}
-    for index, call in enumerate(flow.calls):
-        if type(modules.get(call.name)) is nn.ReLU:
-            fresh = bool(call.parents) and all(
-                flow.calls[parent].name in modulated
-                and all(index in chain for chain in flow.calls[parent].consumers)
-                for parent in call.parents
-            )
-            allowed[call.name] = allowed.get(call.name, True) and fresh
-    relus = {name for name, fresh in allowed.items() if fresh}
-    return tuple(n for n in modules if n in relus and not modules[n].inplace)
 
 
 def may_overwrite(flow: Flow, modules: Mapping[str, nn.Module]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from embens.reading import NORMS, Flow, channels, is_attention, parameter_layers
 Laws = Law | Mapping[str, Law | None] | None
 Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]
 Trainable = bool | Mapping[str, "bool | Mapping[str, bool]"]
-SELECTIONS = ("hidden", "last", "all")
 
 
 def check_reference(reference: Any) -> dict[str, nn.Module]:
@@ -79,21 +78,16 @@ def _select(
     hidden: set[tuple[str, Side]] = {(n, "pre") for n in called if n not in last}
     hidden |= {(n, "post") for n in called if n not in first}
     every: set[tuple[str, Side]] = {(n, k) for n in called for k in ("pre", "post")}
-    if isinstance(sites, str) and sites in SELECTIONS:
-        if sites == "hidden":
-            return hidden, hidden
-        final = {s for s in hidden if s[0] in last and s[1] == "post"}
-        return (every if sites == "all" else final), hidden
+    final = {(n, k) for n, k in hidden if n in last and k == "post"}
+    selections = {"hidden": hidden, "last": final, "all": every}
+    if isinstance(sites, str) and sites in selections:
+        return selections[sites], hidden
     if callable(sites):
         chosen = {n for n in called if sites(n, _module_of(n, layers))}
-        if not chosen:
-            raise ValueError(
-                "the predicate for sites is true of no parameter layer" + closest("", called)
-            )
+        empty = "the predicate for sites is true of no parameter layer"
     else:
-        patterns = [sites] if isinstance(sites, str) else list(sites)
-        chosen = set()
-        for pattern in patterns:
+        chosen, empty = set(), "sites is empty: name at least one layer"
+        for pattern in _listed(sites):
             if not isinstance(pattern, str):
                 raise TypeError(
                     "sites must be 'hidden', 'last', 'all', names or wildcards of layers, or a "
@@ -103,12 +97,17 @@ def _select(
             if not found:
                 unused = _match(pattern, layers)
                 why = "names a layer that is never called" if unused else "matches no layer"
-                options = called + (list(SELECTIONS) if isinstance(sites, str) else [])
+                options = [*called, *selections] if isinstance(sites, str) else called
                 raise ValueError(f"sites: {pattern!r} {why}{closest(pattern, options)}")
             chosen.update(found)
-        if not chosen:
-            raise ValueError("sites is empty: name at least one layer" + closest("", called))
+    if not chosen:
+        raise ValueError(empty + closest("", called))
     return {s for s in every if s[0] in chosen}, hidden
+
+
+def _listed(given: Any) -> list[Any]:
+    """Return one thing, or several, as a list."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
 
 
 def _module_of(name: str, layers: dict[str, nn.Module]) -> nn.Module:
@@ -120,7 +119,7 @@ def _module_of(name: str, layers: dict[str, nn.Module]) -> nn.Module:
 
 def _per_site(given: Any, kind: Side, names: list[str], what: str, expected: str) -> dict:
     """Spread one value, or a mapping from names and wildcards to values, over sites."""
-    types = _EXPECTED[expected]
+    types = (bool,) if expected == "True or False" else (Law, type(None))
     if not isinstance(given, Mapping):
         if not isinstance(given, types):
             hint = " (a law: for example laws.Normal())" if what == kind else ""
@@ -143,12 +142,6 @@ def _per_site(given: Any, kind: Side, names: list[str], what: str, expected: str
     return spread
 
 
-_EXPECTED: dict[str, tuple[type, ...]] = {
-    "a law or None": (Law, type(None)),
-    "True or False": (bool,),
-}
-
-
 def choose_sites(
     layers: dict[str, nn.Module],
     flow: Flow,
@@ -166,30 +159,24 @@ def choose_sites(
     selected, hidden = _select(sites, layers, flow)
     mine = {n for n in layers if is_within(n, own)}
     selected = {site for site in selected if site[0] not in mine}
-    asked = [*(sites if isinstance(sites, Iterable) and not isinstance(sites, str) else [sites])]
-    asked += [name for given in (pre, post) if isinstance(given, Mapping) for name in given]
-    for name in asked:
+    named = [name for given in (pre, post) if isinstance(given, Mapping) for name in given]
+    for name in (*_listed(sites), *named):
         if name in mine:
             raise ValueError(
                 f"{name!r} is a layer of each member's own, which needs no modulation: take it out "
                 "of sites, pre and post, or out of own"
             )
+    trains: dict[Any, Any] = {"pre": trainable, "post": trainable}
     if isinstance(trainable, Mapping):
-        unknown = set(trainable) - {"pre", "post"}
-        if unknown:
-            key = sorted(map(str, unknown))[0]
-            raise ValueError(f"trainable: unknown key {key!r}{closest(key, ('pre', 'post'))}")
-        trains = {"pre": trainable.get("pre", True), "post": trainable.get("post", True)}
-    else:
-        trains = {"pre": trainable, "post": trainable}
+        for key in trainable.keys() - trains.keys():
+            raise ValueError(f"trainable: unknown key {key!r}{closest(str(key), trains)}")
+        trains = {"pre": True, "post": True, **trainable}
     result = []
     kinds: tuple[tuple[Side, Laws], ...] = (("pre", pre), ("post", post))
     for kind, law in kinds:
-        possible = [
-            n
-            for n in layers
-            if (n, kind) in selected and (kind == "pre" or channels(n, layers[n])[0] is not None)
-        ]
+        every = {n: channels(n, layers[n])[kind == "pre"] for n in layers if (n, kind) in selected}
+        sizes = {n: size for n, size in every.items() if size is not None}  # else it takes indices
+        possible = list(sizes)
         laws = _per_site(law, kind, possible, kind, "a law or None")
         named = [n for n in possible if laws.get(n) is not None]
         spread: dict[str, bool] = {}
@@ -197,27 +184,18 @@ def choose_sites(
             what = f"trainable[{kind!r}]"
             spread = _per_site(trains[kind], kind, named, what, "True or False")
         for name in named:
-            takes, gives = channels(name, layers[name])
-            size, repeat = gives, 1
-            if kind == "post":
-                repeat = flow.repeat.get(name, 1)
-                size = takes // repeat  # type: ignore[operator]
-            site_hidden = (name, kind) in hidden
-            trains_here = spread.get(name, True) and not fresh
-            result.append(
-                Site(name, kind, laws[name], size, repeat, trains_here, fresh, site_hidden)
-            )
+            repeat = flow.repeat.get(name, 1) if kind == "post" else 1
+            trained, inner = spread.get(name, True) and not fresh, (name, kind) in hidden
+            size = sizes[name] // repeat
+            result.append(Site(name, kind, laws[name], size, repeat, trained, fresh, inner))
     if not result and not own:
-        raise ValueError(
-            "no site is modulated: "
-            + (
-                "pre and post are both None"
-                if pre is None and post is None
-                else f"sites={sites!r} leaves none for the given laws. The layers are "
-                + ", ".join(map(repr, layers))
-                + "; a network of one layer has no hidden site"
+        why = "pre and post are both None"
+        if pre is not None or post is not None:
+            why = (
+                f"sites={sites!r} leaves none for the given laws. The layers are "
+                f"{', '.join(map(repr, layers))}; a network of one layer has no hidden site"
             )
-        )
+        raise ValueError(f"no site is modulated: {why}")
     _refuse_bypassed({s.layer for s in result} | mine, layers, flow)
     order = {name: i for i, name in enumerate(layers)}
     return tuple(sorted(result, key=lambda s: (order[s.layer], s.kind)))
@@ -277,7 +255,7 @@ def choose_own(
     known = [n for n, m in modules.items() if n in called or isinstance(m, NORMS)]
     holders = [n for n in modules if n and any(is_within(k, [n]) for k in known)]
     chosen: set[str] = set()
-    for pattern in own if isinstance(own, Iterable) and not isinstance(own, str) else [own]:
+    for pattern in _listed(own):
         if not isinstance(pattern, str):
             raise TypeError(f"own must be 'last', or names or wildcards of layers; got {pattern!r}")
         if pattern == "last" and pattern not in modules:
@@ -330,28 +308,30 @@ def choose_first(
     for name, module in reference.named_modules():
         for parameter in module._parameters.values():
             holders.setdefault(id(parameter), []).append(name)
-    why = ""
-    if not flow.calls or flow.guesses or flow.opaque:
-        why = "its data flow could not be read in full; pass example_input"
-    elif several or len(needed) > 1:
-        why = "it takes several inputs"
-    elif len(flow.outputs) != 1:
-        why = f"it has {len(flow.outputs)} outputs"
-    elif skipping:
-        why = f"its input skips the first layers: {skipping[0]!r} takes it as it is"
-    elif not first or flow.first & flow.last:
-        why = "its first layers should come before other layers"
-    for name in first:
-        if calls.count(name) > 1:
-            why = why or f"its first layer {name!r} is called several times"
-        if is_attention(layers[name]) or not is_linear_in_parameters(layers[name]):
-            kind = type(layers[name]).__name__
-            why = why or f"the weights of its first layer {name!r} ({kind}) have no plain sum"
-    for name in (*first, *flow.last):
-        tied = [h for p in layers[name].parameters() for h in holders[id(p)] if h != name]
-        if not is_attention(layers[name]) and (tied or name in flow.bypassed):
-            why = why or f"{name!r} has its weight in common with {(tied or ['other code'])[0]!r}"
-    if why:
+
+    def objections() -> Iterator[str]:
+        if not flow.calls or flow.guesses or flow.opaque:
+            yield "its data flow could not be read in full; pass example_input"
+        if several or len(needed) > 1:
+            yield "it takes several inputs"
+        if len(flow.outputs) != 1:
+            yield f"it has {len(flow.outputs)} outputs"
+        if skipping:
+            yield f"its input skips the first layers: {skipping[0]!r} takes it as it is"
+        if not first or flow.first & flow.last:
+            yield "its first layers should come before other layers"
+        for name in first:
+            if calls.count(name) > 1:
+                yield f"its first layer {name!r} is called several times"
+            if is_attention(layers[name]) or not is_linear_in_parameters(layers[name]):
+                kind = type(layers[name]).__name__
+                yield f"the weights of its first layer {name!r} ({kind}) have no plain sum"
+        for name in (*first, *flow.last):
+            tied = [h for p in layers[name].parameters() for h in holders[id(p)] if h != name]
+            if not is_attention(layers[name]) and (tied or name in flow.bypassed):
+                yield f"{name!r} has its weight in common with {(tied or ['other code'])[0]!r}"
+
+    for why in objections():
         raise ValueError(f"this reference can't have an input for every member: {why}")
     return first
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,12 +53,9 @@ class ModulatedAttention(Wrapper):
         masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         if run.count == 1 and run.index is None:
             options = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
-            return call_with(
-                attention,
-                self._weights(run),
-                (query, key, value),
-                {**masks, **options, "is_causal": is_causal},
-            )
+            weights = self._weights(lambda numbers: numbers.now(run)[0])
+            options |= {**masks, "is_causal": is_causal}
+            return call_with(attention, weights, (query, key, value), options)
         if query.dim() != 3 or not attention.batch_first:
             raise Unfoldable("the batch is not the first axis of an attention")
         inputs = zip((query, key, value), PROJECTIONS, strict=False)
@@ -87,45 +85,39 @@ class ModulatedAttention(Wrapper):
             )
         return self._project(run, result.transpose(1, 2).flatten(2), "out_proj"), weights
 
-    def _weights(self, run: Run) -> dict[str, Tensor]:
-        """Return all parameters by name, with the one running member's modulations in them."""
+    def _weights(self, take: Callable[[Modulation], Tensor]) -> dict[str, Tensor]:
+        """Return all parameters by name, with the numbers of one member in them."""
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         for projection in PROJECTIONS:
             weight, bias = projection_parameters(self.attention, projection)
-            pre, post = (self._find(projection, kind) for kind in ("pre", "post"))
+            pre, post = self._find(projection)
             if pre is not None:
-                v = pre.now(run)[0]
+                v = take(pre)
                 weight, bias = weight * v[:, None], None if bias is None else bias * v
             if post is not None:
-                weight = weight * post.now(run)[0]
+                weight = weight * take(post)
             found[projection] = weight, bias
         return join_projections(self.attention, found)
 
     def _project(self, run: Run, x: Tensor, projection: str) -> Tensor:
-        pre, post = (self._find(projection, kind) for kind in ("pre", "post"))
+        pre, post = self._find(projection)
         if post is not None:
             x = run.scale(x, post.now(run), 0, common=False)
         x = F.linear(x, *projection_parameters(self.attention, projection))
         return x if pre is None else run.scale(x, pre.now(run), 0, common=False)
 
-    def _find(self, projection: str, kind: str) -> Modulation | None:
-        return self.modulations._modules.get(f"{projection}_{kind}")  # type: ignore[return-value]
+    def _find(self, projection: str) -> list[Modulation | None]:
+        keys = (f"{projection}_pre", f"{projection}_post")
+        return [self.modulations._modules.get(key) for key in keys]  # type: ignore[misc]
 
-    def plain(self, member: int | None) -> nn.Module:
+    def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return a plain attention with one member's weights."""
         if member is None:
             raise ValueError("attention has no mean weights: softmax is not linear")
         attention = copy.deepcopy(self.attention)
         with torch.no_grad():
-            for projection in PROJECTIONS:
-                weight, bias = projection_parameters(attention, projection)
-                pre, post = (self._find(projection, kind) for kind in ("pre", "post"))
-                if post is not None:
-                    weight.mul_(post.of(member))
-                if pre is not None:
-                    weight.mul_(pre.of(member)[:, None])
-                    if bias is not None:
-                        bias.mul_(pre.of(member))
+            for name, tensor in self._weights(lambda numbers: numbers.of(member)).items():
+                attention.get_parameter(name).copy_(tensor)
         return attention
 
 

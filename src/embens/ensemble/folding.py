@@ -9,6 +9,7 @@ buffers disagree, members run one after another from then on, and the reason is 
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,10 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 
 class FoldingChoice:
-    """Chooses the way of every pass of one ensemble."""
+    """Chooses the way of every pass of one ensemble.
+
+    ``reason`` is why several members can't run at once; empty where they can, as far as is known.
+    """
 
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.plan, self.network = ensemble.plan, ensemble.network
@@ -53,10 +57,6 @@ class FoldingChoice:
         self.draws = [self.network] if self.plan.random else []
         if self.plan.heads is None:  # else what is drawn is drawn once
             self.draws += [m for m in prefix if isinstance(m, RANDOM)]
-
-    def possible(self) -> bool:
-        """Return whether several members can run at once, as far as is known."""
-        return not self.reason
 
     def choose(self, run: Run) -> Way:
         """Return the way for a pass."""
@@ -130,18 +130,14 @@ class FoldingChoice:
         """Return the first way that agrees with member by member; None: nothing can be told."""
         if any(p.is_meta for p in run.ensemble.parameters()):
             return None
-        way = None
         for seed in (0, 1):  # what agrees once may do so by chance
-            for noise in (0.1, 0.0):  # the noise may be outside what the code takes
-                way = self._compare(run, candidates, seed, noise)
-                if self.reason:
-                    return None
-                if way is not None:
-                    break
-            if way is None or way is Way.EACH:
-                return way
+            way = self._compare(run, candidates, seed, noise=0.1)
+            if way is None and not self.reason:  # the noise may be outside what the code takes
+                way = self._compare(run, candidates, seed, noise=0.0)
+            if self.reason or way is None or way is Way.EACH:
+                return None if self.reason else way
             candidates = [way]
-        return way
+        return candidates[0]
 
     def _compare(self, run: Run, candidates: list[Way], seed: int, noise: float) -> Way | None:
         try:
@@ -231,24 +227,19 @@ def _noisy(value: Any, noise: float, generator: torch.Generator) -> Any:
 
 def _agree(each: tuple[Any, list], together: tuple[Any, list]) -> bool | None:
     """Return whether outputs ``(member, …)`` and buffers agree; None: members are all alike."""
-    left, right = (
-        [v for v in tree_leaves(o) if isinstance(v, Tensor)] for o, _ in (each, together)
-    )
-    if len(left) != len(right):
+    left, right = ([v for v in tree_leaves(o) if isinstance(v, Tensor)] for o in (each, together))
+    if [(a.shape, a.dtype) for a in left] != [(b.shape, b.dtype) for b in right]:
         return False
-    told = any(len(a) > 1 and not torch.equal(a[0], a[-1]) for a in left if a.dim())
-    for a, b in zip([*left, *each[1]], [*right, *together[1]], strict=True):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if not a.is_floating_point():
+    for a, b in zip(left, right, strict=True):
+        if not a.is_floating_point() or not a.numel():
             if not torch.equal(a, b):
                 return False
-        elif a.numel():
-            size = float(a.abs().amax())
-            if size != size or size == float("inf"):
-                return None
-            if float((a - b).abs().amax()) > _TOLERANCE[a.dtype] * size:
-                return False
+        elif not math.isfinite(size := float(a.abs().amax())):
+            return None
+        elif float((a - b).abs().amax()) > _TOLERANCE[a.dtype] * size:
+            return False
+    outputs = (v for v in tree_leaves(each[0]) if isinstance(v, Tensor) and v.dim())
+    told = any(len(a) > 1 and not torch.equal(a[0], a[-1]) for a in outputs)
     return True if told else None
 
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
-from embens.ensemble.plan import Site
+from embens.ensemble.plan import SharedModule, Site
 from embens.ensemble.run import Current, Run, is_exporting, repeat_rows, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
 from embens.reading import left_over
@@ -32,12 +32,7 @@ from embens.reading.layers import kind_of, modulate_weight, spatial_axes
 class Modulation(Individual):
     """The numbers of one site: a parameter, a fixed mask, or drawn anew at every pass.
 
-    Args:
-        site: says their law, how many there are, and how many consecutive features make one
-            channel (a Linear after a Flatten).
-        members: how many members.
-        like: gives the dtype and device.
-        generator: draws the numbers.
+    ``repeat`` consecutive features make one channel (a Linear after a Flatten).
     """
 
     def __init__(
@@ -46,7 +41,8 @@ class Modulation(Individual):
         super().__init__()
         self.law, self.members, self.size = site.law, members, site.size
         self.drawn = members  # how many the law was asked for; of some of them there are fewer
-        self.repeat, self.fresh = site.repeat, site.fresh
+        self.repeat = site.repeat
+        self.fresh = self.redrawn = site.fresh
         try:  # of fresh ones, to see whether they can be drawn
             source = torch.Generator() if site.fresh else generator
             shape = (members, site.size)
@@ -59,11 +55,7 @@ class Modulation(Individual):
         else:
             self.register_buffer("values", values)
 
-    @property
-    def draw(self) -> Callable[[], Tensor] | None:  # type: ignore[override]
-        return self._draw if self.fresh else None
-
-    def _draw(self) -> Tensor:
+    def draw(self) -> Tensor:
         shape, like = (self.members, self.size), self.values
         return self.law.sample(shape, dtype=like.dtype, device=like.device)
 
@@ -112,13 +104,12 @@ class Stochastic(Modulation):
     ):
         super().__init__(site, members, like, generator)
         assert site.prior_std is not None
-        self.prior_std = site.prior_std
+        self.prior_std, self.redrawn = site.prior_std, True
         self.log_std = nn.Parameter(torch.full_like(self.values, math.log(self.prior_std)))
         self.register_buffer("noise", self.values.detach()[:0], persistent=False)
 
-    @property
-    def draw(self) -> Callable[[], Tensor]:  # type: ignore[override]
-        return lambda: torch.randn_like(self.values.detach())
+    def draw(self) -> Tensor:
+        return torch.randn_like(self.values.detach())
 
     def tensors(self) -> list[Tensor]:
         return [self.values, self.log_std, self.noise]
@@ -145,14 +136,12 @@ def is_linear_in_parameters(layer: nn.Module) -> bool:
     that says so by an attribute ``linear_in_parameters``; not where a hook or a parametrization
     does something with the weight.
     """
-    kind = type(layer)
-    stock = kind.forward in _STOCK and getattr(kind, "_conv_forward", kind.forward) in _STOCK
     known = kind_of(layer)
     registered = not isinstance(layer, _STOCK_LAYERS) and known is not None and bool(known.weight)
     hooked = layer._forward_hooks or layer._forward_pre_hooks
     renormalised = isinstance(layer, nn.Embedding) and layer.max_norm is not None
     return (
-        (stock or registered or getattr(layer, "linear_in_parameters", False))
+        (is_stock(layer) or registered or getattr(layer, "linear_in_parameters", False))
         and "weight" in layer._parameters
         and not hooked
         and not renormalised
@@ -171,9 +160,8 @@ _STOCK = {cls.forward for cls in _STOCK_LAYERS} | {
 def is_stock(layer: nn.Module) -> bool:
     """Return whether a layer computes what torch's layer of its kind does, perhaps rescaled."""
     kind = type(layer)
-    inside = getattr(kind, "_conv_forward", None)
-    stock = kind.forward in _STOCK or hasattr(layer, "effective_parameters")
-    return stock and (inside is None or inside in _STOCK)
+    stock = kind.forward in _STOCK or hasattr(kind, "effective_parameters")
+    return stock and getattr(kind, "_conv_forward", nn.Linear.forward) in _STOCK
 
 
 def _like(numbers: Tensor, x: Tensor) -> Tensor:
@@ -183,11 +171,8 @@ def _like(numbers: Tensor, x: Tensor) -> Tensor:
 class Modulated(Wrapper):
     r"""A shared layer between two modulations: :math:`v \circ \mathrm{layer}(u \circ x)`.
 
-    Args:
-        layer: the layer, perhaps computed once for all members.
-        pre: :math:`v`.
-        post: :math:`u`.
-        border: whether its input is still the same for all members.
+    The layer is perhaps computed :class:`Once`. At the ``border`` its input is still the same for
+    all members.
     """
 
     current: Current
@@ -210,13 +195,11 @@ class Modulated(Wrapper):
         self._linear = isinstance(plain, nn.Linear) and known
         self.train(layer.training)
 
-    @property
-    def plain_layer(self) -> nn.Module:
-        """The layer itself, without what computes it once for all members."""
+    def inner(self) -> nn.Module:
+        """Return the layer itself, without what computes it once for all members."""
         return self.layer.module if isinstance(self.layer, Once) else self.layer
 
-    def inner(self) -> nn.Module:
-        return self.plain_layer
+    plain_layer = property(inner)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output of the running members; input is the name in torch's own layers."""
@@ -306,7 +289,7 @@ class Modulated(Wrapper):
             return Sealed(getattr(layer, name), error)
         return getattr(layer, name)
 
-    def plain(self, member: int | None) -> nn.Module:
+    def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return a plain layer with one member's weights; None: the mean of all members'."""
         layer = copy.deepcopy(self.plain_layer, left_over(self.plain_layer))
         pre = None if self.pre is None else self.pre.of(member)
@@ -348,37 +331,18 @@ class Scaled(nn.Module):
         return x if self.pre is None else x * self.pre.to(x.dtype)
 
 
-class OverwritingReLU(nn.ReLU):
-    """A ReLU of what a modulation just made for it, and nothing else uses.
-
-    One member's is overwritten, which saves memory; that of several is a view, which autograd
-    overwrites slowly.
-    """
-
-    current: Current
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the positive part."""
-        run = self.current.run
-        return F.relu(input, inplace=run is not None and run.count == 1)
-
-
 class Once(Wrapper):
     """A module whose output is the same for all members, computed once in a pass.
 
-    Args:
-        module: the module.
-        random: see :class:`embens.ensemble.plan.SharedModule`.
-        keep: likewise.
-        repeat: likewise.
+    For ``random``, ``keep`` and ``repeat`` see :class:`embens.ensemble.plan.SharedModule`.
     """
 
     current: Current
 
-    def __init__(self, module: nn.Module, *, random: bool, keep: bool, repeat: bool):
+    def __init__(self, module: nn.Module, how: SharedModule):
         super().__init__()
         self.module = module
-        self.random, self.keep, self.repeat = random, keep, repeat
+        self.random, self.keep, self.repeat = how.random, how.keep, how.repeat
         self.train(module.training)
 
     def inner(self) -> nn.Module:
@@ -395,9 +359,7 @@ class Once(Wrapper):
         result = run.results.once(self, args, kwargs)
         if not self.repeat or run.count == 1:
             return result
-        return tree_map(
-            lambda x: repeat_rows(x, run.count) if isinstance(x, Tensor) and x.dim() else x, result
-        )
+        return tree_map_only(Tensor, lambda x: repeat_rows(x, run.count) if x.dim() else x, result)
 
     def __iter__(self) -> Iterator:
         return iter(self.module)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ Made by :func:`embens.embed` and the named families. Axis order is ``(member, ba
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 import operator
@@ -20,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from embens.checks import Gamma, closest, suggest
+from embens.checks import Gamma, check_choice, check_number, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.export import to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
-from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Stochastic
+from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
 from embens.ensemble.ntkgp import NTKGP
 from embens.ensemble.own import Own, OwnState, iterates
 from embens.ensemble.plain import plain, walk
@@ -40,7 +39,7 @@ FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
 
 
-CONNECTED = (Individual, Modulated, ModulatedAttention, Once, OverwritingReLU)
+CONNECTED = (Individual, Modulated, ModulatedAttention, Once)
 """The modules that look for the pass that is running."""
 
 
@@ -88,12 +87,8 @@ class EmbeddedEnsemble(nn.Module):
 
     def individual_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of which every member has its own (trainable modulations)."""
-        seen: set[int] = set()
-        for module in self.individuals.values():
-            for tensor in module.tensors():
-                if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield tensor
+        tensors = {id(t): t for m in self.individuals.values() for t in m.tensors()}  # some tied
+        yield from (t for t in tensors.values() if isinstance(t, nn.Parameter))
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that all members share (the reference's)."""
@@ -127,9 +122,25 @@ class EmbeddedEnsemble(nn.Module):
             optimizer: what the groups are for: a class, or a function from groups to an optimizer.
             modulation_weight_decay: of the modulations; decay would pull them to the same point.
         """
-        return rates.parameter_groups(
-            self, lr, modulation_lr, weight_decay, gamma, optimizer, modulation_weight_decay
+        modulation_lr = lr if modulation_lr is None else modulation_lr
+        for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
+            check_number(name, value, "finite and not negative", lambda rate: rate >= 0)
+        factor, decay = rates.shared_factors(self, gamma, optimizer)
+        stacks = {
+            id(t) for m in self.individuals.values() if isinstance(m, Own) for t in m.tensors()
+        }
+        shared = [] if self.plan.frozen else list(self.shared_parameters())
+        individual = list(self.individual_parameters())
+        own = [p for p in individual if id(p) in stacks]
+        modulations = [p for p in individual if id(p) not in stacks]
+        own_decay = weight_decay * (not self.plan.has_prior)
+        names = ("params", "lr", "weight_decay", "gamma_factor")
+        groups = (
+            (shared, lr * factor, weight_decay * decay, factor),
+            (modulations, modulation_lr, modulation_weight_decay, 1.0),
+            (own, lr, own_decay, 1.0),
         )
+        return [dict(zip(names, group, strict=True)) for group in groups if group[0]]
 
     # Running
 
@@ -208,29 +219,35 @@ class EmbeddedEnsemble(nn.Module):
                     f"chunk must be a whole number of at least 1, or None; got {chunk!r}"
                 )
             return min(chunk, self.members)
-        if self.members == 1 or not self.folding.possible():
+        if self.members == 1 or self.folding.reason:
             return 1
         x = inputs[0] if inputs else None
         if not isinstance(x, Tensor):
             x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
         if x is None or torch.compiler.is_compiling() or self.plan.heads is not None:
             return self.members
-        widths, channels = self.plan.widths, self.plan.input_channels
-        return _chunk_size(self.members, widths, channels, x.shape, x.dtype, x.device.type)
+        rows, positions = self.plan.widths
+        numbers = max(
+            len(x) * rows if x.dim() else 1, x.numel() * positions // self.plan.input_channels
+        )
+        size = numbers * (x.itemsize if x.is_floating_point() else 4)
+        budget = FOLDED_BYTES.get(x.device.type, FOLDED_BYTES["cuda"])
+        most = max(1, min(self.members, budget // max(1, size)))
+        return math.ceil(self.members / math.ceil(self.members / most))  # chunks of one size
 
     def _check_batch(self, inputs: tuple, batch: BatchKind) -> None:
         if batch == "same":
             return
-        if batch not in OPTIONS["batch"]:
-            raise ValueError(f"batch: unknown {batch!r}{closest(batch, OPTIONS['batch'])}")
+        check_choice("batch", batch, OPTIONS["batch"])
         shapes = [tuple(x.shape) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
         if not shapes:
             raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs")
-        if batch == "own" and any(s[:1] != (self.members,) for s in shapes):
+        other = [shape for shape in shapes if shape[:1] != (self.members,)]
+        if batch == "own" and other:
             raise ValueError(
                 f"batch='own' expects inputs of shape ({self.members}, batch, …), one batch for "
-                f"each member; got {next(s for s in shapes if s[:1] != (self.members,))}. For one "
-                "batch that all members see use batch='same', for one that they split 'split'."
+                f"each member; got {other[0]}. For one batch that all members see use "
+                "batch='same', for one that they split 'split'."
             )
         if batch == "split" and len({s[:1] for s in shapes}) > 1:
             raise ValueError(
@@ -303,15 +320,16 @@ class EmbeddedEnsemble(nn.Module):
         """
         *inputs, target = inputs_and_target
         args, named = self.bind(inputs[0] if len(inputs) == 1 else inputs)
-        total: Any = 0.0
+        losses: list[Tensor] = []
+
+        def loss_of(outputs: Any) -> Tensor:
+            loss = objective(outputs, target, criterion)
+            losses.append(loss.detach())
+            return loss
+
         with torch.enable_grad(), self.run(args, named | kwargs, chunk=chunk, cut=True) as run:
-            for outputs in run.chunks():
-                loss = objective(outputs, target, criterion)
-                # What members share is computed in the first chunk, and backpropagated last.
-                loss.backward(retain_graph=run.results is not None and run.results.meet(loss))
-                total = total + loss.detach()
-            run.finish()
-        return total
+            run.backward(loss_of)
+        return torch.stack(losses).sum()
 
     def kl(self) -> Tensor:
         """Return the divergence of the members' numbers from their prior, summed over members.
@@ -321,8 +339,8 @@ class EmbeddedEnsemble(nn.Module):
         your own.
         """
         owners = (m.inner() if isinstance(m, Own) else m for m in self.individuals.values())
-        found = [m.kl() for m in owners if isinstance(m, (Stochastic, NTKGP))]
-        return torch.stack(found).sum() if found else torch.zeros(())
+        divergences = [m.kl() for m in owners if isinstance(m, (Stochastic, NTKGP))]
+        return torch.stack(divergences).sum() if divergences else torch.zeros(())
 
     @property
     def overlap(self) -> float:
@@ -443,22 +461,19 @@ class EmbeddedEnsemble(nn.Module):
 
     def state_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the shared parameters in the state, and everything else in it."""
-        common = {id(p) for p in self.shared_parameters()}
-        state = self.state_dict(keep_vars=True)
-        return (
-            {name: tensor for name, tensor in state.items() if id(tensor) in common},
-            {name: tensor for name, tensor in state.items() if id(tensor) not in common},
-        )
+        common, parts = {id(p) for p in self.shared_parameters()}, ({}, {})
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            parts[id(tensor) not in common][name] = tensor
+        return parts
 
     def extra_repr(self) -> str:
         shared = sum(p.numel() for p in self.shared_parameters())
         own = sum(p.numel() for p in self.individual_parameters())
         recompute = ", recompute" if self.plan.recompute else ""
-        why = self.folding.reason
+        why = self.folding.reason and f", one member after another because {self.folding.reason}"
         return (
             f"{self.plan.family}, members={self.members}, shared parameters={shared:,}, "
-            f"individual parameters={own:,}{recompute}"
-            + (f", one member after another because {why}" if why else "")
+            f"individual parameters={own:,}{recompute}{why}"
         )
 
 
@@ -471,21 +486,3 @@ if torch.__version__ < (2, 10):  # type: ignore[operator]
         return _forward(self, *inputs, **options)
 
     EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore
-
-
-@functools.lru_cache(maxsize=256)
-def _chunk_size(
-    members: int,
-    widths: tuple[int, int],
-    input_channels: int,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: str,
-) -> int:
-    """Return how many members fit into the budget, in chunks of one size."""
-    rows, positions = widths
-    numbers = max(rows * shape[0] if shape else 1, positions * shape.numel() // input_channels)
-    itemsize = dtype.itemsize if dtype.is_floating_point else 4
-    budget = FOLDED_BYTES.get(device, FOLDED_BYTES["cuda"])
-    most = max(1, min(members, budget // max(1, numbers * itemsize)))
-    return math.ceil(members / math.ceil(members / most))

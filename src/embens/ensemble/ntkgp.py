@@ -27,10 +27,8 @@ _ALONE = threading.Lock()  # the code that members share holds the tensors of on
 class NTKGP(nn.Module):
     """A network of layers in the NTK parametrization, and its fixed second part.
 
-    The network is held as code alone: it runs with the numbers of this module, one vector each.
-
-    Args:
-        network: not changed; its parameters are where ``trained`` and ``start`` begin.
+    The network is not changed and held as code alone: it runs with the numbers of this module, one
+    vector each, which begin as its parameters.
     """
 
     start: Tensor

@@ -27,12 +27,8 @@ class MemberLayer(Wrapper, Individual):
 
     A call uses the running members'. Several members of one of torch's own layers run as one
     batched product (Linear), one grouped convolution, or one lookup (Embedding); anything else
-    runs one member after another.
-
-    Args:
-        module: the module.
-        names: of the tensors that depend on the member; they may lead into modules inside it.
-        border: whether its input is still the same for all members.
+    runs one member after another. The ``names`` of tensors that depend on the member may lead into
+    modules inside; at the ``border`` the input is still the same for all members.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str], *, border: bool = False):
@@ -56,13 +52,6 @@ class MemberLayer(Wrapper, Individual):
         """Return the tensors of the members that run, by name, members first."""
         raise NotImplementedError
 
-    def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the module with the tensors of one member; None: their mean.
-
-        ``memo`` is that of a deep copy of the whole network under way.
-        """
-        raise NotImplementedError
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the running members' tensors."""
         run = self.current.run or self.current.get()
@@ -72,11 +61,9 @@ class MemberLayer(Wrapper, Individual):
             if self._batched and not kwargs and len(args) == 1 and self._has_rows(args[0]):
                 return self._together(run, args[0])
         common = self.border and run.common
-        present = range(run.count)
-        if run.index is not None:
-            present = range(min(run.members, len(run.index)))
+        present = run.count if run.index is None else min(run.members, len(run.index))
         outputs = []
-        for a in present:
+        for a in range(present):
             mine = tree_map(lambda x, a=a: run.rows_of(x, a, common=common), (args, kwargs))
             with run.only(a):
                 outputs.append(self._alone(run, *mine))
@@ -157,15 +144,8 @@ class MemberLayer(Wrapper, Individual):
 class Own(MemberLayer):
     """A module of which every member has some tensors of its own.
 
-    The module's tensors of these names are stacks with the members first. In-place updates
-    (running statistics) reach the stacks.
-
-    Args:
-        module: the module; its tensors are replaced by stacks.
-        own: which; not those of modules inside it.
-        members: how many.
-        border: whether its input is still the same for all members.
-        stacks: stacks that were made before, by the id of the tensor: tied ones stay tied.
+    They are replaced by stacks with the members first, which in-place updates (running statistics)
+    reach. ``stacks`` are those that were made before, by the id of the tensor: tied ones stay tied.
     """
 
     def __init__(
@@ -213,12 +193,7 @@ class Own(MemberLayer):
 
 
 class OwnState:
-    """What the code keeps in attributes from one call to the next, for every member.
-
-    Args:
-        places: the modules that keep it, and the names of the attributes.
-        members: how many.
-    """
+    """What the code keeps in attributes of modules from one call to the next, for every member."""
 
     def __init__(self, places: list[tuple[nn.Module, str]], members: int):
         self.places = places

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from embens.ensemble.attention import ModulatedAttention
-from embens.ensemble.layers import Modulated, Once, OverwritingReLU
-from embens.ensemble.own import MemberLayer
+from embens.ensemble.layers import Modulated
 from embens.ensemble.wrapping import Wrapper
 from embens.reading import left_over
 
@@ -19,13 +18,7 @@ def plain(network: nn.Module, member: int | None) -> nn.Module:
     """Return a plain network with the weights of one member; None: the mean of all members'."""
     memo: dict[int, Any] = left_over(network)
     for module in reversed(list(network.modules())):
-        if isinstance(module, (Modulated, ModulatedAttention)):
-            memo[id(module)] = module.plain(member)
-        elif isinstance(module, OverwritingReLU):
-            memo[id(module)] = nn.ReLU().train(module.training)
-        elif isinstance(module, Once):
-            memo[id(module)] = copy.deepcopy(module.module, memo)
-        elif isinstance(module, MemberLayer):
+        if isinstance(module, Wrapper):
             memo[id(module)] = module.plain(member, memo)
     network = copy.deepcopy(network, memo)
     for module in network.modules():
@@ -50,9 +43,7 @@ def without_members(network: nn.Module) -> nn.Module:
     """
     memo: dict[int, object] = {**left_over(network), **{id(p): p for p in network.parameters()}}
     for module in reversed(list(network.modules())):
-        if isinstance(module, OverwritingReLU):
-            memo[id(module)] = nn.ReLU()
-        elif isinstance(module, Wrapper):
+        if isinstance(module, Wrapper):
             memo[id(module)] = copy.deepcopy(module.inner(), memo)
     return copy.deepcopy(network, memo)
 
@@ -68,8 +59,8 @@ def walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
         for key, modulation in module.modulations.items():
             projection, _, kind = key.rpartition("_")
             inside.append((modulation, f"{name}.{projection}.{kind}"))
-    elif isinstance(module, (Once, MemberLayer)):
-        inside = [(module.module, name)]
+    elif isinstance(module, Wrapper):
+        inside = [(module.inner(), name)]
     else:
         inside = [(child, f"{name}.{key}") for key, child in module.named_children()]
     for child, path in inside:

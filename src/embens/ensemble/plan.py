@@ -155,8 +155,6 @@ class Plan:
         folding: how several members run at once.
         random: whether code draws random numbers before the first modulation.
         copies: whether code may change what members share in place, so that each gets a copy.
-        overwriting: ReLU modules that may work in place, because nothing else uses what a
-            modulation just made for them.
         not_collapsible: why the ensemble mean is not one plain network; empty where it is.
         recompute: whether the reference recomputes activations in the backward pass.
         widths: the widest modulated input or output that has one row for each sample, and the
@@ -179,7 +177,6 @@ class Plan:
     folding: Folding = Folding()
     random: bool = False
     copies: bool = False
-    overwriting: tuple[str, ...] = ()
     not_collapsible: str = ""
     recompute: bool = False
     widths: tuple[int, int] = (0, 0)
@@ -227,7 +224,7 @@ class Plan:
     @classmethod
     def from_dict(cls, data: dict[str, Any], laws: Iterable[type[Law]] = ()) -> Plan:
         """Return the plan that :meth:`to_dict` gave; ``laws`` are those that can't be found."""
-        data = dict(data)
+        data = {key: value for key, value in data.items() if key != "overwriting"}  # no longer
         data["sites"] = [Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"]]
         data["own"] = [OwnTensors(**_with_tuples(o)) for o in data["own"]]
         data["low_rank"] = [LowRankSite(**s) for s in data.get("low_rank", ())]
@@ -284,7 +281,7 @@ class Plan:
         shared = [s.module for s in self.shared]
         for name in self.heads.first if self.heads else ():
             known(name, [o.module for o in self.own])
-        for name in (*shared, *self.overwriting, *self.folding.border, *owners):
+        for name in (*shared, *self.folding.border, *owners):
             known(name, modules)
         if self.members * max(each, 1) > numbers:
             raise ValueError(

@@ -1,4 +1,4 @@
-r""":math:`\gamma` is a rate: the parameter groups of an ensemble.
+r""":math:`\gamma` is a rate: that of the shared parameters of an ensemble.
 
 With the sum of the members' losses as the objective, the paper's update
 
@@ -38,8 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embens.checks import Gamma, check_number, gradient_factor
-from embens.ensemble.own import Own
+from embens.checks import Gamma, gradient_factor
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
@@ -50,45 +49,6 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 def gamma_of(members: int, coupling: float) -> float:
     r"""Return :math:`\gamma^*`; with :math:`r < 0` deviations are faster than the mean."""
     return members / max(1 + (members - 1) * coupling, 1 - coupling)
-
-
-def parameter_groups(
-    ensemble: EmbeddedEnsemble,
-    lr: float,
-    modulation_lr: float | None,
-    weight_decay: float,
-    gamma: Gamma,
-    optimizer: MakeOptimizer,
-    modulation_weight_decay: float,
-) -> list[dict[str, Any]]:
-    """Return the groups; see :meth:`~embens.EmbeddedEnsemble.parameter_groups`."""
-    modulation_lr = lr if modulation_lr is None else modulation_lr
-    for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
-        check_number(name, value, "finite and not negative", lambda rate: rate >= 0)
-    own = {id(p) for m in ensemble.modules() if isinstance(m, Own) for p in m.tensors()}
-    individual = list(ensemble.individual_parameters())
-    factor, decay_factor = shared_factors(ensemble, gamma, optimizer)
-    groups = [
-        {
-            "params": [] if ensemble.plan.frozen else list(ensemble.shared_parameters()),
-            "lr": lr * factor,
-            "weight_decay": weight_decay * decay_factor,
-            "gamma_factor": factor,
-        },
-        {
-            "params": [p for p in individual if id(p) not in own],
-            "lr": modulation_lr,
-            "weight_decay": modulation_weight_decay,
-            "gamma_factor": 1.0,
-        },
-        {
-            "params": [p for p in individual if id(p) in own],
-            "lr": lr,
-            "weight_decay": weight_decay * (not ensemble.plan.has_prior),
-            "gamma_factor": 1.0,
-        },
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def shared_factors(

@@ -35,7 +35,7 @@ class ModulatedRecurrent(Modulated):
         result = self.layer(input if post is None else _times(input, post), *args, **kwargs)
         return result if pre is None else _scaled(result, pre, self.plain_layer.bidirectional)
 
-    def plain(self, member: int | None) -> nn.Module:
+    def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return torch's own layer; with a wrapper where its output is modulated."""
         layer = copy.deepcopy(self.plain_layer)
         pre = None if self.pre is None else self.pre.of(member)

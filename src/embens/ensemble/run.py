@@ -10,6 +10,7 @@ kept for the others (:class:`SharedResults`), and rows are repeated where member
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from embens.ensemble.shared import SharedResults
 from embens.objective import BatchKind
@@ -73,26 +74,8 @@ class Current(threading.local):
 class Run:
     """A pass, as a context: nothing of it stays behind, whatever happens.
 
-    Args:
-        ensemble: whose.
-        inputs: of the reference.
-        kwargs: of the reference.
-        batch: see :meth:`EmbeddedEnsemble.forward`.
-        chunk: how many members run together.
-        cut: whether what members share is cut off the graph, for :meth:`finish`.
-
-    Attributes:
-        members: how many there are.
-        start: the first member of the chunk that runs.
-        count: how many run now.
-        rows: how many samples a member has in a folded chunk.
-        index: the member of each row, in a batch that members split.
-        common: whether rows are those of the input up to the first modulations, rather than each
-            member's own from the start.
-        results: what members share; None where nothing is kept.
-        entries: the inputs of first layers with a block for each member, by their slots, where
-            members have inputs of their own.
-        shares: of the members in the sum of these blocks; None: all are 1.
+    ``chunk`` members run together; with ``cut`` what they share is cut off the graph, for
+    :meth:`backward`. For ``batch`` see :meth:`EmbeddedEnsemble.forward`.
     """
 
     def __init__(
@@ -105,22 +88,22 @@ class Run:
         chunk: int = 1,
         cut: bool = False,
     ):
-        self.ensemble, self.inputs, self.kwargs = ensemble, inputs, kwargs
+        self.ensemble, self.members = ensemble, ensemble.members
+        self.inputs, self.kwargs = inputs, kwargs
         self.batch: BatchKind = batch
-        self.chunk, self.cut = chunk, cut
-        self.given: Sequence[Tensor] | None = None
-        self.members = ensemble.members
-        self.open = False
-        self.rows = 0
-        self.start, self.count = 0, 1
-        self.index: Tensor | None = None
-        self.fresh: dict[int, Tensor] = {}
-        self.common = False
-        self.entries: dict[int, list[Tensor]] | None = None
-        self.entering: int | None = None
-        self.shares: Tensor | None = None
-        self.results = self._new_results()
-        self.begun: list[Tensor] | None = None
+        self.chunk, self.cut, self.open = chunk, cut, False
+        self.start, self.count = 0, 1  # the first member that runs now, and how many
+        self.rows = 0  # how many samples a member has in a folded chunk
+        self.index: Tensor | None = None  # the member of each row, in a batch that members split
+        self.common = False  # rows are the input's up to the first modulations, not each member's
+        self.given: Sequence[Tensor] | None = None  # numbers in the place of a member's own
+        self.fresh: dict[int, Tensor] = {}  # numbers that this pass has drawn, by slot
+        self.begun: list[Tensor] | None = None  # buffers of iterated modules before the pass
+        self.results = self._new_results()  # what members share; None where nothing is kept
+        # Where members have inputs of their own to first layers with a block for each of them:
+        self.entries: dict[int, list[Tensor]] | None = None  # these, by the slots of the layers
+        self.entering: int | None = None  # whose inputs are on the way there
+        self.shares: Tensor | None = None  # of the members in the sum of the blocks; None: 1
 
     def _new_results(self) -> SharedResults | None:
         plan = self.ensemble.plan
@@ -144,10 +127,7 @@ class Run:
 
     def _enter(self) -> None:
         """Take the inputs of all members but the last to the first layers, then go on with it."""
-        *others, last = (
-            tree_map(lambda x, a=a: x[a] if isinstance(x, Tensor) else x, self.inputs)
-            for a in range(self.members)
-        )
+        *others, last = (_at(self.inputs, a) for a in range(self.members))
         self.entries = {}
         for self.entering, inputs in enumerate(others):
             try:
@@ -179,11 +159,8 @@ class Run:
     @property
     def numbers(self) -> list[Tensor]:
         """The tensors of all members, members first, as they are in this pass."""
-        return [
-            self._stack(module, i)
-            for module in self.ensemble.individuals.values()
-            for i in range(len(module.tensors()))
-        ]
+        modules = self.ensemble.individuals.values()
+        return [self._stack(m, i) for m in modules for i in range(len(m.tensors()))]
 
     @property
     def names(self) -> list[str]:
@@ -195,20 +172,19 @@ class Run:
         ]
 
     def _stack(self, module: Individual, i: int) -> Tensor:
-        if self.given is not None:
-            return self.given[module.slot + i]
-        if module.draw is None or i + 1 < len(module.tensor_names()):
+        if not module.redrawn or i + 1 < len(module.tensor_names()):
             return module.tensors()[i]
-        key = module.slot + i
-        if key not in self.fresh:
-            self.fresh[key] = module.draw()
-        return self.fresh[key]
+        if module.slot not in self.fresh:
+            self.fresh[module.slot] = module.draw()
+        return self.fresh[module.slot]
 
     def of(self, module: Individual, i: int = 0) -> Tensor:
         """Return a module's numbers for the members that run now, ``(member, …)``.
 
         In a batch that members split: one for each row.
         """
+        if self.given is not None:
+            return self.given[module.slot + i]
         stack = self._stack(module, i)
         if self.index is not None:
             return stack.index_select(0, self.index)
@@ -264,14 +240,11 @@ class Run:
         """Return the rows of one of the members that run now, of a tensor."""
         if not isinstance(value, Tensor) or not value.dim() or common:
             return value
-        if self.index is None:
-            if value.shape[0] % self.count:
-                raise Unfoldable("a module of each member's own takes a tensor without rows")
-            rows = value.shape[0] // self.count
-            return value.narrow(0, a * rows, rows)
-        if value.shape[0] % len(self.index):
+        groups = self.count if self.index is None else len(self.index)
+        if value.shape[0] % groups:
             raise Unfoldable("a module of each member's own takes a tensor without rows")
-        return value.unflatten(0, (len(self.index), -1))[a :: self.members].flatten(0, 1)
+        apart = value.unflatten(0, (groups, -1))
+        return apart.select(0, a) if self.index is None else apart[a :: self.members].flatten(0, 1)
 
     @contextmanager
     def only(self, a: int) -> Iterator[None]:
@@ -286,24 +259,18 @@ class Run:
     # Members
 
     def member(self, a: int, numbers: Sequence[Tensor] | None = None) -> Any:
-        """Return the outputs of one member, without the members' axis.
-
-        Args:
-            a: which.
-            numbers: in place of its own.
-        """
-        given = self.given
-        self.start, self.count = a, 1
-        inputs = self.inputs
-        if self.batch == "own":
-            inputs = tree_map(lambda x: x[a] if isinstance(x, Tensor) else x, inputs)
-        if numbers is not None:
-            self.start, self.given = 0, [n.unsqueeze(0) for n in numbers]
+        """Return a member's outputs, without the members' axis; ``numbers`` replace its own."""
+        inputs = _at(self.inputs, a) if self.batch == "own" else self.inputs
+        self.given = None if numbers is None else [n.unsqueeze(0) for n in numbers]
         try:
-            with self.ensemble.state.of(a):
-                return self._call(inputs, self.kwargs)
+            return self._alone(a, inputs, self.kwargs)
         finally:
-            self.given = given
+            self.given = None
+
+    def _alone(self, a: int, inputs: tuple, kwargs: dict) -> Any:
+        self.start, self.count = a, 1
+        with self.ensemble.state.of(a):
+            return self._call(inputs, kwargs)
 
     def chunks(self) -> Iterator[Any]:
         """Yield the outputs of one chunk of members after another, members first."""
@@ -328,40 +295,39 @@ class Run:
         """Return the outputs of some members that run one after another."""
         outputs = [self.member(a) for a in range(start, start + count)]
         if len(outputs) == 1:
-            return tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, outputs[0])
+            return tree_map_only(Tensor, lambda x: x.unsqueeze(0), outputs[0])
         return gather(outputs, torch.stack)
 
     def folded(self, start: int, count: int, way: Way) -> Any:
         """Return the outputs of some members that run as one batch."""
         self.start, self.count, self.common = start, count, way is Way.SHARED
-        inputs, kwargs = self.inputs, self.kwargs
-        self.rows = batch_size(tree_map(_first, inputs) if self.batch == "own" else inputs)
+        inputs, kwargs, results = self.inputs, self.kwargs, self.results
+        self.rows = batch_size(_at(inputs, 0) if self.batch == "own" else inputs)
         self.rows = self.rows or batch_size(kwargs)
-        results = self.results
+
+        def repeat(x: Tensor) -> Tensor:
+            return repeat_rows(x, count) if x.shape[:1] == (self.rows,) else x
+
         if self.batch == "own":
-            inputs = tree_map(
-                lambda x: together(x.narrow(0, start, count)) if isinstance(x, Tensor) else x,
-                inputs,
-            )
+            inputs = tree_map_only(Tensor, lambda x: together(x.narrow(0, start, count)), inputs)
         if way is not Way.SHARED:
             self.results = None
             if self.batch == "same":
-                inputs = _repeated(inputs, count, self.rows)
+                inputs = tree_map_only(Tensor, repeat, inputs)
             if way is Way.REPEATED:
-                kwargs = _repeated(kwargs, count, self.rows)
+                kwargs = tree_map_only(Tensor, repeat, kwargs)
         try:
             outputs = self._call(inputs, kwargs)
         finally:
             self.results = results
 
-        def unfold(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
+        def unfold(value: Tensor) -> Tensor:
             if not value.dim() or value.shape[0] % count:
                 raise Unfoldable("an output has no axis of samples")
             return self.apart(value)
 
-        return unfold(outputs) if isinstance(outputs, Tensor) else tree_map(unfold, outputs)
+        single = isinstance(outputs, Tensor)
+        return unfold(outputs) if single else tree_map_only(Tensor, unfold, outputs)
 
     def split(self) -> Any:
         """Return the outputs of a batch whose row i belongs to member i mod M."""
@@ -391,17 +357,15 @@ class Run:
         """Run the rows of one member after another."""
         members, rows = self.members, batch_size(self.inputs)
 
-        def mine(values: Any, a: int) -> Any:
-            return tree_map(
-                lambda x: x[a::members] if isinstance(x, Tensor) and x.shape[:1] == (rows,) else x,
-                values,
+        def alone(a: int) -> Any:
+            mine = tree_map_only(
+                Tensor,
+                lambda x: x[a::members] if x.shape[:1] == (rows,) else x,
+                (self.inputs, self.kwargs),
             )
+            return self._alone(a, *mine)
 
-        outputs = []
-        for a in range(max(1, min(members, rows))):
-            self.start, self.count = a, 1
-            with self.ensemble.state.of(a):
-                outputs.append(self._call(mine(self.inputs, a), mine(self.kwargs, a)))
+        outputs = [alone(a) for a in range(max(1, min(members, rows)))]
         index = torch.arange(rows).remainder(members)
         return gather(outputs, lambda parts: interleave(parts, index.to(parts[0].device)))
 
@@ -438,9 +402,8 @@ class Run:
         ``torch.utils.checkpoint`` saves the inputs of what it will recompute; unpacking any of them
         opens this run again, in the thread that does so, as it is now.
         """
-        again = object.__new__(Run)
-        again.__dict__.update(self.__dict__, open=False)
-        current = self.ensemble.current
+        again, current = copy.copy(self), self.ensemble.current
+        again.open = False
 
         def unpack(saved: Tensor) -> Tensor:
             current.run = again
@@ -449,8 +412,14 @@ class Run:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
             yield
 
-    def finish(self) -> None:
-        """Backpropagate what the chunks left at the cuts, each part of the graph once."""
+    def backward(self, loss_of: Callable[[Any], Tensor]) -> None:
+        """Backpropagate the loss of one chunk of members after another, with their memory.
+
+        What members share is computed in the first chunk and, with ``cut``, backpropagated last.
+        """
+        for outputs in self.chunks():
+            loss = loss_of(outputs)
+            loss.backward(retain_graph=self.results is not None and self.results.meet(loss))
         if self.results is not None:
             self.results.backward()
 
@@ -460,19 +429,9 @@ def _set(buffers: list[Tensor], values: list[Tensor]) -> None:
         buffer.data.copy_(value)
 
 
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, Tensor) else value
-
-
-def _repeated(values: Any, count: int, rows: int) -> Any:
-    """Repeat every tensor that has a row for each sample."""
-
-    def repeat(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows:
-            return repeat_rows(x, count)
-        return x
-
-    return tree_map(repeat, values)
+def _at(values: Any, a: int) -> Any:
+    """Return the inputs of one member, of inputs that have the members first."""
+    return tree_map_only(Tensor, lambda x: x[a], values)
 
 
 def repeat_rows(x: Tensor, count: int) -> Tensor:
@@ -504,13 +463,7 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
     """Join the outputs of members (or of chunks) leaf by leaf."""
     if isinstance(outputs[0], Tensor):
         return join(list(outputs))
-    flat = [tree_flatten(output) for output in outputs]
-    spec = flat[0][1]
-    leaves = [
-        join(list(column)) if isinstance(column[0], Tensor) else column[0]
-        for column in zip(*(leaves for leaves, _ in flat), strict=True)
-    ]
-    return tree_unflatten(leaves, spec)
+    return tree_map(lambda x, *more: join([x, *more]) if isinstance(x, Tensor) else x, *outputs)
 
 
 def interleave(parts: list[Tensor], index: Tensor) -> Tensor:

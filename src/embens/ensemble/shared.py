@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from embens.ensemble.layers import Once
@@ -42,14 +42,14 @@ class SharedResults:
             if not once.keep:
                 self.found[key] = None
                 return result
-            self.found[key] = tree_map(self._leaf, result) if self.cut else result
+            self.found[key] = tree_map_only(Tensor, self._leaf, result) if self.cut else result
         elif not once.keep:  # used by shared modules only, which won't look at it
             return next(v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))
         result = self.found[key]
-        return tree_map(_copied, result) if self.copies else result
+        return tree_map_only(Tensor, Tensor.clone, result) if self.copies else result
 
-    def _leaf(self, value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.requires_grad):
+    def _leaf(self, value: Tensor) -> Tensor:
+        if not value.requires_grad:
             return value
         leaf = value.detach().requires_grad_()
         self.edges.append((value, leaf))
@@ -57,7 +57,10 @@ class SharedResults:
 
     def backward(self) -> None:
         """Backpropagate what the chunks left at the cuts, each part of the graph once."""
-        needs = {id(leaf): _leaves_before(value) for value, leaf in self.edges}
+        needs = {
+            id(leaf): {id(n.variable) for n in _nodes_before(value) if hasattr(n, "variable")}
+            for value, leaf in self.edges
+        }  # the leaves that each value was computed from
         waiting = list(self.edges)
         while waiting:
             later = {n for _, leaf in waiting for n in needs[id(leaf)]}
@@ -79,10 +82,6 @@ class SharedResults:
         return any(not node.name().endswith("AccumulateGrad") for node in common)
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _nodes_before(value: Tensor) -> set[Any]:
     """Return the nodes of the graph behind a value."""
     seen: set[Any] = set()
@@ -93,9 +92,3 @@ def _nodes_before(value: Tensor) -> set[Any]:
             seen.add(node)
             nodes.extend(parent for parent, _ in node.next_functions)
     return seen
-
-
-def _leaves_before(value: Tensor) -> set[int]:
-    """Return the ids of the leaves that a value was computed from."""
-    nodes = _nodes_before(value)
-    return {id(node.variable) for node in nodes if hasattr(node, "variable")}

@@ -19,7 +19,7 @@ from embens import reading
 from embens.ensemble import storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.heads import InputHeads
-from embens.ensemble.layers import Modulated, Modulation, Once, OverwritingReLU, Stochastic
+from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.ntkgp import NTKGP
@@ -45,8 +45,6 @@ def operate(
     border = set(plan.folding.border)
     memo: dict[int, Any] = reading.left_over(reference)
     stacks: dict[int, Tensor] = {}
-    for name in plan.overwriting:
-        memo[id(modules[name])] = OverwritingReLU().train(modules[name].training)
     for name in sorted(modules, key=lambda n: (-n.count(".") - bool(n), n)):
         module, mine = modules[name], modulations.get(name)
         if not (mine or name in {*own, *shared, *low_rank}) or id(module) in memo:
@@ -59,8 +57,7 @@ def operate(
             place = {"border": name in border, "generator": generator}
             copied = LowRank(copied, low_rank[name], plan.members, **place)
         if name in shared:
-            once = shared[name]
-            copied = Once(copied, random=once.random, keep=once.keep, repeat=once.repeat)
+            copied = Once(copied, shared[name])
         if mine and isinstance(module, nn.MultiheadAttention):
             copied = ModulatedAttention(copied, mine)  # type: ignore[arg-type]
         elif mine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,17 +17,20 @@ class Individual(nn.Module):
     Attributes:
         current: the ensemble's; where the running pass is found.
         slot: the place of its first tensor among all individual tensors of the ensemble.
-        draw: draws the last of its tensors anew, where every pass has a new one.
+        redrawn: whether every pass has a new one of the last of its tensors, from :meth:`draw`.
     """
 
     current: Current
     slot: int
-    draw: Callable[[], Tensor] | None = None
+    redrawn: bool = False
 
     def tensors(self) -> list[Tensor]:
         raise NotImplementedError
 
     def tensor_names(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def draw(self) -> Tensor:
         raise NotImplementedError
 
 
@@ -39,6 +42,13 @@ class Wrapper(nn.Module):
 
     def inner(self) -> nn.Module:
         raise NotImplementedError
+
+    def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
+        """Return what a plain network has in its place, of one member; None: the mean of all.
+
+        ``memo`` is that of a deep copy of the whole network under way.
+        """
+        return copy.deepcopy(self.inner(), memo)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -31,10 +31,8 @@ from embens.reading.layers import (
     channels,
     is_attention,
     is_layer,
-    modulate_weight,
     parameter_layers,
     register_layer,
-    spatial_axes,
     unknown_layers,
 )
 from embens.reading.samples import is_in_place, time_first
@@ -55,11 +53,9 @@ __all__ = [
     "is_in_place",
     "left_over",
     "mentions",
-    "modulate_weight",
     "parameter_layers",
     "read",
     "register_layer",
-    "spatial_axes",
     "time_first",
     "unknown_layers",
 ]
@@ -76,14 +72,12 @@ def read(reference: nn.Module, example_input: Any = None) -> Flow:
     """Read the data flow by the best means there is."""
     if is_layer(reference) or is_attention(reference):
         return read_registration(reference)
-    symbolic = None
-    in_place = any(getattr(m, "inplace", False) for m in reference.modules())
-    if example_input is None or in_place:
-        symbolic = read_symbolically(reference)
     if example_input is None:
-        return symbolic or read_registration(reference)
-    if symbolic and not symbolic.opaque and not symbolic.guesses:
-        return symbolic  # tells an output in place from the input; a run does not
+        return read_symbolically(reference) or read_registration(reference)
+    if any(getattr(m, "inplace", False) for m in reference.modules()):
+        symbolic = read_symbolically(reference)  # tells an output in place from the input
+        if symbolic and not symbolic.opaque and not symbolic.guesses:
+            return symbolic
     flow = read_from_run(reference, example_input)
     flow.unclear.add(("code that was read from an example", ()))  # it may have other branches
     return flow

@@ -23,32 +23,23 @@ from embens.reading.layers import (
     is_layer,
     parameter_layers,
 )
-from embens.reading.samples import changes_axes, is_row_by_row, module_is_row_by_row
+from embens.reading.samples import (
+    ALONG_AXES,
+    CHANNELWISE_MODULES,
+    ELEMENTWISE,
+    POOLING,
+    is_row_by_row,
+    module_is_row_by_row,
+)
 from embens.reading.state import State, find_state
 
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 # Operations by name. "Channelwise" ones keep axis 1 as the channels; "affine" ones keep a value
 # affine in whatever it was affine in. A name in neither set makes nothing of a value known.
-_CHANNELWISE_MODULES = (
-    *(nn.modules.activation.__all__),
-    *(nn.modules.batchnorm.__all__),
-    *(nn.modules.instancenorm.__all__),
-    *(nn.modules.dropout.__all__),
-    *(nn.modules.pooling.__all__),
-    *(nn.modules.padding.__all__),
-    *(nn.modules.upsampling.__all__),
-    *("GroupNorm", "LocalResponseNorm", "Identity"),
-)
-_CHANNELWISE = frozenset(
-    "relu leaky_relu elu selu celu gelu silu mish softplus hardtanh hardswish hardsigmoid relu6 "
-    "tanh sigmoid logsigmoid prelu abs erf sin cos exp square clamp clamp_min softsign tanhshrink "
-    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d lp_pool1d lp_pool2d "
-    "boolean_dispatch adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
-    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d dropout dropout1d dropout2d "
-    "dropout3d alpha_dropout feature_alpha_dropout batch_norm group_norm instance_norm "
-    "local_response_norm interpolate upsample pad add sub mul div truediv iadd isub imul itruediv "
-    "radd rsub rmul neg contiguous clone to float double half bfloat16 type_as detach".split()
+_CHANNELWISE = {*ELEMENTWISE, *POOLING, *CHANNELWISE_MODULES} | set(
+    "prelu lp_pool1d lp_pool2d batch_norm group_norm instance_norm local_response_norm "
+    "interpolate upsample pad".split()
 )
 _AFFINE = frozenset(
     "add sub iadd isub radd rsub neg flatten view reshape squeeze unsqueeze permute transpose "
@@ -58,8 +49,6 @@ _AFFINE = frozenset(
     "AvgPool2d AvgPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d Dropout "
     "PixelShuffle pixel_shuffle Upsample unflatten".split()
 )
-_SCALING = frozenset("mul imul rmul".split())
-_DIVIDING = frozenset("div truediv itruediv".split())
 _FLATTENING = frozenset("flatten Flatten view reshape mean amax squeeze".split())
 _SHAPE = frozenset("shape size dim ndim numel len dtype device".split())
 _RANDOM_FUNCTIONS = frozenset(
@@ -178,12 +167,8 @@ class Flow:
 
     def also(self, other: Flow) -> None:
         """Add what another reading of the same network, in the other mode, has seen it do."""
-        self.operations |= other.operations
-        self.unclear |= other.unclear
-        self.joins |= other.joins
-        self.reductions |= other.reductions
-        self.meetings |= other.meetings
-        self.steps |= other.steps
+        for name in ("operations", "unclear", "joins", "reductions", "meetings", "steps"):
+            getattr(self, name).update(getattr(other, name))
 
 
 class Reader:
@@ -221,8 +206,11 @@ class Reader:
             upstream |= {"random"}
         keeps = (
             operation in _AFFINE
-            or (operation in _SCALING and sum(bool(t.upstream) for t in trails) <= 1)
-            or (operation in _DIVIDING and all(isinstance(a, (int, float)) for a in arguments))
+            or (operation in ("mul", "imul", "rmul") and sum(bool(t.upstream) for t in trails) <= 1)
+            or (
+                operation in ("div", "truediv", "itruediv")
+                and all(isinstance(a, (int, float)) for a in arguments)
+            )
         )
         affine = frozenset(
             layer
@@ -231,7 +219,7 @@ class Reader:
         )
         channels = flat = None
         known = [t for t in trails if t.channels is not None or t.flat is not None]
-        if operation in _CHANNELWISE or operation in _CHANNELWISE_MODULES:
+        if operation in _CHANNELWISE:
             if len({(t.channels, t.flat) for t in known}) == 1:
                 channels, flat = known[0].channels, known[0].flat
         elif operation in _FLATTENING and len(known) == 1 and known[0] is trails[0]:
@@ -240,10 +228,9 @@ class Reader:
                 flat = None
             if operation in ("flatten", "Flatten") and arguments[:1] not in ((), (1,)):
                 flat = None
-        elif operation in ("cat", "concat") and all(t.channels is not None for t in trails):
-            axis = arguments[0] if arguments else 0
-            if axis == 1:
-                channels = sum(t.channels or 0 for t in trails)
+        elif operation in ("cat", "concat") and arguments[:1] == (1,):
+            sizes = [t.channels for t in trails if t.channels is not None]
+            channels = sum(sizes) if len(sizes) == len(trails) else None
         return Trail(upstream, affine, channels, flat, rows=rows)
 
     def _meet(self, operation: str, trails: list[Trail], arguments: tuple) -> str:
@@ -252,7 +239,7 @@ class Reader:
         doubtful = "size" in kinds or len({t.rows for t in trails}) > 1  # a constant may have rows
         if len(trails) > 1:
             self.flow.joins.add((operation, self.around))
-        if changes_axes(operation):
+        if operation in ALONG_AXES:
             self.flow.reductions.add(self.around)
         if kinds and (doubtful or not is_row_by_row(operation, arguments)):
             self.flow.unclear.add((operation, self.around))
@@ -310,32 +297,25 @@ class Reader:
             if self.flow.repeat.setdefault(name, repeat) != repeat:
                 self.flow.repeat[name] = 1
         elif takes and not spatial and inputs.flat is None and inputs.channels is None:
-            near = [self.layers[n] for n in self._nearest(inputs.upstream)]
-            if (
-                near
-                and all(isinstance(n, _ConvNd) for n in near)
-                and all(n.out_channels != takes for n in near)
-            ):
-                self.flow.guesses.append(
-                    f"how the {takes} input features of {name!r} make channels"
-                )
-        upstream, affine = inputs.upstream | {name}, inputs.affine | {name}
-        if isinstance(layer, nn.RNNBase):
-            affine = frozenset({name})
-        return Trail(upstream, affine, gives if spatial else None, rows=inputs.rows and "result")
+            before = self._only_layers(inputs.upstream)
+            further = {b for n in before for b in self.flow.upstream.get(n, ()) if b != n}
+            near = [self.layers[n] for n in before - further]
+            if near and all(isinstance(n, _ConvNd) and n.out_channels != takes for n in near):
+                guess = f"how the {takes} input features of {name!r} make channels"
+                self.flow.guesses.append(guess)
+        affine = frozenset() if isinstance(layer, nn.RNNBase) else inputs.affine
+        channels = gives if spatial else None
+        rows = inputs.rows and "result"
+        return Trail(inputs.upstream | {name}, affine | {name}, channels, rows=rows)
 
     def _only_layers(self, names: frozenset[str]) -> set[str]:
         return {n for n in names if n in self.layers}
 
-    def _nearest(self, upstream: frozenset[str]) -> set[str]:
-        layers = self._only_layers(upstream)
-        further = {b for n in layers for b in self.flow.upstream.get(n, ()) if b != n}
-        return layers - further
-
     def pass_leaf(self, module: nn.Module, name: str, trails: list[Trail]) -> Trail:
         """Return the trail of the output of a module that is not looked into."""
         unclear = set(self.flow.unclear)
-        joint = self.combine(type(module).__name__, trails, _flatten_arguments(module))
+        options = (module.start_dim,) if isinstance(module, nn.Flatten) else ()
+        joint = self.combine(type(module).__name__, trails, options)
         self.flow.unclear = unclear  # the module's type tells more than its name
         recurrent = isinstance(module, nn.RNNBase)  # its states have rows on another axis
         known = module_is_row_by_row(module) or (is_layer(module) and not recurrent)
@@ -345,13 +325,10 @@ class Reader:
         if is_layer(module) and len(trails) == 1:
             joint = trails[0]
         if isinstance(module, nn.MultiheadAttention):
-            sources = (trails * 3)[:3] if len(trails) < 3 else trails[:3]
-            for projection, trail in zip(PROJECTIONS, sources, strict=False):
-                self._pass_layer(_join(name, projection), trail)
-            inner = joint.upstream | {_join(name, p) for p in PROJECTIONS[:3]}
-            out = _join(name, "out_proj")
-            last = self._pass_layer(out, Trail(inner, rows=joint.rows))
-            return replace(last, affine=frozenset({out}))
+            *inner, out = (f"{name}.{projection}".lstrip(".") for projection in PROJECTIONS)
+            for projection, trail in zip(inner, trails * 3, strict=False):
+                self._pass_layer(projection, trail)
+            return self._pass_layer(out, Trail(joint.upstream.union(inner), rows=joint.rows))
         if is_layer(module):
             name = next((n for n, layer in self.layers.items() if layer is module), name)
             return self._pass_layer(name, joint)
@@ -363,36 +340,21 @@ class Reader:
 
     def _pass_black_box(self, module: nn.Module, name: str, trail: Trail) -> Trail:
         """Take the layers inside a module in the order of registration."""
-        attentions = [m for m in module.modules() if is_attention(m)]
-        projections = {id(a.out_proj) for a in attentions}
-        inside = [
-            m
-            for m in module.modules()
-            if m in attentions or (is_layer(m) and id(m) not in projections)
-        ]
+        projections = {id(m.out_proj) for m in module.modules() if is_attention(m)}
+        layers = [m for m in module.modules() if is_layer(m) or is_attention(m)]
+        inside = [m for m in layers if id(m) not in projections]
         if len(inside) > 1 and not type(module).__module__.startswith("torch.nn"):
             self.flow.guesses.append(f"the order of the layers inside {name or 'the reference'!r}")
-        randoms = {
-            f"random:{_join(name, n)}" for n, m in module.named_modules() if isinstance(m, RANDOM)
-        }
+        drawing = {n for n, m in module.named_modules() if isinstance(m, RANDOM)}
         if mentions(module, lambda word: word.strip("_") in _RANDOM_FUNCTIONS):
-            randoms.add(f"random:{name}")
+            drawing.add("")
+        randoms = {"random:" + f"{name}.{n}".strip(".") for n in drawing}
         if inside:
             trail = Trail(trail.upstream, rows=trail.rows)
         for part in inside:
-            trail = replace(self.pass_leaf(part, self.names[id(part)], [trail]), channels=None)
-        upstream = trail.upstream | randoms
-        return replace(trail, upstream=upstream, affine=trail.affine if not inside else frozenset())
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
-def _flatten_arguments(module: nn.Module) -> tuple:
-    if isinstance(module, nn.Flatten):
-        return (module.start_dim,)
-    return ()
+            trail = self.pass_leaf(part, self.names[id(part)], [trail])
+            trail = replace(trail, affine=frozenset(), channels=None)
+        return replace(trail, upstream=trail.upstream | randoms)
 
 
 def copy_structure(module: nn.Module) -> nn.Module:

@@ -117,15 +117,12 @@ def unknown_layers(root: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that hold a weight of two axes or more, but are no known layers."""
     known = {id(m) for m in root.modules() if is_layer(m) or isinstance(m, NORMS)}
     known |= {id(part) for m in root.modules() if is_attention(m) for part in m.modules()}
-    return {
-        name: module
-        for name, module in root.named_modules()
-        if id(module) not in known
-        and any(
-            name.startswith("weight") and p is not None and p.dim() > 1
-            for name, p in module._parameters.items()
-        )
-    }
+
+    def weighs(module: nn.Module) -> bool:
+        items = module._parameters.items()
+        return any(n.startswith("weight") and p is not None and p.dim() > 1 for n, p in items)
+
+    return {n: m for n, m in root.named_modules() if id(m) not in known and weighs(m)}
 
 
 def channels(name: str, layer: nn.Module) -> tuple[int | None, int]:
@@ -137,8 +134,7 @@ def channels(name: str, layer: nn.Module) -> tuple[int | None, int]:
     kind = kind_of(layer)
     if kind is None:
         raise TypeError(f"{type(layer).__name__} is not a parameter layer")
-    takes, gives = kind.channels(layer)
-    return takes, gives
+    return kind.channels(layer)
 
 
 def spatial_axes(layer: nn.Module) -> int:
@@ -149,13 +145,10 @@ def spatial_axes(layer: nn.Module) -> int:
 def modulate_weight(
     layer: nn.Module, weight: Tensor, pre: Tensor | None, post: Tensor | None
 ) -> Tensor:
-    r"""Return :math:`v u^\top \circ W` for one member's numbers, or for those of several.
+    r"""Return :math:`v u^\top \circ W` for the weight of any layer but attention.
 
-    Args:
-        layer: any parameter layer but attention.
-        weight: its weight.
-        pre: :math:`v`, ``(…, out)``; leading axes become leading axes of the result.
-        post: :math:`u`, ``(…, in)``.
+    ``pre`` is :math:`v`, ``(…, out)``, ``post`` is :math:`u`, ``(…, in)``; leading axes, those of
+    several members, become leading axes of the result.
     """
     kind = kind_of(layer)
     assert kind is not None

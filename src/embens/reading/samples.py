@@ -8,31 +8,33 @@ numbers before it is trusted.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "relu leaky_relu elu selu celu gelu silu mish softplus hardtanh hardswish hardsigmoid relu6 "
     "tanh sigmoid logsigmoid abs erf sin cos exp log sqrt rsqrt square pow clamp clamp_min "
     "clamp_max softsign tanhshrink dropout dropout1d dropout2d dropout3d alpha_dropout "
     "feature_alpha_dropout add sub mul div truediv iadd isub imul itruediv radd rsub rmul neg "
     "contiguous clone to float double half bfloat16 type_as detach".split()
 )
-_SHAPING = frozenset(
+POOLING = frozenset(
     "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
     "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d "
     "adaptive_max_pool3d boolean_dispatch".split()
 )
-_ALONG_AXES = frozenset("mean sum amax amin flatten".split())
-"""Row by row, if every axis among the arguments is named and another than the first."""
+ALONG_AXES = frozenset("mean sum amax amin flatten".split())
+"""Row by row, if every axis among the arguments is named and another than the first; a result has
+fewer axes, so that it may meet others by broadcasting."""
 
-_MODULES = (
+CHANNELWISE_MODULES = (
     *(n for n in nn.modules.activation.__all__ if n != "MultiheadAttention"),
     *(*nn.modules.batchnorm.__all__, *nn.modules.instancenorm.__all__),
     *(*nn.modules.dropout.__all__, *nn.modules.pooling.__all__, *nn.modules.padding.__all__),
-    *(*nn.modules.upsampling.__all__, *nn.modules.normalization.__all__, *nn.modules.conv.__all__),
-    *("Linear", "Identity", "Embedding", "PixelShuffle", "PixelUnshuffle", "ChannelShuffle"),
+    *(*nn.modules.upsampling.__all__, "GroupNorm", "LocalResponseNorm", "Identity"),
+)
+_MODULES = (
+    *(*CHANNELWISE_MODULES, *nn.modules.normalization.__all__, *nn.modules.conv.__all__),
+    *("Linear", "Embedding", "PixelShuffle", "PixelUnshuffle", "ChannelShuffle"),
 )
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
@@ -44,23 +46,14 @@ def is_in_place(operation: str) -> bool:
 
 
 def is_row_by_row(operation: str, arguments: tuple) -> bool:
-    """Return whether a function is known to keep samples to themselves.
-
-    Args:
-        operation: its name without underscores around it.
-        arguments: all but the first.
-    """
-    if operation in _ELEMENTWISE or operation in _SHAPING:
+    """Return whether a function, with these other arguments, keeps samples to themselves."""
+    if operation in ELEMENTWISE or operation in POOLING:
         return True
-    if operation in _ALONG_AXES:
-        axes = [a for a in _flat(arguments) if not isinstance(a, bool) and a is not None]
+    if operation in ALONG_AXES:
+        several = [a if isinstance(a, (tuple, list)) else (a,) for a in arguments]
+        axes = [a for some in several for a in some if not isinstance(a, bool) and a is not None]
         return bool(axes) and all(isinstance(a, int) and a > 0 for a in axes)
     return False
-
-
-def changes_axes(operation: str) -> bool:
-    """Return whether a result has fewer axes, so that it may meet others by broadcasting."""
-    return operation in _ALONG_AXES
 
 
 def module_is_row_by_row(module: nn.Module) -> bool:
@@ -84,7 +77,3 @@ def time_first(module: nn.Module) -> nn.Module | None:
     """Return the first part of a module whose batch is not the first axis, if there is one."""
     kinds = (nn.MultiheadAttention, nn.RNNBase)
     return next((m for m in module.modules() if isinstance(m, kinds) and not m.batch_first), None)
-
-
-def _flat(arguments: tuple) -> list[Any]:
-    return [v for a in arguments for v in (a if isinstance(a, (tuple, list)) else (a,))]

@@ -11,16 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from embens.reading.flow import (
-    RANDOM,
-    Flow,
-    Reader,
-    Trail,
-    copy_structure,
-    disable_fast_paths,
-)
+from embens.reading.flow import RANDOM, Flow, Reader, Trail, copy_structure, disable_fast_paths
 from embens.reading.layers import is_layer
 from embens.reading.samples import is_in_place
 
@@ -79,14 +72,11 @@ class _RunWatcher(TorchFunctionMode):
         opened: list[tuple[int, bool, list[Trail]]] = []
 
         def enter(module, args, kwargs):
+            index, leaf, trails = -1, True, []
             if not self.leaf_depth:
-                trails = self.of((args, kwargs))
-                leaf = _is_run_leaf(module)
+                trails, leaf = self.of((args, kwargs)), _is_run_leaf(module)
                 index = self.reader.enter(self.reader.names[id(module)], trails, leaf=leaf)
-                opened.append((index, leaf, trails))
-            else:
-                leaf = True
-                opened.append((-1, True, []))
+            opened.append((index, leaf, trails))
             self.leaf_depth += leaf
 
         def leave(module, args, kwargs, result):
@@ -122,15 +112,11 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _is_run_leaf(module: nn.Module) -> bool:
-    return (
-        is_layer(module)
-        or isinstance(module, (nn.MultiheadAttention, *RANDOM))
-        or (
-            type(module).__module__.startswith("torch.nn")
-            and not any(is_layer(m) for m in module.modules())
-            and not isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-        )
-    )
+    if is_layer(module) or isinstance(module, (nn.MultiheadAttention, *RANDOM)):
+        return True
+    container = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+    stock = type(module).__module__.startswith("torch.nn") and not container
+    return stock and not any(map(is_layer, module.modules()))
 
 
 def read_from_run(reference: nn.Module, example_input: Any) -> Flow:
@@ -156,12 +142,10 @@ def _watch(root: nn.Module, example_input: Any) -> Flow:
     disable_fast_paths(root)
     reader = Reader(root)
     watcher = _RunWatcher(reader)
-    example_input = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, example_input)
-    for value in tree_leaves(example_input):
-        if isinstance(value, Tensor):
-            image = value.is_floating_point() and value.dim() in (4, 5)
-            channels = value.shape[1] if image else None
-            watcher.mark(value, Trail(channels=channels, rows="input"))
+    example_input = tree_map_only(Tensor, Tensor.clone, example_input)
+    for value in (v for v in tree_leaves(example_input) if isinstance(v, Tensor)):
+        image = value.is_floating_point() and value.dim() in (4, 5)
+        watcher.mark(value, Trail(channels=value.shape[1] if image else None, rows="input"))
     named = dict(example_input) if isinstance(example_input, Mapping) else {}
     arguments = example_input if isinstance(example_input, tuple) else (example_input,)
     with torch.random.fork_rng(), torch.no_grad(), watcher.hooked(root), watcher:

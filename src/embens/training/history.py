@@ -85,8 +85,7 @@ def history_of(records: Sequence[dict[str, Any]], best_epoch: int | None, stoppe
     epochs = [{k: v for k, v in r.items() if not isinstance(v, list)} for r in records]
     members = []
     for record in records:
-        columns = {k.removeprefix("member_"): v for k, v in record.items() if isinstance(v, list)}
-        columns = {k.replace("_member_", "_"): v for k, v in columns.items()}
+        columns = {k.replace("member_", ""): v for k, v in record.items() if isinstance(v, list)}
         for a in range(len(next(iter(columns.values()), ()))):
             row = {"epoch": record["epoch"], "member": a}
             members.append({**row, **{k: v[a] for k, v in columns.items()}})

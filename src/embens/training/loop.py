@@ -11,6 +11,7 @@ import torch
 
 from embens.checks import Gamma, check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
+from embens.ensemble.export import evaluating
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import BatchKind, Criterion, Of
 from embens.training import randomness
@@ -146,11 +147,6 @@ def fit(
     settings.check(validation is not None)
     if every is not None:
         check_whole("every", every)
-    modes = [(module, module.training) for module in ensemble.modules()]
-    try:
-        with randomness.seeded(seed), torch.enable_grad():
-            run = Trainer(ensemble, train, validation, settings, callbacks, progress)
-            return run.train(checkpoint, every)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with evaluating(ensemble), randomness.seeded(seed), torch.enable_grad():  # modes are kept
+        run = Trainer(ensemble, train, validation, settings, callbacks, progress)
+        return run.train(checkpoint, every)

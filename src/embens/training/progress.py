@@ -20,10 +20,8 @@ _SHOWN = {
 class Progress:
     """A bar over all steps, a line for each epoch, or nothing.
 
-    Args:
-        wanted: whether to show anything; None: if the error stream is a terminal.
-        epochs: of the run.
-        steps: of an epoch; 0: not known.
+    Shown if ``wanted``; None: if the error stream is a terminal. An epoch has so many steps, 0
+    where that is not known.
     """
 
     def __init__(self, wanted: bool | None, epochs: int, steps: int):

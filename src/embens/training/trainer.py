@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from embens.checks import find_gaps
 from embens.ensemble.export import evaluating
@@ -82,10 +82,13 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         progress: bool | None = False,
     ):
-        self.ensemble, self.settings, self.callbacks = ensemble, settings, callbacks
-        self.moments = by_moment(callbacks)
+        self.ensemble, self.settings = ensemble, settings
         self.device = next(ensemble.parameters()).device
         self.world = parallel.join(self.device)
+        self.moments = by_moment(callbacks)
+        if self.world.rank > 0:
+            progress, callbacks, self.moments = False, (), by_moment(())
+        self.stateful = [c for c in callbacks if hasattr(c, "state_dict")]
         if self.world.size > 1 and settings.batch == "split":
             raise ValueError(
                 "batch='split' deals out the rows of one batch to members, which several processes "
@@ -101,8 +104,6 @@ class Trainer:
         self.validation: Shuffled | Loaded | None = None
         if validation is not None:
             self.validation = validation_batches(validation, settings.batch_size)
-        if self.world.rank > 0:
-            progress, self.callbacks, self.moments = False, (), by_moment(())
         self.progress = Progress(progress, settings.epochs, len(self.batches))
         parallel.broadcast_(self.world, ensemble.state_dict().values())
         self.optimizer = settings.make_optimizer(ensemble)
@@ -110,8 +111,8 @@ class Trainer:
         plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         if plateau and settings.schedule_by == "step":
             raise ValueError("ReduceLROnPlateau goes by a metric of epochs: schedule_by='epoch'")
-        half = settings.autocast == torch.float16
-        self.scaler = torch.amp.GradScaler(self.device.type) if half else None
+        half = settings.autocast == torch.float16  # else the scaler does nothing
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
         # A graph for each shape: which one runs must not depend on those that ran before.
         self.forward: Callable = ensemble
         if settings.compile:
@@ -201,22 +202,19 @@ class Trainer:
             self.check_losses()
         if self.moments["on_step"]:
             record = {"epoch": self.epoch + 1, "step": self.steps, "loss": float(loss) / members}
-            self._tell("on_step", record | dict(zip(_RATES, self._rates(), strict=True)))
+            self._tell("on_step", record | self._rates())
         if moved and self.settings.schedule_by == "step":
             self.scheduler.step()
         self.progress.step(loss, members)
 
     def _update(self) -> bool:
         """Change the weights by their gradients; return whether the scaler let it happen."""
-        if self.scaler:
-            self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         if self.settings.clip is not None:
             clip_gradients_(self.ensemble, self.settings.clip, gamma=self.settings.gamma)
         if self.norms is None:
             self.norms = [gradient_norm(self.shared), gradient_norm(self.individual)]
-        self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
-        if self.scaler is None:
-            return True
+        self.scaler.step(self.optimizer)
         scale = self.scaler.get_scale()
         self.scaler.update()
         return self.scaler.get_scale() >= scale
@@ -251,22 +249,19 @@ class Trainer:
             return loss.detach(), losses, outputs
         seen: list[tuple[Any, Tensor]] = []
 
-        def watched(outputs: Any, target: Any) -> Tensor:
+        def loss_of(outputs: Any) -> Tensor:
             with torch.autocast(self.device.type, enabled=False):
-                outputs = tree_map(_full, outputs)
+                outputs = tree_map_only(Tensor, _full, outputs)
                 losses = self._losses(outputs, target)
-            seen.append((tree_map(Tensor.detach, outputs), losses.detach()))
-            return self._scaled(losses[:, None], weight)
+            seen.append((tree_map_only(Tensor, Tensor.detach, outputs), losses.detach()))
+            return self._scaled(losses.sum(), weight)
 
-        watched.over_members = True  # type: ignore[attr-defined]
         args, kwargs = self.ensemble.bind(inputs)
-        with self._autocast():
-            self.ensemble.backward(
-                *args, target, criterion=watched, chunk=self.settings.chunk, **kwargs
-            )
-        whole = all(isinstance(outputs, Tensor) for outputs, _ in seen)
-        outputs = torch.cat([outputs for outputs, _ in seen]) if whole else None
-        losses, kl = torch.cat([losses for _, losses in seen]), self._kl()
+        run = self.ensemble.run(args, kwargs, chunk=self.settings.chunk, cut=True)
+        with run, self._autocast():
+            run.backward(loss_of)
+        outputs, losses = (gather(parts, torch.cat) for parts in zip(*seen, strict=True))
+        kl = self._kl()
         if isinstance(kl, Tensor):
             self._scaled(kl, weight).backward()
             kl = kl.detach()
@@ -288,8 +283,7 @@ class Trainer:
         return self.ensemble.kl() / rows
 
     def _scaled(self, loss: Tensor, weight: float) -> Tensor:
-        loss = loss if weight == 1 else weight * loss
-        return self.scaler.scale(loss) if self.scaler else loss
+        return self.scaler.scale(loss if weight == 1 else weight * loss)
 
     def _autocast(self) -> AbstractContextManager:
         kind = self.settings.autocast
@@ -299,7 +293,7 @@ class Trainer:
         args, kwargs = self.ensemble.bind(inputs)
         with self._autocast():
             outputs = call(*args, batch=batch, **kwargs)
-        return outputs if self.settings.autocast is None else tree_map(_full, outputs)
+        return outputs if self.settings.autocast is None else tree_map_only(Tensor, _full, outputs)
 
     def _losses(
         self,
@@ -396,9 +390,9 @@ class Trainer:
         if self.validation is not None:
             self._validate(record, self.validation)
         metric = record.get("metric", math.nan)
-        record |= zip(_RATES, self._rates(), strict=True)
-        norms = ("gradient_norm_shared", "gradient_norm_individual")
-        record |= zip(norms, self.norms or [math.nan, math.nan], strict=True)
+        shared, individual = self.norms or (math.nan, math.nan)
+        record |= self._rates()
+        record |= {"gradient_norm_shared": shared, "gradient_norm_individual": individual}
         record["seconds"] = self.seconds
         self.records.append(record)
         self.epoch += 1
@@ -438,14 +432,12 @@ class Trainer:
                     kept.append((outputs, target))
         record.update(tally.summary("validation_"))
         if metric is None:
-            metric = "loss" if math.isnan(record["validation_ensemble_accuracy"]) else "accuracy"
+            metric = "loss" if math.isnan(record[_METRICS["accuracy"]]) else "accuracy"
         if callable(metric):
             outputs = gather([outputs for outputs, _ in kept], lambda parts: torch.cat(parts, 1))
             value = metric(outputs, gather([target for _, target in kept], torch.cat))
         else:
-            value = record[
-                "validation_loss" if metric == "loss" else "validation_ensemble_accuracy"
-            ]
+            value = record[_METRICS[metric]]
         value = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
         parallel.broadcast_(self.world, [value])
         record["metric"], self.more = float(value), more_is_better(metric, self.settings.maximise)
@@ -462,11 +454,11 @@ class Trainer:
         if patience is not None and self.epoch - (self.best_epoch or 0) >= patience:
             self.stopped = "patience"
 
-    def _rates(self) -> tuple[float, float]:
+    def _rates(self) -> dict[str, float]:
         found = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
         firsts = (next(iter(parameters), None) for parameters in (self.shared, self.individual))
         shared, individual = (found.get(id(first), math.nan) for first in firsts)
-        return shared, individual
+        return {"lr": shared, "modulation_lr": individual}
 
     # State
 
@@ -474,7 +466,7 @@ class Trainer:
         self.good = {k: v.detach().clone() for k, v in self.ensemble.state_dict().items()}
 
     def _divergence(self, what: str, step: int) -> Divergence:
-        settings, (shared, individual) = self.settings, self._rates()
+        shared, individual = self._rates().values()
         self.ensemble.load_state_dict(self.good)
         self.optimizer.zero_grad(set_to_none=True)
         where = f"after epoch {self.epoch}" if self.epoch else "before training"
@@ -482,7 +474,7 @@ class Trainer:
             f"the run diverged in epoch {self.epoch + 1} at step {step}: {what}. The ensemble has "
             f"its weights from {where} again. Try a lower lr (shared rate now {shared:g}, "
             f"modulations {individual:g}), a smaller gamma (now "
-            f"{settings.gamma_of(self.ensemble):g}: it multiplies the rate of the shared "
+            f"{self.settings.gamma_of(self.ensemble):g}: it multiplies the rate of the shared "
             "parameters; 1 is the mean gradient), standardised inputs, or clip=.",
             history_of(self.records, self.best_epoch, "epochs"),
         )
@@ -503,8 +495,8 @@ class Trainer:
             "random": randomness.get_states(),
             "generators": [g.get_state() for g in self.batches.generators],
             "tally": sums,
-            "scaler": self.scaler and self.scaler.state_dict(),
-            "callbacks": [c.state_dict() for c in self.callbacks if hasattr(c, "state_dict")],
+            "scaler": self.scaler.state_dict(),
+            "callbacks": [callback.state_dict() for callback in self.stateful],
             "criterion": next((k for k, v in _DEFAULTS.items() if v is self.criterion), None),
             **{name: getattr(self, name) for name in _POSITION},
         }
@@ -522,10 +514,8 @@ class Trainer:
         for generator, value in zip(self.batches.generators, state["generators"], strict=True):
             generator.set_state(value)
         self.criterion = _DEFAULTS.get(state["criterion"], self.criterion)
-        if self.scaler:
-            self.scaler.load_state_dict(state["scaler"])
-        stateful = [c for c in self.callbacks if hasattr(c, "state_dict")]
-        for callback, value in zip(stateful, state["callbacks"], strict=False):
+        self.scaler.load_state_dict(state["scaler"])
+        for callback, value in zip(self.stateful, state["callbacks"], strict=False):
             callback.load_state_dict(value)
         if self.world.rank == 0:
             for name, value in state["tally"].items():
@@ -534,7 +524,7 @@ class Trainer:
             setattr(self, name, state[name])
 
 
-_RATES = ("lr", "modulation_lr")
+_METRICS = {"loss": "validation_loss", "accuracy": "validation_ensemble_accuracy"}
 _POSITION = "epoch step steps seconds norms records best_value best_epoch stopped".split()
 
 
@@ -554,10 +544,9 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     )
 
 
-def _full(value: Any) -> Any:
+def _full(value: Tensor) -> Tensor:
     """Return numbers of half precision in single precision."""
-    half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if half else value
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def _refuse(name: str, gaps: str, loss: Tensor) -> None:
