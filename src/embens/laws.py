@@ -332,7 +332,8 @@ class Joint(Law):
         """Return with which weight, maybe below 0, two members are equal, else independent."""
         raise NotImplementedError(
             f"expectations of smooth activations over two members' v of the law {self!r} are not "
-            "known. Use it for post, or with ReLU and its relatives."
+            "known: they are no product over members. Use the law for post, use ReLU and its "
+            "relatives, or measure finite networks (embens.finite.nngp and ntk)."
         )
 
     def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
