@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from embens.checks import check_whole, closest
+from embens.checks import check_choice, closest
 from embens.ensemble.layers import is_linear_in_parameters
 from embens.ensemble.lowrank import layer_weight
 from embens.ensemble.plan import LowRankSite, Side, Site, site_module
@@ -26,6 +26,7 @@ Laws = Law | Mapping[str, Law | None] | None
 Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]
 Trainable = bool | Mapping[str, "bool | Mapping[str, bool]"]
 SELECTIONS = ("hidden", "last", "all")
+SIDES: tuple[Side, ...] = ("pre", "post")
 
 
 def check_reference(reference: Any) -> dict[str, nn.Module]:
@@ -78,7 +79,7 @@ def _select(
     first, last = flow.first, flow.last
     hidden: set[tuple[str, Side]] = {(n, "pre") for n in called if n not in last}
     hidden |= {(n, "post") for n in called if n not in first}
-    every: set[tuple[str, Side]] = {(n, k) for n in called for k in ("pre", "post")}
+    every: set[tuple[str, Side]] = {(n, side) for n in called for side in SIDES}
     if isinstance(sites, str) and sites in SELECTIONS:
         if sites == "hidden":
             return hidden, hidden
@@ -174,17 +175,12 @@ def choose_sites(
                 f"{name!r} is a layer of each member's own, which needs no modulation: take it out "
                 "of sites, pre and post, or out of own"
             )
-    if isinstance(trainable, Mapping):
-        unknown = set(trainable) - {"pre", "post"}
-        if unknown:
-            key = sorted(map(str, unknown))[0]
-            raise ValueError(f"trainable: unknown key {key!r}{closest(key, ('pre', 'post'))}")
-        trains = {"pre": trainable.get("pre", True), "post": trainable.get("post", True)}
-    else:
-        trains = {"pre": trainable, "post": trainable}
+    given = trainable if isinstance(trainable, Mapping) else dict.fromkeys(SIDES, trainable)
+    for key in given:
+        check_choice("trainable", key, SIDES)
+    trains = dict.fromkeys(SIDES, True) | dict(given)
     result = []
-    kinds: tuple[tuple[Side, Laws], ...] = (("pre", pre), ("post", post))
-    for kind, law in kinds:
+    for kind, law in zip(SIDES, (pre, post), strict=True):
         possible = [
             n
             for n in layers
@@ -255,7 +251,7 @@ def choose_low_rank(
         rows, columns = layer_weight(layer, projection).flatten(1).shape
         shapes[name] = rows, columns
     if rank is not None:
-        large = [n for n, shape in shapes.items() if check_whole("rank", rank, 1) <= min(shape)]
+        large = [n for n, shape in shapes.items() if rank <= min(shape)]
         for name, (rows, columns) in shapes.items():
             if name not in large:
                 leave_out = f", or leave smaller layers out: sites={large}" if large else ""
