@@ -17,7 +17,7 @@ import dataclasses
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, final
@@ -26,6 +26,15 @@ import torch
 from torch import Tensor
 
 from embens.checks import check_number, closest
+
+
+def _number(
+    expected: str,
+    valid: Callable[[float], bool] = math.isfinite,
+    default: Any = dataclasses.MISSING,
+) -> Any:
+    """Return a field of a law that is a number, and checked."""
+    return dataclasses.field(default=default, metadata={"expected": expected, "valid": valid})
 
 
 class Law(ABC):
@@ -43,6 +52,13 @@ class Law(ABC):
     """
 
     balanced = False  # whether the squares of a member's numbers in a layer sum up to their mean
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if "expected" in field.metadata:
+                name = f"{type(self).__name__}: {field.name}"
+                value = check_number(name, getattr(self, field.name), **field.metadata)
+                object.__setattr__(self, field.name, value)
 
     @property
     @abstractmethod
@@ -222,10 +238,7 @@ class _Gaussian(Law):
 class Constant(Discrete):
     """One value for every member; 1 leaves the network as it is."""
 
-    value: float = 1.0
-
-    def __post_init__(self):
-        _check(self, "value", "a finite number, the same for every member")
+    value: float = _number("a finite number, the same for every member", default=1.0)
 
     @property
     def atoms(self):
@@ -237,24 +250,18 @@ class Constant(Discrete):
 class Normal(_Gaussian):
     """Normal law with this mean and this standard deviation."""
 
-    mean: float = 0.0  # pyright: ignore
-    std: float = 1.0
-
-    def __post_init__(self):
-        _check(self, "mean", "a finite number")
-        _check(self, "std", "a number >= 0, the root of the variance", lambda std: std >= 0)
+    mean: float = _number("a finite number", default=0.0)  # pyright: ignore
+    std: float = _number("a number >= 0, the root of the variance", lambda s: s >= 0, default=1.0)
 
 
 @dataclass(frozen=True)
 class _Unit(Law):
     """Laws of mean p and second moment 1."""
 
-    p: float
+    p: float = _number(
+        "a number in [-1, 1], since E u^2 = 1 (for other means use Normal)", lambda p: -1 <= p <= 1
+    )
     second_moment = 1.0  # pyright: ignore
-
-    def __post_init__(self):
-        expected = "a number in [-1, 1], since E u^2 = 1 (for other means use Normal)"
-        _check(self, "p", expected, lambda p: -1 <= p <= 1)
 
     @property
     def mean(self):
@@ -276,12 +283,8 @@ class Shifted(_Unit, _Gaussian):
 class Bernoulli(Discrete):
     """Dropout: ``scale`` with probability ``keep``, else 0; ``scale=1/keep`` makes the mean 1."""
 
-    keep: float = 0.5
-    scale: float = 1.0
-
-    def __post_init__(self):
-        _check(self, "keep", "in (0, 1], one minus the dropout rate", lambda keep: 0 < keep <= 1)
-        _check(self, "scale", "a finite number, the value of a unit that is kept")
+    keep: float = _number("in (0, 1], one minus the dropout rate", lambda k: 0 < k <= 1, 0.5)
+    scale: float = _number("a finite number, the value of a unit that is kept", default=1.0)
 
     @property
     def atoms(self):
@@ -293,13 +296,13 @@ class Bernoulli(Discrete):
 class Uniform(Law):
     """Uniform law from ``low`` to ``high``, by default with mean 0 and second moment 1."""
 
-    low: float = -math.sqrt(3)
-    high: float = math.sqrt(3)
+    low: float = _number("a finite number", default=-math.sqrt(3))
+    high: float = _number("a finite number", default=math.sqrt(3))
 
-    def __post_init__(self):
-        _check(self, "low", "a finite number")
+    def __post_init__(self) -> None:
+        super().__post_init__()
         expected = "a number above low (for one value use Constant)"
-        _check(self, "high", expected, lambda high: high > self.low)
+        check_number("Uniform: high", self.high, expected, lambda high: high > self.low)
 
     @property
     def mean(self) -> float:
@@ -332,13 +335,12 @@ class Uniform(Law):
 class Ternary(Discrete):
     """Symmetric law on {-scale, 0, scale} that is 0 with probability ``zero``."""
 
-    zero: float = 1 / 3
-    scale: float = 1.0
-
-    def __post_init__(self):
-        expected = "a number in [0, 1), the probability of 0 (for 1 use Constant(0))"
-        _check(self, "zero", expected, lambda zero: 0 <= zero < 1)
-        _check(self, "scale", "a finite number, the size of what is not 0")
+    zero: float = _number(
+        "a number in [0, 1), the probability of 0 (for 1 use Constant(0))",
+        lambda zero: 0 <= zero < 1,
+        default=1 / 3,
+    )
+    scale: float = _number("a finite number, the size of what is not 0", default=1.0)
 
     @property
     def atoms(self):
@@ -394,7 +396,8 @@ class Joint(Law):
         """Return with which weight, maybe below 0, two members are equal, else independent."""
         raise NotImplementedError(
             f"expectations of smooth activations over two members' v of the law {self!r} are not "
-            "known. Use it for post, or with ReLU and its relatives."
+            "known: they are no product over members. Use the law for post, use ReLU and its "
+            "relatives, or measure finite networks (embens.finite.nngp and ntk)."
         )
 
     def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
@@ -436,10 +439,9 @@ class Masks(_Exclusive):
     unit is in some mask. Unlike theirs, ones are :math:`\sqrt{N/m}`, for :math:`E u^2 = 1`.
     """
 
-    overlap: float = 0.5  # pyright: ignore
-
-    def __post_init__(self):
-        _check(self, "overlap", "in (0, 1], one over the scale S", lambda overlap: 0 < overlap <= 1)
+    overlap: float = _number(  # pyright: ignore
+        "in (0, 1], one over the scale S", lambda overlap: 0 < overlap <= 1, 0.5
+    )
 
     def _arrange(self, noise: Tensor) -> Tensor:
         members, units = noise.shape
@@ -479,10 +481,7 @@ class Disjoint(_Exclusive):
 class Correlated(Joint):
     r"""Normal numbers with :math:`E[u_a u_b] = \rho`, at least :math:`-1/(M-1)`: members repel."""
 
-    rho: float
-
-    def __post_init__(self):
-        _check(self, "rho", "a number in [-1, 1], as E u^2 = 1", lambda rho: -1 <= rho <= 1)
+    rho: float = _number("a number in [-1, 1], as E u^2 = 1", lambda rho: -1 <= rho <= 1)
 
     @property
     def overlap(self) -> float:
@@ -551,11 +550,6 @@ def _concrete() -> list[type[Law]]:
 
 def _place(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _check(law: Law, name: str, *valid: Any) -> None:
-    value = check_number(f"{type(law).__name__}: {name}", getattr(law, name), *valid)
-    object.__setattr__(law, name, value)
 
 
 def _check_half_moment(k: int, sign: int):

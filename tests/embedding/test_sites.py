@@ -102,7 +102,7 @@ def test_an_embedding_has_no_input_to_modulate():
         ({"pre": {"9": laws.Normal()}}, ValueError, "'9' matches none of the selected pre sites"),
         ({"pre": {"4": laws.Normal()}}, ValueError, "only among sites='all'"),
         ({"post": {"2": "x"}}, TypeError, r"post\['2'\] must be a law or None"),
-        ({"trainable": {"past": True}}, ValueError, "unknown key 'past'; did you mean 'post'"),
+        ({"trainable": {"past": True}}, ValueError, "unknown 'past'; did you mean 'post'"),
         ({"trainable": "yes"}, TypeError, "must be True or False"),
         ({"trainable": {"pre": {"4": True}}}, ValueError, "'4' matches none"),
         ({"norm_statistics": "own"}, ValueError, "norm_statistics: unknown 'own'"),

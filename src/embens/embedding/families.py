@@ -229,7 +229,8 @@ def _is_checkpointing(word: str) -> bool:
 def _embed_as(family: str, given: dict[str, Any], **decided: Any) -> EmbeddedEnsemble:
     """Call :func:`embed` with what a family decides, and all that it was given and embed takes."""
     taken = {name: given[name] for name in inspect.signature(embed).parameters if name in given}
-    return embed(**taken | decided | {"family": family})
+    options: dict[str, Any] = {**taken, **decided}
+    return embed(**options, family=family)
 
 
 @suggest()

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from embens.checks import check_whole, closest
+from embens.checks import check_choice, closest
 from embens.ensemble.layers import is_linear_in_parameters
 from embens.ensemble.lowrank import layer_weight
 from embens.ensemble.plan import LowRankSite, Side, Site, site_module
@@ -168,8 +168,8 @@ def choose_sites(
             )
     trains: dict[Any, Any] = {"pre": trainable, "post": trainable}
     if isinstance(trainable, Mapping):
-        for key in trainable.keys() - trains.keys():
-            raise ValueError(f"trainable: unknown key {key!r}{closest(str(key), trains)}")
+        for key in trainable:
+            check_choice("trainable", key, trains)
         trains = {"pre": True, "post": True, **trainable}
     result = []
     kinds: tuple[tuple[Side, Laws], ...] = (("pre", pre), ("post", post))
@@ -233,7 +233,7 @@ def choose_low_rank(
         rows, columns = layer_weight(layer, projection).flatten(1).shape
         shapes[name] = rows, columns
     if rank is not None:
-        large = [n for n, shape in shapes.items() if check_whole("rank", rank, 1) <= min(shape)]
+        large = [n for n, shape in shapes.items() if rank <= min(shape)]
         for name, (rows, columns) in shapes.items():
             if name not in large:
                 leave_out = f", or leave smaller layers out: sites={large}" if large else ""

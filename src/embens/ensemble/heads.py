@@ -51,7 +51,8 @@ class InputHeads(Own):
     def _joins(self) -> bool:
         """Whether it is the same layer on inputs that are joined along their channels."""
         kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        return self._batched and isinstance(self.module, kinds) and _groups(self.module) == 1
+        grouped = getattr(self.module, "groups", 1) != 1
+        return self._batched and isinstance(self.module, kinds) and not grouped
 
     def _join(self, inputs: list[Tensor], blocks: Tensor) -> Tensor:
         layer: Any = self.module
@@ -66,10 +67,6 @@ class InputHeads(Own):
         blocks: Any = self.module.weight
         memo[id(blocks)] = nn.Parameter(blocks.detach().sum(0), blocks.requires_grad)
         return copy.deepcopy(self.module, memo)
-
-
-def _groups(layer: nn.Module) -> Any:
-    return getattr(layer, "groups", 1)
 
 
 def draw_shares(members: int, concentration: float, like: Tensor) -> Tensor:

@@ -65,8 +65,11 @@ TRAIN = {"quick": 500, "cpu": 1000, "paper": 40_000}  # all digits would be too 
 WIDTH = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}
 MEMBERS = {"quick": 4, "cpu": 4, "paper": 4}
 SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
-TIMES = dict.fromkeys(("inference", "parameters"), "times one network")
-TIMES["training"] = "times one run of one network"
+COSTS = {
+    "training": "times one run of one network",
+    "inference": "times one network",
+    "parameters": "times one network",
+}
 STRENGTHS = (0.25, 0.5, 1.0)
 TURNS = 5  # the fastest pass counts
 
@@ -269,23 +272,20 @@ def _difference(column: str, system: str, other: str) -> Callable[[Rows], float]
 
 def claims(table: Frame) -> list[Claim]:
     """Return what the paper promises of embedded ensembles, for the independent regime."""
-    test = partial(judge, table)
+    test = partial(judge, table, measure="difference of log losses, each at its best rate")
     mine = "BatchEnsemble p=0"
     return [
         test("better than one network", _difference("nll", mine, ONE), below=0.0).says(
             "a BatchEnsemble in the independent regime beats the network it is made of",
             paper="embedded ensembles improve on a single model",
-            measure="difference of log losses, each at its best rate",
         ),
         test("better than one wide network", _difference("nll", mine, WIDE), below=0.0).says(
             "it also beats one network with as many parameters as separate networks have",
             paper="–",
-            measure="difference of log losses, each at its best rate",
         ),
         test("as good as separate networks", _difference("nll", mine, SEPARATE), below=0.01).says(
             "it is as good as separate networks, to 0.01 nats",
             paper="the independent regime behaves as an ensemble of independent models",
-            measure="difference of log losses, each at its best rate",
         ),
         test("knows the unknown", _difference("auroc", mine, ONE), above=0.0).says(
             "it tells classes that it never saw better than one network does",
@@ -307,7 +307,7 @@ def plot(table: Frame) -> Figure:
     means, errors = (getattr(groups, name)(numeric_only=True) for name in ("mean", "sem"))
     panels = []
     for column, label in (("nll", "log loss"), ("shifted_nll", "log loss, disturbed images")):
-        for cost in ("training", "inference", "parameters"):
+        for cost, unit in COSTS.items():
             points = []
             for (kind, systems), colour in zip(KINDS.items(), PALETTE, strict=False):
                 shown = [system for system in systems if system in means.index]
@@ -315,7 +315,7 @@ def plot(table: Frame) -> Figure:
                 error = list(errors.loc[shown, column])
                 points.append(Curve(kind, x, y, error, colour, style="points", names=shown))
             drawn = [*points, front(points)]
-            panels.append(Panel(cost, f"{cost}, {TIMES[cost]}", label, drawn, y_log=10))
+            panels.append(Panel(cost, f"{cost}, {unit}", label, drawn, y_log=10))
     return Figure(TITLE, panels, columns=3)
 
 

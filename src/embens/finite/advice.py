@@ -74,8 +74,8 @@ class Proposal:
             f"embens.{self.call}{at}",
             f"  costs {cost.parameters:.2f} × the parameters, {cost.time:.2f} × the time, "
             f"{cost.memory:.2f} × the memory of one network",
-            f"  log loss {expected.nll.value:.3f} (one network {expected.reference_nll.value:.3f}); "
-            f"{expected.verdict}",
+            f"  log loss {expected.nll.value:.3f}, one network {expected.reference_nll.value:.3f}",
+            f"  {expected.verdict}",
         ]
         if self.checked:
             told = ", ".join(f"{name} {value:.3f}" for name, value in self.checked.items())

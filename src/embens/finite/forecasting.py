@@ -326,6 +326,7 @@ def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
 
 
 def correlation_of(alike: float, likeness: float, accuracy: float) -> Estimate:
+    """Return the correlation of two members' correctness to expect."""
     if alike > 1 - TINY:  # equal members stay equal
         return Estimate(1.0, 1.0, 1.0)
     form = CORRELATION(1, alike, likeness, alike * likeness, accuracy)
@@ -393,9 +394,11 @@ def _unit(value: float) -> float:
 
 
 def log_of(loss: float) -> float:
+    """Return the logarithm of a loss that may be 0."""
     return math.log(max(loss, TINY))
 
 
 def logit_of(share: float) -> float:
+    """Return the logit of an accuracy that may be 0 or 1."""
     share = min(max(share, 0.01), 0.99)
     return math.log(share / (1 - share))
