@@ -245,20 +245,21 @@ class Plan:
             chosen = [a in range(check_members(self.subset.of)) for a in self.subset.members]
             if len(chosen) != self.members or not all(chosen):
                 raise ValueError(f"the header's {self.subset} does not name {self.members} members")
-        each = sum(site.size for site in self.sites if not site.fresh)
-        layers = reading.parameter_layers(reference)
-        modules = dict(reference.named_modules())
-
-        def known(name: str, names: Iterable[str]) -> None:
-            if name not in names:
+        layers, modules = reading.parameter_layers(reference), dict(reference.named_modules())
+        differing = [s.layer for s in (*self.sites, *self.low_rank)]
+        shared, own = [s.module for s in self.shared], [o.module for o in self.own]
+        keeping = [place.rpartition(".")[0] for place in self.state]
+        first = self.heads.first if self.heads else ()
+        every = (*own, *shared, *self.folding.border, *keeping)
+        for names, known in ((differing, layers), (every, modules), (first, own)):
+            for name in (n for n in names if n not in known):
                 raise ValueError(
                     f"the reference has no module {name!r}, which the saved ensemble has; pass a "
                     f"reference of the architecture that was saved"
-                    f"{closest(name, [n for n in names if n])}"
+                    f"{closest(name, [n for n in known if n])}"
                 )
-
+        each = sum(site.size for site in self.sites if not site.fresh)
         for site in self.sites:
-            known(site.layer, layers)
             takes, gives = reading.channels(site.layer, layers[site.layer])
             expected = {"pre": gives, "post": takes}.get(site.kind)
             if not isinstance(site.law, Law) or site.size * site.repeat != expected:
@@ -267,22 +268,12 @@ class Plan:
                     f"{site.repeat} numbers; the reference's layer needs {expected}, which is "
                     "another shape"
                 )
-        for low in self.low_rank:
-            known(low.layer, layers)
-        for own in self.own:
-            known(own.module, modules)
-            module = modules[own.module]
-            present = {**module._parameters, **module._buffers}
-            for tensor in own.tensors:
+        for name, tensors in ((o.module, o.tensors) for o in self.own):
+            present = {**modules[name]._parameters, **modules[name]._buffers}
+            for tensor in tensors:
                 if tensor not in present:
-                    raise ValueError(f"{own.module!r} in the reference has no tensor {tensor!r}")
+                    raise ValueError(f"{name!r} in the reference has no tensor {tensor!r}")
                 each += present[tensor].numel()
-        owners = [place.rpartition(".")[0] for place in self.state]
-        shared = [s.module for s in self.shared]
-        for name in self.heads.first if self.heads else ():
-            known(name, [o.module for o in self.own])
-        for name in (*shared, *self.folding.border, *owners):
-            known(name, modules)
         if self.members * max(each, 1) > numbers:
             raise ValueError(
                 f"header and tensors disagree on the number of members: {self.members} have "

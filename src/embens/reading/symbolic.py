@@ -47,9 +47,8 @@ class _SymbolicTracer(torch.fx.Tracer):
         index = self.reader.enter(name, trails, leaf=leaf)
         result = super().call_module(m, forward, args, kwargs)
         metas = [v.node.meta for v in tree_leaves(result) if isinstance(v, torch.fx.Proxy)]
-        for meta, trail in zip(
-            metas, self.reader.leave(index, [m["trail"] for m in metas]), strict=True
-        ):
+        trails = self.reader.leave(index, [meta["trail"] for meta in metas])
+        for meta, trail in zip(metas, trails, strict=True):
             meta["trail"] = trail
         return result
 
@@ -71,10 +70,8 @@ class _SymbolicTracer(torch.fx.Tracer):
                 _overwrite(node.args[0], node.meta["trail"])
         else:
             node.meta["trail"] = Trail(rows="input" if kind == "placeholder" else "")
-            if kind == "get_attr":
-                owner, _, _ = target.rpartition(".")
-                if owner in self.reader.layers:
-                    self.reader.flow.bypassed.add(owner)
+            if kind == "get_attr" and (owner := target.rpartition(".")[0]) in self.reader.layers:
+                self.reader.flow.bypassed.add(owner)
         if kind == "output":
             self.reader.flow.outputs = trails
         return node
@@ -122,11 +119,8 @@ def _trace(reference: nn.Module, *, training: bool) -> Flow | None:
     opaque: set[str] = set()
     while True:
         root = copy_structure(reference).train(training)
-        defaults = {
-            name: parameter.default
-            for name, parameter in inspect.signature(root.forward).parameters.items()
-            if parameter.default is not inspect.Parameter.empty
-        }
+        parameters = inspect.signature(root.forward).parameters.items()
+        defaults = {name: p.default for name, p in parameters if p.default is not p.empty}
         reader = Reader(root)
         tracer = _SymbolicTracer(reader, opaque)
         try:

@@ -12,6 +12,7 @@ processes takes its part of every batch; a loader has to deal out rows itself
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -129,11 +130,8 @@ class Loaded(Batches):
     resumable = False
 
     def __post_init__(self) -> None:
-        try:
+        with suppress(TypeError):  # some loaders don't know
             self.count = len(self.data)
-        except TypeError:
-            pass
-        else:
             self._check_count(self.count)
         sampler = getattr(self.data, "sampler", None)
         found = (getattr(self.data, "generator", None), getattr(sampler, "generator", None))

@@ -221,8 +221,8 @@ class Trainer:
 
     def _add_gradients(self, batch: Minibatch, weight: float) -> tuple[Tensor, int]:
         """Add a batch's gradients, times a weight; return its objective and how many members."""
-        number = f"batch {self.step + 1}"
-        gaps = self._look("train", self.batches, batch, number)
+        name = f"train: batch {self.step + 1}"
+        gaps = "" if self.batches.tensors else self._look(name, batch.inputs, batch.target)
         inputs, target = self._move((batch.inputs, batch.target))
         try:
             loss, losses, outputs = self._backward(inputs, target, weight, batch.numbers)
@@ -230,9 +230,9 @@ class Trainer:
             if self.steps == 0:
                 self.ensemble.load_state_dict(self.good)
             self.check_losses()
-            _explain(error, f"train: {number} has {batch.rows} rows")
+            _explain(error, f"{name} has {batch.rows} rows")
             raise
-        _refuse("train", gaps, loss)
+        _refuse(name, gaps, loss)
         if batch.rows:
             self.tally.add(losses, outputs, target, batch.rows)
         return loss if weight == 1 else weight * loss, len(losses)
@@ -322,13 +322,10 @@ class Trainer:
 
     # Data
 
-    def _look(self, name: str, batches: Shuffled | Loaded, batch: Minibatch, number: str) -> str:
-        """Return where a batch that was not looked at before is not finite; note its labels."""
-        if batches.tensors is not None:
-            return ""
-        self._labels.append((f"{name}: {number}", batch.target))
-        gaps = find_gaps("inputs", batch.inputs) or find_gaps("targets", batch.target)
-        return gaps and f"{number}: {gaps}"
+    def _look(self, name: str, inputs: Any, target: Any) -> str:
+        """Return where data that were not looked at before are not finite; note their labels."""
+        self._labels.append((name, target))
+        return find_gaps("inputs", inputs) or find_gaps("targets", target)
 
     @torch.no_grad()
     def _check_data(self) -> None:
@@ -336,14 +333,12 @@ class Trainer:
 
         Where they are not finite the first epoch is rehearsed: their losses may be.
         """
-        settings, criterion, known = self.settings, self.criterion, []
+        settings, criterion = self.settings, self.criterion
         for name, batches in (("train", self.batches), ("validation", self.validation)):
-            if batches is not None and batches.tensors is not None:
-                inputs, target = batches.tensors
-                self._labels.append((name, target))
-                gaps = find_gaps("inputs", inputs) or find_gaps("targets", target)
-                known += [(name, batches, gaps)] if gaps else []
-        for name, batches, gaps in known:
+            if batches is None or batches.tensors is None:
+                continue
+            if not (gaps := self._look(name, *batches.tensors)):
+                continue
             kind = settings.batch if name == "train" else "same"
             with evaluating(self.ensemble), randomness.seeded(settings.seed):
                 for batch in batches.epoch(0):
@@ -422,11 +417,12 @@ class Trainer:
         seed = randomness.combine(self.settings.seed, self.epoch, 1)
         with evaluating(self.ensemble), randomness.seeded(seed):
             for number, batch in enumerate(validation.epoch(0), 1):
-                gaps = self._look("validation", validation, batch, f"batch {number}")
+                name = f"validation: batch {number}"
+                gaps = "" if validation.tensors else self._look(name, batch.inputs, batch.target)
                 inputs, target = self._move((batch.inputs, batch.target))
                 outputs = self._outputs(self.ensemble, inputs)
                 losses = self._losses(outputs, target)
-                _refuse("validation", gaps, losses.sum())
+                _refuse(name, gaps, losses.sum())
                 tally.add(losses, outputs, target, batch.rows)
                 if callable(metric):
                     kept.append((outputs, target))
