@@ -35,7 +35,7 @@ def test_a_killed_command_resumes_and_ends_with_the_same_file(tmp_path):
         "--block", "20", "--quiet",
     ]  # fmt: skip
     process = subprocess.Popen(arguments)
-    marks = tmp_path / "k.npz.partial" / "nngp_same.npy"
+    marks = tmp_path / "k.npz.partial"
     while not marks.exists() and process.poll() is None:
         time.sleep(0.01)
     process.kill()

@@ -156,8 +156,8 @@ def test_every_numerical_embedding_trains_and_is_run_once_for_all_members(embedd
     X, target = mixed_table()
     model = classifier(numerical_embedding=embedding, max_epochs=25).fit(X, classes_of(target))
     assert model.score(X, classes_of(target)) > 0.6
-    network = build(model.preprocessing_, 3, model, width=8)
-    assert (network.periodic is not None) == (embedding == "periodic")
+    network = build(model.preprocessing_, 3, model, model.fitted_.sizes)
+    assert isinstance(network.body[0], Periodic) == (embedding == "periodic")
 
 
 def test_the_time_for_columns_of_text_grows_no_faster_than_their_number():

@@ -213,11 +213,8 @@ def cache_folder() -> Path:
     """Return where data sets are kept: ``EMBENS_DATA``, or as the platform has it."""
     if os.environ.get("EMBENS_DATA"):
         return Path(os.environ["EMBENS_DATA"]).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "embens"
-    name, usual = "XDG_CACHE_HOME", ".cache"
-    if sys.platform == "win32":
-        name, usual = "LOCALAPPDATA", "AppData/Local"
+    places = {"darwin": ("", "Library/Caches"), "win32": ("LOCALAPPDATA", "AppData/Local")}
+    name, usual = places.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))
     return Path(os.environ.get(name) or Path.home() / usual) / "embens"
 
 
