@@ -19,7 +19,7 @@ def rows(c, true, noise):
     loss += {"±1, mean √½": -0.05, laws.SEPARATE: 0.01}.get(c.law, 0.0) if true else 0.0
     loss += 0.1 * (c.law in (laws.ONE, laws.FASTER))
     if not true:
-        loss = 0.4 - loss + 0.1 * (c.sites == "v" or c.law == "±1, mean √½")
+        loss = 0.4 - loss + 0.1 * (c.law == "±1, mean √½")
         loss -= 0.15 * (c.law == laws.SEPARATE)
     alike = 0.8 if true and c.law == "N(1, ½)" else 0.4
     return {
