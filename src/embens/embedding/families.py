@@ -225,6 +225,7 @@ def batch_ensemble(
     members: int = 8,
     p: float = 0.0,
     *,
+    law: Callable[[float], Law] = laws.Shifted,
     sites: Sites = "hidden",
     own: str | Iterable[str] = (),
     example_input: Any = None,
@@ -232,17 +233,19 @@ def batch_ensemble(
     norm_statistics: str = "member",
     norm_affine: str = "shared",
 ) -> EmbeddedEnsemble:
-    """Embed a BatchEnsemble: trainable modulations N(p, 1 − p²), by default at the hidden sites.
+    """Embed a BatchEnsemble: trainable modulations, by default at the hidden sites.
 
-    ``p=0`` makes the members independent, ``p=1`` makes them equal at initialisation. For the other
-    arguments see :func:`embed`.
+    Their law has the mean ``p`` and second moment 1: N(p, 1 − p²), the paper's, or signs with
+    ``law=laws.Signs``. ``p=0`` makes the members independent, ``p=1`` makes them equal at
+    initialisation. For the other arguments see :func:`embed`.
     """
-    law = laws.Shifted(p)
+    if isinstance(law, Law):
+        raise TypeError(f"law: expected a kind of law, such as laws.Signs; got {law}. See embed.")
     return embed(
         reference,
         members,
-        pre=law,
-        post=law,
+        pre=law(p),
+        post=law(p),
         sites=sites,
         own=own,
         example_input=example_input,
