@@ -24,6 +24,8 @@ LONG_BY_PROMISE = {
     "embens.embedding.families.embed",
     "embens.networks.cnn",
     "embens.networks.mlp",
+    "embens.finite.advice.advise",
+    "embens.finite.forecasting.forecast",
     "embens.training.loop.fit",
     "embens.training.snapshots.snapshots",
 }
@@ -33,6 +35,7 @@ LONG = {
     "embens.embedding.families.batch_ensemble",
     "embens.embedding.families.low_rank",
     "embens.embedding.families.mc_dropout",
+    "embens.finite.diagnosis.diagnose.diagnose",
 }
 """Signatures of more than eight parameters that are still to become shorter."""
 

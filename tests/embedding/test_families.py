@@ -33,6 +33,14 @@ def test_a_batch_ensemble_is_shifted_trainable_and_hidden():
     assert embens.batch_ensemble(mlp(), 4, p=1.0).natural_gamma == 1
 
 
+def test_a_batch_ensemble_has_another_law_on_request():
+    for kind in (laws.Signs, laws.Shifted):
+        ensemble = embens.batch_ensemble(mlp(), 4, p=0.6, law=kind)
+        assert {s.law for s in ensemble.plan.sites} == {kind(0.6)}
+    with pytest.raises(TypeError, match=r"expected a kind of law, such as laws\.Signs; got Normal"):
+        embens.batch_ensemble(mlp(), 4, law=laws.Normal())
+
+
 def test_fixed_masks_stay_and_are_no_parameters():
     ensemble = embens.mc_dropout(mlp(), 4, law=laws.Bernoulli(0.5))
     assert {(s.kind, s.trainable) for s in ensemble.plan.sites} == {("post", False)}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from embens import laws
 from embens.experiments import NAMES, contract
 from embens.experiments.setting import PRESETS, reference
 
@@ -28,6 +29,17 @@ def test_an_unknown_name_gets_the_closest():
 def test_every_name_is_an_experiment(name):
     experiment = contract.load(name)
     assert all((experiment.LABEL, experiment.TITLE, experiment.ABOUT))
+
+
+def test_the_ensemble_of_the_paper_has_the_laws_of_the_paper():
+    network = reference(QUICK)
+    for ensemble, p in (
+        (contract.batch_ensemble(network, 2), 0.0),
+        (contract.batch_ensemble(network, 2, p=0.6), 0.6),
+    ):
+        assert {site.law for site in ensemble.plan.sites} == {laws.Shifted(p)}
+    for name in set(NAMES) - {"laws"}:  # whatever the library's default is
+        assert contract.load(name).__dict__.get("batch_ensemble") in (None, contract.batch_ensemble)
 
 
 def test_a_product_has_a_cell_for_each_combination():

@@ -239,6 +239,7 @@ def batch_ensemble(
     members: int = 8,
     p: float = 0.0,
     *,
+    law: Callable[[float], Law] = laws.Shifted,
     sites: Sites = "hidden",
     own: str | Iterable[str] = (),
     example_input: Any = None,
@@ -246,12 +247,15 @@ def batch_ensemble(
     norm_statistics: str = "member",
     norm_affine: str = "shared",
 ) -> EmbeddedEnsemble:
-    """Embed a BatchEnsemble: trainable modulations N(p, 1 − p²), by default at the hidden sites.
+    """Embed a BatchEnsemble: trainable modulations, by default at the hidden sites.
 
-    ``p=0`` makes the members independent, ``p=1`` makes them equal at initialisation. For the other
-    arguments see :func:`embed`.
+    Their law has the mean ``p`` and second moment 1: N(p, 1 − p²), the paper's, or signs with
+    ``law=laws.Signs``. ``p=0`` makes the members independent, ``p=1`` makes them equal at
+    initialisation. For the other arguments see :func:`embed`.
     """
-    return _embed_as("batch_ensemble", locals(), pre=laws.Shifted(p), post=laws.Shifted(p))
+    if isinstance(law, Law):
+        raise TypeError(f"law: expected a kind of law, such as laws.Signs; got {law}. See embed.")
+    return _embed_as("batch_ensemble", locals(), pre=law(p), post=law(p))
 
 
 @suggest()

@@ -22,5 +22,6 @@ NAMES = (
     "theorems",
     "parametrization",
     "compare",
+    "laws",
 )
 """In the order of the paper; the module of ``lld-rates`` is ``lld_rates``."""

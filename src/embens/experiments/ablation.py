@@ -12,10 +12,10 @@ from functools import partial
 
 from torch import Tensor
 
-from embens.embedding.families import batch_ensemble, embed, last_layer_dropout
+from embens.embedding.families import embed, last_layer_dropout
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Rows, judge
-from embens.experiments.contract import MEMBERS, CellBase, Row, product
+from embens.experiments.contract import MEMBERS, CellBase, Row, batch_ensemble, product
 from embens.experiments.figure import Figure, against_members, curves
 from embens.experiments.setting import Setting, data_set
 from embens.experiments.training import train

@@ -26,7 +26,7 @@ from embens.data import DataSet, Part
 from embens.embedding import families
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Rows, judge
-from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.contract import CellBase, Row, batch_ensemble, product
 from embens.experiments.figure import PALETTE, Curve, Figure, Panel
 from embens.experiments.setting import Setting, data_set, reference
 from embens.experiments.training import Training, run, score, train
@@ -107,8 +107,8 @@ def make(cell: Cell) -> EmbeddedEnsemble:
     repelling = laws.Correlated(-0.5 / max(1, cell.members - 1))
     made: dict[str, Callable[..., EmbeddedEnsemble]] = {
         SEPARATE: families.independent,
-        "BatchEnsemble p=0": families.batch_ensemble,
-        "BatchEnsemble p=0.5": partial(families.batch_ensemble, p=0.5),
+        "BatchEnsemble p=0": batch_ensemble,
+        "BatchEnsemble p=0.5": partial(batch_ensemble, p=0.5),
         "BatchEnsemble ±1": partial(embed, pre=laws.Signs(0.0), post=laws.Signs(0.0)),
         "last-layer dropout": families.last_layer_dropout,
         "MC dropout, fixed": families.mc_dropout,

@@ -9,12 +9,15 @@ import importlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
 
+from embens import laws
 from embens.checks import closest
+from embens.embedding import families
 from embens.experiments import NAMES
 from embens.experiments.claims import Claim, Frame
 from embens.experiments.figure import Figure
@@ -24,6 +27,8 @@ Row = dict[str, float]
 # By preset, for experiments that have no reason for others.
 MEMBERS = {"quick": (1, 2, 4, 8, 16, 32), "cpu": (1, 2, 4, 8, 16), "paper": (1, 2, 5, 10, 20, 40)}
 SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
+batch_ensemble = partial(families.batch_ensemble, law=laws.Shifted)
+"""The paper's, with modulations N(p, 1 − p²)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from embens import laws
-from embens.embedding.families import batch_ensemble, independent, last_layer_dropout, mc_dropout
+from embens.embedding.families import independent, last_layer_dropout, mc_dropout
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Rows, judge, trend
-from embens.experiments.contract import CellBase, Row
+from embens.experiments.contract import CellBase, Row, batch_ensemble
 from embens.experiments.figure import Figure, Panel, curves
 from embens.experiments.setting import PRESETS, Setting
 

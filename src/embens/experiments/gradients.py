@@ -13,9 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from embens.embedding.families import batch_ensemble
 from embens.experiments.claims import Claim, Frame, Rows, judge, line, trend
-from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.contract import CellBase, Row, batch_ensemble, product
 from embens.experiments.figure import Curve, Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set
 from embens.finite import gradient_cosines, gradient_norms

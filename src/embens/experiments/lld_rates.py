@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from embens.embedding.families import batch_ensemble, last_layer_dropout
+from embens.embedding.families import last_layer_dropout
 from embens.experiments.claims import Claim, Frame, Missing, Rows, judge
-from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.contract import CellBase, Row, batch_ensemble, product
 from embens.experiments.figure import Curve, Figure, Panel, against_members
 from embens.experiments.setting import Setting
 from embens.experiments.training import train

@@ -16,10 +16,9 @@ from functools import partial
 
 from torch import Tensor
 
-from embens.embedding.families import batch_ensemble
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Rows, judge, trend
-from embens.experiments.contract import Row, product
+from embens.experiments.contract import Row, batch_ensemble, product
 from embens.experiments.figure import Figure, Panel, curves, shades
 from embens.experiments.gradients import WIDTHS, Cell, some_samples
 from embens.experiments.setting import Setting

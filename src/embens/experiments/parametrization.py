@@ -11,9 +11,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-from embens.embedding.families import batch_ensemble
 from embens.experiments.claims import Claim, Frame, Missing, Rows, judge
-from embens.experiments.contract import CellBase, Row
+from embens.experiments.contract import CellBase, Row, batch_ensemble
 from embens.experiments.figure import Figure, Panel, curves
 from embens.experiments.setting import Setting
 from embens.experiments.training import train

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from embens import laws, networks
-from embens.embedding.families import batch_ensemble, embed
+from embens.embedding.families import embed
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Rows, judge, trend
-from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.contract import CellBase, Row, batch_ensemble, product
 from embens.experiments.figure import Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set
 from embens.experiments.training import train

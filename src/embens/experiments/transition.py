@@ -11,9 +11,8 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from embens.embedding.families import batch_ensemble
 from embens.experiments.claims import Claim, Frame, Missing, Rows, judge, trend
-from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.contract import CellBase, Row, batch_ensemble, product
 from embens.experiments.figure import Figure, Panel, against_members, curves, shades
 from embens.experiments.setting import Setting, data_set
 from embens.experiments.training import train

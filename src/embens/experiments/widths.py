@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from embens.embedding.families import batch_ensemble, independent
+from embens.embedding.families import independent
 from embens.experiments import transition
 from embens.experiments.claims import Claim, Frame, Missing, Rows, judge
-from embens.experiments.contract import CellBase, Row
+from embens.experiments.contract import CellBase, Row, batch_ensemble
 from embens.experiments.figure import MEASURES, Curve, Figure, Panel, curves, shades
 from embens.experiments.setting import Setting
 from embens.experiments.training import train

@@ -31,7 +31,7 @@ from embens.laws import Constant, Normal
 from embens.theory import duals
 from embens.theory.duals.closed import Homogeneous
 from embens.theory.limit.limit import Limit
-from embens.theory.limit.rules import activate, count_poolings, propagate
+from embens.theory.limit.rules import count_poolings, propagate
 from embens.theory.limit.state import DIAGONAL, Moments, State, describe, plain_module
 
 if TYPE_CHECKING:
@@ -58,13 +58,10 @@ def fluctuation(ensemble: EmbeddedEnsemble | nn.Module, x: Tensor) -> Float[Tens
     return (terms / widths).sum(1)
 
 
-def effective_width(
-    ensemble: EmbeddedEnsemble | nn.Module, x: Tensor, *, modulated: bool = True
-) -> float:
+def effective_width(ensemble: EmbeddedEnsemble | nn.Module, x: Tensor) -> float:
     """Return the width at which a network without modulations fluctuates as a member does.
 
-    All its hidden layers have that width; the mean over inputs ``x``. ``modulated=False``: of the
-    network without its modulations, so its own width if all hidden layers have the same.
+    All its hidden layers have that width. A mean over inputs ``x``.
 
     Example:
         >>> from embens import embed, networks
@@ -73,9 +70,7 @@ def effective_width(
         12.1
     """
     limit = Limit(ensemble, x)
-    (widths, terms), (_, plain) = (_terms(limit, modulated=m) for m in (modulated, False))
-    if not len(widths):
-        raise ValueError("the network has no hidden layer, so its kernel does not fluctuate")
+    (widths, terms), (_, plain) = (_terms(limit, modulated=m) for m in (True, False))
     return float((plain.sum(1) / (terms / widths).sum(1)).mean())
 
 
@@ -138,12 +133,11 @@ def _terms(limit: Limit, *, modulated: bool = True) -> tuple[Tensor, Tensor]:
             "outputs they are not. Use sites='hidden'."
         )
     rows, layers = [], []
-    for part in limit.x1.split(1 if limit.x1.dim() > 2 else 64):
-        x = part.clone().requires_grad_()
-        layers, total = _pass(limit, x, modulated=modulated)
-        slopes = torch.autograd.grad(total.sum(), [x, *(layer.kernel for layer in layers)])[1:]
+    for part in limit.x1.split(1 if limit.x1.dim() > 2 else len(limit.x1)):
+        layers, total = _pass(limit, part.clone().requires_grad_(), modulated=modulated)
+        slopes = torch.autograd.grad(total.sum(), [layer.kernel for layer in layers])
         terms = [layer.term(s, total.detach()) for layer, s in zip(layers, slopes, strict=True)]
-        rows.append(torch.stack([*terms, total], 1)[:, :-1].detach())
+        rows.append(torch.stack(terms, 1))
     return rows[0].new_tensor([layer.width for layer in layers]), torch.cat(rows)
 
 
@@ -155,27 +149,22 @@ def _pass(limit: Limit, x: Tensor, *, modulated: bool) -> tuple[list[_Units], Te
     found: list[_Units] = []
     width = 0
     for path, module in limit.steps:
-        post = None
+        before, post = state.replace(path=path), None
         if isinstance(module, Modulated):
             module, post = (module, module.post) if modulated else (module.inner(), None)
         layer = next((m for _, m in walk(module) if isinstance(m, nn.Linear | _ConvNd)), None)
-        before = state.replace(path=path)
-        activation, bare = plain_module(module), layer is not None and before.gaussian
-        if bare:  # no activation lies between two layers
-            activation = nn.Identity()
-            state = activate(module, duals.dual(activation), before)
-        else:
-            state = propagate(module, before)
-        if (bare or layer is None) and state.depth > before.depth:
-            if before.layout == DIAGONAL:
-                where = describe(module, path)
-                raise TypeError(f"no fluctuation is known where {where} comes after nn.Flatten()")
+        state = propagate(module, before)
+        if layer is None and state.depth > before.depth and before.layout != DIAGONAL:
             kernels = before.covariance, state.covariance
-            found.append(_Units(width, activation, *kernels, before.pre))
-        state = propagate(module, state) if bare else state
-        if len(state.recording or ()) != len(found):
-            raise TypeError(f"no fluctuation is known inside a block: {describe(module, path)}")
+            found.append(_Units(width, plain_module(module), *kernels, before.pre))
+        if len(state.recording or ()) != len(found) or (layer is not None and before.gaussian):
+            raise TypeError(
+                f"no fluctuation is known at {describe(module, path)}: expected layers and "
+                "activations by turns, and activations before nn.Flatten()"
+            )
         if layer is not None:
             width = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
             found[-1:] = [replace(units, post=post) for units in found[-1:]]
+    if not found:
+        raise ValueError("the network has no hidden layer, so its kernel does not fluctuate")
     return found, state.covariance.reshape(len(x), -1).mean(1)

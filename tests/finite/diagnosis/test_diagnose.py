@@ -59,11 +59,12 @@ def test_the_pull_is_that_of_the_gradient_cosines():
 def test_the_effective_width_is_that_of_the_laws_tails():
     normal, signs = laws.Normal(), laws.Signs(0.0)
     report = diagnose(embens.embed(mlp(64), 8, normal, normal, generator=seeded()), X, Y)
-    assert report.effective_width == pytest.approx((64 * 5 / 53, 64))
+    assert report.effective_width == pytest.approx(64 * 5 / 53)
+    assert report.to_dict()["widths"] == pytest.approx([64 * 5 / 53, 64])
     words = " ".join(str(report).split())
-    assert "a member of width 64 fluctuates like a plain network of width 6:" in words
+    assert "a member of width 64 fluctuates like a plain network of width 6.04:" in words
     report = diagnose(embens.embed(mlp(64), 8, signs, signs, generator=seeded()), X, Y)
-    assert report.effective_width == pytest.approx((64, 64))
+    assert report.widths == pytest.approx([64, 64])
     assert "like a plain network of width 64:" in " ".join(str(report).split())
 
 

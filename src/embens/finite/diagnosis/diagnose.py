@@ -130,7 +130,7 @@ def diagnose(
         rows=measured.rows,
         family=ensemble.plan.family,
         separate=ensemble.plan.separate,
-        effective_width=_effective_width(ensemble, measured.x),
+        widths=_widths(ensemble, measured.x, structure),
         notes=measured.notes,
     )
     facts = findings.Facts(
@@ -200,15 +200,15 @@ def _limit(
     return found, gamma_of(members, coupling)
 
 
-def _effective_width(ensemble: EmbeddedEnsemble, x: Any) -> tuple[float, float] | None:
+def _widths(ensemble: EmbeddedEnsemble, x: Any, structure: Structure | None) -> list[float]:
     """Return what the tails of laws leave of a member's width, and that width, where known."""
     rows = _few(x)
-    if rows is None or not ensemble.plan.sites:
-        return None
+    if rows is None or structure is None:
+        return []
     try:
-        return effective_width(ensemble, rows), effective_width(ensemble, rows, modulated=False)
+        return [effective_width(network, rows) for network in (ensemble, structure.reference)]
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
-        return None
+        return []
 
 
 def _few(x: Any) -> Tensor | None:

@@ -76,8 +76,8 @@ class Diagnosis:
         rows: how many samples were used.
         family: which function made the ensemble.
         separate: whether members are separate networks.
-        effective_width: at which a network without modulations fluctuates as a member does, and the
-            member's width (:func:`embens.theory.effective_width`); None where it is not known.
+        widths: a member's :func:`embens.theory.effective_width`, and that of the network without
+            modulations; empty where they are not known.
         notes: what was left out, and why.
         warnings: what will go wrong, with what to do.
     """
@@ -98,7 +98,7 @@ class Diagnosis:
     rows: int
     family: str
     separate: bool
-    effective_width: tuple[float, float] | None = None
+    widths: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
 
@@ -118,6 +118,11 @@ class Diagnosis:
     def coupling(self) -> float:
         """The coupling of members in the infinite-width limit, from 0 to 1."""
         return self.regime.coupling
+
+    @property
+    def effective_width(self) -> float | None:
+        """The width at which a plain network fluctuates as a member does, where it is known."""
+        return self.widths[0] if self.widths else None
 
     @property
     def exact(self) -> bool:
@@ -164,10 +169,10 @@ class Diagnosis:
                     f"{'':10}{layer:<20.20} mean {overlap.mean:+.3f}  size {overlap.rms:.3f}  "
                     f"share {overlap.share:4.0%}  {bar}"
                 )
-        if self.effective_width is not None:
-            left, width = self.effective_width
-            text = f"a member of width {width:.3g} fluctuates like a plain network of width "
-            say("width", f"{text}{left:.2g}: what the tails of its laws leave, and signs all of it")
+        if self.widths:
+            effective, plain = self.widths
+            text = f"a member of width {plain:.3g} fluctuates like a plain network of width"
+            say("width", f"{text} {effective:.3g}: tails of laws cost width, signs cost none")
         if not self.separate:
             say("gamma", f"{self.gamma:.3g}" + self._meant())
         say("rates", self._rates_in_words())
