@@ -9,6 +9,7 @@ below, and a test file with a table made up for it.
 from __future__ import annotations
 
 NAMES = (
+    "gain",
     "transition",
     "widths",
     "trajectories",
@@ -21,6 +22,7 @@ NAMES = (
     "cost",
     "theorems",
     "parametrization",
+    "richness",
     "compare",
 )
 """In the order of the paper; the module of ``lld-rates`` is ``lld_rates``."""

@@ -30,16 +30,16 @@ def tidy(results: Results, name: str, setting: Setting) -> Frame:
     """Return the table of an experiment, sorted by what is swept."""
     import pandas
 
-    rows, swept = [], []
+    rows, swept = [], {}
     for record in records(results, name, setting):
         if "rows" in record:
             cell = {k: v for k, v in record["cell"].items() if k != "setting"}
-            swept = list(cell)
+            swept |= cell
             rows += [{**cell, **row, "seconds": record["seconds"]} for row in record["rows"]]
     table = pandas.DataFrame(rows)
     if not rows:
         return table
-    order = [*swept, "epoch"] if "epoch" in table else swept
+    order = [*swept, "epoch"] if "epoch" in table else [*swept]
     return table.sort_values(order, kind="stable", ignore_index=True)
 
 
@@ -47,11 +47,10 @@ def records(results: Results, name: str, setting: Setting) -> list[Record]:
     """Return the records of the present code whose setting is one that the sweep has."""
     settings = {cell.setting for cell in contract.load(name).cells(setting)}
     wanted = [json.loads(json.dumps(dataclasses.asdict(one))) for one in settings]
-    code = code_version(name)
     return [
         record
         for record in results.records.values()
-        if record.get("code") == code
+        if record.get("code") in _codes(name)
         and {"cell", "seconds"} <= record.keys()
         and record["cell"]["setting"] in wanted
     ]
@@ -59,7 +58,11 @@ def records(results: Results, name: str, setting: Setting) -> list[Record]:
 
 def count_others(results: Results, name: str) -> int:
     """Return how many results are of other code, or of another version of embens or torch."""
-    return sum(r.get("code") != code_version(name) for r in results.records.values())
+    return sum(r.get("code") not in _codes(name) for r in results.records.values())
+
+
+def _codes(name: str) -> set[str]:
+    return {code_version(name), code_version("fair")}
 
 
 def write(
