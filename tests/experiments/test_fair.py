@@ -75,6 +75,15 @@ def test_what_one_experiment_measured_the_others_take_over(tmp_path, monkeypatch
     assert table.count_others(results, "ablation") == 0
 
 
+def test_the_columns_of_an_experiment_come_before_those_of_fair_lines(tmp_path):
+    results = Results(tmp_path / "transition" / "quick")
+    cells = [replace(SMALL, width=1.0), *problem.cells(1)]
+    grid.run("transition", cells, results=results, engine=Inline())
+    found = table.tidy(results, "transition", problem.SETTING)
+    assert list(found)[:4] == ["p", "members", "gamma", "seed"]
+    assert len(found) == 5
+
+
 def test_narrowing_a_sweep_keeps_its_fair_lines():
     cells = transition.cells(problem.SETTING)
     found = grid.narrow(cells, p=[0.9], members=[2])

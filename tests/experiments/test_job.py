@@ -72,7 +72,7 @@ def version_with(monkeypatch):
     ("module", "old", "new"),
     [
         (transition, "inverted U below", "another name"),
-        (transition, "middle = (values[0]", "middle = (values[1]"),  # a statistic
+        (transition, "if value >= 0.5)", "if value >= 0.4)"),  # a statistic
         (transition, "members=members[1:]", "members=members[2:]"),  # a sweep
         (transition, '"""Train one ensemble."""', '"""Other words."""'),
         (transition, "# it depends on p alone", "# other words"),

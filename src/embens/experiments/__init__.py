@@ -9,7 +9,6 @@ below, and a test file with a table made up for it.
 from __future__ import annotations
 
 NAMES = (
-    "gain",
     "transition",
     "widths",
     "trajectories",
@@ -22,6 +21,7 @@ NAMES = (
     "cost",
     "theorems",
     "parametrization",
+    "gain",
     "richness",
     "compare",
 )

@@ -104,12 +104,15 @@ def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
 
-    def against(variant: str, column: str, **region: float) -> Claim:
+    def against(
+        variant: str, column: str, above: float = -math.inf, below: float = math.inf
+    ) -> Claim:
         return test(
             f"{variant}: {column}",
             lambda t: _several(t, variant, column) - _several(t, "baseline", column),
+            above=above,
+            below=below,
             measure=f"{column} less the baseline's, mean over M ≥ 4",
-            **region,
         )
 
     dependent = "more dependent models: larger correlation and smaller accuracy"

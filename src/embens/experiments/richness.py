@@ -161,37 +161,14 @@ def collective(rows: Rows) -> Rows:
     return Rows(means.reset_index())
 
 
-def _alike(rows: Rows) -> Rows:
-    return collective(rows).between("p", 0.9)
-
-
 def _slope(rows: Rows, y: str, x: str) -> float:
-    """Return the slope of ``y`` per doubling of ``x``, all else equal."""
-    others = [name for name in ("p", "width", "scale", "loss") if name != x]
-    slopes = [Rows(some).slope(x, y) for _, some in rows.frame.groupby(others) if len(some) > 1]
+    """Return the slope of ``y`` per doubling of ``x`` at p ≥ 0.9, all else equal."""
+    others = [name for name in ("p", *KEYS) if name != x]
+    groups = collective(rows).between("p", 0.9).frame.groupby(others)
+    slopes = [Rows(some).slope(x, y) for _, some in groups if len(some) > 1]
     if not slopes:
         raise Missing(f"several values of {x}")
     return statistics.fmean(slopes)
-
-
-def _dial(rows: Rows) -> float:
-    """Slope of the change of features per doubling of the scale, all else equal."""
-    return _slope(collective(rows), "change", "scale")
-
-
-def _richer(rows: Rows) -> float:
-    """Slope of the collective part per doubling of the scale, p ≥ 0.9."""
-    return _slope(_alike(rows), "c", "scale")
-
-
-def _wider(rows: Rows) -> float:
-    """Slope of the collective part per doubling of the width, p ≥ 0.9."""
-    return _slope(_alike(rows), "c", "width")
-
-
-def _longer(rows: Rows) -> float:
-    """Collective part at the smallest train loss less that at the largest, p ≥ 0.9."""
-    return _alike(rows).first("loss").mean("c") - _alike(rows).last("loss").mean("c")
 
 
 def halfway(rows: Rows) -> Frame:
@@ -224,20 +201,21 @@ def _lazy(rows: Rows) -> float:
 
 def claims(table: Frame) -> list[Claim]:
     """Return what decides whether the transition can be known before training."""
-    test, ours = partial(judge, table), "–"
+    test, part = partial(judge, table), "collective part"
+    slopes = (
+        ("change", "scale", "features change less the larger the scale of outputs"),
+        ("c", "scale", "at one coupling and train loss, who learns features is more alike"),
+        ("c", "loss", "members grow more alike while they are trained"),
+        ("c", "width", "at the same scale, members of wider networks are less alike"),
+    )
     return [
-        test("the dial works", _dial, below=0.0).says(
-            "features change less the larger the scale of outputs", paper=ours
-        ),
-        test("richer, more alike", _richer, below=0.0).says(
-            "at the same coupling and train loss, members that learn features are more alike",
-            paper=ours,
-        ),
-        test("longer, more alike", _longer, above=0.0).says(
-            "members grow more alike while they are trained", paper=ours
-        ),
-        test("wider, less alike", _wider, below=0.0).says(
-            "at the same scale, members of wider networks are less alike", paper=ours
+        *(
+            test(f"{y} against {x}", partial(_slope, y=y, x=x), below=0.0).says(
+                statement,
+                paper="–",
+                measure=f"slope of {part if y == 'c' else y} per doubling of {x}, p ≥ 0.9",
+            )
+            for y, x, statement in slopes
         ),
         test("known before training", _unknown, below=0.03, draws=bootstrap(table)).says(
             "the law and the width decide where the transition is (to 0.03 in p)",

@@ -44,16 +44,17 @@ def tidy(results: Results, name: str, setting: Setting) -> Frame:
 
 
 def records(results: Results, name: str, setting: Setting) -> list[Record]:
-    """Return the records of the present code whose setting is one that the sweep has."""
+    """Return the records of the present code with a setting of the sweep, its own cells first."""
     settings = {cell.setting for cell in contract.load(name).cells(setting)}
     wanted = [json.loads(json.dumps(dataclasses.asdict(one))) for one in settings]
-    return [
+    found = [
         record
         for record in results.records.values()
         if record.get("code") in _codes(name)
         and {"cell", "seconds"} <= record.keys()
         and record["cell"]["setting"] in wanted
     ]
+    return sorted(found, key=lambda record: record["code"] != code_version(name))
 
 
 def count_others(results: Results, name: str) -> int:
@@ -95,7 +96,7 @@ def write(
     texts = {
         "table.csv": table.to_csv(index=False, float_format="%.6g"),
         "claims.json": json.dumps([claim.to_dict() for claim in claims], indent=1),
-        "figure.json": json.dumps(figure.to_dict(), indent=1),
+        "figure.json": json.dumps(figure.to_dict()),
     }
     manifest["files"] = {file: checksum(text, {}) for file, text in texts.items()}
     texts["manifest.json"] = json.dumps(seal(manifest), indent=1)
