@@ -220,6 +220,15 @@ def test_the_best_number_of_members_grows_with_an_exponent():
     assert Rows(pandas.DataFrame(rows)).growth_of_best() == pytest.approx(2.0)
 
 
+def test_half_way_is_from_the_value_at_zero_to_one():
+    table = pandas.DataFrame({"p": [0.0, 0.8, 0.9], "y": [0.2, 0.4, 0.8]})
+    assert Rows(table).growth("p", "y") == ([0.0, 0.8, 0.9, 1.0], pytest.approx([0, 0.25, 0.75, 1]))
+    assert Rows(table).halfway("p", "y") == pytest.approx(0.85)
+    assert Rows(table.head(2)).halfway("p", "y") == pytest.approx(0.8 + 0.2 / 3)
+    with pytest.raises(Missing, match="cells with p=0"):
+        Rows(table.tail(2)).halfway("p", "y")
+
+
 def test_rows_are_chosen_by_range_and_by_extremes():
     table = pandas.DataFrame({"m": [1, 2, 4, 4], "y": [0, 1, 2, 3]})
     assert list(Rows(table).between("m", 2)["y"]) == [1, 2, 3]

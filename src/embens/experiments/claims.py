@@ -123,6 +123,20 @@ class Rows:
         xs, ys = self.curve(x, y)
         return xs[ys.index(max(ys))]
 
+    def growth(self, x: str, y: str) -> tuple[list[float], list[float]]:
+        """Return ``x`` and how far ``y`` is on its way from its value at 0 to 1, its value at 1."""
+        xs, ys = self.between(x, high=0.999).curve(x, y)
+        if xs[0] != 0:
+            raise Missing(f"cells with {x}=0")
+        return [*xs, 1.0], [(v - ys[0]) / (1 - ys[0]) for v in (*ys, 1.0)]
+
+    def halfway(self, x: str, y: str) -> float:
+        """Return the first ``x`` at which ``y`` is half-way from its value at 0 to 1."""
+        xs, part = self.growth(x, y)
+        k = next(k for k, value in enumerate(part) if value >= 0.5)
+        step = (0.5 - part[k - 1]) / (part[k] - part[k - 1])
+        return xs[k - 1] + step * (xs[k] - xs[k - 1])
+
     def growth_of_best(self, x: str = "members") -> float:
         """Return the exponent with which the best ``x`` grows with width, mean over seeds."""
 

@@ -173,16 +173,8 @@ def _slope(rows: Rows, y: str, x: str) -> float:
 
 def halfway(rows: Rows) -> Frame:
     """Return the p half-way from the correlation at p=0 to 1, by width, scale and loss."""
-    import numpy
-
-    def of(some: Frame) -> float:
-        shifts, values = Rows(some).curve("p", "correlation")
-        if shifts[0] != 0:
-            raise Missing("cells with p=0")
-        part = [(v - values[0]) / (1 - values[0]) for v in (*values, 1.0)]
-        return float(numpy.interp(0.5, numpy.maximum.accumulate(part), [*shifts, 1.0]))
-
-    return collective(rows).frame.groupby(KEYS)[["p", "correlation"]].apply(of)
+    points = collective(rows).frame.groupby(KEYS)[["p", "correlation"]]
+    return points.apply(lambda some: Rows(some).halfway("p", "correlation"))
 
 
 def _unknown(rows: Rows) -> float:

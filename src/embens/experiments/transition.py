@@ -97,28 +97,18 @@ def _several(rows: Rows) -> Rows:
     return rows.between("members", 4)
 
 
-def _growth(rows: Rows) -> tuple[list[float], list[float]]:
-    """Return p and how far the correlation is on its way from p=0 to 1, which it is at p=1."""
-    shifts, values = _several(_scaled(rows)).between("p", high=0.999).curve("p", "correlation")
-    if shifts[0] != 0:
-        raise Missing("cells with p=0")
-    return [*shifts, 1.0], [(v - values[0]) / (1 - values[0]) for v in (*values, 1.0)]
-
-
 @functools.lru_cache(maxsize=256)
 def halfway(rows: Rows) -> float:
     """Shift p at which the correlation is half-way from p=0 to p=1 (M ≥ 4)."""
-    shifts, part = _growth(rows)
-    k = next(k for k, value in enumerate(part) if value >= 0.5)
-    step = (0.5 - part[k - 1]) / (part[k] - part[k - 1])
-    return shifts[k - 1] + step * (shifts[k] - shifts[k - 1])
+    return _several(_scaled(rows)).halfway("p", "correlation")
 
 
 def _near(rows: Rows) -> tuple[float, float]:
     import numpy
 
     middle = halfway(rows)
-    low, high = numpy.interp([middle - NEAR, middle + NEAR], *_growth(rows))
+    growth = _several(_scaled(rows)).growth("p", "correlation")
+    low, high = numpy.interp([middle - NEAR, middle + NEAR], *growth)
     return float(low), float(high)
 
 
