@@ -103,11 +103,10 @@ def claims(table: Frame) -> list[Claim]:
 
 def plot(table: Frame) -> Figure:
     """Return quality and correlation against M, and log loss against parameters."""
-    own = fair.without(Rows(table)).frame
-    width = float(table["width"].max())
-    draw = partial(
-        curves, own, by="p", label="inside one network, p={}", colours=shades(table["p"].dropna())
-    )
+    table = table.assign(size=table["parameters"] / table["parameters"].min())
+    own, others = fair.without(Rows(table)).frame, fair.only(Rows(table)).frame
+    colours, width = shades(table["p"].dropna()), float(table["width"].max())
+    draw = partial(curves, own, by="p", label="inside one network, p={}", colours=colours)
     panels = [
         Panel(
             *(title, "members M", label),
@@ -120,12 +119,7 @@ def plot(table: Frame) -> Figure:
             ("correlation", "p=0: members err apart; p=1: together", "correlation of errors"),
         )
     ]
-    separate = curves(
-        *(fair.only(Rows(table)).frame, "parameters", "nll"),
-        label=fair.SEPARATE,
-        colours="#7f7f7f",
-        style="dash",
-    )
-    sizes = [*draw("parameters", "nll"), *separate]
-    panels.append(Panel("what each costs", "parameters", "test log loss", sizes, x_log=10))
+    style = {"label": fair.SEPARATE, "colours": "#7f7f7f", "style": "dash"}
+    sizes = [*draw("size", "nll"), *curves(others, "size", "nll", **style)]
+    panels.append(Panel("what each costs", "parameters, times one network", "test log loss", sizes))
     return Figure(TITLE, panels)
