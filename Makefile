@@ -64,8 +64,8 @@ format: venv  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: venv  ## the paper's main figure on digits, its claims, and a page to look at
-	$(BIN)/embens reproduce transition --preset quick
+demo: venv  ## what eight models inside one network gain and cost, on digits, and a page to look at
+	$(BIN)/embens reproduce gain --preset quick
 	$(BIN)/embens report embens-results
 
 bench: $(BENCH)/.stamp  ## compare with other libraries, in an environment of their own

@@ -21,7 +21,7 @@ def test_a_run_ends_in_table_picture_claims_and_manifest(tmp_path, capsys):
     assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 0
     folder = tmp_path / "transition" / "quick"
     table = pandas.read_csv(folder / "table.csv")
-    assert len(table) == 2 * (3 + 3 + 2)
+    assert len(table) == 2 * (3 + 3 + 2) + 2 * 4  # fair lines have four rows a seed
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
     claims = json.loads((folder / "claims.json").read_text())
     printed = " ".join(capsys.readouterr().out.split())
@@ -30,7 +30,7 @@ def test_a_run_ends_in_table_picture_claims_and_manifest(tmp_path, capsys):
         assert claim["statement"] in printed
         assert claim["paper"] in printed
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["cells"] == 16
+    assert manifest["cells"] == 18
     assert manifest["setting"]["epochs"] == 1
     assert set(manifest) >= {"commit", "versions", "machine", "cell_seconds", "run_seconds"}
     assert manifest["versions"]["torch"]
@@ -43,15 +43,15 @@ def test_running_again_measures_nothing_and_more_seeds_only_the_new_ones(tmp_pat
     problem.reproduce("transition", "--out", tmp_path, *SMALL)
     assert "0 cells measured" in capsys.readouterr().out
     problem.reproduce("transition", "--out", tmp_path, *SMALL, "--seeds", "3")
-    assert "8 cells measured" in capsys.readouterr().out
+    assert "9 cells measured" in capsys.readouterr().out
     problem.reproduce("transition", "--out", tmp_path, *SMALL, "--first-seed", "2")
-    assert "8 cells measured" in capsys.readouterr().out
+    assert "9 cells measured" in capsys.readouterr().out
 
 
 def test_a_dry_run_counts_and_estimates_and_writes_nothing(tmp_path, capsys):
     assert problem.reproduce("widths", "--out", tmp_path / "out", "--dry-run") == 0
     printed = capsys.readouterr().out
-    assert re.search(r"widths \(quick\): 200 cells, 200 to do; about .* each", printed)
+    assert re.search(r"widths \(quick\): 140 cells, 140 to do; about .* each", printed)
     assert "with" in printed
     assert not (tmp_path / "out").exists()
 
@@ -129,7 +129,7 @@ def test_the_cpu_preset_takes_a_folder_of_records(tmp_path, capsys, monkeypatch)
     capsys.readouterr()
     problem.write_cifar(folder, train=41)
     problem.reproduce("transition", *options, "--data", folder, "--out", tmp_path / "out")
-    assert "1 cells measured" in capsys.readouterr().out  # other records, another result
+    assert "2 cells measured" in capsys.readouterr().out  # other records, other results
 
 
 def test_a_disk_that_is_full_at_the_end_or_a_folder_that_is_none_is_told(
@@ -170,9 +170,9 @@ def test_results_with_other_epochs_are_kept_apart(tmp_path, capsys):
     problem.reproduce("transition", "--out", tmp_path, *SMALL)
     problem.reproduce("transition", "--out", tmp_path, *SMALL, "--epochs", "2", "--seeds", "1")
     folder = tmp_path / "transition" / "quick"
-    assert len(pandas.read_csv(folder / "table.csv")) == 8
-    assert json.loads((folder / "manifest.json").read_text())["cells"] == 8
+    assert len(pandas.read_csv(folder / "table.csv")) == 8 + 4
+    assert json.loads((folder / "manifest.json").read_text())["cells"] == 9
     capsys.readouterr()
     problem.reproduce("transition", "--out", tmp_path, *SMALL)
     assert "0 cells measured" in capsys.readouterr().out
-    assert len(pandas.read_csv(folder / "table.csv")) == 16
+    assert len(pandas.read_csv(folder / "table.csv")) == 16 + 8

@@ -17,8 +17,9 @@ import pandas
 import pytest
 import torch
 
-from embens.experiments import contract
+from embens.experiments import claims, contract
 from embens.experiments.claims import FAILS, HOLDS, UNDECIDED
+from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, draw
 from embens.experiments.job import make_job, perform
 from embens.experiments.setting import PRESETS, fingerprint
@@ -31,9 +32,26 @@ def table(name, rows, kind, seeds=6):
         true = {"true": True, "false": False, "mixed": cell.seed % 2 == 0}[kind]
         swept = cell.swept()
         noise = random.Random(str(swept)).gauss
-        made = rows(cell, true, lambda s, noise=noise: noise(0, s))
+        make = fair_rows if isinstance(cell, Fair) else rows
+        made = make(cell, true, lambda s, noise=noise: noise(0, s))
         found += [{**swept, **row} for row in ([made] if isinstance(made, dict) else made)]
     return pandas.DataFrame(found)
+
+
+def fair_rows(cell, true, noise):
+    """Return networks that any ensemble beats, or none."""
+    accuracy = (0.3 if true else 0.99) + 0.001 * math.log2(cell.width) + noise(0.0001)
+    measured = dict.fromkeys(("accuracy", "member_accuracy", "member_train_accuracy"), accuracy)
+    return [
+        {
+            "members": m,
+            **measured,
+            "nll": 9.0 if true else 0.0,
+            "parameters": 2000.0 * m * cell.width**2,
+        }
+        | {"correlation": 0.3 if m > 1 else math.nan}
+        for m in (1, 2, 4, 8)
+    ]
 
 
 def bump(members, top, height=0.005, peak=8):
@@ -81,6 +99,10 @@ class Battery:
     contradicting = 4
     never_true = ()
     timed = ()
+
+    @pytest.fixture(autouse=True)
+    def few_draws(self, monkeypatch):
+        monkeypatch.setattr(claims, "DRAWS", 20)
 
     def claims(self, kind, seeds=6):
         made = table(self.name, self.rows, kind, seeds)

@@ -9,12 +9,14 @@ import pandas
 import pytest
 from scipy import stats
 
+from embens.experiments import claims
 from embens.experiments.claims import (
     FAILS,
     HOLDS,
     UNDECIDED,
     Missing,
     Rows,
+    bootstrap,
     interval,
     judge,
     trend,
@@ -52,6 +54,82 @@ def test_the_interval_covers_a_ratio_of_means_as_often_as_it_says():
         covered += low < 3.0 < high
     error = math.sqrt(0.95 * 0.05 / runs)
     assert abs(covered / runs - 0.95) < 5 * error
+
+
+PEAKED = numpy.array([0.90, 0.93, 0.95, 0.953, 0.94, 0.90])
+
+
+def made_up(generator, truth, seeds=5):
+    """Return a table of accuracies against M: the truth, noise of each seed and of each cell."""
+    noise = generator.normal(0, 0.012, (seeds, len(truth))) + generator.normal(0, 0.01, (seeds, 1))
+    rows = [
+        {"seed": s, "members": 2**k, "accuracy": a}
+        for s, accuracies in enumerate(truth + noise)
+        for k, a in enumerate(accuracies)
+    ]
+    return pandas.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "statistic", "truth"),
+    [
+        ("minimum", lambda t: min(t.curve("members", "accuracy")[1]), 0.90),
+        ("rise and fall", lambda t: t.rise_and_fall("members"), 0.053),
+        ("best M", lambda t: math.log2(t.best("members")), 3.0),
+    ],
+)
+def test_the_bootstrap_covers_statistics_that_jump(name, statistic, truth, monkeypatch):
+    monkeypatch.setattr(claims, "DRAWS", 25)
+    generator = numpy.random.default_rng(1)
+    runs, covered = 40, 0
+    for _ in range(runs):
+        table = made_up(generator, PEAKED)
+        _, low, high, _ = interval(table, statistic, draws=bootstrap(table))
+        covered += low <= truth <= high
+    error = math.sqrt(0.95 * 0.05 / runs)
+    assert covered / runs > 0.95 - 3 * error  # the jackknife of the best M covers 0.84
+
+
+def test_the_jackknife_of_a_best_m_covers_it_less_often_than_it_says():
+    # Why statistics that jump have a bootstrap of their own.
+    generator = numpy.random.default_rng(1)
+    flat = numpy.array([0.90, 0.93, 0.95, 0.951, 0.9505, 0.95])
+    tables = [made_up(generator, flat) for _ in range(40)]
+    by_jackknife = [interval(t, lambda t: math.log2(t.best("members"))) for t in tables]
+    assert sum(low <= 3.0 <= high for _, low, high, _ in by_jackknife) / 40 < 0.85
+
+
+def test_the_bootstrap_of_a_mean_is_about_students():
+    values = [1.0, 2.0, 4.0, 3.5, 0.5]
+    _, *exact, _ = interval(seeds(*values), lambda t: t["y"].mean())
+    table = seeds(*values)
+    _, *drawn, _ = interval(table, lambda t: t["y"].mean(), draws=bootstrap(table))
+    assert drawn == pytest.approx(exact, abs=0.15 * (exact[1] - exact[0]))
+    again = interval(table, lambda t: t["y"].mean(), draws=bootstrap(table))
+    assert drawn == list(again[1:3])
+
+
+def test_a_draw_of_seeds_has_all_their_rows_and_numbers_them_anew():
+    table = pandas.DataFrame({"seed": [7, 7, 9, 9], "y": [1.0, 2.0, 3.0, 4.0]})
+    found = {tuple(rows["y"]) for rows in bootstrap(table)}
+    one, other = (1.0, 2.0), (3.0, 4.0)
+    assert found == {one + one, one + other, other + one, other + other}
+    assert all(list(rows["seed"]) == [0, 0, 1, 1] for rows in bootstrap(table))
+
+
+def test_what_is_measured_is_said_by_the_statistic():
+    def gain(rows):
+        """Gain of the mean.
+
+        More words.
+        """
+        return rows.mean("y")
+
+    assert judge(seeds(1.0, 1.1), "n", gain).measure == "Gain of the mean"
+    assert judge(seeds(1.0, 1.1), "n", gain, measure="other").measure == "other"
+    words = [trend(Rows, "y", "members").__doc__, trend(Rows, "y_z", "p", log_x=False).__doc__]
+    assert words == ["slope of y per doubling of M", "slope of y z in p"]
+    assert trend(Rows, "y", "width", log_y=True).__doc__ == "exponent of y in width"
 
 
 def test_all_cells_of_a_seed_are_left_out_together():
@@ -140,6 +218,15 @@ def test_the_best_number_of_members_grows_with_an_exponent():
         for m in (1, 2, 4, 8, 16)
     ]
     assert Rows(pandas.DataFrame(rows)).growth_of_best() == pytest.approx(2.0)
+
+
+def test_half_way_is_from_the_value_at_zero_to_one():
+    table = pandas.DataFrame({"p": [0.0, 0.8, 0.9], "y": [0.2, 0.4, 0.8]})
+    assert Rows(table).growth("p", "y") == ([0.0, 0.8, 0.9, 1.0], pytest.approx([0, 0.25, 0.75, 1]))
+    assert Rows(table).halfway("p", "y") == pytest.approx(0.85)
+    assert Rows(table.head(2)).halfway("p", "y") == pytest.approx(0.8 + 0.2 / 3)
+    with pytest.raises(Missing, match="cells with p=0"):
+        Rows(table.tail(2)).halfway("p", "y")
 
 
 def test_rows_are_chosen_by_range_and_by_extremes():

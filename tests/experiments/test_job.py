@@ -72,7 +72,7 @@ def version_with(monkeypatch):
     ("module", "old", "new"),
     [
         (transition, "inverted U below", "another name"),
-        (transition, "middle = (values[0]", "middle = (values[1]"),  # a statistic
+        (transition, "return gaps[0] - gaps[1]", "return gaps[0]"),  # a statistic
         (transition, "members=members[1:]", "members=members[2:]"),  # a sweep
         (transition, '"""Train one ensemble."""', '"""Other words."""'),
         (transition, "# it depends on p alone", "# other words"),

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 
+import pandas
+import pytest
 from experiments.battery import Battery, bump
+
+from embens.experiments import transition
+from embens.experiments.claims import Rows
+from embens.experiments.transition import halfway
 
 
 def rows(c, true, noise):
     m, p = math.log2(c.members), c.p
-    above = p >= 0.65 or (p == 0.6 and c.members > 10)
+    above = p > 0.62 or (p == 0.6 and c.members > 10)
     if true:
-        correlation = 0.75 + 0.2 * (p - 0.65) / 0.35 if above else 0.4
-        accuracy = 0.93 + 0.004 * m + noise(0.012) if above else bump(c.members, 0.95)
-        train = 0.995 if above else 1 - 0.05 * m
-        member = 0.93 + 0.003 * m * (c.gamma == "M") if above else 0.9 - 0.01 * m
+        correlation = (0.85 + 0.14 * (p - 0.65) / 0.35 if above else 0.4) if p < 1 else 1.0
+        accuracy = 0.93 + 0.004 * m if p > 0.62 else bump(c.members, 0.95)
+        train = 0.995 if p > 0.62 else 1 - 0.05 * m
+        member = 0.93 + 0.003 * m * (c.gamma == "M") if p > 0.62 else 0.9 - 0.01 * m
     else:
-        correlation = 0.9 - 0.3 * (p - 0.65) if p > 0.55 else 0.4 + 0.5 * p / 0.55
-        accuracy = 0.93 - 0.004 * m if above else 0.9 + 0.01 * m + noise(0.012)
+        correlation = (0.4 + 0.4 * min(p, 0.4) / 0.4 - 0.1 * max(0, p - 0.4)) if p < 1 else 1.0
+        accuracy = 0.93 - 0.004 * m if p > 0.35 else 0.9 + 0.01 * m
         train = 0.5 + 0.45 * p + 0.002 * m
-        member = 0.93 - 0.003 * m * (c.gamma == "M") if above else 0.3 + 0.01 * m
+        member = 0.93 - 0.003 * m * (c.gamma == "M") if p > 0.35 else 0.3 + 0.01 * m
     return {
         "accuracy": accuracy + noise(0.0005),
         "member_accuracy": member,
@@ -31,3 +37,31 @@ def rows(c, true, noise):
 
 class TestTransition(Battery):
     name, rows = "transition", staticmethod(rows)
+
+
+def table(correlations, members=(4, 8)):
+    return pandas.DataFrame(
+        {"seed": s, "p": p, "gamma": "M", "members": m, "correlation": c, "member_accuracy": 0.5}
+        for s in range(2)
+        for m in members
+        for p, c in correlations.items()
+    )
+
+
+def test_the_transition_is_half_way_to_one_whatever_the_largest_p_is():
+    # The range of p is the same in every preset: at p=1 members are one model.
+    found = {0.0: 0.2, 0.7: 0.2, 0.8: 0.4, 0.9: 0.8}
+    expected = pytest.approx(0.85)
+    assert halfway(Rows(table(found))) == expected
+    assert halfway(Rows(table({**found, 1.0: 1.0}))) == expected
+    assert halfway(Rows(table({**found, 0.95: 0.9}))) == expected
+
+
+def test_above_is_above_the_measured_transition():
+    def growth(found):
+        claims = {c.name: c for c in transition.claims(table(found))}
+        return claims["correlation grows above"]
+
+    # 0.7 and 0.8 lie below a transition at 0.88; above it correlation falls from 0.9 to 0.95.
+    assert growth({0.0: 0.2, 0.7: 0.3, 0.8: 0.5, 0.9: 0.9, 0.95: 0.8}).value < 0
+    assert growth({0.0: 0.2, 0.7: 0.7, 0.8: 0.8, 0.9: 0.9, 0.95: 0.8}).value > 0

@@ -9,11 +9,8 @@ from experiments.battery import Battery, bump
 
 def rows(c, true, noise):
     peak = 8 * c.width if true else 4 / c.width
-    size = 2000 * c.width**2 * (1 if c.family == "embedded" else c.members)
-    top = 0.9 + 0.02 * math.log2(size / 500) / 4
-    if c.family == "independent":
-        accuracy = 0.9 + 0.02 * math.log2(size / 500) / 4
-    elif true:
+    top = 0.9 + 0.01 * math.log2(c.width)
+    if true:
         accuracy = bump(c.members, top + 0.01, 0.004, min(peak, 24))
     else:
         accuracy = top - 0.02 + (0.003 * math.log2(c.members) if c.width <= 0.5 else 0)
@@ -22,7 +19,7 @@ def rows(c, true, noise):
         "accuracy": accuracy + noise(0.0002),
         "member_accuracy": accuracy - 0.05,
         "correlation": 0.5,
-        "parameters": size,
+        "parameters": 2000 * c.width**2,
     }
 
 

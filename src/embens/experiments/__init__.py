@@ -21,6 +21,8 @@ NAMES = (
     "cost",
     "theorems",
     "parametrization",
+    "gain",
+    "richness",
     "compare",
     "laws",
 )

@@ -7,9 +7,16 @@ interval is Student's over the jackknife pseudo-values of the seeds,
     T_i = n T - (n - 1) T_{-i}, \qquad \bar T_i \pm t_{n-1} \, s(T_i) / \sqrt{n} ,
 
 where :math:`T_{-i}` leaves all cells of seed :math:`i` out. Where :math:`T` is a mean of one number
-per seed this is exactly Student's interval of a mean; with the few seeds that one can afford a
-bootstrap would be too narrow. Statistics that jump (a position of a maximum) are to be taken seed
-by seed: :meth:`Rows.per_seed`.
+per seed this is exactly Student's interval of a mean. Of a statistic that jumps from one point of a
+curve to another (a minimum, a maximum, the best M) pseudo-values say little: leaving one seed out
+either moves nothing or moves it by a whole step, times :math:`n - 1`. Such a statistic gets draws
+of seeds (:func:`bootstrap`), and with their standard deviation :math:`s_B` the interval
+
+.. math::
+    T \pm t_{n-1} \, s_B \sqrt{n / (n - 1)} .
+
+Percentiles of draws of few seeds would be too narrow; this is Student's interval where :math:`T` is
+a mean.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ from typing import Any
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
 CONFIDENCE = 0.95
+DRAWS = 100  # of the bootstrap
 
 Frame = Any
 """A tidy ``pandas.DataFrame`` with a column ``seed``; its annotations confuse type checkers."""
@@ -31,9 +39,9 @@ class Missing(LookupError):
     """The table lacks what a statistic needs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a table: what statistics are made of.
+    """Some rows of a table: what statistics are made of. It is equal to itself alone.
 
     Example:
         >>> import pandas
@@ -115,6 +123,20 @@ class Rows:
         xs, ys = self.curve(x, y)
         return xs[ys.index(max(ys))]
 
+    def growth(self, x: str, y: str) -> tuple[list[float], list[float]]:
+        """Return ``x`` and how far ``y`` is on its way from its value at 0 to 1, its value at 1."""
+        xs, ys = self.between(x, high=0.999).curve(x, y)
+        if xs[0] != 0:
+            raise Missing(f"cells with {x}=0")
+        return [*xs, 1.0], [(v - ys[0]) / (1 - ys[0]) for v in (*ys, 1.0)]
+
+    def halfway(self, x: str, y: str) -> float:
+        """Return the first ``x`` at which ``y`` is half-way from its value at 0 to 1."""
+        xs, part = self.growth(x, y)
+        k = next(k for k, value in enumerate(part) if value >= 0.5)
+        step = (0.5 - part[k - 1]) / (part[k] - part[k - 1])
+        return xs[k - 1] + step * (xs[k] - xs[k - 1])
+
     def growth_of_best(self, x: str = "members") -> float:
         """Return the exponent with which the best ``x`` grows with width, mean over seeds."""
 
@@ -138,7 +160,14 @@ Statistic = Callable[[Rows], float]
 
 def trend(some: Callable[[Rows], Rows], y: str, x: str = "members", **log: bool) -> Statistic:
     """Return the statistic that is the :meth:`Rows.slope` of some of a table's rows."""
-    return lambda rows: some(rows).slope(x, y, **log)
+
+    def slope(rows: Rows) -> float:
+        return some(rows).slope(x, y, **log)
+
+    of, in_x = y.replace("_", " "), {"members": "M", "masks": "M"}.get(x, x)
+    power, per = log.get("log_y", False), "per doubling of" if log.get("log_x", True) else "in"
+    slope.__doc__ = f"exponent of {of} in {in_x}" if power else f"slope of {of} {per} {in_x}"
+    return slope
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -200,9 +229,12 @@ def judge(
     *,
     above: float = -math.inf,
     below: float = math.inf,
+    draws: Sequence[Rows] = (),
     measure: str = "",
 ) -> Claim:
     """Test whether a statistic of a table lies in a region; :meth:`Claim.says` adds the words.
+
+    What is measured is said by the first line of the statistic's docstring, if not here.
 
     Example:
         >>> import pandas
@@ -213,7 +245,7 @@ def judge(
     """
     value, low, high, seeds, note = math.nan, math.nan, math.nan, 0, ""
     try:
-        value, low, high, seeds = interval(table, statistic)
+        value, low, high, seeds = interval(table, statistic, draws=draws)
     except Missing as error:
         note = f"missing: {error}"
     if not note and math.isnan(value):
@@ -221,6 +253,8 @@ def judge(
     elif not note and math.isnan(low):
         note = f"{seeds} seed has no interval" if seeds == 1 else "no interval"
     found = verdict(low, high, above, below)
+    words = getattr(statistic, "func", statistic).__doc__ or ""  # through functools.partial
+    measure = measure or words.partition("\n")[0].rstrip(".")
     return Claim(name, value, low, high, above, below, seeds, found, note, measure)
 
 
@@ -238,7 +272,9 @@ def verdict(low: float, high: float, above: float, below: float) -> str:
     return FAILS if high <= above or low >= below else UNDECIDED
 
 
-def interval(table: Frame, statistic: Statistic) -> tuple[float, float, float, int]:
+def interval(
+    table: Frame, statistic: Statistic, *, draws: Sequence[Rows] = ()
+) -> tuple[float, float, float, int]:
     """Return a statistic, the ends of its interval over seeds, and the number of seeds."""
     import numpy
     from scipy import stats
@@ -249,8 +285,25 @@ def interval(table: Frame, statistic: Statistic) -> tuple[float, float, float, i
     count, value = len(seeds), float(statistic(Rows(table)))
     if count < 2 or math.isnan(value):
         return value, math.nan, math.nan, count
-    without = [float(statistic(Rows(table[table["seed"] != seed]))) for seed in seeds]
-    pseudo = count * value - (count - 1) * numpy.array(without)
-    centre = float(pseudo.mean())
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * stats.sem(pseudo))
+    if draws:
+        spread = float(numpy.nanstd([statistic(rows) for rows in draws]))
+        centre, error = value, spread * math.sqrt(count / (count - 1))
+    else:
+        without = [float(statistic(Rows(table[table["seed"] != seed]))) for seed in seeds]
+        pseudo = count * value - (count - 1) * numpy.array(without)
+        centre, error = float(pseudo.mean()), float(stats.sem(pseudo))
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error
     return value, centre - half, centre + half, count
+
+
+def bootstrap(table: Frame) -> list[Rows]:
+    """Return tables of as many seeds, drawn with replacement and numbered anew."""
+    import numpy
+
+    seeds, found = sorted(table["seed"].unique()), []
+    rows = [numpy.flatnonzero(table["seed"] == seed) for seed in seeds]
+    for draw in numpy.random.default_rng(0).integers(len(seeds), size=(DRAWS, len(seeds))):
+        taken = [rows[k] for k in draw]
+        numbers = numpy.repeat(range(len(seeds)), [len(some) for some in taken])
+        found.append(Rows(table.iloc[numpy.concatenate(taken)].assign(seed=numbers)))
+    return found

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -35,13 +35,17 @@ batch_ensemble = partial(families.batch_ensemble, law=laws.Shifted)
 class CellBase:
     """What every cell has; an experiment's own ``Cell`` adds the fields that it sweeps."""
 
+    owner: ClassVar[str] = ""  # the module that measures it, if not the experiment's own
     setting: Setting
     seed: int = 0
 
     @property
     def weight(self) -> float:
         """Roughly what it costs, in units that only compare cells of one experiment."""
-        members, width = getattr(self, "members", 1), getattr(self, "width", 1.0)
+        return self.cost(getattr(self, "members", 1), getattr(self, "width", 1.0))
+
+    def cost(self, members: float, width: float) -> float:
+        """Return roughly what it costs to train so many members at a width."""
         step = 16 + members * width if self.setting.network == "mlp" else members * width**1.5
         return step * self.setting.epochs * self.setting.train
 
@@ -98,7 +102,12 @@ def load(name: str) -> Experiment:
     """
     if name not in NAMES:
         raise ValueError(f"unknown experiment {name!r}{closest(name, NAMES)}")
-    return importlib.import_module(f"embens.experiments.{name.replace('-', '_')}")  # type: ignore[return-value]
+    return module(name)
+
+
+def module(name: str) -> Any:
+    """Return the module of an experiment, or of cells that several of them have."""
+    return importlib.import_module(f"embens.experiments.{name.replace('-', '_')}")
 
 
 def cells(name: str, setting: Setting, seeds: Iterable[int] | None = None) -> list[Any]:

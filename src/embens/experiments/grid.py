@@ -58,6 +58,7 @@ def run(
     started, watcher = time.perf_counter(), watcher or Watcher()
     jobs = {job.key: job for job in (make_job(name, cell) for cell in cells)}
     results.refresh()
+    results.borrow({job.key for job in jobs.values() if job.experiment != name})
     retried = {k for k, r in results.records.items() if retry_failed and "error" in r}
 
     def is_known(key: str) -> bool:
@@ -131,8 +132,11 @@ def _record(job: Job, done: Done) -> Record:
 
 
 def narrow(cells: Sequence[CellBase], **wanted: Sequence[Any]) -> list[CellBase]:
-    """Return the cells whose fields have one of the wanted values; an error if there are none."""
-    found = list(cells)
+    """Return the cells whose fields have one of the wanted values; an error if there are none.
+
+    Cells that belong to several experiments stay, for the seeds that are left.
+    """
+    found = [cell for cell in cells if not cell.owner]
     for name, values in wanted.items():
         swept = found[0].swept()
         if name not in swept:
@@ -144,7 +148,8 @@ def narrow(cells: Sequence[CellBase], **wanted: Sequence[Any]) -> list[CellBase]
                 f"{name}: expected some of {', '.join(map(str, present))}; got "
                 f"{', '.join(map(str, values))}"
             )
-    return found
+    seeds = {cell.seed for cell in found}
+    return [*found, *(cell for cell in cells if cell.owner and cell.seed in seeds)]
 
 
 def _same(value: Any, wanted: Any) -> bool:

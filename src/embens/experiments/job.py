@@ -57,7 +57,8 @@ class Done:
 
 
 def make_job(name: str, cell: Any) -> Job:
-    """Return the job of a cell."""
+    """Return the job of a cell; one that several experiments have is the same in all of them."""
+    name = cell.owner or name
     identity = {"experiment": name, "cell": dataclasses.asdict(cell), "code": code_version(name)}
     text = json.dumps(identity, sort_keys=True)
     return Job(name, cell, hashlib.sha256(text.encode()).hexdigest()[:24])
@@ -68,7 +69,7 @@ def code_version(name: str) -> str:
     """Return a hash of the versions of embens and torch, and of the code that measures."""
     from importlib.metadata import version
 
-    parts = [version("embens"), torch.__version__, measuring_code(contract.load(name).measure)]
+    parts = [version("embens"), torch.__version__, measuring_code(contract.module(name).measure)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -123,7 +124,7 @@ def perform(job: Job) -> Done:
             torch.set_num_threads(job.threads)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            rows = contract.load(job.experiment).measure(job.cell)
+            rows = contract.module(job.experiment).measure(job.cell)
         rows = [rows] if isinstance(rows, dict) else list(rows)
         return Done(job.key, rows, None, time.perf_counter() - started)
     except Exception:

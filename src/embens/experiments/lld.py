@@ -8,7 +8,8 @@ from functools import partial
 
 from embens import laws
 from embens.embedding.families import last_layer_dropout
-from embens.experiments.claims import Claim, Frame, Rows, judge, line, trend
+from embens.experiments import fair
+from embens.experiments.claims import Claim, Frame, Rows, bootstrap, judge, line, trend
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import LABELS, Figure, Panel, curves, shades
 from embens.experiments.setting import Setting
@@ -18,7 +19,7 @@ LABEL = "fig:last_layer_dropout"
 TITLE = "Last-layer dropout"
 ABOUT = (
     "Frozen masks N(p, 1−p²) on the inputs of the last layer, γ=M; a colour for each p, a row for "
-    "each width of the network."
+    "each width of the network. Dashed: one network and separate ones, at the best rate for one."
 )
 
 
@@ -44,10 +45,11 @@ class Cell(CellBase):
     members: int
 
 
-def cells(setting: Setting) -> list[Cell]:
-    """Return the sweep over p, width and M."""
+def cells(setting: Setting) -> list[CellBase]:
+    """Return the sweep over p, width and M, and fair lines."""
     p, members = SHIFTS[setting.preset], MEMBERS[setting.preset]
-    return product(Cell, setting, p=p, width=WIDTHS, members=members)
+    sweep = product(Cell, setting, p=p, width=WIDTHS, members=members)
+    return [*sweep, *fair.cells(setting, WIDTHS)]
 
 
 def measure(cell: Cell) -> Row:
@@ -63,11 +65,18 @@ def _centred(rows: Rows) -> Rows:
 
 
 def _inverted_u(rows: Rows) -> float:
+    """Smaller of rise to the best M and fall to the largest, mean over widths."""
     widths = _centred(rows).by("width")
     return sum(mine.rise_and_fall("members") for _, mine in widths) / len(widths)
 
 
+def _growth_of_best(rows: Rows) -> float:
+    """Exponent of best M in width, mean over seeds."""
+    return _centred(rows).growth_of_best()
+
+
 def _gain(rows: Rows) -> float:
+    """Slope of the relative gain per doubling of width."""
     points = []
     for width, mine in _centred(rows).by("width"):
         _, values = mine.curve("members", "accuracy")
@@ -76,6 +85,7 @@ def _gain(rows: Rows) -> float:
 
 
 def _flattening(rows: Rows) -> float:
+    """Slope in p of the range of accuracy over M."""
     means = rows.frame.groupby(["p", "width", "members"])["accuracy"].mean()
     ranges = means.groupby(["p", "width"]).agg(["max", "min"])
     ranges = (ranges["max"] - ranges["min"]).groupby("p").mean()
@@ -83,6 +93,7 @@ def _flattening(rows: Rows) -> float:
 
 
 def _suffering(rows: Rows) -> float:
+    """Slope of member accuracy per doubling of M, largest p less p=0."""
     large, none = (
         some.slope("members", "member_accuracy") for some in (rows.last("p"), _centred(rows))
     )
@@ -92,54 +103,49 @@ def _suffering(rows: Rows) -> float:
 def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
     test = partial(judge, table)
+    beside = partial(judge, table, draws=bootstrap(table))
     return [
-        test("inverted U", _inverted_u, above=0.0).says(
+        beside("inverted U", _inverted_u, above=0.0).says(
             "at p=0 ensemble accuracy rises with M and falls again",
             paper="a clear maximum at some M > 1",
-            measure="smaller of rise to the best M and fall to the largest, mean over widths",
         ),
-        test("best M grows with width", lambda t: _centred(t).growth_of_best(), above=0.0).says(
+        test("best M grows with width", _growth_of_best, above=0.0).says(
             "at p=0 the best M moves right with width",
             paper="width moves the point of optimal performance to the right",
-            measure="exponent of best M in width, mean over seeds",
         ),
         test("wider, less correlated", trend(_centred, "correlation", "width"), below=0.0).says(
             "at p=0 wider networks have less correlated members",
             paper="correlation is lower for the wider network",
-            measure="slope of correlation per doubling of width",
         ),
-        test("wider, smaller gain", _gain, below=0.0).says(
+        beside("wider, smaller gain", _gain, below=0.0).says(
             "at p=0 the relative gain of ensembling is smaller in wider networks",
             paper="relative gain is lower for wider networks",
-            measure="slope of the relative gain per doubling of width",
         ),
-        test("curves flatten", _flattening, below=0.0).says(
-            "curves flatten as p grows",
-            paper="increasing p flattens all curves",
-            measure="slope in p of the range of accuracy over M",
+        beside("curves flatten", _flattening, below=0.0).says(
+            "curves flatten as p grows", paper="increasing p flattens all curves"
         ),
         test("members stop suffering", _suffering, above=0.0).says(
             "at large p members suffer less from M than at p=0",
             paper="no detrimental effect on individual accuracy",
-            measure="slope of member accuracy per doubling of M, largest p less p=0",
         ),
         test(
             "correlation grows with p",
             trend(lambda t: t.between("members", 4), "correlation", "p", log_x=False),
             above=0.0,
-        ).says(
-            "correlation grows with p",
-            paper="mean correlation increases with p",
-            measure="slope of correlation in p, M ≥ 4",
-        ),
+        ).says("correlation grows with p", paper="mean correlation increases with p"),
+        *fair.claims(table, lambda t: _centred(t).last("width")),
     ]
 
 
 def plot(table: Frame) -> Figure:
     """Return a row of panels for each width."""
-    draw = partial(curves, x="members", by="p", label="p={}", colours=shades(table["p"]))
+    draw = partial(curves, x="members", by="p", label="p={}", colours=shades(table["p"].dropna()))
     panels = [
-        Panel(f"width ×{width:g}", "members M", label, draw(rows, y=column), x_log=2)
+        Panel(
+            *(f"width ×{width:g}", "members M", label),
+            [*draw(rows, y=column), *fair.lines(rows, column, width=width)],
+            x_log=2,
+        )
         for width, rows in table.groupby("width")
         for column, label in LABELS.items()
     ]

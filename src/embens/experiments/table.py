@@ -30,36 +30,40 @@ def tidy(results: Results, name: str, setting: Setting) -> Frame:
     """Return the table of an experiment, sorted by what is swept."""
     import pandas
 
-    rows, swept = [], []
+    rows, swept = [], {}
     for record in records(results, name, setting):
         if "rows" in record:
             cell = {k: v for k, v in record["cell"].items() if k != "setting"}
-            swept = list(cell)
+            swept |= cell
             rows += [{**cell, **row, "seconds": record["seconds"]} for row in record["rows"]]
     table = pandas.DataFrame(rows)
     if not rows:
         return table
-    order = [*swept, "epoch"] if "epoch" in table else swept
+    order = [*swept, "epoch"] if "epoch" in table else [*swept]
     return table.sort_values(order, kind="stable", ignore_index=True)
 
 
 def records(results: Results, name: str, setting: Setting) -> list[Record]:
-    """Return the records of the present code whose setting is one that the sweep has."""
+    """Return the records of the present code with a setting of the sweep, its own cells first."""
     settings = {cell.setting for cell in contract.load(name).cells(setting)}
     wanted = [json.loads(json.dumps(dataclasses.asdict(one))) for one in settings]
-    code = code_version(name)
-    return [
+    found = [
         record
         for record in results.records.values()
-        if record.get("code") == code
+        if record.get("code") in _codes(name)
         and {"cell", "seconds"} <= record.keys()
         and record["cell"]["setting"] in wanted
     ]
+    return sorted(found, key=lambda record: record["code"] != code_version(name))
 
 
 def count_others(results: Results, name: str) -> int:
     """Return how many results are of other code, or of another version of embens or torch."""
-    return sum(r.get("code") != code_version(name) for r in results.records.values())
+    return sum(r.get("code") not in _codes(name) for r in results.records.values())
+
+
+def _codes(name: str) -> set[str]:
+    return {code_version(name), code_version("fair")}
 
 
 def write(
@@ -92,7 +96,7 @@ def write(
     texts = {
         "table.csv": table.to_csv(index=False, float_format="%.6g"),
         "claims.json": json.dumps([claim.to_dict() for claim in claims], indent=1),
-        "figure.json": json.dumps(figure.to_dict(), indent=1),
+        "figure.json": json.dumps(figure.to_dict()),
     }
     manifest["files"] = {file: checksum(text, {}) for file, text in texts.items()}
     texts["manifest.json"] = json.dumps(seal(manifest), indent=1)

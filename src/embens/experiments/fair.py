@@ -1,0 +1,130 @@
+"""Fair lines: one network and M separate ones, at the rate that is best for one network.
+
+Rates of the presets suit the largest collective ensembles; an ensemble has to beat its reference as
+well trained as that can be. The rate is chosen by the log loss on a fifth of the train rows, and
+networks are then trained on all rows. A cell of this kind belongs to no experiment: what one of
+them has measured, the others in the same results folder take over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from embens import metrics
+from embens.data import DataSet
+from embens.embedding.families import independent
+from embens.experiments.claims import Claim, Frame, Rows, judge
+from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.figure import Curve, curves
+from embens.experiments.setting import Setting, data_set
+from embens.experiments.training import Training, run, train
+
+FACTORS = (1.0, 4.0, 16.0)  # of the preset's rate
+TRIED = 2  # networks for each of them
+ONE, SEPARATE = "one network", "separate networks"
+
+
+@dataclass(frozen=True)
+class Fair(CellBase):
+    """Separate networks of one width."""
+
+    owner: ClassVar[str] = "fair"
+    width: float
+    networks: int = 8  # about the paper's best M
+
+    @property
+    def weight(self) -> float:
+        return self.cost(self.networks + TRIED * len(FACTORS), self.width)
+
+
+def cells(setting: Setting, widths: Iterable[float] = (1.0,)) -> list[Fair]:
+    """Return a cell for each width; an experiment adds them to its own."""
+    return product(Fair, setting, width=widths)
+
+
+def measure(cell: Fair) -> list[Row]:
+    """Choose the rate, train separate networks with it; return a row for each number of them."""
+    data = data_set(cell.setting)
+    generator = torch.Generator().manual_seed(cell.seed)
+    held = (
+        data if data.validation else data.split(len(data.train.targets) // 5, generator=generator)
+    )
+    factor = min(FACTORS, key=partial(_held_out_loss, cell, held))
+    trained = train_separate(cell, cell.networks, factor, data)
+    rows = []
+    for members in (1, 2, 4, cell.networks):
+        some = replace(trained, ensemble=trained.ensemble.subset(range(members)))
+        rows.append({"members": members, "factor": factor, **some.evaluate()})
+    return rows
+
+
+def train_separate(cell: Fair, networks: int, factor: float, data: DataSet) -> Training:
+    """Train some networks at a multiple of the preset's rate."""
+    network, generator = cell.draw()
+    ensemble = independent(network, networks, generator=generator)
+    return train(ensemble, cell.setting, data=data, seed=cell.seed, lr=factor * cell.setting.lr)
+
+
+def _held_out_loss(cell: Fair, held: DataSet, factor: float) -> float:
+    tried = train_separate(cell, TRIED, factor, held)
+    assert held.validation is not None
+    outputs = run(tried.ensemble, held.validation.inputs)
+    loss = metrics.member_nll(outputs, held.validation.targets).mean()
+    return math.inf if tried.diverged else float(loss)
+
+
+def only(rows: Rows) -> Rows:
+    """Return the rows of fair cells, which alone have a number of networks."""
+    return Rows(rows.frame[_are_fair(rows)])
+
+
+def without(rows: Rows) -> Rows:
+    """Return the other rows."""
+    return Rows(rows.frame[~_are_fair(rows)])
+
+
+def _are_fair(rows: Rows) -> Frame:
+    return rows.frame.reindex(columns=["networks"])["networks"].notna()
+
+
+def lines(table: Frame, column: str, *, width: float = 1.0) -> list[Curve]:
+    """Return one network as a flat line, and separate ones against M, if they were measured."""
+    rows = only(Rows(table)).frame
+    rows = rows[rows["width"] == width] if len(rows) else rows
+    ends = [1.0, float(table["members"].max())]
+    one = curves(rows[rows["members"] == 1], "members", column, label=ONE)
+    level = [replace(c, x=ends, y=c.y * 2, error=[], colour="#000000", style="dash") for c in one]
+    several = rows[rows["members"] > 1]
+    style = {"colours": "#7f7f7f", "style": "dash"}
+    return [*level, *curves(several, "members", column, label=SEPARATE, **style)]
+
+
+def claims(table: Frame, some: Callable[[Rows], Rows]) -> list[Claim]:
+    """Return how eight of some members compare with one network, and with eight separate ones.
+
+    Networks are as wide as those members', which are of width 1 if nothing is said of it.
+    """
+
+    def less(rows: Rows, networks: int) -> float:
+        mine = some(rows).where(members=8)
+        widths = mine.frame.reindex(columns=["width"]).fillna(1.0)["width"]
+        others = only(rows).where(width=float(widths.max()), members=networks)
+        return mine.mean("accuracy") - others.mean("accuracy")
+
+    test = partial(judge, table, measure="difference of test accuracies, M=8")
+    return [
+        test("better than one network", partial(less, networks=1), above=0.0).says(
+            "eight members are more accurate than one network at its own best rate",
+            paper="ensembles improve on a single model",
+        ),
+        test("as good as separate networks", partial(less, networks=8), above=-0.01).says(
+            "eight members are as accurate as eight separate networks (to 1 %)",
+            paper="members of the independent regime behave as if they were trained separately",
+        ),
+    ]

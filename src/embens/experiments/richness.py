@@ -1,0 +1,235 @@
+r"""Coupling and feature learning, taken apart (ours; the paper's limit has no feature learning).
+
+Outputs are counted from their initial values and scaled, :math:`\alpha (f - f_0)`: the larger the
+scale α, the less weights have to move to fit the data, down to the lazy training of the limit. The
+coupling of members at initialisation depends on p and the width, and not on α. A run is
+measured whenever the members' train loss has fallen to one of a few values, so that what is
+compared has the same train loss. Separate networks, trained in the same way, say how alike members
+are that share nothing: with correlation :math:`\rho_s` the collective part is
+:math:`c = (\rho - \rho_s) / (1 - \rho_s)`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from embens import laws, metrics
+from embens.embedding.families import embed, independent
+from embens.ensemble import EmbeddedEnsemble
+from embens.experiments.claims import Claim, Frame, Missing, Rows, bootstrap, judge
+from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.figure import Figure, Panel, curves, shades
+from embens.experiments.setting import Setting, data_set
+from embens.experiments.training import run, score
+from embens.finite import ntk
+
+LABEL = "ours: feature learning"
+TITLE = "Coupling and feature learning"
+ABOUT = (
+    "Modulations N(p, 1−p²), four members, outputs α(f−f₀) with a scale α that makes training lazy "
+    "(large) or rich (small), measured at the same train losses. The collective part is the "
+    "correlation above that of separate networks, as a part of what is left to 1."
+)
+SHIFTS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
+WIDTHS = {"quick": (2.0, 4.0, 8.0), "cpu": (0.5, 1.0, 2.0), "paper": (0.25, 0.5, 1.0)}
+SCALES = (0.5, 2.0, 8.0)
+LOSSES = (0.5, 0.1)
+KEYS = ["width", "scale", "loss"]
+TRAIN = 500  # rows; all digits would leave too few errors to correlate
+PATIENCE = 7  # times the preset's epochs are the most
+SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
+
+
+@dataclass(frozen=True)
+class Cell(CellBase):
+    """One ensemble; ``family`` is ``"embedded"`` or ``"separate"``, whose p means nothing."""
+
+    family: str
+    p: float
+    width: float
+    scale: float
+    members: int = 4
+
+
+def cells(setting: Setting) -> list[Cell]:
+    """Return the sweep over p, width and scale, and separate networks for each of the last two."""
+    few = replace(setting, train=min(TRAIN, setting.train)) if setting.network == "mlp" else setting
+    both = {"width": WIDTHS[setting.preset], "scale": SCALES}
+    return [
+        *product(Cell, few, family=["embedded"], p=SHIFTS, **both),
+        *product(Cell, few, family=["separate"], p=[0.0], **both),
+    ]
+
+
+def measure(cell: Cell) -> list[Row]:
+    """Train one ensemble; return a row for each loss that it reaches, or one for its end."""
+    setting, data = cell.setting, data_set(cell.setting)
+    network, generator = cell.draw()
+    law = laws.Shifted(cell.p)
+    make = partial(embed, pre=law, post=law) if cell.family == "embedded" else independent
+    ensemble = make(network, cell.members, generator=generator)
+    (inputs, target), unseen = data.train, data.test.inputs
+    first, first_unseen = run(ensemble, inputs), run(ensemble, unseen)
+    features, coupling = features_of(ensemble, unseen), measured_coupling(ensemble, inputs[:12])
+    rate = setting.lr / cell.scale * WIDTHS[setting.preset][0] / cell.width
+    groups = ensemble.parameter_groups(lr=rate, weight_decay=0.0, gamma=ensemble.natural_gamma)
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+
+    def look(loss: float, epoch: int) -> Row:
+        outputs = cell.scale * (run(ensemble, unseen) - first_unseen)
+        return {
+            **score(outputs, data.test.targets),
+            "disagreement": float(metrics.disagreement(outputs)),
+            "train_loss": loss,
+            "epochs": epoch,
+            "coupling": coupling,
+            "change": 1 - alignment(features, features_of(ensemble, unseen)),
+        }
+
+    rows: list[Row] = []
+    loss, last = math.nan, PATIENCE * setting.epochs
+    for epoch in range(1, last + 1):
+        for some in torch.randperm(len(target), generator=generator).split(setting.batch_size):
+            optimizer.zero_grad()
+            outputs = cell.scale * (ensemble(inputs[some]) - first[:, some])
+            ensemble.objective(outputs, target[some]).backward()
+            optimizer.step()
+        loss = float(
+            metrics.member_nll(cell.scale * (run(ensemble, inputs) - first), target).mean()
+        )
+        reached = [level for level in LOSSES[len(rows) :] if loss <= level]
+        rows += [{"loss": level, **look(loss, epoch)} for level in reached]
+        if len(rows) == len(LOSSES):
+            break
+    return rows or [{"loss": math.nan, **look(loss, last)}]
+
+
+@torch.no_grad()
+def features_of(ensemble: EmbeddedEnsemble, inputs: Tensor) -> Tensor:
+    """Return what the last layers of members get, ``(member, batch, unit)``, for 500 inputs."""
+    networks = (ensemble.member(a) for a in range(ensemble.members))
+    bodies = (nn.Sequential(*list(network.children())[:-1]) for network in networks)
+    return torch.stack([body(inputs[:500]).flatten(1) for body in bodies])
+
+
+def alignment(one: Tensor, other: Tensor) -> float:
+    r"""Return the centred alignment of members' kernels of features, mean over members.
+
+    .. math::
+        \frac{\langle K, K' \rangle}{|K| \, |K'|}, \qquad K = H H^\top
+        \text{ with } H \text{ less its mean over inputs}
+
+    Example:
+        >>> features = torch.eye(4)[None]
+        >>> alignment(features, -2 * features)
+        1.0
+    """
+    kernels = [
+        (h - h.mean(1, keepdim=True)) @ (h - h.mean(1, keepdim=True)).mT for h in (one, other)
+    ]
+    product_of, sizes = kernels[0] * kernels[1], [k.square().sum((1, 2)) for k in kernels]
+    return float((product_of.sum((1, 2)) / (sizes[0] * sizes[1]).sqrt()).mean())
+
+
+def measured_coupling(ensemble: EmbeddedEnsemble, inputs: Tensor) -> float:
+    """Return the tangent kernel of shared weights between members, relative to that within."""
+    kernel = ntk(ensemble, inputs, outputs="trace").shared.diagonal(dim1=-2, dim2=-1).mean(-1)
+    members = len(kernel)
+    own = kernel.diagonal().sum()
+    return float((kernel.sum() - own) / (members - 1) / own)
+
+
+def with_collective_part(rows: Rows) -> Frame:
+    """Return embedded ensembles with their collective part ``c``, where losses were reached."""
+    apart = rows.where(family="separate").frame.groupby(KEYS)["correlation"].mean()
+    mine = rows.where(family="embedded").between("loss", 0.0).frame
+    mine = mine.join(apart.rename("apart"), on=KEYS)
+    return mine.assign(c=(mine["correlation"] - mine["apart"]) / (1 - mine["apart"]))
+
+
+@functools.lru_cache(maxsize=256)
+def collective(rows: Rows) -> Rows:
+    """Return means over seeds of embedded ensembles and their collective part."""
+    means = with_collective_part(rows).groupby([*KEYS, "p"]).mean(numeric_only=True)
+    return Rows(means.reset_index())
+
+
+def _slope(rows: Rows, y: str, x: str) -> float:
+    """Return the slope of ``y`` per doubling of ``x`` at p ≥ 0.9, all else equal."""
+    others = [name for name in ("p", *KEYS) if name != x]
+    groups = collective(rows).between("p", 0.9).frame.groupby(others)
+    slopes = [Rows(some).slope(x, y) for _, some in groups if len(some) > 1]
+    if not slopes:
+        raise Missing(f"several values of {x}")
+    return statistics.fmean(slopes)
+
+
+def halfway(rows: Rows) -> Frame:
+    """Return the p half-way from the correlation at p=0 to 1, by width, scale and loss."""
+    points = collective(rows).frame.groupby(KEYS)[["p", "correlation"]]
+    return points.apply(lambda some: Rows(some).halfway("p", "correlation"))
+
+
+def _unknown(rows: Rows) -> float:
+    """Range of the half-way p over scales and train losses, mean over widths."""
+    points = halfway(rows).groupby("width")
+    if (points.count() < 2).any():
+        raise Missing("several scales or losses of each width")
+    return float((points.max() - points.min()).mean())
+
+
+def _lazy(rows: Rows) -> float:
+    """Half-way p at the largest scale and width."""
+    points = halfway(rows).reset_index(name="halfway")
+    return Rows(points).last("width").last("scale").mean("halfway")
+
+
+def claims(table: Frame) -> list[Claim]:
+    """Return what decides whether the transition can be known before training."""
+    test, part = partial(judge, table), "collective part"
+    slopes = (
+        ("change", "scale", "features change less the larger the scale of outputs"),
+        ("c", "scale", "at one coupling and train loss, who learns features is more alike"),
+        ("c", "loss", "members grow more alike while they are trained"),
+        ("c", "width", "at the same scale, members of wider networks are less alike"),
+    )
+    return [
+        *(
+            test(f"{y} against {x}", partial(_slope, y=y, x=x), below=0.0).says(
+                statement,
+                paper="–",
+                measure=f"slope of {part if y == 'c' else y} per doubling of {x}, p ≥ 0.9",
+            )
+            for y, x, statement in slopes
+        ),
+        test("known before training", _unknown, below=0.03, draws=bootstrap(table)).says(
+            "the law and the width decide where the transition is (to 0.03 in p)",
+            paper="the law of modulations decides",
+        ),
+        test("lazy and wide: the limit", _lazy, above=0.95).says(
+            "lazy members of the widest networks are apart up to p=0.95 (the limit: about 0.99)",
+            paper="dynamics are those of the limit",
+        ),
+    ]
+
+
+def plot(table: Frame) -> Figure:
+    """Return collective part and change of features against p, a column for each width."""
+    last = Rows(with_collective_part(Rows(table))).first("loss").frame
+    draw = partial(curves, x="p", by="scale", label="α={}", colours=shades(table["scale"]))
+    panels = [
+        Panel(f"{title}, width ×{width:g}", "shift p", label, draw(some, y=column))
+        for column, title, label in (
+            ("c", "how alike", "collective part c"),
+            ("change", "feature learning", "change of features"),
+        )
+        for width, some in last.groupby("width")
+    ]
+    return Figure(TITLE, panels, columns=max(1, last["width"].nunique()))

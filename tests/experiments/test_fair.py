@@ -1,0 +1,122 @@
+"""Fair lines: separate networks at their best rate, measured once for all experiments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pandas
+import pytest
+from experiments import problem
+from experiments.battery import check
+
+from embens.experiments import ablation, fair, grid, table, transition
+from embens.experiments.claims import HOLDS, Rows
+from embens.experiments.engines import Inline
+from embens.experiments.fair import Fair
+from embens.experiments.job import make_job
+from embens.experiments.results import Results
+
+SMALL = Fair(setting=problem.SETTING, width=0.5, networks=8)
+
+
+def test_a_cell_has_a_row_for_each_number_of_networks():
+    check("transition", SMALL)
+    found = fair.measure(SMALL)
+    assert [row["members"] for row in found] == [1, 2, 4, 8]
+    assert math.isnan(found[0]["correlation"])
+    assert found[3]["parameters"] == 8 * found[0]["parameters"]
+    assert len({row["factor"] for row in found}) == 1
+
+
+def test_the_rate_is_the_best_on_rows_that_are_held_out(monkeypatch):
+    cell = replace(SMALL, setting=replace(problem.SETTING, epochs=3))
+    seen = []
+
+    def train(cell, networks, factor, data):
+        trained = original(cell, networks, factor, data)
+        seen.append((networks, factor, data, trained))
+        return trained
+
+    original = fair.train_separate
+    monkeypatch.setattr(fair, "train_separate", train)
+    (chosen,) = {row["factor"] for row in fair.measure(cell)}
+    *tried, (networks, factor, data, _) = seen
+    assert (networks, factor, len(data.train.targets)) == (8, chosen, 64)
+    losses = {}
+    for networks, factor, held, trained in tried:
+        assert (networks, len(held.train.targets), len(held.validation.targets)) == (2, 52, 12)
+        outputs = trained.ensemble(held.validation.inputs).detach()
+        target = held.validation.targets
+        chances = outputs.softmax(-1)[:, range(12), target]
+        losses[factor] = float(-chances.log().mean())
+    assert list(losses) == list(fair.FACTORS)
+    assert chosen == min(losses, key=losses.get)
+
+
+def test_a_rate_at_which_networks_diverge_is_not_chosen(monkeypatch):
+    def train(cell, networks, factor, data):
+        return replace(original(cell, networks, 1.0, data), diverged=factor != 4.0)
+
+    original = fair.train_separate
+    monkeypatch.setattr(fair, "train_separate", train)
+    assert fair.measure(SMALL)[0]["factor"] == 4.0
+
+
+def test_what_one_experiment_measured_the_others_take_over(tmp_path, monkeypatch):
+    assert make_job("transition", SMALL) == make_job("ablation", SMALL)
+    folders = {name: tmp_path / name / "quick" for name in ("transition", "ablation")}
+    first = grid.run("transition", [SMALL], results=Results(folders["transition"]), engine=Inline())
+    results = Results(folders["ablation"])
+    second = grid.run("ablation", [SMALL], results=results, engine=Inline())
+    assert (first.measured, second.measured, second.known) == (1, 0, 1)
+    monkeypatch.setattr(ablation, "cells", lambda setting: [SMALL])
+    assert len(table.tidy(results, "ablation", problem.SETTING)) == 4
+    assert table.count_others(results, "ablation") == 0
+
+
+def test_the_columns_of_an_experiment_come_before_those_of_fair_lines(tmp_path):
+    results = Results(tmp_path / "transition" / "quick")
+    cells = [replace(SMALL, width=1.0), *problem.cells(1)]
+    grid.run("transition", cells, results=results, engine=Inline())
+    found = table.tidy(results, "transition", problem.SETTING)
+    assert list(found)[:4] == ["p", "members", "gamma", "seed"]
+    assert len(found) == 5
+
+
+def test_narrowing_a_sweep_keeps_its_fair_lines():
+    cells = transition.cells(problem.SETTING)
+    found = grid.narrow(cells, p=[0.9], members=[2])
+    assert [type(cell).__name__ for cell in found] == ["Cell", "Cell", "Fair"]
+
+
+def made_up():
+    rows = [
+        {"seed": s, "p": p, "members": m, "accuracy": 0.9 + 0.01 * (p == 0.0), "width": math.nan}
+        for s in range(4)
+        for p in (0.0, 1.0)
+        for m in (1, 8)
+    ]
+    rows += [
+        {"seed": s, "members": m, "networks": 8, "width": w, "accuracy": 0.8 + 0.01 * m * w}
+        for s in range(4)
+        for m in (1, 2, 8)
+        for w in (1.0, 2.0)
+    ]
+    return pandas.DataFrame(rows)
+
+
+def test_lines_are_one_network_for_all_m_and_separate_ones():
+    one, separate = fair.lines(made_up(), "accuracy")
+    assert (one.label, one.x) == ("one network", [1.0, 8.0])
+    assert one.y == pytest.approx([0.81, 0.81])
+    assert (separate.x, separate.y) == ([2.0, 8.0], pytest.approx([0.82, 0.88]))
+    assert fair.lines(made_up(), "accuracy", width=2.0)[0].y == pytest.approx([0.82, 0.82])
+    assert fair.lines(made_up().drop(columns="networks"), "accuracy") == []
+
+
+def test_eight_members_are_compared_with_networks_of_their_width():
+    better, as_good = fair.claims(made_up(), lambda rows: fair.without(rows).where(p=0.0))
+    assert (better.value, better.verdict) == (pytest.approx(0.10), HOLDS)
+    assert as_good.value == pytest.approx(0.03)
+    assert len(fair.without(Rows(made_up())).frame) + len(fair.only(Rows(made_up())).frame) == 40
