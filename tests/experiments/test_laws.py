@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experiments.battery import Battery
+from experiments.battery import Battery, table
 
 from embens.experiments import laws
+from embens.experiments.claims import Rows
 from embens.experiments.setting import PRESETS
 
 
@@ -58,6 +59,15 @@ def test_cells_modulate_what_they_say():
             assert kinds == {"post"}
         elif cell.law != laws.SEPARATE:
             assert kinds == expected[cell.sites], cell
+
+
+def test_two_laws_of_one_effective_width_are_two_points_however_it_is_rounded():
+    found = []
+    for noise in (0.0, 1e-9):
+        made = table("laws", rows, "true", 2)
+        made["effective_width"] *= 1 + noise * made.index
+        found.append(laws._cost(Rows(made), "nll"))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 def test_what_is_known_before_training_is_that_of_the_law():

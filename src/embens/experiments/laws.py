@@ -16,7 +16,7 @@ from torch import Tensor
 from embens import metrics
 from embens.embedding.families import embed, independent, masksembles
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Rows, judge
+from embens.experiments.claims import Claim, Frame, Rows, judge, line
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import LABELS, Figure, Panel, curves, shades
 from embens.experiments.setting import Setting, data_set
@@ -125,9 +125,15 @@ def measure(cell: Cell) -> Row:
 
 
 def _cost(rows: Rows, column: str) -> float:
-    """Return the change of a column where tails cost half the width, over centred laws."""
-    some = rows.where(law=list(CENTRED), sites=BOTH)
-    return -fmean(each.slope("effective_width", column) for _, each in some.by("width"))
+    """Return the change of a column where tails cost half the width, over centred laws.
+
+    A law is a point, also where two of them have the same effective width.
+    """
+    some, slopes = rows.where(law=list(CENTRED), sites=BOTH), []
+    for _, each in some.by("width"):
+        points = [(math.log2(r.mean("effective_width")), r.mean(column)) for _, r in each.by("law")]
+        slopes.append(line(*zip(*points, strict=True)))
+    return -fmean(slopes)
 
 
 def claims(table: Frame) -> list[Claim]:
@@ -158,7 +164,9 @@ def claims(table: Frame) -> list[Claim]:
 
 def plot(table: Frame) -> Figure:
     """Return measures against width for u and v together, and log loss for one of them."""
-    names = dict(zip((ONE, FASTER, *ORDER), shades(range(len(ORDER) + 2)).values(), strict=True))
+    names = dict(
+        zip((ONE, FASTER, *ORDER), shades(range(len(ORDER) + 2), "turbo").values(), strict=True)
+    )
     shown = {"nll": "log loss", **LABELS, "effective_width": "effective width"}
     draw = partial(curves, x="width", by="law", colours=names)
     parts = {sites: table[table["sites"].isin([sites, "none"])] for sites in (BOTH, "u", "v")}
