@@ -26,7 +26,7 @@ from embens.reading import register_layer
 
 if _TYPE_CHECKING:
     from embens import finite, theory
-    from embens.finite import diagnose, forecast
+    from embens.finite import advise, diagnose, forecast
     from embens.training import Divergence, EachMember, History, fit, select, snapshots
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "EmbeddedEnsemble",
     "History",
     "Prediction",
+    "advise",
     "batch_ensemble",
     "bayesian",
     "data",
@@ -72,7 +73,7 @@ def __getattr__(name: str):
         return _import_module(f"embens.{name}")
     if name in ("Divergence", "EachMember", "History", "fit", "select", "snapshots"):
         return getattr(_import_module("embens.training"), name)
-    if name in ("diagnose", "forecast"):
+    if name in ("advise", "diagnose", "forecast"):
         return getattr(_import_module("embens.finite"), name)
     if name == "__version__":
         return _import_module("importlib.metadata").version("embens")

@@ -12,9 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from torch import Tensor, nn
-
-from embens.cli.specification import parse_reference, read_data
+from embens.cli.specification import NETWORK_HELP, parse_reference, read_training_data
 from embens.ensemble.surgery import load
 from embens.finite import Budget, diagnose
 
@@ -23,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens diagnose``."""
     add = parser.add_argument
     add("ensemble", type=Path, help="what ensemble.save wrote")
-    networks = '"mlp(inputs=64, …)", "cnn(…)", module:function, file.py:function'
-    trust = "the last two run that code: name only what you trust"
-    add("--reference", required=True, help=f"the architecture: {networks}; {trust}")
+    add("--reference", required=True, help=NETWORK_HELP)
     add("--data", default="digits", help="digits (default), or an .npz file with x and y")
     add("--gamma", type=float, help="the gradient scale that you mean to use")
     add("--optimizer", help="the optimizer that you mean to use, such as Adam")
@@ -40,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     """Run ``embens diagnose``; return its exit code."""
     reference = parse_reference(options.reference)
     ensemble = load(options.ensemble, reference)
-    x, target = _data(options.data, reference)
+    x, target = read_training_data(options.data, reference)
     report = diagnose(
         ensemble,
         x,
@@ -54,13 +50,3 @@ def run(options: argparse.Namespace) -> int:
         report.plot(options.plot)
     print(json.dumps(report.to_dict(), indent=1) if options.json else report)
     return 0
-
-
-def _data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets in the dtypes that the reference and its loss take."""
-    x, y = read_data(text, reference)
-    if y is None:
-        raise ValueError(f"{text} has no targets; expected arrays x and y in an .npz file.")
-    like = next(reference.parameters()).dtype
-    x = x.to(like) if x.is_floating_point() else x
-    return x, y.to(like) if y.is_floating_point() else y.long()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import embens
 
 COMMANDS = {
+    "advise": ("propose ensembles of a network, within a budget", "data"),
     "diagnose": ("say before training whether members will differ", "plot"),
     "reproduce": ("run an experiment of the paper", "experiments"),
     "report": ("make one page of the results in a folder", "experiments"),

@@ -24,6 +24,10 @@ from embens.files import Refused, refusing
 from embens.laws import Law
 from embens.reading import parameter_layers
 
+NETWORK_HELP = (
+    'the architecture: "mlp(inputs=64, …)", "cnn(…)", module:function, file.py:function; '
+    "the last two run that code: name only what you trust"
+)
 NETWORKS: dict[str, Callable[..., nn.Module]] = {"mlp": networks.mlp, "cnn": networks.cnn}
 
 
@@ -121,3 +125,13 @@ def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
                 got = ", ".join(loaded) or "none"
                 raise Refused(f"expected arrays x and y in {path.name}; got {got}.")
     return arrays["x"], arrays.get("y")
+
+
+def read_training_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets in the dtypes that the reference and its loss take."""
+    x, y = read_data(text, reference)
+    if y is None:
+        raise ValueError(f"{text} has no targets; expected arrays x and y in an .npz file.")
+    like = next(reference.parameters()).dtype
+    x = x.to(like) if x.is_floating_point() else x
+    return x, y.to(like) if y.is_floating_point() else y.long()

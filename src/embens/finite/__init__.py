@@ -1,5 +1,6 @@
 """What a network of finite width does: empirical kernels, gradients, diagnosis."""
 
+from embens.finite.advice import Cost, Proposal, advise
 from embens.finite.dependence import ntk_drift, ntk_ratio, other_members_weight
 from embens.finite.diagnosis.diagnose import diagnose
 from embens.finite.diagnosis.measurement import Budget
@@ -12,13 +13,16 @@ from embens.finite.scaling import ScalingLaw, measure_cosine, measure_ntk_ratio,
 
 __all__ = [
     "Budget",
+    "Cost",
     "Diagnosis",
     "Estimate",
     "Finding",
     "FiniteKernel",
     "Forecast",
     "GradientNorms",
+    "Proposal",
     "ScalingLaw",
+    "advise",
     "diagnose",
     "forecast",
     "gradient_cosines",

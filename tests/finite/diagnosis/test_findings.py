@@ -10,7 +10,7 @@ from finite.diagnosed import IMAGES, LABELS, X, Y, batch_ensemble, cnn, mlp, see
 from torch import nn
 
 import embens
-from embens import laws, networks
+from embens import laws
 from embens.finite import diagnose
 from embens.finite.diagnosis.findings import CHECKS, optimizer_class
 

@@ -1,0 +1,46 @@
+"""``embens advise``: which ensemble to make of a network, for these data and this budget."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+
+from embens.cli.specification import NETWORK_HELP, parse_reference, read_training_data
+from embens.finite import advise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``embens advise``."""
+    add = parser.add_argument
+    add("reference", help=NETWORK_HELP)
+    add("data", nargs="?", default="digits", help="digits (default), or an .npz file with x and y")
+    for name, what in (("parameters", "numbers"), ("time", "a pass"), ("memory", "a step")):
+        add(f"--{name}", type=float, default=math.inf, help=f"{what}, in multiples of one network")
+    add("--members", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers to choose from")
+    add("--epochs", type=int, default=30, help="of the training that is planned (default 30)")
+    add("--lr", type=float, default=0.01, help="its rate (default 0.01)")
+    add("--check", type=int, metavar="EPOCHS", help="train the proposals for so many epochs")
+    add("--json", action="store_true", help="print numbers for programs")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``embens advise``; return its exit code."""
+    reference = parse_reference(options.reference)
+    proposals = advise(
+        reference,
+        *read_training_data(options.data, reference),
+        parameters=options.parameters,
+        time=options.time,
+        memory=options.memory,
+        members=options.members,
+        epochs=options.epochs,
+        lr=options.lr,
+        check=options.check,
+    )
+    if options.json:
+        print(json.dumps([asdict(proposal) for proposal in proposals], indent=1))
+    else:
+        print("\n\n".join(map(str, proposals)))
+    return 0

@@ -1,0 +1,29 @@
+"""The command ``embens advise``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from embens.cli import main
+
+NETWORK = "mlp(inputs=64, width=8, depth=2, outputs=10)"
+
+
+def test_the_command_prints_text_or_numbers(capsys):
+    pytest.importorskip("sklearn")
+    arguments = ["advise", NETWORK, "--members", "2", "--epochs", "6", "--parameters", "1.5"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "embens." in text
+    assert "points over one network" in text
+    assert main([*arguments, "--json"]) == 0
+    proposals = json.loads(capsys.readouterr().out)
+    assert all(p["cost"]["parameters"] <= 1.5 for p in proposals)
+
+
+def test_what_is_wrong_is_said_without_a_traceback(capsys):
+    with pytest.raises(SystemExit):
+        main(["advise", NETWORK, "--parameters", "0.1", "--epochs", "6"])
+    assert "no ensemble keeps to this budget" in capsys.readouterr().err
