@@ -13,7 +13,7 @@ from scipy import stats
 
 from embens.estimators import preprocessing
 from embens.estimators.choices import Options
-from embens.estimators.network import Encode, build
+from embens.estimators.network import Encode, Periodic, build
 from embens.estimators.tables import from_array, from_frame
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 import subprocess
@@ -156,13 +157,14 @@ class TestForecast:
 
     def test_notes_a_rate_at_which_training_diverges(self):
         found = forecast(embens.batch_ensemble(mlp(), 8), *task(), epochs=60, lr=1e4)
-        assert "diverged" in found.notes[0] and found.notes[0] in str(found)
+        assert "diverged" in found.notes[0]
+        assert found.notes[0] in str(found)
 
 
 class TestCarry:
     def test_more_members_gain_more_and_always_less_more(self):
         gains = [carry(PROBE, members).gain.value for members in (1, 2, 4, 8, 16)]
-        steps = [b - a for a, b in zip(gains, gains[1:], strict=False)]
+        steps = [b - a for a, b in itertools.pairwise(gains)]
         assert all(step > 0 for step in steps)
         assert steps == sorted(steps, reverse=True)
         losses = [carry(PROBE, members).nll.value for members in (1, 2, 4, 8, 16)]

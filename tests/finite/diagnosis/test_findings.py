@@ -269,7 +269,8 @@ def products(ensemble: embens.EmbeddedEnsemble) -> torch.Tensor:
 
 def test_equal_members_are_one_model_and_say_why():
     report = diagnose(batch_ensemble(p=1.0), X, Y)
-    assert report.one_model and report.gamma == 1.0
+    assert report.one_model
+    assert report.gamma == 1.0
     (finding,) = report.warnings
     assert "all 8 members are one model (Shifted(p=1.0)" in finding.message
     assert "Members are one model" in str(report)

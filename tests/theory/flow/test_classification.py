@@ -301,8 +301,10 @@ class TestPerformance:
     def test_members_alone_have_no_correlation(self):
         labels = torch.arange(TEST) % 3
         alone = performance(self.flow(members=1), labels, t=2.0, generator=generator())
-        assert math.isnan(alone.correlation) and math.isnan(alone.disagreement)
-        assert math.isnan(alone.error["correlation"]) and alone.error["nll"] > 0
+        assert math.isnan(alone.correlation)
+        assert math.isnan(alone.disagreement)
+        assert math.isnan(alone.error["correlation"])
+        assert alone.error["nll"] > 0
         several = performance(self.flow(), labels, t=2.0, draws=7, generator=generator())
         drawn = self.flow().sample(2.0, 7, generator=generator())
         values = [float(metrics.disagreement(outputs)) for outputs in drawn]
