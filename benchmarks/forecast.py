@@ -452,10 +452,9 @@ def report(rows: list[dict]) -> None:
         rank_nll = spearmanr(*zip(*losses, strict=True))[0]
         cost = statistics.median(r["forecast_seconds"] / r["ensemble"]["seconds"] for r in some)
         sign = f"{statistics.fmean(clear):.0%} of {len(clear)}" if clear else "–"
-        return (
-            f"| {name} | {len(some)} | {statistics.fmean(errors):.3f} | {constant:.3f} | {inside:.0%} | "
-            f"{rank:.2f} | {sign} | {gained:.0%} | {rank_nll:.2f} | {best_members(some)} | {cost:.1%} |"
-        )
+        cells = [name, len(some), f"{statistics.fmean(errors):.3f}", f"{constant:.3f}"]
+        cells += [f"{inside:.0%}", f"{rank:.2f}", sign, f"{gained:.0%}", f"{rank_nll:.2f}"]
+        return "| " + " | ".join(map(str, [*cells, best_members(some), f"{cost:.1%}"])) + " |"
 
     log = forecasts.log_of
     print(
