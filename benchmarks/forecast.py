@@ -458,7 +458,8 @@ def report(rows: list[dict]) -> None:
 
     log = forecasts.log_of
     print(
-        "| task | ensembles | error of ρ | best constant | in interval | rank of gain | sign of clear gain | in interval | rank of log loss | best M | cost |"
+        "| task | ensembles | error of ρ | best constant | in interval | rank of gain "
+        "| sign of clear gain | in interval | rank of log loss | best M | cost |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     kinds = {}
