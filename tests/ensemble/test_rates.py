@@ -75,8 +75,9 @@ def train_by_hand(ensemble, gamma, update) -> dict[str, Tensor]:
                 if id(p) not in individual:
                     if factor > 0:
                         p += update(name, p, total[name], LR, DECAY)
-                elif id(p) in own:
-                    p += update(name, p, total[name], LR, DECAY)
+                elif id(p) in own:  # what is drawn to its start is not drawn to 0
+                    decay = 0.0 if ensemble.plan.family == "bayesian" else DECAY
+                    p += update(name, p, total[name], LR, decay)
                 else:
                     p += update(name, p, total[name], MODULATION_LR, 0.0)
     return {name: p.detach() for name, p in ensemble.named_parameters()}

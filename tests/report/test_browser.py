@@ -110,7 +110,7 @@ def test_charts_can_be_zoomed_pointed_at_and_chosen_from_without_errors(probed):
     assert found["ready"] == "yes"
     assert found["sections"] == 2
     assert found["drawn"] == found["charts"] == 5
-    assert found["claims"] == len(found["verdicts"]) == 15
+    assert found["claims"] == len(found["verdicts"]) == 16
     assert set(found["verdicts"]) <= {"holds", "does not hold", "undecided"}
     assert found["before"] == found["shown"] == found["hidden"] + 1
     assert found["zoomed"] == [0, 0.5] != found["range"]
