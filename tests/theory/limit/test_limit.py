@@ -442,5 +442,7 @@ class TestJointLaws:
 
     def test_of_v_with_smooth_activations_are_refused_where_no_series_is_known(self):
         net = networks.mlp(5, 8, 2, activation="tanh")
-        with pytest.raises(NotImplementedError, match=r"Correlated\(rho=0.3\).*Use the law for post"):
+        with pytest.raises(
+            NotImplementedError, match=r"Correlated\(rho=0.3\).*Use the law for post"
+        ):
             theory.kernels(embens.embed(net, 4, laws.Correlated(0.3), laws.Shifted(0.5)), points())
