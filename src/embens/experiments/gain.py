@@ -31,7 +31,7 @@ SHIFTS = (0.0, 0.5, 0.9, 1.0)
 MEMBERS = {"quick": (2, 4, 8), "cpu": (2, 4, 8, 16), "paper": (2, 4, 8, 16)}
 WIDTH = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}
 RATE = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}  # times the setting's
-SEEDS = {"quick": 5, "cpu": 5, "paper": 3}
+SEEDS = {"quick": 15, "cpu": 5, "paper": 3}
 
 
 @dataclass(frozen=True)
