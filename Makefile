@@ -3,6 +3,7 @@
 PYTHON  ?= $(shell command -v python3.11 || command -v python3)
 VENV    := .venv
 BENCH   := .venv-bench
+TABLES  := .venv-tables
 OLDEST  := .venv-oldest
 BIN     := $(VENV)/bin
 PIP     := -m pip install --quiet --disable-pip-version-check
@@ -16,10 +17,11 @@ CORE    := $(addprefix tests/,test_checks.py test_files.py test_laws.py test_net
 PEERS   := pytest pytest-xdist jaxtyping beartype pandas scikit-learn torchmetrics
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-long browser test-oldest test-peers check format demo bench clean
+.PHONY: help venv test test-long browser test-oldest test-peers check format demo bench \
+	bench-tables clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.stamp  ## build .venv with the tested versions (again only when they change)
 
@@ -77,6 +79,15 @@ $(BENCH)/.stamp: pyproject.toml constraints.txt benchmarks/requirements.txt
 	$(BENCH)/bin/python $(PIP) --no-deps -r benchmarks/requirements.txt -c constraints.txt
 	@touch $@
 
+bench-tables: $(TABLES)/.stamp  ## compare on real tables; resumes (ARGS="run --help" to choose)
+	nice -n 10 $(TABLES)/bin/python -m benchmarks.tables $(or $(ARGS),run)
+
+$(TABLES)/.stamp: pyproject.toml constraints.txt benchmarks/requirements-tables.txt
+	$(PYTHON) -m venv $(TABLES)
+	$(TABLES)/bin/python $(PIP) -e '.[estimators,experiments,ray]' -c constraints.txt
+	$(TABLES)/bin/python $(PIP) --no-deps -r benchmarks/requirements-tables.txt -c constraints.txt
+	@touch $@
+
 clean:  ## remove environments, caches and build products
-	rm -rf $(VENV) $(BENCH) $(OLDEST) embens-results build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(BENCH) $(TABLES) $(OLDEST) embens-results build dist .pytest_cache .ruff_cache
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +
