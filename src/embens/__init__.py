@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from embens import data, laws, metrics, networks
 from embens.embedding.families import (
+    adapt,
     batch_ensemble,
     bayesian,
     embed,
@@ -35,6 +36,7 @@ __all__ = [
     "EmbeddedEnsemble",
     "History",
     "Prediction",
+    "adapt",
     "advise",
     "batch_ensemble",
     "bayesian",

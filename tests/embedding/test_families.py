@@ -10,6 +10,7 @@ from torch import nn
 
 import embens
 from embens import laws
+from embens.embedding.families import NEAR
 
 
 def mlp(*tail: nn.Module) -> nn.Sequential:
@@ -569,3 +570,71 @@ class TestJoin:
             embens.join([])
         with pytest.raises(TypeError, match="list of networks"):
             embens.join(net())
+
+
+def trained_cnn() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Tanh(), nn.Conv2d(8, 8, 3)),
+        *(nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
+    )
+    net(torch.randn(20, 3, 6, 6))  # running statistics that are not the initial ones
+    return net.eval()
+
+
+@pytest.mark.parametrize("by", ["modulations", "low_rank", "head"])
+@pytest.mark.parametrize("trunk", ["trained", "frozen"])
+@pytest.mark.parametrize("head", ["drawn", "copied", "shared"])
+def test_adapted_members_begin_near_a_trained_network_and_train_what_was_asked(by, trunk, head):
+    net, x = trained_cnn(), torch.randn(7, 3, 6, 6)
+    if by == "head" and head != "drawn":
+        with pytest.raises(ValueError, match="members would begin equal and stay so"):
+            embens.adapt(net, 3, by=by, head=head)
+        return
+    ensemble = embens.adapt(net, 3, by=by, trunk=trunk, head=head, generator=generator())
+    before, reference = ensemble(x), net(x)
+    assert ensemble.plan.frozen == (trunk == "frozen")
+    assert ensemble.plan.pretrained
+    if head != "drawn":
+        size = reference.std()
+        assert (before - reference).abs().max() < (1e-5 if by == "low_rank" else size)
+    for a in range(3):
+        torch.testing.assert_close(ensemble.member(a)(x), before[a])
+    shared = [p.detach().clone() for p in ensemble.shared_parameters()]
+    embens.fit(ensemble, (x, torch.arange(7) % 5), epochs=2, batch_size=7, lr=0.1, progress=False)
+    after = ensemble.eval()(x)
+    assert all(not torch.allclose(after[a], before[a]) for a in range(3))
+    assert not torch.allclose(after[0], after[1])
+    same = [torch.equal(*pair) for pair in zip(ensemble.shared_parameters(), shared, strict=True)]
+    assert all(same) == (trunk == "frozen")
+
+
+def test_the_spread_of_adapted_members_falls_with_the_number_of_modulated_inputs():
+    def spread(depth: int) -> float:
+        hidden = [layer for _ in range(depth) for layer in (nn.Linear(9, 9), nn.ReLU())]
+        ensemble = embens.adapt(nn.Sequential(*hidden, nn.Linear(9, 2)), 4, head="copied")
+        assert ensemble.overlap == pytest.approx(NEAR)
+        return ensemble.plan.sites[0].law.std
+
+    assert spread(2) > spread(3) > spread(9)
+    assert spread(5) ** 2 == pytest.approx(NEAR ** (-1 / 4) - 1)
+    law = embens.adapt(mlp(), 4, spread=0.3).plan.sites[0].law
+    assert law == laws.Normal(1.0, 0.3)
+
+
+@pytest.mark.parametrize("options", [{"spread": 0.0}, {"spread": 0.1, "by": "low_rank"}])
+def test_a_spread_that_means_nothing_is_refused(options):
+    with pytest.raises(
+        ValueError, match="spread: expected a positive number, for by='modulations'"
+    ):
+        embens.adapt(mlp(), 4, **options)
+
+
+def test_matrices_of_low_rank_leave_layers_of_the_members_own_alone():
+    net, x = mlp(), torch.randn(5, 3)
+    ensemble = embens.low_rank(net, 3, kind="additive", shared="frozen", own="last")
+    assert [site.layer for site in ensemble.plan.low_rank] == ["0", "2"]
+    torch.testing.assert_close(ensemble(x)[1], ensemble.member(1)(x))
+    features, head = net[:4](x), ensemble.member(1)[4]
+    torch.testing.assert_close(ensemble(x)[1], head(features))
+    assert not torch.equal(head.weight, net[4].weight)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -55,6 +56,8 @@ from embens.ensemble.surgery import operate
 from embens.laws import Law
 
 _NORMAL = laws.Normal()
+NEAR = 0.9
+"""How alike members that begin near a trained network are: the overlap of all their laws."""
 
 
 @suggest()
@@ -363,6 +366,7 @@ def low_rank(
     shared: Literal["trained", "frozen"] = "trained",
     scale: float | None = None,
     sites: Sites = "all",
+    own: str | Iterable[str] = (),
     example_input: Any = None,
     generator: torch.Generator | None = None,
 ) -> EmbeddedEnsemble:
@@ -381,7 +385,8 @@ def low_rank(
             relative to the root mean square of :math:`W`. 0: :math:`B_a` is 0, and members begin as
             the reference and part in training, because :math:`A_a` is drawn for each. None: 0.5,
             and 0 for the additive kind.
-        sites: the layers, as for :func:`embed`.
+        sites: the layers, as for :func:`embed`, without those of the members' own.
+        own: layers of which every member has its own copy, drawn anew, as for :func:`embed`.
         example_input: as for :func:`embed`.
         generator: draws the matrices.
 
@@ -399,9 +404,10 @@ def low_rank(
     check_number("scale", scale, "finite and not negative", lambda std: std >= 0)
     if rank is not None:
         check_whole("rank", rank, 1)
-    chosen = choose_low_rank(layers, flow, sites, rank, LowRankSite("", 4, kind, scale))
-    plan = _plan(reference, flow, members, chosen, family="low_rank")
-    return operate(reference, replace(plan, frozen=shared == "frozen"), generator)
+    apart = choose_own(own, reference, layers, flow)
+    chosen = choose_low_rank(layers, flow, sites, rank, LowRankSite("", 4, kind, scale), apart)
+    plan = _plan(reference, flow, members, chosen, apart, family="low_rank")
+    return _build(reference, replace(plan, frozen=shared == "frozen"), apart, None, generator)
 
 
 @suggest()
@@ -640,3 +646,75 @@ def _redraw_(
                     "Pass initialise= (own_weights= of embed), a function that redraws one module "
                     "in place."
                 )
+
+
+@suggest()
+def adapt(
+    reference: nn.Module,
+    members: int = 8,
+    *,
+    by: Literal["modulations", "low_rank", "head"] = "modulations",
+    trunk: Literal["trained", "frozen"] = "trained",
+    head: Literal["drawn", "copied", "shared"] = "drawn",
+    spread: float | None = None,
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    r"""Embed an ensemble into a trained network, to fine-tune it: members begin near the network.
+
+    **When.** For a network that was trained: its function is kept at the start. The centred laws of
+    :func:`embed` and :func:`batch_ensemble` make members independent, and forget what the network
+    has learnt; they are for training from scratch.
+
+    Args:
+        reference: a trained network with the last layer for the new task; copied, never changed.
+        members: how many.
+        by: how members differ below their last layers. "modulations": :math:`u, v \sim
+            N(1, \varepsilon^2)` at the hidden sites; "low_rank": :math:`W + B_a A_a` with
+            :math:`B_a = 0` at first, as :func:`low_rank`; "head": in their last layers alone.
+        trunk: "frozen": what members share is not trained, and ``save(shared=False)`` is all that
+            has to be kept.
+        head: last layers of the members' own, "drawn" anew (for a new task) or "copied" (for one
+            that the network knows); "shared": of all members together.
+        spread: :math:`\varepsilon`. None: the smallest with which members are not one model,
+            :math:`(1 + \varepsilon^2)^{-L} = r` for :math:`L` modulated inputs, with
+            :math:`r` = ``NEAR``.
+        example_input: as for :func:`embed`.
+        generator: draws the members.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3))
+        >>> ensemble, x = adapt(net, members=5, head="copied"), torch.ones(2, 4)
+        >>> bool((ensemble(x) - net(x)).abs().max() < 1)
+        True
+    """
+    layers, flow = _read(reference, members, example_input)
+    check_choice("by", by, ("modulations", "low_rank", "head"))
+    check_choice("trunk", trunk, ("trained", "frozen"))
+    check_choice("head", head, ("drawn", "copied", "shared"))
+    if by == "head" and head != "drawn" and members > 1:
+        raise ValueError(
+            f"by='head' with head={head!r}: members would begin equal and stay so. Use "
+            "head='drawn', or by='modulations' or 'low_rank'."
+        )
+    if spread is not None and (by != "modulations" or not 0 < spread < math.inf):
+        raise ValueError(
+            f"spread: expected a positive number, for by='modulations'; got {spread} for by={by!r}"
+        )
+    apart = choose_own("last" if head != "shared" else (), reference, layers, flow)
+    differing: tuple[Site | LowRankSite, ...] = ()
+    if by == "low_rank":
+        differing = choose_low_rank(
+            layers, flow, "all", None, LowRankSite("", 4, "additive"), apart
+        )
+    elif by == "modulations":
+        law = laws.Normal(1.0, 1.0 if spread is None else spread)
+        chosen = choose_sites(layers, flow, law, law, "hidden", True, False, apart)
+        if spread is None:
+            inputs = max(1, sum(site.kind == "post" for site in chosen))
+            law = laws.Normal(1.0, math.sqrt(NEAR ** (-1 / inputs) - 1))
+        differing = tuple(replace(site, law=law) for site in chosen)
+    drawn = head == "drawn"
+    plan = _plan(reference, flow, members, differing, apart, family="adapt", drawn=drawn)
+    plan = replace(plan, frozen=trunk == "frozen", pretrained=True)
+    return _build(reference, plan, apart if drawn else (), None, generator)

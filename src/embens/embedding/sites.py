@@ -212,13 +212,18 @@ def _refuse_bypassed(names: Iterable[str], layers: Iterable[str], flow: Flow) ->
 
 
 def choose_low_rank(
-    layers: dict[str, nn.Module], flow: Flow, sites: Sites, rank: int | None, like: LowRankSite
+    layers: dict[str, nn.Module],
+    flow: Flow,
+    sites: Sites,
+    rank: int | None,
+    like: LowRankSite,
+    own: tuple[str, ...] = (),
 ) -> tuple[LowRankSite, ...]:
     """Return the layers that ``sites`` stands for, all with matrices of one kind.
 
     A rank of None is that of ``like``, or the full one of layers that are smaller.
     """
-    names = {name for name, _ in _select(sites, layers, flow)[0]}
+    names = {name for name, _ in _select(sites, layers, flow)[0] if not is_within(name, own)}
     _refuse_bypassed(names, layers, flow)
     shapes: dict[str, tuple[int, int]] = {}
     for name in (n for n in layers if n in names):

@@ -147,6 +147,7 @@ class Plan:
         sites: where they differ.
         low_rank: layers in which they differ by matrices of low rank.
         frozen: whether what they share is not trained.
+        pretrained: whether the reference was trained before, and members begin near it.
         own: modules with tensors of each member's own.
         own_last: whether all last layers are, drawn for each member.
         shared: modules computed once for all members.
@@ -169,6 +170,7 @@ class Plan:
     sites: tuple[Site, ...] = ()
     low_rank: tuple[LowRankSite, ...] = ()
     frozen: bool = False
+    pretrained: bool = False
     own: tuple[OwnTensors, ...] = ()
     own_last: bool = False
     shared: tuple[SharedModule, ...] = ()
