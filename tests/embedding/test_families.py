@@ -507,10 +507,10 @@ def test_positions_are_shared_where_tokens_have_a_table_for_each_member():
     ensemble = embens.mimo(Positions(), 3)
     assert ensemble.plan.heads.first == ("tokens",)
     x = torch.randint(7, (3, 6, 5))
-    tables = ensemble.individuals["tokens"].tensors()[0]
+    tables = ensemble.individuals["tokens"].tensors()["weight"]
     z = sum(table[rows] for table, rows in zip(tables, x, strict=True))
     z = torch.tanh(z + ensemble.network.positions.weight).mean(1)
-    weight, bias = ensemble.individuals["last"].tensors()
+    weight, bias = ensemble.individuals["last"].tensors().values()
     expected = torch.einsum("aoi,bi->abo", weight, z) + bias[:, None]
     torch.testing.assert_close(ensemble(x, batch="own"), expected)
 

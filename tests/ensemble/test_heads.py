@@ -123,7 +123,7 @@ def test_an_onnx_file_gives_the_same_outputs(tmp_path):
 def test_blocks_are_drawn_at_the_scale_that_keeps_the_sum():
     reference = nn.Sequential(nn.Linear(400, 300), nn.ReLU(), nn.Linear(300, 2))
     ensemble = embens.mimo(reference, 4)
-    blocks = ensemble.individuals["0"].tensors()[0]
+    blocks = ensemble.individuals["0"].tensors()["weight"]
     scale = reference[0].weight.std()
     torch.testing.assert_close(blocks.std((1, 2)), (scale / 2).expand(4), rtol=0.02, atol=0)
     correlations = torch.corrcoef(blocks.flatten(1).detach()) - torch.eye(4)
@@ -204,7 +204,7 @@ def test_what_the_trunk_keeps_is_common_to_all_members():
     ensemble = embens.mimo(Keeping(), 3)
     x = torch.randn(3, 6, 3)
     assert ensemble(x, batch="own").shape == (3, 6, 2)
-    weight, bias = ensemble.individuals["first"].tensors()[0], ensemble.network.first.bias
+    weight, bias = ensemble.individuals["first"].tensors()["weight"], ensemble.network.first.bias
     z = torch.tanh(torch.einsum("aoi,abi->bo", weight, x) + bias)
     torch.testing.assert_close(ensemble.network.mean, 0.1 * z.mean(0))
     ensemble.eval()
@@ -229,7 +229,10 @@ def test_gradients_are_those_of_the_sum_of_the_losses_by_hand():
     loss.backward()
     blocks, heads, biases = (
         t.detach().clone().requires_grad_()
-        for t in (*ensemble.individuals["0"].tensors(), *ensemble.individuals["4"].tensors())
+        for t in (
+            *ensemble.individuals["0"].tensors().values(),
+            *ensemble.individuals["4"].tensors().values(),
+        )
     )
     bias, middle = ensemble.network[0].module.bias, copy.deepcopy(ensemble.network[2])
     middle.zero_grad()
@@ -239,7 +242,7 @@ def test_gradients_are_those_of_the_sum_of_the_losses_by_hand():
     expected = sum(F.cross_entropy(o, t) for o, t in zip(outputs, y, strict=True))
     expected.backward()
     torch.testing.assert_close(loss, expected)
-    ours = [p.grad for m in ensemble.individuals.values() for p in m.tensors()]
+    ours = [p.grad for m in ensemble.individuals.values() for p in m.tensors().values()]
     for a, b in zip(ours, (blocks.grad, heads.grad, biases.grad), strict=True):
         torch.testing.assert_close(a, b)
     weight = middle.module.weight if hasattr(middle, "module") else middle.weight
@@ -265,8 +268,8 @@ def test_members_are_mixed_by_shares_in_training_and_evenly_in_evaluation():
     shares = draw_shares(2, 0.7, x)
     torch.manual_seed(3)
     outputs = ensemble(x, batch="own")
-    blocks = ensemble.individuals["0"].tensors()[0].detach()
-    heads = ensemble.individuals["2"].tensors()
+    blocks = ensemble.individuals["0"].tensors()["weight"].detach()
+    heads = ensemble.individuals["2"].tensors().values()
     z = sum(s * F.linear(v, w) for s, v, w in zip(shares, x, blocks, strict=True))
     z = torch.tanh(z + reference[0].bias)
     expected = torch.stack([F.linear(z, w, b) for w, b in zip(*heads, strict=True)])
@@ -314,11 +317,11 @@ def test_the_input_may_enter_by_several_layers_and_sizes_may_be_read_before():
     ensemble = embens.mimo(Several(), 3)
     assert ensemble.plan.heads.first == ("left", "right")
     x = torch.randn(3, 5, 3, 4)
-    left, right = (ensemble.individuals[n].tensors()[0] for n in ("left", "right"))
+    left, right = (ensemble.individuals[n].tensors()["weight"] for n in ("left", "right"))
     flat = x.flatten(2)
     left = torch.einsum("aoi,abi->bo", left, flat) + ensemble.network.left.bias
     right = torch.einsum("aoi,abi->bo", right, flat)
-    weight, bias = ensemble.individuals["last"].tensors()
+    weight, bias = ensemble.individuals["last"].tensors().values()
     expected = torch.einsum("aoi,bi->abo", weight, left * right.sigmoid()) + bias[:, None]
     torch.testing.assert_close(ensemble(x, batch="own"), expected)
 
@@ -389,7 +392,7 @@ def test_gradients_and_diagnosis_are_those_of_the_network_at_test():
     trunk = [*ensemble.network[2].parameters(), ensemble.network[0].module.bias]
     rows = []
     for loss in (F.cross_entropy(outputs, y) for outputs in ensemble(x)):
-        blocks = ensemble.individuals["0"].tensors()[0]
+        blocks = ensemble.individuals["0"].tensors()["weight"]
         of_trunk = torch.autograd.grad(loss, trunk, retain_graph=True)
         (of_blocks,) = torch.autograd.grad(loss, blocks, retain_graph=True)
         torch.testing.assert_close(of_blocks[0], of_blocks[2])  # one layer at test

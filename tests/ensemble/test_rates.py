@@ -58,7 +58,7 @@ def train_by_hand(ensemble, gamma, update) -> dict[str, Tensor]:
     """
     factor = value_of(gamma, ensemble) / ensemble.members
     individual = {id(p) for p in ensemble.individual_parameters()}
-    copied = [m.tensors() for m in ensemble.modules() if isinstance(m, Own)]
+    copied = [[*m.tensors().values()] for m in ensemble.modules() if isinstance(m, Own)]
     own = {id(tensor) for tensors in copied for tensor in tensors}
     for step in range(STEPS):
         x, y = data(step)

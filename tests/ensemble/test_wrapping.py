@@ -1,13 +1,15 @@
-"""Modulated layers look like the layers inside them."""
+"""Modulated layers look like the layers inside them, and what comes out again is plain."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import ARCHITECTURES
 from torch import nn
 
 import embens
+from embens.ensemble.wrapping import walk, without_members
 
 
 def mlp() -> nn.Sequential:
@@ -37,3 +39,32 @@ def test_reading_a_modulated_weight_past_its_layer_is_an_error_and_other_attribu
     ):
         with pytest.raises(AttributeError, match="without calling the layer"):
             read()
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize("family", [embens.batch_ensemble, embens.independent])
+def test_a_member_has_the_modules_of_the_reference(case, family):
+    reference = case.build()
+    member = family(reference, 2).member(1)
+    expected = {name: type(m) for name, m in reference.named_modules()}
+    assert {name: type(m) for name, m in member.named_modules()} == expected
+    assert member.state_dict().keys() == reference.state_dict().keys()
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
+def test_a_walk_gives_the_names_of_the_reference(case):
+    reference = case.build()
+    ensemble = embens.batch_ensemble(reference, 2)
+    found = {name for name, _ in walk(ensemble.network)}
+    assert {name for name, _ in reference.named_modules()} <= found
+    sites = {f"{s.layer}.{s.kind}" for s in ensemble.plan.sites}
+    assert sites == set(ensemble.individuals) & sites
+
+
+def test_without_members_the_network_is_the_reference_and_shares_its_parameters():
+    reference = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    ensemble = embens.batch_ensemble(reference, 3)
+    plain = without_members(ensemble.network)
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(plain(x), reference(x))
+    assert {id(p) for p in plain.parameters()} == {id(p) for p in ensemble.shared_parameters()}

@@ -29,13 +29,7 @@ from torch import nn
 
 from embens import laws, reading
 from embens.checks import check_choice, check_members, check_number, check_whole, suggest
-from embens.embedding.sharing import (
-    Sharing,
-    may_overwrite,
-    measure_widths,
-    warn_state,
-    why_not_collapsible,
-)
+from embens.embedding.sharing import Sharing
 from embens.embedding.sites import (
     Laws,
     Sites,
@@ -46,7 +40,6 @@ from embens.embedding.sites import (
     choose_own,
     choose_sites,
     is_within,
-    warn_guesses,
 )
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.ntkgp import NTKGP
@@ -121,13 +114,9 @@ def embed(
         check_choice("own_weights", own_weights, ("drawn", "copied"))
     apart, drawn = choose_own(own, reference, layers, flow), own_weights != "copied"
     chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh, apart)
-    plan = _plan(
-        *(reference, flow, members, chosen, apart),
-        family=family,
-        drawn=drawn,
-        norms=(norm_statistics, norm_affine),
-        recompute=recompute,
-    )
+    norms = {"statistics": norm_statistics, "affine": norm_affine}
+    sharing = Sharing(reference, flow, chosen, apart, drawn=drawn, **norms)
+    plan = sharing.plan(family, members, recompute)
     cancel = all(not s.trainable and 1 + (members - 1) * s.law.overlap < 1e-9 for s in chosen)
     biased = any(getattr(layers[n], "bias", None) is not None for n in flow.last)
     if chosen and cancel and not biased and not plan.not_collapsible:
@@ -149,50 +138,6 @@ def _read(
     return layers, reading.read(reference, example_input)
 
 
-def _plan(
-    reference: nn.Module,
-    flow: reading.Flow,
-    members: int,
-    differing: tuple[Site | LowRankSite, ...],
-    own: tuple[str, ...] = (),
-    *,
-    family: str,
-    drawn: bool = True,
-    norms: tuple[str, str] = ("member", "shared"),
-    recompute: bool | None = None,
-) -> Plan:
-    """Return the plan for these sites and these layers of the members' own."""
-    warn_guesses(flow)
-    _warn_unknown(reference)
-    sites = tuple(s for s in differing if isinstance(s, Site))
-    if recompute is None:
-        recompute = reading.mentions(reference, _is_checkpointing)
-    sharing = Sharing(
-        *(reference, flow, differing, own), drawn=drawn, statistics=norms[0], affine=norms[1]
-    )
-    warn_state(sharing)
-    layers, modules = reading.parameter_layers(reference), dict(reference.named_modules())
-    widths, input_channels = measure_widths(layers, flow, sharing.tokens)
-    changed = {n: modules[n] for n in (*sharing.own, *sharing.weights)}
-    return Plan(
-        family=family,
-        members=members,
-        sites=sites,
-        low_rank=tuple(s for s in differing if isinstance(s, LowRankSite)),
-        own=tuple(sharing.own.values()),
-        own_last=drawn and all(is_within(n, own) for n in flow.last),
-        shared=() if recompute else sharing.shared(),
-        state=sharing.kept,
-        folding=sharing.folding(),
-        random=sharing.random(),
-        copies=may_overwrite(flow, modules),
-        not_collapsible=why_not_collapsible(flow, sites, changed),
-        recompute=recompute,
-        widths=widths,
-        input_channels=input_channels,
-    )
-
-
 def _build(
     reference: nn.Module,
     plan: Plan,
@@ -209,24 +154,6 @@ def _build(
     ensemble = operate(reference, plan, generator)
     _take_over_(ensemble, networks)
     return ensemble
-
-
-def _warn_unknown(reference: nn.Module) -> None:
-    """Name the layers that hold weights, but that no member can modulate."""
-    unknown = reading.unknown_layers(reference)
-    if unknown:
-        kinds = sorted({type(m).__name__ for m in unknown.values()})
-        names = ", ".join(map(repr, list(unknown)[:6])) + (", …" if len(unknown) > 6 else "")
-        warnings.warn(
-            f"members do not differ in {names}: layers of type {', '.join(kinds)} are not known. "
-            "Make them known with embens.register_layer(kind, channels), where channels(layer) "
-            "returns how many channels a layer takes and gives.",
-            stacklevel=8,
-        )
-
-
-def _is_checkpointing(word: str) -> bool:
-    return word in ("checkpoint", "checkpoint_sequential") or "checkpointing" in word
 
 
 def _embed_as(family: str, given: dict[str, Any], **decided: Any) -> EmbeddedEnsemble:
@@ -353,7 +280,7 @@ def rank1(
     law = laws.Normal(1.0, prior_std)
     chosen = choose_sites(layers, flow, law, law, sites, trainable=True, fresh=False)
     chosen = tuple(replace(site, prior_std=prior_std) for site in chosen)
-    return operate(reference, _plan(reference, flow, members, chosen, family="rank1"), generator)
+    return operate(reference, Sharing(reference, flow, chosen).plan("rank1", members), generator)
 
 
 @suggest()
@@ -406,7 +333,7 @@ def low_rank(
         check_whole("rank", rank, 1)
     apart = choose_own(own, reference, layers, flow)
     chosen = choose_low_rank(layers, flow, sites, rank, LowRankSite("", 4, kind, scale), apart)
-    plan = _plan(reference, flow, members, chosen, apart, family="low_rank")
+    plan = Sharing(reference, flow, chosen, apart).plan("low_rank", members)
     return _build(reference, replace(plan, frozen=shared == "frozen"), apart, None, generator)
 
 
@@ -427,9 +354,7 @@ def independent(
             place; by default the module's ``reset_parameters``.
         generator: seeds the draws.
     """
-    check_members(members)
-    plan = _separate_plan(reference, members, drawn=True)
-    return _build(reference, plan, [""], initialise, generator)
+    return _build(reference, _separate(reference, members), [""], initialise, generator)
 
 
 @suggest()
@@ -453,10 +378,8 @@ def bayesian(
         members: how many networks.
         generator: seeds the draws.
     """
-    check_members(members)
     network = NTKGP(reference)
-    plan = replace(_separate_plan(network, members, drawn=True), family="bayesian")
-    return _build(network, plan, [""], None, generator)
+    return _build(network, _separate(network, members, "bayesian"), [""], None, generator)
 
 
 def join(networks: Sequence[nn.Module]) -> EmbeddedEnsemble:
@@ -473,7 +396,7 @@ def join(networks: Sequence[nn.Module]) -> EmbeddedEnsemble:
     """
     if not isinstance(networks, Sequence) or not networks:
         raise TypeError(f"join expects a list of networks; got {networks!r:.80}")
-    plan = _separate_plan(networks[0], len(networks), drawn=False)
+    plan = _separate(networks[0], len(networks), drawn=False)
     first = _architecture(networks[0])
     for a, network in enumerate(networks):
         other = _architecture(network)
@@ -504,28 +427,16 @@ def _architecture(network: nn.Module) -> dict[str, Any]:
     return found | {name: (tuple(t.shape), t.dtype) for name, t in tensors}
 
 
-def _separate_plan(reference: nn.Module, members: int, *, drawn: bool) -> Plan:
+def _separate(
+    reference: nn.Module, members: int, family: str = "independent", *, drawn: bool = True
+) -> Plan:
     """Return the plan of members that share nothing."""
     if not isinstance(reference, nn.Module):
         raise TypeError(f"the reference must be a torch.nn.Module; got {type(reference).__name__}")
     if not any(True for _ in reference.parameters()):
         raise ValueError("the reference has no parameters, so its members could not differ")
     flow = reading.read(reference)
-    sharing = Sharing.of_separate(reference, flow, drawn=drawn)
-    warn_state(sharing)
-    layers = reading.parameter_layers(reference)
-    widths, input_channels = measure_widths(layers, flow, flow.upstream)
-    return Plan(
-        family="independent",
-        members=members,
-        own=tuple(sharing.own.values()),
-        state=sharing.kept,
-        separate=True,
-        folding=sharing.folding(),
-        not_collapsible="its members are separate networks",
-        widths=widths,
-        input_channels=input_channels,
-    )
+    return Sharing(reference, flow, separate=True, drawn=drawn).plan(family, check_members(members))
 
 
 @suggest()
@@ -579,7 +490,7 @@ def mimo(
     for call in flow.calls:  # whatever is random is drawn once for all members
         call.upstream, call.result = map(_certain, (call.upstream, call.result))
     last = choose_own("last", reference, layers, flow)
-    plan = _plan(reference, flow, members, (), last, family="mimo")
+    plan = Sharing(reference, flow, own=last).plan("mimo", members)
     if plan.state:
         raise ValueError(
             "this reference can't have an input for every member: its code keeps attributes from "
@@ -601,7 +512,7 @@ def mimo(
     ensemble = _build(reference, plan, drawn, initialise, generator)
     with torch.no_grad():
         for name in first:
-            ensemble.individuals[name].tensors()[0].mul_(members**-0.5)
+            ensemble.individuals[name].tensors()["weight"].mul_(members**-0.5)
     return ensemble
 
 
@@ -614,7 +525,7 @@ def _take_over_(ensemble: EmbeddedEnsemble, networks: Sequence[nn.Module]) -> No
     """Give every member the tensors of its own that one of these networks has."""
     for name, own in ensemble.individuals.items():
         if isinstance(own, Own):
-            for tensor, stack in zip(own.tensor_names(), own.tensors(), strict=True):
+            for tensor, stack in own.tensors().items():
                 for a, network in enumerate(networks):
                     stack[a] = getattr(network.get_submodule(name), tensor)
 
@@ -715,6 +626,6 @@ def adapt(
             law = laws.Normal(1.0, math.sqrt(NEAR ** (-1 / inputs) - 1))
         differing = tuple(replace(site, law=law) for site in chosen)
     drawn = head == "drawn"
-    plan = _plan(reference, flow, members, differing, apart, family="adapt", drawn=drawn)
+    plan = Sharing(reference, flow, differing, apart, drawn=drawn).plan("adapt", members)
     plan = replace(plan, frozen=trunk == "frozen", pretrained=True)
     return _build(reference, plan, apart if drawn else (), None, generator)

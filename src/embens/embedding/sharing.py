@@ -11,7 +11,7 @@ those of the input; after it every sample has a row for each member.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from embens.ensemble.plan import (
     Folding,
     LowRankSite,
     OwnTensors,
+    Plan,
     SharedModule,
     Site,
     site_module,
@@ -35,47 +36,80 @@ RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 class Sharing:
     """The decision for one reference and its sites.
 
-    Members have all tensors of ``own`` modules for themselves, ``drawn`` or copied. The running
-    ``statistics`` of norm layers, and their ``affine`` scale and shift, are "member" or "shared".
+    Members have all tensors of ``own`` modules for themselves, ``drawn`` or copied; ``separate``
+    ones have every tensor. The running ``statistics`` of norm layers, and their ``affine`` scale
+    and shift, are "member" or "shared".
     """
 
     def __init__(
         self,
         reference: nn.Module,
         flow: Flow,
-        sites: Iterable[Site | LowRankSite],
+        sites: Iterable[Site | LowRankSite] = (),
         own: Iterable[str] = (),
         *,
         drawn: bool = True,
+        separate: bool = False,
         statistics: str = "member",
         affine: str = "shared",
     ):
-        sites = tuple(sites)
-        layers = reading.parameter_layers(reference)
+        self.reference, self.flow, self.sites = reference, flow, tuple(sites)
+        self.layers = reading.parameter_layers(reference)
         self.modules = dict(reference.named_modules())
-        self.flow = flow
-        self.post = {site_module(s.layer, layers) for s in sites if s.kind != "pre"}
-        self.weights = {site_module(s.layer, layers) for s in sites if isinstance(s, LowRankSite)}
-        self.carriers = self.post | {site_module(s.layer, layers) for s in sites}
+        self.separate, chosen = separate, [""] if separate else list(own)
+        carriers = [(s, site_module(s.layer, self.layers)) for s in self.sites]
+        self.carriers = {name for _, name in carriers}
+        self.post = {name for s, name in carriers if s.kind != "pre"}
+        self.weights = {name for s, name in carriers if isinstance(s, LowRankSite)}
         self.own: dict[str, OwnTensors] = {}
-        for name, module in ((n, m) for n, m in self.modules.items() if is_within(n, own)):
+        for name, module in ((n, m) for n, m in self.modules.items() if is_within(n, chosen)):
             items = (*module._parameters.items(), *module._buffers.items())
             if tensors := tuple(k for k, t in items if t is not None):
                 self.own[name] = OwnTensors(name, tensors, drawn)
-        self.tokens = {s.layer for s in sites} | {n for n in layers if is_within(n, self.own)}
+        self.tokens = {s.layer for s in self.sites}
+        self.tokens |= {n for n in self.layers if is_within(n, self.own)}
+        self.own_last = drawn and all(is_within(n, chosen) for n in flow.last)
         self.kept: tuple[str, ...] = ()
         self.own = self._own_running(statistics, affine) | self.own
+        if separate:
+            self.kept = _dotted(flow.state.kept)
         shareable = self._shareable({*self.own, *(place.rpartition(".")[0] for place in self.kept)})
         outermost = [n for n in shareable if not is_within(n.rpartition(".")[0], shareable)]
-        self.once = {n: shareable[n] for n in outermost}
+        self.once = {} if separate else {n: shareable[n] for n in outermost}
 
-    @classmethod
-    def of_separate(cls, reference: nn.Module, flow: Flow, *, drawn: bool) -> Sharing:
-        """Return the decision for members that have every tensor for themselves."""
-        self = cls(reference, flow, (), [""], drawn=drawn)
-        self.kept = tuple(sorted(".".join(place).lstrip(".") for place in flow.state.kept))
-        self.once = {}
-        return self
+    def plan(self, family: str, members: int, recompute: bool | None = None) -> Plan:
+        """Return the plan for so many members, and warn of what is not as it should be.
+
+        Whether the code recomputes activations is looked up in it where that is not said.
+        """
+        if not self.separate:
+            self._warn_guesses()
+            self._warn_unknown()
+        self._warn_state()
+        if recompute is None:
+            recompute = reading.mentions(self.reference, _is_checkpointing) and not self.separate
+        inplace = any(getattr(m, "inplace", False) for m in self.modules.values())
+        widths, input_channels = self._widths()
+        return Plan(
+            family=family,
+            members=members,
+            sites=tuple(s for s in self.sites if isinstance(s, Site)),
+            low_rank=tuple(s for s in self.sites if isinstance(s, LowRankSite)),
+            own=tuple(self.own.values()),
+            own_last=self.own_last and not self.separate,
+            shared=() if recompute else self.shared(),
+            state=self.kept,
+            separate=self.separate,
+            folding=self.folding(),
+            random=self._is_random() and not self.separate,
+            copies=inplace
+            or any(map(reading.is_in_place, self.flow.operations))
+            or bool(self.flow.opaque),
+            not_collapsible=self._why_not_collapsible(),
+            recompute=recompute,
+            widths=widths,
+            input_channels=input_channels,
+        )
 
     # What is the same for all members
 
@@ -122,7 +156,7 @@ class Sharing:
             untouched = [n for n, random in shareable.items() if not random]
             untouched = [n for n in untouched if n not in self.carriers]
             places = {p for p in state.buffers | state.kept if not is_within(p[0], untouched)}
-        self.kept = tuple(sorted(".".join(p).lstrip(".") for p in places & state.kept))
+        self.kept = _dotted(places & state.kept)
         found: dict[str, OwnTensors] = {}
         for name, module in self.modules.items():
             norm, apart = isinstance(module, reading.NORMS), not is_within(name, untouched)
@@ -232,12 +266,81 @@ class Sharing:
                 return None
         return {n for n, takes_common in found.items() if takes_common and self._is_border_aware(n)}
 
-    def random(self) -> bool:
+    def _is_random(self) -> bool:
         """Return whether anything random comes before the first modulation."""
         apart = self.tokens | set(self.own)
         common = [c for c in self.flow.calls if not c.upstream & apart]
         drawn = (c.upstream | (c.result if c.leaf else frozenset()) for c in common)
         return any(t.startswith("random") for tokens in drawn for t in tokens)
+
+    # What else a plan holds
+
+    def _widths(self) -> tuple[tuple[int, int], int]:
+        """Return ``Plan.widths`` and ``Plan.input_channels``."""
+        rows = positions = 1
+        for name in self.flow.upstream if self.separate else self.tokens:
+            width = max(s or 1 for s in reading.channels(name, self.layers[name]))
+            if name in self.flow.repeat:
+                rows = max(rows, width)
+            else:
+                positions = max(positions, width)
+        takes = [reading.channels(n, self.layers[n])[0] or 1 for n in self.flow.first]
+        return (rows, positions), min(takes, default=1)
+
+    def _why_not_collapsible(self) -> str:
+        """Return why the mean of the members' outputs is not one network's; empty where it is."""
+        flow, own = self.flow, dict.fromkeys((*self.own, *self.weights))
+        if self.separate:
+            return "its members are separate networks"
+        if any(s.random for s in self.sites if isinstance(s, Site)):
+            return "its masks are drawn anew at each pass"
+        bent = [n for n in own if not is_linear_in_parameters(self.modules[n])]
+        if bent:
+            return f"members have tensors of their own in {bent[0]!r}"
+        layers = {s.layer for s in self.sites if isinstance(s, Site)} | own.keys()
+        for layer in layers:
+            chained = flow.upstream.get(layer, set()) & layers
+            if chained:
+                return f"the weights of {sorted(chained)[0]!r} and {layer!r} multiply each other"
+        if not flow.outputs:
+            return "the data flow after the modulated layers could not be read; pass example_input"
+        for trail in flow.outputs:
+            bent = sorted((trail.upstream & layers) - trail.affine)
+            if bent:
+                return f"the output is not linear in the output of {bent[0]!r}"
+        return ""
+
+    # What is said of it
+
+    def _warn_guesses(self) -> None:
+        if self.flow.guesses:
+            warnings.warn(
+                "the data flow of the reference could not be read in full; guessed: "
+                + "; ".join(dict.fromkeys(self.flow.guesses))
+                + ". To be sure, pass example_input=x (a batch, or a tuple of arguments).",
+                stacklevel=8,
+            )
+
+    def _warn_unknown(self) -> None:
+        """Name the layers that hold weights, but that no member can modulate."""
+        unknown = reading.unknown_layers(self.reference)
+        if unknown:
+            kinds = sorted({type(m).__name__ for m in unknown.values()})
+            warnings.warn(
+                f"members do not differ in {_some(unknown)}: layers of type {', '.join(kinds)} are "
+                "not known. Make them known with embens.register_layer(kind, channels), where "
+                "channels(layer) returns how many channels a layer takes and gives.",
+                stacklevel=8,
+            )
+
+    def _warn_state(self) -> None:
+        """Name the attributes that the code keeps, or leaves for others to read."""
+        state = self.flow.state
+        left = {p for p in state.left if not is_within(p[0], self.once)}
+        for places, text in ((state.kept, _KEPT), (left, _LEFT)):
+            if places:
+                shown = _some(_dotted(places))
+                warnings.warn(f"the forward assigns {shown} and {text}", stacklevel=8)
 
 
 _KEPT = (
@@ -251,55 +354,15 @@ _LEFT = (
 )
 
 
-def warn_state(sharing: Sharing) -> None:
-    """Name the attributes that the code keeps, or leaves for others to read."""
-    state = sharing.flow.state
-    left = {p for p in state.left if not is_within(p[0], sharing.once)}
-    for places, text in ((state.kept, _KEPT), (left, _LEFT)):
-        names = [repr(".".join(p).lstrip(".")) for p in sorted(places)]
-        if names:
-            shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-            warnings.warn(f"the forward assigns {shown} and {text}", stacklevel=4)
+def _dotted(places: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    return tuple(".".join(place).lstrip(".") for place in sorted(places))
 
 
-def may_overwrite(flow: Flow, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether any code may change a value in place."""
-    inplace = any(getattr(m, "inplace", False) for m in modules.values())
-    named = any(reading.is_in_place(operation) for operation in flow.operations)
-    return inplace or named or bool(flow.opaque)
+def _some(names: Iterable[str]) -> str:
+    """Return the first of some names, for a message."""
+    names = [repr(name) for name in names]
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
-def measure_widths(
-    layers: Mapping[str, nn.Module], flow: Flow, names: Iterable[str]
-) -> tuple[tuple[int, int], int]:
-    """Return ``Plan.widths`` and ``Plan.input_channels`` where these layers differ by member."""
-    rows = positions = 1
-    for name in names:
-        width = max(s or 1 for s in reading.channels(name, layers[name]))
-        if name in flow.repeat:
-            rows = max(rows, width)
-        else:
-            positions = max(positions, width)
-    takes = [reading.channels(n, layers[n])[0] or 1 for n in flow.first]
-    return (rows, positions), min(takes, default=1)
-
-
-def why_not_collapsible(flow: Flow, sites: tuple[Site, ...], own: Mapping[str, nn.Module]) -> str:
-    """Return why the mean of the members' outputs is not one network's; empty where it is."""
-    if any(s.random for s in sites):
-        return "its masks are drawn anew at each pass"
-    bent = next((n for n, module in own.items() if not is_linear_in_parameters(module)), None)
-    if bent is not None:
-        return f"members have tensors of their own in {bent!r}"
-    layers = {s.layer for s in sites} | set(own)
-    for layer in layers:
-        chained = flow.upstream.get(layer, set()) & layers
-        if chained:
-            return f"the weights of {sorted(chained)[0]!r} and {layer!r} multiply each other"
-    if not flow.outputs:
-        return "the data flow after the modulated layers could not be read; pass example_input"
-    for trail in flow.outputs:
-        bent = (trail.upstream & layers) - trail.affine
-        if bent:
-            return f"the output is not linear in the output of {sorted(bent)[0]!r}"
-    return ""
+def _is_checkpointing(word: str) -> bool:
+    return word in ("checkpoint", "checkpoint_sequential") or "checkpointing" in word

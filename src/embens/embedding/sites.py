@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -339,14 +338,3 @@ def choose_first(
     for why in objections():
         raise ValueError(f"this reference can't have an input for every member: {why}")
     return first
-
-
-def warn_guesses(flow: Flow) -> None:
-    """Say what had to be guessed about the data flow."""
-    if flow.guesses:
-        warnings.warn(
-            "the data flow of the reference could not be read in full; guessed: "
-            + "; ".join(dict.fromkeys(flow.guesses))
-            + ". To be sure, pass example_input=x (a batch, or a tuple of arguments).",
-            stacklevel=8,
-        )

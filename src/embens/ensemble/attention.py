@@ -110,6 +110,10 @@ class ModulatedAttention(Wrapper):
         keys = (f"{projection}_pre", f"{projection}_post")
         return [self.modulations._modules.get(key) for key in keys]  # type: ignore[misc]
 
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        named = [(".".join(k.rsplit("_", 1)), m) for k, m in self.modulations.items()]
+        return [("", self.attention), *named]
+
     def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return a plain attention with one member's weights."""
         if member is None:

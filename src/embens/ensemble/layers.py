@@ -59,11 +59,8 @@ class Modulation(Individual):
         shape, like = (self.members, self.size), self.values
         return self.law.sample(shape, dtype=like.dtype, device=like.device)
 
-    def tensors(self) -> list[Tensor]:
-        return [self.values]
-
-    def tensor_names(self) -> tuple[str, ...]:
-        return ("",)
+    def tensors(self) -> dict[str, Tensor]:
+        return {"": self.values}
 
     def now(self, run: Run) -> Tensor:
         """Return the numbers of the members that run now, ``(member, feature)``."""
@@ -111,11 +108,8 @@ class Stochastic(Modulation):
     def draw(self) -> Tensor:
         return torch.randn_like(self.values.detach())
 
-    def tensors(self) -> list[Tensor]:
-        return [self.values, self.log_std, self.noise]
-
-    def tensor_names(self) -> tuple[str, ...]:
-        return ("", "log_std", "noise")
+    def tensors(self) -> dict[str, Tensor]:
+        return {"": self.values, "log_std": self.log_std, "noise": self.noise}
 
     def now(self, run: Run) -> Tensor:
         mean, log_std, noise = (run.of(self, i) for i in range(3))

@@ -64,13 +64,10 @@ class LowRank(MemberLayer):
                 drawn = Normal().sample((members, *shape), generator, weight.dtype, weight.device)
                 self.register_parameter(f"{key}_{name}".strip("_"), nn.Parameter(drawn * std))
         if "" not in self.sites:
-            self.names = tuple(self._weights([t.detach()[:1] for t in self.tensors()]))
+            self.names = tuple(self._weights([t.detach()[:1] for t in self.parameters(False)]))
 
-    def tensors(self) -> list[Tensor]:
-        return list(self._parameters.values())  # type: ignore[arg-type]
-
-    def tensor_names(self) -> tuple[str, ...]:
-        return tuple(self._parameters)
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self._parameters)  # type: ignore[arg-type]
 
     def now(self, run: Run) -> dict[str, Tensor]:
         return self._weights([run.of(self, i) for i in range(2 * len(self.sites))])
@@ -140,13 +137,13 @@ class LowRank(MemberLayer):
         layer = copy.deepcopy(self.module)
         some = slice(None) if member is None else slice(member, member + 1)
         with torch.no_grad():
-            for name, stack in self._weights([t[some] for t in self.tensors()]).items():
+            for name, stack in self._weights([t[some] for t in self.parameters(False)]).items():
                 layer.get_parameter(name).copy_(stack.mean(0))
         return layer
 
     def extra_repr(self) -> str:
         site = next(iter(self.sites.values()))
-        return f"{site.kind}, rank={site.rank}, members={len(self.tensors()[0])}"
+        return f"{site.kind}, rank={site.rank}, members={len(next(self.parameters()))}"
 
 
 def layer_weight(module: nn.Module, projection: str = "") -> Tensor:

@@ -28,10 +28,9 @@ from embens.ensemble.heads import InputHeads, draw_shares, weigh
 from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
 from embens.ensemble.ntkgp import NTKGP
 from embens.ensemble.own import Own, OwnState, iterates
-from embens.ensemble.plain import plain, walk
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
-from embens.ensemble.wrapping import Individual
+from embens.ensemble.wrapping import Individual, plain, walk
 from embens.objective import MOVED, OPTIONS, BatchKind, Criterion, Of, objective
 from embens.reading import left_over
 
@@ -67,7 +66,7 @@ class EmbeddedEnsemble(nn.Module):
                 module.current = self.current
             if isinstance(module, Individual):
                 self.individuals[name], module.slot = module, slot
-                slot += len(module.tensor_names())
+                slot += len(module.tensors())
         modules = dict(walk(network))
         places = [place.rpartition(".") for place in plan.state]
         self.state = OwnState([(modules[owner], name) for owner, _, name in places], plan.members)
@@ -87,8 +86,12 @@ class EmbeddedEnsemble(nn.Module):
 
     def individual_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of which every member has its own (trainable modulations)."""
-        tensors = {id(t): t for m in self.individuals.values() for t in m.tensors()}  # some tied
+        tensors = {id(t): t for t in self._stacks(Individual)}  # some are tied
         yield from (t for t in tensors.values() if isinstance(t, nn.Parameter))
+
+    def _stacks(self, kind: type[Individual]) -> list[Tensor]:
+        modules = (m for m in self.individuals.values() if isinstance(m, kind))
+        return [t for m in modules for t in m.tensors().values()]
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that all members share (the reference's)."""
@@ -126,9 +129,7 @@ class EmbeddedEnsemble(nn.Module):
         for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
             check_number(name, value, "finite and not negative", lambda rate: rate >= 0)
         factor, decay = rates.shared_factors(self, gamma, optimizer)
-        stacks = {
-            id(t) for m in self.individuals.values() if isinstance(m, Own) for t in m.tensors()
-        }
+        stacks = set(map(id, self._stacks(Own)))
         shared = [] if self.plan.frozen else list(self.shared_parameters())
         individual = list(self.individual_parameters())
         own = [p for p in individual if id(p) in stacks]
@@ -415,7 +416,7 @@ class EmbeddedEnsemble(nn.Module):
         if plan.repeats and any(s.fresh for s in plan.sites):
             raise ValueError("a member whose masks are drawn anew at each pass can't come twice")
         memo: dict[int, Any] = {}
-        for stack in (t for m in self.individuals.values() for t in m.tensors() if t.numel()):
+        for stack in (t for t in self._stacks(Individual) if t.numel()):
             rows = stack.detach()[chosen]
             parameter = isinstance(stack, nn.Parameter)
             memo[id(stack)] = nn.Parameter(rows, stack.requires_grad) if parameter else rows

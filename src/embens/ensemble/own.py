@@ -169,11 +169,8 @@ class Own(MemberLayer):
                 stacks[id(tensor)] = stack
             setattr(module, name, stacks[id(tensor)])
 
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self.module, name) for name in self.names]
-
-    def tensor_names(self) -> tuple[str, ...]:
-        return self.names
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self.module, name) for name in self.names}
 
     def now(self, run: Run) -> dict[str, Tensor]:
         return {name: run.of(self, i) for i, name in enumerate(self.names)}
@@ -183,7 +180,7 @@ class Own(MemberLayer):
         return f"{names} of each member's own" + (", drawn" if self.drawn else "")
 
     def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
-        for stack in self.tensors():
+        for stack in self.tensors().values():
             if id(stack) not in memo:
                 tensor = stack.detach()
                 tensor = tensor.mean(0) if member is None else tensor[member].clone()

@@ -168,12 +168,13 @@ class Run:
         return [
             f"{name}.{tensor}" if tensor else name
             for name, module in self.ensemble.individuals.items()
-            for tensor in module.tensor_names()
+            for tensor in module.tensors()
         ]
 
     def _stack(self, module: Individual, i: int) -> Tensor:
-        if not module.redrawn or i + 1 < len(module.tensor_names()):
-            return module.tensors()[i]
+        tensors = list(module.tensors().values())
+        if not module.redrawn or i + 1 < len(tensors):
+            return tensors[i]
         if module.slot not in self.fresh:
             self.fresh[module.slot] = module.draw()
         return self.fresh[module.slot]

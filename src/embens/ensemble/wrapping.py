@@ -1,14 +1,19 @@
-"""What the modules have in common that an ensemble puts into a network."""
+"""What the modules have in common that an ensemble puts into a network, and the way out again.
+
+:func:`plain` is one member, or the mean of all; :func:`without_members` the network without them.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from embens.ensemble.run import Current
+from embens.reading import left_over
 
 
 class Individual(nn.Module):
@@ -24,10 +29,8 @@ class Individual(nn.Module):
     slot: int
     redrawn: bool = False
 
-    def tensors(self) -> list[Tensor]:
-        raise NotImplementedError
-
-    def tensor_names(self) -> tuple[str, ...]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its tensors by name, members first; "" is the name of an only one."""
         raise NotImplementedError
 
     def draw(self) -> Tensor:
@@ -42,6 +45,11 @@ class Wrapper(nn.Module):
 
     def inner(self) -> nn.Module:
         raise NotImplementedError
+
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        """Return what it holds, by name; the module inside has none."""
+        (_, inner), *others = self.named_children()
+        return [("", inner), *others]
 
     def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return what a plain network has in its place, of one member; None: the mean of all.
@@ -93,3 +101,37 @@ class Sealed:
 
     def __repr__(self) -> str:
         return f"Sealed({tuple(self.shape)}, {self.dtype})"
+
+
+def walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules of an ensemble's network by the names that they have in the reference."""
+    yield name, module
+    for key, child in module.parts() if isinstance(module, Wrapper) else module.named_children():
+        yield from walk(child, f"{name}.{key}".strip("."))
+
+
+def plain(network: nn.Module, member: int | None) -> nn.Module:
+    """Return a plain network with the weights of one member; None: the mean of all members'."""
+    memo: dict[int, Any] = left_over(network)
+    for module in reversed(list(network.modules())):
+        if isinstance(module, Wrapper):
+            memo[id(module)] = module.plain(member, memo)
+    network = copy.deepcopy(network, memo)
+    for module in network.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):  # torch's code for its fast path
+            kinds = ((nn.functional.relu, nn.ReLU), (nn.functional.gelu, nn.GELU))
+            known = [module.activation is f or isinstance(module.activation, m) for f, m in kinds]
+            module.activation_relu_or_gelu = known.index(True) + 1 if any(known) else 0
+    return network
+
+
+def without_members(network: nn.Module) -> nn.Module:
+    """Return the network without its modulations, in which layers have the reference's names.
+
+    Parameters are not copied; where members have tensors of their own, these stay stacked.
+    """
+    memo: dict[int, object] = {**left_over(network), **{id(p): p for p in network.parameters()}}
+    for module in reversed(list(network.modules())):
+        if isinstance(module, Wrapper):
+            memo[id(module)] = copy.deepcopy(module.inner(), memo)
+    return copy.deepcopy(network, memo)

@@ -32,8 +32,8 @@ from embens import metrics
 from embens.checks import Gamma, check_members, check_number, check_whole, suggest
 from embens.embedding.families import batch_ensemble, independent
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.plain import without_members
 from embens.ensemble.rates import MakeOptimizer
+from embens.ensemble.wrapping import without_members
 from embens.finite import checks
 from embens.finite.gradients import off_diagonal
 from embens.prediction import predict

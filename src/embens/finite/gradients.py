@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.plain import walk
+from embens.ensemble.wrapping import walk
 from embens.finite.checks import at_test, check_call, prepared
 from embens.objective import Criterion
 

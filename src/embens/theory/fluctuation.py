@@ -26,7 +26,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation
-from embens.ensemble.plain import walk
+from embens.ensemble.wrapping import walk
 from embens.laws import Constant, Normal
 from embens.theory import duals
 from embens.theory.duals.closed import Homogeneous

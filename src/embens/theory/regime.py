@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from embens import reading
-from embens.ensemble.plain import without_members
 from embens.ensemble.plan import site_module
+from embens.ensemble.wrapping import without_members
 from embens.laws import Joint
 from embens.networks import Parametrized
 from embens.theory.blocks import kernels
@@ -128,7 +128,7 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
 def are_equal(ensemble: EmbeddedEnsemble) -> bool:
     """Return whether all members are one model: whatever is a member's own has the same values."""
     drawn = any(site.fresh and site.law.overlap < 1 for site in ensemble.plan.sites)
-    stacks = [t for m in ensemble.individuals.values() for t in m.tensors()]
+    stacks = [t for m in ensemble.individuals.values() for t in m.tensors().values()]
     return ensemble.members > 1 and not drawn and all(bool((t == t[:1]).all()) for t in stacks)
 
 

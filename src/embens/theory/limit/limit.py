@@ -20,7 +20,7 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated
 from embens.ensemble.ntkgp import NTKGP, load_rules_of_jvp
 from embens.ensemble.own import Own
-from embens.ensemble.plain import walk
+from embens.ensemble.wrapping import walk
 from embens.theory.kernel import Kernels, MemberKernel, zero_cross
 from embens.theory.limit.rules import (
     count_poolings,

@@ -35,7 +35,7 @@ from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.own import Own
-from embens.ensemble.plain import without_members
+from embens.ensemble.wrapping import without_members
 from embens.networks import Parametrized
 from embens.reading.layers import NORMS
 from embens.theory import duals
