@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -46,8 +45,12 @@ def test_any_torch_scheduler_is_used():
 def test_updates_are_fused_where_torch_does_it_right():
     """On the CPU its kernel takes any memory for contiguous, and refuses sparse gradients."""
     settings = Settings(
-        **{field.name: None for field in fields(Settings)}
-        | {"lr": 0.1, "weight_decay": 0.0, "modulation_weight_decay": 0.0}
+        lr=0.1,
+        modulation_lr=None,
+        weight_decay=0.0,
+        modulation_weight_decay=0.0,
+        gamma=None,
+        optimizer=None,
     )
 
     def fused(reference):

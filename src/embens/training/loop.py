@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,8 @@ from embens.training.each import EachMember
 from embens.training.history import History
 from embens.training.settings import MakeScheduler, Metric, Settings
 from embens.training.trainer import Trainer
+
+_NO_SETTINGS = "ensemble train validation callbacks checkpoint every progress".split()
 
 
 @suggest()
@@ -143,7 +144,7 @@ def fit(
         raise ValueError("the ensemble has no parameter that requires a gradient")
     if ensemble.plan.heads is not None and batch == "same":
         given["batch"] = "own"
-    settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
+    settings = Settings(**{name: given[name] for name in given if name not in _NO_SETTINGS})
     settings.check(validation is not None)
     if every is not None:
         check_whole("every", every)

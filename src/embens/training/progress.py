@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -27,22 +29,18 @@ class Progress:
     def __init__(self, wanted: bool | None, epochs: int, steps: int):
         terminal = sys.stderr is not None and sys.stderr.isatty()
         self.epochs, self.wanted = epochs, terminal if wanted is None else wanted
-        self.done = self.before = 0
-        self.began, self.shown = time.monotonic(), 0.0
+        self.shown = 0.0
         self.bar = _bar(steps * epochs) if self.wanted and terminal else None
 
-    def __enter__(self) -> None:
-        if self.bar:
-            self.bar.start()
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar:
-            self.bar.update(0, completed=self.done)
-            self.bar.stop()
-
-    def start(self, done: int) -> None:
-        """Say that so many steps were done before."""
+    @contextmanager
+    def beginning(self, done: int) -> Iterator[None]:
+        """Show the bar meanwhile; so many steps were done before."""
         self.done = self.before = done
+        self.began = time.monotonic()
+        with self.bar or nullcontext():
+            yield
+            if self.bar:
+                self.bar.update(0, completed=self.done)
 
     def step(self, loss: Tensor, members: int) -> None:
         """Move the bar, a few times a second; the loss is the sum of the members'."""

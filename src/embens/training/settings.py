@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +14,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from embens import metrics
-from embens.checks import Gamma, check_choice, check_number, check_whole, gradient_factor
-from embens.ensemble.rates import MakeOptimizer
-from embens.objective import OPTIONS, BatchKind, Criterion, Of
+from embens.checks import check_choice, check_number, check_whole, gradient_factor
+from embens.objective import OPTIONS
 from embens.training.each import EachMember
 
 if TYPE_CHECKING:
@@ -29,34 +28,8 @@ MORE: dict[Any, bool] = {"accuracy": True, metrics.ensemble_accuracy: True, "los
 MORE |= dict.fromkeys((metrics.nll, metrics.brier, metrics.expected_calibration_error), False)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of :func:`embens.fit` that can change its result."""
-
-    epochs: int
-    batch_size: int
-    lr: float
-    modulation_lr: float | None
-    weight_decay: float
-    modulation_weight_decay: float
-    gamma: Gamma
-    criterion: Criterion | None
-    batch: BatchKind
-    of: Of
-    chunk: int | None
-    optimizer: MakeOptimizer | None
-    scheduler: MakeScheduler | None
-    metric: Metric
-    maximise: bool | None
-    patience: int | None
-    keep: str
-    seed: int
-    clip: float | None = None
-    accumulate: int = 1
-    autocast: torch.dtype | None = None
-    compile: bool = False
-    schedule_by: str = "epoch"
-    each: EachMember | None = None
+class Settings(SimpleNamespace):
+    """The arguments of :func:`embens.fit` that can change its result, by their names there."""
 
     def check(self, validation: bool) -> None:
         for name in ("epochs", "batch_size", "chunk", "patience", "seed", "accumulate"):

@@ -1,0 +1,233 @@
+"""What a run computes of a batch: outputs, losses and gradients, and whether its data will do.
+
+Data are looked at once: tensors before the first step, those of a loader as they come. Numbers that
+are not finite are refused where the loss is not finite either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from embens.checks import find_gaps
+from embens.ensemble.export import evaluating
+from embens.ensemble.run import gather
+from embens.objective import (
+    BatchKind,
+    Criterion,
+    check_labels,
+    default_criterion,
+    ignored_label,
+    member_losses,
+)
+from embens.training import parallel, randomness
+from embens.training.batches import Loaded, Minibatch, Shuffled, map_tensors
+
+if TYPE_CHECKING:
+    from embens.ensemble import EmbeddedEnsemble
+    from embens.training.settings import Settings
+
+
+Result = tuple[Tensor, Any, Any, int]
+"""What a batch gave: the losses of members, their outputs, the target and how many rows."""
+
+
+class Passes:
+    """Passes of an ensemble through batches; a criterion of None is chosen on the first one."""
+
+    def __init__(
+        self, ensemble: EmbeddedEnsemble, settings: Settings, batches: Shuffled | Loaded
+    ) -> None:
+        self.ensemble, self.settings, self.batches = ensemble, settings, batches
+        self.device = next(ensemble.parameters()).device
+        self.criterion = settings.criterion
+        half = settings.autocast == torch.float16  # else the scaler does nothing
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
+        self.forward: Callable = ensemble
+        if settings.compile:
+            # A graph for each shape: which one runs must not depend on those that ran before.
+            self.forward = torch.compile(lambda *a, **k: ensemble(*a, **k), dynamic=False)
+        if settings.each is not None and settings.each.dropout is not None:
+            self.forward = settings.each.dropping(ensemble)
+        self._labels: list[tuple[str, Any]] = []
+
+    def train(self, name: str, batch: Minibatch, weight: float) -> tuple[Tensor, Result]:
+        """Add a batch's gradients, times a weight; return its objective and what it gave."""
+        gaps = "" if self.batches.tensors else self._look(name, batch.inputs, batch.target)
+        inputs, target = self._move((batch.inputs, batch.target))
+        with _explaining(f"{name} has {batch.rows} rows"):
+            backward = self._backward if self.settings.chunk is None else self._backward_in_chunks
+            loss, losses, outputs = backward(inputs, target, weight, batch.numbers)
+        _refuse(name, gaps, loss)
+        return loss if weight == 1 else weight * loss, (losses, outputs, target, batch.rows)
+
+    def evaluate(
+        self, name: str, batches: Shuffled | Loaded, kind: BatchKind = "same"
+    ) -> Iterator[Result]:
+        """Yield what every batch gives, in the ensemble's mode."""
+        for number, batch in enumerate(batches.epoch(0), 1):
+            where = f"{name}: batch {number}"
+            gaps = "" if batches.tensors else self._look(where, batch.inputs, batch.target)
+            inputs, target = self._move((batch.inputs, batch.target))
+            outputs = self._outputs(self.ensemble, inputs, kind)
+            losses = self._losses(outputs, target, kind)
+            _refuse(where, gaps, losses.sum())
+            yield losses, outputs, target, batch.rows
+
+    def _backward(
+        self, inputs: Any, target: Any, weight: float, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Return the objective, the members' losses and their outputs."""
+        kind, each = self.settings.batch, self.settings.each
+        outputs = self._outputs(self.forward, inputs, kind)
+        if each is None:
+            losses = self._losses(outputs, target, kind)
+        else:
+            criterion = self._choose_criterion(outputs, target, kind)
+            losses = each.losses(outputs, target, criterion, kind, rows)
+        loss = losses.sum() + self._kl()
+        self._scaled(loss, weight).backward()
+        return loss.detach(), losses, outputs
+
+    def _backward_in_chunks(
+        self, inputs: Any, target: Any, weight: float, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, Any]:
+        seen: list[tuple[Any, Tensor]] = []
+
+        def loss_of(outputs: Any) -> Tensor:
+            with torch.autocast(self.device.type, enabled=False):
+                outputs = tree_map_only(Tensor, _full, outputs)
+                losses = self._losses(outputs, target)
+            seen.append((tree_map_only(Tensor, Tensor.detach, outputs), losses.detach()))
+            return self._scaled(losses.sum(), weight)
+
+        args, kwargs = self.ensemble.bind(inputs)
+        run = self.ensemble.run(args, kwargs, chunk=self.settings.chunk, cut=True)
+        with run, self._autocast():
+            run.backward(loss_of)
+        outputs, losses = (gather(parts, torch.cat) for parts in zip(*seen, strict=True))
+        kl = self._kl()
+        if isinstance(kl, Tensor):
+            self._scaled(kl, weight).backward()
+            kl = kl.detach()
+        return losses.sum() + kl, losses, outputs
+
+    def _kl(self) -> Tensor | float:
+        """Return the divergence from a prior for each row, of members that have one."""
+        if not self.ensemble.plan.has_prior:
+            return 0.0
+        batches = self.batches
+        try:
+            rows = batches.count if isinstance(batches, Shuffled) else len(batches.data.dataset)
+        except (AttributeError, TypeError):
+            raise TypeError(
+                "train: the objective of these members has their divergence from the prior, "
+                "divided by the number of rows, which this loader does not know; pass tensors or "
+                "a DataLoader of a data set with a length"
+            ) from None
+        return self.ensemble.kl() / rows
+
+    def _scaled(self, loss: Tensor, weight: float) -> Tensor:
+        return self.scaler.scale(loss if weight == 1 else weight * loss)
+
+    def _autocast(self) -> AbstractContextManager:
+        kind = self.settings.autocast
+        return nullcontext() if kind is None else torch.autocast(self.device.type, kind)
+
+    def _outputs(self, call: Callable, inputs: Any, batch: BatchKind) -> Any:
+        args, kwargs = self.ensemble.bind(inputs)
+        with self._autocast():
+            outputs = call(*args, batch=batch, **kwargs)
+        return outputs if self.settings.autocast is None else tree_map_only(Tensor, _full, outputs)
+
+    def _losses(self, outputs: Any, target: Any, batch: BatchKind = "same") -> Tensor:
+        criterion = self._choose_criterion(outputs, target, batch)
+        members, of = self.ensemble.members if batch == "split" else None, self.settings.of
+        return member_losses(outputs, target, criterion, batch=batch, of=of, members=members)
+
+    def _choose_criterion(self, outputs: Any, target: Any, batch: BatchKind) -> Criterion:
+        if self.criterion is None:
+            self.criterion = default_criterion(outputs, target, batch, self.settings.of)
+        if self._labels:
+            if (ignored := ignored_label(self.criterion)) is not None:
+                classes = outputs.shape[1 if batch == "split" else 2]
+                for name, values in self._labels:
+                    check_labels(name, values, classes, ignored)
+            self._labels = []
+        return self.criterion
+
+    def _move(self, values: Any) -> Any:
+        return map_tensors(lambda v: v.to(self.device, non_blocking=True), values)
+
+    # Data
+
+    def _look(self, name: str, inputs: Any, target: Any) -> str:
+        """Return where data that were not looked at before are not finite; note their labels."""
+        self._labels.append((name, target))
+        return find_gaps("inputs", inputs) or find_gaps("targets", target)
+
+    @torch.no_grad()
+    def check(self, validation: Shuffled | Loaded | None) -> None:
+        """Refuse, before anything is spent, tensors that would not do.
+
+        Where they are not finite the first epoch is rehearsed: their losses may be.
+        """
+        settings, criterion, world = self.settings, self.criterion, self.batches.world
+        for name, batches in (("train", self.batches), ("validation", validation)):
+            if batches is None or batches.tensors is None:
+                continue
+            if not (gaps := self._look(name, *batches.tensors)):
+                continue
+            kind = settings.batch if name == "train" else "same"
+            with evaluating(self.ensemble), randomness.seeded(settings.seed):
+                for losses, *_ in self.evaluate(name, batches, kind):
+                    parallel.sum_(world, [loss := losses.sum()])
+                    _refuse(name, gaps, loss)
+            self.criterion = criterion
+
+    @torch.no_grad()
+    def check_last_batch(self) -> None:
+        """Refuse data whose last batch has too few rows for BatchNorm."""
+        settings, batches = self.settings, self.batches
+        rows = (batches.count - 1) % settings.batch_size + 1
+        split = self.ensemble.members if settings.batch == "split" else 1
+        if isinstance(batches, Loaded) or rows >= 2 * batches.world.size * split:
+            return
+        (last,) = batches.epoch(0, len(batches) - 1)
+        what = f"train: the last of {batches.count} rows in batches of {settings.batch_size}"
+        self.ensemble.train()
+        with _explaining(f"{what} are {rows}"), randomness.seeded(settings.seed):
+            self._outputs(self.ensemble, self._move(last.inputs), settings.batch)
+
+
+def _full(value: Tensor) -> Tensor:
+    """Return numbers of half precision in single precision."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _refuse(name: str, gaps: str, loss: Tensor) -> None:
+    """Raise if a loss is not finite because data are not."""
+    if gaps and not loss.isfinite():
+        raise ValueError(
+            f"{name}: {gaps}, and the loss is {float(loss)} there. Leave these rows out, or fill "
+            "them in (torch.nan_to_num)."
+        )
+
+
+@contextmanager
+def _explaining(what: str) -> Iterator[None]:
+    """Say what to do where torch has one row for BatchNorm."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ValueError(
+            f"{what}, and BatchNorm needs at least two rows of each member in training. Choose "
+            "another batch_size, or pass a DataLoader with drop_last=True."
+        ) from error
