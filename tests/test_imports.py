@@ -14,7 +14,7 @@ import embens
 
 ORDER = (
     ["checks", "laws", "files", "metrics"],
-    ["networks", "data"],
+    ["networks", "data", "uncertainty"],
     ["objective"],
     ["reading"],
     ["ensemble"],

@@ -11,7 +11,8 @@ members: if each gives a mean :math:`\mu_a` and a variance :math:`\sigma_a^2`, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -19,15 +20,25 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens import metrics
-from embens.checks import check_choice, check_members, check_rows, check_whole, find_gaps, suggest
+from embens import metrics, uncertainty
+from embens.checks import (
+    check_choice,
+    check_members,
+    check_number,
+    check_rows,
+    check_whole,
+    find_gaps,
+    suggest,
+)
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float, Int
 
+Score = Callable[[Tensor], Tensor]
+"""An uncertainty of each row, a function of all members' outputs such as those of metrics."""
 Task = Literal["classification", "regression", "gaussian"]
 
 
@@ -94,6 +105,117 @@ class Prediction:
         """Entropy of the mean probability less the members' mean entropy: the epistemic part."""
         return metrics.mutual_information(self._outputs("mutual_information", "classification"))
 
+    # Decisions, mostly with the prediction of held-out rows and what happened there
+
+    def risk_coverage(self, target: Tensor, score: Score | None = None) -> uncertainty.RiskCoverage:
+        """Return the risk if the most certain rows alone are answered, by their share.
+
+        The risk is the share of wrong classes, or the mean squared error. ``score`` is the
+        uncertainty to go by; None: that of :meth:`reject`.
+        """
+        if self.task == "classification":
+            self._check_target("target", target)
+            losses = (self.probabilities.argmax(-1) != target.to(self.mean.device)).double()
+        else:
+            losses = (self.mean - target.to(self.mean).view_as(self.mean)).square()
+        return uncertainty.risk_coverage(*(_rows(v) for v in (losses, self._scores(score))))
+
+    def reject(self, fraction: float, score: Score | None = None) -> Bool[Tensor, " batch"]:
+        """Return which rows are the least certain fraction, to be left to somebody else.
+
+        ``score`` is the uncertainty to go by. None: the probability of all classes but the
+        predicted one (:func:`embens.metrics.least_confidence`), or the variance.
+        """
+        check_number("fraction", fraction, "a number from 0 to 1", lambda f: 0 <= f <= 1)
+        scores = _rows(self._scores(score))
+        rejected = torch.zeros_like(scores, dtype=torch.bool)
+        rejected[scores.argsort(descending=True)[: round(fraction * len(scores))]] = True
+        return rejected
+
+    def flag(
+        self, held_out: Prediction, rate: float = 0.05, score: Score | None = None
+    ) -> uncertainty.Flags:
+        """Flag rows that are not like the held-out ones, with a rate of false alarms at most.
+
+        ``score`` is the uncertainty to go by; None: the entropy, or the variance.
+        """
+        usual = metrics.predictive_entropy if self.task == "classification" else None
+        mine, others = (_rows(p._scores(score or usual)) for p in (self, self._like(held_out)))
+        return uncertainty.flag(mine, others, rate)
+
+    def temperature(self, target: Int[Tensor, " batch"]) -> float:
+        """Return what logits should be divided by, from the classes of held-out rows."""
+        outputs = self._outputs("temperature", "classification")
+        self._check_target("target", target)
+        return uncertainty.best_temperature(outputs, target)
+
+    def tempered(self, temperature: float) -> Prediction:
+        """Return the prediction with logits divided by a temperature."""
+        check_number("temperature", temperature, "a number above 0", lambda t: t > 0)
+        return Prediction(self._outputs("tempered", "classification") / temperature, self.task)
+
+    def conformal_sets(
+        self, held_out: Prediction, target: Int[Tensor, " row"], coverage: float = 0.9
+    ) -> uncertainty.ConformalSets:
+        """Return sets of classes that hold the true one with a chance of at least ``coverage``.
+
+        ``target`` are the classes of held-out rows that neither training nor the temperature saw.
+        """
+        self._like(held_out)._check_target("target", target)
+        both = self.probabilities, held_out.probabilities
+        return uncertainty.conformal_sets(*both, target, coverage)
+
+    def conformal_intervals(
+        self, held_out: Prediction, target: Tensor, coverage: float = 0.9
+    ) -> Float[Tensor, "*batch 2"]:
+        """Return intervals that hold a number with a chance of at least ``coverage``.
+
+        As wide as the standard deviation of the mixture says, times a factor from held-out rows.
+        Of several outputs each has its own guarantee.
+        """
+        self._outputs("conformal_intervals", "regression", "gaussian")
+        self._like(held_out)._check_target("target", target)
+        target = target.to(held_out.mean).view_as(held_out.mean)
+        tiny = torch.finfo(self.mean.dtype).tiny
+        scores = (target - held_out.mean).abs() / held_out.variance.sqrt().clamp(min=tiny)
+        factors = [
+            uncertainty.conformal_quantile(column, coverage)
+            for column in scores.reshape(len(scores), -1).T
+        ]
+        half = self.mean.new_tensor(factors).view(self.mean.shape[1:]) * self.variance.sqrt()
+        return torch.stack([self.mean - half, self.mean + half], -1)
+
+    def plot_reliability(self, target: Tensor, path: str | os.PathLike[str]) -> None:
+        """Draw accuracy against confidence."""
+        outputs = self._outputs("plot_reliability", "classification")
+        uncertainty.plot_reliability(outputs, target, path)
+
+    def _scores(self, score: Score | None) -> Tensor:
+        if self.task == "classification":
+            outputs = self._outputs("an uncertainty", "classification")
+            return (score or metrics.least_confidence)(outputs)
+        return self.variance if score is None else score(self.members)
+
+    def _like(self, held_out: Prediction) -> Prediction:
+        """Return a prediction of the same kind as this one."""
+        if not isinstance(held_out, Prediction):
+            raise TypeError(f"held_out: expected a Prediction; got {type(held_out).__name__}")
+        mine, other = ((p.task, *p.mean.shape[1:]) for p in (self, held_out))
+        if mine != other:
+            raise ValueError(
+                f"held_out: expected a prediction of the same ensemble and task, {mine}; got "
+                f"{other}"
+            )
+        return held_out
+
+    def _check_target(self, name: str, target: Tensor) -> None:
+        if not isinstance(target, Tensor) or len(target) != len(self.mean):
+            got = len(target) if isinstance(target, Tensor) else type(target).__name__
+            raise ValueError(
+                f"{name}: expected a tensor of {len(self.mean)} rows, one for each predicted; "
+                f"got {got}"
+            )
+
     def _outputs(self, name: str, *tasks: Task) -> Tensor:
         """Return the outputs for a value that is defined for these tasks."""
         if not isinstance(self.members, Tensor):
@@ -107,6 +229,16 @@ class Prediction:
             f"{name} is defined for {' and '.join(map(repr, tasks))}; this prediction is for "
             f"{self.task!r}. Pass task={tasks[-1]!r} to predict if that is what outputs are."
         )
+
+
+def _rows(values: Tensor) -> Tensor:
+    """Return one number for each row, or say that there are several."""
+    if values[0].numel() != 1:
+        raise ValueError(
+            f"expected one number for each row; got {tuple(values.shape)}. Of several outputs take "
+            "one, Prediction(prediction.members[..., k], prediction.task), or pass a score."
+        )
+    return values.flatten()
 
 
 @suggest()

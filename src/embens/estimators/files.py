@@ -22,13 +22,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from embens.checks import closest
 from embens.estimators import choices, preprocessing
-from embens.estimators.calibration import least_rows
 from embens.estimators.choices import Options
 from embens.estimators.heads import Classes, Head
 from embens.estimators.pipeline import Encoding, Prepared, Tensors
 from embens.estimators.tables import Table, from_frame, is_frame, place, read_target
 from embens.files import refusing, write_atomically
 from embens.training import randomness
+from embens.uncertainty import least_rows
 
 BLOCK = 32_768  # rows that are read at a time
 BUFFER = 8  # blocks among which rows are shuffled

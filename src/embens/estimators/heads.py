@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from embens.estimators import mixture
-from embens.estimators.calibration import ADDED, best_scale
 from embens.estimators.mixture import log_mean
 from embens.estimators.tables import place, read_target
+from embens.uncertainty import ADDED, best_scale
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,7 +1,7 @@
 r"""The regressor: a mixture of Gaussians, one for each member.
 
 Its variance is the members' mean variance plus the variance of their means: aleatoric plus
-epistemic. Intervals are conformal: :mod:`embens.estimators.calibration`. ``neg_nll`` and
+epistemic. Intervals are conformal: :mod:`embens.uncertainty`. ``neg_nll`` and
 ``neg_crps`` are scorers for ``scoring=``, greater is better; classifiers have ``"neg_log_loss"``.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from embens.estimators import mixture
 from embens.estimators.base import RegressorMixin, TableEnsemble, Uncertainty, looked_up
-from embens.estimators.calibration import conformal_quantile
 from embens.estimators.heads import Gaussians
+from embens.uncertainty import conformal_quantile
 
 if TYPE_CHECKING:
     import numpy as np

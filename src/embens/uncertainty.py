@@ -1,0 +1,260 @@
+r"""Uncertainty that is used: decisions from predictions, on rows that training did not see.
+
+**Temperature.** Logits divided by one number, or members' standard deviations multiplied by one,
+chosen to minimise the mixture's negative log-likelihood (Guo et al., 2017). One row is added of
+which every class is as likely (as Platt, 1999), or the best temperature of a classifier without
+errors would be 0; to the rows of a regressor thirty that are exactly as far off as the model says.
+
+**Conformal quantiles.** With scores of :math:`n` rows that played no part in training, and
+:math:`Q` the :math:`\lceil (n+1)\,c \rceil`-th smallest of them, the score of a new row is at most
+:math:`Q` with a chance of at least :math:`c` (and at most :math:`c + 1/(n+1)` if scores don't tie),
+whatever the model, as long as rows are exchangeable (Vovk et al., 2005): over rows and calibration
+sets, not for each :math:`x`. From the score :math:`1 - \bar p_y` come sets of classes (Sadinle et
+al., 2019), from :math:`|y - \mu| / \sigma` intervals (Lei et al., 2018), from an uncertainty the
+flag of what is not like the rest.
+
+**Risk and coverage.** The mean loss of the rows that are kept if the least certain ones are not
+answered, by the share that is kept; the area under it is the mean over all shares (Geifman and
+El-Yaniv, 2017).
+
+:class:`embens.Prediction` has them as methods, estimators use them inside.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from embens import metrics
+from embens.checks import check_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+RANGE = (0.05, 20.0)  # temperatures that are tried
+ADDED = 30  # rows that are added where a factor of standard deviations is chosen
+
+
+def best_scale(loss: Callable[[float], Tensor]) -> float:
+    """Return the positive number that minimises a loss; 1 if nothing is better by a hair.
+
+    Example:
+        >>> import torch
+        >>> round(best_scale(lambda t: torch.tensor(t).log().sub(1.0) ** 2), 3)
+        2.718
+    """
+    from scipy.optimize import minimize_scalar
+
+    found = minimize_scalar(
+        lambda x: float(loss(math.exp(x))),
+        bounds=[math.log(b) for b in RANGE],
+        method="bounded",
+        options={"xatol": 1e-4},
+    )
+    return math.exp(found.x) if found.fun < float(loss(1.0)) else 1.0
+
+
+def best_temperature(outputs: Tensor, target: Tensor) -> float:
+    """Return what logits ``(member, row, class)`` should be divided by."""
+    outputs, rows = outputs.double(), outputs.shape[1]
+
+    def loss(t: float) -> Tensor:
+        log_mean = (outputs / t).log_softmax(-1).logsumexp(0) - math.log(len(outputs))
+        return rows * metrics.nll(outputs / t, target) - log_mean.mean()
+
+    return best_scale(loss)
+
+
+def conformal_quantile(scores: Tensor, coverage: float) -> float:
+    """Return what a new row's score is at most, with a chance of at least ``coverage``.
+
+    Example:
+        >>> import torch
+        >>> conformal_quantile(torch.arange(1.0, 20.0), 0.9)  # the 18th of 19
+        18.0
+    """
+    if not 0 < coverage < 1:
+        raise ValueError(f"coverage: expected a number between 0 and 1; got {coverage}")
+    rank = math.ceil((len(scores) + 1) * coverage - 1e-9)
+    if rank > len(scores):
+        raise ValueError(
+            f"coverage={coverage} needs at least {least_rows(coverage)} held-out rows; there are "
+            f"{len(scores)}. Ask for less, or hold out more rows (of an estimator: fit with more, "
+            "or with a larger validation_fraction)."
+        )
+    return float(scores.sort().values[rank - 1])
+
+
+def least_rows(coverage: float) -> int:
+    """Return how many held-out rows a coverage needs."""
+    return math.ceil(coverage / (1 - coverage) - 1e-9)
+
+
+@dataclass(frozen=True)
+class RiskCoverage:
+    """The loss of the rows that are kept, by the share of rows that is; see :func:`risk_coverage`.
+
+    Attributes:
+        coverage: shares that are kept, from ``1/n`` to 1.
+        risk: mean loss of these rows.
+        best: the same if rows were kept in the order of their losses.
+    """
+
+    coverage: Float[Tensor, " batch"]
+    risk: Float[Tensor, " batch"]
+    best: Float[Tensor, " batch"]
+
+    @property
+    def area(self) -> float:
+        """Mean risk over all shares (AURC); the smaller, the better."""
+        return float(self.risk.mean())
+
+    @property
+    def excess(self) -> float:
+        """What the area has more than the best order of rows would (E-AURC)."""
+        return float((self.risk - self.best).mean())
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw both curves, and the risk of rows that are kept at random."""
+
+        def draw(axes: Any) -> None:
+            kept, risk, best = (v.tolist() for v in (self.coverage, self.risk, self.best))
+            axes.plot(kept, risk, label=f"least certain first, area {self.area:.3f}")
+            axes.plot(kept, best, "k:", label=f"best order, {self.area - self.excess:.3f}")
+            axes.axhline(risk[-1], color="grey", ls="--", label="at random")
+            axes.set(xlabel="share of rows that is kept", ylabel="mean loss of these", xlim=(0, 1))
+            axes.legend()
+
+        _picture(path, draw)
+
+
+def risk_coverage(losses: Float[Tensor, " batch"], scores: Float[Tensor, " batch"]) -> RiskCoverage:
+    """Return the risk of keeping the most certain rows; rows that tie are kept in a random order.
+
+    Example:
+        >>> curve = risk_coverage(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([1.0, 2.0, 3.0]))
+        >>> curve.risk.tolist(), round(curve.area, 3), round(curve.excess, 3)
+        ([0.0, 0.5, 0.333...], 0.278, 0.167)
+    """
+    losses, scores = losses.double(), scores.double()
+    _, group = scores.unique(return_inverse=True)  # ties have their mean loss
+    means = torch.zeros(int(group.max()) + 1).double().to(losses)
+    counts = torch.zeros_like(means).index_add_(0, group, torch.ones_like(losses))
+    means = means.index_add_(0, group, losses) / counts
+    kept = torch.arange(1, len(losses) + 1).to(losses)
+    expected = means[group[scores.argsort()]].cumsum(0) / kept
+    return RiskCoverage(kept / len(losses), expected, losses.sort().values.cumsum(0) / kept)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Rows that are less certain than held-out ones almost ever are.
+
+    Attributes:
+        flagged: which rows.
+        scores: their uncertainty; ``held_out``: that of rows that are as they should be.
+        threshold: above which a row is flagged.
+        rate: of false alarms, at most.
+    """
+
+    flagged: Bool[Tensor, " batch"]
+    scores: Float[Tensor, " batch"]
+    held_out: Float[Tensor, " row"]
+    threshold: float
+    rate: float
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw how uncertain held-out rows and these are, and the threshold."""
+
+        def draw(axes: Any) -> None:
+            flagged = f"these, {self.flagged.float().mean():.0%} flagged"
+            for label, scores in (("held out", self.held_out), (flagged, self.scores)):
+                axes.hist(scores.tolist(), bins=30, density=True, alpha=0.5, label=label)
+            label = f"{self.rate:.0%} of false alarms"
+            axes.axvline(self.threshold, color="k", ls="--", label=label)
+            axes.set(xlabel="uncertainty", ylabel="density")
+            axes.legend()
+
+        _picture(path, draw)
+
+
+def flag(scores: Tensor, held_out: Tensor, rate: float = 0.05) -> Flags:
+    """Flag scores above those of held-out rows, with at most this rate of false alarms."""
+    check_number("rate", rate, "a number between 0 and 1", lambda r: 0 < r < 1)
+    threshold = conformal_quantile(held_out, 1 - rate)
+    return Flags(scores > threshold, scores, held_out, threshold, rate)
+
+
+@dataclass(frozen=True)
+class ConformalSets:
+    """Sets of classes that hold the true one with a chance of at least ``coverage``.
+
+    Attributes:
+        sets: which classes are in the set of each row; a row may have none, if it is like no other.
+        coverage: that was asked for.
+        threshold: the probability that a class in a set has at least.
+    """
+
+    sets: Bool[Tensor, "batch class"]
+    coverage: float
+    threshold: float
+
+    @property
+    def sizes(self) -> Tensor:
+        """How many classes each row's set has."""
+        return self.sets.sum(-1)
+
+    def covered(self, target: Tensor) -> float:
+        """Return the share of rows whose class is in their set."""
+        return float(self.sets.gather(1, target[:, None].to(self.sets.device)).double().mean())
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw how many rows have sets of which size."""
+
+        def draw(axes: Any) -> None:
+            counts = self.sizes.bincount(minlength=self.sets.shape[1] + 1) / len(self.sets)
+            axes.bar(range(len(counts)), counts.tolist())
+            title = f"{self.coverage:.0%} hold the true class"
+            axes.set(xlabel="classes in the set", ylabel="share of rows", title=title)
+
+        _picture(path, draw)
+
+
+def conformal_sets(
+    probabilities: Float[Tensor, "batch class"],
+    held_out: Float[Tensor, "row class"],
+    target: Tensor,
+    coverage: float = 0.9,
+) -> ConformalSets:
+    """Return sets of classes, from probabilities of held-out rows and their classes."""
+    right = held_out.gather(1, target[:, None].to(held_out.device)).squeeze(1)
+    threshold = -conformal_quantile(-right, coverage)  # the same order as 1 − p, without rounding
+    return ConformalSets(probabilities >= threshold, coverage, threshold)
+
+
+def plot_reliability(outputs: Tensor, target: Tensor, path: str | os.PathLike[str]) -> None:
+    """Draw accuracy against confidence; the diagonal is calibrated."""
+    found = metrics.reliability(outputs, target)
+    error = metrics.expected_calibration_error(outputs, target)
+
+    def draw(axes: Any) -> None:
+        axes.plot([0, 1], [0, 1], "k:")
+        axes.plot(found.confidence.tolist(), found.accuracy.tolist(), "o-")
+        title = f"expected calibration error {error:.3f}"
+        axes.set(xlabel="confidence", ylabel="accuracy", title=title, xlim=(0, 1), ylim=(0, 1))
+
+    _picture(path, draw)
+
+
+def _picture(path: str | os.PathLike[str], draw: Callable[[Any], None]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5, 3.4), layout="constrained")
+    draw(figure.subplots())
+    figure.savefig(path, dpi=100)

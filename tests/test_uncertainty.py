@@ -1,0 +1,243 @@
+"""Temperatures, conformal quantiles, sets and intervals, risk and coverage, flags."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from embens import metrics
+from embens.estimators.heads import Classes
+from embens.prediction import Prediction
+from embens.uncertainty import (
+    best_scale,
+    best_temperature,
+    conformal_quantile,
+    flag,
+    plot_reliability,
+    risk_coverage,
+)
+
+GENERATOR = torch.Generator()
+
+
+def problem(rows: int, *, too_sure: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits of three members, and classes as likely as their mean probability says."""
+    generator = GENERATOR.manual_seed(0)
+    outputs = 2 * torch.randn(3, rows, 6, generator=generator)
+    target = torch.multinomial(outputs.softmax(-1).mean(0), 1, generator=generator)
+    return too_sure * outputs, target[:, 0]
+
+
+class TestConformal:
+    def test_the_quantile_is_the_smallest_score_that_enough_scores_do_not_exceed(self):
+        scores = torch.rand(99, generator=torch.Generator().manual_seed(0))
+        found = conformal_quantile(scores, 0.9)
+        assert int((scores <= found).sum()) == 90  # ⌈100 · 0.9⌉
+
+    def test_intervals_cover_as_promised_over_many_calibration_sets(self):
+        generator = torch.Generator().manual_seed(0)
+        rounds, rows = 4000, 30
+        scores = torch.rand(rounds, rows + 1, generator=generator)
+        covered = [float(s[-1] <= conformal_quantile(s[:-1], 0.8)) for s in scores]
+        error = math.sqrt(0.8 * 0.2 / rounds)
+        expected = math.ceil(31 * 0.8) / 31  # exactly, for scores that don't tie
+        assert np.mean(covered) == pytest.approx(expected, abs=4 * error)
+
+    def test_too_few_rows_for_a_coverage_are_an_error_that_counts(self):
+        with pytest.raises(ValueError, match="needs at least 19 held-out rows; there are 18"):
+            conformal_quantile(torch.rand(18), 0.95)
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            conformal_quantile(torch.rand(18), 90)
+
+    @pytest.mark.parametrize("coverage", [0.5, 0.8, 0.95])
+    def test_sets_are_those_of_mapie(self, coverage):
+        from sklearn.base import BaseEstimator, ClassifierMixin
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mapie = pytest.importorskip("mapie.classification")
+        outputs, target = problem(400)
+        table = Prediction(outputs).probabilities.double()
+        table = (table / table.sum(1, keepdim=True)).numpy()
+
+        class Looked(ClassifierMixin, BaseEstimator):
+            classes_ = np.arange(6)
+
+            def fit(self, X, y):
+                return self
+
+            def __sklearn_is_fitted__(self):
+                return True
+
+            def predict_proba(self, X):
+                return table[X[:, 0]]
+
+            def predict(self, X):
+                return self.predict_proba(X).argmax(1)
+
+        rows = np.arange(400)[:, None]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = mapie.SplitConformalClassifier(
+                Looked(), confidence_level=coverage, conformity_score="lac", prefit=True
+            ).conformalize(rows[:200], target[:200].numpy())
+            _, sets = theirs.predict_set(rows[200:])
+        held_out, new = Prediction(outputs[:, :200]), Prediction(outputs[:, 200:])
+        found = new.conformal_sets(held_out, target[:200], coverage)
+        assert np.array_equal(found.sets.numpy(), sets[:, :, 0])
+        assert torch.equal(found.sizes, found.sets.sum(1))
+        inside = found.sets[torch.arange(200), target[200:]]
+        assert found.covered(target[200:]) == pytest.approx(inside.double().mean())
+
+    @pytest.mark.parametrize("task", ["regression", "gaussian"])
+    def test_intervals_hold_the_promised_share_of_numbers_one_by_one(self, task):
+        generator = GENERATOR.manual_seed(0)
+        size = 0.1 + torch.rand(2000, generator=generator)
+        outputs = size * torch.randn(4, 2000, generator=generator)
+        target = size * torch.randn(2000, generator=generator)
+        if task == "gaussian":
+            outputs = torch.stack([outputs, (size**2).log().expand(4, -1)], -1)
+        both = Prediction(outputs[:, :1000], task), Prediction(outputs[:, 1000:], task)
+        low, high = both[1].conformal_intervals(both[0], target[:1000], 0.8).unbind(-1)
+        mean, std = both[0].mean, both[0].variance.sqrt()
+        factor = conformal_quantile((target[:1000] - mean).abs() / std, 0.8)
+        torch.testing.assert_close((high - low) / 2, factor * both[1].variance.sqrt())
+        inside = ((low <= target[1000:]) & (target[1000:] <= high)).double().mean()
+        assert inside == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / 500))
+
+
+class TestTemperature:
+    def test_the_best_one_undoes_one_that_was_put_in(self):
+        generator = torch.Generator().manual_seed(0)
+        logits = 2 * torch.randn(1, 20_000, 3, generator=generator, dtype=torch.float64)
+        codes = torch.multinomial(logits[0].softmax(-1), 1, generator=generator)
+        head = Classes((np.arange(3),))
+        target = head.pack(codes, None, torch.float64)
+        found = best_scale(lambda t: head.metric(3 * logits / t, target))
+        assert found == pytest.approx(3, rel=0.05)
+        assert best_temperature(3 * logits, codes[:, 0]) == pytest.approx(found, rel=1e-3)
+
+    def test_it_is_that_of_estimators(self):
+        outputs, target = problem(300, too_sure=2.0)
+        head = Classes((np.arange(6),))
+        stop = outputs.double(), head.pack(target[:, None], None, torch.float64)
+        found = Prediction(outputs).temperature(target)
+        assert found == pytest.approx(head.calibrated(stop, None).temperature, rel=1e-3)
+        assert found > 1.5
+
+    def test_of_one_network_it_is_that_of_scikit_learn(self):
+        from sklearn.calibration import CalibratedClassifierCV
+        from sklearn.frozen import FrozenEstimator
+        from sklearn.linear_model import LogisticRegression
+
+        generator = np.random.default_rng(0)
+        X = generator.normal(size=(3000, 4))
+        y = (2 * X[:, :3] + generator.normal(size=(3000, 3))).argmax(1)
+        model = LogisticRegression(max_iter=500).fit(X[:500], y[:500])
+        model.coef_ *= 3.0  # too sure
+        wrapped = CalibratedClassifierCV(FrozenEstimator(model), method="temperature", cv=2)
+        theirs = wrapped.fit(X[500:], y[500:]).predict_proba(X[:50])
+        prediction = Prediction(torch.tensor(model.decision_function(X))[None])
+        t = Prediction(prediction.members[:, 500:]).temperature(torch.tensor(y[500:]))
+        mine = prediction.tempered(t).probabilities[:50].numpy()
+        assert t > 2
+        assert mine == pytest.approx(theirs, abs=2e-3)
+
+    def test_calibrated_probabilities_have_a_smaller_log_loss(self):
+        outputs, target = problem(2000, too_sure=3.0)
+        held_out, new = Prediction(outputs[:, :1000]), Prediction(outputs[:, 1000:])
+        better = new.tempered(held_out.temperature(target[:1000]))
+        for metric in (metrics.nll, metrics.expected_calibration_error):
+            assert metric(better.members, target[1000:]) < metric(new.members, target[1000:])
+
+
+class TestRisk:
+    def test_it_is_the_mean_loss_of_the_most_certain_rows_over_orders_of_ties(self):
+        generator = GENERATOR.manual_seed(0)
+        losses = torch.rand(12, generator=generator).double()
+        scores = torch.randint(4, (12,), generator=generator).double()
+        turns = 4000
+        expected = torch.zeros(12).double()
+        for _ in range(turns):
+            shaken = scores + 0.5 * torch.rand(12, generator=generator)
+            kept = losses[shaken.argsort()].cumsum(0)
+            expected += kept / torch.arange(1, 13) / turns
+        curve = risk_coverage(losses, scores)
+        torch.testing.assert_close(curve.risk, expected, atol=0.03, rtol=0)
+        assert curve.risk[-1] == pytest.approx(losses.mean())
+        assert curve.area == pytest.approx(float(curve.risk.mean()))
+        assert risk_coverage(losses, losses).excess == pytest.approx(0)
+        assert curve.excess > 0
+
+    def test_rows_that_all_tie_have_the_risk_of_all(self):
+        curve = risk_coverage(torch.tensor([0.0, 1.0, 1.0]), torch.zeros(3))
+        assert curve.risk.tolist() == pytest.approx([2 / 3] * 3)
+
+    def test_rejecting_the_least_certain_rows_gives_the_risk_of_the_curve(self):
+        outputs, target = problem(500)
+        prediction = Prediction(outputs)
+        curve = prediction.risk_coverage(target)
+        kept = ~prediction.reject(0.3)
+        assert int(kept.sum()) == 350
+        wrong = (prediction.probabilities.argmax(-1) != target).double()
+        assert wrong[kept].mean() == pytest.approx(float(curve.risk[349]))
+        assert curve.risk[349] < curve.risk[-1]
+        other = prediction.risk_coverage(target, metrics.mutual_information)
+        assert other.area != curve.area
+
+    def test_of_numbers_it_is_the_squared_error_by_variance(self):
+        outputs = torch.tensor([[0.0, 1.0, 5.0], [0.0, 3.0, 9.0]])[..., None]
+        prediction = Prediction(outputs, "regression")
+        curve = prediction.risk_coverage(torch.tensor([1.0, 2.0, 7.0]))
+        assert curve.risk.tolist() == pytest.approx([1.0, 0.5, 1 / 3])
+        assert prediction.reject(1 / 3).tolist() == [False, False, True]
+
+
+def test_false_alarms_are_at_most_as_frequent_as_asked_and_others_are_found():
+    generator = GENERATOR.manual_seed(0)
+    held_out, new = torch.randn(2, 4000, generator=generator)
+    found = flag(new, held_out, rate=0.1)
+    assert float(found.flagged.double().mean()) == pytest.approx(0.1, abs=4 * 0.0067)
+    assert flag(new + 5, held_out, rate=0.1).flagged.double().mean() > 0.95
+    outputs, _ = problem(400)
+    sure, unsure = Prediction(3 * outputs), Prediction(0.1 * outputs)
+    assert sure.flag(sure, 0.05).flagged.double().mean() <= 0.05
+    assert unsure.flag(sure, 0.05).flagged.all()
+
+
+def test_every_decision_has_a_picture(tmp_path):
+    outputs, target = problem(200)
+    prediction = Prediction(outputs)
+    prediction.risk_coverage(target).plot(tmp_path / "risk.png")
+    prediction.flag(prediction).plot(tmp_path / "flags.png")
+    prediction.conformal_sets(prediction, target).plot(tmp_path / "sets.png")
+    prediction.plot_reliability(target, tmp_path / "reliability.png")
+    plot_reliability(outputs, target, tmp_path / "same.png")
+    pictures = sorted(tmp_path.glob("*.png"))
+    assert len(pictures) == 5
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p, y: p.reject(2), "fraction must be a number from 0 to 1"),
+        (lambda p, y: p.flag(p, 0), "rate must be a number between 0 and 1"),
+        (lambda p, y: p.tempered(-1), "temperature must be a number above 0"),
+        (lambda p, y: p.temperature(y[:-1]), "expected a tensor of 100 rows, .* got 99"),
+        (lambda p, y: p.risk_coverage(y.tolist()), "expected a tensor of 100 rows, .* got list"),
+        (lambda p, y: p.conformal_intervals(p, y), "defined for 'regression' and 'gaussian'"),
+        (lambda p, y: p.conformal_sets(p, y, 0.999), "needs at least 999 held-out rows"),
+        (lambda p, y: p.flag(Prediction(p.members[..., :3])), "expected a prediction of the same"),
+        (lambda p, y: p.flag(p.members), "held_out: expected a Prediction; got Tensor"),
+        (lambda p, y: Prediction(p.members, "regression").reject(0.1), "one number for each row"),
+    ],
+)
+def test_what_can_not_be_decided_is_refused(call, message):
+    outputs, target = problem(100)
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(Prediction(outputs), target)
