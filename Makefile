@@ -17,7 +17,7 @@ CORE    := $(addprefix tests/,test_checks.py test_files.py test_laws.py test_net
 PEERS   := pytest pytest-xdist jaxtyping beartype pandas scikit-learn torchmetrics
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-long browser test-oldest test-peers check format demo bench \
+.PHONY: help venv test test-long browser test-oldest test-peers check format docs dist demo bench \
 	bench-tables clean
 
 help:  ## list the targets
@@ -66,6 +66,15 @@ format: venv  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: venv  ## build the documentation: docs/_build/index.html; warnings are errors
+	$(ONE) $(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build
+	$(ONE) $(BIN)/python -m pytest -q -p no:cacheprovider -m site tests/test_site.py
+
+dist: venv  ## build wheel and sdist, and try them with each extra alone in a clean environment
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(PYTHON) tests/dist.py dist
+
 demo: venv  ## what eight models inside one network gain and cost, on digits, and a page to look at
 	$(BIN)/embens reproduce gain --preset quick
 	$(BIN)/embens report embens-results
@@ -89,5 +98,6 @@ $(TABLES)/.stamp: pyproject.toml constraints.txt benchmarks/requirements-tables.
 	@touch $@
 
 clean:  ## remove environments, caches and build products
-	rm -rf $(VENV) $(BENCH) $(TABLES) $(OLDEST) embens-results build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(BENCH) $(TABLES) $(OLDEST) embens-results build dist docs/_build docs/gallery \
+		.pytest_cache .ruff_cache
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """An epoch of `embens.fit` against a bare hand-written loop with the same arithmetic.
 
-    python benchmarks/fit.py [--rounds 7]
+    python -m benchmarks.fit [--rounds 7]
 
 Both run in turns in one process, on equal copies of one ensemble and in the same order of samples;
 the ratio is the median over rounds. `fit` includes its setup, history and checks.
@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 import embens
+from benchmarks.timing import Result, Row, quartiles, write
 from embens import networks
 from embens.training import fit
 from embens.training.batches import training_batches
@@ -69,18 +70,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
-    print(f"{'an epoch of':36} {'bare, ms':>10} {'fit, ms':>10} {'ratio':>7} {'bar':>6}")
-    for name, bar, ensemble, (x, y), epochs in cases():
+    row = Row(
+        name="fit",
+        title="an epoch of `embens.fit`, with its setup, history and checks",
+        unit="the same epoch of a bare loop",
+        bar=max(case[1] for case in cases()),
+        limit=1.0,
+        limit_reason="the bare loop itself",
+        rounds=rounds,
+    )
+    unit = []
+    for name, bar_, ensemble, (x, y), epochs in cases():
         for run in (bare, ours):
             seconds(run, ensemble, x, y, epochs)  # warm up
         times: dict[Callable, list[float]] = {bare: [], ours: []}
         for turn in range(rounds):
             for run in (bare, ours) if turn % 2 else (ours, bare):
                 times[run].append(seconds(run, ensemble, x, y, epochs))
-        pairs = zip(times[ours], times[bare], strict=True)
-        ratio = statistics.median(a / b for a, b in pairs)
-        slow, fast = (1e3 * statistics.median(times[run]) for run in (ours, bare))
-        print(f"{name:36} {fast:10.1f} {slow:10.1f} {ratio:7.3f} {bar:6.2f}", flush=True)
+        ratios = [a / b for a, b in zip(times[ours], times[bare], strict=True)]
+        label = f"{name} (bar {bar_:g})"
+        row.results.append(Result(label, True, statistics.median(ratios), quartiles(ratios)))
+        unit.append(f"{1e3 * statistics.median(times[bare]):.3g}")
+    row.reference = f"the bare epochs took {', '.join(unit)} ms; {rounds} rounds"
+    print(row)
+    write(row)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import statistics
 import subprocess
 import sys
 
+from benchmarks.timing import Result, Row, quartiles, write
+
 BAR = 1.1
 PROGRAM = """
 import time
@@ -39,12 +41,22 @@ def main() -> None:
     for turn in range(rounds):
         for module in ("torch", "embens") if turn % 2 else ("embens", "torch"):
             times[module].append(seconds(module))
-    print(f"{'':8} {'torch, ms':>10} {'embens, ms':>10} {'ratio':>7} {'bar':>6}")
-    for i, kind in enumerate(("wall", "CPU")):
+    row = Row(
+        name="imports",
+        title="`import embens`, each time in a new process",
+        unit="`import torch`",
+        bar=BAR,
+        limit=1.0,
+        limit_reason="embens imports torch",
+        rounds=rounds,
+    )
+    for i, kind in enumerate(("wall time", "CPU time")):
         torch, embens = ([pair[i] for pair in times[module]] for module in ("torch", "embens"))
-        ratio = statistics.median(b / a for a, b in zip(torch, embens, strict=True))
-        middle = [1e3 * statistics.median(values) for values in (torch, embens)]
-        print(f"{kind:8} {middle[0]:10.0f} {middle[1]:10.0f} {ratio:7.3f} {BAR:6.2f}")
+        ratios = [b / a for a, b in zip(torch, embens, strict=True)]
+        row.results.append(Result(kind, True, statistics.median(ratios), quartiles(ratios)))
+        row.reference = f"torch alone took {1e3 * statistics.median(torch):.0f} ms of {kind}"
+    print(row)
+    write(row)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""Try what was built: `make dist` builds a wheel and an sdist, and this installs and uses both.
+
+For each extra alone, and for none, a clean environment gets the wheel with that extra (the versions
+are those of constraints.txt), and runs the smallest example of what the extra is for.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BASE = """
+import torch, embens
+net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+ensemble = embens.batch_ensemble(net, members=4)
+x, y = torch.randn(32, 4), torch.arange(32) % 3
+embens.fit(ensemble, (x, y), epochs=1, progress=False)
+assert embens.predict(ensemble, x).probabilities.shape == (32, 3)
+assert embens.__version__
+"""
+EXTRAS = {
+    "": "",
+    "data": "assert len(embens.data.digits().train.inputs) > 1000",
+    "plot": "embens.diagnose(ensemble, x, y).plot('d.png')",
+    "theory": "assert embens.theory.kernels(embens.embed(embens.networks.mlp(4, 8, 2, 1)), x)",
+    "zarr": "k = embens.theory.kernels(embens.embed(embens.networks.mlp(4, 8, 2, 1)), x)",
+    "onnx": "ensemble.to_onnx('e.onnx', x)",
+    "estimators": "from embens.estimators import EmbeddedEnsembleClassifier as E\n"
+    "E(max_epochs=2, members=2).fit(x.numpy(), y.numpy()).predict(x.numpy())",
+    "experiments": "from embens.cli import main\n"
+    "import sys; sys.argv = ['embens', 'reproduce', '--help']\n"
+    "try: main()\nexcept SystemExit as e: assert not e.code",
+    "ray": "import ray",
+}
+
+
+def main(folder: Path) -> None:
+    """Check the metadata of what was built, then use it."""
+    wheel, sdist = next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
+    for extra, program in EXTRAS.items():
+        with tempfile.TemporaryDirectory() as place:
+            python = environment(Path(place), f"{wheel}[{extra}]" if extra else str(wheel))
+            subprocess.run([python, "-c", BASE + program], check=True, cwd=place)
+        print(f"ok: embens[{extra}]", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        python = environment(Path(place), str(sdist))
+        subprocess.run([python, "-c", BASE], check=True, cwd=place)
+    print(f"ok: {sdist.name}\n{len(EXTRAS) + 1} passed, 0 failed")
+
+
+def environment(place: Path, requirement: str) -> str:
+    """Make an environment with one requirement, and return its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
+    python = str(place / "venv" / "bin" / "python")
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    constraints = ["-c", str(ROOT / "constraints.txt")]
+    subprocess.run([*command, "torch", *constraints], check=True)
+    subprocess.run([*command, requirement, *constraints], check=True)
+    return python
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())
