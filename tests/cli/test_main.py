@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import embens
-from embens.cli.main import COMMANDS, main
+from embens.cli import COMMANDS, main
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

@@ -2,6 +2,6 @@
 
 import sys
 
-from embens.cli.main import main
+from embens.cli import main
 
 sys.exit(main())

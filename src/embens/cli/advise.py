@@ -10,13 +10,16 @@ from dataclasses import asdict
 from embens.cli.specification import NETWORK_HELP, parse_reference, read_training_data
 from embens.finite import advise
 
+_BUDGET = {"parameters": "numbers", "time": "a pass", "memory": "a step"}
+_PLAN = ("members", "epochs", "lr", "check")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens advise``."""
     add = parser.add_argument
     add("reference", help=NETWORK_HELP)
     add("data", nargs="?", default="digits", help="digits (default), or an .npz file with x and y")
-    for name, what in (("parameters", "numbers"), ("time", "a pass"), ("memory", "a step")):
+    for name, what in _BUDGET.items():
         add(f"--{name}", type=float, default=math.inf, help=f"{what}, in multiples of one network")
     add("--members", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers to choose from")
     add("--epochs", type=int, default=30, help="of the training that is planned (default 30)")
@@ -27,18 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens advise``; return its exit code."""
-    reference = parse_reference(options.reference)
-    proposals = advise(
-        reference,
-        *read_training_data(options.data, reference),
-        parameters=options.parameters,
-        time=options.time,
-        memory=options.memory,
-        members=options.members,
-        epochs=options.epochs,
-        lr=options.lr,
-        check=options.check,
-    )
+    reference, names = parse_reference(options.reference), (*_BUDGET, *_PLAN)
+    given = {name: value for name, value in vars(options).items() if name in names}
+    proposals = advise(reference, *read_training_data(options.data, reference), **given)
     if options.json:
         print(json.dumps([asdict(proposal) for proposal in proposals], indent=1))
     else:

@@ -37,15 +37,9 @@ def run(options: argparse.Namespace) -> int:
     reference = parse_reference(options.reference)
     ensemble = load(options.ensemble, reference)
     x, target = read_training_data(options.data, reference)
-    report = diagnose(
-        ensemble,
-        x,
-        target,
-        gamma=options.gamma,
-        optimizer=options.optimizer,
-        wanted=options.wanted,
-        budget=Budget(samples=options.samples, members=options.members),
-    )
+    given = {name: getattr(options, name) for name in ("gamma", "optimizer", "wanted")}
+    budget = Budget(samples=options.samples, members=options.members)
+    report = diagnose(ensemble, x, target, **given, budget=budget)
     if options.plot is not None:
         report.plot(options.plot)
     print(json.dumps(report.to_dict(), indent=1) if options.json else report)

@@ -51,24 +51,13 @@ def run(options: argparse.Namespace) -> int:
     reference = parse_reference(options.network)
     x1 = _inputs(options.data, reference, options)
     x2 = None if options.against is None else _inputs(options.against, reference, options)
-    ensemble = embed(
-        reference,
-        options.members,
-        pre=pre,
-        post=post,
-        sites=options.sites,
-        trainable=not options.frozen,
-        generator=torch.Generator().manual_seed(options.seed),
-    )
-    path = write_kernels(
-        options.out,
-        ensemble,
-        x1,
-        x2,
-        dtype=torch.float32 if options.float32 else torch.float64,
-        block=options.block,
-        progress=False if options.quiet else None,
-    )
+    generator = torch.Generator().manual_seed(options.seed)
+    given = {"sites": options.sites, "trainable": not options.frozen, "generator": generator}
+    ensemble = embed(reference, options.members, pre=pre, post=post, **given)
+    dtype = torch.float32 if options.float32 else torch.float64
+    progress = False if options.quiet else None
+    given = {"dtype": dtype, "block": options.block, "progress": progress}
+    path = write_kernels(options.out, ensemble, x1, x2, **given)
     print(f"{path}: {', '.join(NAMES)}; {len(x1)} × {len(x1 if x2 is None else x2)} inputs")
     print(f"regime: {regime(ensemble)}")
     if x2 is None and len(x1) <= 2000:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -63,12 +63,9 @@ class Batches:
     world: World = ALONE
     repetition: float | None = None
     name: str = "train"
-    count: int = field(init=False, default=0)
-    """How many rows, or batches of a loader; 0: not known."""
-    tensors: tuple[Any, Any] | None = field(init=False, default=None)
-    """All inputs and targets, where the data are tensors."""
-    generators: list[torch.Generator] = field(init=False, default_factory=list)
-    """What a loader draws from."""
+    count = 0  # rows, or batches of a loader; 0: not known
+    tensors = None  # all inputs and targets, where the data are tensors
+    generators = ()  # that a loader draws from
 
 
 @dataclass

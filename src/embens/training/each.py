@@ -55,24 +55,24 @@ class EachMember:
         """Refuse what does not fit the members, or the rows (None: they have no numbers)."""
         members, plan = ensemble.members, ensemble.plan
         for name, values in vars(self).items():
-            if values is not None and len(values) != members:
-                raise ValueError(
-                    f"each: expected {name} of {members} members; got those of {len(values)}"
-                )
-        for name in ("rates", "weight_decay", "label_smoothing", "dropout"):
-            most = math.inf if name in ("rates", "weight_decay") else 1.0
-            for value in () if (values := getattr(self, name)) is None else values:
-                if not 0 <= value <= most:
-                    raise ValueError(f"each: {name} must be from 0 to {most:g}; got {value}")
-        for name in ("weights", "targets"):
-            if (values := getattr(self, name)) is None:
+            if values is None:
                 continue
+            if len(values) != members:
+                got = f"got those of {len(values)}"
+                raise ValueError(f"each: expected {name} of {members} members; {got}")
+            if name not in ("weights", "targets"):
+                most = math.inf if name in ("rates", "weight_decay") else 1.0
+                for value in values:
+                    if not 0 <= value <= most:
+                        raise ValueError(f"each: {name} must be from 0 to {most:g}; got {value}")
+                continue
+            weights = name == "weights"
             if rows is None:
                 raise ValueError(f"each: {name} need rows with numbers: tensors or a data set")
-            if values.shape[1:2] != (rows,) or (name == "weights" and values.dim() != 2):
-                shape = f"({members}, {rows}{', …' * (name == 'targets')})"
+            if values.shape[1:2] != (rows,) or (weights and values.dim() != 2):
+                shape = f"({members}, {rows}{'' if weights else ', …'})"
                 raise ValueError(f"each: expected {name} {shape}; got {tuple(values.shape)}")
-            if not values.isfinite().all() or (name == "weights" and (values < 0).any()):
+            if not values.isfinite().all() or (weights and (values < 0).any()):
                 raise ValueError(f"each: expected finite {name}, and no weight below 0")
         if self.rates is not None and optimizer and not is_linear_in_rate(optimizer):
             raise ValueError(

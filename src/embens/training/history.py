@@ -60,20 +60,18 @@ class History:
         from matplotlib.figure import Figure
 
         rated = any(not math.isnan(row["ensemble_accuracy"]) for row in self.epochs)
-        pairs = [("loss", "loss"), ("ensemble_accuracy", "accuracy")][: 2 if rated else 1]
+        pairs = {"loss": "loss", "accuracy": "ensemble_accuracy"} if rated else {"loss": "loss"}
         figure = Figure(figsize=(5.0 * len(pairs), 3.5), layout="constrained")
-        for axes, (joint, own) in zip(
-            figure.subplots(1, len(pairs), squeeze=False)[0], pairs, strict=True
-        ):
-            axes.set(xlabel="epoch", ylabel=own)
-            for prefix, style in (("", "-"), ("validation_", "--")):
-                for member in sorted({row["member"] for row in self.members}):
-                    rows = [row for row in self.members if row["member"] == member]
-                    values = [row.get(prefix + own, math.nan) for row in rows]
-                    axes.plot([r["epoch"] for r in rows], values, "C0" + style, lw=0.5, alpha=0.5)
+        epochs = [row["epoch"] for row in self.epochs]
+        for place, (own, joint) in enumerate(pairs.items(), 1):
+            axes = figure.add_subplot(1, len(pairs), place, xlabel="epoch", ylabel=own)
+            for prefix, style, name in (("", "-", "training"), ("validation_", "--", "validation")):
+                values = [row.get(prefix + own, math.nan) for row in self.members]
+                for a in range(len(values) // max(len(epochs), 1)):
+                    mine = values[a :: len(values) // len(epochs)]
+                    axes.plot(epochs, mine, "C0" + style, lw=0.5, alpha=0.5)
                 values = [row.get(prefix + joint, math.nan) for row in self.epochs]
-                name = "validation" if prefix else "training"
-                axes.plot([row["epoch"] for row in self.epochs], values, "k" + style, label=name)
+                axes.plot(epochs, values, "k" + style, label=name)
             if self.best_epoch is not None:
                 axes.axvline(self.best_epoch, color="grey", lw=0.5)
             axes.legend()
@@ -173,14 +171,13 @@ class Tally:
         count = float(self.sums["rated"][0])
         chance = self.sums["right"].cpu() / count
         varies = (chance > 0) & (chance < 1)
-        pairs = int(varies.sum()) * (int(varies.sum()) - 1)
-        if self.batch != "same" or count == 0 or pairs == 0:
+        if self.batch != "same" or (members := int(varies.sum())) < 2:
             return math.nan
         chance = chance[varies]
         deviation = (chance * (1 - chance)).sqrt()
         together = self.sums["together"].cpu()[varies][:, varies] / count
         correlation = (together - chance[:, None] * chance) / (deviation[:, None] * deviation)
-        return float((correlation.sum() - correlation.trace()) / pairs)
+        return float((correlation.sum() - correlation.trace()) / (members * (members - 1)))
 
 
 def is_classification(outputs: Any, target: Any, batch: str = "same") -> bool:
@@ -189,7 +186,6 @@ def is_classification(outputs: Any, target: Any, batch: str = "same") -> bool:
         return False
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         return False
-    rows = tuple(outputs.shape[:-1])
-    expected = rows[1:] if batch == "same" else rows
-    axes = 2 if batch == "split" else 3
-    return outputs.dim() == axes and tuple(target.shape) == expected and outputs.shape[-1] > 1
+    if outputs.dim() != (2 if batch == "split" else 3) or outputs.shape[-1] < 2:
+        return False
+    return target.shape == (outputs[0] if batch == "same" else outputs).shape[:-1]

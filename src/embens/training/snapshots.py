@@ -42,6 +42,9 @@ from embens.training.loop import fit
 
 SCHEDULES = ("cosine", "triangular", "swag")
 LOWEST = 0.01  # of triangular rates
+PASSED_ON = (  # to fit
+    "epochs batch_size lr weight_decay criterion optimizer seed checkpoint every progress"
+).split()
 
 
 @suggest()
@@ -122,7 +125,7 @@ def snapshots(
         scheduler=functools.partial(_follow, course=course),
         schedule_by="step",
         callbacks=(keeper, *callbacks),
-        **{name: given[name] for name in _PASSED_ON},
+        **{name: given[name] for name in PASSED_ON},
     )
     states = keeper.states(ensemble, seed)
     joined = join([reference] * members)
@@ -130,12 +133,6 @@ def snapshots(
     if swag:
         _estimate_statistics_(joined, batches, seed)
     return joined
-
-
-_PASSED_ON = (
-    *("epochs", "batch_size", "lr", "weight_decay", "criterion", "optimizer", "seed"),
-    *("checkpoint", "every", "progress"),
-)
 
 
 class Course(NamedTuple):

@@ -33,12 +33,11 @@ from embens.training.batches import (
     training_batches,
     validation_batches,
 )
-from embens.training.callbacks import by_moment
+from embens.training.callbacks import Progress, by_moment
 from embens.training.checkpoint import Checkpoints
 from embens.training.clipping import clip_gradients_
 from embens.training.history import History, Tally, history_of
 from embens.training.passes import Passes
-from embens.training.progress import Progress
 from embens.training.settings import Settings, linear_decay, more_is_better
 
 if TYPE_CHECKING:
