@@ -53,4 +53,4 @@ def test_sizes_leave_a_mark():
 
     flow = read_symbolically(Net())
     assert flow is not None
-    assert {name for name, _ in flow.unclear} == {"truediv", "getitem"}
+    assert {s.operation for s in flow.steps if not s.clear} == {"truediv", "getitem"}

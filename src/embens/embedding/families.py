@@ -500,7 +500,7 @@ def mimo(
     own = [o for o in plan.own if o.module in behind or is_within(o.module, last)]
     own += [OwnTensors(name, ("weight",), drawn=True) for name in first]
     heads = Heads(first, float(repetition), float(alpha) if mix else None)
-    after = {step for step, taken in flow.steps if any(layers & flow.last for layers in taken)}
+    after = {s.operation for s in flow.steps if any(layers & flow.last for layers in s.before)}
     plan = replace(
         plan,
         own=tuple(own),  # what the trunk keeps is common

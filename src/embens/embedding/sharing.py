@@ -103,7 +103,7 @@ class Sharing:
             folding=self.folding(),
             random=self._is_random() and not self.separate,
             copies=inplace
-            or any(map(reading.is_in_place, self.flow.operations))
+            or any(reading.is_in_place(step.name) for step in self.flow.steps)
             or bool(self.flow.opaque),
             not_collapsible=self._why_not_collapsible(),
             recompute=recompute,
@@ -210,12 +210,13 @@ class Sharing:
             return Folding(f"the batch is not the first axis of the states of {recurrent[0]!r}")
         if self.kept:
             return Folding(f"the code keeps {self.kept[0]!r} from one call to the next")
-        looking = sorted(self.flow.operations & LOOKING)
+        looking = sorted({step.name for step in self.flow.steps} & LOOKING)
         if looking:
             return Folding(f"the code looks at values ({', '.join(looking)})")
         if not calls:
             return Folding(unclear=("the code could not be read",))
-        unclear = {name for name, chain in self.flow.unclear if not self._in_once(chain)}
+        outside = [step for step in self.flow.steps if not self._in_once(step.around)]
+        unclear = {step.operation for step in outside if not step.clear}
         for name in dependent:
             if self.modules[name]._forward_hooks or self.modules[name]._forward_pre_hooks:
                 unclear.add(f"a hook of {name!r}")
@@ -224,13 +225,14 @@ class Sharing:
         modulated = self.carriers - self.weights
         attentions = [n for n in dependent if self._is_attention(n) and n not in modulated]
         unclear |= {f"the attention {n!r}" for n in attentions}
-        if any(not self._in_once(chain) for chain in self.flow.reductions):
-            unclear |= {name for name, chain in self.flow.joins if not self._in_once(chain)}
+        if any(step.reduces for step in outside):
+            unclear |= {step.operation for step in outside if step.joins}
         if any(trail.rows not in ("input", "result") for trail in self.flow.outputs):
             unclear.add("an output that is not made of the input")
-        before = {name for name, chain in self.flow.unclear if self._in_once(chain)}
+        before = {s.operation for s in self.flow.steps if self._in_once(s.around) and not s.clear}
         before |= {o for o in self.flow.opaque if is_within(o, self.once)}
-        border = self._border()
+        meet = any(step.rows >= {"input", "result"} for step in outside)
+        border = None if meet else self._border()
         return Folding(
             unclear=tuple(sorted(unclear)),
             unclear_before=tuple(sorted(before)),
@@ -243,8 +245,6 @@ class Sharing:
 
     def _border(self) -> set[str] | None:
         """Return the modules at the border; None where it can't be drawn."""
-        if any(not self._in_once(chain) for chain in self.flow.meetings):
-            return None
         if any(trail.rows == "input" for trail in self.flow.outputs):
             return None
         common = {s.module for s in self.shared() if not s.repeat} - self.carriers

@@ -307,7 +307,7 @@ def choose_first(
     parameters = inspect.signature(reference.forward).parameters.values()
     needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     several = isinstance(example_input, (tuple, list)) and len(example_input) > 1
-    skipping = sorted({step for step, taken in flow.steps if len(set(map(bool, taken))) > 1})
+    skipping = sorted({s.operation for s in flow.steps if len(set(map(bool, s.before))) > 1})
     holders: dict[int, list[str]] = {}
     for name, module in reference.named_modules():
         for parameter in module._parameters.values():

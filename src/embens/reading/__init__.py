@@ -20,6 +20,7 @@ from embens.reading.flow import (
     Call,
     Flow,
     Reader,
+    Step,
     Trail,
     disable_fast_paths,
     left_over,
@@ -79,5 +80,5 @@ def read(reference: nn.Module, example_input: Any = None) -> Flow:
         if symbolic and not symbolic.opaque and not symbolic.guesses:
             return symbolic
     flow = read_from_run(reference, example_input)
-    flow.unclear.add(("code that was read from an example", ()))  # it may have other branches
+    flow.steps.add(Step("code that was read from an example", clear=False))  # of other branches
     return flow

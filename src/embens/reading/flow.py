@@ -116,6 +116,37 @@ class Call:
     consumers: set[tuple[int, ...]] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Step:
+    """One operation of the code, or one module that is not looked into.
+
+    Attributes:
+        name: of the function, or of the module's class.
+        around: the modules inside which it is, outermost first.
+        clear: whether it is known to keep samples to themselves.
+        joins: whether it takes several values.
+        rows: those of the values that it takes.
+        before: the layers before each of the values that are made of inputs.
+    """
+
+    name: str
+    around: tuple[str, ...] = ()
+    clear: bool = True
+    joins: bool = False
+    rows: frozenset[str] = frozenset()
+    before: frozenset[frozenset[str]] = frozenset()
+
+    @property
+    def operation(self) -> str:
+        """Its name without underscores."""
+        return self.name.strip("_")
+
+    @property
+    def reduces(self) -> bool:
+        """Whether its result has fewer axes."""
+        return self.operation in ALONG_AXES
+
+
 @dataclass
 class Flow:
     """The data flow of a reference network.
@@ -125,34 +156,22 @@ class Flow:
         repeat: for a Linear whose input was flattened, how many features make one channel.
         calls: every module call in order; empty where the flow was not read from the code.
         outputs: the trails of the outputs; empty where unknown.
-        operations: names of the functions that the code calls.
+        steps: all operations and modules in the code.
         opaque: modules whose code could not be read.
         bypassed: layers whose weight the code reads without calling them.
         guesses: what had to be guessed, in words; empty where the flow is exact.
-        unclear: operations that are not known to keep samples to themselves, each with the modules
-            inside which it is.
-        joins: operations on several values, each with the modules inside which it is.
-        reductions: the modules inside which a result loses axes.
-        meetings: the modules inside which a function takes inputs of the network together with
-            results of modules.
         state: what the code keeps from one call to the next.
-        steps: all operations and modules, with the layers before each of the values that they take.
     """
 
     upstream: dict[str, set[str]] = field(default_factory=dict)
     repeat: dict[str, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     outputs: list[Trail] = field(default_factory=list)
-    operations: set[str] = field(default_factory=set)
+    steps: set[Step] = field(default_factory=set)
     opaque: set[str] = field(default_factory=set)
     bypassed: set[str] = field(default_factory=set)
     guesses: list[str] = field(default_factory=list)
-    unclear: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
-    joins: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
-    reductions: set[tuple[str, ...]] = field(default_factory=set)
-    meetings: set[tuple[str, ...]] = field(default_factory=set)
     state: State = field(default_factory=State)
-    steps: set[tuple[str, frozenset[frozenset[str]]]] = field(default_factory=set)
 
     @property
     def first(self) -> set[str]:
@@ -164,11 +183,6 @@ class Flow:
         """The layers with no other parameter layer after them."""
         inner = {b for name, before in self.upstream.items() for b in before if b != name}
         return set(self.upstream) - inner
-
-    def also(self, other: Flow) -> None:
-        """Add what another reading of the same network, in the other mode, has seen it do."""
-        for name in ("operations", "unclear", "joins", "reductions", "meetings", "steps"):
-            getattr(self, name).update(getattr(other, name))
 
 
 class Reader:
@@ -194,13 +208,29 @@ class Reader:
         """The modules whose code is running, outermost first."""
         return tuple(self.flow.calls[index].name for index in self.stack)
 
-    def combine(self, operation: str, trails: list[Trail], arguments: tuple = ()) -> Trail:
-        """Return the trail of an operation's result."""
-        self.flow.operations.add(operation)
-        operation = operation.strip("_")
+    def note(self, name: str, *, clear: bool) -> None:
+        """Record something that the code does, without the values that it takes."""
+        self.flow.steps.add(Step(name, self.around, clear))
+
+    def combine(
+        self, name: str, trails: list[Trail], arguments: tuple = (), *, clear: bool | None = None
+    ) -> Trail:
+        """Return the trail of an operation's result.
+
+        Whether it keeps samples to themselves is told from its name where that is not said.
+        """
+        self.use(trails)
+        operation, kinds = name.strip("_"), frozenset(t.rows for t in trails if t.rows)
         if operation in _SHAPE or (operation == "getattr" and arguments[0] in _SHAPE):
-            return Trail(rows="size" if any(t.rows for t in trails) else "")
-        rows = self._meet(operation, trails, arguments)
+            self.note(name, clear=True)
+            return Trail(rows="size" if kinds else "")
+        if clear is None:
+            doubtful = "size" in kinds or len({t.rows for t in trails}) > 1  # constants have rows
+            clear = not kinds or (not doubtful and is_row_by_row(operation, arguments))
+        data = (t.upstream for t in trails if t.rows in ("input", "result"))
+        before = frozenset(frozenset(self._only_layers(upstream)) for upstream in data)
+        self.flow.steps.add(Step(name, self.around, clear, len(trails) > 1, kinds, before))
+        rows = next((kind for kind in ("result", "input", "size") if kind in kinds), "")
         upstream = frozenset().union(*(t.upstream for t in trails))
         if operation in _RANDOM_FUNCTIONS:
             upstream |= {"random"}
@@ -232,23 +262,6 @@ class Reader:
             sizes = [t.channels for t in trails if t.channels is not None]
             channels = sum(sizes) if len(sizes) == len(trails) else None
         return Trail(upstream, affine, channels, flat, rows=rows)
-
-    def _meet(self, operation: str, trails: list[Trail], arguments: tuple) -> str:
-        """Return what the first axis of an operation's result is made of; note what is unclear."""
-        kinds = {t.rows for t in trails} - {""}
-        doubtful = "size" in kinds or len({t.rows for t in trails}) > 1  # a constant may have rows
-        if len(trails) > 1:
-            self.flow.joins.add((operation, self.around))
-        if operation in ALONG_AXES:
-            self.flow.reductions.add(self.around)
-        if kinds and (doubtful or not is_row_by_row(operation, arguments)):
-            self.flow.unclear.add((operation, self.around))
-        if kinds >= {"input", "result"}:
-            self.flow.meetings.add(self.around)
-        data = [t.upstream for t in trails if t.rows in ("input", "result")]
-        before = frozenset(frozenset(self._only_layers(upstream)) for upstream in data)
-        self.flow.steps.add((operation, before))
-        return next((kind for kind in ("result", "input", "size") if kind in kinds), "")
 
     def enter(self, name: str, trails: list[Trail], *, leaf: bool) -> int:
         """Record that a module is called on values with these trails; return the call's index.
@@ -313,14 +326,11 @@ class Reader:
 
     def pass_leaf(self, module: nn.Module, name: str, trails: list[Trail]) -> Trail:
         """Return the trail of the output of a module that is not looked into."""
-        unclear = set(self.flow.unclear)
         options = (module.start_dim,) if isinstance(module, nn.Flatten) else ()
-        joint = self.combine(type(module).__name__, trails, options)
-        self.flow.unclear = unclear  # the module's type tells more than its name
         recurrent = isinstance(module, nn.RNNBase)  # its states have rows on another axis
         known = module_is_row_by_row(module) or (is_layer(module) and not recurrent)
-        if not known or not all(t.rows in ("input", "result") for t in trails) or not trails:
-            self.flow.unclear.add((type(module).__name__, self.around))
+        clear = known and bool(trails) and all(t.rows in ("input", "result") for t in trails)
+        joint = self.combine(type(module).__name__, trails, options, clear=clear)
         joint = replace(joint, rows=joint.rows and "result")
         if is_layer(module) and len(trails) == 1:
             joint = trails[0]

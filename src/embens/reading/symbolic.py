@@ -11,7 +11,7 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from embens.reading.flow import Flow, Reader, Trail, copy_structure
+from embens.reading.flow import Flow, Reader, Step, Trail, copy_structure
 from embens.reading.layers import is_layer
 from embens.reading.samples import is_in_place
 
@@ -60,13 +60,12 @@ class _SymbolicTracer(torch.fx.Tracer):
             path = str(self.reader.names.get(id(module), target))
             node.meta["trail"] = self.reader.pass_leaf(module, path, trails)
             return node
-        self.reader.use(trails)
         if kind in ("call_function", "call_method"):
             operation = target if isinstance(target, str) else target.__name__
             rest = tuple(node.args[1:]) + tuple(node.kwargs.values())
             node.meta["trail"] = self.reader.combine(operation, trails, rest)
             if is_in_place(operation) or node.kwargs.get("inplace"):
-                self.reader.flow.operations.add("in_place_")
+                self.reader.note("in_place_", clear=True)
                 _overwrite(node.args[0], node.meta["trail"])
         else:
             node.meta["trail"] = Trail(rows="input" if kind == "placeholder" else "")
@@ -74,6 +73,7 @@ class _SymbolicTracer(torch.fx.Tracer):
                 self.reader.flow.bypassed.add(owner)
         if kind == "output":
             self.reader.flow.outputs = trails
+            self.reader.use(trails)
         return node
 
 
@@ -108,10 +108,8 @@ def read_symbolically(reference: nn.Module) -> Flow | None:
     flow = _trace(reference, training=True)
     if flow is not None:
         other = _trace(reference, training=False)
-        if other is None:
-            flow.unclear.add(("code of the evaluation mode", ()))
-        else:
-            flow.also(other)
+        unread = {Step("code of the evaluation mode", clear=False)}
+        flow.steps |= unread if other is None else other.steps
     return flow
 
 

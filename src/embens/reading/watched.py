@@ -43,18 +43,17 @@ class _RunWatcher(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             self.reader.use(trails)
             if getattr(getattr(func, "__self__", None), "__name__", "") == "shape":
-                self.reader.flow.unclear.add(("shape", self.reader.around))
+                self.reader.note("shape", clear=False)
             return result
         if name in ("size", "__len__", "numel") and trails:  # a number that leaves no trail
-            self.reader.flow.unclear.add((name, self.reader.around))
+            self.reader.note(name, clear=False)
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, nn.Parameter) and id(value) in self.reader.weights:
                 self.reader.flow.bypassed.add(self.reader.weights[id(value)])
         rest = tuple(args[1:]) + tuple((kwargs or {}).values())
         trail = self.reader.combine(name, trails, rest)
-        self.reader.use(trails)
         if is_in_place(name) or (kwargs or {}).get("inplace"):
-            self.reader.flow.operations.add("in_place_")
+            self.reader.note("in_place_", clear=True)
             self.overwrite(args[0], trail)
         self.mark(result, trail)
         return result
