@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 import embens
 from embens import laws
-from embens.reading import find_state
+from embens.reading.state import find_state
 
 REFUSALS = (  # whatever else is raised is a bug
     r"has no hidden site|leaves none for the given laws",

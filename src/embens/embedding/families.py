@@ -3,15 +3,10 @@
 The reference is never changed. Its copy keeps every weight; layers at sites are replaced, wherever
 the reference holds them, by modulated ones. Everything is checked before anything is built.
 
-Norm layers: by default every member has running statistics of its own (BatchNorm sees ``v · z``,
-whose scale differs from member to member, so shared statistics would be wrong for all of them in
-evaluation mode) while scale and shift are shared like any weight. ``norm_statistics="shared"``
-keeps one set, which every member updates in turn; ``norm_affine="member"`` gives each member its
-own scale and shift. What lies before the first modulation is common to all members and untouched.
-
-Layers of the members' own (``own=``) are whole copies, one for each member, which train at the rate
-of any weight. They need no modulation and have no sites. Own last layers make a network with many
-heads; own last blocks, with ``pre=None, post=None``, a TreeNet.
+BatchNorm sees ``v · z``, whose scale differs from member to member, so that shared running
+statistics would be wrong for all of them: by default every member has its own. Layers of the
+members' own (``own=``) train at the rate of any weight and have no sites. Own last layers make a
+network with many heads; own last blocks, with ``pre=None, post=None``, a TreeNet.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from embens import laws, reading
+from embens import laws
 from embens.checks import check_choice, check_members, check_number, check_whole, suggest
 from embens.embedding.sharing import Sharing
 from embens.embedding.sites import (
@@ -47,6 +42,8 @@ from embens.ensemble.own import Own, OwnState
 from embens.ensemble.plan import Folding, Heads, LowRankSite, OwnTensors, Plan, Site
 from embens.ensemble.surgery import operate
 from embens.laws import Law
+from embens.reading import Flow, read
+from embens.reading.flow import left_over
 
 _NORMAL = laws.Normal()
 NEAR = 0.9
@@ -131,11 +128,11 @@ def embed(
 
 def _read(
     reference: nn.Module, members: int, example_input: Any
-) -> tuple[dict[str, nn.Module], reading.Flow]:
+) -> tuple[dict[str, nn.Module], Flow]:
     """Return the parameter layers of a reference and its data flow."""
     layers = check_reference(reference)
     check_members(members)
-    return layers, reading.read(reference, example_input)
+    return layers, read(reference, example_input)
 
 
 def _build(
@@ -148,7 +145,7 @@ def _build(
     """Carry out a plan; every member's own tensors in some modules are drawn anew."""
     networks = []
     for _ in range(plan.members if drawn else 0):
-        network = copy.deepcopy(reference, reading.left_over(reference))
+        network = copy.deepcopy(reference, left_over(reference))
         _redraw_(network, drawn, initialise, int(torch.randint(2**62, (), generator=generator)))
         networks.append(network)
     ensemble = operate(reference, plan, generator)
@@ -435,7 +432,7 @@ def _separate(
         raise TypeError(f"the reference must be a torch.nn.Module; got {type(reference).__name__}")
     if not any(True for _ in reference.parameters()):
         raise ValueError("the reference has no parameters, so its members could not differ")
-    flow = reading.read(reference)
+    flow = read(reference)
     return Sharing(reference, flow, separate=True, drawn=drawn).plan(family, check_members(members))
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from embens import reading
 from embens.embedding.sites import is_within
 from embens.ensemble.folding import LOOKING
 from embens.ensemble.layers import is_linear_in_parameters
@@ -28,7 +27,9 @@ from embens.ensemble.plan import (
     Site,
     site_module,
 )
-from embens.reading import Call, Flow
+from embens.reading.flow import Call, Flow, mentions
+from embens.reading.layers import NORMS, channels, is_attention, parameter_layers, unknown_layers
+from embens.reading.samples import is_in_place, time_first
 
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -54,7 +55,7 @@ class Sharing:
         affine: str = "shared",
     ):
         self.reference, self.flow, self.sites = reference, flow, tuple(sites)
-        self.layers = reading.parameter_layers(reference)
+        self.layers = parameter_layers(reference)
         self.modules = dict(reference.named_modules())
         self.separate, chosen = separate, [""] if separate else list(own)
         carriers = [(s, site_module(s.layer, self.layers)) for s in self.sites]
@@ -87,7 +88,7 @@ class Sharing:
             self._warn_unknown()
         self._warn_state()
         if recompute is None:
-            recompute = reading.mentions(self.reference, _is_checkpointing) and not self.separate
+            recompute = mentions(self.reference, _is_checkpointing) and not self.separate
         inplace = any(getattr(m, "inplace", False) for m in self.modules.values())
         widths, input_channels = self._widths()
         return Plan(
@@ -103,7 +104,7 @@ class Sharing:
             folding=self.folding(),
             random=self._is_random() and not self.separate,
             copies=inplace
-            or any(reading.is_in_place(step.name) for step in self.flow.steps)
+            or any(is_in_place(step.name) for step in self.flow.steps)
             or bool(self.flow.opaque),
             not_collapsible=self._why_not_collapsible(),
             recompute=recompute,
@@ -145,7 +146,7 @@ class Sharing:
         return any(index not in chain for p in call.parents for chain in calls[p].consumers)
 
     def _is_attention(self, name: str) -> bool:
-        return reading.is_attention(self.modules[name])
+        return is_attention(self.modules[name])
 
     def _own_running(self, statistics: str, affine: str) -> dict[str, OwnTensors]:
         """Return the norm layers, and other modules with running buffers, that differ by member."""
@@ -159,7 +160,7 @@ class Sharing:
         self.kept = _dotted(places & state.kept)
         found: dict[str, OwnTensors] = {}
         for name, module in self.modules.items():
-            norm, apart = isinstance(module, reading.NORMS), not is_within(name, untouched)
+            norm, apart = isinstance(module, NORMS), not is_within(name, untouched)
             names = ["weight", "bias"] if affine == "member" and norm else []
             running = sorted(b for n, b in state.buffers if n == name)
             if statistics == "member" and apart:
@@ -202,7 +203,7 @@ class Sharing:
         calls = self.flow.calls
         dependent = [n for n in self.modules if not is_within(n, self.once)]
         for name in dependent:
-            if reading.time_first(self.modules[name]) is self.modules[name]:
+            if time_first(self.modules[name]) is self.modules[name]:
                 return Folding(f"the batch is not the first axis in {name!r}")
         apart = sorted({*self.carriers, *self.own})
         recurrent = [n for n in apart if isinstance(self.modules[n], nn.RNNBase)]
@@ -279,12 +280,12 @@ class Sharing:
         """Return ``Plan.widths`` and ``Plan.input_channels``."""
         rows = positions = 1
         for name in self.flow.upstream if self.separate else self.tokens:
-            width = max(s or 1 for s in reading.channels(name, self.layers[name]))
+            width = max(s or 1 for s in channels(name, self.layers[name]))
             if name in self.flow.repeat:
                 rows = max(rows, width)
             else:
                 positions = max(positions, width)
-        takes = [reading.channels(n, self.layers[n])[0] or 1 for n in self.flow.first]
+        takes = [channels(n, self.layers[n])[0] or 1 for n in self.flow.first]
         return (rows, positions), min(takes, default=1)
 
     def _why_not_collapsible(self) -> str:
@@ -323,7 +324,7 @@ class Sharing:
 
     def _warn_unknown(self) -> None:
         """Name the layers that hold weights, but that no member can modulate."""
-        unknown = reading.unknown_layers(self.reference)
+        unknown = unknown_layers(self.reference)
         if unknown:
             kinds = sorted({type(m).__name__ for m in unknown.values()})
             warnings.warn(

@@ -19,7 +19,8 @@ from embens.ensemble.layers import is_linear_in_parameters
 from embens.ensemble.lowrank import layer_weight
 from embens.ensemble.plan import LowRankSite, Side, Site, site_module
 from embens.laws import Law
-from embens.reading import NORMS, Flow, channels, is_attention, parameter_layers
+from embens.reading.flow import Flow
+from embens.reading.layers import NORMS, channels, is_attention, parameter_layers
 
 Laws = Law | Mapping[str, Law | None] | None
 Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]

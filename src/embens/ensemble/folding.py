@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from embens.ensemble.layers import Modulation, Once
 from embens.ensemble.run import Run, Unfoldable, Way
-from embens.reading import RANDOM, find_state
+from embens.reading.flow import RANDOM
+from embens.reading.state import find_state
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble

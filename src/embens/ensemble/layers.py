@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from embens.ensemble.plan import SharedModule, Site
 from embens.ensemble.run import Current, Run, is_exporting, repeat_rows, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
-from embens.reading import left_over
+from embens.reading.flow import left_over
 from embens.reading.layers import kind_of, modulate_weight, spatial_axes
 
 

@@ -32,7 +32,7 @@ from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
 from embens.ensemble.wrapping import Individual, plain, walk
 from embens.objective import MOVED, OPTIONS, BatchKind, Criterion, Of, objective
-from embens.reading import left_over
+from embens.reading.flow import left_over
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""

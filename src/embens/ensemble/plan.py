@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from embens import reading
 from embens.checks import check_members, closest
 from embens.laws import Law, from_dict
+from embens.reading.layers import PROJECTIONS, channels, is_attention, parameter_layers
 
 Side = Literal["pre", "post"]
 
@@ -247,7 +247,7 @@ class Plan:
             chosen = [a in range(check_members(self.subset.of)) for a in self.subset.members]
             if len(chosen) != self.members or not all(chosen):
                 raise ValueError(f"the header's {self.subset} does not name {self.members} members")
-        layers, modules = reading.parameter_layers(reference), dict(reference.named_modules())
+        layers, modules = parameter_layers(reference), dict(reference.named_modules())
         differing = [s.layer for s in (*self.sites, *self.low_rank)]
         shared, own = [s.module for s in self.shared], [o.module for o in self.own]
         keeping = [place.rpartition(".")[0] for place in self.state]
@@ -262,7 +262,7 @@ class Plan:
                 )
         each = sum(site.size for site in self.sites if not site.fresh)
         for site in self.sites:
-            takes, gives = reading.channels(site.layer, layers[site.layer])
+            takes, gives = channels(site.layer, layers[site.layer])
             expected = {"pre": gives, "post": takes}.get(site.kind)
             if not isinstance(site.law, Law) or site.size * site.repeat != expected:
                 raise ValueError(
@@ -290,6 +290,6 @@ def _with_tuples(data: dict[str, Any]) -> dict[str, Any]:
 def site_module(name: str, layers: dict[str, nn.Module]) -> str:
     """Return the name of the module that carries a site: an attention for its projections."""
     owner, _, projection = name.rpartition(".")
-    if reading.is_attention(layers[name]) and projection in reading.PROJECTIONS:
+    if is_attention(layers[name]) and projection in PROJECTIONS:
         return owner
     return name

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embens import reading
 from embens.ensemble import storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.heads import InputHeads
@@ -28,6 +27,8 @@ from embens.ensemble.plan import LowRankSite, Plan, site_module
 from embens.ensemble.recurrent import ModulatedRecurrent
 from embens.files import refusing
 from embens.laws import Law
+from embens.reading.flow import disable_fast_paths, left_over
+from embens.reading.layers import parameter_layers
 
 
 def operate(
@@ -38,12 +39,12 @@ def operate(
     modulations = _modulations(reference, plan, generator)
     low_rank: dict[str, dict[str, LowRankSite]] = {}
     for low in plan.low_rank:
-        owner = site_module(low.layer, reading.parameter_layers(reference))
+        owner = site_module(low.layer, parameter_layers(reference))
         low_rank.setdefault(owner, {})[low.layer[len(owner) :].lstrip(".")] = low
     own = {o.module: o for o in plan.own}
     shared = {s.module: s for s in plan.shared}
     border = set(plan.folding.border)
-    memo: dict[int, Any] = reading.left_over(reference)
+    memo: dict[int, Any] = left_over(reference)
     stacks: dict[int, Tensor] = {}
     for name in sorted(modules, key=lambda n: (-n.count(".") - bool(n), n)):
         module, mine = modules[name], modulations.get(name)
@@ -65,7 +66,7 @@ def operate(
             copied = kind(copied, mine.get("pre"), mine.get("post"), border=name in border)
         memo[id(module)] = copied
     network = copy.deepcopy(reference, memo)
-    reading.disable_fast_paths(network)
+    disable_fast_paths(network)
     ensemble = EmbeddedEnsemble(network, plan)
     for parameter in ensemble.shared_parameters() if plan.frozen else ():
         parameter.requires_grad_(False)
@@ -108,7 +109,7 @@ def _modulations(
     reference: nn.Module, plan: Plan, generator: torch.Generator | None
 ) -> dict[str, dict[str, Modulation]]:
     """Draw the modulations: those of each module by side, of an attention by projection too."""
-    layers = reading.parameter_layers(reference)
+    layers = parameter_layers(reference)
     found: dict[str, dict[str, Modulation]] = {}
     for site in plan.sites:
         layer = layers[site.layer]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from embens.ensemble.run import Current
-from embens.reading import left_over
+from embens.reading.flow import left_over
 
 
 class Individual(nn.Module):

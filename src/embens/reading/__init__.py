@@ -15,51 +15,12 @@ from typing import Any
 
 from torch import nn
 
-from embens.reading.flow import (
-    RANDOM,
-    Call,
-    Flow,
-    Reader,
-    Step,
-    Trail,
-    disable_fast_paths,
-    left_over,
-    mentions,
-)
-from embens.reading.layers import (
-    NORMS,
-    PROJECTIONS,
-    channels,
-    is_attention,
-    is_layer,
-    parameter_layers,
-    register_layer,
-    unknown_layers,
-)
-from embens.reading.samples import is_in_place, time_first
-from embens.reading.state import find_state
+from embens.reading.flow import Flow, Reader, Step, Trail
+from embens.reading.layers import is_attention, is_layer, parameter_layers, register_layer
 from embens.reading.symbolic import read_symbolically
 from embens.reading.watched import read_from_run
 
-__all__ = [
-    "NORMS",
-    "PROJECTIONS",
-    "RANDOM",
-    "Call",
-    "Flow",
-    "channels",
-    "disable_fast_paths",
-    "find_state",
-    "is_attention",
-    "is_in_place",
-    "left_over",
-    "mentions",
-    "parameter_layers",
-    "read",
-    "register_layer",
-    "time_first",
-    "unknown_layers",
-]
+__all__ = ["Flow", "parameter_layers", "read", "register_layer"]
 
 
 def read_registration(reference: nn.Module) -> Flow:

@@ -32,8 +32,7 @@ from embens.ensemble.layers import Modulated, Modulation, is_linear_in_parameter
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.recurrent import ModulatedRecurrent
 from embens.finite.empirical.terms import Affine, Lookup, Scale, Term
-from embens.reading import NORMS
-from embens.reading.layers import spatial_axes
+from embens.reading.layers import NORMS, spatial_axes
 
 Inputs = tuple[Tensor, ...]
 Call = tuple[nn.Module, Term]
