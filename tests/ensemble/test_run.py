@@ -207,7 +207,7 @@ def test_a_wrong_batch_or_chunk_is_refused():
     with pytest.raises(ValueError, match="same number of rows"):
         ensemble(torch.zeros(4, 3), torch.zeros(5, 3), batch="split")
     for chunk in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="chunk must be a whole number"):
+        with pytest.raises((TypeError, ValueError), match="chunk must be"):
             ensemble(torch.zeros(4, 3), chunk=chunk)
     ensemble.chunk = 2
     assert ensemble(torch.zeros(4, 3)).shape == (3, 4, 2)

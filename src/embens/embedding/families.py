@@ -92,7 +92,8 @@ def embed(
         own_weights: how these begin: "drawn" anew for each member by their ``reset_parameters``,
             "copied" from the reference, or a function that redraws one module in place.
         fresh: draw new masks at every pass.
-        norm_statistics: "member" or "shared" running statistics of norm layers.
+        norm_statistics: "member" or "shared" running statistics of norm layers; every member
+            updates shared ones in turn.
         norm_affine: "shared" or "member" scale and shift of norm layers.
         recompute: whether the reference uses activation checkpointing. None: looked up in its code.
         generator: draws the modulations and the members' own layers.
@@ -111,8 +112,8 @@ def embed(
         check_choice("own_weights", own_weights, ("drawn", "copied"))
     apart, drawn = choose_own(own, reference, layers, flow), own_weights != "copied"
     chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh, apart)
-    norms = {"statistics": norm_statistics, "affine": norm_affine}
-    sharing = Sharing(reference, flow, chosen, apart, drawn=drawn, **norms)
+    norms = (norm_statistics, norm_affine)
+    sharing = Sharing(reference, flow, chosen, apart, drawn=drawn, norms=norms)
     plan = sharing.plan(family, members, recompute)
     cancel = all(not s.trainable and 1 + (members - 1) * s.law.overlap < 1e-9 for s in chosen)
     biased = any(getattr(layers[n], "bias", None) is not None for n in flow.last)

@@ -38,8 +38,8 @@ class Sharing:
     """The decision for one reference and its sites.
 
     Members have all tensors of ``own`` modules for themselves, ``drawn`` or copied; ``separate``
-    ones have every tensor. The running ``statistics`` of norm layers, and their ``affine`` scale
-    and shift, are "member" or "shared".
+    ones have every tensor. The running statistics of ``norms``, and their scale and shift, are
+    "member" or "shared".
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class Sharing:
         *,
         drawn: bool = True,
         separate: bool = False,
-        statistics: str = "member",
-        affine: str = "shared",
+        norms: tuple[str, str] = ("member", "shared"),
     ):
         self.reference, self.flow, self.sites = reference, flow, tuple(sites)
         self.layers = parameter_layers(reference)
@@ -71,7 +70,7 @@ class Sharing:
         self.tokens |= {n for n in self.layers if is_within(n, self.own)}
         self.own_last = drawn and all(is_within(n, chosen) for n in flow.last)
         self.kept: tuple[str, ...] = ()
-        self.own = self._own_running(statistics, affine) | self.own
+        self.own = self._own_running(*norms) | self.own
         if separate:
             self.kept = _dotted(flow.state.kept)
         shareable = self._shareable({*self.own, *(place.rpartition(".")[0] for place in self.kept)})

@@ -24,6 +24,7 @@ from embens.reading.layers import NORMS, channels, is_attention, parameter_layer
 
 Laws = Law | Mapping[str, Law | None] | None
 Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]
+SIDES: tuple[Side, Side] = ("pre", "post")
 Trainable = bool | Mapping[str, "bool | Mapping[str, bool]"]
 
 
@@ -77,7 +78,7 @@ def _select(
     first, last = flow.first, flow.last
     hidden: set[tuple[str, Side]] = {(n, "pre") for n in called if n not in last}
     hidden |= {(n, "post") for n in called if n not in first}
-    every: set[tuple[str, Side]] = {(n, k) for n in called for k in ("pre", "post")}
+    every: set[tuple[str, Side]] = {(n, k) for n in called for k in SIDES}
     final = {(n, k) for n, k in hidden if n in last and k == "post"}
     selections = {"hidden": hidden, "last": final, "all": every}
     if isinstance(sites, str) and sites in selections:
@@ -166,23 +167,18 @@ def choose_sites(
                 f"{name!r} is a layer of each member's own, which needs no modulation: take it out "
                 "of sites, pre and post, or out of own"
             )
-    trains: dict[Any, Any] = {"pre": trainable, "post": trainable}
-    if isinstance(trainable, Mapping):
-        for key in trainable:
-            check_choice("trainable", key, trains)
-        trains = {"pre": True, "post": True, **trainable}
+    trains = trainable if isinstance(trainable, Mapping) else dict.fromkeys(SIDES, trainable)
+    for key in trains:
+        check_choice("trainable", key, SIDES)
     result = []
-    kinds: tuple[tuple[Side, Laws], ...] = (("pre", pre), ("post", post))
-    for kind, law in kinds:
+    for kind, law in zip(SIDES, (pre, post), strict=True):
         every = {n: channels(n, layers[n])[kind == "pre"] for n in layers if (n, kind) in selected}
         sizes = {n: size for n, size in every.items() if size is not None}  # else it takes indices
         possible = list(sizes)
         laws = _per_site(law, kind, possible, kind, "a law or None")
         named = [n for n in possible if laws.get(n) is not None]
-        spread: dict[str, bool] = {}
-        if isinstance(trains[kind], Mapping) or named:
-            what = f"trainable[{kind!r}]"
-            spread = _per_site(trains[kind], kind, named, what, "True or False")
+        what = f"trainable[{kind!r}]"
+        spread = _per_site(trains.get(kind, True), kind, named, what, "True or False")
         for name in named:
             repeat = flow.repeat.get(name, 1) if kind == "post" else 1
             trained, inner = spread.get(name, True) and not fresh, (name, kind) in hidden

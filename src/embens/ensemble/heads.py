@@ -69,8 +69,10 @@ class InputHeads(Own):
         return copy.deepcopy(self.module, memo)
 
 
-def draw_shares(members: int, concentration: float, like: Tensor) -> Tensor:
-    """Return shares of mean 1, ``(member,)``."""
+def draw_shares(members: int, concentration: float | None, like: Tensor) -> Tensor | None:
+    """Return shares of mean 1, ``(member,)``; None: all are 1."""
+    if concentration is None:
+        return None
     shares = torch.full((members,), concentration, device=like.device)
     return members * torch.distributions.Dirichlet(shares, validate_args=False).sample()
 

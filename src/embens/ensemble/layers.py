@@ -230,16 +230,11 @@ class Modulated(Wrapper):
         return layer.effective_parameters() if self._effective else (layer.weight, layer.bias)  # type: ignore[return-value,operator]
 
     def _weights_are_cheaper(self, run: Run, x: Tensor) -> bool:
-        layer = self.layer
-        return (
-            run.count == 1
-            and run.index is None
-            and not is_exporting()
-            and "weight" in layer._parameters  # to read a computed one may change it
-            and 2 * layer.weight.numel() < x.numel()  # type: ignore[operator]
-            and x.dtype == layer.weight.dtype
-            and is_linear_in_parameters(layer)
-        )
+        weight = self.layer._parameters.get("weight")  # to read a computed one may change it
+        if run.count > 1 or run.index is not None or is_exporting() or weight is None:
+            return False
+        large = 2 * weight.numel() < x.numel() and x.dtype == weight.dtype
+        return large and is_linear_in_parameters(self.layer)
 
     def _through_weights(self, run: Run, x: Tensor) -> Tensor:
         layer = self.layer
@@ -252,14 +247,11 @@ class Modulated(Wrapper):
 
     def _heads_are_cheaper(self, x: Tensor) -> bool:
         """Return whether common inputs are better multiplied by every member's weight."""
-        layer = self.layer
-        return (
-            not torch.compiler.is_compiling()  # a graph should be right for any number of rows
-            and "weight" in layer._parameters
-            and x.shape[0] > layer.out_features  # type: ignore[operator]
-            and x.dtype == layer.weight.dtype
-            and is_linear_in_parameters(layer)
-        )
+        weight = self.layer._parameters.get("weight")
+        if torch.compiler.is_compiling() or weight is None:  # a graph is for any number of rows
+            return False
+        many = x.shape[0] > weight.shape[0] and x.dtype == weight.dtype
+        return many and is_linear_in_parameters(self.layer)
 
     def _through_heads(self, run: Run, x: Tensor) -> Tensor:
         assert self.post is not None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from embens.checks import Gamma, check_choice, check_number, suggest
+from embens.checks import Gamma, check_choice, check_number, check_whole, suggest
 from embens.ensemble import rates, storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.export import to_onnx
@@ -31,6 +31,7 @@ from embens.ensemble.own import Own, OwnState, iterates
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
 from embens.ensemble.wrapping import Individual, plain, walk
+from embens.files import write_tensors
 from embens.objective import MOVED, OPTIONS, BatchKind, Criterion, Of, objective
 from embens.reading.flow import left_over
 
@@ -201,25 +202,18 @@ class EmbeddedEnsemble(nn.Module):
             ...     run.member(2).shape
             torch.Size([5, 1])
         """
-        self._check_batch(inputs, batch)
+        self._check_batch(inputs, kwargs, batch)
         size = self.chunk_size(inputs or (kwargs,), chunk)
         run = Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
-        if self.plan.heads is not None:
-            self._check_heads((inputs, kwargs), batch)
-            if batch == "own" and self.training and self.plan.heads.mix:
-                like = next(self.individual_parameters())
-                run.shares = draw_shares(self.members, self.plan.heads.mix, like)
+        if self.plan.heads is not None and batch == "own" and self.training:
+            run.shares = draw_shares(self.members, self.plan.heads.mix, next(self.parameters()))
         return run
 
     def chunk_size(self, inputs: tuple, chunk: int | None = None) -> int:
         """Return how many members run together on these inputs."""
         chunk = self.chunk if chunk is None else chunk
         if chunk is not None:
-            if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-                raise ValueError(
-                    f"chunk must be a whole number of at least 1, or None; got {chunk!r}"
-                )
-            return min(chunk, self.members)
+            return min(check_whole("chunk", chunk), self.members)
         if self.members == 1 or self.folding.reason:
             return 1
         x = inputs[0] if inputs else None
@@ -236,7 +230,15 @@ class EmbeddedEnsemble(nn.Module):
         most = max(1, min(self.members, budget // max(1, size)))
         return math.ceil(self.members / math.ceil(self.members / most))  # chunks of one size
 
-    def _check_batch(self, inputs: tuple, batch: BatchKind) -> None:
+    def _check_batch(self, inputs: tuple, kwargs: dict | None, batch: BatchKind) -> None:
+        if self.plan.heads is not None:
+            if batch == "split":
+                raise ValueError(
+                    "batch='split' has no meaning here: every row of this network takes an input "
+                    "of each member. Use batch='own' with inputs (member, batch, …)."
+                )
+            if sum(isinstance(x, Tensor) for x in tree_leaves((inputs, kwargs))) != 1:
+                raise ValueError("a network with a block for each member takes one tensor")
         if batch == "same":
             return
         check_choice("batch", batch, OPTIONS["batch"])
@@ -255,15 +257,6 @@ class EmbeddedEnsemble(nn.Module):
                 "batch='split' expects all tensors to have the same number of rows; got shapes "
                 + ", ".join(map(str, shapes))
             )
-
-    def _check_heads(self, arguments: tuple, batch: BatchKind) -> None:
-        if batch == "split":
-            raise ValueError(
-                "batch='split' has no meaning here: every row of this network takes an input of "
-                "each member. Use batch='own' with inputs (member, batch, …)."
-            )
-        if sum(isinstance(x, Tensor) for x in tree_leaves(arguments)) != 1:
-            raise ValueError("a network with a block for each member takes one tensor")
 
     # Training
 
@@ -454,11 +447,10 @@ class EmbeddedEnsemble(nn.Module):
         With ``shared=False`` without the parameters that members share, for a network that stays
         as it was: loading takes them from the reference, and refuses one with other weights.
         """
-        if shared:
-            storage.write(path, self.plan, self.state_dict())
-        else:
-            common, rest = self.state_parts()
-            storage.write(path, self.plan, rest, common)
+        header, (common, rest) = {"plan": self.plan.to_dict()}, self.state_parts()
+        if not shared:
+            header["shared"] = storage.fingerprints(common)
+        write_tensors(path, storage.FORMAT, header, self.state_dict() if shared else rest)
 
     def state_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the shared parameters in the state, and everything else in it."""

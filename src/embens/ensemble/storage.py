@@ -9,45 +9,19 @@ reference's weights as well.
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from embens.ensemble.plan import Plan
-from embens.files import Format, Refused, checksum, read_tensors, refusing, write_tensors
-from embens.laws import Law
+from embens.files import Format, Refused, checksum
 
 FORMAT = Format("embens ensemble", 3)
 
 
-def write(
-    path: str | os.PathLike[str],
-    plan: Plan,
-    tensors: Mapping[str, Tensor],
-    shared: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write a plan and the tensors of its ensemble to one file; of shared ones the checksums."""
-    header: dict[str, Any] = {"plan": plan.to_dict()}
-    if shared is not None:
-        header["shared"] = _fingerprints(shared)
-    write_tensors(path, FORMAT, header, tensors)
-
-
-def read(
-    path: str | os.PathLike[str], laws: Iterable[type[Law]] = ()
-) -> tuple[Plan, dict[str, Tensor], dict[str, str] | None]:
-    """Return the plan, the tensors, and the checksums of others that :func:`write` wrote."""
-    header, tensors = read_tensors(path, FORMAT)
-    with refusing(path):
-        return Plan.from_dict(header["plan"], laws), tensors, header.get("shared")
-
-
 def check_shared(name: str, found: dict[str, str], shared: Mapping[str, Tensor]) -> None:
     """Check the parameters of a reference against the checksums of a file without them."""
-    expected = _fingerprints(shared)
+    expected = fingerprints(shared)
     other = [key for key, _ in set(found.items()) ^ set(expected.items())]
     if other:
         raise Refused(
@@ -57,7 +31,8 @@ def check_shared(name: str, found: dict[str, str], shared: Mapping[str, Tensor])
         )
 
 
-def _fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the checksum of each tensor."""
     return {name: checksum("", {"": t.detach().cpu()}) for name, t in tensors.items()}
 
 

@@ -25,7 +25,7 @@ from embens.ensemble.ntkgp import NTKGP
 from embens.ensemble.own import Own
 from embens.ensemble.plan import LowRankSite, Plan, site_module
 from embens.ensemble.recurrent import ModulatedRecurrent
-from embens.files import refusing
+from embens.files import read_tensors, refusing
 from embens.laws import Law
 from embens.reading.flow import disable_fast_paths, left_over
 from embens.reading.layers import parameter_layers
@@ -90,15 +90,16 @@ def load(
             are used where the file was written with ``shared=False``, and have to be the same then.
         laws: classes of laws that are defined nowhere yet, or that share a name with others.
     """
-    plan, tensors, fingerprints = storage.read(path, laws)
+    header, tensors = read_tensors(path, storage.FORMAT)
     with refusing(path):
+        plan = Plan.from_dict(header["plan"], laws)
         if plan.family == "bayesian":
             reference = NTKGP(reference)
         plan.check(reference, sum(t.numel() for t in tensors.values()))
         ensemble = operate(reference, plan)
-        if fingerprints is not None:
+        if "shared" in header:
             shared, _ = ensemble.state_parts()
-            storage.check_shared(Path(path).name, fingerprints, shared)
+            storage.check_shared(Path(path).name, header["shared"], shared)
             tensors = {**shared, **tensors}
         storage.check_tensors(Path(path).name, tensors, ensemble.state_dict())
         ensemble.load_state_dict(tensors)
