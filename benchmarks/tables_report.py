@@ -38,6 +38,7 @@ def describe(fits: pd.DataFrame, rows: int) -> str:
     failed = fits[fits["problem"].notna()]
     means = average(fits)
     loss = losses(means)
+    ranked = with_failures(loss, failed)
     parts = [
         f"## At most {rows:,} rows to fit: {len(fits)} fits, {len(loss)} tables\n",
         *(f"- {f.table}, {f.contestant}: {f.problem}" for f in failed.itertuples()),
@@ -45,11 +46,11 @@ def describe(fits: pd.DataFrame, rows: int) -> str:
         markdown(loss.map(lambda v: f"{v:.4g}"), loss),
         "\n### Accuracy of classes, RMSE of numbers\n",
         markdown(second(means).map(lambda v: f"{v:.4g}")),
-        *leaders(loss),
+        *leaders(ranked),
         "\n### What it costs, and how honest it is (means over tables; parameters: medians)\n",
         markdown(costs(means)),
         "\n### Bars\n",
-        *(f"- {line}" for line in bars(means, loss)),
+        *(f"- {line}" for line in bars(means, ranked)),
         f"\n{machine()}",
     ]
     return "\n".join(parts)
@@ -63,6 +64,15 @@ def average(fits: pd.DataFrame) -> pd.DataFrame:
 def losses(means: pd.DataFrame) -> pd.DataFrame:
     """Return the losses of tables (rows) and contestants (columns)."""
     return _wide(means["log_loss"].fillna(means["crps"]))
+
+
+def with_failures(loss: pd.DataFrame, failed: pd.DataFrame) -> pd.DataFrame:
+    """Return losses where a fit that failed, or was ended, has lost to all others of its table."""
+    found, worst = loss.copy(), loss.max(axis=1)
+    for fit in failed.itertuples():
+        if fit.table in found.index and fit.contestant in found:
+            found.loc[fit.table, fit.contestant] = 1.01 * worst[fit.table]
+    return found
 
 
 def second(means: pd.DataFrame) -> pd.DataFrame:
@@ -241,8 +251,9 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = table["rows"].max()
-    means = average(table[table["rows"] == rows])
-    loss = losses(means).dropna(axis=0)
+    fits = table[table["rows"] == rows]
+    means = average(fits)
+    loss = with_failures(losses(means), fits[fits["problem"].notna()]).dropna(axis=0)
     if loss.shape[1] < 2 or loss.empty:
         return
     board = leaderboard(loss).sort_values("elo")
