@@ -269,6 +269,7 @@ def _log_loss(part: Part, two: str, many: str) -> str:
 
 
 def catboost(part: Part, seed: int) -> Model:
+    """CatBoost with its own 1,000 rounds and its own choice of a rate."""
     import catboost as cat
 
     known, fit = Columns(part.X), ~part.held
@@ -280,8 +281,6 @@ def catboost(part: Part, seed: int) -> Model:
 
     X, y = columns(part.X), part.codes()
     model = (cat.CatBoostRegressor if part.classes is None else cat.CatBoostClassifier)(
-        iterations=10_000,
-        learning_rate=0.05,
         thread_count=1,
         random_seed=seed,
         cat_features=known.text,
