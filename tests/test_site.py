@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import importlib
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from pages import ROOT
+from pages import NEEDS_CHROMIUM, ROOT, in_chromium
 
 import embens
 from benchmarks import page as performance
@@ -122,22 +120,10 @@ def test_nothing_is_loaded_from_a_network():
     assert {link for link in loaded if link.startswith(("http", "//"))} == set()
 
 
-def in_chromium(address: str, profile) -> str:
-    """Return a page as a browser shows it, after its scripts have run."""
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-    command += ["--disable-background-networking", "--allow-file-access-from-files"]
-    command += [f"--user-data-dir={profile}", "--virtual-time-budget=20000", "--dump-dom"]
-    command += [f"file://{BUILT}/{address}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-
-
-NEEDS_CHROMIUM = pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
-
-
 @pytest.mark.site
 @NEEDS_CHROMIUM
 def test_equations_are_drawn_without_a_network(tmp_path):
-    text = in_chromium("theory.html", tmp_path)
+    text = in_chromium(f"file://{BUILT}/theory.html", tmp_path)
     assert text.count("<mjx-container") > 50
     assert "<mjx-merror" not in text
 
@@ -145,5 +131,5 @@ def test_equations_are_drawn_without_a_network(tmp_path):
 @pytest.mark.site
 @NEEDS_CHROMIUM
 def test_the_search_finds_a_word_without_a_network(tmp_path):
-    text = in_chromium("search.html?q=correctness_correlation", tmp_path)
+    text = in_chromium(f"file://{BUILT}/search.html?q=correctness_correlation", tmp_path)
     assert "embens.metrics.correctness_correlation" in text

@@ -22,6 +22,7 @@ COMMANDS = {
     "report": ("make one page of the results in a folder", "experiments"),
     "fit": ("fit an ensemble to a table", "estimators"),
     "predict": ("predict with a fitted ensemble", "estimators"),
+    "explore": ("make a page with dials of the infinitely wide ensemble", "experiments"),
     "kernel": ("write the kernels of an infinitely wide ensemble", "data"),
 }
 """Name, which is that of a module here, to help line, and the extra that installs what it needs."""
