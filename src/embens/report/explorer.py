@@ -2,8 +2,8 @@ r"""``embens explore``: one page with dials, on which the infinitely wide ensemb
 
 All that the page shows is computed here, by :mod:`embens.theory`, on a grid of its dials: family,
 activation, depth, number of members and :math:`p`. The page interpolates in :math:`p` alone (cubics
-in its arc cosine, through four neighbours) and draws; of the theory it computes nothing. A test reads
-its numbers in a browser, and compares them with the theory at values of :math:`p` in between.
+in its arc cosine, through four neighbours) and draws; of the theory it computes nothing. A test
+reads its numbers in a browser, and compares them with the theory at values of :math:`p` in between.
 """
 
 from __future__ import annotations
