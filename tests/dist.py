@@ -26,7 +26,7 @@ EXTRAS = {
     "data": "assert len(embens.data.digits().train.inputs) > 1000",
     "plot": "embens.diagnose(ensemble, x, y).plot('d.png')",
     "theory": "assert embens.theory.kernels(embens.embed(embens.networks.mlp(4, 8, 2, 1)), x)",
-    "zarr": "k = embens.theory.kernels(embens.embed(embens.networks.mlp(4, 8, 2, 1)), x)",
+    "zarr": "embens.theory.write_kernels('k.zarr', embens.embed(embens.networks.mlp(4, 8, 2, 1)), x)",
     "onnx": "ensemble.to_onnx('e.onnx', x)",
     "estimators": "from embens.estimators import EmbeddedEnsembleClassifier as E\n"
     "E(max_epochs=2, members=2).fit(x.numpy(), y.numpy()).predict(x.numpy())",
