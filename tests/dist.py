@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+LIMIT = "embens.embed(embens.networks.mlp(4, 8, 2, 1)), x)"
 BASE = """
 import torch, embens
 net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
@@ -25,8 +26,8 @@ EXTRAS = {
     "": "",
     "data": "assert len(embens.data.digits().train.inputs) > 1000",
     "plot": "embens.diagnose(ensemble, x, y).plot('d.png')",
-    "theory": "assert embens.theory.kernels(embens.embed(embens.networks.mlp(4, 8, 2, 1)), x)",
-    "zarr": "embens.theory.write_kernels('k.zarr', embens.embed(embens.networks.mlp(4, 8, 2, 1)), x)",
+    "theory": f"assert embens.theory.kernels({LIMIT}",
+    "zarr": f"embens.theory.write_kernels('k.zarr', {LIMIT}",
     "onnx": "ensemble.to_onnx('e.onnx', x)",
     "estimators": "from embens.estimators import EmbeddedEnsembleClassifier as E\n"
     "E(max_epochs=2, members=2).fit(x.numpy(), y.numpy()).predict(x.numpy())",
