@@ -10,7 +10,7 @@ it. Not here: the paper's :math:`\gamma(M)/M`, a factor of the shared rate
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -49,11 +49,11 @@ def objective(
             a tuple of such tensors.
         target: passed to the criterion with each member's outputs.
         criterion: a function of ``(outputs, target)`` of one member; a vector of losses is
-            averaged. None: cross-entropy for whole numbers (-100: a row to leave out) and for rows
-            of probabilities, squared error for other numbers. Targets ``(n,)`` meet outputs
-            ``(n, 1)`` row by row in all losses of torch. One with an attribute
-            ``over_members = True`` is called once, with the outputs of all members, and returns
-            ``(member, batch, …)``.
+            averaged. None: of the outputs, or of the ``logits`` among them, cross-entropy for whole
+            numbers (-100: a row to leave out) and for rows of probabilities, squared error for
+            other numbers. Targets ``(n,)`` meet outputs ``(n, 1)`` row by row in all losses of
+            torch. One with an attribute ``over_members = True`` is called once, with the outputs
+            of all members, and returns ``(member, batch, …)``.
         batch: how the ensemble was called. "same": all members have the target; "own": the target
             has the members first as well; "split": outputs are ``(batch, …)`` and member a's loss
             is the mean over its rows a, a + M, ….
@@ -107,6 +107,7 @@ def member_losses(
             f"has {length}"
         )
     if criterion is None:
+        outputs = logits_of(outputs)
         criterion = default_criterion(outputs, target, batch, of)
     if of != "members":
         if batch != "same":
@@ -150,6 +151,11 @@ def member_losses(
         return torch.cat([_cross_entropies(o[None], t) for o, t in pairs])
     losses = (criterion(o, _aligned(criterion, o, t)) for o, t in pairs)
     return torch.stack([loss.mean() if loss.dim() else loss for loss in losses])
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return the logits among the outputs of a model of transformers; others as they are."""
+    return outputs["logits"] if isinstance(outputs, Mapping) and "logits" in outputs else outputs
 
 
 def default_criterion(

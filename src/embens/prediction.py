@@ -33,6 +33,7 @@ from embens.checks import (
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
+from embens.objective import logits_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -47,7 +48,8 @@ class Prediction:
     """The members' outputs, and what follows from them; for the ``task`` see :func:`predict`.
 
     Where the network returns a tuple or a dict, so are the ``members``, and ``prediction[key]`` is
-    the prediction of one output, which has all the rest.
+    the prediction of one output, which has all the rest; outputs that have ``logits``, as those of
+    transformers, have it at once.
     """
 
     members: Float[Tensor, "member batch *output"]
@@ -218,13 +220,14 @@ class Prediction:
 
     def _outputs(self, name: str, *tasks: Task) -> Tensor:
         """Return the outputs for a value that is defined for these tasks."""
-        if not isinstance(self.members, Tensor):
+        members = logits_of(self.members)
+        if not isinstance(members, Tensor):
             kind = type(self.members).__name__
             raise TypeError(
                 f"the network returns a {kind}; take one output: prediction[key].{name}"
             )
         if self.task in tasks:
-            return self.members
+            return members
         raise ValueError(
             f"{name} is defined for {' and '.join(map(repr, tasks))}; this prediction is for "
             f"{self.task!r}. Pass task={tasks[-1]!r} to predict if that is what outputs are."

@@ -290,3 +290,39 @@ def test_nothing_to_train_or_validate_on_is_said(where, empty):
 def test_an_iterator_that_is_used_up_is_said():
     with pytest.raises(ValueError, match=r"the loader gave none\. An iterator can be used once"):
         fit(problem.ensemble(), iter(DataLoader(TensorDataset(x, y), 16)), epochs=2)
+
+
+class Named(nn.Module):
+    """A network that is called, and answers, as those of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = problem.reference()
+
+    def forward(self, x, scale=None):
+        return {"logits": self.inside(x if scale is None else scale * x), "hidden": x}
+
+
+def test_dicts_with_labels_are_data_and_logits_among_outputs_are_what_is_trained():
+    x, y = problem.data()
+    columns = {"x": x, "scale": torch.ones(len(y), 1), "labels": y}
+    rows = [{name: column[i] for name, column in columns.items()} for i in range(len(y))]
+
+    def make(network: nn.Module) -> embens.EmbeddedEnsemble:
+        generator = torch.Generator().manual_seed(3)
+        return embens.batch_ensemble(network, 3, generator=generator)
+
+    expected = make(problem.reference())
+    first = fit(expected, (x, y), (x, y), epochs=2, batch_size=16)
+    for given in (columns, rows, DataLoader(rows, 16)):
+        found = make(Named())
+        second = fit(found, given, columns, epochs=2, batch_size=16)
+        assert second.epochs[-1]["validation_ensemble_accuracy"] > 0  # NaN if these were no classes
+        if not isinstance(given, DataLoader):  # which has another order
+            weights = {n.replace("inside.", ""): t for n, t in problem.weights(found).items()}
+            problem.assert_equal(problem.weights(expected), weights)
+            assert repr(problem.without_time(first)) == repr(problem.without_time(second))
+    prediction = embens.predict(found, {"x": x})
+    torch.testing.assert_close(prediction.probabilities, prediction["logits"].probabilities)
+    with pytest.raises(TypeError, match=r"or dicts with 'labels'; got a dict of \['x', 'y'\]"):
+        fit(found, {"x": x, "y": y}, epochs=1)

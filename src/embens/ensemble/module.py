@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from embens.checks import Gamma, check_choice, check_number, check_whole, suggest
-from embens.ensemble import rates, storage
+from embens.ensemble import card, rates, storage
 from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.export import to_onnx
 from embens.ensemble.folding import FoldingChoice
@@ -451,6 +451,31 @@ class EmbeddedEnsemble(nn.Module):
         if not shared:
             header["shared"] = storage.fingerprints(common)
         write_tensors(path, storage.FORMAT, header, self.state_dict() if shared else rest)
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        shared: bool | None = None,
+        base: str = "",
+        results: Mapping[str, float] | None = None,
+        about: str = "",
+    ) -> None:
+        """Write a folder with the ensemble and a model card; ``embens.load(folder, reference)``.
+
+        Args:
+            folder: made if it is not there.
+            shared: whether the file has the shared parameters; None: unless they were frozen.
+            base: where the reference comes from, such as its name on a hub.
+            results: numbers for the card, by name.
+            about: a paragraph for the card.
+        """
+        shared = not self.plan.frozen if shared is None else shared
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.save(Path(folder) / card.FILE, shared=shared)
+        known = getattr(getattr(self.network, "config", None), "_name_or_path", "")
+        facts = {"base": base or known, "results": results or {}, "about": about}
+        card.write_card(self, Path(folder), shared=shared, **facts)
 
     def state_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the shared parameters in the state, and everything else in it."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from embens.ensemble import storage
 from embens.ensemble.attention import ModulatedAttention
+from embens.ensemble.card import FILE
 from embens.ensemble.heads import InputHeads
 from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
 from embens.ensemble.lowrank import LowRank
@@ -85,11 +86,12 @@ def load(
     in it is warned of.
 
     Args:
-        path: the file.
+        path: the file, or the folder that :meth:`EmbeddedEnsemble.save_pretrained` wrote.
         reference: a network of the same architecture and type, which is not changed. Its weights
             are used where the file was written with ``shared=False``, and have to be the same then.
         laws: classes of laws that are defined nowhere yet, or that share a name with others.
     """
+    path = Path(path) / FILE if Path(path).is_dir() else path
     header, tensors = read_tensors(path, storage.FORMAT)
     with refusing(path):
         plan = Plan.from_dict(header["plan"], laws)

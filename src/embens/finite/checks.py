@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from embens.ensemble import EmbeddedEnsemble
+from embens.objective import logits_of
 
 NOT_FINITE = "expected finite numbers; got some that are infinite or NaN. Leave these samples out"
 
@@ -120,6 +121,7 @@ def as_classes(target: Any) -> Any:
 
 def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
     """Return the mean squared error of values in the outputs' shape, but for axes of length 1."""
+    outputs = logits_of(outputs)
     if [n for n in outputs.shape if n > 1] != [n for n in target.shape if n > 1]:
         raise ValueError(
             f"target: expected values of the outputs' shape {tuple(outputs.shape)}; got "
@@ -130,6 +132,7 @@ def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
 
 def cross_entropy(outputs: Tensor, target: Tensor) -> Tensor:
     """Return the cross-entropy of classes, which may have an axis of length 1 for them."""
+    outputs = logits_of(outputs)
     expected = (outputs.shape[0], *outputs.shape[2:])
     if outputs.dim() > 1 and target.shape == (expected[0], 1, *expected[1:]):
         target = target.reshape(expected)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from embens import metrics
 from embens.checks import Gamma, check_members, check_number, check_whole, suggest
-from embens.embedding.families import batch_ensemble, independent
+from embens.embedding.families import batch_ensemble, independent, join
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import MakeOptimizer
 from embens.ensemble.wrapping import without_members
@@ -264,11 +264,19 @@ def forecast(
             fit(some, rows, **plan)
         except Divergence:
             notes.append(f"the probe diverged at {FASTER:g} times the rate: take a smaller one")
-        found = predict(some, take(x, held)).members
+        found = predict(some, take(x, held)).means
         return found.where(found.isfinite().all(-1, keepdim=True), 0.0)
 
     probed = outputs(ensemble.subset(range(min(MEMBERS, ensemble.members))))
-    alone = outputs(independent(_reference(ensemble), SEPARATE, generator=generator))
+    if ensemble.plan.pretrained:  # one network means the fine-tuning of one
+        notes.append(
+            "one network means fine-tuning the whole of one; the forecast was fixed on networks "
+            "that are trained from scratch, and its intervals are for those"
+        )
+        starts = [ensemble.member(a % ensemble.members) for a in range(SEPARATE)]
+        alone = outputs(join([network.requires_grad_(True) for network in starts]))
+    else:
+        alone = outputs(independent(_reference(ensemble), SEPARATE, generator=generator))
     labels = target[held]
     probe = Probe(
         likeness=likeness(ensemble),

@@ -1,7 +1,8 @@
 """Where batches come from: tensors, data sets or loaders.
 
 Data are ``(inputs, target)``: one input, a tuple of several, or a dict by the names that the
-reference gives them; ``(x, z, target)`` stands for ``((x, z), target)``. A target may be a tuple or
+reference gives them; ``(x, z, target)`` stands for ``((x, z), target)``, and a dict that has
+``labels`` for the rest of it and these. A target may be a tuple or
 a dict as well, for a criterion that takes it apart. Tensors and map-style data sets are shuffled by
 the run's seed and the number of the epoch alone; a ``DataLoader``, or anything else that can be
 iterated again and again, is used as it is, and can only start an epoch anew. Each of several
@@ -78,7 +79,10 @@ class Shuffled(Batches):
         data = self.data
         if isinstance(data, TensorDataset):
             data = data.tensors
-        if isinstance(data, (tuple, list)):
+        if isinstance(data, Mapping):
+            data = parts_of(data, f"{self.name}: expected {EXPECTED}")
+        by_row = isinstance(data, list) and all(isinstance(row, Mapping) for row in data)
+        if isinstance(data, (tuple, list)) and not by_row:
             self.count = check_rows(self.name, list(data), EXPECTED)
             self.tensors = parts_of(data, f"{self.name}: expected {EXPECTED}")
         elif hasattr(data, "__getitem__") and not isinstance(data, (Tensor, dict, str)):
@@ -190,8 +194,13 @@ def deal(
 
 def parts_of(values: Any, expected: str) -> tuple[Any, Any]:
     """Return the inputs, a tuple or a dict, and the target of a batch."""
+    if isinstance(values, Mapping) and "labels" in values:
+        return {name: value for name, value in values.items() if name != "labels"}, values["labels"]
     if not isinstance(values, Sequence) or len(values) < 2:
-        raise TypeError(f"{expected}; got {type(values).__name__}. Wrap the data to give these.")
+        got = f"a dict of {list(values)}" if isinstance(values, Mapping) else type(values).__name__
+        raise TypeError(
+            f"{expected}, or dicts with 'labels'; got {got}. Wrap the data to give these."
+        )
     *inputs, target = values
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
         return dict(inputs[0]), target

@@ -23,6 +23,7 @@ from embens.objective import (
     check_labels,
     default_criterion,
     ignored_label,
+    logits_of,
     member_losses,
 )
 from embens.training import parallel, randomness
@@ -101,7 +102,7 @@ class Passes:
 
         def loss_of(outputs: Any) -> Tensor:
             with torch.autocast(self.device.type, enabled=False):
-                outputs = tree_map_only(Tensor, _full, outputs)
+                outputs = self._take(outputs)
                 losses = self._losses(outputs, target)
             seen.append((tree_map_only(Tensor, Tensor.detach, outputs), losses.detach()))
             return self._scaled(losses.sum(), weight)
@@ -142,7 +143,11 @@ class Passes:
     def _outputs(self, call: Callable, inputs: Any, batch: BatchKind) -> Any:
         args, kwargs = self.ensemble.bind(inputs)
         with self._autocast():
-            outputs = call(*args, batch=batch, **kwargs)
+            return self._take(call(*args, batch=batch, **kwargs))
+
+    def _take(self, outputs: Any) -> Any:
+        """Return outputs in full precision; the logits of several, if no criterion takes them."""
+        outputs = logits_of(outputs) if self.settings.criterion is None else outputs
         return outputs if self.settings.autocast is None else tree_map_only(Tensor, _full, outputs)
 
     def _losses(self, outputs: Any, target: Any, batch: BatchKind = "same") -> Tensor:

@@ -162,6 +162,7 @@ FINE = [
     ("decayed-modulations", batch_ensemble, {"optimizer": torch.optim.Adam}),
     ("large-gamma", lambda: batch_ensemble(p=0.8), {}),
     ("no-gradient", lambda: embens.mc_dropout(mlp(), 4), {}),
+    ("no-gradient", lambda: embens.adapt(mlp(), 4, trunk="frozen"), {}),
 ]
 
 

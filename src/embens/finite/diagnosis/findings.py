@@ -225,7 +225,7 @@ def no_gradient(facts: Facts) -> Trouble:
     """Members that can't learn."""
     norms = facts.report.norms
     dead = [a for a, norm in enumerate(norms.tolist()) if not 0 < norm < float("inf")]
-    if not dead or facts.ensemble.plan.separate:
+    if not dead or facts.ensemble.plan.separate or facts.ensemble.plan.frozen:
         return None
     if not bool(torch.isfinite(norms).all()):
         what, cure = "not finite", "check the inputs, the target and the scale of the weights"

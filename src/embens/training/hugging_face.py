@@ -1,0 +1,58 @@
+"""The ``Trainer`` of transformers, for ensembles; it is imported from here, by those who have it.
+
+It differs from theirs in what an ensemble needs: the objective is the sum over members, the
+optimizer has the ensemble's parameter groups, columns are those that the reference takes, and
+predictions are ``(row, member, class)``, because Trainer joins batches along the first axis.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from embens.ensemble import EmbeddedEnsemble
+from embens.objective import logits_of, objective
+
+
+class EnsembleTrainer(Trainer):
+    """A Trainer whose ``model`` is an ensemble; all else is as in transformers.
+
+    A ``compute_loss_func`` is a criterion of one member's outputs and the labels. Losses are sums
+    over members in training, and their mean in evaluation.
+    """
+
+    loss_is_scaled_for_ga = False  # a mean over the rows of a batch
+
+    def __init__(self, model: EmbeddedEnsemble, args: Any = None, **options: Any):
+        self.ensemble, self.criterion = model, options.pop("compute_loss_func", None)
+        super().__init__(model, args, **options)
+        self.model_accepts_loss_kwargs = False
+        self.label_names = self.args.label_names or ["labels"]
+        taken = inspect.signature(model.network.forward).parameters
+        self._signature_columns = [*taken, "label", "label_ids", *self.label_names]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.ensemble)  # type: ignore[arg-type]
+            make = functools.partial(kind, **options)
+            rates = {"lr": self.args.learning_rate, "weight_decay": self.args.weight_decay}
+            self.optimizer = make(self.ensemble.parameter_groups(**rates, optimizer=make))
+        return self.optimizer
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        labels = inputs[self.label_names[0]]
+        outputs = model(**{k: v for k, v in inputs.items() if k not in self.label_names})
+        loss = objective(outputs, labels, self.criterion)
+        loss = loss if model.training else loss / self.ensemble.members
+        return (loss, {"logits": logits_of(outputs).movedim(0, 1)}) if return_outputs else loss
