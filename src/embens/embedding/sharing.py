@@ -11,7 +11,7 @@ those of the input; after it every sample has a row for each member.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -82,13 +82,12 @@ class Sharing:
 
         Whether the code recomputes activations is looked up in it where that is not said.
         """
-        if not self.separate:
-            self._warn_guesses()
-            self._warn_unknown()
-        self._warn_state()
+        for text in self._worries():
+            warnings.warn(text, stacklevel=7)
         if recompute is None:
             recompute = mentions(self.reference, _is_checkpointing) and not self.separate
-        inplace = any(getattr(m, "inplace", False) for m in self.modules.values())
+        copies = any(is_in_place(step.name) for step in self.flow.steps) or bool(self.flow.opaque)
+        copies = copies or any(getattr(m, "inplace", False) for m in self.modules.values())
         widths, input_channels = self._widths()
         return Plan(
             family=family,
@@ -102,9 +101,7 @@ class Sharing:
             separate=self.separate,
             folding=self.folding(),
             random=self._is_random() and not self.separate,
-            copies=inplace
-            or any(is_in_place(step.name) for step in self.flow.steps)
-            or bool(self.flow.opaque),
+            copies=copies,
             not_collapsible=self._why_not_collapsible(),
             recompute=recompute,
             widths=widths,
@@ -132,7 +129,7 @@ class Sharing:
         if own & {"", *(self.flow.calls[outer].name for outer in call.inside)}:
             return False  # code around it may use what each member has of its own
         differing = {n for n in self.carriers | own if is_within(n, [call.name])}
-        if call.name in self.carriers - self.post and not self._is_attention(call.name):
+        if call.name in self.carriers - self.post and not is_attention(self.modules[call.name]):
             differing.discard(call.name)  # only its output is multiplied
         return not differing
 
@@ -143,9 +140,6 @@ class Sharing:
         if not any(getattr(m, "inplace", False) for m in self.modules[call.name].modules()):
             return False
         return any(index not in chain for p in call.parents for chain in calls[p].consumers)
-
-    def _is_attention(self, name: str) -> bool:
-        return is_attention(self.modules[name])
 
     def _own_running(self, statistics: str, affine: str) -> dict[str, OwnTensors]:
         """Return the norm layers, and other modules with running buffers, that differ by member."""
@@ -195,7 +189,7 @@ class Sharing:
 
     def _is_border_aware(self, name: str) -> bool:
         """Return whether a module itself can go from common rows to rows for each member."""
-        return name in self.own or (name in self.carriers and not self._is_attention(name))
+        return name in self.own or (name in self.carriers and not is_attention(self.modules[name]))
 
     def folding(self) -> Folding:
         """Return how several members run as one larger batch."""
@@ -223,7 +217,7 @@ class Sharing:
         unclear |= {o for o in self.flow.opaque if not is_within(o, self.once)}
         unclear |= {f"a buffer of {n!r}" for n, _ in self.flow.state.buffers if n in self.own}
         modulated = self.carriers - self.weights
-        attentions = [n for n in dependent if self._is_attention(n) and n not in modulated]
+        attentions = [n for n in dependent if is_attention(self.modules[n]) and n not in modulated]
         unclear |= {f"the attention {n!r}" for n in attentions}
         if any(step.reduces for step in outside):
             unclear |= {step.operation for step in outside if step.joins}
@@ -310,37 +304,27 @@ class Sharing:
                 return f"the output is not linear in the output of {bent[0]!r}"
         return ""
 
-    # What is said of it
-
-    def _warn_guesses(self) -> None:
-        if self.flow.guesses:
-            warnings.warn(
+    def _worries(self) -> Iterator[str]:
+        """Yield what the user should know of the reference."""
+        state = self.flow.state
+        if self.flow.guesses and not self.separate:
+            yield (
                 "the data flow of the reference could not be read in full; guessed: "
                 + "; ".join(dict.fromkeys(self.flow.guesses))
-                + ". To be sure, pass example_input=x (a batch, or a tuple of arguments).",
-                stacklevel=8,
+                + ". To be sure, pass example_input=x (a batch, or a tuple of arguments)."
             )
-
-    def _warn_unknown(self) -> None:
-        """Name the layers that hold weights, but that no member can modulate."""
-        unknown = unknown_layers(self.reference)
+        unknown = {} if self.separate else unknown_layers(self.reference)
         if unknown:
             kinds = sorted({type(m).__name__ for m in unknown.values()})
-            warnings.warn(
+            yield (
                 f"members do not differ in {_some(unknown)}: layers of type {', '.join(kinds)} are "
                 "not known. Make them known with embens.register_layer(kind, channels), where "
-                "channels(layer) returns how many channels a layer takes and gives.",
-                stacklevel=8,
+                "channels(layer) returns how many channels a layer takes and gives."
             )
-
-    def _warn_state(self) -> None:
-        """Name the attributes that the code keeps, or leaves for others to read."""
-        state = self.flow.state
         left = {p for p in state.left if not is_within(p[0], self.once)}
         for places, text in ((state.kept, _KEPT), (left, _LEFT)):
             if places:
-                shown = _some(_dotted(places))
-                warnings.warn(f"the forward assigns {shown} and {text}", stacklevel=8)
+                yield f"the forward assigns {_some(_dotted(places))} and {text}"
 
 
 _KEPT = (

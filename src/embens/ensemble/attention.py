@@ -18,15 +18,13 @@ from torch.nn import functional as F
 
 from embens.ensemble.layers import Modulation
 from embens.ensemble.own import call_with
-from embens.ensemble.run import Current, Run, Unfoldable
+from embens.ensemble.run import Run, Unfoldable
 from embens.ensemble.wrapping import Wrapper
 from embens.reading.layers import PROJECTIONS
 
 
 class ModulatedAttention(Wrapper):
     """An ``nn.MultiheadAttention`` whose q, k, v and output projections are modulated."""
-
-    current: Current
 
     def __init__(self, attention: nn.MultiheadAttention, modulations: dict[str, Modulation]):
         super().__init__()
@@ -175,6 +173,5 @@ def _joint_mask(
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype is torch.bool:
-        zeros = torch.zeros(mask.shape, dtype=like.dtype, device=mask.device)
-        return zeros.masked_fill(mask, -math.inf)
+        return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
     return mask.to(like.dtype)

@@ -23,7 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map_only
 
 from embens.ensemble.plan import SharedModule, Site
-from embens.ensemble.run import Current, Run, is_exporting, repeat_rows, together
+from embens.ensemble.run import Run, is_exporting, repeat_rows, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
 from embens.reading.flow import left_over
 from embens.reading.layers import kind_of, modulate_weight, spatial_axes
@@ -65,7 +65,7 @@ class Modulation(Individual):
     def now(self, run: Run) -> Tensor:
         """Return the numbers of the members that run now, ``(member, feature)``."""
         if self.fresh or run.given is not None or run.index is not None:
-            numbers = run.of(self)
+            numbers = run.of(self)[""]
         else:  # the usual case, made short
             values = self._parameters.get("values")
             numbers = self._buffers["values"] if values is None else values
@@ -112,7 +112,7 @@ class Stochastic(Modulation):
         return {"": self.values, "log_std": self.log_std, "noise": self.noise}
 
     def now(self, run: Run) -> Tensor:
-        mean, log_std, noise = (run.of(self, i) for i in range(3))
+        mean, log_std, noise = run.of(self).values()
         numbers = torch.addcmul(mean, log_std.exp(), noise)
         return numbers if self.repeat == 1 else numbers.repeat_interleave(self.repeat, dim=-1)
 
@@ -168,8 +168,6 @@ class Modulated(Wrapper):
     The layer is perhaps computed :class:`Once`. At the ``border`` its input is still the same for
     all members.
     """
-
-    current: Current
 
     def __init__(
         self,
@@ -322,8 +320,6 @@ class Once(Wrapper):
 
     For ``random``, ``keep`` and ``repeat`` see :class:`embens.ensemble.plan.SharedModule`.
     """
-
-    current: Current
 
     def __init__(self, module: nn.Module, how: SharedModule):
         super().__init__()

@@ -70,7 +70,7 @@ class LowRank(MemberLayer):
         return dict(self._parameters)  # type: ignore[arg-type]
 
     def now(self, run: Run) -> dict[str, Tensor]:
-        return self._weights([run.of(self, i) for i in range(2 * len(self.sites))])
+        return self._weights(list(run.of(self).values()))
 
     def _weights(self, factors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the weights of some members by name, members first."""
@@ -109,7 +109,7 @@ class LowRank(MemberLayer):
 
     def _on_activations(self, run: Run, x: Tensor) -> Tensor:
         module: Any = self.module
-        left, right = run.of(self, 0), run.of(self, 1)
+        left, right = run.of(self).values()
         weight, bias = module.weight, module.bias
         effective = getattr(module, "effective_parameters", None)
         additive, axes = self.sites[""].kind == "additive", x.shape[:-1]

@@ -21,26 +21,21 @@ from torch.utils._pytree import tree_leaves
 
 from embens.checks import Gamma, check_choice, check_number, check_whole, suggest
 from embens.ensemble import card, rates, storage
-from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.export import to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
-from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
+from embens.ensemble.layers import Modulation, Stochastic
 from embens.ensemble.ntkgp import NTKGP
 from embens.ensemble.own import Own, OwnState, iterates
 from embens.ensemble.plan import Plan
 from embens.ensemble.run import Current, Run, gather
-from embens.ensemble.wrapping import Individual, plain, walk
+from embens.ensemble.wrapping import Individual, Wrapper, plain, walk
 from embens.files import write_tensors
 from embens.objective import MOVED, OPTIONS, BatchKind, Criterion, Of, objective
 from embens.reading.flow import left_over
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
-
-
-CONNECTED = (Individual, Modulated, ModulatedAttention, Once)
-"""The modules that look for the pass that is running."""
 
 
 class EmbeddedEnsemble(nn.Module):
@@ -63,7 +58,7 @@ class EmbeddedEnsemble(nn.Module):
         self.individuals: dict[str, Individual] = {}
         slot = 0
         for name, module in walk(network):
-            if isinstance(module, CONNECTED):
+            if isinstance(module, Individual | Wrapper):
                 module.current = self.current
             if isinstance(module, Individual):
                 self.individuals[name], module.slot = module, slot

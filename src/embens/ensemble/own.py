@@ -50,7 +50,7 @@ class MemberLayer(Wrapper, Individual):
 
     def now(self, run: Run) -> dict[str, Tensor]:
         """Return the tensors of the members that run, by name, members first."""
-        raise NotImplementedError
+        return run.of(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the running members' tensors."""
@@ -171,9 +171,6 @@ class Own(MemberLayer):
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self.module, name) for name in self.names}
-
-    def now(self, run: Run) -> dict[str, Tensor]:
-        return {name: run.of(self, i) for i, name in enumerate(self.names)}
 
     def extra_repr(self) -> str:
         names = ", ".join(self.names) or "batch statistics"

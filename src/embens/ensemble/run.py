@@ -160,7 +160,7 @@ class Run:
     def numbers(self) -> list[Tensor]:
         """The tensors of all members, members first, as they are in this pass."""
         modules = self.ensemble.individuals.values()
-        return [self._stack(m, i) for m in modules for i in range(len(m.tensors()))]
+        return [stack for module in modules for stack in self._stacks(module).values()]
 
     @property
     def names(self) -> list[str]:
@@ -171,25 +171,27 @@ class Run:
             for tensor in module.tensors()
         ]
 
-    def _stack(self, module: Individual, i: int) -> Tensor:
-        tensors = list(module.tensors().values())
-        if not module.redrawn or i + 1 < len(tensors):
-            return tensors[i]
-        if module.slot not in self.fresh:
-            self.fresh[module.slot] = module.draw()
-        return self.fresh[module.slot]
+    def _stacks(self, module: Individual) -> dict[str, Tensor]:
+        stacks = module.tensors()
+        if module.redrawn:
+            if module.slot not in self.fresh:
+                self.fresh[module.slot] = module.draw()
+            stacks[next(reversed(stacks))] = self.fresh[module.slot]
+        return stacks
 
-    def of(self, module: Individual, i: int = 0) -> Tensor:
-        """Return a module's numbers for the members that run now, ``(member, …)``.
+    def of(self, module: Individual) -> dict[str, Tensor]:
+        """Return a module's tensors by name for the members that run now, ``(member, …)``.
 
         In a batch that members split: one for each row.
         """
         if self.given is not None:
-            return self.given[module.slot + i]
-        stack = self._stack(module, i)
+            return dict(zip(module.tensors(), self.given[module.slot :], strict=False))
+        stacks = self._stacks(module)
         if self.index is not None:
-            return stack.index_select(0, self.index)
-        return stack if self.count == self.members else stack.narrow(0, self.start, self.count)
+            return {name: stack.index_select(0, self.index) for name, stack in stacks.items()}
+        if self.count == self.members:
+            return stacks
+        return {name: stack.narrow(0, self.start, self.count) for name, stack in stacks.items()}
 
     def scale(self, x: Tensor, numbers: Tensor, spatial: int, *, common: bool) -> Tensor:
         """Multiply every member's rows by its numbers; they never change the dtype.

@@ -36,12 +36,19 @@ def operate(
     reference: nn.Module, plan: Plan, generator: torch.Generator | None = None
 ) -> EmbeddedEnsemble:
     """Return the ensemble that a plan makes of a reference, which is not changed."""
-    modules = dict(reference.named_modules())
-    modulations = _modulations(reference, plan, generator)
+    modules, layers = dict(reference.named_modules()), parameter_layers(reference)
+    modulations: dict[str, dict[str, Modulation]] = {}  # by module, then by projection and side
     low_rank: dict[str, dict[str, LowRankSite]] = {}
-    for low in plan.low_rank:
-        owner = site_module(low.layer, parameter_layers(reference))
-        low_rank.setdefault(owner, {})[low.layer[len(owner) :].lstrip(".")] = low
+    for site in (*plan.sites, *plan.low_rank):
+        owner = site_module(site.layer, layers)
+        projection = site.layer[len(owner) :].lstrip(".")
+        if isinstance(site, LowRankSite):
+            low_rank.setdefault(owner, {})[projection] = site
+            continue
+        kind = Modulation if site.prior_std is None else Stochastic
+        drawn = kind(site, plan.members, next(layers[site.layer].parameters()), generator)
+        drawn.drawn = plan.drawn
+        modulations.setdefault(owner, {})[f"{projection}_{site.kind}".lstrip("_")] = drawn
     own = {o.module: o for o in plan.own}
     shared = {s.module: s for s in plan.shared}
     border = set(plan.folding.border)
@@ -106,20 +113,3 @@ def load(
         storage.check_tensors(Path(path).name, tensors, ensemble.state_dict())
         ensemble.load_state_dict(tensors)
     return ensemble
-
-
-def _modulations(
-    reference: nn.Module, plan: Plan, generator: torch.Generator | None
-) -> dict[str, dict[str, Modulation]]:
-    """Draw the modulations: those of each module by side, of an attention by projection too."""
-    layers = parameter_layers(reference)
-    found: dict[str, dict[str, Modulation]] = {}
-    for site in plan.sites:
-        layer = layers[site.layer]
-        owner = site_module(site.layer, layers)
-        key = site.kind if owner == site.layer else f"{site.layer.rpartition('.')[2]}_{site.kind}"
-        kind = Modulation if site.prior_std is None else Stochastic
-        modulation = kind(site, plan.members, next(layer.parameters()), generator)
-        modulation.drawn = plan.drawn
-        found.setdefault(owner, {})[key] = modulation
-    return found

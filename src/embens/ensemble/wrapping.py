@@ -40,8 +40,11 @@ class Individual(nn.Module):
 class Wrapper(nn.Module):
     """A module around another that looks like it from outside.
 
-    Attributes that it does not have itself are those of the module inside.
+    Attributes that it does not have itself are those of the module inside. ``current`` is the
+    ensemble's.
     """
+
+    current: Current
 
     def inner(self) -> nn.Module:
         raise NotImplementedError
