@@ -10,7 +10,7 @@ it. Not here: the paper's :math:`\gamma(M)/M`, a factor of the shared rate
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -115,12 +115,11 @@ def member_losses(
                 f"of={of!r} needs outputs of all members on the same rows; got batch={batch!r}. "
                 "Use batch='same', or of='members'."
             )
-        joint = tree_map(_moments if of == "moments" else lambda o: o.mean(0), outputs)
-        joint = tree_map(lambda o: o[None], joint)
-        return member_losses(joint, target, criterion).expand(length)
-    if criterion is F.mse_loss:
-        criterion = squared_error
-    if criterion is squared_error or criterion is F.cross_entropy:
+        joint = _moments if of == "moments" else lambda o: o.mean(0)
+        outputs = tree_map(lambda o: joint(o)[None], outputs)
+        return member_losses(outputs, target, criterion).expand(length)
+    criterion = squared_error if criterion is F.mse_loss else criterion
+    if criterion in (squared_error, F.cross_entropy):
         _check_tensors(outputs, target)
     if batch == "same":
         if criterion is F.cross_entropy:
@@ -135,7 +134,6 @@ def member_losses(
                     f"outputs of {length} members; got shape {tuple(losses.shape)}."
                 )
             return losses.flatten(1).mean(1)
-        pairs = ((_take(outputs, a), target) for a in range(length))
     elif batch == "own":
         for leaf in tree_leaves(target):
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != length:
@@ -143,10 +141,10 @@ def member_losses(
                     f"batch='own' expects a target of shape ({length}, batch, …), one for each "
                     f"member; got {tuple(leaf.shape)}. For one target of all use batch='same'."
                 )
-        pairs = ((_take(outputs, a), _take(target, a)) for a in range(length))
-    else:
-        rows = [slice(a, None, members) for a in range(min(members or 1, length))]
-        pairs = ((_take(outputs, mine), _take(target, mine)) for mine in rows)
+    mine: Iterable[int | slice] = range(length)
+    if batch == "split":
+        mine = [slice(a, None, members) for a in range(min(members or 1, length))]
+    pairs = ((_take(outputs, i), target if batch == "same" else _take(target, i)) for i in mine)
     if criterion is F.cross_entropy:
         return torch.cat([_cross_entropies(o[None], t) for o, t in pairs])
     losses = (criterion(o, _aligned(criterion, o, t)) for o, t in pairs)
