@@ -165,7 +165,10 @@ class Loaded(Batches):
             )
 
 
-def training_batches(data: Any, batch_size: int, **options: Any) -> Shuffled | Loaded:
+AnyBatches = Shuffled | Loaded
+
+
+def training_batches(data: Any, batch_size: int, **options: Any) -> AnyBatches:
     """Return the batches of any kind of data; the options are those of :class:`Batches`."""
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size)
@@ -174,7 +177,7 @@ def training_batches(data: Any, batch_size: int, **options: Any) -> Shuffled | L
     return kind(data, batch_size, **options)
 
 
-def validation_batches(data: Any, batch_size: int) -> Shuffled | Loaded:
+def validation_batches(data: Any, batch_size: int) -> AnyBatches:
     """Return batches of all rows, in their order."""
     return training_batches(data, batch_size, seed=None, name="validation")
 

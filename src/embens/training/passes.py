@@ -27,7 +27,7 @@ from embens.objective import (
     member_losses,
 )
 from embens.training import parallel, randomness
-from embens.training.batches import Loaded, Minibatch, Shuffled, map_tensors
+from embens.training.batches import AnyBatches, Loaded, Minibatch, Shuffled, map_tensors
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
@@ -41,9 +41,7 @@ Result = tuple[Tensor, Any, Any, int]
 class Passes:
     """Passes of an ensemble through batches; a criterion of None is chosen on the first one."""
 
-    def __init__(
-        self, ensemble: EmbeddedEnsemble, settings: Settings, batches: Shuffled | Loaded
-    ) -> None:
+    def __init__(self, ensemble: EmbeddedEnsemble, settings: Settings, batches: AnyBatches):
         self.ensemble, self.settings, self.batches = ensemble, settings, batches
         self.device = next(ensemble.parameters()).device
         self.criterion = settings.criterion
@@ -67,9 +65,7 @@ class Passes:
         _refuse(name, gaps, loss)
         return loss if weight == 1 else weight * loss, (losses, outputs, target, batch.rows)
 
-    def evaluate(
-        self, name: str, batches: Shuffled | Loaded, kind: BatchKind = "same"
-    ) -> Iterator[Result]:
+    def evaluate(self, name: str, batches: AnyBatches, kind: BatchKind = "same") -> Iterator:
         """Yield what every batch gives, in the ensemble's mode."""
         for number, batch in enumerate(batches.epoch(0), 1):
             where = f"{name}: batch {number}"
@@ -177,7 +173,7 @@ class Passes:
         return find_gaps("inputs", inputs) or find_gaps("targets", target)
 
     @torch.no_grad()
-    def check(self, validation: Shuffled | Loaded | None) -> None:
+    def check(self, validation: AnyBatches | None) -> None:
         """Refuse, before anything is spent, tensors that would not do.
 
         Where they are not finite the first epoch is rehearsed: their losses may be.

@@ -26,13 +26,7 @@ from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
 from embens.objective import gaussian_nll, squared_error
 from embens.training import parallel, randomness
-from embens.training.batches import (
-    Loaded,
-    Minibatch,
-    Shuffled,
-    training_batches,
-    validation_batches,
-)
+from embens.training.batches import AnyBatches, Minibatch, training_batches, validation_batches
 from embens.training.callbacks import Progress, by_moment
 from embens.training.checkpoint import Checkpoints
 from embens.training.clipping import clip_gradients_
@@ -266,7 +260,7 @@ class Trainer:
                 callback(self.ensemble, record)
 
     @torch.no_grad()
-    def _validate(self, record: dict[str, Any], validation: Shuffled | Loaded) -> None:
+    def _validate(self, record: dict[str, Any], validation: AnyBatches) -> None:
         """Add the validation columns, and the metric."""
         metric: Any = self.settings.metric
         tally, kept = Tally(self.ensemble.members, device=self.device), []
