@@ -5,6 +5,7 @@ VENV    := .venv
 BENCH   := .venv-bench
 TABLES  := .venv-tables
 OLDEST  := .venv-oldest
+ZOO     := .venv-zoo
 BIN     := $(VENV)/bin
 PIP     := -m pip install --quiet --disable-pip-version-check
 # One thread per worker, at most eight workers: small tensors gain nothing from more.
@@ -17,8 +18,8 @@ CORE    := $(addprefix tests/,test_checks.py test_files.py test_laws.py test_net
 PEERS   := pytest pytest-xdist jaxtyping beartype pandas scikit-learn torchmetrics
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-long browser test-oldest test-peers check format docs dist demo bench \
-	bench-tables clean
+.PHONY: help venv test test-long browser test-oldest test-peers test-zoo check format docs dist demo \
+	bench bench-tables clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +47,16 @@ browser:
 
 test-peers: $(BENCH)/.stamp  ## compare kernels with neural-tangents, in the benchmarks' environment
 	$(BENCH)/bin/python -m pytest -q -p no:cacheprovider tests/theory/test_neural_tangents.py $(ARGS)
+
+test-zoo: $(ZOO)/.stamp  ## embed networks of timm and transformers, in an environment of their own
+	$(ONE) $(ZOO)/bin/python -m pytest $(SPREAD) -m 'zoo or not zoo' tests/zoo $(ARGS)
+
+# timm asks for torchvision, of which the tests have a stand-in.
+$(ZOO)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ZOO)
+	$(ZOO)/bin/python $(PIP) -e . transformers pillow $(PEERS) -c constraints.txt
+	$(ZOO)/bin/python $(PIP) --no-deps timm -c constraints.txt
+	@touch $@
 
 # The oldest torch that PyPI has for Linux is a CUDA build, which does not load without its CUDA
 # packages (7 GB in all); PIP_EXTRA_INDEX_URL as in CONTRIBUTING.md finds one for CPUs.

@@ -107,6 +107,66 @@ def test_code_that_looks_at_values_is_never_folded():
         assert "looks at values" in repr(ensemble)
 
 
+class Asking(nn.Module):
+    """Asks something of a mask of its input, to take a shorter way."""
+
+    def __init__(self, asks, mixes: bool = False):
+        super().__init__()
+        self.a, self.out, self.asks, self.mixes = nn.Linear(4, 6), nn.Linear(6, 3), asks, mixes
+
+    def forward(self, x, mask):
+        h = torch.tanh(self.a(x))
+        if not self.asks(mask):
+            h = h * mask[:, :1] + (h.mean(0) if self.mixes else 0)
+        return self.out(h)
+
+
+ASKING = {
+    "all": lambda mask: mask.all(),
+    "equal to one": lambda mask: torch.all(mask == 1),
+    "not any": lambda mask: not (~mask.bool()[:, :3]).any(),
+    "counted": lambda mask: mask.sum() == mask.numel(),
+}
+LOOKING = {
+    "a sum": lambda mask: mask.sum() > 10,
+    "all after a sum over the batch": lambda mask: (mask.cumsum(0) > 3).all(),
+    "an item": lambda mask: mask[0, 0].item(),
+}
+ASKED = [torch.ones(4, 3, dtype=torch.long), torch.tensor([[1, 1, 1], [0, 1, 1]]).repeat(2, 1)]
+
+
+@pytest.mark.parametrize("asks", ASKING.values(), ids=ASKING)
+def test_code_that_asks_whether_all_of_an_input_is_so_is_folded(asks):
+    x = torch.randn(4, 4)
+    ensemble = embens.embed(Asking(asks), 3, example_input=(x, ASKED[0]))
+    for mask in ASKED:
+        torch.testing.assert_close(ensemble(x, mask), member_by_member(ensemble, x, mask=mask))
+        assert not ensemble.folding.reason
+        ways = {way for known in ensemble.folding.known.values() for way in known.values()}
+        assert ways
+        assert Way.EACH not in ways
+
+
+@pytest.mark.parametrize("asks", LOOKING.values(), ids=LOOKING)
+def test_other_questions_are_looks_at_values(asks):
+    x = torch.randn(4, 4)
+    ensemble = embens.embed(Asking(asks), 3, example_input=(x, ASKED[0]))
+    for mask in ASKED:
+        torch.testing.assert_close(ensemble(x, mask), member_by_member(ensemble, x, mask=mask))
+    assert "looks at values" in ensemble.folding.reason
+
+
+@pytest.mark.parametrize("order", [ASKED, ASKED[::-1]], ids=["full first", "full last"])
+def test_the_code_of_another_answer_is_tried_out_by_itself(order):
+    x = torch.randn(4, 4)
+    asks = ASKING["all"]
+    ensemble = embens.embed(Asking(asks, mixes=True), 3, example_input=(x, ASKED[0]))
+    with pytest.warns(UserWarning, match="can't run several members at once"):
+        outputs = [ensemble(x, mask) for mask in order]
+    for mask, members in zip(order, outputs, strict=True):
+        torch.testing.assert_close(members, member_by_member(ensemble, x, mask=mask))
+
+
 @pytest.mark.parametrize("mix", KEEPING.values(), ids=KEEPING)
 @pytest.mark.filterwarnings("ignore:the data flow of")
 def test_code_that_keeps_samples_apart_in_ways_that_are_not_known_is_folded(mix):

@@ -79,6 +79,10 @@ CASES = {  # what a forward does: the buffers, what is kept, what is left
     "self.plain.add_(1)\nx = x + self.plain": (set(), {"plain"}, set()),
     "size = self.size\nsize += 1\nself.weight.requires_grad_()": (set(), set(), set()),
     "self.inner.flag = x\nx = self.inner.flag": (set(), {"inner.flag"}, set()),
+    "self.meter.kind = 'sum'\nx = x * self.meter.half()": (set(), set(), set()),
+    "self.meter.kind = x\nx = self.meter.kind": (set(), {"meter"}, set()),
+    "self.kind = 'sum'\nx = x * len(self.kind)": (set(), {"kind"}, set()),
+    "self.inner.kind = 'sum'\nx = x * len(self.inner.kind)": (set(), {"inner.kind"}, set()),
     "a, self.last = x, x": (set(), set(), {"last"}),
     "self.training = True\nself.inner = nn.Identity()": (set(), set(), set()),
 }

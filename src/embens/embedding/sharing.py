@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from embens.embedding.sites import is_within
-from embens.ensemble.folding import LOOKING
 from embens.ensemble.layers import is_linear_in_parameters
 from embens.ensemble.plan import (
     Folding,
@@ -204,9 +203,6 @@ class Sharing:
             return Folding(f"the batch is not the first axis of the states of {recurrent[0]!r}")
         if self.kept:
             return Folding(f"the code keeps {self.kept[0]!r} from one call to the next")
-        looking = sorted({step.name for step in self.flow.steps} & LOOKING)
-        if looking:
-            return Folding(f"the code looks at values ({', '.join(looking)})")
         if not calls:
             return Folding(unclear=("the code could not be read",))
         outside = [step for step in self.flow.steps if not self._in_once(step.around)]
@@ -320,6 +316,12 @@ class Sharing:
                 f"members do not differ in {_some(unknown)}: layers of type {', '.join(kinds)} are "
                 "not known. Make them known with embens.register_layer(kind, channels), where "
                 "channels(layer) returns how many channels a layer takes and gives."
+            )
+        read = sorted(self.flow.bypassed - self.flow.upstream.keys())
+        if read and not self.separate:
+            yield (
+                f"members do not differ in {_some(read)}: the code reads the weight without "
+                "calling the layer. Call it, layer(x), to have members there."
             )
         left = {p for p in state.left if not is_within(p[0], self.once)}
         for places, text in ((state.kept, _KEPT), (left, _LEFT)):

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from embens.ensemble.layers import Modulation, Once
 from embens.ensemble.run import Run, Unfoldable, Way
 from embens.reading.flow import RANDOM
+from embens.reading.samples import is_in_place, is_row_by_row
 from embens.reading.state import find_state
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ LOOKING = frozenset(
     "masked_select argwhere equal allclose is_nonzero".split()
 )
 """Operations that look at the values of tensors, so that the code may branch on them."""
+_ASKING = frozenset("eq ne lt le gt ge isfinite isnan isinf bool int long invert".split())
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -54,6 +56,7 @@ class FoldingChoice:
         once = [m for m in self.network.modules() if isinstance(m, Once)]
         prefix = [inner for m in once for inner in m.modules()]
         self.norms = [m for m in prefix if isinstance(m, nn.modules.batchnorm._NormBase)]
+        self.asks = False  # whether the code asks if all, or any, numbers of an input are so
         self.stateful = any(s.buffers | s.kept for s in map(find_state, once))
         self.draws = [self.network] if self.plan.random else []
         if self.plan.heads is None:  # else what is drawn is drawn once
@@ -121,7 +124,11 @@ class FoldingChoice:
             v.dim() if isinstance(v, Tensor) else v if isinstance(v, plain) else type(v).__name__
             for v in leaves
         )
-        modes = hash(tuple(m.training for m in self.network.modules()))
+        modes = [m.training for m in self.network.modules()]
+        if self.asks:  # which may be answered by other code
+            inputs = (v for v in leaves if isinstance(v, Tensor) and not v.is_floating_point())
+            modes += [bool(f) for v in inputs for f in (v.all(), v.any())]
+        modes = hash(tuple(modes))
         return (run.batch, run.chunk, values, modes, torch.is_autocast_enabled("cpu")), shapes
 
     # Trying out
@@ -162,11 +169,12 @@ class FoldingChoice:
     def _outcome(self, run: Run, way: Way, seed: int, noise: float) -> tuple[Any, list[Tensor]]:
         """Return the outputs and the buffers of a copy that runs in some way."""
         generator = torch.Generator().manual_seed(seed)
-        ensemble = copy.deepcopy(run.ensemble)
+        ensemble = copy.deepcopy(run.ensemble, _matrices(run.ensemble))
         _perturb(ensemble, generator)
         inputs = tree_map(lambda x: _noisy(x, noise, generator), run.inputs)
         trial = Run(ensemble, inputs, run.kwargs, batch=run.batch, chunk=run.chunk)
-        still, count = _Still(0.37 + 0.36 * seed), min(run.chunk, run.members)
+        still = _Still(0.37 + 0.36 * seed, (inputs, run.kwargs))
+        count = min(run.chunk, run.members)
         devices = {p.device for p in ensemble.parameters() if p.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)), still, trial:
             torch.manual_seed(seed)  # the same fresh masks each time
@@ -176,8 +184,11 @@ class FoldingChoice:
                 outputs = trial.each(0, count)
             else:
                 outputs = trial.folded(0, count, way)
-        if still.looked:  # no trial can tell what the code does with other values
-            self.reason = "the code looks at values"
+        self.asks = self.asks or still.asked
+        if (
+            still.looked and way is Way.EACH
+        ):  # no trial can tell what the code does with other values
+            self.reason = f"the code looks at values ({', '.join(sorted(still.looked))})"
         return outputs, list(ensemble.buffers())
 
     # Refusing
@@ -205,15 +216,28 @@ def _between(shape: tuple[int, ...], tried: list[tuple[int, ...]]) -> bool:
     return all(min(others) <= size <= max(others) for size, *others in columns)
 
 
-def _perturb(ensemble: nn.Module, generator: torch.Generator) -> None:
-    """Change all numbers, so that members differ and nothing is zero that may not stay so."""
+def _matrices(ensemble: EmbeddedEnsemble) -> dict[int, Any]:
+    """Return a memo for a copy that shares the large tensors, which a trial needs no others of."""
+    mine = {id(p) for p in ensemble.individual_parameters()}
+    owners = (m for m in ensemble.modules() if getattr(m, "max_norm", None) is None)
+    every = (p for m in owners for p in m._parameters.values() if p is not None and p.dim() > 1)
+    return {id(p): p for p in every if id(p) not in mine and 1e-3 < _size(p) < math.inf}
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.detach().square().mean().sqrt()) if tensor.is_floating_point() else 0.0
+
+
+def _perturb(ensemble: EmbeddedEnsemble, generator: torch.Generator) -> None:
+    """Change small numbers, so that members differ and nothing is zero that may not stay so."""
     masks = [m.values for m in ensemble.modules() if isinstance(m, Modulation)]
+    kept = _matrices(ensemble)
     for tensor in {id(t): t for t in (*ensemble.parameters(), *masks)}.values():
-        if tensor.is_floating_point() and tensor.numel():
-            size = float(tensor.square().mean().sqrt()) or 0.1
+        if tensor.is_floating_point() and tensor.numel() and id(tensor) not in kept:
             uniform = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
             normal = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-            changed = tensor * (1 + 0.5 * uniform).to(tensor) + 0.1 * size * normal.to(tensor)
+            changed = tensor * (1 + 0.5 * uniform).to(tensor)
+            changed += 0.1 * (_size(tensor) or 0.1) * normal.to(tensor)
             tensor.data.copy_(changed)
 
 
@@ -248,7 +272,9 @@ class _Still(TorchFunctionMode):
     """Takes the chance out of random functions, so that two passes can be compared.
 
     Attributes:
-        looked: whether the code has looked at the values of a tensor, to branch on them perhaps.
+        looked: how the code has looked at the values of a tensor, to branch on them perhaps.
+        asked: whether it has only asked if all, or any, numbers of an input are so, which are the
+            same numbers in a batch that repeats its rows.
     """
 
     _IDENTITIES = frozenset(
@@ -259,13 +285,20 @@ class _Still(TorchFunctionMode):
         "rand randn rand_like randn_like normal uniform_ normal_ exponential_".split()
     )
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, value: float, inputs: Any) -> None:
         super().__init__()
-        self.value, self.looked = value, False
+        self.value, self.asked = value, False
+        self.looked: set[str] = set()
+        given = [v for v in tree_leaves(inputs) if isinstance(v, Tensor)]
+        self.made: dict[int, tuple[Tensor, Any]] = {id(v): (v, None) for v in given}
+        """What is made of inputs alone. Of sums: how many numbers; of answers: True."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        self.looked = self.looked or (name in LOOKING and not _asked_by_torch())
+        if name in LOOKING and not _asked_by_torch():
+            answer = self.made.get(id(args[0]), (None, None))[1] is True
+            self.asked = self.asked or answer
+            self.looked |= set() if answer else {name}
         if name in self._IDENTITIES:
             return args[0] if args else kwargs["input"]
         if name == "multi_head_attention_forward":
@@ -274,9 +307,35 @@ class _Still(TorchFunctionMode):
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
         result = func(*args, **kwargs)
+        self._follow(name, args, kwargs, result)
         if name in ("bernoulli", "bernoulli_"):
             return result.fill_(1.0)
         return result.fill_(self.value) if name in self._DRAWS else result
+
+    def _follow(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what is made row by row of inputs alone, and questions about all rows."""
+        given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+        known = [self.made[id(v)][1] for v in given if id(v) in self.made]
+        if len(known) < len(given) or not given:
+            place = args[0].untyped_storage().data_ptr() if is_in_place(name) else None
+            for value in [v for v, _ in self.made.values() if place is not None]:
+                if value.untyped_storage().data_ptr() == place:
+                    del self.made[id(value)]
+            return
+        name = name.strip("_")
+        whole = name == "eq" and isinstance(args[1], int) and args[1] == known[0]  # of a sum
+        answer = whole or name in ("all", "any") or all(k is True for k in known)
+        kept = {"getitem": slice(None), "view": len(given[0]) if given[0].dim() else None}
+        axes = args[1] if len(args) > 1 and isinstance(args[1], tuple) else args[1:]
+        part = bool(axes) and axes[0] == kept.get(name)
+        if answer or name == "sum":
+            note = answer or given[0].numel()
+        elif name in _ASKING or is_row_by_row(name, args[1:]) or part:
+            note = None
+        else:
+            return
+        if isinstance(result, Tensor) and (note is None or result.dim() == 0):
+            self.made[id(result)] = (result, note)
 
 
 def _asked_by_torch() -> bool:

@@ -192,6 +192,7 @@ class Reader:
         self.root = root
         self.names: dict[int, str] = {id(m): n for n, m in reversed(list(root.named_modules()))}
         self.layers = parameter_layers(root)
+        self.layer_names = {id(layer): name for name, layer in reversed(self.layers.items())}
         self.channels = {name: channels(name, layer) for name, layer in self.layers.items()}
         self.flow = Flow(state=find_state(root))
         self.stateful = {name for name, _ in self.flow.state.buffers | self.flow.state.kept}
@@ -300,7 +301,7 @@ class Reader:
             if trail.producer is not None:
                 self.flow.calls[trail.producer].consumers.add(tuple(self.stack))
 
-    def _pass_layer(self, name: str, inputs: Trail) -> Trail:
+    def _pass_layer(self, name: str, inputs: Trail, *, positions: bool = False) -> Trail:
         layer = self.layers[name]
         self.flow.upstream.setdefault(name, set()).update(self._only_layers(inputs.upstream))
         takes, gives = self.channels[name]
@@ -309,7 +310,7 @@ class Reader:
             repeat = takes // inputs.flat
             if self.flow.repeat.setdefault(name, repeat) != repeat:
                 self.flow.repeat[name] = 1
-        elif takes and not spatial and inputs.flat is None and inputs.channels is None:
+        elif takes and not (spatial or positions or inputs.flat or inputs.channels):
             before = self._only_layers(inputs.upstream)
             further = {b for n in before for b in self.flow.upstream.get(n, ()) if b != n}
             near = [self.layers[n] for n in before - further]
@@ -324,8 +325,13 @@ class Reader:
     def _only_layers(self, names: frozenset[str]) -> set[str]:
         return {n for n in names if n in self.layers}
 
-    def pass_leaf(self, module: nn.Module, name: str, trails: list[Trail]) -> Trail:
-        """Return the trail of the output of a module that is not looked into."""
+    def pass_leaf(
+        self, module: nn.Module, name: str, trails: list[Trail], *, positions: bool = False
+    ) -> Trail:
+        """Return the trail of the output of a module that is not looked into.
+
+        With ``positions`` between rows and features, the features are no flattened channels.
+        """
         options = (module.start_dim,) if isinstance(module, nn.Flatten) else ()
         recurrent = isinstance(module, nn.RNNBase)  # its states have rows on another axis
         known = module_is_row_by_row(module) or (is_layer(module) and not recurrent)
@@ -340,8 +346,8 @@ class Reader:
                 self._pass_layer(projection, trail)
             return self._pass_layer(out, Trail(joint.upstream.union(inner), rows=joint.rows))
         if is_layer(module):
-            name = next((n for n, layer in self.layers.items() if layer is module), name)
-            return self._pass_layer(name, joint)
+            name = self.layer_names.get(id(module), name)
+            return self._pass_layer(name, joint, positions=positions)
         if isinstance(module, RANDOM):
             return replace(joint, upstream=joint.upstream | {f"random:{name}"})
         if isinstance(module, NORMS):

@@ -28,7 +28,7 @@ _STATISTICS = ("running_mean", "running_var")
 Place = tuple[str, str]
 """The name of a module, and that of one of its attributes."""
 Use = tuple[tuple[str, ...], str]
-"""A path of attributes that begins at a module, and "read", "written" or "passed"."""
+"""A path of attributes from a module, and "read", "written", "passed" or "named" (by a string)."""
 
 
 @dataclass
@@ -46,6 +46,7 @@ def find_state(reference: nn.Module) -> State:
     changed: set[Place] = set()
     read: set[Place] = set()
     state, methods = State(), [(name, "forward") for name in names.values()]
+    met = set(methods)
     for owner, method in methods:  # which grows on the way
         start = reference.get_submodule(owner)
         for path, use in _uses(type(start), method):
@@ -53,12 +54,14 @@ def find_state(reference: nn.Module) -> State:
             while rest and (inner := holder._modules.get(attribute)) is not None:
                 holder, (attribute, *rest) = inner, rest
             place = (names[id(holder)], attribute)
-            if use == "read" and not rest and place not in methods:
+            if use == "read" and not rest and place not in met:
                 methods.append(place)
+                met.add(place)
             buffer = holder._buffers.get(attribute)
             value = holder.__dict__.get(attribute) if buffer is None else buffer
             passed = use == "passed" and buffer is not None
-            is_changed = use == "written" or passed or (rest and _changes(value, rest))
+            written = use == "written" or (use == "named" and not rest)
+            is_changed = written or passed or (rest and _changes(value, rest))
             (changed if is_changed else read).add(place)
     for name, attribute in changed:
         holder = reference.get_submodule(name)
@@ -106,10 +109,13 @@ def _read(function: Any) -> Iterator[Use]:
         if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name):
             known |= {name.id: path} if (path := path_of(node.value)) else {}
     inner = {id(n.value) for n in nodes if isinstance(n, (ast.Attribute, ast.Subscript))}
+    strings = [n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
+    named = {id(t) for n in strings if isinstance(n.value.value, str) for t in n.targets}
     for node in nodes:
         if isinstance(node, (ast.Attribute, ast.Subscript)) and id(node) not in inner:
             if path := path_of(node):
-                yield path, "read" if isinstance(node.ctx, ast.Load) else "written"
+                written = "named" if id(node) in named else "written"
+                yield path, "read" if isinstance(node.ctx, ast.Load) else written
         elif isinstance(node, ast.Call):
             called = function.__globals__.get(getattr(node.func, "id", ""))
             words = getattr(getattr(called, "__code__", None), "co_names", ())

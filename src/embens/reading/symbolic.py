@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.fx
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from embens.reading.flow import Flow, Reader, Step, Trail, copy_structure
@@ -25,11 +25,20 @@ class _SymbolicTracer(torch.fx.Tracer):
         self.reader = reader
         self.opaque = opaque
         self.thread = threading.get_ident()
+        held = (*reader.root.named_parameters(), *reader.root.named_buffers())
+        self.held = {id(tensor): name for name, tensor in held}  # torch.fx goes through all of them
 
     def getattr(self, attr, attr_val, parameter_proxy_cache):
-        if threading.get_ident() != self.thread:  # torch.fx looks at those of all threads
+        name = self.held.get(id(attr_val)) if isinstance(attr_val, nn.Parameter) else None
+        if name is None or threading.get_ident() != self.thread:  # it looks at all threads
             return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
+
+    def create_arg(self, a):
+        name = self.held.get(id(a)) if isinstance(a, Tensor) else None
+        return super().create_arg(a) if name is None else self.create_node("get_attr", name, (), {})
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (

@@ -87,7 +87,9 @@ class _RunWatcher(TorchFunctionMode):
             given = {id(v) for v in tree_leaves((args, kwargs))}
             self.reader.flow.calls[index].aliases = any(id(v) in given for v in values)
             if leaf:
-                trail = self.reader.pass_leaf(module, self.reader.names[id(module)], trails)
+                name = self.reader.names[id(module)]
+                positions = any(v.dim() > 2 for v in _tensors((args, kwargs)))
+                trail = self.reader.pass_leaf(module, name, trails, positions=positions)
                 self.mark(values, trail)
             values = [v for v in values if id(v) in self.trails]
             for value, trail in zip(values, self.reader.leave(index, self.of(values)), strict=True):
