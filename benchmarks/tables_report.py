@@ -22,36 +22,39 @@ COSTS = ("fit_seconds", "predict_seconds", "parameters", "memory")
 
 
 def report(path: Path) -> None:
-    """Print the report of a file of results, for each number of rows, and write it beside it."""
+    """Print the report of a file of results, for each number of rows, and write it beside it.
+
+    The figure is of the largest number of rows.
+    """
     if not path.exists():
         raise SystemExit(f"{path} does not exist yet: `python -m benchmarks.tables run` makes it")
-    table = pd.read_csv(path)
-    texts = [describe(part, rows) for rows, part in table.groupby("rows")]
-    text = "\n\n".join(texts)
+    texts = []
+    for rows, fits in pd.read_csv(path).groupby("rows"):
+        means, failed = average(fits), fits[fits["problem"].notna()]
+        ranked = with_failures(losses(means), failed)
+        boards = [(part, leaderboard(part)) for part in complete(ranked)]
+        said = [f"- {f.table}, {f.contestant}: {f.problem}" for f in failed.itertuples()]
+        title = f"## At most {rows:,} rows to fit: {len(fits)} fits, {len(ranked)} tables\n"
+        texts.append("\n".join([title, *said, describe(means, boards), "\n### Bars\n\n"]))
+        texts[-1] += "\n".join(f"- {line}" for line in bars(means, ranked, boards))
+        if boards:
+            draw(means, *boards[0], path.with_suffix(".png"), rows)
+    text = "\n\n".join([*texts, machine()])
     print(text)
     path.with_suffix(".md").write_text(text + "\n")
-    draw(table, path.with_suffix(".png"))
 
 
-def describe(fits: pd.DataFrame, rows: int) -> str:
-    """Return the whole report of the fits to at most so many rows."""
-    failed = fits[fits["problem"].notna()]
-    means = average(fits)
+def describe(means: pd.DataFrame, boards: list[tuple[pd.DataFrame, pd.DataFrame]]) -> str:
+    """Return the tables of scores, leaderboards and costs."""
     loss = losses(means)
-    ranked = with_failures(loss, failed)
     parts = [
-        f"## At most {rows:,} rows to fit: {len(fits)} fits, {len(loss)} tables\n",
-        *(f"- {f.table}, {f.contestant}: {f.problem}" for f in failed.itertuples()),
         "\n### Log loss of classes, CRPS of numbers\n",
         markdown(loss.map(lambda v: f"{v:.4g}"), loss),
         "\n### Accuracy of classes, RMSE of numbers\n",
         markdown(second(means).map(lambda v: f"{v:.4g}")),
-        *leaders(ranked),
+        *(text for part, board in boards for text in leaders(part, board)),
         "\n### What it costs, and how honest it is (means over tables; parameters: medians)\n",
         markdown(costs(means)),
-        "\n### Bars\n",
-        *(f"- {line}" for line in bars(means, ranked)),
-        f"\n{machine()}",
     ]
     return "\n".join(parts)
 
@@ -86,7 +89,7 @@ def _wide(column: pd.Series) -> pd.DataFrame:
     return found.loc[order, [c for c in CONTESTANTS if c in found]]
 
 
-def leaderboard(loss: pd.DataFrame, rounds: int = 500) -> pd.DataFrame:
+def leaderboard(loss: pd.DataFrame, rounds: int = 100) -> pd.DataFrame:
     """Return Elo, win rate and mean rank by bencheval; all contestants have all these tables."""
     from bencheval.evaluator import BenchmarkEvaluator
 
@@ -97,24 +100,26 @@ def leaderboard(loss: pd.DataFrame, rounds: int = 500) -> pd.DataFrame:
     )
 
 
-def leaders(loss: pd.DataFrame) -> list[str]:
-    """Return leaderboards: contestants that have all tables, and all on the tables they share."""
-    found = []
-    everywhere = loss.dropna(axis=1)
-    for part in (everywhere, loss.dropna(axis=0)):
-        if part.shape[1] < 2 or part.empty or (part is not everywhere and len(part) == len(loss)):
-            continue
-        board = leaderboard(part)
-        cells = pd.DataFrame(
-            {
-                "Elo": [f"{r.elo:.0f} (−{b:.0f}, +{a:.0f})" for r, a, b in _bounds(board)],
-                "win rate": board["winrate"].map("{:.2f}".format),
-                "mean rank": board["rank"].map("{:.2f}".format),
-            },
-            index=board.index,
-        )
-        found += [f"\n### Elo: {part.shape[1]} contestants, {len(part)} tables\n", markdown(cells)]
-    return found
+def complete(loss: pd.DataFrame) -> list[pd.DataFrame]:
+    """Return what can be compared: who has all tables that ours has, and all on what they share."""
+    known = loss[loss["embens"].notna()] if "embens" in loss else loss
+    found = [known.dropna(axis=1)]
+    if found[0].shape[1] < known.shape[1]:
+        found.append(known.dropna(axis=0))
+    return [part for part in found if part.shape[1] > 1 and len(part) > 1]
+
+
+def leaders(part: pd.DataFrame, board: pd.DataFrame) -> list[str]:
+    """Return a leaderboard as text."""
+    cells = pd.DataFrame(
+        {
+            "Elo": [f"{r.elo:.0f} (−{b:.0f}, +{a:.0f})" for r, a, b in _bounds(board)],
+            "win rate": board["winrate"].map("{:.2f}".format),
+            "mean rank": board["rank"].map("{:.2f}".format),
+        },
+        index=board.index,
+    )
+    return [f"\n### Elo: {part.shape[1]} contestants, {len(part)} tables\n", markdown(cells)]
 
 
 def _bounds(board: pd.DataFrame):
@@ -146,11 +151,11 @@ def costs(means: pd.DataFrame) -> pd.DataFrame:
 # Bars
 
 
-def bars(means: pd.DataFrame, loss: pd.DataFrame, ours: str = "embens") -> list[str]:
-    """Return each bar of the issue with what was measured, as far as it was."""
+def bars(means: pd.DataFrame, loss: pd.DataFrame, boards: list, ours: str = "embens") -> list[str]:
+    """Return each bar with what was measured, as far as it was."""
     if ours not in loss:
         return [f"{ours} was not fitted yet"]
-    found = [_elo_bar(loss, ours)]
+    found = [_elo_bar(*both, ours) for both in boards]
     if "tabm" in loss:
         found.append(_tabm_bar(means, ours))
     if "separate" in loss:
@@ -172,15 +177,14 @@ def _said(met: bool) -> str:
     return "**met**" if met else "**missed**"
 
 
-def _elo_bar(loss: pd.DataFrame, ours: str) -> str:
-    board = leaderboard(loss.dropna(axis=0))
+def _elo_bar(loss: pd.DataFrame, board: pd.DataFrame, ours: str) -> str:
     first, mine = board.sort_values("elo").iloc[-1], board.loc[ours]
     met = mine["elo"] >= first["elo"] - first["elo-"]
     place = int((board["elo"] > mine["elo"]).sum()) + 1
     return (
-        f"Elo first, or within the interval of the first: place {place} of {len(board)} "
-        f"({mine['elo']:.0f}; {first.name} {first['elo']:.0f} −{first['elo-']:.0f}) on "
-        f"{len(loss.dropna())} tables that all have: {_said(met)}"
+        f"Elo first, or within the interval of the first: place {place} of {len(board)} on "
+        f"{len(loss)} tables ({mine['elo']:.0f}; {first.name} {first['elo']:.0f} "
+        f"−{first['elo-']:.0f}): {_said(met)}"
     )
 
 
@@ -246,17 +250,11 @@ def machine() -> str:
     return f"One thread each, {platform.machine()}, Python {platform.python_version()}; {found}."
 
 
-def draw(table: pd.DataFrame, path: Path) -> None:
+def draw(means: pd.DataFrame, loss: pd.DataFrame, board: pd.DataFrame, path: Path, rows: int):
     """Draw Elo with intervals, and the loss relative to the best of each table against time."""
     import matplotlib.pyplot as plt
 
-    rows = table["rows"].max()
-    fits = table[table["rows"] == rows]
-    means = average(fits)
-    loss = with_failures(losses(means), fits[fits["problem"].notna()]).dropna(axis=0)
-    if loss.shape[1] < 2 or loss.empty:
-        return
-    board = leaderboard(loss).sort_values("elo")
+    board = board.sort_values("elo")
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     colours = ["C3" if name.startswith("embens") else "C0" for name in board.index]
     left.barh(board.index, board["elo"] - 1000, left=1000, color=colours, alpha=0.5)

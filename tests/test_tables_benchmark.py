@@ -124,7 +124,7 @@ def test_results_are_appended_and_known_again(tmp_path):
     assert [r["problem"] for r in rows] == ["", "over the limit"]
 
 
-def test_bars_are_read_off_the_means(monkeypatch):
+def test_bars_are_read_off_the_means():
     fits = pd.DataFrame(
         [
             {"kind": kind, "table": table, "contestant": name, loss: value, other: 0.5}
@@ -139,8 +139,8 @@ def test_bars_are_read_off_the_means(monkeypatch):
     fits = fits.reindex(columns=[*fits, "calibration", "coverage", "width", "predict_seconds"])
     means = reports.average(fits.assign(memory=1.0))
     board = pd.DataFrame({"elo": [1100.0, 1000.0], "elo-": 10.0}, index=["embens", "tabm"])
-    monkeypatch.setattr(reports, "leaderboard", lambda loss: board)
-    elo, tabm, separate, gain = reports.bars(means, reports.losses(means))
+    loss = reports.losses(means)
+    elo, tabm, separate, gain = reports.bars(means, loss, [(loss, board)])
     assert "place 1 of 2" in elo
     assert "2 of 2 (100 %): **met**" in tabm
     assert "ratio 0.909" in separate
