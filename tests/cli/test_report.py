@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 from report import results
 
@@ -26,6 +29,20 @@ def test_the_command_writes_the_page_and_says_where(folder, tmp_path, capsys):
 def test_a_name_that_ends_in_md_gives_the_claims_alone(folder, tmp_path):
     assert call(folder, "--out", tmp_path / "claims.md") == 0
     assert (tmp_path / "claims.md").read_text().startswith("# Claims of the paper")
+
+
+def test_what_is_drawn_anew_has_its_table_and_its_origin_as_before(folder, tmp_path):
+    here = shutil.copytree(folder, tmp_path / "results") / "widths" / "quick"
+    rows, before = (
+        (here / "table.csv").read_bytes(),
+        json.loads((here / "manifest.json").read_text()),
+    )
+    (here / "figure.png").unlink()
+    assert call(tmp_path / "results", "--redraw") == 0
+    after = json.loads((here / "manifest.json").read_text())
+    assert (here / "table.csv").read_bytes() == rows
+    assert (here / "figure.png").exists()
+    assert {k for k in before if before[k] != after[k]} <= {"files", "sha256"}
 
 
 def test_an_empty_folder_is_explained(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from embens.experiments.table import redraw
 from embens.report import markdown, page
 
 
@@ -13,10 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="where embens reproduce wrote")
     page = "the page (default: DIR/report.html); one that ends in .md has the claims alone"
     parser.add_argument("--out", type=Path, help=page)
+    anew = "judge and draw the tables there anew first, with the claims and figures of this version"
+    parser.add_argument("--redraw", action="store_true", help=anew)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens report``; return its exit code."""
+    for path in sorted(options.folder.rglob("manifest.json")) if options.redraw else ():
+        redraw(path.parent)
     write = markdown.write if options.out and options.out.suffix == ".md" else page.write
     print(f"page: {write(options.folder, options.out)}")
     return 0

@@ -15,7 +15,7 @@ from embens.experiments.results import folder_of
 from embens.files import write_atomically
 from embens.report.page import collect
 
-_VERDICTS = ("holds", "does not hold", "undecided")
+_SQUARES = {"holds": "🟩", "does not hold": "🟥", "undecided": "🟨"}
 
 
 def text(folder: str | Path, beside: str | Path) -> str:
@@ -26,8 +26,10 @@ def text(folder: str | Path, beside: str | Path) -> str:
         "",
         "Written by `embens report`; not edited by hand.",
         "",
-        "| experiment | preset | cells | seeds | hold | do not hold | undecided | core minutes |",
-        "|---|---|---|---|---|---|---|---|",
+        "One square for each claim: 🟩 holds, 🟥 does not hold, 🟨 undecided.",
+        "",
+        "| experiment | preset | claims | hold | do not | open | cells | seeds | core minutes |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(_summary(entry) for entry in entries),
     ]
     for entry in entries:
@@ -42,8 +44,10 @@ def _summary(entry: dict[str, Any]) -> str:
     name, manifest = entry["name"], entry["manifest"]
     seeds = max((claim["seeds"] for claim in entry["claims"]), default=0)
     cells = [
-        f"[{name}](#{name}-{manifest['preset']})", manifest["preset"], manifest["cells"], seeds,
-        *(count[verdict] for verdict in _VERDICTS), round(manifest["cell_seconds"] / 60),
+        f"[{name}](#{name}-{manifest['preset']})", manifest["preset"],
+        "".join(_SQUARES[claim["verdict"]] for claim in entry["claims"]),
+        *(count[verdict] for verdict in _SQUARES), manifest["cells"], seeds,
+        round(manifest["cell_seconds"] / 60),
     ]  # fmt: skip
     return _row(cells)
 

@@ -6,8 +6,8 @@
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const KINDS = { "holds": "holds", "does not hold": "fails", "undecided": "open" };
   const MANY = { "holds": "hold", "does not hold": "do not hold", "undecided": "undecided" };
+  const MARKS = { "holds": "✓", "does not hold": "✗", "undecided": "?" };
   const charts = [];
-  const swatches = [];
 
   function make(tag, attributes, ...children) {
     const node = document.createElement(tag);
@@ -21,10 +21,16 @@
     return node;
   }
 
+  async function unpack(text) {
+    const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(stream).text();
+  }
+
   function number(value) {
     if (value === null || value === undefined) return "–";
-    return Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3)
-      ? value.toExponential(2) : String(Number(value.toPrecision(3)));
+    const short = Number(value.toPrecision(3));
+    return short.toLocaleString("en", { maximumFractionDigits: 12, useGrouping: Math.abs(short) >= 1e4 });
   }
 
   function colour(name) {
@@ -36,7 +42,8 @@
     const parts = [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16));
     const light = (0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2]) / 255;
     const mix = (to, part) => "rgb(" + parts.map((p) => Math.round(p + (to - p) * part)).join(",") + ")";
-    if (dark.matches && light < 0.35) return mix(255, 0.55 - light);
+    const grey = new Set(parts).size === 1;
+    if (dark.matches && light < 0.35) return mix(255, grey ? 0.9 : 0.55 - light);
     if (!dark.matches && light > 0.75) return mix(0, 0.25);
     return hex;
   }
@@ -44,7 +51,7 @@
   function trace(curve) {
     const paint = visible(curve.colour);
     const base = {
-      name: curve.label, x: curve.x, y: curve.y, showlegend: false,
+      name: curve.label, x: curve.x, y: curve.y, showlegend: Boolean(curve.label),
       text: curve.names,
       hovertemplate: (curve.names?.length ? "%{text} " : "") +
         "%{x:.4g}: %{y:.4g}<extra>" + curve.label.replace(/[<>&]/g, "") + "</extra>",
@@ -63,37 +70,78 @@
     };
   }
 
-  function axis(label, log, values) {
-    const ticks = [...new Set(values)].sort((a, b) => a - b);
-    const own = log && ticks.length <= 9 && ticks.length > 0;
+  // Ticks of a logarithmic axis: values that were chosen, if they are few, else 1, 2, 5, 10, …
+  function ticks(values, chosen) {
+    const found = [...new Set(values.filter((v) => v > 0))].sort((a, b) => a - b);
+    if (!found.length || (chosen && found.length <= 9)) return found;
+    const decades = Math.log10(found[found.length - 1] / found[0]);
+    const digits = decades > 4 ? [1] : decades > 2 ? [1, 3] : [1, 2, 5];
+    const first = Math.floor(Math.log10(found[0])), count = Math.ceil(decades) + 2;
+    return Array.from({ length: count }, (_, k) => digits.map((d) => d * 10 ** (first + k))).flat();
+  }
+
+  function axis(label, log, values, chosen) {
+    const shown = log ? ticks(values, chosen) : [];
     return {
       title: { text: label, font: { size: 12 } }, type: log ? "log" : "linear",
       gridcolor: colour("--line"), zerolinecolor: colour("--line"), linecolor: colour("--line"),
-      automargin: true, exponentformat: "power",
-      ...(own ? { tickmode: "array", tickvals: ticks, ticktext: ticks.map(number) } : {}),
+      automargin: true, exponentformat: "none",
+      ...(shown.length ? { tickmode: "array", tickvals: shown, ticktext: shown.map(number) } : {}),
     };
   }
 
-  function layout(panel) {
+  // Why curves end before others do, each reason once.
+  function endings(panel) {
+    const place = (value, log) => (log ? Math.log10(value) : value);
+    const reasons = new Map(panel.curves.filter((c) => c.ends && c.x.length).map((c) => [c.ends, c]));
+    return [...reasons.values()].map((c) => ({
+      text: c.ends, x: place(c.x.at(-1), panel.x_log), y: place(c.y.at(-1), panel.y_log),
+      showarrow: true, arrowhead: 0, arrowcolor: visible(c.colour), ax: 30, ay: 18, xanchor: "left",
+      font: { size: 10, color: visible(c.colour) },
+    }));
+  }
+
+  // Rows of a legend below a chart, roughly.
+  function rows(panel, width) {
+    const labels = [...new Set(panel.curves.map((c) => c.label).filter(Boolean))];
+    const widest = Math.max(0, ...labels.map((label) => label.length)) * 6 + 45;
+    return Math.ceil(labels.length / Math.max(1, Math.floor(width / widest)));
+  }
+
+  function layout(panel, height) {
     return {
-      title: { text: panel.title, font: { size: 14 }, x: 0.02, xanchor: "left" }, autosize: true,
+      title: { text: panel.title, font: { size: 14 }, x: 0.02, xanchor: "left", y: 1, yanchor: "top",
+               pad: { t: 12 } },
+      autosize: true, annotations: endings(panel), modebar: { orientation: "v" },
+      legend: { orientation: "h", x: 0, y: -50 / Math.max(1, height - 150), yanchor: "top",
+                font: { size: 10 } },
       paper_bgcolor: colour("--card"), plot_bgcolor: colour("--card"),
       font: { color: colour("--ink"), size: 12 }, barmode: "overlay",
-      margin: { l: 55, r: 15, t: 50, b: 45 }, hovermode: "closest", dragmode: "zoom",
+      margin: { l: 55, r: 15, t: 45, b: 20 }, hovermode: "closest", dragmode: "zoom",
       uirevision: "kept",  // choosing curves leaves the zoom alone
-      xaxis: axis(panel.x_label, panel.x_log, panel.curves.flatMap((c) => c.x)),
-      yaxis: axis(panel.y_label, panel.y_log, []),
+      xaxis: axis(panel.x_label, panel.x_log, panel.curves.flatMap((c) => c.x), true),
+      yaxis: axis(panel.y_label, panel.y_log, panel.curves.flatMap((c) => c.y), false),
     };
   }
 
   function draw(chart) {
-    const traces = chart.panel.curves.map(trace);
-    traces.forEach((t) => { t.visible = !chart.hidden.has(t.name); });
-    Plotly.react(chart.node, traces, layout(chart.panel), {
+    const { node, panel, hidden } = chart;
+    const height = 320 + 19 * rows(panel, node.clientWidth - 30);
+    node.style.height = height + "px";
+    const traces = panel.curves.map(trace);
+    traces.forEach((t) => { t.visible = hidden.has(t.name) ? "legendonly" : true; });
+    Plotly.react(node, traces, layout(panel, height), {
       displaylogo: false, scrollZoom: false,
       modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "autoScale2d", "toImage"]],
     });
+    if (chart.drawn) return;
     chart.drawn = true;
+    node.on("plotly_legendclick", (event) => {  // a curve is hidden in all panels that have it
+      const label = panel.curves[event.curveNumber].label;
+      if (!hidden.delete(label)) hidden.add(label);
+      charts.filter((c) => c.hidden === hidden && c.drawn).forEach(draw);
+      return false;
+    });
   }
 
   const watcher = new IntersectionObserver((seen) => {
@@ -108,7 +156,8 @@
   const sizes = new ResizeObserver((changed) => {
     for (const item of changed) {
       const chart = charts.find((c) => c.node === item.target);
-      if (chart.drawn) Plotly.Plots.resize(chart.node);
+      if (chart.drawn && chart.width !== item.target.clientWidth) draw(chart);
+      chart.width = item.target.clientWidth;
     }
   });
 
@@ -116,48 +165,36 @@
     const hidden = new Set();
     const mine = entry.figure.panels.map((panel) => {
       const node = make("div", { class: "chart", role: "img", "aria-label": panel.title });
-      return { node, panel, hidden, drawn: false };
+      return { node, panel, hidden, drawn: false, width: 0 };
     });
     charts.push(...mine);
-    const labels = new Map();
-    for (const { panel } of mine) {
-      for (const c of panel.curves) if (c.label && !labels.has(c.label)) labels.set(c.label, c);
-    }
-    const choices = make("div", { class: "choices", role: "group", "aria-label": "curves" });
-    for (const [label, c] of labels) {
-      const box = make("input", { type: "checkbox", checked: "" });
-      box.addEventListener("change", () => {
-        if (box.checked) hidden.delete(label); else hidden.add(label);
-        mine.filter((chart) => chart.drawn).forEach(draw);
-      });
-      const swatch = make("span", { class: "swatch" + (c.style === "dash" ? " dash" : "") });
-      swatch.style.borderColor = visible(c.colour);
-      swatches.push(() => { swatch.style.borderColor = visible(c.colour); });
-      choices.append(make("label", {}, box, swatch, label));
-    }
-    const grid = make("div", { class: "charts" }, ...mine.map((chart) => chart.node));
-    mine.forEach((chart) => { watcher.observe(chart.node); sizes.observe(chart.node); });
-    return [choices, grid];
+    return make("div", { class: "charts" }, ...mine.map((chart) => chart.node));
   }
 
-  function claim(c) {
-    const measured = c.note || number(c.value) + " [" + number(c.low) + ", " + number(c.high) + "]";
-    return make("li", { class: KINDS[c.verdict] },
+  function measured(c) {
+    const value = c.note || number(c.value) + " [" + number(c.low) + ", " + number(c.high) + "]";
+    return c.measure + ": " + value + "; holds if " + c.region;
+  }
+
+  function claim(c, id) {
+    return make("li", { class: KINDS[c.verdict], id },
       make("div", {}, make("span", { class: "verdict" }, c.verdict), ": " + c.statement),
-      make("div", { class: "faint" }, c.measure + ": " + measured + "; holds if " + c.region),
+      make("div", { class: "faint" }, measured(c)),
       make("div", { class: "faint" }, "the paper: " + c.paper));
   }
 
   function fold(title, fill) {
     const node = make("details", {}, make("summary", {}, title));
-    node.addEventListener("toggle", () => {
-      if (node.open && node.children.length === 1) node.append(fill());
+    node.addEventListener("toggle", async () => {
+      if (!node.open || node.dataset.filled) return;
+      node.dataset.filled = "yes";
+      node.append(await fill());
     });
     return node;
   }
 
-  function table(entry) {
-    const { columns, rows } = entry.table;
+  async function table(entry) {
+    const [columns, ...rows] = JSON.parse(await unpack(entry.table));
     const body = make("tbody", {});
     for (const row of rows) body.append(make("tr", {}, ...row.map((v) => make("td", {}, v))));
     const head = make("thead", {}, make("tr", {}, ...columns.map((c) => make("th", {}, c))));
@@ -186,18 +223,30 @@
     for (const [verdict, kind] of Object.entries(KINDS)) {
       const count = claims.filter((c) => c.verdict === verdict).length;
       const word = count === 1 ? verdict : MANY[verdict];
-      if (count) node.append(make("span", { class: "verdict " + kind }, count + " " + word), " ");
+      if (count) node.append(make("span", { class: "verdict " + kind }, count + " " + word), ". ");
     }
     return node;
   }
 
+  // All verdicts as one picture: a row for each experiment, a square for each claim.
+  function squares(entry, id) {
+    const row = make("div", { class: "squares" });
+    entry.claims.forEach((c, k) => row.append(make("a", {
+      href: "#" + id + "-" + k, class: "square " + KINDS[c.verdict],
+      title: c.verdict + ": " + c.statement + "\n" + measured(c),
+      "aria-label": c.verdict + ": " + c.statement,
+    }, MARKS[c.verdict])));
+    return row;
+  }
+
   const main = document.getElementById("experiments");
-  const contents = document.getElementById("contents");
+  const verdicts = document.getElementById("verdicts");
   for (const entry of entries) {
     const { manifest } = entry;
     const id = entry.name + "-" + manifest.preset;
-    contents.append(make("span", {}, make("a", { href: "#" + id }, entry.name), " (" +
-      manifest.preset + ") ", counts(entry.claims)));
+    verdicts.append(
+      make("a", { href: "#" + id }, entry.name, make("span", { class: "faint" }, " " + manifest.preset)),
+      squares(entry, id));
     const seeds = entry.claims.length ? Math.max(...entry.claims.map((c) => c.seeds)) : 0;
     main.append(make("section", { id },
       make("h2", {}, entry.name + ": " + manifest.title),
@@ -205,19 +254,21 @@
         manifest.cells + " cells" + (manifest.failed ? ", " + manifest.failed + " failed" : "") +
         " · " + seeds + " seeds · bars are standard errors"),
       make("p", { class: "about" }, manifest.about),
-      ...figure(entry),
-      make("ul", { class: "claims" }, ...entry.claims.map(claim)),
-      entry.picture ? fold("picture", () => make("img", { src: entry.picture, alt: manifest.title }))
-        : null,
-      fold("table, " + entry.table.rows.length + " rows", () => table(entry)),
+      figure(entry),
+      make("ul", { class: "claims" }, ...entry.claims.map((c, k) => claim(c, id + "-" + k))),
+      fold("table, " + manifest.rows + " rows", () => table(entry)),
       fold("set-up, versions, machine", () => setup(manifest))));
   }
   document.getElementById("summary").append(
-    "Each claim is a statistic with a 95 % interval over seeds; its verdict is computed. ",
-    counts(entries.flatMap((entry) => entry.claims)));
-  dark.addEventListener("change", () => {
-    charts.filter((c) => c.drawn).forEach(draw);
-    swatches.forEach((paint) => paint());
+    "Each claim is a statistic with a 95 % interval over seeds; its verdict is computed: ",
+    counts(entries.flatMap((entry) => entry.claims)),
+    "A square is a claim: point at it to read it, or follow it.");
+  unpack(document.getElementById("library").textContent).then((source) => {
+    const script = make("script", {});
+    script.textContent = source;
+    document.head.append(script);
+    charts.forEach((chart) => { watcher.observe(chart.node); sizes.observe(chart.node); });
+    dark.addEventListener("change", () => charts.filter((c) => c.drawn).forEach(draw));
+    document.documentElement.dataset.ready = "yes";
   });
-  document.documentElement.dataset.ready = "yes";
 })();
