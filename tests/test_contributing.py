@@ -5,15 +5,16 @@ from __future__ import annotations
 import pandas as pd
 from pages import ROOT, blocks, check_references, run
 
-from embens.experiments.contract import Experiment
+from embens.experiments.contract import Experiment, describe
 
 PAGE = ROOT / "CONTRIBUTING.md"
 
 
 def test_the_recipes_run():
     names = run(PAGE)
-    promised = {name for name in vars(Experiment) if not name.startswith("_")}
-    assert promised | set(Experiment.__annotations__) <= set(names)
+    assert {name for name in vars(Experiment) if not name.startswith("_")} <= set(names)
+    about = "How members differ at initialisation."
+    assert describe(names["__doc__"]) == {"title": "Levels", "label": "ours", "about": about}
     table = pd.DataFrame(names["rows"])
     (claim,) = names["claims"](table)
     assert claim.verdict == "holds"

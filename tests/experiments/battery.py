@@ -82,6 +82,22 @@ def check(name, cell):
     json.dumps(done.rows)
 
 
+def check_figure(figure):
+    """A colour and a style mean one thing in a figure; titles differ; curves that stop say why."""
+    meanings = {}
+    for panel in figure.panels:
+        assert panel.title, panel
+        assert len({c.label for c in panel.curves}) == len(panel.curves), panel.title
+        for curve in panel.curves:
+            label = meanings.setdefault((curve.colour, curve.style), curve.label)
+            assert label == curve.label, (panel.title, label, curve.label)
+        last = max(max(c.x, default=0) for c in panel.curves)
+        for curve in panel.curves:
+            if curve.style != "points" and panel.x_label.endswith(" M") and curve.x[-1] < last:
+                assert curve.ends, (panel.title, curve.label)
+    assert len({panel.title for panel in figure.panels}) == len(figure.panels)
+
+
 class Battery:
     """Tests of one experiment.
 
@@ -90,7 +106,7 @@ class Battery:
         rows: makes up the rows of a cell.
         contradicting: how many seeds, half of each kind, decide nothing. (Powers of means are
             ruled by the larger of contradicting seeds; two of them say nothing.)
-        never_true: claims that are false of every table of which the others are true.
+        never_true: statements that are false of every table of which the others are true.
         timed: columns that are times, which differ from one measurement to the next.
     """
 
@@ -110,7 +126,7 @@ class Battery:
 
     def test_claims_hold_of_a_table_that_the_paper_would_recognise(self):
         for claim in self.claims("true"):
-            assert claim.verdict == (FAILS if claim.name in self.never_true else HOLDS), claim
+            assert claim.verdict == (FAILS if claim.statement in self.never_true else HOLDS), claim
 
     def test_claims_do_not_hold_of_a_table_that_contradicts_the_paper(self):
         for claim in self.claims("false"):
@@ -118,7 +134,7 @@ class Battery:
 
     def test_claims_are_undecided_where_seeds_contradict_each_other(self):
         for claim in self.claims("mixed", self.contradicting):
-            assert claim.name in self.never_true or claim.verdict == UNDECIDED, claim
+            assert claim.statement in self.never_true or claim.verdict == UNDECIDED, claim
 
     def test_one_seed_decides_nothing(self):
         for claim in self.claims("true", 1):
@@ -131,9 +147,9 @@ class Battery:
             assert claim.verdict == UNDECIDED, claim
             assert claim.note, claim
 
-    def test_names_of_claims_are_unique_and_texts_are_there(self):
+    def test_statements_are_unique_and_other_texts_are_there(self):
         claims = self.claims("true", 2)
-        assert len({c.name for c in claims}) == len(claims)
+        assert len({c.statement for c in claims}) == len(claims)
         assert all(c.statement and c.paper and c.measure for c in claims)
 
     def test_a_table_becomes_a_picture(self, tmp_path):
@@ -141,6 +157,7 @@ class Battery:
         assert isinstance(figure, Figure)
         assert all(panel.curves for panel in figure.panels)
         assert all(len(c.x) == len(c.y) for panel in figure.panels for c in panel.curves)
+        check_figure(figure)
         draw(figure, tmp_path / "figure.png")
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 

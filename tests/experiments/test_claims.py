@@ -14,11 +14,13 @@ from embens.experiments.claims import (
     FAILS,
     HOLDS,
     UNDECIDED,
+    Judge,
     Missing,
     Rows,
     bootstrap,
+    growth_of_best,
     interval,
-    judge,
+    inverted_u,
     trend,
     verdict,
 )
@@ -125,11 +127,19 @@ def test_what_is_measured_is_said_by_the_statistic():
         """
         return rows.mean("y")
 
-    assert judge(seeds(1.0, 1.1), "n", gain).measure == "Gain of the mean"
-    assert judge(seeds(1.0, 1.1), "n", gain, measure="other").measure == "other"
+    assert Judge(seeds(1.0, 1.1))(gain).measure == "Gain of the mean"
+    assert Judge(seeds(1.0, 1.1))(gain).says("s", measure="other").measure == "other"
     words = [trend(Rows, "y", "members").__doc__, trend(Rows, "y_z", "p", log_x=False).__doc__]
     assert words == ["slope of y per doubling of M", "slope of y z in p"]
     assert trend(Rows, "y", "width", log_y=True).__doc__ == "exponent of y in width"
+
+
+def test_a_statistic_that_jumps_is_judged_by_the_bootstrap():
+    table = made_up(numpy.random.default_rng(2), PEAKED)
+    found = Judge(table)(inverted_u(lambda rows: rows), jumps=True)
+    drawn = interval(table, lambda t: t.rise_and_fall("members"), draws=bootstrap(table))
+    assert (found.value, found.low, found.high, found.seeds) == drawn
+    assert found.low != Judge(table)(inverted_u(lambda rows: rows)).low
 
 
 def test_all_cells_of_a_seed_are_left_out_together():
@@ -157,29 +167,29 @@ def test_a_verdict_follows_from_interval_and_region(low, high, above, below, exp
 
 
 def test_a_claim_says_why_it_is_undecided():
-    one = judge(seeds(1.0), "n", lambda t: t["y"].mean(), above=0)
+    one = Judge(seeds(1.0))(lambda t: t["y"].mean(), above=0)
     assert (one.verdict, one.note) == (UNDECIDED, "1 seed has no interval")
-    none = judge(seeds(1.0, 2.0), "n", lambda t: t.where(y=7.0)["y"].mean(), above=0)
+    none = Judge(seeds(1.0, 2.0))(lambda t: t.where(y=7.0)["y"].mean(), above=0)
     assert (none.verdict, none.note) == (UNDECIDED, "missing: cells with y=7.0")
-    undefined = judge(seeds(1.0, math.nan), "n", lambda t: math.nan, above=0)
+    undefined = Judge(seeds(1.0, math.nan))(lambda t: math.nan, above=0)
     assert undefined.note == "the statistic is not defined on this table"
 
 
 def test_a_claim_gets_its_words():
-    claim = judge(seeds(1.0, 1.1), "n", lambda t: 1.0, above=0, measure="m")
-    assert claim.says("s", paper="p").measure == "m"
-    said = claim.says("s", paper="p", measure="other")
+    claim = Judge(seeds(1.0, 1.1))(lambda t: 1.0, above=0)
+    assert claim.says("s").paper == "–"  # the paper says nothing of it
+    said = claim.says("s", "p", "other")
     assert (said.statement, said.paper, said.measure) == ("s", "p", "other")
     assert said.verdict == claim.verdict == HOLDS
 
 
 def test_a_claim_becomes_plain_values():
-    claim = judge(seeds(1.0, 1.1), "n", lambda t: t["y"].mean(), above=0)
+    claim = Judge(seeds(1.0, 1.1))(lambda t: t["y"].mean(), above=0)
     values = claim.to_dict()
     assert values["below"] is None
     assert values["region"] == "above 0"
-    assert judge(seeds(1.0), "n", lambda t: 1.0, below=2).region == "below 2"
-    assert judge(seeds(1.0), "n", lambda t: 1.0, above=1, below=2).region == "from 1 to 2"
+    assert Judge(seeds(1.0))(lambda t: 1.0, below=2).region == "below 2"
+    assert Judge(seeds(1.0))(lambda t: 1.0, above=1, below=2).region == "from 1 to 2"
 
 
 def test_slopes_are_those_of_least_squares():
@@ -197,7 +207,7 @@ def test_slopes_are_those_of_least_squares():
 def test_curves_are_means_over_what_is_not_named():
     table = pandas.DataFrame({"x": [1, 1, 2, 2], "y": [1.0, 3.0, 5.0, math.nan]})
     assert Rows(table).curve("x", "y") == ([1.0, 2.0], [2.0, 5.0])
-    with pytest.raises(Missing, match="at least two values of x"):
+    with pytest.raises(Missing, match="at least 2 values of x"):
         Rows(table.head(1)).curve("x", "y")
     with pytest.raises(Missing, match="column z"):
         Rows(table).curve("x", "z")
@@ -217,7 +227,7 @@ def test_the_best_number_of_members_grows_with_an_exponent():
         for w in (1, 2, 4)
         for m in (1, 2, 4, 8, 16)
     ]
-    assert Rows(pandas.DataFrame(rows)).growth_of_best() == pytest.approx(2.0)
+    assert growth_of_best(lambda rows: rows)(Rows(pandas.DataFrame(rows))) == pytest.approx(2.0)
 
 
 def test_half_way_is_from_the_value_at_zero_to_one():

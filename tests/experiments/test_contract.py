@@ -27,8 +27,9 @@ def test_an_unknown_name_gets_the_closest():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_an_experiment(name):
-    experiment = contract.load(name)
-    assert all((experiment.LABEL, experiment.TITLE, experiment.ABOUT))
+    words = contract.describe(contract.load(name).__doc__)
+    assert all(words.values())
+    assert not set("`:") & set(words["about"].replace(": ", ""))  # plain text, for a page
 
 
 def test_the_ensemble_of_the_paper_has_the_laws_of_the_paper():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import pandas
 import pytest
 
-from embens.experiments.figure import Curve, Figure, Panel, curves, draw, shades
+from embens.experiments.claims import plain
+from embens.experiments.figure import Curve, Figure, Panel, _set_scales, curves, draw, shades
 
 
 def test_a_point_is_a_mean_over_seeds_with_its_standard_error():
@@ -41,8 +43,8 @@ def test_there_is_a_curve_for_each_value_and_none_for_what_is_undefined():
 
 
 def test_a_figure_is_plain_json():
-    figure = Figure("t", [Panel("a", "x", "y", [Curve("c", [1.0], [math.nan])])])
-    values = json.loads(json.dumps(figure.to_dict(), allow_nan=False))
+    figure = Figure([Panel("a", "x", "y", [Curve("c", [1.0], [math.nan])])])
+    values = json.loads(json.dumps(plain(asdict(figure)), allow_nan=False))
     assert values["panels"][0]["curves"][0]["y"] == [None]
 
 
@@ -50,9 +52,9 @@ def test_a_figure_is_plain_json():
 def test_every_style_is_drawn(style, tmp_path):
     curve = Curve("c", [1.0, 2.0, 4.0], [0.1, 0.2, 0.4], [0.01] * 3, "#1f77b4", style)
     panels = [Panel("a", "members M", "y", [curve], x_log=2, y_log=10)] * 2
-    draw(Figure("t", panels), tmp_path / "figure.png")
+    draw(Figure(panels), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
-    draw(Figure("t", [Panel("empty", "x", "y", [])]), tmp_path / "empty.png")
+    draw(Figure([Panel("empty", "x", "y", [])]), tmp_path / "empty.png")
 
 
 def test_named_points_of_a_line_have_numbers_and_a_key(tmp_path, monkeypatch):
@@ -61,7 +63,7 @@ def test_named_points_of_a_line_have_numbers_and_a_key(tmp_path, monkeypatch):
     monkeypatch.setattr("matplotlib.axes.Axes.annotate", lambda *args, **_: written.append(args[1]))
     line = Curve("front", [1.0, 2.0], [3.0, 4.0], style="dash", names=["a", "b"])
     points = Curve("others", [1.0], [5.0], style="points", names=["c"])
-    draw(Figure("title", [Panel("panel", "x", "y", [line, points])]), tmp_path / "figure.png")
+    draw(Figure([Panel("panel", "x", "y", [line, points])]), tmp_path / "figure.png")
     assert written == ["1 a\n2 b", "1", "2"]
 
 
@@ -89,14 +91,38 @@ def legends(figure, monkeypatch, path):
     return found
 
 
-def test_a_label_of_one_panel_is_explained_there_and_of_several_below(tmp_path, monkeypatch):
+def test_panels_have_legends_of_their_own_unless_one_has_all_labels(tmp_path, monkeypatch):
     def panel(*labels):
         return Panel("t", "x", "y", [Curve(label, [1.0, 2.0], [1.0, 2.0]) for label in labels])
 
-    many = [f"m{k}" for k in range(8)]
-    figure = Figure("t", [panel("a", "b"), panel("a", "c"), panel(*many)])
-    found = legends(figure, monkeypatch, tmp_path / "figure.png")
-    assert found == {"panels": [["b"], ["c"]], "common": [["a", *many]]}
+    own = legends(Figure([panel("a", "b"), panel("a", "c")]), monkeypatch, tmp_path / "a.png")
+    assert own == {"panels": [["a", "b"], ["a", "c"]], "common": []}
+    monkeypatch.undo()
+    one = legends(Figure([panel("a", "b"), panel("a")]), monkeypatch, tmp_path / "b.png")
+    assert one == {"panels": [], "common": [["a", "b"]]}
+
+
+def test_axes_have_plain_numbers(tmp_path):
+    from matplotlib.figure import Figure as Canvas
+
+    axis = Canvas().add_subplot()
+    curve = Curve("c", [1.0, 1000.0, 1e6, 1e7], [1e-5, 0.001, 0.1, 1.0])
+    axis.plot(curve.x, curve.y)
+    _set_scales(axis, Panel("t", "x", "y", [curve], x_log=10, y_log=10))
+    axis.figure.canvas.draw()
+    assert [t.get_text() for t in axis.get_xticklabels()] == ["1", "1000", "1000000", "10000000"]
+    shown = {t.get_text() for t in axis.get_yticklabels()}
+    assert {"0.00001", "0.001", "0.1"} <= shown
+
+
+def test_a_curve_that_stops_says_why(tmp_path, monkeypatch):
+    table = pandas.DataFrame({"k": list("aaab"), "x": [1, 2, 4, 1], "seed": 0, "y": 1.0})
+    whole, short = curves(table, "x", "y", by="k", ends="not timed")
+    assert (whole.ends, short.ends) == ("", "not timed")
+    written = []
+    monkeypatch.setattr("matplotlib.axes.Axes.annotate", lambda *args, **_: written.append(args[1]))
+    draw(Figure([Panel("t", "x", "y", [whole, short])]), tmp_path / "figure.png")
+    assert written == ["not timed"]
 
 
 def test_errors_of_long_curves_are_a_band(tmp_path, monkeypatch):
@@ -109,7 +135,7 @@ def test_errors_of_long_curves_are_a_band(tmp_path, monkeypatch):
     )
     for count in (5, 60):
         x = [float(k) for k in range(count)]
-        draw(Figure("t", [Panel("a", "x", "y", [Curve("c", x, x, [0.5] * count)])]),
+        draw(Figure([Panel("a", "x", "y", [Curve("c", x, x, [0.5] * count)])]),
              tmp_path / "figure.svg")  # fmt: skip
     (band,) = bands
     assert [end[1] for end in band] == [0.5, 1.5]

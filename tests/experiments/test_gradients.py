@@ -33,7 +33,9 @@ def rows(c, true, noise):
 class TestGradients(Battery):
     name, rows = "gradients", staticmethod(rows)
     contradicting = 2
-    never_true = ("exponent −1",)  # with the theory's −1/2; see the test below
+    never_true = (
+        "|cos| ∝ 1/width, as the paper says",
+    )  # with the theory's −1/2; see the test below
 
 
 def test_the_paper_s_exponent_can_hold_instead_of_the_theory_s():
@@ -44,6 +46,6 @@ def test_the_paper_s_exponent_can_hold_instead_of_the_theory_s():
         for w in (1.0, 2.0, 4.0)
         for s in range(3)
     ]
-    found = {c.name: c.verdict for c in gradients.claims(pandas.DataFrame(table))}
-    assert found["exponent −1"] == HOLDS
-    assert found["exponent −1/2"] == FAILS
+    found = {c.statement: c.verdict for c in gradients.claims(pandas.DataFrame(table))}
+    assert found["|cos| ∝ 1/width, as the paper says"] == HOLDS
+    assert found["|cos| ∝ width^−1/2, as the theory says"] == FAILS

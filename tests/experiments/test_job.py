@@ -71,8 +71,8 @@ def version_with(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
-        (transition, "inverted U below", "another name"),
-        (transition, "return gaps[0] - gaps[1]", "return gaps[0]"),  # a statistic
+        (transition, "a distinctive inverted U", "other words"),
+        (transition, "_gap(_above(t)) - _gap(_below(t))", "_gap(_above(t))"),  # a statistic
         (transition, "members=members[1:]", "members=members[2:]"),  # a sweep
         (transition, '"""Train one ensemble."""', '"""Other words."""'),
         (transition, "# it depends on p alone", "# other words"),

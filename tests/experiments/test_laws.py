@@ -11,7 +11,8 @@ from experiments.battery import Battery, table
 
 from embens.experiments import laws
 from embens.experiments.claims import Rows
-from embens.experiments.setting import PRESETS
+from embens.experiments.setting import PRESETS, data_set
+from embens.finite import forecast
 
 
 def rows(c, true, noise):
@@ -30,6 +31,7 @@ def rows(c, true, noise):
         "correlation": alike + noise(0.001),
         "disagreement": 0.1,
         "effective_width": 16 * c.width * share,
+        "forecast_correlation": alike + (0.02 if true else 0.3),
     }
 
 
@@ -70,9 +72,17 @@ def test_two_laws_of_one_effective_width_are_two_points_however_it_is_rounded():
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-def test_what_is_known_before_training_is_that_of_the_law():
+def test_what_is_known_before_training_is_that_of_the_law_and_of_the_forecast():
     cell = next(c for c in laws.cells(PRESETS["quick"]) if c.law == "N(0, 1)" and c.width == 4)
-    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).double()
-    known = laws.foresee(laws.make(replace(cell, sites="u and v")), x)
+    ensemble, setting = laws.make(cell), cell.setting
+    before = [p.clone() for p in ensemble.parameters()]
+    known = laws.foresee(cell, ensemble)
     assert known["coupling"] == 0
     assert known["effective_width"] == pytest.approx(64 * 5 / 53)
+    plan = {"epochs": setting.epochs, "batch_size": 64, "lr": setting.lr, "gamma": 8.0}
+    expected = forecast(ensemble, *data_set(setting).train, **plan, seed=cell.seed)
+    assert known["forecast_correlation"] == expected.correlation.value
+    assert known["forecast_gain"] == expected.gain.value
+    assert all(map(torch.equal, before, ensemble.parameters()))
+    alone = laws.foresee(replace(cell, members=1), laws.make(replace(cell, members=1)))
+    assert math.isnan(alone["forecast_correlation"])

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from experiments.battery import check_figure
 
 from embens.experiments import NAMES, contract
 from embens.report import markdown
@@ -25,14 +26,26 @@ def test_the_verdicts_follow_from_the_table(folder):
     table = pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
     written = json.loads((folder / "claims.json").read_text())
     found = [claim.to_dict() for claim in contract.load(folder.parent.name).claims(table)]
-    assert [c["name"] for c in found] == [c["name"] for c in written]
+    statements = [claim["statement"] for claim in found]
+    assert statements == [claim["statement"] for claim in written]
     for ours, theirs in zip(found, written, strict=True):
-        assert ours["verdict"] == theirs["verdict"], ours["name"]
+        assert ours["verdict"] == theirs["verdict"], ours["statement"]
         for end in ("value", "low", "high"):
-            if theirs[end] is None:
-                assert ours[end] is None, ours["name"]
-            else:
-                assert ours[end] == pytest.approx(theirs[end], rel=1e-2, abs=1e-4), ours["name"]
+            expected = theirs[end] and pytest.approx(theirs[end], rel=1e-2, abs=1e-4)
+            assert ours[end] == expected, ours["statement"]
+
+
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_the_figure_is_that_of_the_table(folder):
+    pandas = pytest.importorskip("pandas")
+    figure = contract.load(folder.parent.name).plot(
+        pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
+    )
+    check_figure(figure)
+    written = json.loads((folder / "figure.json").read_text())
+    assert [panel.title for panel in figure.panels] == [p["title"] for p in written["panels"]]
+    for ours, theirs in zip(figure.panels, written["panels"], strict=True):
+        assert [curve.label for curve in ours.curves] == [c["label"] for c in theirs["curves"]]
 
 
 def test_the_page_of_claims_is_the_one_that_the_results_give():

@@ -63,14 +63,11 @@ def run(options: argparse.Namespace) -> int:
         if item.partition("=")[0] not in swept:
             raise ValueError(f"--only {item}: nothing sweeps it; there are {sorted(swept)}")
     if options.dry_run:
-        for name, cells in sweeps.items():
-            _estimate(console, name, cells, options)
+        for sweep in sweeps.items():
+            _estimate(console, options, *sweep)
         return 0
     with closing(_engine(options)) as engine:
-        failed = [
-            _reproduce(console, options, name, cells, setting, engine)
-            for name, cells in sweeps.items()
-        ]
+        failed = [_reproduce(console, options, *s, setting, engine) for s in sweeps.items()]
     return int(any(failed))
 
 
@@ -209,7 +206,7 @@ def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
         )
 
 
-def _estimate(console: Console, name: str, cells: list[Any], options: argparse.Namespace) -> None:
+def _estimate(console: Console, options: argparse.Namespace, name: str, cells: list[Any]) -> None:
     from embens.experiments.job import make_job, perform
     from embens.experiments.progress import duration
 

@@ -21,6 +21,7 @@ a mean.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -99,11 +100,11 @@ class Rows:
         """Return the mean of a column."""
         return float(self[y].mean())
 
-    def curve(self, x: str, y: str) -> tuple[list[float], list[float]]:
+    def curve(self, x: str, y: str, least: int = 2) -> tuple[list[float], list[float]]:
         """Return the mean of ``y`` for each ``x``, in its order, without undefined means."""
         means = self[y].groupby(self[x]).mean().dropna()
-        if len(means) < 2:
-            raise Missing(f"at least two values of {x}")
+        if len(means) < least:
+            raise Missing(f"at least {least} values of {x}")
         return [float(v) for v in means.index], [float(v) for v in means]
 
     def slope(self, x: str, y: str, *, log_x: bool = True, log_y: bool = False) -> float:
@@ -137,15 +138,6 @@ class Rows:
         step = (0.5 - part[k - 1]) / (part[k] - part[k - 1])
         return xs[k - 1] + step * (xs[k] - xs[k - 1])
 
-    def growth_of_best(self, x: str = "members") -> float:
-        """Return the exponent with which the best ``x`` grows with width, mean over seeds."""
-
-        def of_seed(rows: Rows) -> float:
-            points = [(math.log2(w), math.log2(mine.best(x))) for w, mine in rows.by("width")]
-            return line(*zip(*points, strict=True))
-
-        return self.per_seed(of_seed)
-
     def rise_and_fall(self, x: str, y: str = "accuracy") -> float:
         """Return how much of an inverted U a curve is: the smaller of its rise and its fall.
 
@@ -156,9 +148,16 @@ class Rows:
 
 
 Statistic = Callable[[Rows], float]
+Some = Callable[[Rows], Rows]
+"""Chooses some of a table's rows."""
 
 
-def trend(some: Callable[[Rows], Rows], y: str, x: str = "members", **log: bool) -> Statistic:
+def where(**values: Any) -> Some:
+    """Return the choice of the rows with these values."""
+    return lambda rows: rows.where(**values)
+
+
+def trend(some: Some, y: str, x: str = "members", **log: bool) -> Statistic:
     """Return the statistic that is the :meth:`Rows.slope` of some of a table's rows."""
 
     def slope(rows: Rows) -> float:
@@ -168,6 +167,30 @@ def trend(some: Callable[[Rows], Rows], y: str, x: str = "members", **log: bool)
     power, per = log.get("log_y", False), "per doubling of" if log.get("log_x", True) else "in"
     slope.__doc__ = f"exponent of {of} in {in_x}" if power else f"slope of {of} {per} {in_x}"
     return slope
+
+
+def inverted_u(some: Some, x: str = "members") -> Statistic:
+    """Return the statistic that is the :meth:`Rows.rise_and_fall` of accuracy, over some rows."""
+
+    def rise_and_fall(rows: Rows) -> float:
+        """Smaller of rise to the best M and fall to the largest."""
+        return some(rows).rise_and_fall(x)
+
+    return rise_and_fall
+
+
+def growth_of_best(some: Some, x: str = "members") -> Statistic:
+    """Return the statistic that says how the best ``x`` grows with the width."""
+
+    def of_seed(rows: Rows) -> float:
+        points = [(math.log2(w), math.log2(mine.best(x))) for w, mine in rows.by("width")]
+        return line(*zip(*points, strict=True))
+
+    def growth(rows: Rows) -> float:
+        """Exponent of best M in width, mean over seeds."""
+        return some(rows).per_seed(of_seed)
+
+    return growth
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -181,7 +204,6 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> float:
 class Claim:
     """A statement of the paper, and what we measured of it."""
 
-    name: str  # short, unique in its experiment
     value: float  # of the statistic; NaN if it could not be computed
     low: float  # ends of its interval
     high: float
@@ -191,13 +213,12 @@ class Claim:
     verdict: str  # "holds", "does not hold" or "undecided"
     note: str = ""  # why it is undecided, where that is not the interval
     measure: str = ""  # what the number is
-    statement: str = ""  # what is tested, in words
+    statement: str = ""  # what is tested, in words, which are its name
     paper: str = ""  # what the paper saw
 
-    def says(self, statement: str, *, paper: str, measure: str = "") -> Claim:
-        """Return the claim with its words."""
-        measure = measure or self.measure
-        return replace(self, statement=statement, paper=paper, measure=measure)
+    def says(self, statement: str, paper: str = "–", measure: str = "") -> Claim:
+        """Return the claim with its words; what is measured may be said by the statistic."""
+        return replace(self, statement=statement, paper=paper, measure=measure or self.measure)
 
     @property
     def region(self) -> str:
@@ -222,40 +243,49 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def judge(
-    table: Frame,
-    name: str,
-    statistic: Statistic,
-    *,
-    above: float = -math.inf,
-    below: float = math.inf,
-    draws: Sequence[Rows] = (),
-    measure: str = "",
-) -> Claim:
-    """Test whether a statistic of a table lies in a region; :meth:`Claim.says` adds the words.
-
-    What is measured is said by the first line of the statistic's docstring, if not here.
+class Judge:
+    """Tests whether statistics of a table lie in a region; :meth:`Claim.says` adds the words.
 
     Example:
         >>> import pandas
         >>> table = pandas.DataFrame({"seed": [0, 1, 2], "gain": [1.0, 1.1, 0.9]})
-        >>> claim = judge(table, "gain", lambda rows: rows.mean("gain"), above=0)
+        >>> claim = Judge(table)(lambda rows: rows.mean("gain"), above=0)
         >>> claim.verdict, round(claim.low, 3)
         ('holds', 0.752)
     """
-    value, low, high, seeds, note = math.nan, math.nan, math.nan, 0, ""
-    try:
-        value, low, high, seeds = interval(table, statistic, draws=draws)
-    except Missing as error:
-        note = f"missing: {error}"
-    if not note and math.isnan(value):
-        note = "the statistic is not defined on this table"
-    elif not note and math.isnan(low):
-        note = f"{seeds} seed has no interval" if seeds == 1 else "no interval"
-    found = verdict(low, high, above, below)
-    words = getattr(statistic, "func", statistic).__doc__ or ""  # through functools.partial
-    measure = measure or words.partition("\n")[0].rstrip(".")
-    return Claim(name, value, low, high, above, below, seeds, found, note, measure)
+
+    def __init__(self, table: Frame):
+        self.table = table
+
+    def __call__(
+        self,
+        statistic: Statistic,
+        *,
+        above: float = -math.inf,
+        below: float = math.inf,
+        jumps: bool = False,
+    ) -> Claim:
+        """Return the claim that the statistic lies between these; one that jumps has a bootstrap.
+
+        What is measured is the first line of the statistic's docstring, if no words say it.
+        """
+        value, low, high, seeds, note = math.nan, math.nan, math.nan, 0, ""
+        try:
+            draws = self.draws if jumps else ()
+            value, low, high, seeds = interval(self.table, statistic, draws=draws)
+        except Missing as error:
+            note = f"missing: {error}"
+        if not note and math.isnan(value):
+            note = "the statistic is not defined on this table"
+        elif not note and math.isnan(low):
+            note = f"{seeds} seed has no interval" if seeds == 1 else "no interval"
+        words = getattr(statistic, "func", statistic).__doc__ or ""  # through functools.partial
+        measure, found = words.partition("\n")[0].rstrip("."), verdict(low, high, above, below)
+        return Claim(value, low, high, above, below, seeds, found, note, measure)
+
+    @functools.cached_property
+    def draws(self) -> list[Rows]:
+        return bootstrap(self.table)
 
 
 def verdict(low: float, high: float, above: float, below: float) -> str:

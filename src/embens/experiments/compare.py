@@ -1,10 +1,14 @@
-"""All systems on the same data at the same effort (ours; the paper names them, and compares few).
+"""All systems, on the same data at the same effort (ours: all systems).
 
-Every system gets the same reference network, data and epochs, and a rate of its own: the best of
-the same few by log loss on held-out rows, with which it is then trained on all rows. What the
-choice costs is in its training cost. Some classes are left out of the train data and asked for at
-the end: an ensemble that knows what it does not know is less sure of them. Test images are also
-disturbed: by noise, blur, and less contrast.
+Quality of every system against its cost relative to one network. Left out of training: the last
+fifth of the classes, which are the unknown inputs. Training costs include the choice of the rate,
+which is made for every system alike (the column tuning). Not here: bayesian, whose networks are for
+squared errors of noisy targets, in the NTK parametrization.
+
+The paper names most of these systems, and compares few. Every one gets the same reference network,
+data and epochs, and a rate of its own: the best of the same few by log loss on held-out rows, with
+which it is then trained on all rows. An ensemble that knows what it does not know is less sure of
+classes that it never saw. Test images are also disturbed: by noise, blur, and less contrast.
 """
 
 from __future__ import annotations
@@ -25,39 +29,16 @@ from embens import laws, metrics
 from embens.data import DataSet, Part
 from embens.embedding import families
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Rows, judge
+from embens.experiments.claims import Claim, Frame, Judge, Rows
 from embens.experiments.contract import CellBase, Row, batch_ensemble, product
 from embens.experiments.figure import PALETTE, Curve, Figure, Panel
 from embens.experiments.setting import Setting, data_set, reference
-from embens.experiments.training import Training, run, score, train
+from embens.experiments.training import Training, count_parameters, run, score, train
 from embens.training.snapshots import snapshots
 from embens.training.trainer import Divergence
 
-LABEL = "ours: all systems"
-TITLE = "All systems, on the same data at the same effort"
-ABOUT = (
-    "Quality of every system against its cost relative to one network. Left out of training: the "
-    "last fifth of the classes, which are the unknown inputs. Training costs include the choice of "
-    "the rate, which is made for every system alike (the column tuning). Not here: bayesian, whose "
-    "networks are for squared errors of noisy targets, in the NTK parametrization."
-)
 ONE, WIDE, SEPARATE = "one network", "one wide network", "separate networks"
-SYSTEMS = (
-    *(ONE, WIDE, SEPARATE, "BatchEnsemble p=0", "BatchEnsemble p=0.5", "BatchEnsemble ±1"),
-    *("last-layer dropout", "MC dropout, fixed", "MC dropout, fresh", "own last layers"),
-    *("Masksembles", "disjoint masks", "repelling u", "MIMO", "MixMo", "rank-1"),
-    *("low rank, multiplied", "low rank, added", "snapshots", "fast geometric", "SWAG"),
-)
-"""The most important ones first."""
-KINDS = {
-    "references": (ONE, WIDE, SEPARATE),
-    "BatchEnsembles": (*SYSTEMS[3:6], "repelling u"),
-    "masks": (*SYSTEMS[6:9], "Masksembles", "disjoint masks"),
-    "heads": ("own last layers", "MIMO", "MixMo"),
-    "stochastic and low rank": ("rank-1", "low rank, multiplied", "low rank, added"),
-    "procedures": ("snapshots", "fast geometric", "SWAG"),
-}
-"""What they are, which is their colour in the picture."""
+FRESH = "MC dropout, fresh"
 PATHS = {"snapshots": "cosine", "fast geometric": "triangular", "SWAG": "swag"}
 """Systems that are one run of one network; the last two begin with half the epochs as usual."""
 RATES = (1.0, 4.0, 16.0)  # times the preset's
@@ -74,6 +55,42 @@ STRENGTHS = (0.25, 0.5, 1.0)
 TURNS = 5  # the fastest pass counts
 
 
+def systems(members: int = 4) -> dict[str, dict[str, Callable[..., EmbeddedEnsemble]]]:
+    """Return how systems are made, by what they are, which is their colour in the picture."""
+    signs, repel = laws.Signs(0.0), laws.Correlated(-0.5 / max(1, members - 1))
+    embed, masks = families.embed, partial(families.embed, pre=None, trainable=False)
+    return {
+        "references": dict.fromkeys((ONE, WIDE, SEPARATE), families.independent),
+        "BatchEnsembles": {
+            "BatchEnsemble p=0": batch_ensemble,
+            "BatchEnsemble p=0.5": partial(batch_ensemble, p=0.5),
+            "BatchEnsemble ±1": partial(embed, pre=signs, post=signs),
+            "repelling u": partial(embed, pre=signs, post=repel),
+        },
+        "masks": {
+            "last-layer dropout": families.last_layer_dropout,
+            "MC dropout, fixed": families.mc_dropout,
+            FRESH: partial(families.mc_dropout, fresh=True),
+            "Masksembles": families.masksembles,
+            "disjoint masks": partial(masks, post=laws.Disjoint()),
+        },
+        "heads": {
+            "own last layers": partial(embed, pre=None, post=None, own="last"),
+            "MIMO": families.mimo,
+            "MixMo": partial(families.mimo, mix="linear"),
+        },
+        "stochastic and low rank": {
+            "rank-1": families.rank1,
+            "low rank, multiplied": families.low_rank,
+            "low rank, added": partial(families.low_rank, kind="additive"),
+        },
+        "procedures": dict.fromkeys(PATHS, families.independent),
+    }
+
+
+SYSTEMS = [system for kind in systems().values() for system in kind]
+
+
 @dataclass(frozen=True)
 class Cell(CellBase):
     """One system with its own best rate."""
@@ -84,8 +101,7 @@ class Cell(CellBase):
 
     @property
     def weight(self) -> float:
-        alone = self.system == ONE or self.system == "MC dropout, fresh"
-        return super().weight / (self.members if alone else 1)
+        return super().weight / (self.members if self.system in (ONE, FRESH) else 1)
 
 
 def cells(setting: Setting) -> list[Cell]:
@@ -99,33 +115,14 @@ def make(cell: Cell) -> EmbeddedEnsemble:
     """Return an untrained ensemble of a system; one network is an ensemble of one."""
     network, generator = cell.draw()
     if cell.system == WIDE:
-        network = _widened(cell, cell.members * _numbers(network), generator)
+        network = _widened(cell, cell.members * count_parameters(network), generator)
     if cell.setting.network == "mlp":
         network = nn.Sequential(nn.Flatten(), network)
-    embed = families.embed
-    masks = partial(embed, pre=None, trainable=False)
-    repelling = laws.Correlated(-0.5 / max(1, cell.members - 1))
-    made: dict[str, Callable[..., EmbeddedEnsemble]] = {
-        SEPARATE: families.independent,
-        "BatchEnsemble p=0": batch_ensemble,
-        "BatchEnsemble p=0.5": partial(batch_ensemble, p=0.5),
-        "BatchEnsemble ±1": partial(embed, pre=laws.Signs(0.0), post=laws.Signs(0.0)),
-        "last-layer dropout": families.last_layer_dropout,
-        "MC dropout, fixed": families.mc_dropout,
-        "MC dropout, fresh": partial(families.mc_dropout, fresh=True),
-        "own last layers": partial(embed, pre=None, post=None, own="last"),
-        "Masksembles": families.masksembles,
-        "disjoint masks": partial(masks, post=laws.Disjoint()),
-        "repelling u": partial(embed, pre=laws.Signs(0.0), post=repelling),
-        "MIMO": families.mimo,
-        "MixMo": partial(families.mimo, mix="linear"),
-        "rank-1": families.rank1,
-        "low rank, multiplied": families.low_rank,
-        "low rank, added": partial(families.low_rank, kind="additive"),
-    }
-    single = cell.system in (ONE, WIDE, "MC dropout, fresh")
-    family = made.get(cell.system, families.independent)
-    return family(network, 1 if single else cell.members, generator=generator)
+    (family,) = (
+        kind[cell.system] for kind in systems(cell.members).values() if cell.system in kind
+    )
+    members = 1 if cell.system in (ONE, WIDE, FRESH) else cell.members
+    return family(network, members, generator=generator)
 
 
 def _widened(cell: Cell, parameters: int, generator: torch.Generator) -> nn.Module:
@@ -133,7 +130,7 @@ def _widened(cell: Cell, parameters: int, generator: torch.Generator) -> nn.Modu
     width = cell.width
     network = reference(cell.setting, width, generator=generator)
     for _ in range(6):  # parameters grow with a power of width between 1 and 2
-        width *= math.sqrt(parameters / _numbers(network))
+        width *= math.sqrt(parameters / count_parameters(network))
         network = reference(cell.setting, width, generator=generator)
     return network
 
@@ -202,7 +199,7 @@ def measure(cell: Cell) -> Row:
         "disagreement": float(metrics.disagreement(outputs)) if len(outputs) > 1 else 0.0,
         "auroc": float(metrics.ood_auroc(everything, is_unknown, score=metrics.predictive_entropy)),
         "shifted_nll": sum(float(metrics.nll(o, target)) for o in shifted) / len(shifted),
-        "parameters": _numbers(trained.ensemble) / _numbers(one.ensemble),
+        "parameters": count_parameters(trained.ensemble) / count_parameters(one.ensemble),
         "training": seconds / alone,
         "tuning": tuning / alone,
         "inference": passing / passing_alone,
@@ -260,42 +257,37 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return work(), time.process_time() - started
 
 
-def _numbers(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def _difference(column: str, system: str, other: str) -> Callable[[Rows], float]:
-    return lambda rows: (
-        rows.where(system=system).mean(column) - rows.where(system=other).mean(column)
-    )
-
-
 def claims(table: Frame) -> list[Claim]:
     """Return what the paper promises of embedded ensembles, for the independent regime."""
-    test = partial(judge, table, measure="difference of log losses, each at its best rate")
-    mine = "BatchEnsemble p=0"
+    test = Judge(table)
+    loss = "difference of log losses, each at its best rate"
+    shifted = "difference of log losses, mean over kinds and strengths"
+    area = "difference of areas under the ROC curve"
+
+    def less(rows: Rows, column: str, other: str) -> float:
+        mine = rows.where(system="BatchEnsemble p=0")
+        return mine.mean(column) - rows.where(system=other).mean(column)
+
     return [
-        test("better than one network", _difference("nll", mine, ONE), below=0.0).says(
+        test(partial(less, column="nll", other=ONE), below=0.0).says(
             "a BatchEnsemble in the independent regime beats the network it is made of",
-            paper="embedded ensembles improve on a single model",
+            "embedded ensembles improve on a single model",
+            loss,
         ),
-        test("better than one wide network", _difference("nll", mine, WIDE), below=0.0).says(
+        test(partial(less, column="nll", other=WIDE), below=0.0).says(
             "it also beats one network with as many parameters as separate networks have",
-            paper="–",
+            measure=loss,
         ),
-        test("as good as separate networks", _difference("nll", mine, SEPARATE), below=0.01).says(
+        test(partial(less, column="nll", other=SEPARATE), below=0.01).says(
             "it is as good as separate networks, to 0.01 nats",
-            paper="the independent regime behaves as an ensemble of independent models",
+            "the independent regime behaves as an ensemble of independent models",
+            loss,
         ),
-        test("knows the unknown", _difference("auroc", mine, ONE), above=0.0).says(
-            "it tells classes that it never saw better than one network does",
-            paper="–",
-            measure="difference of areas under the ROC curve",
+        test(partial(less, column="auroc", other=ONE), above=0.0).says(
+            "it tells classes that it never saw better than one network does", measure=area
         ),
-        test("robust", _difference("shifted_nll", mine, ONE), below=0.0).says(
-            "it loses less on disturbed images than one network does",
-            paper="–",
-            measure="difference of log losses, mean over kinds and strengths",
+        test(partial(less, column="shifted_nll", other=ONE), below=0.0).says(
+            "it loses less on disturbed images than one network does", measure=shifted
         ),
     ]
 
@@ -306,17 +298,18 @@ def plot(table: Frame) -> Figure:
     groups = table.groupby("system")
     means, errors = (getattr(groups, name)(numeric_only=True) for name in ("mean", "sem"))
     panels = []
-    for column, label in (("nll", "log loss"), ("shifted_nll", "log loss, disturbed images")):
+    for column, images in (("nll", ""), ("shifted_nll", ", disturbed images")):
         for cost, unit in COSTS.items():
             points = []
-            for (kind, systems), colour in zip(KINDS.items(), PALETTE, strict=False):
-                shown = [system for system in systems if system in means.index]
+            for (kind, members), colour in zip(systems().items(), PALETTE, strict=False):
+                shown = [system for system in members if system in means.index]
                 x, y = (list(means.loc[shown, name]) for name in (cost, column))
                 error = list(errors.loc[shown, column])
                 points.append(Curve(kind, x, y, error, colour, style="points", names=shown))
+            title, label = f"best for its {cost}{images}", f"log loss{images}"
             drawn = [*points, front(points)]
-            panels.append(Panel(cost, f"{cost}, {unit}", label, drawn, y_log=10))
-    return Figure(TITLE, panels, columns=3)
+            panels.append(Panel(title, f"{cost}, {unit}", label, drawn, y_log=10))
+    return Figure(panels, columns=3)
 
 
 def front(points: list[Curve]) -> Curve:

@@ -6,8 +6,9 @@ A cell is all that one measurement depends on: a preset's setting, what is swept
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self, TypeVar
@@ -18,6 +19,7 @@ from torch import nn
 from embens import laws
 from embens.checks import closest
 from embens.embedding import families
+from embens.ensemble import EmbeddedEnsemble
 from embens.experiments import NAMES
 from embens.experiments.claims import Claim, Frame
 from embens.experiments.figure import Figure
@@ -68,6 +70,12 @@ class CellBase:
         width = getattr(self, "width", 1.0)
         return reference(self.setting, width, generator=generator), generator
 
+    def make(self, family: Callable[..., EmbeddedEnsemble], **options: Any) -> EmbeddedEnsemble:
+        """Return the untrained ensemble of a family, with the cell's members."""
+        network, generator = self.draw()
+        members: int = getattr(self, "members")  # noqa: B009 - not every cell has them
+        return family(network, members, generator=generator, **options)
+
 
 AnyCell = TypeVar("AnyCell", bound=CellBase)
 
@@ -79,11 +87,10 @@ def product(cell: type[AnyCell], setting: Setting, **axes: Iterable[Any]) -> lis
 
 
 class Experiment(Protocol):
-    """A module of this package; it may also have ``SEEDS``, their number for each preset."""
+    """A module of this package, with the docstring that :func:`describe` reads.
 
-    LABEL: str  # of the figure in the paper's source
-    TITLE: str  # one line
-    ABOUT: str  # what is swept and shown, and where it differs from the paper
+    It may also have ``SEEDS``, their number for each preset.
+    """
 
     # The cells of a preset's sweep for one seed; the numbers of a cell, in one row or several (one
     # for each epoch, say); the paper's claims with their verdicts; the paper's panels.
@@ -93,12 +100,27 @@ class Experiment(Protocol):
     def plot(self, table: Frame) -> Figure: ...
 
 
+def describe(text: str | None) -> dict[str, str]:
+    r"""Return an experiment's title, its label in the paper, and what it is about.
+
+    The first line of its docstring has the first two, the next paragraph is the third, for readers
+    of its page; what comes after that is for readers of the code.
+
+    Example:
+        >>> describe("Widths (fig:widths).\n\nAll of them.\n\nHow they are made.")
+        {'title': 'Widths', 'label': 'fig:widths', 'about': 'All of them.'}
+    """
+    first, about, *_ = inspect.cleandoc(text or "").split("\n\n")
+    title, _, label = first.removesuffix(".").removesuffix(")").rpartition(" (")
+    return {"title": title, "label": label, "about": " ".join(about.split())}
+
+
 def load(name: str) -> Experiment:
     """Return the experiment of this name.
 
     Example:
-        >>> load("transition").LABEL
-        'fig:shifting_modulations'
+        >>> load("transition").__name__
+        'embens.experiments.transition'
     """
     if name not in NAMES:
         raise ValueError(f"unknown experiment {name!r}{closest(name, NAMES)}")

@@ -1,4 +1,7 @@
-"""What ensembles cost (the paper's text: 10 % more time at M = 50 for last-layer dropout).
+"""Cost against the reference network (text, 10 % at M=50).
+
+The paper's network on random images: time of a training step and of inference, parameters, and
+memory (parameters and what the backward pass keeps), relative to the reference network.
 
 Ensemble and reference network are timed in turn, and the ratio is that of their fastest turns,
 which other work on the machine disturbs least. Last-layer dropout is timed at inference as
@@ -18,25 +21,19 @@ from torch import Tensor, nn
 
 from embens import laws
 from embens.embedding.families import independent, last_layer_dropout, mc_dropout
-from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Rows, judge, trend
+from embens.experiments.claims import Claim, Frame, Judge, Rows, trend, where
 from embens.experiments.contract import CellBase, Row, batch_ensemble
-from embens.experiments.figure import Figure, Panel, curves
+from embens.experiments.figure import Figure, curves, panels
 from embens.experiments.setting import PRESETS, Setting
+from embens.experiments.training import count_parameters
 
-LABEL = "text, 10 % at M=50"
-TITLE = "Cost against the reference network"
-ABOUT = (
-    "The paper's network on random images: time of a training step and of inference, parameters, "
-    "and memory (parameters and what the backward pass keeps), relative to the reference network."
-)
+LLD = "last-layer dropout"
 COLOURS = {
     "BatchEnsemble": "#1f77b4",
     "MC dropout": "#2ca02c",
-    "last-layer dropout": "#d62728",
+    LLD: "#d62728",
     "independent": "#7f7f7f",
 }
-
 MEMBERS = {"quick": (1, 2, 4), "cpu": (1, 2, 4, 8, 16), "paper": (1, 2, 5, 10, 20, 50)}
 MOST = {  # for last-layer dropout
     "quick": (1, 2, 4, 8, 20, 50),
@@ -60,7 +57,7 @@ class Cell(CellBase):
 
     @property
     def weight(self) -> float:
-        folded = 1 if self.family == "last-layer dropout" else self.members
+        folded = 1 if self.family == LLD else self.members
         return (2 + folded) * self.turns
 
 
@@ -70,18 +67,8 @@ def cells(setting: Setting) -> list[Cell]:
     return [
         Cell(family, members, 1.0, BATCH[preset], TURNS[preset], setting=setting)
         for family in COLOURS
-        for members in (MOST if family == "last-layer dropout" else MEMBERS)[preset]
+        for members in (MOST if family == LLD else MEMBERS)[preset]
     ]
-
-
-def make(
-    family: str, network: nn.Module, members: int, generator: torch.Generator
-) -> EmbeddedEnsemble:
-    """Return an ensemble of a family."""
-    if family == "MC dropout":
-        return mc_dropout(network, members, law=laws.Normal(), generator=generator)
-    families = {"BatchEnsemble": batch_ensemble, "independent": independent}
-    return families.get(family, last_layer_dropout)(network, members, generator=generator)
 
 
 def measure(cell: Cell) -> Row:
@@ -89,10 +76,16 @@ def measure(cell: Cell) -> Row:
     device = cell.setting.device
     network, generator = replace(cell, setting=PRESETS["paper"]).draw()
     network = network.to(device)
-    ensemble = make(cell.family, network, cell.members, generator).to(device)
+    make = {
+        "BatchEnsemble": batch_ensemble,
+        "MC dropout": partial(mc_dropout, law=laws.Normal()),
+        LLD: last_layer_dropout,
+        "independent": independent,
+    }[cell.family]
+    ensemble = make(network, cell.members, generator=generator).to(device)
     inputs = torch.randn(cell.batch, 3, 32, 32, generator=generator).to(device)
     target = torch.randint(100, (cell.batch,), generator=generator).to(device)
-    served = ensemble.collapse() if cell.family == "last-layer dropout" else ensemble
+    served = ensemble.collapse() if cell.family == LLD else ensemble
 
     def single() -> Tensor:
         return nn.functional.cross_entropy(network(inputs), target)
@@ -103,9 +96,9 @@ def measure(cell: Cell) -> Row:
     steps = (_step(network, single), _step(ensemble, together))
     passes = (torch.no_grad()(lambda: network(inputs)), torch.no_grad()(lambda: served(inputs)))
     return {
-        "step": _ratio(*steps, turns=cell.turns, device=device),
-        "inference": _ratio(*passes, turns=cell.turns, device=device),
-        "parameters": _numbers(ensemble) / _numbers(network),
+        "step": _ratio(*steps, cell.turns, device),
+        "inference": _ratio(*passes, cell.turns, device),
+        "parameters": count_parameters(ensemble) / count_parameters(network),
         "memory": _memory(ensemble, together) / _memory(network, single),
     }
 
@@ -122,7 +115,7 @@ def _step(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], object]
 
 
 def _ratio(
-    one: Callable[[], object], other: Callable[[], object], *, turns: int, device: str
+    one: Callable[[], object], other: Callable[[], object], turns: int, device: str
 ) -> float:
     """Return how many times longer the second takes, from the fastest of some turns of each."""
     fastest = [math.inf, math.inf]
@@ -135,10 +128,6 @@ def _ratio(
             if turn:  # the first one warms up
                 fastest[k] = min(fastest[k], time.perf_counter() - started)
     return fastest[1] / fastest[0]
-
-
-def _numbers(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _memory(module: nn.Module, loss: Callable[[], Tensor]) -> float:
@@ -156,10 +145,6 @@ def _memory(module: nn.Module, loss: Callable[[], Tensor]) -> float:
     return float(sum(kept.values()))
 
 
-def _at_fifty(rows: Rows) -> Rows:
-    return rows.where(family="last-layer dropout", members=50)
-
-
 def _most_common(rows: Rows) -> Rows:
     """Return the BatchEnsembles with the largest M that all families have."""
     common = min(int(some["members"].max()) for _, some in rows.by("family"))
@@ -168,52 +153,40 @@ def _most_common(rows: Rows) -> Rows:
 
 def claims(table: Frame) -> list[Claim]:
     """Return the paper's statement, and what it rests on."""
-    test = partial(judge, table)
-    cheap = "about 10 % more computation time at M=50"
+    test, cheap = Judge(table), "about 10 % more computation time at M=50"
+    at_fifty = where(family=LLD, members=50)
+    exponent = trend(where(family="BatchEnsemble"), "step", log_y=True)
     return [
-        test("last-layer dropout: step", lambda t: _at_fifty(t).mean("step"), below=1.1).says(
+        test(lambda t: at_fifty(t).mean("step"), below=1.1).says(
             "a training step costs at most 1.1 × that of one network at M=50",
-            paper=cheap,
-            measure="ratio of times",
+            cheap,
+            "last-layer dropout, ratio of times",
         ),
-        test(
-            "last-layer dropout: inference", lambda t: _at_fifty(t).mean("inference"), below=1.1
-        ).says(
+        test(lambda t: at_fifty(t).mean("inference"), below=1.1).says(
             "inference costs at most 1.1 × that of one network at M=50",
-            paper=cheap,
-            measure="ratio of times, collapsed",
+            cheap,
+            "last-layer dropout, ratio of times, collapsed",
         ),
-        test(
-            "BatchEnsemble: parameters", lambda t: _most_common(t).mean("parameters"), below=1.1
-        ).says(
+        test(lambda t: _most_common(t).mean("parameters"), below=1.1).says(
             "a BatchEnsemble has hardly more parameters than one network (1.1 ×)",
-            paper="approximately the same as in the reference model",
-            measure="ratio of parameters at the largest M that all families have",
+            "approximately the same as in the reference model",
+            "ratio of parameters at the largest M that all families have",
         ),
-        test(
-            "BatchEnsemble: step",
-            trend(partial(Rows.where, family="BatchEnsemble"), "step", log_y=True),
-            above=0.7,
-            below=1.2,
-        ).says(
+        test(exponent, above=0.7, below=1.2).says(
             "the time of a BatchEnsemble's step grows in proportion to M",
-            paper="computations are reused only if modulations are in the last layers",
-            measure="exponent of the time in M",
+            "computations are reused only if modulations are in the last layers",
+            "exponent of the time in M",
         ),
     ]
 
 
 def plot(table: Frame) -> Figure:
     """Return a panel for each ratio."""
-    draw = partial(curves, table, "members", by="family", colours=COLOURS)
+    draw = partial(curves, table, "members", by="family", colours=COLOURS, ends="not timed beyond")
     titles = {
-        "step": "training step",
-        "inference": "inference",
-        "parameters": "parameters",
-        "memory": "memory in training",
+        "step": "training step: is last-layer dropout free?",
+        "inference": "inference, times one network",
+        "parameters": "parameters: all but separate networks share",
+        "memory": "memory in training, times one network",
     }
-    panels = [
-        Panel(title, "members M", "relative to one network", draw(y=column), x_log=2, y_log=10)
-        for column, title in titles.items()
-    ]
-    return Figure(TITLE, panels)
+    return Figure(panels(lambda y: draw(y=y), titles, y_log=10))

@@ -19,7 +19,7 @@ import torch
 from embens import metrics
 from embens.data import DataSet
 from embens.embedding.families import independent
-from embens.experiments.claims import Claim, Frame, Rows, judge
+from embens.experiments.claims import Claim, Frame, Judge, Rows
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Curve, curves
 from embens.experiments.setting import Setting, data_set
@@ -52,9 +52,8 @@ def measure(cell: Fair) -> list[Row]:
     """Choose the rate, train separate networks with it; return a row for each number of them."""
     data = data_set(cell.setting)
     generator = torch.Generator().manual_seed(cell.seed)
-    held = (
-        data if data.validation else data.split(len(data.train.targets) // 5, generator=generator)
-    )
+    fifth = len(data.train.targets) // 5
+    held = data if data.validation else data.split(fifth, generator=generator)
     factor = min(FACTORS, key=partial(_held_out_loss, cell, held))
     trained = train_separate(cell, cell.networks, factor, data)
     rows = []
@@ -97,12 +96,23 @@ def lines(table: Frame, column: str, *, width: float = 1.0) -> list[Curve]:
     """Return one network as a flat line, and separate ones against M, if they were measured."""
     rows = only(Rows(table)).frame
     rows = rows[rows["width"] == width] if len(rows) else rows
-    ends = [1.0, float(table["members"].max())]
+    most, few = float(table["members"].max()), rows["members"].max()
     one = curves(rows[rows["members"] == 1], "members", column, label=ONE)
-    level = [replace(c, x=ends, y=c.y * 2, error=[], colour="#000000", style="dash") for c in one]
-    several = rows[rows["members"] > 1]
+    flat = {"error": [], "colour": "#000000", "style": "dash"}
     style = {"colours": "#7f7f7f", "style": "dash"}
-    return [*level, *curves(several, "members", column, label=SEPARATE, **style)]
+    several = curves(rows[rows["members"] > 1], "members", column, label=SEPARATE, **style)
+    ends = f"{few:g} were trained" if few < most else ""
+    return [
+        *(replace(c, x=[1.0, most], y=c.y * 2, **flat) for c in one),
+        *(replace(c, ends=ends) for c in several),
+    ]
+
+
+def beside(
+    draw: Callable[..., list[Curve]], table: Frame, *, width: float = 1.0
+) -> Callable[[str], list[Curve]]:
+    """Return how to draw a column, with fair lines beside the curves of ``draw(y=column)``."""
+    return lambda column: [*draw(y=column), *lines(table, column, width=width)]
 
 
 def claims(table: Frame, some: Callable[[Rows], Rows]) -> list[Claim]:
@@ -112,19 +122,20 @@ def claims(table: Frame, some: Callable[[Rows], Rows]) -> list[Claim]:
     """
 
     def less(rows: Rows, networks: int) -> float:
+        """Difference of test accuracies, M=8."""
         mine = some(rows).where(members=8)
         widths = mine.frame.reindex(columns=["width"]).fillna(1.0)["width"]
         others = only(rows).where(width=float(widths.max()), members=networks)
         return mine.mean("accuracy") - others.mean("accuracy")
 
-    test = partial(judge, table, measure="difference of test accuracies, M=8")
+    test = Judge(table)
     return [
-        test("better than one network", partial(less, networks=1), above=0.0).says(
+        test(partial(less, networks=1), above=0.0).says(
             "eight members are more accurate than one network at its own best rate",
-            paper="ensembles improve on a single model",
+            "ensembles improve on a single model",
         ),
-        test("as good as separate networks", partial(less, networks=8), above=-0.01).says(
+        test(partial(less, networks=8), above=-0.01).says(
             "eight members are as accurate as eight separate networks (to 1 %)",
-            paper="members of the independent regime behave as if they were trained separately",
+            "members of the independent regime behave as if they were trained separately",
         ),
     ]

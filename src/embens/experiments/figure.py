@@ -1,7 +1,8 @@
 """Figures as data: panels of curves, which matplotlib draws to a file and a browser to a page.
 
 ``plot(table)`` of an experiment returns a :class:`Figure`; nothing is computed after that, save
-means and standard errors over seeds, in :func:`curves`.
+means and standard errors over seeds, in :func:`curves`. A panel's title says what to see in it, its
+axes what is drawn; a colour and a style mean one thing in a figure.
 """
 
 from __future__ import annotations
@@ -9,33 +10,27 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embens.experiments.claims import Frame, plain
+from embens.experiments.claims import Frame
 from embens.files import write_atomically
 
 PALETTE = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"),
     *("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
 )
-MEASURES = {
-    "accuracy": ("ensemble, test", "accuracy"),
-    "member_accuracy": ("members, test", "mean accuracy"),
-    "member_train_accuracy": ("members, train", "mean accuracy"),
-    "correlation": ("correlation, test", "correlation"),
-}
-"""Columns that most experiments show against M: title and label of their panels."""
 LABELS = {
-    "accuracy": "ensemble accuracy",
-    "member_accuracy": "mean member accuracy",
-    "correlation": "correlation",
+    "accuracy": "ensemble accuracy, test",
+    "member_accuracy": "mean member accuracy, test",
+    "member_train_accuracy": "mean member accuracy, train",
+    "correlation": "correlation of errors, test",
+    "nll": "log loss, test",
 }
-"""Labels of columns in panels whose title says something else."""
+"""What columns are called beside an axis; others by their names."""
 _DENSE = 40  # points of a curve from which on errors are a band
 _SMALL = {"ha": "right", "va": "top", "fontsize": 7}  # below and left of its place
-_CROWDED = 6  # labels of one panel from which on its legend would hide its curves
 
 
 @dataclass(frozen=True)
@@ -49,13 +44,14 @@ class Curve:
     colour: str = PALETTE[0]
     style: str = "line"  # or "dash", "points", "bars"
     names: list[str] = field(default_factory=list)  # of points; a picture has those of lines
+    ends: str = ""  # why it ends before others do
 
 
 @dataclass(frozen=True)
 class Panel:
     """A pair of axes; ``x_log`` and ``y_log`` are bases of logarithms, 0 for linear axes."""
 
-    title: str
+    title: str  # what to see
     x_label: str
     y_label: str
     curves: list[Curve]
@@ -67,13 +63,9 @@ class Panel:
 class Figure:
     """Panels side by side, as the paper has them, and what they show."""
 
-    title: str
     panels: list[Panel]
     columns: int = 4
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values; what is not finite becomes None."""
-        return plain(asdict(self))
+    title: str = ""
 
 
 def curves(
@@ -85,11 +77,13 @@ def curves(
     label: str = "{}",
     colours: str | dict[Any, str] | Sequence[str] = PALETTE,
     style: str = "line",
+    ends: str = "",
 ) -> list[Curve]:
     """Return a curve of means over seeds, with standard errors, for each value of ``by``.
 
     In ``label`` ``{}`` stands for that value. ``colours`` is one for all, one for each value in the
-    order of curves (others are left out), or some to choose from in turn.
+    order of curves (others are left out), or some to choose from in turn. ``ends`` says why a curve
+    ends, if it does so before others.
     """
     if y not in table or not len(table):
         return []
@@ -107,18 +101,23 @@ def curves(
             name = label.format(f"{value:g}" if isinstance(value, float) else value)
             x_y_error = (points.index, points["mean"], points["sem"].fillna(0.0))
             values = [[float(v) for v in column] for column in x_y_error]
-            found.append(Curve(name, *values, colour=colour, style=style))
+            early = ends if values[0][-1] < table[x].max() else ""
+            found.append(Curve(name, *values, colour=colour, style=style, ends=early))
     return found
 
 
-def against_members(
-    draw: Callable[[str], list[Curve]], columns: Iterable[str] = MEASURES, **axes: int
+def panels(
+    draw: Callable[[str], list[Curve]],
+    titles: dict[str, str],
+    x_label: str = "members M",
+    *,
+    x_log: int = 2,
+    y_log: int = 0,
 ) -> list[Panel]:
-    """Return a panel against M for each of these measures, with the curves of ``draw(column)``."""
+    """Return a panel for each of these columns, with a title and the curves of ``draw(column)``."""
     return [
-        Panel(title, "members M", label, draw(column), x_log=2, **axes)
-        for column in columns
-        for title, label in [MEASURES[column]]
+        Panel(title, x_label, LABELS.get(y, y.replace("_", " ")), draw(y), x_log, y_log)
+        for y, title in titles.items()
     ]
 
 
@@ -140,35 +139,36 @@ def draw(figure: Figure, path: str | Path) -> None:
     count = len(figure.panels)
     columns = max(1, min(figure.columns, count))
     rows = max(1, -(-count // columns))
-    canvas = Canvas(figsize=(3.9 * columns, 3.5 * rows), constrained_layout=True)
-    canvas.suptitle(figure.title, fontsize=11)
-    common: dict[str, Any] = {}
+    canvas = Canvas(figsize=(4.2 * columns, 4.2 * rows), constrained_layout=True)
+    canvas.suptitle(figure.title, fontsize=12)
+    legends = []
     for number, panel in enumerate(figure.panels):
         axis = canvas.add_subplot(rows, columns, number + 1)
-        others = {c.label for p in figure.panels if p is not panel for c in p.curves}
-        own: dict[str, Any] = {}
-        for curve in panel.curves:
-            handle = _draw_curve(axis, curve)
-            (common if curve.label in others or count == 1 else own).setdefault(curve.label, handle)
-        if len(own) > _CROWDED:
-            common |= own
-        else:
-            _add_legend(axis, own, loc="best", fontsize=7, framealpha=0.6, handlelength=3)
+        handles = {curve.label: _draw_curve(axis, curve) for curve in panel.curves}
+        legends.append({label: handle for label, handle in handles.items() if label})
         axis.set_title(panel.title, fontsize=10)
         axis.set_xlabel(panel.x_label)
         axis.set_ylabel(panel.y_label)
         _set_scales(axis, panel)
         axis.grid(alpha=0.3)
-    _add_legend(canvas, common, loc="outside lower center", ncols=min(len(common), 8), fontsize=8)
+        for curve in {curve.ends: curve for curve in panel.curves if curve.ends}.values():
+            place, style = (curve.x[-1], curve.y[-1]), {"fontsize": 7, "color": curve.colour}
+            axis.annotate(curve.ends, place, (5, -8), textcoords="offset points", **style)
+    whole = max(legends, key=len, default={})
+    if count > 1 and all(legend.keys() <= whole.keys() for legend in legends):
+        places, legends = [canvas], [whole]  # one for all of them
+        options: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(whole), 8)}
+    else:
+        places = canvas.axes
+        options = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+    for place, legend in zip(places, legends, strict=True):
+        if legend:
+            fit = int(440 / (34 + 4.3 * max(map(len, legend))))  # what is as wide as a panel
+            more = {"ncols": min(fit, 3), "fontsize": 7, "handlelength": 2.8, **options}
+            place.legend(legend.values(), legend.keys(), columnspacing=1.0, **more)
     content, path = io.BytesIO(), Path(path)
     canvas.savefig(content, dpi=110, format=path.suffix[1:] or "png")
     write_atomically(path, content.getvalue())
-
-
-def _add_legend(place: Any, handles: dict[str, Any], **options: Any) -> None:
-    shown = {label: handle for label, handle in handles.items() if label}
-    if shown:
-        place.legend(shown.values(), shown.keys(), **options)
 
 
 def _draw_curve(axis: Any, curve: Curve) -> Any:
@@ -187,6 +187,8 @@ def _draw_curve(axis: Any, curve: Curve) -> Any:
         axis.text(0.97, 0.97, "\n".join(named), transform=axis.transAxes, **_SMALL)
         for number, place in enumerate(zip(curve.x, curve.y, strict=True), 1):
             axis.annotate(str(number), place, (-3, -3), textcoords="offset points", **_SMALL)
+    if curve.ends:
+        axis.plot(curve.x[-1:], curve.y[-1:], marker="x", ms=8, color=curve.colour)
     return axis.errorbar(
         curve.x, curve.y, error, color=curve.colour, linestyle=line, marker=marker, ms=3.5,
         capsize=2, lw=1.4, elinewidth=0.8,
@@ -194,11 +196,20 @@ def _draw_curve(axis: Any, curve: Curve) -> Any:
 
 
 def _set_scales(axis: Any, panel: Panel) -> None:
-    if panel.x_log:
-        axis.set_xscale("log", base=panel.x_log)
-        ticks = sorted({x for curve in panel.curves for x in curve.x})
-        if len(ticks) <= 9:
-            axis.set_xticks(ticks, labels=[f"{t:g}" for t in ticks])
-            axis.minorticks_off()
-    if panel.y_log and any(y > 0 for curve in panel.curves for y in curve.y):
-        axis.set_yscale("log", base=panel.y_log)
+    """Set linear or logarithmic axes, with ticks at plain numbers."""
+    import numpy
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    numbers = FuncFormatter(lambda value, _: numpy.format_float_positional(value, 6, trim="-"))
+    shown = [(axis.xaxis, panel.x_log, "x"), (axis.yaxis, panel.y_log, "y")]
+    for line, base, name in shown:
+        values = [v for curve in panel.curves for v in getattr(curve, name)]
+        if base and any(v > 0 for v in values):
+            getattr(axis, f"set_{name}scale")("log", base=base)
+            line.set_minor_formatter(NullFormatter())
+            if base == 10 and max(values) < 200 * min(v for v in values if v > 0):
+                line.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
+            if name == "x" and len(set(values)) <= 9:
+                line.set_ticks(sorted(set(values)))
+                line.set_minor_locator(LogLocator(base, ()))
+        line.set_major_formatter(numbers)

@@ -1,5 +1,9 @@
 """Gradients of members at initialisation (fig:Gradients_at_init).
 
+Left, histogram of the norms of members' gradients (log10), with modulations at hidden sites and
+also at inputs and outputs. Centre and right, mean |cos| between the gradients of two members
+against the relative width, in total and by layer, for N(0, 1) and N(1/√2, 1/2).
+
 The paper reads |cos| ∝ 1/width from its plot; the theory has the exponents −1/2 in total, −1 in
 inner layers and −1 for cos², because the first and the last layer's gradients overlap more.
 """
@@ -8,24 +12,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from embens.experiments.claims import Claim, Frame, Rows, judge, line, trend
+from embens.experiments.claims import Claim, Frame, Judge, Rows, line, trend, where
 from embens.experiments.contract import CellBase, Row, batch_ensemble, product
 from embens.experiments.figure import Curve, Figure, Panel, curves
 from embens.experiments.setting import Setting, data_set
 from embens.finite import gradient_cosines, gradient_norms
 
-LABEL = "fig:Gradients_at_init"
-TITLE = "Gradients of members at initialisation"
-ABOUT = (
-    "Left, histogram of the norms of members' gradients (log10), with modulations at hidden sites "
-    "and also at inputs and outputs. Centre and right, mean |cos| between the gradients of two "
-    "members against the relative width, in total and by layer, for N(0, 1) and N(1/√2, 1/2)."
-)
 KINDS = {"centred": 0.0, "shifted": math.sqrt(0.5), "input and output": 0.0}
 PARTS = {"total": "#1f77b4", "first": "#2ca02c", "inner": "#d62728", "last": "#9467bd"}
 
@@ -71,9 +67,8 @@ def measure(cell: Cell) -> list[Row]:
     """Return a row for each member: its gradient's norm, and its cosines with the others."""
     network, generator = cell.draw()
     sites = "all" if cell.kind == "input and output" else "hidden"
-    ensemble = batch_ensemble(
-        network, cell.members, p=KINDS[cell.kind], sites=sites, generator=generator
-    )
+    p = KINDS[cell.kind]
+    ensemble = batch_ensemble(network, cell.members, p=p, sites=sites, generator=generator)
     x, y = some_samples(cell, generator)
     norms = gradient_norms(ensemble, x, y).total
     layers: list[Tensor] = list(gradient_cosines(ensemble, x, y, by_layer=True).values())  # type: ignore
@@ -99,6 +94,7 @@ def _spread(rows: Rows, kind: str) -> float:
 
 
 def _exponent_of_deviation(rows: Rows) -> float:
+    """Exponent of the standard deviation in the width."""
     widths, means = rows.where(kind="centred").curve("width", "cos_total")
     _, squares = rows.where(kind="centred").curve("width", "cos2_total")
     deviations = [math.sqrt(max(s - m * m, 1e-30)) for s, m in zip(squares, means, strict=True)]
@@ -107,51 +103,34 @@ def _exponent_of_deviation(rows: Rows) -> float:
 
 def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations, and the theory's exponents beside them."""
-    test = partial(judge, table)
-    power, measure = "falls as 1/width", "exponent of |cos| in the width"
+    test, power = Judge(table), "falls as 1/width"
     inverse, root = "|cos| ∝ 1/width", "|cos| ∝ width^−1/2"
-
-    def exponent(name: str, column: str, low: float, high: float, kind: str = "centred") -> Claim:
-        found = trend(partial(Rows.where, kind=kind), column, "width", log_y=True)
-        return test(name, found, above=low, below=high)
-
+    total, low, high = "cos_total", -math.inf, math.inf
+    exponents = (
+        ("centred", total, low, -0.25, "|cos| falls as a power of width when centred", power),
+        ("shifted", total, -0.15, high, "|cos| stays when shifted", "not orthogonal in general"),
+        ("centred", total, -1.2, -0.8, f"{inverse}, as the paper says", power),
+        ("centred", total, -0.7, -0.3, f"{root}, as the theory says", power),
+        ("centred", "cos_inner", -1.2, -0.8, f"{inverse} in inner layers (theory)", power),
+        ("centred", "cos_first", -0.7, -0.3, f"{root} in the first layer (theory)", power),
+        ("centred", "cos_last", -0.7, -0.3, f"{root} in the last layer (theory)", power),
+        ("centred", "cos2_total", -1.3, -0.7, "cos² ∝ 1/width (theory)", power),
+    )
+    found = [
+        test(trend(where(kind=kind), column, "width", log_y=True), above=low, below=high).says(
+            statement, paper, f"exponent in the width, {kind} modulations"
+        )
+        for kind, column, low, high, statement, paper in exponents
+    ]
     return [
-        test(
-            "spread of norms",
-            lambda t: _spread(t, "input and output") - _spread(t, "centred"),
-            above=1.0,
-        ).says(
+        test(lambda t: _spread(t, "input and output") - _spread(t, "centred"), above=1.0).says(
             "input and output modulations spread gradient norms by an order of magnitude",
-            paper="increase of the spread by several orders of magnitude",
-            measure="decades from the 5 % to the 95 % quantile, difference",
+            "increase of the spread by several orders of magnitude",
+            "decades from the 5 % to the 95 % quantile, difference",
         ),
-        exponent("falls when centred", "cos_total", -math.inf, -0.25).says(
-            "|cos| falls as a power of width when modulations are centred",
-            paper=power,
-            measure=measure,
-        ),
-        exponent("stays when shifted", "cos_total", -0.15, math.inf, "shifted").says(
-            "|cos| stays when modulations are shifted",
-            paper="gradients are not orthogonal in general",
-            measure=measure,
-        ),
-        test("deviation falls", _exponent_of_deviation, below=-0.25).says(
-            "the standard deviation of |cos| falls as well",
-            paper=power,
-            measure="exponent of the standard deviation in the width",
-        ),
-        *(
-            exponent(name, column, low, high).says(
-                statement, paper=power, measure="exponent in the width, centred modulations"
-            )
-            for name, column, low, high, statement in (
-                ("exponent −1", "cos_total", -1.2, -0.8, f"{inverse}, as the paper says"),
-                ("exponent −1/2", "cos_total", -0.7, -0.3, f"{root}, as the theory says"),
-                ("inner layers", "cos_inner", -1.2, -0.8, f"{inverse} in inner layers (theory)"),
-                ("first layer", "cos_first", -0.7, -0.3, f"{root} in the first layer (theory)"),
-                ("last layer", "cos_last", -0.7, -0.3, f"{root} in the last layer (theory)"),
-                ("cos²", "cos2_total", -1.3, -0.7, "cos² ∝ 1/width (theory)"),
-            )
+        *found,
+        test(_exponent_of_deviation, below=-0.25).says(
+            "the standard deviation of |cos| falls as well", power
         ),
     ]
 
@@ -160,21 +139,21 @@ def _histogram(table: Frame, kind: str, colour: str) -> Curve:
     import numpy
 
     norms = numpy.log10(table[(table["kind"] == kind) & (table["width"] == 1.0)]["norm"])
-    if not len(norms):
-        return Curve(kind, [], [], [], colour, "bars")
     counts, edges = numpy.histogram(norms, bins=30, range=(-4, 3))
     centres = (edges[1:] + edges[:-1]) / 2
-    return Curve(kind, centres.tolist(), (counts / len(norms)).tolist(), [], colour, "bars")
+    part = (counts / max(1, len(norms))).tolist()
+    return Curve(f"{kind}: norms", centres.tolist(), part, [], colour, "bars")
 
 
 def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
-    colours = {"centred": "#1f77b4", "input and output": "#bcbd22"}
+    colours = {"centred": "#8c564b", "input and output": "#bcbd22"}
     bars = [_histogram(table, kind, colour) for kind, colour in colours.items()]
-    panels = [Panel("gradient norms at width 1", "log10 of the norm", "part of members", bars)]
-    for kind in ("centred", "shifted"):
+    wide = "wider with inputs and outputs modulated?"
+    panels = [Panel(wide, "log10 of the gradient's norm, width 1", "part of members", bars)]
+    for kind, see in (("centred", "falls with width"), ("shifted", "stays?")):
         rows = table[table["kind"] == kind].rename(columns={f"cos_{part}": part for part in PARTS})
         rows = rows.melt(["width", "seed"], list(PARTS), "part", "cos")
         found = curves(rows, "width", "cos", by="part", colours=PARTS)
-        panels.append(Panel(kind, "relative width", "mean |cos|", found, x_log=10, y_log=10))
-    return Figure(TITLE, panels, columns=3)
+        panels.append(Panel(f"{kind}: |cos| {see}", "relative width", "mean |cos|", found, 10, 10))
+    return Figure(panels, columns=3)

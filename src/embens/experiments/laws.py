@@ -1,6 +1,12 @@
-"""Laws of equal mean and second moment and unequal tails, and initialisations people use (ours).
+"""Laws of modulations (ours: laws).
 
-In the limit only the two moments of u count; what tails cost at finite width is in
+M members with modulations of several laws, for u and v or for one of them, against width. Centred
+laws have E u² = 1; mixed ones the mean √½ too. N(1, ½) has a standard deviation of ½ and so
+E u² = 5/4. Beside each, what was known before training: its coupling, its effective width, and the
+forecast of ``embens.forecast``.
+
+Laws of equal mean and second moment have unequal tails, and some are initialisations that people
+use. In the limit only the two moments of u count; what tails cost at finite width is in
 ``docs/theory.md``. Every ensemble is trained alike, with γ=M.
 """
 
@@ -10,27 +16,20 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-
-from torch import Tensor
+from typing import Any
 
 from embens import metrics
 from embens.embedding.families import embed, independent, masksembles
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Rows, judge, line
+from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows, line
 from embens.experiments.contract import CellBase, Row, product
-from embens.experiments.figure import LABELS, Figure, Panel, curves, shades
+from embens.experiments.figure import Curve, Figure, Panel, curves, panels, shades
 from embens.experiments.setting import Setting, data_set
 from embens.experiments.training import run, train
+from embens.finite import forecast
 from embens.laws import Bernoulli, Correlated, Normal, Shifted, Signs, Ternary, Uniform
 from embens.theory import effective_width, regime
 
-LABEL = "ours: laws"
-TITLE = "Laws of modulations"
-ABOUT = (
-    "M members with modulations of several laws, for u and v or for one of them, against width. "
-    "Centred laws have E u² = 1; mixed ones the mean √½ too. N(1, ½) has a standard deviation of ½ "
-    "and so E u² = 5/4. Beside each, what was known before training."
-)
 P = math.sqrt(0.5)
 CENTRED = {
     "±1": Signs(0.0),
@@ -50,6 +49,7 @@ ONE, FASTER, SEPARATE = "one network", "one network, M × rate", "separate netwo
 MASKS, ATTRACT, REPEL = "Masksembles", "±1, u attract", "±1, u repel"
 ORDER = (SEPARATE, *LAWS, MASKS, ATTRACT, REPEL)
 BOTH = "u and v"
+FORECAST = {f"forecast_{name}": name for name in ("correlation", "gain", "nll")}
 WIDTHS = {"quick": (2.0, 4.0, 8.0), "cpu": (0.5, 1.0, 2.0), "paper": (0.5, 1.0, 2.0)}
 MEMBERS = {"quick": 8, "cpu": 4, "paper": 8}
 EXPECTED = {
@@ -104,19 +104,26 @@ def make(cell: Cell) -> EmbeddedEnsemble:
     return embed(network, cell.members, pre, post, generator=generator)
 
 
-def foresee(ensemble: EmbeddedEnsemble, x: Tensor) -> Row:
-    """Return what is known before training; the place for a forecast."""
-    return {
-        "coupling": regime(ensemble, x).coupling,
-        "effective_width": effective_width(ensemble, x),
-    }
+def foresee(cell: Cell, ensemble: EmbeddedEnsemble) -> Row:
+    """Return what is known before training."""
+    setting, (inputs, targets) = cell.setting, data_set(cell.setting).train
+    few = inputs[: 2 if setting.network == "mlp" else 1].double()
+    expected = dict.fromkeys(FORECAST, math.nan)
+    if cell.members > 1:
+        found = forecast(
+            *(ensemble, inputs, targets), epochs=setting.epochs, batch_size=setting.batch_size,
+            lr=setting.lr, weight_decay=setting.weight_decay, gamma=float(cell.members),
+            seed=cell.seed,
+        )  # fmt: skip
+        expected = {name: float(getattr(found, column)) for name, column in FORECAST.items()}
+    known = {"coupling": regime(ensemble, few).coupling, **expected}
+    return {**known, "effective_width": effective_width(ensemble, few)}
 
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble."""
     ensemble, setting = make(cell), cell.setting
-    few = 2 if setting.network == "mlp" else 1
-    known = foresee(ensemble, data_set(setting).train.inputs[:few].double())
+    known = foresee(cell, ensemble)
     rate = setting.lr * (MEMBERS[setting.preset] if cell.law == FASTER else 1)
     training = train(ensemble, setting, seed=cell.seed, lr=rate)
     outputs = run(ensemble, training.data.test.inputs)
@@ -136,43 +143,76 @@ def _cost(rows: Rows, column: str) -> float:
     return -fmean(slopes)
 
 
+def _errors(rows: Rows) -> tuple[float, float]:
+    """Return the mean errors of forecast correlations, and of the constant that is best of all."""
+    means = rows.where(sites=BOTH).frame.groupby(["law", "width"]).mean(numeric_only=True)
+    if "forecast_correlation" not in means:
+        raise Missing("forecasts")
+    found = means["correlation"]
+    forecast, constant = means["forecast_correlation"], found.median()
+    return (found - forecast).abs().mean(), (found - constant).abs().mean()
+
+
 def claims(table: Frame) -> list[Claim]:
     """Return what theory leads one to expect of tails, and what is said of initialisations."""
-    test = partial(judge, table)
+    test = Judge(table)
+
+    def less(rows: Rows, column: str, law: str, other: str) -> float:
+        others = rows.where(law=other, sites=[BOTH, "none"])
+        return rows.where(law=law, sites=BOTH).mean(column) - others.mean(column)
+
     found = [
-        test(
-            f"{law} and {other}: {column}",
-            lambda t, column=column, law=law, other=other: (
-                t.where(law=law, sites=BOTH).mean(column)
-                - t.where(law=other, sites=[BOTH, "none"]).mean(column)
-            ),
-            below=most,
-        ).says(statement, paper="–", measure=f"{column}: {law} less {other}, mean over widths")
+        test(partial(less, column=column, law=law, other=other), below=most).says(
+            statement, measure=f"{column}: {law} less {other}, mean over widths"
+        )
         for statement, (column, law, other, most) in EXPECTED.items()
     ]
     measure = "change per halving of the effective width, centred laws for u and v"
     return [
         *found,
-        test("tails: member accuracy", lambda t: _cost(t, "member_accuracy"), below=0.0).says(
-            "the more width tails cost, the worse is a member", paper="–", measure=measure
+        test(lambda t: _cost(t, "member_accuracy"), below=0.0).says(
+            "the more width tails cost, the worse is a member", measure=measure
         ),
-        test("tails: log loss", lambda t: _cost(t, "nll"), above=0.0).says(
-            "the more width tails cost, the larger is the log loss", paper="–", measure=measure
+        test(lambda t: _cost(t, "nll"), above=0.0).says(
+            "the more width tails cost, the larger is the log loss", measure=measure
+        ),
+        test(lambda t: _errors(t)[0], below=0.1, jumps=True).says(
+            "the correlation of members is known before training (to 0.1)",
+            measure="mean absolute error of the forecast, over laws and widths",
+        ),
+        test(lambda t: _errors(t)[0] / _errors(t)[1], below=0.5, jumps=True).says(
+            "and twice as well as if all laws were alike",
+            measure="error of the forecast, relative to that of the best constant",
         ),
     ]
 
 
 def plot(table: Frame) -> Figure:
-    """Return measures against width for u and v together, and log loss for one of them."""
-    names = dict(
-        zip((ONE, FASTER, *ORDER), shades(range(len(ORDER) + 2), "turbo").values(), strict=True)
-    )
-    shown = {"nll": "log loss", **LABELS, "effective_width": "effective width"}
+    """Return measures against width for u and v together, log loss for one, and forecasts."""
+    names: dict[Any, str] = {ONE: "#000000", FASTER: "#8c564b", SEPARATE: "#7f7f7f"}
+    names |= dict(zip(ORDER[1:], shades(range(len(ORDER) - 1), "turbo").values(), strict=True))
     draw = partial(curves, x="width", by="law", colours=names)
     parts = {sites: table[table["sites"].isin([sites, "none"])] for sites in (BOTH, "u", "v")}
-    panels = [
-        Panel(f"{shown[y]}, {sites}", "width", shown[y], draw(parts[sites], y=y), x_log=2)
-        for sites, columns in ((BOTH, shown), ("u", ["nll"]), ("v", ["nll"]))
-        for y in columns
-    ]
-    return Figure(TITLE, panels, columns=4)
+    titles = {
+        "nll": "u and v: lower is better",
+        "accuracy": "u and v: who gains over one network?",
+        "member_accuracy": "u and v: tails cost a member accuracy",
+        "correlation": "u and v: whose members err apart?",
+        "effective_width": "what tails leave of the width, before training",
+    }
+    found = panels(lambda y: draw(parts[BOTH], y=y), titles, "width")
+    for sites in ("u", "v"):
+        see = {"nll": f"{sites} alone: lower is better"}
+        found += panels(lambda y, sites=sites: draw(parts[sites], y=y), see, "width")
+    both = table[table["sites"] == BOTH]
+    if "forecast_correlation" in both:
+        means = both.groupby(["law", "width"])[["forecast_correlation", "correlation"]].mean()
+        points = [
+            Curve(law, *means.loc[law].T.values.tolist(), colour=colour, style="points")
+            for law, colour in names.items()
+            if law in means.index
+        ]
+        line = Curve("as forecast", [0.2, 1.0], [0.2, 1.0], colour="#000000", style="dash")
+        axes = ("forecast before training", "correlation of errors, test")
+        found.append(Panel("is correlation known before training?", *axes, [*points, line]))
+    return Figure(found)

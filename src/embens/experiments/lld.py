@@ -1,4 +1,8 @@
-"""Last-layer dropout with shifted masks (fig:last_layer_dropout)."""
+"""Last-layer dropout (fig:last_layer_dropout).
+
+Frozen masks N(p, 1−p²) on the inputs of the last layer, γ=M; a colour for each p, a row for each
+width of the network. Dashed: one network and separate ones, at the best rate for one.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,11 @@ from functools import partial
 from embens import laws
 from embens.embedding.families import last_layer_dropout
 from embens.experiments import fair
-from embens.experiments.claims import Claim, Frame, Rows, bootstrap, judge, line, trend
+from embens.experiments.claims import Claim, Frame, Judge, Rows, growth_of_best, line, trend, where
 from embens.experiments.contract import CellBase, Row, product
-from embens.experiments.figure import LABELS, Figure, Panel, curves, shades
+from embens.experiments.figure import Figure, curves, panels, shades
 from embens.experiments.setting import Setting
 from embens.experiments.training import train
-
-LABEL = "fig:last_layer_dropout"
-TITLE = "Last-layer dropout"
-ABOUT = (
-    "Frozen masks N(p, 1−p²) on the inputs of the last layer, γ=M; a colour for each p, a row for "
-    "each width of the network. Dashed: one network and separate ones, at the best rate for one."
-)
-
 
 SHIFTS = {
     "quick": (0.0, 0.3, 0.6, 0.9),
@@ -54,25 +50,17 @@ def cells(setting: Setting) -> list[CellBase]:
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble."""
-    network, generator = cell.draw()
-    law = laws.Shifted(cell.p)
-    ensemble = last_layer_dropout(network, cell.members, law=law, generator=generator)
+    ensemble = cell.make(last_layer_dropout, law=laws.Shifted(cell.p))
     return train(ensemble, cell.setting, seed=cell.seed).evaluate()
 
 
-def _centred(rows: Rows) -> Rows:
-    return rows.where(p=0.0)
+_centred = where(p=0.0)
 
 
 def _inverted_u(rows: Rows) -> float:
     """Smaller of rise to the best M and fall to the largest, mean over widths."""
     widths = _centred(rows).by("width")
     return sum(mine.rise_and_fall("members") for _, mine in widths) / len(widths)
-
-
-def _growth_of_best(rows: Rows) -> float:
-    """Exponent of best M in width, mean over seeds."""
-    return _centred(rows).growth_of_best()
 
 
 def _gain(rows: Rows) -> float:
@@ -87,52 +75,47 @@ def _gain(rows: Rows) -> float:
 def _flattening(rows: Rows) -> float:
     """Slope in p of the range of accuracy over M."""
     means = rows.frame.groupby(["p", "width", "members"])["accuracy"].mean()
-    ranges = means.groupby(["p", "width"]).agg(["max", "min"])
-    ranges = (ranges["max"] - ranges["min"]).groupby("p").mean()
+    ranges = means.groupby(["p", "width"]).agg(lambda some: some.max() - some.min())
+    ranges = ranges.groupby("p").mean()
     return line(list(ranges.index), list(ranges))
 
 
 def _suffering(rows: Rows) -> float:
     """Slope of member accuracy per doubling of M, largest p less p=0."""
-    large, none = (
-        some.slope("members", "member_accuracy") for some in (rows.last("p"), _centred(rows))
-    )
-    return large - none
+    slope = partial(Rows.slope, x="members", y="member_accuracy")
+    return slope(rows.last("p")) - slope(_centred(rows))
 
 
 def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
-    test = partial(judge, table)
-    beside = partial(judge, table, draws=bootstrap(table))
+    test = Judge(table)
+    alike = trend(lambda t: t.between("members", 4), "correlation", "p", log_x=False)
     return [
-        beside("inverted U", _inverted_u, above=0.0).says(
-            "at p=0 ensemble accuracy rises with M and falls again",
-            paper="a clear maximum at some M > 1",
+        test(_inverted_u, above=0.0, jumps=True).says(
+            "at p=0 ensemble accuracy rises with M and falls again", "a clear maximum at some M > 1"
         ),
-        test("best M grows with width", _growth_of_best, above=0.0).says(
+        test(growth_of_best(_centred), above=0.0).says(
             "at p=0 the best M moves right with width",
-            paper="width moves the point of optimal performance to the right",
+            "width moves the point of optimal performance to the right",
         ),
-        test("wider, less correlated", trend(_centred, "correlation", "width"), below=0.0).says(
+        test(trend(_centred, "correlation", "width"), below=0.0).says(
             "at p=0 wider networks have less correlated members",
-            paper="correlation is lower for the wider network",
+            "correlation is lower for the wider network",
         ),
-        beside("wider, smaller gain", _gain, below=0.0).says(
+        test(_gain, below=0.0, jumps=True).says(
             "at p=0 the relative gain of ensembling is smaller in wider networks",
-            paper="relative gain is lower for wider networks",
+            "relative gain is lower for wider networks",
         ),
-        beside("curves flatten", _flattening, below=0.0).says(
-            "curves flatten as p grows", paper="increasing p flattens all curves"
+        test(_flattening, below=0.0, jumps=True).says(
+            "curves flatten as p grows", "increasing p flattens all curves"
         ),
-        test("members stop suffering", _suffering, above=0.0).says(
+        test(_suffering, above=0.0).says(
             "at large p members suffer less from M than at p=0",
-            paper="no detrimental effect on individual accuracy",
+            "no detrimental effect on individual accuracy",
         ),
-        test(
-            "correlation grows with p",
-            trend(lambda t: t.between("members", 4), "correlation", "p", log_x=False),
-            above=0.0,
-        ).says("correlation grows with p", paper="mean correlation increases with p"),
+        test(alike, above=0.0).says(
+            "correlation grows with p", "mean correlation increases with p"
+        ),
         *fair.claims(table, lambda t: _centred(t).last("width")),
     ]
 
@@ -140,13 +123,12 @@ def claims(table: Frame) -> list[Claim]:
 def plot(table: Frame) -> Figure:
     """Return a row of panels for each width."""
     draw = partial(curves, x="members", by="p", label="p={}", colours=shades(table["p"].dropna()))
-    panels = [
-        Panel(
-            *(f"width ×{width:g}", "members M", label),
-            [*draw(rows, y=column), *fair.lines(rows, column, width=width)],
-            x_log=2,
-        )
-        for width, rows in table.groupby("width")
-        for column, label in LABELS.items()
-    ]
-    return Figure(TITLE, panels, columns=3)
+    found = []
+    for width, rows in table.groupby("width"):
+        titles = {
+            "accuracy": f"width ×{width:g}: a best M at small p?",
+            "member_accuracy": f"width ×{width:g}: what M costs a member",
+            "correlation": f"width ×{width:g}: members alike at large p",
+        }
+        found += panels(fair.beside(partial(draw, rows), rows, width=width), titles)
+    return Figure(found, columns=3)

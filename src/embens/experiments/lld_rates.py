@@ -1,4 +1,8 @@
-"""Last-layer dropout over a grid of rates (fig:dropout_last).
+"""Last-layer dropout and the learning rate (fig:dropout_last).
+
+Frozen masks N(0, 1) on the inputs of the last layer, γ=M, with the rate η(M) chosen in five ways,
+on the mean over seeds; right, γ(M)/M = η(M)/η(1). Black and grey: one network and separate ones, at
+the best rate for one network.
 
 A way to choose the rate η(M) amounts to a gradient scale γ(M) = M η(M) / η(1). Ensembles with
 modulations at all layers, at the preset's rate, are there to compare the gain with.
@@ -13,19 +17,12 @@ from functools import partial
 
 from embens.embedding.families import embed, last_layer_dropout
 from embens.experiments import fair
-from embens.experiments.claims import Claim, Frame, Missing, Rows, bootstrap, judge
+from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows
 from embens.experiments.contract import CellBase, Row, product
-from embens.experiments.figure import Curve, Figure, Panel, against_members
+from embens.experiments.figure import Curve, Figure, Panel, panels
 from embens.experiments.setting import Setting
 from embens.experiments.training import train
 
-LABEL = "fig:dropout_last"
-TITLE = "Last-layer dropout and the learning rate"
-ABOUT = (
-    "Frozen masks N(0, 1) on the inputs of the last layer, γ=M, with the rate η(M) chosen in five "
-    "ways, on the mean over seeds; right, γ(M)/M = η(M)/η(1). Black and grey: one network and "
-    "separate ones, at the best rate for one network."
-)
 BASIC = 0.01
 EPOCH = 10  # of the early criterion
 CHOICES = {
@@ -67,9 +64,7 @@ def cells(setting: Setting) -> list[CellBase]:
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble at one rate."""
-    network, generator = cell.draw()
-    make = last_layer_dropout if cell.family == "lld" else embed
-    ensemble = make(network, cell.members, generator=generator)
+    ensemble = cell.make(last_layer_dropout if cell.family == "lld" else embed)
     training = train(ensemble, cell.setting, seed=cell.seed, lr=cell.lr)
     early = min(EPOCH, cell.setting.epochs)
     loss = training.trace[early - 1]["loss"] if len(training.trace) >= early else math.inf
@@ -131,12 +126,8 @@ def _gain(values: Frame) -> float:
     return float(values.max() - values[1])
 
 
-def _inverted_u(rows: Rows) -> float:
-    values = _chosen(rows, "best test")
-    return float(values.max() - max(values.iloc[0], values.iloc[-1]))
-
-
 def _less_than_best(rows: Rows, name: str) -> float:
+    """Difference of accuracies, mean over M."""
     found = (_chosen(rows, "best test") - _chosen(rows, name)).dropna()
     if not len(found):
         raise Missing(f"members with both best test and {name}")
@@ -145,69 +136,72 @@ def _less_than_best(rows: Rows, name: str) -> float:
 
 def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
-    test = partial(judge, table, draws=bootstrap(table))  # all of them choose a rate
+    test = partial(Judge(table), jumps=True)  # all of them choose a rate
+
+    def inverted_u(rows: Rows) -> float:
+        """Smaller of rise to the best M and fall to the largest."""
+        values = _chosen(rows, "best test")
+        return float(values.max() - max(values.iloc[0], values.iloc[-1]))
+
+    def less_gain(rows: Rows) -> float:
+        """Difference of gains over M=1."""
+        return _gain(_all_layers(rows)) - _gain(_chosen(rows, "best test"))
+
     moderate = [
-        test(f"γ≈M ({name})", partial(_correction, name=name), below=1.0).says(
+        test(partial(_correction, name=name), below=1.0).says(
             f"|log(γ(M)/M)| < log 3 for M < 50, with {name}",
-            paper="moderate corrections, |log(γ(M)/M)| < log 3",
+            "moderate corrections, |log(γ(M)/M)| < log 3",
         )
         for name in ("best test", "best train", "best loss at epoch 10")
     ]
     return [
         *moderate,
-        test("inverted U", _inverted_u, above=0.0).says(
+        test(inverted_u, above=0.0).says(
             "ensemble accuracy at the best rate rises with M and falls again",
-            paper="an optimal number of models",
-            measure="smaller of rise to the best M and fall to the largest",
+            "an optimal number of models",
         ),
-        test(
-            "best M", lambda t: float(_chosen(t, "best test").idxmax()), above=4.0, below=25.0
-        ).says(
-            "the best number of members is near 10", paper="M≈10", measure="best M at the best rate"
+        test(lambda t: float(_chosen(t, "best test").idxmax()), above=4.0, below=25.0).says(
+            "the best number of members is near 10", "M≈10", "best M at the best rate"
         ),
-        test(
-            "smaller gain than all layers",
-            lambda t: _gain(_all_layers(t)) - _gain(_chosen(t, "best test")),
-            above=0.0,
-        ).says(
-            "the gain is smaller than with modulations at all layers",
-            paper="2 % against 5 %",
-            measure="difference of gains over M=1",
+        test(less_gain, above=0.0).says(
+            "the gain is smaller than with modulations at all layers", "2 % against 5 %"
         ),
-        test("tuning helps", partial(_less_than_best, name="constant .01"), above=0.005).says(
-            "a tuned rate is clearly (0.5 %) better than 0.01",
-            paper="significant increase of accuracy",
-            measure="difference of accuracies, mean over M",
+        test(partial(_less_than_best, name="constant .01"), above=0.005).says(
+            "a tuned rate is clearly (0.5 %) better than 0.01", "significant increase of accuracy"
         ),
-        test("one rate for all", partial(_less_than_best, name="best test, M=1"), below=0.01).says(
+        test(partial(_less_than_best, name="best test, M=1"), below=0.01).says(
             "the rate tuned for a single model is almost (to 1 %) as good as the best",
-            paper="almost optimal performance",
-            measure="difference of accuracies, mean over M",
+            "almost optimal performance",
         ),
     ]
 
 
 def plot(table: Frame) -> Figure:
     """Return the measures for each way to choose the rate, and the gradient scale."""
-    rows = choose(Rows(table))
+    rows, most = choose(Rows(table)), table["members"].max()
     chosen = {name: rows[rows["choice"] == name] for name in CHOICES}
 
-    def curve(name: str, values: Frame, colour: str, style: str = "line") -> Curve:
-        return Curve(name, [*map(float, values.index)], [*map(float, values)], [], colour, style)
+    def curve(name: str, values: Frame, colour: str) -> Curve:
+        x, y = [*map(float, values.index)], [*map(float, values)]
+        ends = "diverges beyond" if x and x[-1] < most else ""
+        return Curve(name, x, y, [], colour, ends=ends)
 
-    panels = against_members(
-        lambda column: [
-            *(curve(k, chosen[k][column], colour) for k, colour in CHOICES.items()),
-            *fair.lines(table, column),
-        ],
-        ("accuracy", "member_accuracy", "member_train_accuracy"),
-    )
+    def draw(column: str) -> list[Curve]:
+        own = [curve(k, chosen[k][column], colour) for k, colour in CHOICES.items()]
+        return [*own, *fair.lines(table, column)]
+
+    titles = {
+        "accuracy": "is there a best M at the best rate?",
+        "member_accuracy": "what M costs a member",
+        "member_train_accuracy": "do members still fit the train data?",
+    }
+    found = panels(draw, titles)
     if "all" in set(table["family"]):
-        panels[0].curves.append(curve("all layers", _all_layers(Rows(table)), "#7f7f7f", "dash"))
+        found[0].curves.append(curve("all layers", _all_layers(Rows(table)), "#ff7f0e"))
     scales = [
         curve(name, mine["lr"] / mine["lr"][1], CHOICES[name])
         for name, mine in chosen.items()
         if 1 in mine.index
     ]
-    panels.append(Panel("gradient scale", "members M", "γ(M)/M", scales, x_log=2, y_log=10))
-    return Figure(TITLE, panels)
+    scale = Panel("does the best γ stay near M?", "members M", "γ(M)/M", scales, 2, 10)
+    return Figure([*found, scale])

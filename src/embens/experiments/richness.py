@@ -1,12 +1,15 @@
-r"""Coupling and feature learning, taken apart (ours; the paper's limit has no feature learning).
+r"""Coupling and feature learning (ours: feature learning).
 
-Outputs are counted from their initial values and scaled, :math:`\alpha (f - f_0)`: the larger the
-scale α, the less weights have to move to fit the data, down to the lazy training of the limit. The
-coupling of members at initialisation depends on p and the width, and not on α. A run is
-measured whenever the members' train loss has fallen to one of a few values, so that what is
-compared has the same train loss. Separate networks, trained in the same way, say how alike members
-are that share nothing: with correlation :math:`\rho_s` the collective part is
-:math:`c = (\rho - \rho_s) / (1 - \rho_s)`.
+Modulations N(p, 1−p²), four members, outputs α(f−f₀) with a scale α that makes training lazy
+(large) or rich (small), measured at the same train losses. The collective part is the correlation
+above that of separate networks, as a part of what is left to 1.
+
+The larger the scale α, the less weights have to move to fit the data, down to the lazy training of
+the limit, which has no feature learning. The coupling of members at initialisation depends on p and
+the width, and not on α. A run is measured whenever the members' train loss has fallen to one of a
+few values, so that what is compared has the same train loss. Separate networks, trained in the same
+way, say how alike members are that share nothing: with correlation :math:`\rho_s` the collective
+part is :math:`c = (\rho - \rho_s) / (1 - \rho_s)`.
 """
 
 from __future__ import annotations
@@ -23,20 +26,13 @@ from torch import Tensor, nn
 from embens import laws, metrics
 from embens.embedding.families import embed, independent
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Missing, Rows, bootstrap, judge
+from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows
 from embens.experiments.contract import CellBase, Row, product
 from embens.experiments.figure import Figure, Panel, curves, shades
 from embens.experiments.setting import Setting, data_set
 from embens.experiments.training import run, score
 from embens.finite import ntk
 
-LABEL = "ours: feature learning"
-TITLE = "Coupling and feature learning"
-ABOUT = (
-    "Modulations N(p, 1−p²), four members, outputs α(f−f₀) with a scale α that makes training lazy "
-    "(large) or rich (small), measured at the same train losses. The collective part is the "
-    "correlation above that of separate networks, as a part of what is left to 1."
-)
 SHIFTS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
 WIDTHS = {"quick": (2.0, 4.0, 8.0), "cpu": (0.5, 1.0, 2.0), "paper": (0.25, 0.5, 1.0)}
 SCALES = (0.5, 2.0, 8.0)
@@ -73,8 +69,8 @@ def measure(cell: Cell) -> list[Row]:
     setting, data = cell.setting, data_set(cell.setting)
     network, generator = cell.draw()
     law = laws.Shifted(cell.p)
-    make = partial(embed, pre=law, post=law) if cell.family == "embedded" else independent
-    ensemble = make(network, cell.members, generator=generator)
+    family = partial(embed, pre=law, post=law) if cell.family == "embedded" else independent
+    ensemble = family(network, cell.members, generator=generator)
     (inputs, target), unseen = data.train, data.test.inputs
     first, first_unseen = run(ensemble, inputs), run(ensemble, unseen)
     features, coupling = features_of(ensemble, unseen), measured_coupling(ensemble, inputs[:12])
@@ -193,29 +189,28 @@ def _lazy(rows: Rows) -> float:
 
 def claims(table: Frame) -> list[Claim]:
     """Return what decides whether the transition can be known before training."""
-    test, part = partial(judge, table), "collective part"
+    test, part = Judge(table), {"c": "collective part", "change": "change"}
     slopes = (
         ("change", "scale", "features change less the larger the scale of outputs"),
         ("c", "scale", "at one coupling and train loss, who learns features is more alike"),
         ("c", "loss", "members grow more alike while they are trained"),
         ("c", "width", "at the same scale, members of wider networks are less alike"),
     )
+    found = [
+        test(partial(_slope, y=y, x=x), below=0.0).says(
+            statement, measure=f"slope of {part[y]} per doubling of {x}, p ≥ 0.9"
+        )
+        for y, x, statement in slopes
+    ]
     return [
-        *(
-            test(f"{y} against {x}", partial(_slope, y=y, x=x), below=0.0).says(
-                statement,
-                paper="–",
-                measure=f"slope of {part if y == 'c' else y} per doubling of {x}, p ≥ 0.9",
-            )
-            for y, x, statement in slopes
-        ),
-        test("known before training", _unknown, below=0.03, draws=bootstrap(table)).says(
+        *found,
+        test(_unknown, below=0.03, jumps=True).says(
             "the law and the width decide where the transition is (to 0.03 in p)",
-            paper="the law of modulations decides",
+            "the law of modulations decides",
         ),
-        test("lazy and wide: the limit", _lazy, above=0.95).says(
+        test(_lazy, above=0.95).says(
             "lazy members of the widest networks are apart up to p=0.95 (the limit: about 0.99)",
-            paper="dynamics are those of the limit",
+            "dynamics are those of the limit",
         ),
     ]
 
@@ -225,11 +220,11 @@ def plot(table: Frame) -> Figure:
     last = Rows(with_collective_part(Rows(table))).first("loss").frame
     draw = partial(curves, x="p", by="scale", label="α={}", colours=shades(table["scale"]))
     panels = [
-        Panel(f"{title}, width ×{width:g}", "shift p", label, draw(some, y=column))
-        for column, title, label in (
-            ("c", "how alike", "collective part c"),
-            ("change", "feature learning", "change of features"),
+        Panel(f"{see}, width ×{width:g}", "shift p", label, draw(some, y=column))
+        for column, see, label in (
+            ("c", "rich members are more alike?", "collective part c"),
+            ("change", "the dial: lazy features stay", "change of features"),
         )
         for width, some in last.groupby("width")
     ]
-    return Figure(TITLE, panels, columns=max(1, last["width"].nunique()))
+    return Figure(panels, columns=max(1, last["width"].nunique()))

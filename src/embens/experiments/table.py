@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from embens.experiments import contract
-from embens.experiments.claims import Claim, Frame
+from embens.experiments.claims import Claim, Frame, plain
 from embens.experiments.figure import draw
 from embens.experiments.job import code_version
 from embens.experiments.results import Record, Results
 from embens.experiments.setting import Setting
-from embens.files import checksum, seal, write_atomically
+from embens.files import checksum, seal, unseal, write_atomically
 
 
 def tidy(results: Results, name: str, setting: Setting) -> Frame:
@@ -73,8 +73,6 @@ def write(
 
     Returns the claims. ``table`` is as :func:`tidy` gives it, ``seconds`` what the run took.
     """
-    experiment = contract.load(name)
-    claims, figure = experiment.claims(table), experiment.plot(table)
     mine = records(results, name, setting)
     manifest = {
         "experiment": name,
@@ -88,40 +86,57 @@ def write(
         "cells": sum("rows" in r for r in mine),
         "failed": sum("error" in r for r in mine),
         "cell_seconds": round(sum(r["seconds"] for r in mine), 1),
-        "label": experiment.LABEL,
-        "title": experiment.TITLE,
-        "about": experiment.ABOUT,
         "run_seconds": seconds and round(seconds, 1),
     }
-    texts = {
-        "table.csv": table.to_csv(index=False, float_format="%.6g"),
-        "claims.json": json.dumps([claim.to_dict() for claim in claims], indent=1),
-        "figure.json": json.dumps(figure.to_dict()),
-    }
-    manifest["files"] = {file: checksum(text, {}) for file, text in texts.items()}
+    text = table.to_csv(index=False, float_format="%.6g")
+    return _write(results.folder, manifest, table, {"table.csv": text})
+
+
+def redraw(folder: Path) -> list[Claim]:
+    """Judge and draw a table that was written before, with the claims and figures of today.
+
+    The table stays as it is, and so does what the manifest says of its measurement.
+    """
+    import pandas
+
+    manifest = unseal("manifest.json", json.loads((folder / "manifest.json").read_bytes()))
+    table = pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
+    return _write(folder, manifest, table, {"table.csv": (folder / "table.csv").read_text()})
+
+
+def _write(
+    folder: Path, manifest: dict[str, Any], table: Frame, texts: dict[str, str]
+) -> list[Claim]:
+    experiment = contract.load(manifest["experiment"])
+    words = contract.describe(experiment.__doc__)
+    claims = experiment.claims(table)
+    figure = dataclasses.replace(experiment.plot(table), title=words["title"])
+    texts["claims.json"] = json.dumps([claim.to_dict() for claim in claims], indent=1)
+    texts["figure.json"] = json.dumps(plain(dataclasses.asdict(figure)))
+    manifest |= {**words, "files": {file: checksum(text, {}) for file, text in texts.items()}}
     texts["manifest.json"] = json.dumps(seal(manifest), indent=1)
     for file, text in texts.items():
-        write_atomically(results.folder / file, text)
-    draw(figure, results.folder / "figure.png")
+        write_atomically(folder / file, text)
+    draw(figure, folder / "figure.png")
     return claims
 
 
 def commit() -> str | None:
     """Return the commit of the code, marked if it was changed since; None if it is installed."""
-    here = Path(__file__).parent
+    here = Path(__file__)
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=here.parent, capture_output=True, text=True, check=True, timeout=20
+        )
+        return done.stdout.strip()
+
     try:
-        _git(here, "ls-files", "--error-unmatch", Path(__file__).name)
-        found = _git(here, "rev-parse", "--short=12", "HEAD")
-        return found + ("+changes" if _git(here.parent, "status", "--porcelain", ".") else "")
+        git("ls-files", "--error-unmatch", here.name)
+        changed = git("status", "--porcelain", "..")
+        return git("rev-parse", "--short=12", "HEAD") + "+changes" * bool(changed)
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=20
-    ).stdout.strip()
 
 
 def versions() -> dict[str, str]:
@@ -139,19 +154,11 @@ def machine() -> dict[str, Any]:
     """Return what the machine is, without its name."""
     import torch
 
-    found: dict[str, Any] = {
-        "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-    }
-    if torch.cuda.is_available():
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return found
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
+    processor = platform.processor()
+    with contextlib.suppress(OSError, IndexError):
+        named = Path("/proc/cpuinfo").read_text().split("model name", 1)[1]
+        processor = named.partition("\n")[0].strip("\t :")
+    system = f"{platform.system()} {platform.machine()}"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found = {"system": system, "processor": processor, "cores": os.cpu_count()}
+    return found | ({"gpus": gpus} if gpus else {})

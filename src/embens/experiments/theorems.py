@@ -1,19 +1,23 @@
-"""The theorems at finite width (Theorems 1 and 2, assumptions A1 to A3).
+"""The theorems at finite width (Theorems 1 and 2, A1–A3).
 
-Perceptrons in the NTK parametrization, in four parts. *Kernels*: the empirical covariance and
-tangent kernel, within and between members, against their limits; and for which laws the part
-between members vanishes. *Outputs*: how far from Gaussian they are. *Training*: how much the
-tangent kernel changes in gradient descent on the squared loss, and how well the limit predicts each
-network's outputs from its own initial ones. *Classification*: whether target-class components of
-the kernel rule the late stages of training on cross-entropy, as the paper argues.
+Perceptrons in the NTK parametrization against their infinite-width limit, as the width grows:
+errors of kernels, coupling of members, kurtosis of outputs, change of the kernel in training, and
+the limit's predictions of trained outputs.
+
+*Kernels*: the empirical covariance and tangent kernel, within and between members, against their
+limits; and for which laws the part between members vanishes. *Outputs*: how far from Gaussian they
+are. *Training*: how much the tangent kernel changes in gradient descent on the squared loss, and
+how well the limit predicts each network's outputs from its own initial ones. *Classification*:
+whether target-class components of the kernel rule the late stages of training on cross-entropy, as
+the paper argues.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,21 +25,14 @@ from torch import Tensor
 from embens import laws, networks
 from embens.embedding.families import embed
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Rows, judge, trend
+from embens.experiments.claims import Claim, Frame, Judge, Rows, Some, trend, where
 from embens.experiments.contract import CellBase, Row, batch_ensemble, product
-from embens.experiments.figure import Figure, Panel, curves
+from embens.experiments.figure import Figure, Panel, curves, panels, shades
 from embens.experiments.setting import Setting, data_set
 from embens.experiments.training import train
 from embens.finite import nngp, ntk, ntk_drift
 from embens.theory import gradient_descent, kernels
 
-LABEL = "Theorems 1 and 2, A1–A3"
-TITLE = "The theorems at finite width"
-ABOUT = (
-    "Perceptrons in the NTK parametrization against their infinite-width limit, as the width "
-    "grows: errors of kernels, coupling of members, kurtosis of outputs, change of the kernel in "
-    "training, and the limit's predictions of trained outputs."
-)
 CENTRED, SHIFTED = laws.Normal(), laws.Shifted(0.9)
 LAWS = {
     "centred": (CENTRED, CENTRED, CENTRED),
@@ -85,13 +82,15 @@ def cells(setting: Setting) -> list[Cell]:
     return found
 
 
-def measure(cell: Cell) -> list[Row]:
+def measure(cell: Cell) -> Row | list[Row]:
     """Measure one part."""
-    if cell.part == "kernels":
-        return [_measure_kernels(cell)]
-    if cell.part == "outputs":
-        return [_measure_outputs(cell)]
-    return (_measure_training if cell.part == "training" else _measure_classification)(cell)
+    parts = {
+        "kernels": _measure_kernels,
+        "outputs": _measure_outputs,
+        "training": _measure_training,
+        "classification": _measure_classification,
+    }
+    return parts[cell.part](cell)
 
 
 def _ensemble(
@@ -201,52 +200,46 @@ def _target_part(ensemble: EmbeddedEnsemble, x: Tensor, y: Tensor) -> float:
     return float(part / (whole.same + whole.individual).double().sum())
 
 
-def _kernels(rows: Rows, case: str) -> Rows:
-    return rows.where(part="kernels", case=case)
-
-
 def _late(rows: Rows) -> Rows:
     return rows.where(part="training").last("step")
 
 
 def _not_uniform(rows: Rows) -> float:
+    """Log of the ratio of the change at the last step to the first."""
     early = rows.where(part="training").first("step")
     return math.log(_late(rows).mean("drift") / early.mean("drift"))
 
 
-def _target_class(rows: Rows, stage: float) -> float:
-    return rows.where(part="classification", stage=stage).mean("target_part")
+def _target_class(rows: Rows) -> float:
+    """Their part in the change of the loss, late less early."""
+    late, early = (rows.where(part="classification", stage=stage) for stage in (1.0, 0.0))
+    return late.mean("target_part") - early.mean("target_part")
 
 
 def claims(table: Frame) -> list[Claim]:
     """Return what the theorems and assumptions say."""
-    test = partial(judge, table)
+    test = Judge(table)
 
-    def exponent(
-        name: str, column: str, rows: Callable[[Rows], Rows], low: float, high: float
-    ) -> Claim:
-        return test(name, trend(rows, column, "units", log_y=True), above=low, below=high)
+    def exponent(rows: Some, column: str, low: float, high: float) -> Claim:
+        return test(trend(rows, column, "units", log_y=True), above=low, below=high)
 
-    found = [
-        exponent(f"{case}: {column}", column, partial(_kernels, case=case), -1.5, -0.5).says(
+    def coupling(rows: Rows, case: str) -> float:
+        """Cross relative to same, at the largest width."""
+        return rows.where(part="kernels", case=case).last("units").mean("ntk_coupling")
+
+    errors = [
+        exponent(where(part="kernels", case=case), column, -1.5, -0.5).says(
             f"{case}: the squared error of the {text} falls as 1/width",
-            paper="kernels converge to their limit",
-            measure="exponent of the relative mean square error in the width",
+            "kernels converge to their limit",
+            "exponent of the relative mean square error in the width",
         )
         for case in ("centred", "shifted")
         for column, text in ERRORS.items()
     ]
     vanishes, stays = (-0.02, 0.02), (0.02, math.inf)
-    found += [
-        test(
-            f"cross: {case}",
-            lambda t, case=case: _kernels(t, case).last("units").mean("ntk_coupling"),
-            above=low,
-            below=high,
-        ).says(
-            f"the tangent kernel between members {text}",
-            paper="zero if and only if E[u^L]=0",
-            measure="cross relative to same, at the largest width",
+    between = [
+        test(partial(coupling, case=case), above=low, below=high).says(
+            f"the tangent kernel between members {text}", "zero if and only if E[u^L]=0"
         )
         for case, (low, high), text in (
             ("centred", vanishes, "vanishes if all modulations are centred"),
@@ -256,64 +249,62 @@ def claims(table: Frame) -> list[Claim]:
         )
     ]
     return [
-        *found,
-        exponent("A1", "kurtosis", partial(Rows.where, part="outputs"), -1.6, -0.5).says(
-            "outputs become Gaussian: excess kurtosis falls as 1/width",
-            paper="outputs are Gaussian in the limit",
-            measure="exponent of the excess kurtosis in the width",
+        *(*errors, *between),
+        exponent(where(part="outputs"), "kurtosis", -1.6, -0.5).says(
+            "outputs become Gaussian: excess kurtosis falls as 1/width (A1)",
+            "outputs are Gaussian in the limit",
         ),
-        exponent("A3", "drift", _late, -1.3, -0.5).says(
-            "the change of the tangent kernel in training falls as 1/width",
-            paper="deviation bounded as O(1/N)",
-            measure="exponent of |ΔΘ|/|Θ| at the last step in the width",
+        exponent(_late, "drift", -1.3, -0.5).says(
+            "the change of the tangent kernel in training falls as 1/width (A3)",
+            "deviation bounded as O(1/N)",
+            "exponent of |ΔΘ|/|Θ| at the last step in the width",
         ),
-        test("A3 is not uniform", _not_uniform, above=0.0).says(
-            "the change grows with time",
-            paper="the bound is not uniform in time",
-            measure="log of the ratio of the change at the last step to the first",
+        test(_not_uniform, above=0.0).says(
+            "the change grows with time", "the bound is not uniform in time"
         ),
-        exponent("predictions", "prediction_error", _late, -math.inf, -0.25).says(
+        exponent(_late, "prediction_error", -math.inf, -0.25).says(
             "the limit predicts trained outputs better as the width grows",
-            paper="the dynamics are those of the limit",
-            measure="exponent of the relative error at the last step in the width",
+            "the dynamics are those of the limit",
+            "exponent of the relative error at the last step in the width",
         ),
-        test(
-            "target class", lambda t: _target_class(t, 1.0) - _target_class(t, 0.0), above=0.0
-        ).says(
+        test(_target_class, above=0.0).says(
             "target-class components matter more late in training than at first",
-            paper="they dominate in the late stages if classes are many",
-            measure="their part in the change of the loss, late less early",
+            "they dominate in the late stages if classes are many",
         ),
     ]
 
 
 def plot(table: Frame) -> Figure:
     """Return errors, coupling, kurtosis, drift and predictions against width."""
-    rows, outputs, training, classification = (
+    rows, outputs, training, late = (
         table[table["part"] == part]
         for part in ("kernels", "outputs", "training", "classification")
     )
-    errors = zip(ERRORS, ("#1f77b4", "#17becf", "#d62728", "#ff7f0e"), strict=True)
-    colours = {column.replace("_", " "): colour for column, colour in errors}
-    panels = []
+    paints = ("#1f77b4", "#17becf", "#d62728", "#ff7f0e")
+    colours: dict[Any, str] = dict(zip(ERRORS.values(), paints, strict=True))
+    found = []
     for case in ("centred", "shifted"):
-        each = rows[rows["case"] == case].rename(columns=lambda name: name.replace("_", " "))
+        each = rows[rows["case"] == case].rename(columns=ERRORS)
         each = each.melt(["units", "seed"], list(colours), "kernel", "error")
-        found = curves(each, "units", "error", by="kernel", colours=colours)
-        title = f"errors of kernels, {case}"
-        panels.append(Panel(title, "units", "relative mean square error", found, 10, 10))
-    coupling = curves(rows, "units", "ntk_coupling", by="case")
-    coupling += curves(
-        *(rows, "units", "ntk_coupling_limit"), by="case", label="{}, limit", style="dash"
-    )
-    panels.append(Panel("between members", "units", "cross/same", coupling, 10))
-    found = curves(outputs, "units", "kurtosis", label="kurtosis")
-    panels.append(Panel("A1", "units", "excess kurtosis", found, 10, 10))
-    for column, title in (("drift", "A3: change of the kernel"), ("prediction_error", "trained")):
-        found = curves(training, "units", column, by="step", label="step {}")
-        panels.append(Panel(title, "units", column.replace("_", " "), found, 10, 10))
-    found = curves(
-        *(classification, "stage", "target_part"), label="target class", colours="#9467bd"
-    )
-    panels.append(Panel("cross-entropy", "0: start, 1: end", "part of target classes", found))
-    return Figure(TITLE, panels, columns=4)
+        errors = curves(each, "units", "error", by="kernel", colours=colours)
+        title = f"{case}: kernels near their limit"
+        found.append(Panel(title, "units", "relative mean square error", errors, 10, 10))
+    paints = ("#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22")
+    cases: dict[Any, str] = dict(zip(LAWS, paints, strict=True))
+    by_case = partial(curves, rows, "units", by="case", colours=cases)
+    both = [
+        *by_case("ntk_coupling"),
+        *by_case("ntk_coupling_limit", label="{}, limit", style="dash"),
+    ]
+    found.append(Panel("apart only if u^L is centred", "units", "cross/same", both, 10))
+    drawn = curves(outputs, "units", "kurtosis", label="excess kurtosis", colours="#000000")
+    found.append(Panel("outputs become Gaussian (A1)", "units", "excess kurtosis", drawn, 10, 10))
+    by_step = partial(curves, training, "units", by="step", label="step {}", colours=shades(STEPS))
+    titles = {
+        "drift": "the kernel moves less the wider (A3)",
+        "prediction_error": "the limit predicts trained outputs",
+    }
+    found += panels(lambda y: by_step(y=y), titles, "units", x_log=10, y_log=10)
+    part = curves(late, "stage", "target_part", label="target class", colours="#7f7f7f")
+    see = "target classes matter more late?"
+    return Figure([*found, Panel(see, "0: start, 1: end", "part of the change of the loss", part)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from embens import metrics
 from embens.data import DataSet
@@ -38,7 +38,7 @@ class Training:
             "member_train_accuracy": float(metrics.member_accuracy(fitted, target).mean()),
             "train_accuracy": float(metrics.ensemble_accuracy(fitted, target)),
             "train_loss": float(metrics.member_nll(fitted, target).mean()),
-            "parameters": float(sum(p.numel() for p in self.ensemble.parameters())),
+            "parameters": float(count_parameters(self.ensemble)),
             "diverged": float(self.diverged),
         }
 
@@ -107,3 +107,8 @@ def score(outputs: Tensor, target: Tensor) -> Row:
         "correlation": correlation,
         "nll": float(metrics.nll(outputs, target)),
     }
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Return how many numbers a module trains."""
+    return sum(p.numel() for p in module.parameters())

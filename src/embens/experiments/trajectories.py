@@ -1,4 +1,8 @@
-"""Learning curves of members for several M (fig:trajectories_log).
+"""Learning curves of members (fig:trajectories_log).
+
+Loss on the train data (mean over members and over the steps of an epoch) against epochs,
+modulations N(0, 1); a curve for each M. Left γ=1, centre γ=M, right γ=M at 4× width; below, test
+accuracy of members.
 
 In the independent regime a member of an infinitely wide ensemble learns as if it were alone, if
 γ = M. With γ = 1 it learns M times more slowly. At finite width curves coincide at first, and for
@@ -12,19 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from embens.embedding.families import embed
-from embens.experiments.claims import Claim, Frame, Missing, Rows, bootstrap, judge, line
+from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows, line
 from embens.experiments.contract import MEMBERS, CellBase, Row
-from embens.experiments.figure import Figure, Panel, curves, shades
+from embens.experiments.figure import Figure, curves, panels, shades
 from embens.experiments.setting import Setting
 from embens.experiments.training import train
 
-LABEL = "fig:trajectories_log"
-TITLE = "Learning curves of members"
-ABOUT = (
-    "Loss on the train data (mean over members and over the steps of an epoch) against epochs, "
-    "modulations N(0, 1); a curve for each M. Left γ=1, centre γ=M, right γ=M at 4× width; below, "
-    "test accuracy of members."
-)
 SCHEMES = (("1", 1.0), ("M", 1.0), ("M", 4.0))
 APART = 0.2  # relative difference of losses at which curves are apart
 
@@ -49,11 +46,8 @@ def cells(setting: Setting) -> list[Cell]:
 
 def measure(cell: Cell) -> list[Row]:
     """Train one ensemble; return a row for each epoch."""
-    network, generator = cell.draw()
-    ensemble = embed(network, cell.members, generator=generator)
-    gamma = float(cell.members) if cell.gamma == "M" else 1.0
-    training = train(ensemble, cell.setting, seed=cell.seed, gamma=gamma, test_each_epoch=True)
-    return training.trace
+    gamma, ensemble = float(cell.members) if cell.gamma == "M" else 1.0, cell.make(embed)
+    return train(ensemble, cell.setting, seed=cell.seed, gamma=gamma, test_each_epoch=True).trace
 
 
 def _losses(rows: Rows) -> Frame:
@@ -101,34 +95,32 @@ def _longer(rows: Rows) -> float:
 
 def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
-    test = partial(judge, table, draws=bootstrap(table))
+    test = partial(Judge(table), jumps=True)
     return [
-        test("curves coincide", partial(_slowdown, gamma="M"), above=-0.2, below=0.2).says(
+        test(partial(_slowdown, gamma="M"), above=-0.2, below=0.2).says(
             "with γ=M members learn as fast whatever M is (exponent 0, to 0.2)",
-            paper="almost identical in the early epochs for all M",
+            "almost identical in the early epochs for all M",
         ),
-        test("γ=1 slows down", partial(_slowdown, gamma="1"), above=0.2).says(
+        test(partial(_slowdown, gamma="1"), above=0.2).says(
             "with γ=1 they learn more slowly the more there are (exponent above 0.2)",
-            paper="γ=1 trains more slowly the more members there are",
+            "γ=1 trains more slowly the more members there are",
         ),
-        test("longer at 4× width", _longer, above=0.0).says(
+        test(_longer, above=0.0).says(
             "curves coincide for longer in the wider network",
-            paper="the time of independent training increases with width",
+            "the time of independent training increases with width",
         ),
     ]
 
 
 def plot(table: Frame) -> Figure:
     """Return the paper's three panels, and the same for test accuracy."""
-    colours = shades(table["members"])
-    panels = []
-    for column, label, log in (
-        ("loss", "member loss, train", 10),
-        ("member_accuracy", "member accuracy, test", 0),
-    ):
-        for gamma, width in SCHEMES:
+    colours, found = shades(table["members"]), []
+    losses = ("slower with M", "together at first?", "together for longer?")
+    accuracies = ("later with M", "as good at first?", "as good for longer?")
+    for column, log, see in (("loss", 10, losses), ("member_accuracy", 0, accuracies)):
+        for (gamma, width), text in zip(SCHEMES, see, strict=True):
             rows = table[(table["gamma"] == gamma) & (table["width"] == width)]
-            found = curves(rows, "epoch", column, by="members", label="M={}", colours=colours)
-            title = f"γ={gamma}, width ×{width:g}"
-            panels.append(Panel(title, "epoch", label, found, x_log=10, y_log=log))
-    return Figure(TITLE, panels, columns=3)
+            draw = partial(curves, rows, "epoch", by="members", label="M={}", colours=colours)
+            title = {column: f"γ={gamma}, width ×{width:g}: {text}"}
+            found += panels(partial(draw, ends="diverged"), title, "epoch", x_log=10, y_log=log)
+    return Figure(found, columns=3)

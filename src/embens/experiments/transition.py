@@ -1,10 +1,15 @@
-"""Transition between the independent and the collective regime (fig:shifting_modulations).
+"""From the independent to the collective regime (fig:shifting_modulations).
 
-All modulations are N(p, 1 − p²), γ(M) = M. The paper sees two groups of curves, apart already at
-p = 0.55 and 0.65. Here the transition is where it is measured: the p at which the correlation of
-members is half-way from its value at p = 0 to 1, which it has at p = 1, where members are the same
-model. The same cells with γ = 1 at large p check the paper's explanation of why members get better
-with M there: γ = M raises the effective rate.
+Modulations N(p, 1−p²) at all hidden sites, γ=M, against the number of members M; a curve for each
+p. Black and grey: one network and separate ones, at the best rate for one network. Beside them,
+against p: the correlation, and the coupling of the infinitely wide ensemble's kernels, which
+changes smoothly.
+
+The paper sees two groups of curves, apart already at p = 0.55 and 0.65. Here the transition is
+where it is measured: the p at which the correlation of members is half-way from its value at p = 0
+to 1, which it has at p = 1, where members are the same model. The same cells with γ = 1 at large p
+check the paper's explanation of why members get better with M there: γ = M raises the effective
+rate.
 """
 
 from __future__ import annotations
@@ -17,22 +22,15 @@ from functools import partial
 from embens import laws
 from embens.embedding.families import embed
 from embens.experiments import fair
-from embens.experiments.claims import Claim, Frame, Missing, Rows, bootstrap, judge, trend
+from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows, inverted_u, trend
 from embens.experiments.contract import CellBase, Row, product
-from embens.experiments.figure import Figure, Panel, against_members, curves, shades
+from embens.experiments.figure import Figure, Panel, curves, panels, shades
 from embens.experiments.setting import Setting, data_set
 from embens.experiments.training import train
 from embens.theory import regime
 
-LABEL = "fig:shifting_modulations"
-TITLE = "From the independent to the collective regime"
-ABOUT = (
-    "Modulations N(p, 1−p²) at all hidden sites, γ=M, against the number of members M; a curve for "
-    "each p. Black and grey: one network and separate ones, at the best rate for one network. "
-    "Beside them, against p: the correlation, and the coupling of the infinitely wide ensemble's "
-    "kernels, which changes smoothly."
-)
 NEAR = 0.1  # distance from the transition in p
+FIT = "member_train_accuracy"
 
 SHIFTS = {
     "quick": (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0),
@@ -69,9 +67,8 @@ def cells(setting: Setting) -> list[CellBase]:
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble."""
-    network, generator = cell.draw()
     law = laws.Shifted(cell.p)
-    ensemble = embed(network, cell.members, pre=law, post=law, generator=generator)
+    ensemble = cell.make(embed, pre=law, post=law)
     coupling = math.nan
     if cell.members == 2 and cell.gamma == "M":  # it depends on p alone
         inputs = data_set(cell.setting).train.inputs[:8]
@@ -85,14 +82,6 @@ def _scaled(rows: Rows) -> Rows:
     return rows.where(gamma="M")
 
 
-def _below(rows: Rows) -> Rows:
-    return _scaled(rows).between("p", high=halfway(rows))
-
-
-def _above(rows: Rows) -> Rows:
-    return _scaled(rows).between("p", halfway(rows), 0.999)  # at p=1 all members are one model
-
-
 def _several(rows: Rows) -> Rows:
     return rows.between("members", 4)
 
@@ -103,24 +92,20 @@ def halfway(rows: Rows) -> float:
     return _several(_scaled(rows)).halfway("p", "correlation")
 
 
-def _near(rows: Rows) -> tuple[float, float]:
+def _below(rows: Rows) -> Rows:
+    return _scaled(rows).between("p", high=halfway(rows))
+
+
+def _above(rows: Rows) -> Rows:
+    return _scaled(rows).between("p", halfway(rows), 0.999)  # at p=1 all members are one model
+
+
+def _growth(rows: Rows, distance: float) -> float:
+    """Return the part of the growth of correlation up to a distance from the transition in p."""
     import numpy
 
-    middle = halfway(rows)
     growth = _several(_scaled(rows)).growth("p", "correlation")
-    low, high = numpy.interp([middle - NEAR, middle + NEAR], *growth)
-    return float(low), float(high)
-
-
-def _sharpness(rows: Rows) -> float:
-    """Part of the growth of correlation that lies within 0.1 of the transition in p."""
-    low, high = _near(rows)
-    return high - low
-
-
-def _early_growth(rows: Rows) -> float:
-    """Part of the growth of correlation up to 0.1 before the transition."""
-    return _near(rows)[0]
+    return float(numpy.interp(halfway(rows) + distance, *growth))
 
 
 def _around_the_best(rows: Rows) -> Rows:
@@ -130,43 +115,21 @@ def _around_the_best(rows: Rows) -> Rows:
     return rows
 
 
-def _inverted_u(rows: Rows) -> float:
-    """Smaller of rise to the best M and fall to the largest."""
-    return _around_the_best(rows).rise_and_fall("members")
-
-
-def _best(rows: Rows) -> float:
-    """Best M of the mean over seeds and p."""
-    return _around_the_best(rows).best("members")
-
-
-def _least_fit(rows: Rows) -> float:
-    """Lowest member train accuracy over M."""
-    return min(_above(rows).curve("members", "member_train_accuracy")[1])
-
-
 def _effect_of_gamma(rows: Rows) -> float:
     """Difference of slopes of member accuracy per doubling of M."""
-    shifts = sorted(rows.where(gamma="1")["p"].unique())
-    both = rows.where(p=shifts).between("members", 2)
+    both = rows.where(p=sorted(rows.where(gamma="1")["p"].unique())).between("members", 2)
     scaled, plain = (both.where(gamma=gamma) for gamma in ("M", "1"))
     return scaled.slope("members", "member_accuracy") - plain.slope("members", "member_accuracy")
 
 
-def _smaller_gap(rows: Rows) -> float:
-    """Gap between members' train and test accuracy, above less below (M ≥ 4)."""
-    gaps = [
-        several.mean("member_train_accuracy") - several.mean("member_accuracy")
-        for several in (_several(_above(rows)), _several(_below(rows)))
-    ]
-    return gaps[0] - gaps[1]
+def _gap(rows: Rows) -> float:
+    return _several(rows).mean(FIT) - _several(rows).mean("member_accuracy")
 
 
 def _switch(rows: Rows) -> float:
     """Part of the way from p=0 to p=1 that the p nearest to the transition moves past M=10."""
-    middle = halfway(rows)
     shifts = [float(p) for p in _scaled(rows)["p"].unique()]
-    nearest = _scaled(rows).where(p=min(shifts, key=lambda p: abs(p - middle)))
+    nearest = _scaled(rows).where(p=min(shifts, key=lambda p: abs(p - halfway(rows))))
     few, many = (nearest.between("members", *ends) for ends in ((2, 7), (11, math.inf)))
     start = _several(_scaled(rows)).where(p=0.0).mean("correlation")
     return (many.mean("correlation") - few.mean("correlation")) / (1 - start)
@@ -174,67 +137,63 @@ def _switch(rows: Rows) -> float:
 
 def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure, and how fair lines compare."""
-    test = partial(judge, table)
-    beside = partial(
-        judge, table, draws=bootstrap(table)
-    )  # which p's are above depends on where it is
+    test = Judge(table)
+    beside = partial(test, jumps=True)  # which p's are above depends on where it is
+    correlation = trend(lambda t: _several(_above(t)), "correlation", "p", log_x=False)
     return [
-        test("transition point", halfway, above=0.5, below=0.7).says(
-            "the two groups of curves part near p=0.6", paper="transition at p≈0.6"
+        test(halfway, above=0.5, below=0.7).says(
+            "the two groups of curves part near p=0.6", "transition at p≈0.6"
         ),
-        test("sharpness", _sharpness, above=0.5).says(
+        test(lambda t: _growth(t, NEAR) - _growth(t, -NEAR), above=0.5).says(
             "most of the change happens near the transition, wherever it is",
-            paper="p=0.55 and p=0.65 already show the behaviour of their regimes",
+            "p=0.55 and p=0.65 already show the behaviour of their regimes",
+            "part of the growth of correlation that lies within 0.1 of the transition in p",
         ),
-        test("constant correlation below", _early_growth, below=0.25).says(
+        test(lambda t: _growth(t, -NEAR), below=0.25).says(
             "below the transition correlation hardly depends on p",
-            paper="almost constant for the whole range of p in the independent regime",
+            "almost constant for the whole range of p in the independent regime",
+            "part of the growth of correlation up to 0.1 before the transition",
         ),
-        beside(
-            "correlation grows above",
-            trend(lambda t: _several(_above(t)), "correlation", "p", log_x=False),
-            above=0.0,
-        ).says(
-            "above the transition correlation grows with p",
-            paper="grows with p in the collective regime",
+        beside(correlation, above=0.0).says(
+            "above the transition correlation grows with p", "grows with p in the collective regime"
         ),
-        beside("inverted U below", _inverted_u, above=0.0).says(
-            "below, ensemble accuracy rises with M and falls again",
-            paper="a distinctive inverted U",
+        beside(inverted_u(_around_the_best), above=0.0).says(
+            "below, ensemble accuracy rises with M and falls again", "a distinctive inverted U"
         ),
-        beside("best M below", _best, above=3.5, below=14.0).says(
-            "the best number of members is near 7", paper="best accuracy at M=7"
+        beside(lambda t: _around_the_best(t).best("members"), above=3.5, below=14.0).says(
+            "the best number of members is near 7",
+            "best accuracy at M=7",
+            "best M of the mean over seeds and p",
         ),
-        beside("accuracy grows above", trend(_above, "accuracy"), above=0.0).says(
-            "above, ensemble accuracy grows with M", paper="monotonically grows on average"
+        beside(trend(_above, "accuracy"), above=0.0).says(
+            "above, ensemble accuracy grows with M", "monotonically grows on average"
         ),
-        beside("train accuracy maximal above", _least_fit, above=0.98).says(
+        beside(lambda t: min(_above(t).curve("members", FIT)[1]), above=0.98).says(
             "above, members fit the train data whatever M is",
-            paper="maximal for all sizes in the collective regime",
+            "maximal for all sizes in the collective regime",
+            "lowest member train accuracy over M",
         ),
-        beside(
-            "train accuracy falls below", trend(_below, "member_train_accuracy"), below=0.0
-        ).says(
-            "below, member train accuracy falls with M",
-            paper="decreases monotonically and significantly",
+        beside(trend(_below, FIT), below=0.0).says(
+            "below, member train accuracy falls with M", "decreases monotonically and significantly"
         ),
-        beside("member accuracy rises above", trend(_above, "member_accuracy"), above=0.0).says(
-            "above, member test accuracy rises with M", paper="increases in the collective regime"
+        beside(trend(_above, "member_accuracy"), above=0.0).says(
+            "above, member test accuracy rises with M", "increases in the collective regime"
         ),
-        test("the rise is due to γ", _effect_of_gamma, above=0.0).says(
+        test(_effect_of_gamma, above=0.0).says(
             "above, members gain more from M with γ=M than with γ=1",
-            paper="an artifact of γ=M, an effectively higher rate",
+            "an artifact of γ=M, an effectively higher rate",
         ),
-        beside("member accuracy falls below", trend(_below, "member_accuracy"), below=0.0).says(
-            "below, member test accuracy falls with M", paper="decreases in the independent regime"
+        beside(trend(_below, "member_accuracy"), below=0.0).says(
+            "below, member test accuracy falls with M", "decreases in the independent regime"
         ),
-        beside("smaller gap below", _smaller_gap, above=0.0).says(
+        beside(lambda t: _gap(_above(t)) - _gap(_below(t)), above=0.0).says(
             "the gap between train and test accuracy of members is smaller below",
-            paper="small difference between train and test accuracy in the independent regime",
+            "small difference between train and test accuracy in the independent regime",
+            "gap between members' train and test accuracy, above less below (M ≥ 4)",
         ),
-        beside("switch with M", _switch, above=0.5).says(
+        beside(_switch, above=0.5).says(
             "at the transition the regime changes with M, near M=10",
-            paper="at the transition point it is driven by M and happens at M≈10",
+            "at the transition point it is driven by M and happens at M≈10",
         ),
         *fair.claims(table, _below),
     ]
@@ -243,18 +202,19 @@ def claims(table: Frame) -> list[Claim]:
 def plot(table: Frame) -> Figure:
     """Return the paper's four panels, and one against p."""
     rows, slow = (table[table["gamma"] == gamma] for gamma in ("M", "1"))
-    colours = shades(table["p"].dropna())
-    by_shift = partial(curves, x="members", by="p", colours=colours)
-    panels = against_members(
-        lambda column: [*by_shift(rows, y=column, label="p={}"), *fair.lines(table, column)]
-    )
-    panels[1].curves.extend(by_shift(slow, y="member_accuracy", label="γ=1, p={}", style="dash"))
-    some = {2: "#c6a500", 8: "#e07b00", 32: "#a02c00"}
-    found = [
+    by_shift = partial(curves, x="members", by="p", colours=shades(table["p"].dropna()))
+    titles = {
+        "accuracy": "small p: a best M? large p: growth?",
+        "member_accuracy": "members: who loses and who gains with M",
+        FIT: "small p: too many members no longer fit",
+        "correlation": "two groups of curves: apart, and alike",
+    }
+    found = panels(fair.beside(partial(by_shift, rows, label="p={}"), table), titles)
+    found[1].curves.extend(by_shift(slow, y="member_accuracy", label="γ=1, p={}", style="dash"))
+    some, limit = {2: "#c6a500", 8: "#e07b00", 32: "#a02c00"}, "coupling in the limit"
+    against = [
         *curves(rows, "p", "correlation", by="members", label="M={}", colours=some),
-        *curves(
-            *(rows, "p", "coupling"), label="coupling in the limit", colours="#333333", style="dash"
-        ),
+        *curves(rows, "p", "coupling", label=limit, colours="#333333", style="dash"),
     ]
-    panels.append(Panel("against p", "shift p", "correlation, coupling", found))
-    return Figure(TITLE, panels, columns=3)
+    where_apart = "where members become alike; the limit is smooth"
+    return Figure([*found, Panel(where_apart, "shift p", "correlation, coupling", against)], 3)

@@ -1,28 +1,23 @@
 """Width of the reference network (fig:many_widths).
 
-Embedded ensembles in the independent regime against ordinary independent ensembles.
+Modulations N(0, 1), γ=M, against M; a curve for each relative width. Dashed: separate networks at
+the best rate for one. The last panel has all against their number of parameters.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from embens.embedding.families import embed
 from embens.experiments import fair, transition
-from embens.experiments.claims import Claim, Frame, Missing, Rows, bootstrap, judge
+from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows, growth_of_best
 from embens.experiments.contract import CellBase, Row, product
-from embens.experiments.figure import MEASURES, Curve, Figure, Panel, curves, shades
+from embens.experiments.figure import Curve, Figure, Panel, curves, panels, shades
 from embens.experiments.setting import Setting
 from embens.experiments.training import train
 
-LABEL = "fig:many_widths"
-TITLE = "Width of the reference network"
-ABOUT = (
-    "Modulations N(0, 1), γ=M, against M; a curve for each relative width. Dashed: separate "
-    "networks at the best rate for one. The last panel has all against their number of parameters."
-)
 WIDTHS = {
     "quick": (0.5, 1.0, 2.0, 4.0),
     "cpu": (0.5, 1.0, 2.0),
@@ -46,20 +41,7 @@ def cells(setting: Setting) -> list[CellBase]:
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble."""
-    network, generator = cell.draw()
-    ensemble = embed(network, cell.members, generator=generator)
-    return train(ensemble, cell.setting, seed=cell.seed).evaluate()
-
-
-def _inner_best(rows: Rows) -> float:
-    """Accuracy at the best M less that at the largest."""
-    _, values = fair.without(rows).first("width").curve("members", "accuracy")
-    return max(values) - values[-1]
-
-
-def _growth_of_best(rows: Rows) -> float:
-    """Exponent of best M in width, mean over seeds."""
-    return fair.without(rows).growth_of_best()
+    return train(cell.make(embed), cell.setting, seed=cell.seed).evaluate()
 
 
 def _advantage(rows: Rows) -> float:
@@ -86,20 +68,26 @@ def _advantage(rows: Rows) -> float:
 
 def claims(table: Frame) -> list[Claim]:
     """Return the paper's observations on this figure."""
-    test, draws = partial(judge, table), bootstrap(table)
+    test = Judge(table)
+
+    def fall(rows: Rows) -> float:
+        """Accuracy at the best M less that at the largest."""
+        _, values = fair.without(rows).first("width").curve("members", "accuracy")
+        return max(values) - values[-1]
+
     return [
-        test("best M grows with width", _growth_of_best, above=0.0).says(
+        test(growth_of_best(fair.without), above=0.0).says(
             "the best number of members grows with the width",
-            paper="the optimal size increases with the network width",
+            "the optimal size increases with the network width",
         ),
-        test("too many members hurt", _inner_best, above=0.0, draws=draws).says(
+        test(fall, above=0.0, jumps=True).says(
             "at the smallest width the largest M is worse than the best",
-            paper="an optimal number of models at finite width",
+            "an optimal number of models at finite width",
         ),
-        test("parameters", _advantage, above=-0.005, draws=draws).says(
+        test(_advantage, above=-0.005, jumps=True).says(
             "at equal numbers of parameters the best embedded ensemble is at least as "
             "good as separate networks at their best rate (to 0.5 %)",
-            paper="slightly outperforms at any fixed number of parameters",
+            "slightly outperforms at any fixed number of parameters",
         ),
         *fair.claims(table, lambda rows: fair.without(rows).last("width")),
     ]
@@ -107,20 +95,27 @@ def claims(table: Frame) -> list[Claim]:
 
 def plot(table: Frame) -> Figure:
     """Return the paper's four panels."""
-    colours = shades(table["width"], "plasma")
+    colours, most = shades(table["width"], "plasma"), fair.Fair.networks
 
     def both(x: str, y: str, style: str = "line") -> list[Curve]:
         draw = partial(curves, x=x, y=y, by="width", colours=colours)
+        ends = f"{most} were trained" if x == "members" else ""
+        separate = draw(fair.only(Rows(table)).frame, label="×{}, separate", style="dash")
         return [
             *draw(fair.without(Rows(table)).frame, label="×{}", style=style),
-            *draw(fair.only(Rows(table)).frame, label="×{}, separate", style="dash"),
+            *(replace(curve, ends=ends) for curve in separate),
         ]
 
-    panels = []
-    for letter, column in (("a", "accuracy"), ("b", "member_accuracy"), ("c", "correlation")):
-        title, label = MEASURES[column]
-        found = both("members", column)
-        panels.append(Panel(f"({letter}) {title}", "members M", label, found, x_log=2))
+    titles = {
+        "accuracy": "(a) does the best M grow with width?",
+        "member_accuracy": "(b) narrow members suffer most",
+        "correlation": "(c) wider members err more apart?",
+    }
     scatter = both("parameters", "accuracy", "points")
-    panels.append(Panel("(d) accuracy and size", "parameters", "accuracy", scatter, x_log=10))
-    return Figure(TITLE, panels)
+    size = "(d) who is better at equal parameters?"
+    return Figure(
+        [
+            *panels(partial(both, "members"), titles),
+            Panel(size, "parameters", "ensemble accuracy, test", scatter, 10),
+        ]
+    )
