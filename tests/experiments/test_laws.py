@@ -31,7 +31,7 @@ def rows(c, true, noise):
         "correlation": alike + noise(0.001),
         "disagreement": 0.1,
         "effective_width": 16 * c.width * share,
-        "forecast_correlation": alike + (0.02 if true else 0.3),
+        "forecast_correlation": alike + (0.005 if true else 0.3),
     }
 
 
