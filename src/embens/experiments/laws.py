@@ -3,7 +3,7 @@
 M members with modulations of several laws, for u and v or for one of them, against width. Centred
 laws have E u² = 1; mixed ones the mean √½ too. N(1, ½) has a standard deviation of ½ and so
 E u² = 5/4. Beside each, what was known before training: its coupling, its effective width, and the
-forecast of ``embens.forecast``.
+forecast of its members' correlation.
 
 Laws of equal mean and second moment have unequal tails, and some are initialisations that people
 use. In the limit only the two moments of u count; what tails cost at finite width is in
