@@ -9,6 +9,8 @@ DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own
+@pytest.mark.filterwarnings("ignore:.*many workers")
 @pytest.mark.parametrize("page", [name for name, path in PAGES.items() if blocks(path)])
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

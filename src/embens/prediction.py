@@ -11,7 +11,6 @@ members: if each gives a mean :math:`\mu_a` and a variance :math:`\sigma_a^2`, t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -107,20 +106,19 @@ class Prediction:
         """Entropy of the mean probability less the members' mean entropy: the epistemic part."""
         return metrics.mutual_information(self._outputs("mutual_information", "classification"))
 
-    # Decisions, mostly with the prediction of held-out rows and what happened there
+    # Decisions, by the prediction of held-out rows and what happened there
 
     def risk_coverage(self, target: Tensor, score: Score | None = None) -> uncertainty.RiskCoverage:
-        """Return the risk if the most certain rows alone are answered, by their share.
+        """Return the share of errors, or the squared error, if the most certain rows are answered.
 
-        The risk is the share of wrong classes, or the mean squared error. ``score`` is the
-        uncertainty to go by; None: that of :meth:`reject`.
+        ``score`` is the uncertainty to go by, as for :meth:`reject`.
         """
+        target = self._check(self, target)
         if self.task == "classification":
-            self._check_target("target", target)
-            losses = (self.probabilities.argmax(-1) != target.to(self.mean.device)).double()
+            losses = self.probabilities.argmax(-1) != target
         else:
-            losses = (self.mean - target.to(self.mean).view_as(self.mean)).square()
-        return uncertainty.risk_coverage(*(_rows(v) for v in (losses, self._scores(score))))
+            losses = (self.mean - target.view_as(self.mean)).square()
+        return uncertainty.risk_coverage(losses.flatten(), self._scores(score))
 
     def reject(self, fraction: float, score: Score | None = None) -> Bool[Tensor, " batch"]:
         """Return which rows are the least certain fraction, to be left to somebody else.
@@ -129,10 +127,9 @@ class Prediction:
         predicted one (:func:`embens.metrics.least_confidence`), or the variance.
         """
         check_number("fraction", fraction, "a number from 0 to 1", lambda f: 0 <= f <= 1)
-        scores = _rows(self._scores(score))
-        rejected = torch.zeros_like(scores, dtype=torch.bool)
-        rejected[scores.argsort(descending=True)[: round(fraction * len(scores))]] = True
-        return rejected
+        scores = self._scores(score)
+        worst = scores.argsort(descending=True)[: round(fraction * len(scores))]
+        return torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, worst, True)
 
     def flag(
         self, held_out: Prediction, rate: float = 0.05, score: Score | None = None
@@ -141,15 +138,16 @@ class Prediction:
 
         ``score`` is the uncertainty to go by; None: the entropy, or the variance.
         """
+        check_number("rate", rate, "a number between 0 and 1", lambda r: 0 < r < 1)
+        self._check(held_out)
         usual = metrics.predictive_entropy if self.task == "classification" else None
-        mine, others = (_rows(p._scores(score or usual)) for p in (self, self._like(held_out)))
-        return uncertainty.flag(mine, others, rate)
+        score = score or usual
+        return uncertainty.Flags(self._scores(score), held_out._scores(score), rate)
 
     def temperature(self, target: Int[Tensor, " batch"]) -> float:
         """Return what logits should be divided by, from the classes of held-out rows."""
         outputs = self._outputs("temperature", "classification")
-        self._check_target("target", target)
-        return uncertainty.best_temperature(outputs, target)
+        return uncertainty.best_temperature(outputs, self._check(self, target))
 
     def tempered(self, temperature: float) -> Prediction:
         """Return the prediction with logits divided by a temperature."""
@@ -163,9 +161,10 @@ class Prediction:
 
         ``target`` are the classes of held-out rows that neither training nor the temperature saw.
         """
-        self._like(held_out)._check_target("target", target)
-        both = self.probabilities, held_out.probabilities
-        return uncertainty.conformal_sets(*both, target, coverage)
+        target = self._check(held_out, target)
+        right = held_out.probabilities.gather(1, target[:, None]).squeeze(1)
+        threshold = -uncertainty.conformal_quantile(-right, coverage)  # 1 − p, without rounding
+        return uncertainty.ConformalSets(self.probabilities >= threshold, coverage, threshold)
 
     def conformal_intervals(
         self, held_out: Prediction, target: Tensor, coverage: float = 0.9
@@ -176,47 +175,51 @@ class Prediction:
         Of several outputs each has its own guarantee.
         """
         self._outputs("conformal_intervals", "regression", "gaussian")
-        self._like(held_out)._check_target("target", target)
-        target = target.to(held_out.mean).view_as(held_out.mean)
-        tiny = torch.finfo(self.mean.dtype).tiny
-        scores = (target - held_out.mean).abs() / held_out.variance.sqrt().clamp(min=tiny)
-        factors = [
-            uncertainty.conformal_quantile(column, coverage)
-            for column in scores.reshape(len(scores), -1).T
-        ]
+        error = self._check(held_out, target).view_as(held_out.mean) - held_out.mean
+        tiny = torch.finfo(error.dtype).tiny  # members may agree
+        scores = error.abs() / held_out.variance.sqrt().clamp(min=tiny)
+        columns = scores.reshape(len(scores), -1).T
+        factors = [uncertainty.conformal_quantile(column, coverage) for column in columns]
         half = self.mean.new_tensor(factors).view(self.mean.shape[1:]) * self.variance.sqrt()
         return torch.stack([self.mean - half, self.mean + half], -1)
 
-    def plot_reliability(self, target: Tensor, path: str | os.PathLike[str]) -> None:
-        """Draw accuracy against confidence."""
+    def plot_reliability(self, target: Tensor, path: uncertainty.File) -> None:
+        """Draw accuracy against confidence; the diagonal is calibrated."""
         outputs = self._outputs("plot_reliability", "classification")
-        uncertainty.plot_reliability(outputs, target, path)
+        found = metrics.reliability(outputs, target)
+        error = metrics.expected_calibration_error(outputs, target)
+        labels = {"xlabel": "confidence", "ylabel": "accuracy", "xlim": (0, 1), "ylim": (0, 1)}
+        title = f"expected calibration error {error:.3f}"
+        with uncertainty.picture(path, title=title, **labels) as axes:
+            axes.plot([0, 1], [0, 1], "k:")
+            axes.plot(found.confidence.tolist(), found.accuracy.tolist(), "o-")
 
-    def _scores(self, score: Score | None) -> Tensor:
+    def _scores(self, score: Score | None) -> Float[Tensor, " batch"]:
         if self.task == "classification":
-            outputs = self._outputs("an uncertainty", "classification")
-            return (score or metrics.least_confidence)(outputs)
-        return self.variance if score is None else score(self.members)
+            scores = (score or metrics.least_confidence)(self._outputs("scores", self.task))
+        else:
+            scores = self.variance if score is None else score(self.members)
+        if scores.numel() != len(self.mean):
+            raise ValueError(
+                f"expected one uncertainty for each row; got {tuple(scores.shape)}. Pass a score, or "
+                "take one output: Prediction(prediction.members[..., k], prediction.task)."
+            )
+        return scores.flatten()
 
-    def _like(self, held_out: Prediction) -> Prediction:
-        """Return a prediction of the same kind as this one."""
+    def _check(self, held_out: Prediction, target: Any = None) -> Any:
+        """Return the target of a prediction that is like this one, on its device."""
         if not isinstance(held_out, Prediction):
             raise TypeError(f"held_out: expected a Prediction; got {type(held_out).__name__}")
         mine, other = ((p.task, *p.mean.shape[1:]) for p in (self, held_out))
         if mine != other:
-            raise ValueError(
-                f"held_out: expected a prediction of the same ensemble and task, {mine}; got "
-                f"{other}"
-            )
-        return held_out
-
-    def _check_target(self, name: str, target: Tensor) -> None:
-        if not isinstance(target, Tensor) or len(target) != len(self.mean):
+            raise ValueError(f"held_out: expected a prediction like this, {mine}; got {other}")
+        if target is None:
+            return None
+        rows = len(held_out.mean)
+        if not isinstance(target, Tensor) or len(target) != rows:
             got = len(target) if isinstance(target, Tensor) else type(target).__name__
-            raise ValueError(
-                f"{name}: expected a tensor of {len(self.mean)} rows, one for each predicted; "
-                f"got {got}"
-            )
+            raise ValueError(f"target: expected a tensor of the {rows} rows predicted; got {got}")
+        return target.to(held_out.mean.device)
 
     def _outputs(self, name: str, *tasks: Task) -> Tensor:
         """Return the outputs for a value that is defined for these tasks."""
@@ -232,16 +235,6 @@ class Prediction:
             f"{name} is defined for {' and '.join(map(repr, tasks))}; this prediction is for "
             f"{self.task!r}. Pass task={tasks[-1]!r} to predict if that is what outputs are."
         )
-
-
-def _rows(values: Tensor) -> Tensor:
-    """Return one number for each row, or say that there are several."""
-    if values[0].numel() != 1:
-        raise ValueError(
-            f"expected one number for each row; got {tuple(values.shape)}. Of several outputs take "
-            "one, Prediction(prediction.members[..., k], prediction.task), or pass a score."
-        )
-    return values.flatten()
 
 
 @suggest()

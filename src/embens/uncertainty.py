@@ -14,17 +14,15 @@ al., 2019), from :math:`|y - \mu| / \sigma` intervals (Lei et al., 2018), from a
 flag of what is not like the rest.
 
 **Risk and coverage.** The mean loss of the rows that are kept if the least certain ones are not
-answered, by the share that is kept; the area under it is the mean over all shares (Geifman and
-El-Yaniv, 2017).
-
-:class:`embens.Prediction` has them as methods, estimators use them inside.
+answered, by the share that is kept (Geifman and El-Yaniv, 2017).
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +30,11 @@ import torch
 from torch import Tensor
 
 from embens import metrics
-from embens.checks import check_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
+File = str | os.PathLike[str]
 RANGE = (0.05, 20.0)  # temperatures that are tried
 ADDED = 30  # rows that are added where a factor of standard deviations is chosen
 
@@ -96,14 +94,24 @@ def least_rows(coverage: float) -> int:
     return math.ceil(coverage / (1 - coverage) - 1e-9)
 
 
+@contextmanager
+def picture(path: File, **labels: Any) -> Iterator[Any]:
+    """Draw on the axes that it gives, and write them to a file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5, 3.4), layout="constrained")
+    yield (axes := figure.subplots())
+    axes.set(**labels)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    figure.savefig(path, dpi=100)
+
+
 @dataclass(frozen=True)
 class RiskCoverage:
-    """The loss of the rows that are kept, by the share of rows that is; see :func:`risk_coverage`.
+    """The mean loss of the rows that are kept (``risk``), by their share (``coverage``).
 
-    Attributes:
-        coverage: shares that are kept, from ``1/n`` to 1.
-        risk: mean loss of these rows.
-        best: the same if rows were kept in the order of their losses.
+    ``best`` is the risk if rows were kept in the order of their losses.
     """
 
     coverage: Float[Tensor, " batch"]
@@ -120,18 +128,15 @@ class RiskCoverage:
         """What the area has more than the best order of rows would (E-AURC)."""
         return float((self.risk - self.best).mean())
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
+    def plot(self, path: File) -> None:
         """Draw both curves, and the risk of rows that are kept at random."""
-
-        def draw(axes: Any) -> None:
-            kept, risk, best = (v.tolist() for v in (self.coverage, self.risk, self.best))
-            axes.plot(kept, risk, label=f"least certain first, area {self.area:.3f}")
+        kept, risk, best = (v.tolist() for v in (self.coverage, self.risk, self.best))
+        with picture(
+            path, xlabel="share of rows that is kept", ylabel="mean loss of these"
+        ) as axes:
+            axes.plot(kept, risk, label=f"least certain left out, area {self.area:.3f}")
             axes.plot(kept, best, "k:", label=f"best order, {self.area - self.excess:.3f}")
             axes.axhline(risk[-1], color="grey", ls="--", label="at random")
-            axes.set(xlabel="share of rows that is kept", ylabel="mean loss of these", xlim=(0, 1))
-            axes.legend()
-
-        _picture(path, draw)
 
 
 def risk_coverage(losses: Float[Tensor, " batch"], scores: Float[Tensor, " batch"]) -> RiskCoverage:
@@ -142,13 +147,11 @@ def risk_coverage(losses: Float[Tensor, " batch"], scores: Float[Tensor, " batch
         >>> curve.risk.tolist(), round(curve.area, 3), round(curve.excess, 3)
         ([0.0, 0.5, 0.333...], 0.278, 0.167)
     """
-    losses, scores = losses.double(), scores.double()
-    _, group = scores.unique(return_inverse=True)  # ties have their mean loss
-    means = torch.zeros(int(group.max()) + 1).double().to(losses)
-    counts = torch.zeros_like(means).index_add_(0, group, torch.ones_like(losses))
-    means = means.index_add_(0, group, losses) / counts
+    losses, (_, group) = losses.double(), scores.unique(return_inverse=True)
+    sums = losses.new_zeros(2, int(group.max()) + 1)  # ties have their mean loss
+    sums.index_add_(1, group, torch.stack([losses, torch.ones_like(losses)]))
     kept = torch.arange(1, len(losses) + 1).to(losses)
-    expected = means[group[scores.argsort()]].cumsum(0) / kept
+    expected = (sums[0] / sums[1])[group[scores.argsort()]].cumsum(0) / kept
     return RiskCoverage(kept / len(losses), expected, losses.sort().values.cumsum(0) / kept)
 
 
@@ -157,38 +160,32 @@ class Flags:
     """Rows that are less certain than held-out ones almost ever are.
 
     Attributes:
-        flagged: which rows.
-        scores: their uncertainty; ``held_out``: that of rows that are as they should be.
-        threshold: above which a row is flagged.
+        scores: how uncertain rows are; ``held_out``: those that are as they should be.
         rate: of false alarms, at most.
     """
 
-    flagged: Bool[Tensor, " batch"]
     scores: Float[Tensor, " batch"]
     held_out: Float[Tensor, " row"]
-    threshold: float
     rate: float
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw how uncertain held-out rows and these are, and the threshold."""
+    @property
+    def threshold(self) -> float:
+        """The uncertainty above which a row is flagged."""
+        return conformal_quantile(self.held_out, 1 - self.rate)
 
-        def draw(axes: Any) -> None:
-            flagged = f"these, {self.flagged.float().mean():.0%} flagged"
+    @property
+    def flagged(self) -> Bool[Tensor, " batch"]:
+        """Which rows are."""
+        return self.scores > self.threshold
+
+    def plot(self, path: File) -> None:
+        """Draw how uncertain held-out rows and these are, and the threshold."""
+        flagged = f"these, {self.flagged.float().mean():.0%} flagged"
+        with picture(path, xlabel="uncertainty", ylabel="density") as axes:
             for label, scores in (("held out", self.held_out), (flagged, self.scores)):
                 axes.hist(scores.tolist(), bins=30, density=True, alpha=0.5, label=label)
             label = f"{self.rate:.0%} of false alarms"
             axes.axvline(self.threshold, color="k", ls="--", label=label)
-            axes.set(xlabel="uncertainty", ylabel="density")
-            axes.legend()
-
-        _picture(path, draw)
-
-
-def flag(scores: Tensor, held_out: Tensor, rate: float = 0.05) -> Flags:
-    """Flag scores above those of held-out rows, with at most this rate of false alarms."""
-    check_number("rate", rate, "a number between 0 and 1", lambda r: 0 < r < 1)
-    threshold = conformal_quantile(held_out, 1 - rate)
-    return Flags(scores > threshold, scores, held_out, threshold, rate)
 
 
 @dataclass(frozen=True)
@@ -197,7 +194,6 @@ class ConformalSets:
 
     Attributes:
         sets: which classes are in the set of each row; a row may have none, if it is like no other.
-        coverage: that was asked for.
         threshold: the probability that a class in a set has at least.
     """
 
@@ -214,47 +210,11 @@ class ConformalSets:
         """Return the share of rows whose class is in their set."""
         return float(self.sets.gather(1, target[:, None].to(self.sets.device)).double().mean())
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
+    def plot(self, path: File) -> None:
         """Draw how many rows have sets of which size."""
-
-        def draw(axes: Any) -> None:
-            counts = self.sizes.bincount(minlength=self.sets.shape[1] + 1) / len(self.sets)
-            axes.bar(range(len(counts)), counts.tolist())
-            title = f"{self.coverage:.0%} hold the true class"
-            axes.set(xlabel="classes in the set", ylabel="share of rows", title=title)
-
-        _picture(path, draw)
-
-
-def conformal_sets(
-    probabilities: Float[Tensor, "batch class"],
-    held_out: Float[Tensor, "row class"],
-    target: Tensor,
-    coverage: float = 0.9,
-) -> ConformalSets:
-    """Return sets of classes, from probabilities of held-out rows and their classes."""
-    right = held_out.gather(1, target[:, None].to(held_out.device)).squeeze(1)
-    threshold = -conformal_quantile(-right, coverage)  # the same order as 1 − p, without rounding
-    return ConformalSets(probabilities >= threshold, coverage, threshold)
-
-
-def plot_reliability(outputs: Tensor, target: Tensor, path: str | os.PathLike[str]) -> None:
-    """Draw accuracy against confidence; the diagonal is calibrated."""
-    found = metrics.reliability(outputs, target)
-    error = metrics.expected_calibration_error(outputs, target)
-
-    def draw(axes: Any) -> None:
-        axes.plot([0, 1], [0, 1], "k:")
-        axes.plot(found.confidence.tolist(), found.accuracy.tolist(), "o-")
-        title = f"expected calibration error {error:.3f}"
-        axes.set(xlabel="confidence", ylabel="accuracy", title=title, xlim=(0, 1), ylim=(0, 1))
-
-    _picture(path, draw)
-
-
-def _picture(path: str | os.PathLike[str], draw: Callable[[Any], None]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5, 3.4), layout="constrained")
-    draw(figure.subplots())
-    figure.savefig(path, dpi=100)
+        shares = self.sizes.bincount(minlength=self.sets.shape[1] + 1) / len(self.sets)
+        title = f"{self.coverage:.0%} hold the true class"
+        with picture(
+            path, xlabel="classes in the set", ylabel="share of rows", title=title
+        ) as axes:
+            axes.bar(range(len(shares)), shares.tolist())

@@ -41,21 +41,21 @@ def test_the_members_numbers_are_kept_and_join_the_trained_network_again(by, tmp
 def test_the_card_says_what_it_is_and_its_code_runs(tmp_path, monkeypatch):
     net = reference()
     ensemble = embens.adapt(net, 3)
-    ensemble.save_pretrained(tmp_path / "mine", results={"log loss": 0.12345}, about="For a test.")
+    ensemble.save_pretrained(tmp_path / "mine", results={"log loss": 0.12345})
     text = (tmp_path / "mine" / CARD).read_text()
     assert text.startswith("---\nlibrary_name: embens\ntags: [ensemble, uncertainty, adapt]\n---\n")
-    for part in ("3 members in one Sequential", "For a test.", "| log loss | 0.1235 |"):
+    for part in ("# 3 members in one Sequential\n", "| log loss | 0.12345 |", "own '4'"):
         assert part in text
     own, shared = (
         sum(p.numel() for p in parameters())
         for parameters in (ensemble.individual_parameters, ensemble.shared_parameters)
     )
     assert f"| {own:,} |" in text
-    assert f"| {shared:,}, in this folder |" in text
-    assert "modulations (Normal(mean=1.0, std=" in text
+    assert f"| {shared:,}, in the file |" in text
+    assert "Normal(mean=1.0, std=" in text
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
     monkeypatch.chdir(tmp_path)
-    names = {"inputs": torch.ones(2, 4), "net": net}
+    names = {"inputs": torch.ones(2, 4), "net": net, "folder": "mine"}
     exec(code.replace("reference = ...", "reference = net"), names)
     expected = embens.predict(ensemble, torch.ones(2, 4)).probabilities
     torch.testing.assert_close(names["prediction"].probabilities, expected)

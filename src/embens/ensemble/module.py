@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from embens.checks import Gamma, check_choice, check_number, check_whole, suggest
-from embens.ensemble import card, rates, storage
+from embens.ensemble import rates, storage
+from embens.ensemble.card import CARD, FILE, card
 from embens.ensemble.export import to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
@@ -454,23 +455,17 @@ class EmbeddedEnsemble(nn.Module):
         shared: bool | None = None,
         base: str = "",
         results: Mapping[str, float] | None = None,
-        about: str = "",
     ) -> None:
-        """Write a folder with the ensemble and a model card; ``embens.load(folder, reference)``.
+        """Write a folder with the ensemble and a model card, for ``embens.load(folder, …)``.
 
-        Args:
-            folder: made if it is not there.
-            shared: whether the file has the shared parameters; None: unless they were frozen.
-            base: where the reference comes from, such as its name on a hub.
-            results: numbers for the card, by name.
-            about: a paragraph for the card.
+        ``base`` says where the reference comes from, ``results`` are numbers for the card. The file
+        has the shared parameters if ``shared``; None: unless they were frozen.
         """
         shared = not self.plan.frozen if shared is None else shared
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self.save(Path(folder) / card.FILE, shared=shared)
-        known = getattr(getattr(self.network, "config", None), "_name_or_path", "")
-        facts = {"base": base or known, "results": results or {}, "about": about}
-        card.write_card(self, Path(folder), shared=shared, **facts)
+        base = base or getattr(getattr(self.network, "config", None), "_name_or_path", "")
+        (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
+        self.save(folder / FILE, shared=shared)
+        (folder / CARD).write_text(card(self, base, results or {}, shared))
 
     def state_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the shared parameters in the state, and everything else in it."""

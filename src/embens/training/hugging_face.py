@@ -1,9 +1,4 @@
-"""The ``Trainer`` of transformers, for ensembles; it is imported from here, by those who have it.
-
-It differs from theirs in what an ensemble needs: the objective is the sum over members, the
-optimizer has the ensemble's parameter groups, columns are those that the reference takes, and
-predictions are ``(row, member, class)``, because Trainer joins batches along the first axis.
-"""
+"""The ``Trainer`` of transformers, for ensembles; imported from here, by those who have it."""
 
 from __future__ import annotations
 
@@ -22,8 +17,9 @@ from embens.objective import logits_of, objective
 class EnsembleTrainer(Trainer):
     """A Trainer whose ``model`` is an ensemble; all else is as in transformers.
 
-    A ``compute_loss_func`` is a criterion of one member's outputs and the labels. Losses are sums
-    over members in training, and their mean in evaluation.
+    The loss is the sum over members in training, their mean in evaluation; a ``compute_loss_func``
+    is a criterion of one member's outputs and the labels. Groups of parameters are the ensemble's.
+    Predictions are ``(row, member, class)``: Trainer joins batches along the first axis.
     """
 
     loss_is_scaled_for_ga = False  # a mean over the rows of a batch
