@@ -201,8 +201,8 @@ class Prediction:
             scores = self.variance if score is None else score(self.members)
         if scores.numel() != len(self.mean):
             raise ValueError(
-                f"expected one uncertainty for each row; got {tuple(scores.shape)}. Pass a score, or "
-                "take one output: Prediction(prediction.members[..., k], prediction.task)."
+                f"expected one uncertainty for each row; got {tuple(scores.shape)}. Pass a score, "
+                "or take one output: Prediction(prediction.members[..., k], prediction.task)."
             )
         return scores.flatten()
 
