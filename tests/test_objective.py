@@ -620,3 +620,8 @@ class TestMomentsOfAllMembers:
         ensemble = embens.batch_ensemble(make_reference(), 3)
         with pytest.raises(ValueError, match="of='moments' needs batch='same'"):
             embens.fit(ensemble, (self.target, self.target), epochs=1, of="moments", batch="split")
+
+
+def test_a_criterion_that_returns_no_tensor_is_explained():
+    with pytest.raises(TypeError, match="expected a tensor.*got tuple"):
+        objective(torch.zeros(2, 3, 4), torch.arange(3), lambda o, t: (o, t))

@@ -147,7 +147,13 @@ def member_losses(
     pairs = ((_take(outputs, i), target if batch == "same" else _take(target, i)) for i in mine)
     if criterion is F.cross_entropy:
         return torch.cat([_cross_entropies(o[None], t) for o, t in pairs])
-    losses = (criterion(o, _aligned(criterion, o, t)) for o, t in pairs)
+    losses = [criterion(o, _aligned(criterion, o, t)) for o, t in pairs]
+    for loss in losses:
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                "criterion: expected a tensor, one member's loss or a vector of losses; got "
+                f"{type(loss).__name__}. Return the loss alone."
+            )
     return torch.stack([loss.mean() if loss.dim() else loss for loss in losses])
 
 

@@ -14,6 +14,7 @@ NETWORK = "mlp(inputs=64, width=8, depth=2, outputs=10)"
 def test_the_command_prints_text_or_numbers(capsys):
     pytest.importorskip("sklearn")
     arguments = ["advise", NETWORK, "--members", "2", "--epochs", "6", "--parameters", "1.5"]
+    arguments += ["--widths", "0.5", "1"]
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "embens." in text
@@ -21,6 +22,7 @@ def test_the_command_prints_text_or_numbers(capsys):
     assert main([*arguments, "--json"]) == 0
     proposals = json.loads(capsys.readouterr().out)
     assert all(p["cost"]["parameters"] <= 1.5 for p in proposals)
+    assert {p["width"] for p in proposals} <= {0.5, 1.0}
 
 
 def test_what_is_wrong_is_said_without_a_traceback(capsys):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from embens import laws, networks
-from embens.cli.specification import parse_law, parse_reference, read_data
+from embens.cli.specification import parse_law, parse_reference, parse_widths, read_data
 
 
 @pytest.mark.parametrize(
@@ -102,3 +102,11 @@ def test_data_are_digits_or_arrays_in_a_file(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=message):
             read_data(str(tmp_path / name), reference)
+
+
+def test_a_network_of_embens_has_a_width_and_a_users_own_has_none(tmp_path):
+    mlp, cnn = (parse_widths(text) for text in ("mlp(4, 6, 2, 3)", "cnn((8,), inputs=1, image=4)"))
+    assert [mlp(factor)[0].out_features for factor in (0.01, 0.5, 1.0, 2.0)] == [1, 3, 6, 12]
+    assert [cnn(factor)[0].out_channels for factor in (0.5, 2.0)] == [4, 16]
+    (tmp_path / "net.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 3)")
+    assert isinstance(parse_widths(f"{tmp_path}/net.py:build"), nn.Linear)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,17 @@ from embens.finite import forecasting
 from embens.finite.forecasting import Probe, carry, forecast, likeness
 
 ROOT = Path(__file__).parents[2]
-PROBE = Probe(0.3, 0.5, 0.4, 0.6, 0.65, 1.1, 1.0, steps=30, planned_steps=1000)
+ALONE = {
+    "accuracy": 0.65,
+    "nll": 1.0,
+    "train_nll": 0.9,
+    "early": 0.5,
+    "correlation": 0.5,
+    "alike": 0.6,
+    "disagreement": 0.3,
+    "more": 0.04,
+}
+PROBE = Probe(8, 10, 1000, 30.0, 0.08, 0.0, 1.0, 0.0, mine=ALONE | {"accuracy": 0.63}, alone=ALONE)
 ESTIMATES = (
     *("correlation", "separate_correlation", "disagreement", "member_accuracy", "accuracy", "nll"),
     *("reference_accuracy", "reference_nll", "separate_accuracy", "separate_nll", "gain"),
@@ -66,8 +73,9 @@ class TestForecast:
 
     def test_takes_few_of_the_steps(self):
         probe = forecast(mlp(), *task(1000), epochs=40, batch_size=32).probe
-        assert probe.planned_steps == 40 * 32
-        assert probe.steps <= 0.04 * probe.planned_steps
+        assert probe.steps == 40 * 32
+        counted = probe.done * (8 + forecasting.SEPARATE) / 8 / forecasting.SMALLER
+        assert counted <= 1.1 * forecasting.COST
 
     def test_knows_members_that_are_one_model(self):
         ensemble = embens.batch_ensemble(mlp(), 8, p=1.0, generator=seeded())
@@ -193,20 +201,30 @@ class TestLikeness:
         assert likeness(embens.independent(mlp(), 4)) == 0
 
 
-def test_the_coefficients_are_those_of_the_development():
-    if not (ROOT / "benchmarks" / "results" / "forecast" / "development.jsonl").exists():
-        pytest.skip("benchmarks are not part of a package")
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.forecast", "fix"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
-    assert len(lines) == 8
-    for line in lines:
-        name, weights, half = re.match(r"(\w+) = Form\(\((.*?),?\), ([\d.]+)\)", line).groups()
-        form = getattr(forecasting, name)
-        assert form.coefficients == pytest.approx([float(w) for w in weights.split(",")], abs=2e-3)
-        assert form.half == pytest.approx(float(half), abs=2e-3)
+class TestExperience:
+    def known(self, noise: float):
+        x = torch.linspace(-3, 3, 30, dtype=torch.float64)[:, None]
+        return forecasting.Experience(x, x.sin(), 1.0, noise), x
+
+    def test_without_noise_it_goes_through_what_it_knows(self):
+        known, x = self.known(1e-6)
+        means, _ = known.expect(x[::7])
+        torch.testing.assert_close(means, x[::7].sin(), atol=1e-3, rtol=0)
+        between = torch.tensor([[0.31]], dtype=torch.float64)
+        assert known.expect(between)[0].item() == pytest.approx(between.sin().item(), abs=0.02)
+
+    def test_is_less_sure_of_what_lies_apart(self):
+        known, x = self.known(0.1)
+        _, near = known.expect(x[15:16])
+        _, far = known.expect(torch.full((1, 1), 9.0, dtype=torch.float64))
+        assert far > near >= 0.1**0.5 * known.scale
+
+    def test_is_that_of_the_development(self, monkeypatch):
+        if not (ROOT / "benchmarks" / "results" / "forecast" / "development.jsonl").exists():
+            pytest.skip("benchmarks are not part of a package")
+        monkeypatch.syspath_prepend(str(ROOT))
+        from benchmarks import forecast as benchmark
+
+        stored = json.loads(forecasting.EXPERIENCE.read_text())
+        found = benchmark.known(ROOT / "benchmarks" / "results" / "forecast" / "development.jsonl")
+        assert json.loads(json.dumps(found)) == stored

@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 
 import embens
-from embens.finite.gradients import cosines, off_diagonal, shared_grams, total_gram
+from embens.finite.gradients import (
+    cosines,
+    member_gradients,
+    off_diagonal,
+    shared_grams,
+    total_gram,
+)
 from embens.finite.scaling import (
     fit_exponent,
     measure_cosine,
@@ -95,7 +101,8 @@ def test_cosines_fall_as_theory_says_in_total_and_layer_by_layer():
     for i, width in enumerate(widths):
         for seed in range(seeds):
             generator = torch.Generator().manual_seed(100 * width + seed)
-            grams = shared_grams(build(width, generator), X, Y, F.cross_entropy)
+            members = member_gradients(build(width, generator), X, Y, F.cross_entropy)
+            grams = shared_grams(members)
             grams["all"] = total_gram(grams, 6)
             for layer, gram in grams.items():
                 found[layer][i, seed] = off_diagonal(cosines(gram)).abs().mean()

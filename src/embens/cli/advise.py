@@ -7,11 +7,16 @@ import json
 import math
 from dataclasses import asdict
 
-from embens.cli.specification import NETWORK_HELP, parse_reference, read_training_data
+from embens.cli.specification import (
+    NETWORK_HELP,
+    parse_reference,
+    parse_widths,
+    read_training_data,
+)
 from embens.finite import advise
 
 _BUDGET = {"parameters": "numbers", "time": "a pass", "memory": "a step"}
-_PLAN = ("members", "epochs", "lr", "check")
+_PLAN = ("widths", "members", "epochs", "lr", "check")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("data", nargs="?", default="digits", help="digits (default), or an .npz file with x and y")
     for name, what in _BUDGET.items():
         add(f"--{name}", type=float, default=math.inf, help=f"{what}, in multiples of one network")
+    add(
+        "--widths", type=float, nargs="+", default=[1.0], help="relative ones, of mlp(…) and cnn(…)"
+    )
     add("--members", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers to choose from")
     add("--epochs", type=int, default=30, help="of the training that is planned (default 30)")
     add("--lr", type=float, default=0.01, help="its rate (default 0.01)")
@@ -32,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     """Run ``embens advise``; return its exit code."""
     reference, names = parse_reference(options.reference), (*_BUDGET, *_PLAN)
     given = {name: value for name, value in vars(options).items() if name in names}
-    proposals = advise(reference, *read_training_data(options.data, reference), **given)
+    data = read_training_data(options.data, reference)
+    proposals = advise(parse_widths(options.reference), *data, **given)
     if options.json:
         print(json.dumps([asdict(proposal) for proposal in proposals], indent=1))
     else:

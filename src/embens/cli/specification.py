@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -85,6 +86,26 @@ def parse_reference(text: str) -> nn.Module:
     if not isinstance(network, nn.Module):
         raise ValueError(f"{text} should return a torch.nn.Module; got {type(network).__name__}.")
     return network
+
+
+def parse_widths(text: str) -> nn.Module | Callable[[float], nn.Module]:
+    """Return a reference; of ``mlp(…)`` and ``cnn(…)``, which have a width, a function of it."""
+
+    def build(factor: float) -> nn.Module:
+        def scaled(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+            def call(*args: Any, **options: Any) -> nn.Module:
+                given = inspect.signature(make).bind(*args, **options)
+                given.apply_defaults()
+                width = factor * given.arguments["width"]
+                whole = isinstance(given.arguments["width"], int)
+                given.arguments["width"] = max(1, round(width)) if whole else width
+                return make(*given.args, **given.kwargs)
+
+            return call
+
+        return parse_call(text, {name: scaled(make) for name, make in NETWORKS.items()}, "network")
+
+    return parse_reference(text) if ":" in text else build
 
 
 def _module(place: str) -> Any:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from embens import laws, metrics
 from embens.checks import check_number, check_whole, suggest
 from embens.embedding import families
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.forecasting import Forecast, carry, forecast, take
+from embens.finite.diagnosis.measurement import kept_bytes, take
+from embens.finite.forecasting import Forecast, carry, forecast
 from embens.prediction import predict
 from embens.training import fit
 
@@ -35,6 +35,9 @@ FAMILIES: Mapping[str, Callable[..., EmbeddedEnsemble]] = {
         families.embed, pre=laws.Signs(0.0), post=None
     ),
     "masksembles({})": families.masksembles,
+    "embed({}, pre=None, post=laws.Disjoint())": partial(
+        families.embed, pre=None, post=laws.Disjoint()
+    ),
     "mc_dropout({})": families.mc_dropout,
     "last_layer_dropout({})": families.last_layer_dropout,
     "embed({}, pre=None, post=None, own='last')": partial(
@@ -174,14 +177,7 @@ def _loss(proposal: Proposal) -> float:
 
 def _count(ensemble: EmbeddedEnsemble, x: Any, unit: Cost | None = None) -> Cost:
     """Return what a training step takes, relative to a unit."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda t: t):
+    with FlopCounterMode(display=False) as counter, kept_bytes(ensemble) as kept:
         ensemble(x)
     numbers = sum(p.numel() for p in ensemble.parameters())
     cost = Cost(numbers, max(1, counter.get_total_flops()), max(1, sum(kept.values())))

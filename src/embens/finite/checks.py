@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.objective import logits_of
 
 NOT_FINITE = "expected finite numbers; got some that are infinite or NaN. Leave these samples out"
 
@@ -105,46 +104,8 @@ def _is_finite(values: Tensor) -> bool:
     return not values.is_floating_point() or bool(values.isfinite().all())
 
 
-def prepared(target: Any, criterion: Any) -> tuple[Any, Any]:
-    """Return classes and torch's cross-entropy in the forms that are checked and converted."""
-    classes = as_classes(target)
-    if criterion is F.cross_entropy and isinstance(classes, Tensor) and classes.dtype == torch.long:
-        return classes, cross_entropy
-    return target, criterion
-
-
 def as_classes(target: Any) -> Any:
-    """Return whole numbers as int64; others as they are."""
-    whole = isinstance(target, Tensor) and not target.is_floating_point()
-    return target.long() if whole and not target.is_complex() else target
-
-
-def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return the mean squared error of values in the outputs' shape, but for axes of length 1."""
-    outputs = logits_of(outputs)
-    if [n for n in outputs.shape if n > 1] != [n for n in target.shape if n > 1]:
-        raise ValueError(
-            f"target: expected values of the outputs' shape {tuple(outputs.shape)}; got "
-            f"{tuple(target.shape)}. Reshape it, or pass criterion=."
-        )
-    return F.mse_loss(outputs, target.reshape(outputs.shape).to(outputs.dtype))
-
-
-def cross_entropy(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return the cross-entropy of classes, which may have an axis of length 1 for them."""
-    outputs = logits_of(outputs)
-    expected = (outputs.shape[0], *outputs.shape[2:])
-    if outputs.dim() > 1 and target.shape == (expected[0], 1, *expected[1:]):
-        target = target.reshape(expected)
-    if outputs.dim() < 2 or target.shape != expected:
-        raise ValueError(
-            f"target: expected a class for each of the outputs {tuple(outputs.shape)}, so "
-            f"{expected}; got {tuple(target.shape)}. For regression give floats, or criterion=."
-        )
-    known = target[target != -100]  # what cross-entropy ignores
-    if len(known) and not 0 <= int(known.min()) <= int(known.max()) < outputs.shape[1]:
-        raise ValueError(
-            f"target: expected classes from 0 to {outputs.shape[1] - 1}, as there are outputs; got "
-            f"{int(known.min())} to {int(known.max())}. For regression give floats."
-        )
-    return F.cross_entropy(outputs, target)
+    """Return whole numbers as int64, without an axis of length 1 for them; others as they are."""
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
+        return target
+    return target.long().squeeze(1) if target.dim() > 1 else target.long()

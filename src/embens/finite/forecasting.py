@@ -1,75 +1,56 @@
 r"""``embens.forecast``: what an ensemble will be worth, before it is trained.
 
-A *probe* trains up to four members, and beside them two separate networks, for a small part of the
-planned steps on a small part of the rows, at a higher rate; the other rows are held out. Two
-numbers say how alike members will become: the correlation :math:`w` of their probabilities on those
-rows, within each class, and the *likeness* :math:`o`, the mean overlap of what two members feed to
-the shared layers, which the laws give (0 for separate networks). From these
-
-.. math::
-    \rho = c_0 + c_1 w + c_2 o + c_3 w o + c_4 a , \qquad
-    a_M - a_1 = c\, (1 - \rho)\, (1 - 1/M) , \qquad
-    \log \frac{\ell_M}{\ell_1} = -c' (1 - \rho)\, (1 - 1/M) ,
-
-with accuracies :math:`a` and log losses :math:`\ell` of :math:`M` members, and so on. Coefficients
-and the half widths of intervals were fixed on tasks made for it and judged on others: see
-``benchmarks/forecast.py``, and ``docs/how-to/is-my-ensemble-an-ensemble.md`` for the errors.
+A *probe* trains the ensemble, and beside it two separate networks, with half of the planned batch
+on two thirds of the rows, until :data:`COST` of the arithmetic of the planned training is spent.
+What it shows on the other rows (:class:`Probe`: how good and how alike members are, beside
+networks alone), what laws and plan say, and what became of some hundred ensembles that were probed
+and trained to their end (``experience.json``) give the forecast: a Gaussian process on the features
+of these, with one kernel for all quantities, so that forecasts add up as the quantities do.
+``benchmarks/forecast.py`` makes the table and judges forecasts on tasks that are not in it;
+``docs/how-to/is-my-ensemble-an-ensemble.md`` has the errors.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import statistics
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from embens import metrics
-from embens.checks import Gamma, check_members, check_number, check_whole, suggest
+from embens.checks import Gamma, check_members, check_number, check_whole, gradient_factor, suggest
 from embens.embedding.families import batch_ensemble, independent, join
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import MakeOptimizer
 from embens.ensemble.wrapping import without_members
 from embens.finite import checks
+from embens.finite.diagnosis.measurement import take
 from embens.finite.gradients import off_diagonal
 from embens.prediction import predict
+from embens.theory import effective_width
 from embens.theory.regime import Structure
 from embens.training import Divergence, fit
 
-PART = 0.1732  # of the epochs, and of the rows, that a probe takes: 3 % of the steps
-FASTER = 3.0  # times the planned rate
-MEMBERS, SEPARATE, HELD = 4, 2, 1000  # in a probe, at most: members, networks, rows held out
+COST = 0.05  # of the planned training's passes of members over rows
+SMALLER = 2  # times smaller batches: more steps for the same cost
+SEPARATE = 2  # networks beside the members
+MEMBERS, HELD, STEPS = 16, 1000, 8  # at most: members, rows held out; at least: steps
 LEAST = 64  # rows with which a forecast can be made at all
-
-
-@dataclass(frozen=True)
-class Form:
-    """A linear form of what was measured, and the half width of the interval that holds 80 %."""
-
-    coefficients: tuple[float, ...]
-    half: float
-
-    def __call__(self, *features: float) -> float:
-        return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
-
-
-# Fixed by ``python -m benchmarks.forecast fix``. A feature that is 1 is the constant.
-# 1, w, o, w · o, accuracy in the probe
-CORRELATION = Form((0.369, 0.265, 0.051, 0.116, 0.151), 0.125)
-DISAGREEMENT = Form((-0.002, 0.908), 0.089)  # 1, (1 - ρ) · error of a member in the probe
-MORE_ACCURACY = Form((0.084,), 0.019)  # (1 - ρ)(1 - 1/M)
-MORE_LOG_NLL = Form((-0.781,), 0.184)  # (1 - ρ)(1 - 1/M)
-LEAD = Form((-0.013, 0.101), 0.029)  # of a member over one network: 1, the same in the probe
-LEAD_LOG_NLL = Form((0.117, 0.445), 0.240)  # 1, the same in the probe
-LOGIT = Form((1.222, 0.827), 0.793)  # of the accuracy of one network: 1, the same in the probe
-LOG_NLL = Form((-0.563, 1.076), 0.743)  # of one network: 1, the same in the probe
+REACH = 1.28  # standard deviations on either side that hold 80 %
 ENOUGH = 8  # members have 7/8 of all that there is to gain
 ONE_MODEL = 0.8  # correlation above which more members are not worth their cost
+SEEDS = 0.01  # by which the accuracy of a network differs from draw to draw
 TINY = 1e-6
+EXPERIENCE = Path(__file__).with_name("experience.json")
 
 
 @dataclass(frozen=True)
@@ -86,25 +67,101 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a short training said.
+    r"""What laws and plan say, and what a short training showed on rows held out.
 
     Attributes:
+        members, classes, steps, epochs: of the plan; ``done``: the part of its steps trained.
         likeness: mean overlap of what two members feed to the shared layers.
-        alike, separate_alike: correlation of two members' probabilities within classes.
-        accuracy, separate_accuracy: of a member and of a separate network on the rows held out.
-        nll, separate_nll: their log losses.
-        steps, planned_steps: of the probe, and of the training that it stands for.
+        rate: of the shared parameters relative to one network's, :math:`\gamma / M`.
+        tails: logarithm of effective width over width; 0 where it is not known.
+        mine: ``accuracy``, ``nll`` and ``train_nll`` of a member, and its ``early`` accuracy
+            half-way; ``correlation`` of two members' correctness, ``alike`` of their probabilities
+            within classes, ``disagreement``, and what the ensemble has ``more`` in accuracy.
+        alone: the same of separate networks.
     """
 
-    likeness: float
-    alike: float
-    separate_alike: float
-    accuracy: float
-    separate_accuracy: float
-    nll: float
-    separate_nll: float
+    members: int
+    classes: int
     steps: int
-    planned_steps: int
+    epochs: float
+    done: float
+    likeness: float
+    rate: float
+    tails: float
+    mine: dict[str, float]
+    alone: dict[str, float]
+
+    def features(self) -> list[float]:
+        """Return what a forecast is made from."""
+        mine, alone = self.mine, self.alone
+        return [
+            math.log(self.members),
+            math.log(self.classes),
+            math.log(self.steps),
+            math.log(self.epochs),
+            math.log(self.done),
+            self.likeness,
+            math.log(self.rate),
+            self.tails,
+            mine["accuracy"] - alone["accuracy"],
+            mine["early"] - alone["early"],
+            logit_of(mine["accuracy"]) - logit_of(alone["accuracy"]),
+            log_of(mine["nll"]) - log_of(alone["nll"]),
+            log_of(mine["train_nll"]) - log_of(alone["train_nll"]),
+            logit_of(alone["accuracy"]),
+            alone["nll"] / math.log(self.classes + 1),
+            log_of(alone["train_nll"]) - log_of(alone["nll"]),
+            alone["accuracy"] - alone["early"],
+            *(mine[name] for name in ("correlation", "alike", "disagreement", "more")),
+            *(alone[name] for name in ("correlation", "alike")),
+        ]
+
+
+class Experience:
+    r"""A Gaussian process on the probes of ensembles whose training was seen to its end.
+
+    .. math::
+        k(x, x') = \tfrac12 e^{-|x - x'|^2 / 2 \ell^2} + \tfrac12 \frac{x \cdot x'}{d}
+
+    of standardised features, with noise :math:`\sigma^2` of standardised outcomes.
+    """
+
+    def __init__(self, features: Tensor, outcomes: Tensor, length: float, noise: float):
+        self.centre, self.spread = features.mean(0), features.std(0).clamp(min=1e-6)
+        self.mean, self.scale = outcomes.mean(0), outcomes.std(0)
+        self.length, self.noise = length, noise
+        self.known = self._standard(features)
+        joint = self._kernel(self.known, self.known)
+        joint += noise * torch.eye(len(features), dtype=torch.float64)
+        self.factor = torch.linalg.cholesky(joint)
+        self.weights = torch.cholesky_solve((outcomes - self.mean) / self.scale, self.factor)
+
+    def _standard(self, features: Tensor) -> Tensor:
+        return ((features - self.centre) / self.spread).clamp(-3, 3)
+
+    def _kernel(self, left: Tensor, right: Tensor) -> Tensor:
+        near = torch.exp(-torch.cdist(left, right).square() / 2 / self.length**2)
+        return (near + left @ right.T / left.shape[1]) / 2
+
+    def expect(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means ``(row, outcome)``, and standard deviations, noise included."""
+        rows = self._standard(features)
+        meet = self._kernel(rows, self.known)
+        explained = (meet * torch.cholesky_solve(meet.T, self.factor).T).sum(1)
+        own = (1 + rows.square().sum(1) / rows.shape[1]) / 2
+        variance = (own - explained).clamp(min=0) + self.noise
+        return self.mean + self.scale * (meet @ self.weights), variance.sqrt()[:, None] * self.scale
+
+
+@functools.cache
+def experience() -> tuple[Experience, list[str], Tensor]:
+    """Return what is known, the names of outcomes, and by what their errors were too small."""
+    stored = json.loads(EXPERIENCE.read_text())
+    features, outcomes, reach = (
+        torch.tensor(stored[name], dtype=torch.float64)
+        for name in ("features", "outcomes", "reach")
+    )
+    return Experience(features, outcomes, stored["length"], stored["noise"]), stored["names"], reach
 
 
 @dataclass(frozen=True)
@@ -147,19 +204,15 @@ class Forecast:
         low, high = (round(100 * end) for end in (self.correlation.low, self.correlation.high))
         separate = f"separate networks: {100 * self.separate_correlation.value:.0f} %"
         few, many = (100 * end for end in (self.gain.low, self.gain.high))
-        if self.members == 1 or self.best_members.value == 1:
-            alike = "" if self.members == 1 else "Members will be nearly one model: they will "
-            alike += f"agree on {low}–{high} % of their errors ({separate}); " if alike else ""
-            text = (
-                f"{alike}expect {few:+.0f} to {many:+.0f} points over one network, which is enough."
-            )
-        else:
-            text = (
-                f"Members will agree on {low}–{high} % of their errors ({separate}); expect "
-                f"{few:+.0f} to {many:+.0f} points over one network; "
-                f"M = {self.best_members.value:.0f} is enough."
-            )
-        return text[0].upper() + text[1:]
+        gain = f"expect {few:+.0f} to {many:+.0f} points over one network"
+        if self.members == 1:
+            return f"{gain.capitalize()}, which is enough."
+        alone = self.best_members.value == 1
+        return (
+            f"Members will {'be nearly one model: they will ' if alone else ''}agree on "
+            f"{low}–{high} % of their errors ({separate}); {gain}"
+            + (", which is enough." if alone else f"; M = {self.best_members.value:.0f} is enough.")
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers, strings, lists and dicts."""
@@ -179,8 +232,8 @@ class Forecast:
             line("accuracy of a member", self.member_accuracy, self.reference_accuracy),
             line("disagreement", self.disagreement),
             line("gain over one network", self.gain),
-            f"(80 % intervals; {self.members} members, from {self.probe.steps} of "
-            f"{self.probe.planned_steps} steps)",
+            f"(80 % intervals; {self.members} members, from a probe of "
+            f"{100 * self.probe.done:.0f} % of {self.probe.steps} steps with smaller batches)",
         ]
         return "\n".join([*rows, *(f"note: {note}" for note in self.notes)])
 
@@ -229,8 +282,8 @@ def forecast(
         True
     """
     check_whole("epochs", epochs)
+    check_whole("batch_size", batch_size)
     check_number("lr", lr, "a number above 0", lambda rate: rate > 0)
-    generator = torch.Generator().manual_seed(seed)
     if not isinstance(ensemble, EmbeddedEnsemble):
         if not isinstance(ensemble, nn.Module):
             raise TypeError(f"expected an ensemble or a network; got {type(ensemble).__name__}")
@@ -241,89 +294,133 @@ def forecast(
     target = _classes(target)
     checks.check_target(x, target)
     plan = {
-        "epochs": max(1, round(PART * epochs)),
-        "batch_size": batch_size,
-        "lr": FASTER * lr,
-        "modulation_lr": modulation_lr and FASTER * modulation_lr,
+        "batch_size": max(1, batch_size // SMALLER),
+        "lr": lr,
+        "modulation_lr": modulation_lr,
         "weight_decay": weight_decay,
         "gamma": gamma,
         "optimizer": optimizer,
-        "keep": "last",
         "seed": seed,
-        "progress": False,
     }
-    order = torch.randperm(len(target), generator=generator)
-    size = max(min(32, len(target) // 2), round(PART * len(target)))
-    train, held = order[:size], order[size : size + HELD]
+    planned = epochs * math.ceil(len(target) / batch_size)
+    probe, notes = run_probe(ensemble, x, target, planned, plan)
+    return carry(probe, count, notes)
 
+
+def run_probe(
+    ensemble: EmbeddedEnsemble, x: Any, target: Tensor, planned: int, plan: dict[str, Any]
+) -> tuple[Probe, tuple[str, ...]]:
+    """Train for a small part of the planned steps; return what it showed, and what went wrong."""
+    generator, batch = torch.Generator().manual_seed(plan["seed"]), plan["batch_size"]
+    some = ensemble.subset(range(min(MEMBERS, ensemble.members)))
+    share = COST * ensemble.members / (some.members + SEPARATE)
+    steps = min(planned, max(STEPS, round(SMALLER * share * planned)))
+    order = torch.randperm(len(target), generator=generator)
+    held, train = order[: min(HELD, len(order) // 3)], order[min(HELD, len(order) // 3) :]
+    train = train[: batch * steps]
+    plan = plan | {"epochs": max(1, round(batch * steps / len(train)))}
+    steps = plan["epochs"] * math.ceil(len(train) / batch)
     notes: list[str] = []
 
-    def outputs(some: EmbeddedEnsemble) -> Tensor:
-        rows = take(x, train), target[train]
-        try:
-            fit(some, rows, **plan)
-        except Divergence:
-            notes.append(f"the probe diverged at {FASTER:g} times the rate: take a smaller one")
-        found = predict(some, take(x, held)).means
-        return found.where(found.isfinite().all(-1, keepdim=True), 0.0)
+    def trained(one: EmbeddedEnsemble) -> dict[str, float]:
+        def look(rows: Tensor) -> Tensor:
+            found = predict(one, take(x, rows)).means
+            return found.where(found.isfinite().all(-1, keepdim=True), 0.0)
 
-    probed = outputs(ensemble.subset(range(min(MEMBERS, ensemble.members))))
-    if ensemble.plan.pretrained:  # one network means the fine-tuning of one
-        notes.append(
-            "one network means fine-tuning the whole of one; the forecast was fixed on networks "
-            "that are trained from scratch, and its intervals are for those"
-        )
-        starts = [ensemble.member(a % ensemble.members) for a in range(SEPARATE)]
-        alone = outputs(join([network.requires_grad_(True) for network in starts]))
-    else:
-        alone = outputs(independent(_reference(ensemble), SEPARATE, generator=generator))
+        def halfway(_: Any, record: dict[str, Any]) -> None:
+            if record["step"] == max(1, steps // 2):
+                early.append(float(metrics.member_accuracy(look(held), labels).mean()))
+
+        early: list[float] = []
+        options = {"keep": "last", "progress": False}
+        options |= {"callbacks": [SimpleNamespace(on_step=halfway)]}
+        try:
+            fit(one, (take(x, train), target[train]), **plan, **options)
+        except Divergence:
+            notes.append("the probe diverged at the planned rate: take a smaller one")
+        outputs, seen = look(held), look(train[:HELD])
+        accuracy = float(metrics.member_accuracy(outputs, labels).mean())
+        several = len(outputs) > 1
+        correlation = metrics.correctness_correlation(outputs, labels) if several else 1.0
+        return {
+            "accuracy": accuracy,
+            "nll": float(metrics.member_nll(outputs, labels).mean()),
+            "train_nll": float(metrics.member_nll(seen, target[train[:HELD]]).mean()),
+            "early": early[0] if early else accuracy,
+            "correlation": float(torch.as_tensor(correlation).nan_to_num(1.0)),
+            "alike": _alike(outputs, labels),
+            "disagreement": float(metrics.disagreement(outputs)) if several else 0.0,
+            "more": float(metrics.ensemble_accuracy(outputs, labels)) - accuracy,
+        }
+
     labels = target[held]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # members that are always right
+        mine = trained(some)
+        if ensemble.plan.pretrained:  # one network means the fine-tuning of one
+            notes.append(
+                "one network means fine-tuning the whole of one; the forecast was fixed on "
+                "networks that are trained from scratch, and its intervals are for those"
+            )
+            starts = [ensemble.member(a % ensemble.members) for a in range(SEPARATE)]
+            alone = trained(join([network.requires_grad_(True) for network in starts]))
+        else:
+            alone = trained(independent(_reference(ensemble), SEPARATE, generator=generator))
     probe = Probe(
+        members=ensemble.members,
+        classes=int(target.max()) + 1,
+        steps=planned,
+        epochs=planned * batch * SMALLER / len(target),
+        done=steps / planned,
         likeness=likeness(ensemble),
-        alike=_alike(probed, labels),
-        separate_alike=_alike(alone, labels),
-        accuracy=float(metrics.member_accuracy(probed, labels).mean()),
-        separate_accuracy=float(metrics.member_accuracy(alone, labels).mean()),
-        nll=float(metrics.member_nll(probed, labels).mean()),
-        separate_nll=float(metrics.member_nll(alone, labels).mean()),
-        steps=plan["epochs"] * math.ceil(size / batch_size),
-        planned_steps=epochs * math.ceil(len(target) / batch_size),
+        rate=max(TINY, gradient_factor(plan["gamma"], ensemble.members, ensemble.natural_gamma)),
+        tails=_tails(ensemble, x),
+        mine=mine,
+        alone=alone,
     )
-    return carry(probe, count, tuple(dict.fromkeys(notes)))
+    return probe, tuple(dict.fromkeys(notes))
 
 
 def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
     """Carry what a probe said to the end of training, for this number of members."""
-    correlation = correlation_of(probe.alike, probe.likeness, probe.accuracy)
-    separate = correlation_of(probe.separate_alike, 0.0, probe.separate_accuracy)
-    apart, separate_apart = ((1 - r.value) * (1 - 1 / members) for r in (correlation, separate))
-    lead = LEAD(1, probe.accuracy - probe.separate_accuracy)
-    gain, separate_gain = lead + MORE_ACCURACY(apart), MORE_ACCURACY(separate_apart)
-    lead_nll = LEAD_LOG_NLL(1, log_of(probe.nll) - log_of(probe.separate_nll))
-    logit = LOGIT(1, logit_of(probe.separate_accuracy))
-    log_nll = LOG_NLL(1, log_of(probe.separate_nll))
+    known, names, reach = experience()
+    expected, spread = known.expect(torch.tensor([probe.features()], dtype=torch.float64))
+    means = dict(zip(names, expected[0].tolist(), strict=True))
+    errors = dict(zip(names, (reach * spread[0]).tolist(), strict=True))
+    equal = probe.mine["alike"] > 1 - TINY  # equal members stay equal, and are the network itself
+    if equal:
+        means |= {"correlation": 1.0, "disagreement": 0.0, "lead": 0.0, "more": 0.0}
+        means |= {"lead_log_nll": 0.0, "more_log_nll": 0.0}
+        errors |= {"correlation": 0.0, "disagreement": 0.0, "gain": SEEDS}
+    share = 1 - 1 / members
+    gain = means["lead"] + share * means["more"]
+    separate = share * max(0.0, means["separate_more"])
+    half = REACH * errors["gain"]
+
+    def around(name: str, more: float = 0.0, link: Callable[[float], float] = _unit) -> Estimate:
+        return _around(means[name], REACH * errors[name], lambda v: _unit(link(v) + more))
 
     def accuracy(more: float) -> Estimate:
-        return _around(logit, LOGIT.half, lambda v: _unit(1 / (1 + math.exp(-v)) + more))
+        return around("logit", more, lambda v: 1 / (1 + math.exp(-v)))
 
     def loss(more: float) -> Estimate:
-        return _around(log_nll + more, LOG_NLL.half, math.exp)
+        return _around(means["log_nll"] + more, REACH * errors["log_nll"], math.exp)
 
+    correlation = around("correlation")
     enough = (1, 1, 1) if correlation.value > ONE_MODEL else (ENOUGH, ENOUGH // 2, 2 * ENOUGH)
-    wrong = (1 - correlation.value) * (1 - probe.accuracy)
     return Forecast(
         correlation=correlation,
-        separate_correlation=separate,
-        disagreement=_around(DISAGREEMENT(1, wrong), DISAGREEMENT.half, _unit),
-        member_accuracy=accuracy(lead),
+        separate_correlation=around("separate_correlation"),
+        disagreement=around("disagreement"),
+        member_accuracy=accuracy(means["lead"]),
         accuracy=accuracy(gain),
-        nll=loss(lead_nll + MORE_LOG_NLL(apart)),
+        nll=loss(means["lead_log_nll"] + share * means["more_log_nll"]),
         reference_accuracy=accuracy(0.0),
         reference_nll=loss(0.0),
-        separate_accuracy=accuracy(separate_gain),
-        separate_nll=loss(MORE_LOG_NLL(separate_apart)),
-        gain=_around(gain, LEAD.half),
-        gain_over_separate=_around(gain - separate_gain, LEAD.half),
+        separate_accuracy=accuracy(separate),
+        separate_nll=loss(share * min(0.0, means["separate_more_log_nll"])),
+        gain=_around(gain, half),
+        gain_over_separate=_around(gain - separate, half),
         best_members=Estimate(*enough),
         members=members,
         probe=probe,
@@ -331,16 +428,20 @@ def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
     )
 
 
-def correlation_of(alike: float, likeness: float, accuracy: float) -> Estimate:
-    """Return the correlation of two members' correctness to expect."""
-    if alike > 1 - TINY:  # equal members stay equal
-        return Estimate(1.0, 1.0, 1.0)
-    form = CORRELATION(1, alike, likeness, alike * likeness, accuracy)
-    return _around(form, CORRELATION.half, _unit)
-
-
 def _around(value: float, half: float, link: Callable[[float], float] = lambda v: v) -> Estimate:
     return Estimate(link(value), link(value - half), link(value + half))
+
+
+def _tails(ensemble: EmbeddedEnsemble, x: Any) -> float:
+    """Return what the tails of laws leave of the width, as a logarithm; 0 where it is not known."""
+    if ensemble.plan.separate or not isinstance(x, Tensor) or x.dim() not in (2, 4):
+        return 0.0
+    try:
+        pair = (ensemble, Structure(ensemble).reference)
+        mine, plain = (effective_width(network, x[:1].detach().double()) for network in pair)
+        return math.log(max(mine, TINY) / plain)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        return 0.0
 
 
 def likeness(ensemble: EmbeddedEnsemble) -> float:
@@ -388,11 +489,6 @@ def _classes(target: Any) -> Tensor:
     if len(target) < LEAST:
         raise ValueError(f"a forecast needs at least {LEAST} samples; got {len(target)}")
     return target.long()
-
-
-def take(x: Any, rows: Tensor) -> Any:
-    """Return some rows of inputs."""
-    return tree_map(lambda v: v[rows.to(v.device)] if isinstance(v, Tensor) else v, x)
 
 
 def _unit(value: float) -> float:

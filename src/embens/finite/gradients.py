@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_map
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.wrapping import walk
-from embens.finite.checks import at_test, check_call, prepared
-from embens.objective import Criterion
+from embens.finite.checks import as_classes, at_test, check_call
+from embens.objective import Criterion, logits_of, member_losses
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -69,7 +69,7 @@ def gradient_cosines(
     """
     ensemble = at_test(ensemble)
     check_call(ensemble, x, target, criterion)
-    grams = shared_grams(ensemble, x, *prepared(target, criterion))
+    grams = shared_grams(member_gradients(ensemble, x, as_classes(target), criterion))
     dtype = _working_dtype(ensemble)
     if by_layer:
         return {layer: cosines(gram).to(dtype) for layer, gram in grams.items()}
@@ -99,7 +99,7 @@ def gradient_norms(
     check_call(ensemble, x, target, criterion)
     shared: dict[str, list[float]] = defaultdict(list)
     individual: dict[str, list[float]] = defaultdict(list)
-    for member in member_gradients(ensemble, x, *prepared(target, criterion)):
+    for member in member_gradients(ensemble, x, as_classes(target), criterion):
         for found, norms in ((member.shared, shared), (member.individual, individual)):
             for layer, gradients in found.items():
                 norms[layer].append(norm_of(gradients))
@@ -111,16 +111,15 @@ def gradient_norms(
     return GradientNorms(joined, own, ensemble.members)
 
 
-@dataclass(frozen=True, eq=False)
-class GradientNorms(Mapping[str, Tensor]):
-    """Norms of the members' gradients of shared parameters: a mapping from layer to ``(member,)``.
+class GradientNorms(dict[str, Tensor]):
+    """Norms of the members' gradients of shared parameters: a dict from layer to ``(member,)``.
 
     ``individual`` is the same for modulations, by site (``"4.post"``).
     """
 
-    shared: dict[str, Tensor]
-    individual: dict[str, Tensor]
-    members: int
+    def __init__(self, shared: dict[str, Tensor], individual: dict[str, Tensor], members: int):
+        super().__init__(shared)
+        self.individual, self.members = individual, members
 
     @property
     def total(self) -> Float[Tensor, " member"]:
@@ -135,16 +134,7 @@ class GradientNorms(Mapping[str, Tensor]):
     @property
     def matrix(self) -> Float[Tensor, "member layer"]:
         """The norms of the shared parameters, a column for each layer."""
-        return _columns(self.shared, self.members)
-
-    def __getitem__(self, layer: str) -> Tensor:
-        return self.shared[layer]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shared)
-
-    def __len__(self) -> int:
-        return len(self.shared)
+        return _columns(self, self.members)
 
 
 def _columns(norms: dict[str, Tensor], members: int) -> Tensor:
@@ -187,7 +177,7 @@ def member_gradients(
             own = {k: s[a].detach().requires_grad_(s.requires_grad) for k, s in stacks.items()}
             with torch.enable_grad():
                 outputs = run.member(a, numbers=[own[id(stack)] for stack in run.numbers])
-                loss = _member_loss(criterion, outputs, target)
+                (loss,) = losses_of(tree_map(lambda o: o[None], outputs), target, criterion)
             trained = {key: leaf for key, leaf in own.items() if leaf.requires_grad}
             leaves = [*parameters, *trained.values()]
             found = map(torch.zeros_like, leaves)
@@ -205,14 +195,10 @@ def member_gradients(
             yield MemberGradient(float(loss.detach()), outputs, shared, dict(individual))
 
 
-def _member_loss(criterion: Criterion, outputs: Any, target: Any) -> Tensor:
-    loss = criterion(outputs, target)
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            "criterion: expected a tensor, one member's loss or a vector of losses; got "
-            f"{type(loss).__name__}. Return the loss alone."
-        )
-    return loss.mean() if loss.dim() else loss
+def losses_of(outputs: Any, target: Any, criterion: Criterion) -> Tensor:
+    """Return the members' losses; torch's own are those of the logits among the outputs."""
+    plain = criterion in (nn.functional.cross_entropy, nn.functional.mse_loss)
+    return member_losses(logits_of(outputs) if plain else outputs, target, criterion)
 
 
 @contextmanager
@@ -249,11 +235,11 @@ def norm_of(gradients: Sequence[Tensor]) -> float:
 
 
 def shared_grams(
-    ensemble: EmbeddedEnsemble, x: Any, target: Any, criterion: Criterion
+    members: Iterable[MemberGradient],
 ) -> dict[str, Float[Tensor, "member member"]]:
     """Return the inner products of the members' shared gradients, layer by layer, in float64."""
     rows: dict[str, list[Tensor]] = defaultdict(list)
-    for member in member_gradients(ensemble, x, target, criterion):
+    for member in members:
         for layer, gradients in member.shared.items():
             rows[layer].append(torch.cat([g.flatten() for g in gradients]))
     return {layer: gram_of(vectors) for layer, vectors in rows.items()}

@@ -27,7 +27,14 @@ from torch import Tensor, nn
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.dependence import ntk_ratio
 from embens.finite.empirical.kernels import Outputs, ntk
-from embens.finite.gradients import cosines, jackknife_error, off_diagonal, shared_grams, total_gram
+from embens.finite.gradients import (
+    cosines,
+    jackknife_error,
+    member_gradients,
+    off_diagonal,
+    shared_grams,
+    total_gram,
+)
 from embens.objective import Criterion
 
 Measure = Callable[[int, torch.Generator], float]
@@ -165,7 +172,7 @@ def measure_cosine(
 
     def measure(width: int, generator: torch.Generator) -> float:
         ensemble = build(width, generator)
-        grams = shared_grams(ensemble, x, target, criterion)
+        grams = shared_grams(member_gradients(ensemble, x, target, criterion))
         if layer is not None and layer not in grams:
             raise ValueError(f"there is no shared layer {layer!r}; layers: {', '.join(grams)}")
         gram = total_gram(grams, ensemble.members) if layer is None else grams[layer]

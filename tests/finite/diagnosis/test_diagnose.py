@@ -148,7 +148,7 @@ def test_values_without_an_axis_of_outputs_are_compared_sample_by_sample():
     flat, column = (diagnose(ensemble, X, t) for t in (X[:, 0].sin(), X[:, :1].sin()))
     assert torch.equal(flat.losses, column.losses)
     assert flat.rates == column.rates
-    with pytest.raises(ValueError, match="expected values of the outputs' shape"):
+    with pytest.raises(ValueError, match="expected targets of the shape of a member's outputs"):
         diagnose(ensemble, X, X[:, :2])
 
 

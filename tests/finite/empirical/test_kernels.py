@@ -269,12 +269,3 @@ def test_a_trace_holds_no_square_of_the_number_of_classes(monkeypatch):
     ensemble = embens.batch_ensemble(networks.mlp(4, 6, 1, 50), 2)
     finite.ntk(ensemble, torch.randn(2, 4), outputs="trace")
     assert max(sizes) == kernels.CLASSES_AT_ONCE * 50
-
-
-def test_the_trace_of_some_outputs_is_the_sum_of_theirs():
-    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 5), 2).double()
-    x, chosen = torch.randn(3, 4, dtype=torch.float64), torch.tensor([1, 4])
-    every = finite.ntk(ensemble, x)
-    found = kernels.trace_of(ensemble, x, chosen=chosen, memory=1e9)
-    parts = (part[..., chosen, chosen].sum(-1) for part in (every.shared, every.individual))
-    assert_equal(found, tuple(parts))  # type: ignore[arg-type]

@@ -322,3 +322,53 @@ class TestPerformance:
     def test_has_centred_targets_of_a_given_height(self):
         y = centred_targets(torch.tensor([0, 2]), 3, scale=6.0)
         assert y.tolist() == [[4.0, -2.0, -2.0], [-2.0, -2.0, 4.0]]
+
+
+def test_trained_networks_perform_as_the_limit_says_with_an_error_of_one_over_the_width():
+    """Squared loss, NTK parametrization, signs: networks by hand, thousands at a time.
+
+    With targets four times as large, networks of width 64 are still far from the limit.
+    """
+    members, train, classes, time, steps, draws = 2, 8, 3, 2.0, 10, 3000
+    source = generator()
+    x = torch.randn(32, 4, generator=source, dtype=torch.float64)
+    x = torch.nn.functional.normalize(x, dim=1)
+    labels = (x @ torch.randn(4, classes, generator=source, dtype=torch.float64)).argmax(1)
+    y = centred_targets(labels[:train], classes)
+    signs = laws.Signs(0.0)
+    net = networks.mlp(4, 8, 1, classes, weight_std=math.sqrt(2))
+    ensemble = embens.embed(net, members, pre=signs, post=signs)
+    pairs = ((x[:train],), (x[train:], x[:train]), (x[train:],))
+    flow = gradient_flow(*(kernels(ensemble, *pair) for pair in pairs), y, members, gamma=members)
+    limit = performance(flow, labels[train:], t=time, draws=3000, generator=generator())
+
+    def outputs(numbers: list[torch.Tensor], width: int, rows: slice) -> torch.Tensor:
+        first, last, pre, post = numbers
+        z = torch.einsum("snd,xd->snx", first, x[rows].float()) * math.sqrt(2 / 4)
+        hidden = torch.relu(z[:, None] * pre[..., None]) * post[..., None]
+        return torch.einsum("scn,smnx->smxc", last, hidden) * math.sqrt(2 / width)
+
+    def slopes(numbers: list[torch.Tensor], width: int) -> list[torch.Tensor]:
+        numbers = [n.detach().requires_grad_() for n in numbers]
+        errors = outputs(numbers, width, slice(train)) - y.float()
+        return list(torch.autograd.grad(-errors.square().sum() / 2 / train, numbers))
+
+    def excess(width: int) -> float:
+        source, step = generator(width), time / steps
+        shapes = ((width, 4), (classes, width), (members, width), (members, width))
+        drawn = [torch.randn(draws, *shape, generator=source) for shape in shapes]
+        numbers = [*drawn[:2], *(n.sign() for n in drawn[2:])]
+        for _ in range(steps):  # Heun's method for the flow; gamma = M: all rates are 1
+            first = slopes(numbers, width)
+            ahead = [n + step * s for n, s in zip(numbers, first, strict=True)]
+            both = zip(numbers, first, slopes(ahead, width), strict=True)
+            numbers = [n + step / 2 * (s + t) for n, s, t in both]
+        mean = outputs(numbers, width, slice(train, None)).softmax(-1).mean(1)
+        chosen = mean.gather(-1, labels[train:].expand(draws, -1)[..., None])
+        return -chosen.log().mean().item() - limit.nll
+
+    widths = (16, 32, 64)
+    found = [excess(width) for width in widths]
+    slope = math.log(found[2] / found[0]) / math.log(widths[2] / widths[0])
+    assert slope == pytest.approx(-1, abs=0.4)  # errors of found are about 0.002 to 0.003
+    assert found[0] > found[1] > found[2] > 0

@@ -23,7 +23,7 @@ from embens.finite.diagnosis import findings
 from embens.finite.diagnosis.measurement import Budget, measure, suggested_rates
 from embens.finite.diagnosis.report import Diagnosis, LayerOverlap
 from embens.finite.forecasting import Forecast, forecast
-from embens.finite.gradients import cosines, off_diagonal, pair_error, total_gram, unchanged
+from embens.finite.gradients import cosines, off_diagonal, pair_error, unchanged
 from embens.objective import Criterion
 from embens.theory import effective_width, kernels, natural_gamma
 from embens.theory.regime import Regime, RegimeReport, Structure, are_equal, regime
@@ -75,7 +75,7 @@ def diagnose(
     if wanted not in (None, "independent"):
         raise ValueError(f"wanted must be 'independent' or None; got {wanted!r}")
     given, ensemble = ensemble, checks.at_test(ensemble)
-    checks.check_call(ensemble, x, target, checks.squared_error if criterion is None else criterion)
+    checks.check_call(ensemble, x, target, criterion or F.mse_loss)
     if optimizer is not None:
         findings.optimizer_class(optimizer)  # says what is wrong with it before any work
     meant = gradient_factor(gamma, ensemble.members, ensemble.natural_gamma) * ensemble.members
@@ -85,9 +85,8 @@ def diagnose(
                 "pass criterion= for a target that is not one tensor, or convert it "
                 f"(torch.as_tensor(target)); got {type(target).__name__}"
             )
-        whole = not target.is_floating_point()
-        criterion = checks.cross_entropy if whole else checks.squared_error
-        target = checks.as_classes(target)
+        criterion = F.mse_loss if target.is_floating_point() else F.cross_entropy
+    target = checks.as_classes(target)
     budget = Budget() if budget is None else budget
     if budget.generator is None:
         budget = replace(budget, generator=torch.Generator().manual_seed(0))
@@ -101,13 +100,12 @@ def diagnose(
             "are summed to one. In training every member has an input of its own."
         )
     found, natural = _limit(ensemble, measured.x, structure)
-    coupling, through_biases = found.coupling, measured.bias_part()
+    coupling, through_biases = found.coupling, measured.bias_part
     if structure is not None and biases and not structure.open:  # only biases couple members
         coupling, through_biases = 0.0, max(coupling, through_biases)
     with unchanged(ensemble, budget.generator):
         rates = suggested_rates(ensemble, measured, criterion, (natural, meant), budget)
-    gram = total_gram(measured.grams, len(measured.losses))
-    matrix, pull = cosines(gram), _overlap(gram)
+    matrix, pull = cosines(measured.gram), _overlap(measured.gram)
     equal = found.coupling == 1 or min(pull.mean, found.coupling) >= findings.NEARLY_EQUAL
     sizes = {layer: float(g.diagonal().sum()) for layer, g in measured.grams.items()}
     total = sum(sizes.values()) or 1.0
@@ -124,8 +122,8 @@ def diagnose(
         gamma_as_meant=meant,
         rates=rates,
         cosines=matrix,
-        norms=torch.tensor(measured.shared),
-        losses=torch.tensor(measured.losses),
+        norms=measured.gram.diagonal().sqrt(),
+        losses=measured.losses,
         members=ensemble.members,
         rows=measured.rows,
         family=ensemble.plan.family,
@@ -165,7 +163,7 @@ def _expect(
     notes: list[str],
 ) -> Forecast | None:
     """Return the forecast of a usual training; where there can be none, note why."""
-    if criterion not in (checks.cross_entropy, F.cross_entropy):
+    if criterion is not F.cross_entropy:
         notes.append("no forecast: it is made for classes and their cross-entropy alone")
         return None
     try:

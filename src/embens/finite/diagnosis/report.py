@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from embens.finite.diagnosis.measurement import Rates
 from embens.finite.forecasting import Forecast, carry
 
 if TYPE_CHECKING:
@@ -43,22 +44,6 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message} → {self.what_to_do}"
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Suggested rates; see :mod:`embens.finite.diagnosis.measurement` for how they are found.
-
-    Attributes:
-        largest_stable: rate of plain gradient descent above which training diverges at once, with
-            the suggested gamma (``_as_meant``: the one that was given); None if not measured.
-        modulation_factor: rate of the modulations over that of the shared parameters with which
-            both make steps of the same length; None without trainable modulations.
-    """
-
-    largest_stable: float | None = None
-    largest_stable_as_meant: float | None = None
-    modulation_factor: float | None = None
 
 
 @dataclass(frozen=True)

@@ -145,14 +145,6 @@ def ntk(
     return Blocks(ensemble, outputs).kernel(left, right, chunk)
 
 
-def trace_of(
-    ensemble: EmbeddedEnsemble, x: Tensor | Inputs, *, chosen: Int[Tensor, " k"], memory: float
-) -> FiniteKernel:
-    """Return the sum of the kernels of chosen outputs, counted over all axes after the batch."""
-    samples = Samples(as_inputs(x, "x"))
-    return Blocks(ensemble, "trace", chosen, memory).kernel(samples, None, None)
-
-
 def _check_target(
     outputs: Outputs, target: Tensor | None, x: Tensor | Inputs, name: str
 ) -> Tensor | None:
@@ -178,16 +170,10 @@ def _check_target(
 
 
 class Blocks:
-    """The computation of one kernel: of the ``chosen`` outputs, within ``memory`` in bytes."""
+    """The computation of one kernel."""
 
-    def __init__(
-        self,
-        ensemble: EmbeddedEnsemble,
-        outputs: Outputs,
-        chosen: Tensor | None = None,
-        memory: float | None = None,
-    ):
-        self.ensemble, self.outputs, self.chosen, self.memory = ensemble, outputs, chosen, memory
+    def __init__(self, ensemble: EmbeddedEnsemble, outputs: Outputs):
+        self.ensemble, self.outputs = ensemble, outputs
         self.recorder = Recorder(ensemble)
         self._batched = True
 
@@ -216,10 +202,8 @@ class Blocks:
 
     def _chunk_size(self, samples: Samples, chunk: int | None) -> int:
         """Return how many samples run at once, as given or as memory allows; plan the classes."""
-        self.chosen = torch.arange(self.recorder.classes) if self.chosen is None else self.chosen
-        self._count = 1 if self.outputs in ("target", "nll") else len(self.chosen)
+        self._count = 1 if self.outputs in ("target", "nll") else self.recorder.classes
         self._at_once = self._count if self.outputs == "all" else min(CLASSES_AT_ONCE, self._count)
-        limit = PASS_BYTES if self.memory is None else min(PASS_BYTES, self.memory / 2)
         members, general = self.ensemble.members, self.recorder.general
         terms = 8 * self.recorder.size * members
         # Rows without structure of both sides: as they are found, and joined for one parameter.
@@ -227,19 +211,14 @@ class Blocks:
         row = 4 * largest * members
         count = len(samples) if chunk is None else check_whole("chunk", chunk)
         if self.outputs == "trace":
-            while self._at_once > 1 and count * (terms + row * self._at_once) > limit:
+            while self._at_once > 1 and count * (terms + row * self._at_once) > PASS_BYTES:
                 self._at_once //= 2
         each = max(1, terms + row * self._at_once)
-        if self.memory is not None and each > limit:
-            raise ValueError(
-                f"the gradients of one sample would take about {each / 1e9:.2g} GB; the budget "
-                f"allows {limit / 1e9:.2g} GB. Give a larger one."
-            )
-        size = max(1, int(limit // each)) if chunk is None else chunk
+        size = max(1, int(PASS_BYTES // each)) if chunk is None else chunk
         at_once = 4 * members * self._at_once * min(size, len(samples))
         self._samplewise = [
             Samplewise(self.ensemble, self.recorder.numbers, group)
-            for group in _groups(general, max(largest, limit / at_once))
+            for group in _groups(general, max(largest, PASS_BYTES / at_once))
         ]
         return size
 
@@ -309,7 +288,7 @@ class Blocks:
         # ``(class, batch, …)``, what the outputs are contracted with
         values = output.detach()
         if target is None:
-            index = self.chosen[part]  # type: ignore[index]
+            index = range(self._count)[part]
             chosen = values.new_zeros(len(index), values[0].numel())
             chosen[range(len(index)), index] = 1.0
             return chosen.view(len(chosen), 1, *values.shape[1:]).expand(-1, *values.shape)
