@@ -623,5 +623,5 @@ class TestMomentsOfAllMembers:
 
 
 def test_a_criterion_that_returns_no_tensor_is_explained():
-    with pytest.raises(TypeError, match="expected a tensor.*got tuple"):
+    with pytest.raises(TypeError, match=r"expected a tensor.*got tuple"):
         objective(torch.zeros(2, 3, 4), torch.arange(3), lambda o, t: (o, t))

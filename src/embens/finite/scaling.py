@@ -8,10 +8,11 @@ the logarithm of its mean over seeds. The interval is the jackknife's, leaving o
 time, with Student's quantile: it holds the chance of the draws, not a bend of the curve at small
 widths, for which the table has the slope between neighbouring widths.
 
-Measures for the paper's statements stand below: :func:`measure_cosine` (:math:`|\cos|` or
-:math:`\cos^2` of the members' gradients, in all or in one layer) and :func:`measure_ntk_ratio`.
-Theory predicts for centred laws −1/2 for :math:`|\cos|` in all, and in the first and last layers,
-−1 in the layers between, −1 for :math:`\cos^2` and for the ratio; 0 for shifted ones.
+The measure for the paper's statements stands below: :func:`measure_cosine` (:math:`|\cos|` or
+:math:`\cos^2` of the members' gradients, in all or in one layer); another one is that of
+:func:`~embens.finite.ntk_ratio`. Theory predicts for centred laws −1/2 for :math:`|\cos|` in all,
+and in the first and last layers, −1 in the layers between, −1 for :math:`\cos^2` and for the ratio;
+0 for shifted ones.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.dependence import ntk_ratio
-from embens.finite.empirical.kernels import Outputs, ntk
 from embens.finite.gradients import (
     cosines,
     jackknife_error,
@@ -177,18 +176,5 @@ def measure_cosine(
             raise ValueError(f"there is no shared layer {layer!r}; layers: {', '.join(grams)}")
         gram = total_gram(grams, ensemble.members) if layer is None else grams[layer]
         return float(off_diagonal(cosines(gram)).abs().pow(power).mean())
-
-    return measure
-
-
-def measure_ntk_ratio(build: Build, x: Any, target: Any, *, outputs: Outputs = "nll") -> Measure:
-    """Return a measure of :func:`~embens.finite.ntk_ratio`, of the shared part of the kernel.
-
-    Arguments as in :func:`measure_cosine` and :func:`~embens.finite.ntk`.
-    """
-
-    def measure(width: int, generator: torch.Generator) -> float:
-        kernel = ntk(build(width, generator), x, outputs=outputs, target=target)
-        return float(ntk_ratio(kernel.shared))
 
     return measure

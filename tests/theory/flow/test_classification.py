@@ -329,7 +329,7 @@ def test_trained_networks_perform_as_the_limit_says_with_an_error_of_one_over_th
 
     With targets four times as large, networks of width 64 are still far from the limit.
     """
-    members, train, classes, time, steps, draws = 2, 8, 3, 2.0, 10, 3000
+    members, train, classes, time, steps, draws = 2, 8, 3, 2.0, 16, 3000
     source = generator()
     x = torch.randn(32, 4, generator=source, dtype=torch.float64)
     x = torch.nn.functional.normalize(x, dim=1)
