@@ -27,7 +27,9 @@ ALONE = {
     "disagreement": 0.3,
     "more": 0.04,
 }
-PROBE = Probe(8, 10, 1000, 30.0, 0.08, 0.0, 1.0, 0.0, mine=ALONE | {"accuracy": 0.63}, alone=ALONE)
+PROBE = Probe(
+    8, 10, 1000, 30.0, 0.08, 0.0, 1.0, 32.0, 0.0, True, mine=ALONE | {"accuracy": 0.63}, alone=ALONE
+)
 ESTIMATES = (
     *("correlation", "separate_correlation", "disagreement", "member_accuracy", "accuracy", "nll"),
     *("reference_accuracy", "reference_nll", "separate_accuracy", "separate_nll", "gain"),

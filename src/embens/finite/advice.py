@@ -132,12 +132,17 @@ def advise(
     some = take(x, torch.arange(min(ROWS, len(target))))
     unit = _count(families.independent(build(1.0), 1, generator=generator), some)
     best: dict[str, Proposal] = {}
+    refused: ValueError | None = None
     for width in widths:
         network = build(width)
         for call, family in FAMILIES.items():
             affordable: dict[int, tuple[EmbeddedEnsemble, Cost]] = {}
             for count in members:
-                ensemble = family(network, check_whole("members", count), generator=generator)
+                try:
+                    ensemble = family(network, check_whole("members", count), generator=generator)
+                except ValueError as error:  # such as fewer units than members, in Disjoint
+                    refused = error
+                    continue
                 cost = _count(ensemble, some, unit)
                 if cost.parameters <= parameters and cost.time <= time and cost.memory <= memory:
                     affordable[count] = ensemble, cost
@@ -153,7 +158,7 @@ def advise(
         raise ValueError(
             "no ensemble keeps to this budget, which is in multiples of what one network needs "
             f"(parameters={parameters:g}, time={time:g}, memory={memory:g}): allow more"
-        )
+        ) from refused
     chosen = sorted(best.values(), key=_loss)[:proposals]
     if check is None:
         return chosen

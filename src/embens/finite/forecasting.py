@@ -73,7 +73,9 @@ class Probe:
         members, classes, steps, epochs: of the plan; ``done``: the part of its steps trained.
         likeness: mean overlap of what two members feed to the shared layers.
         rate: of the shared parameters relative to one network's, :math:`\gamma / M`.
+        width: geometric mean of the layers' outputs, but for the last layer.
         tails: logarithm of effective width over width; 0 where it is not known.
+        trained: whether members' own numbers are.
         mine: ``accuracy``, ``nll`` and ``train_nll`` of a member, and its ``early`` accuracy
             half-way; ``correlation`` of two members' correctness, ``alike`` of their probabilities
             within classes, ``disagreement``, and what the ensemble has ``more`` in accuracy.
@@ -87,7 +89,9 @@ class Probe:
     done: float
     likeness: float
     rate: float
+    width: float
     tails: float
+    trained: bool
     mine: dict[str, float]
     alone: dict[str, float]
 
@@ -102,7 +106,9 @@ class Probe:
             math.log(self.done),
             self.likeness,
             math.log(self.rate),
+            math.log(self.width),
             self.tails,
+            float(self.trained),
             mine["accuracy"] - alone["accuracy"],
             mine["early"] - alone["early"],
             logit_of(mine["accuracy"]) - logit_of(alone["accuracy"]),
@@ -113,7 +119,7 @@ class Probe:
             log_of(alone["train_nll"]) - log_of(alone["nll"]),
             alone["accuracy"] - alone["early"],
             *(mine[name] for name in ("correlation", "alike", "disagreement", "more")),
-            *(alone[name] for name in ("correlation", "alike")),
+            alone["alike"],
         ]
 
 
@@ -374,7 +380,9 @@ def run_probe(
         done=steps / planned,
         likeness=likeness(ensemble),
         rate=max(TINY, gradient_factor(plan["gamma"], ensemble.members, ensemble.natural_gamma)),
+        width=width_of(_reference(ensemble)),
         tails=_tails(ensemble, x),
+        trained=any(p.requires_grad for p in ensemble.individual_parameters()),
         mine=mine,
         alone=alone,
     )
@@ -430,6 +438,12 @@ def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
 
 def _around(value: float, half: float, link: Callable[[float], float] = lambda v: v) -> Estimate:
     return Estimate(link(value), link(value - half), link(value + half))
+
+
+def width_of(network: nn.Module) -> float:
+    """Return the geometric mean of the outputs of layers, but for the last."""
+    sizes = [len(p) for p in network.parameters() if p.dim() > 1][:-1]
+    return statistics.geometric_mean(sizes) if sizes else 1.0
 
 
 def _tails(ensemble: EmbeddedEnsemble, x: Any) -> float:
