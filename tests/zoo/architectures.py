@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from zoo.torchvision import stand_in
 
-ROWS, TOKENS, VOCABULARY = 2, 7, 50
+ROWS, TOKENS, VOCABULARY, END = 2, 7, 50, 49
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ def text(**more: Any) -> dict[str, Tensor]:
 
 
 def tokens() -> Tensor:
-    return torch.randint(3, VOCABULARY - 1, (ROWS, TOKENS))
+    found = torch.randint(3, END, (ROWS, TOKENS))
+    found[:, -3] = END
+    return found
 
 
 def pair() -> dict[str, Tensor]:
@@ -93,12 +95,12 @@ T5 = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layer
 T5 |= {"num_heads": 2, "decoder_start_token_id": 0}
 BART = {"vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2}
 BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24}
-BART |= {"decoder_ffn_dim": 24, "max_position_embeddings": 32}
+BART |= {"decoder_ffn_dim": 24, "max_position_embeddings": 32, "eos_token_id": END}
 WAVES = {**WIDE, "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
 WAVES |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "vocab_size": 20}
 WAVES |= {"num_conv_pos_embedding_groups": 2}
 STAGES = {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
-TOWERS = {"text_config": {**WORDS, "bos_token_id": 0, "eos_token_id": VOCABULARY - 1}}
+TOWERS = {"text_config": {**WORDS, "bos_token_id": 0, "eos_token_id": END}}
 TOWERS |= {"vision_config": PATCHES}
 STATES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
 
@@ -111,7 +113,7 @@ TRANSFORMERS = [
     hugging("ElectraForSequenceClassification", embedding_size=8, **WORDS),
     hugging("DebertaV2ForSequenceClassification", **WORDS),
     hugging("MPNetForSequenceClassification", **WORDS),
-    hugging("ModernBertForSequenceClassification", **WORDS),
+    hugging("ModernBertForSequenceClassification", **WORDS, pad_token_id=0),
     hugging("GPT2LMHeadModel", usual=True, **GPT),
     hugging("GPT2ForSequenceClassification", pad_token_id=0, **GPT),
     hugging("GPTNeoXForCausalLM", **WORDS),
