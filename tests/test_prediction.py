@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 import embens
 from embens import metrics
-from embens.prediction import Prediction, predict
+from embens.files import Refused
+from embens.prediction import Prediction, StoredPrediction, predict
 
 
 def reference(outputs: int = 3) -> nn.Module:
@@ -193,3 +196,70 @@ def test_rows_that_are_not_finite_are_named(x):
         predict(ensemble, x)
     with pytest.raises(TypeError, match="'batchsize'; did you mean 'batch_size'"):
         predict(ensemble, x, batchsize=3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prediction_that_is_streamed_to_disk_is_the_one_in_memory(family, x, tmp_path):
+    ensemble = FAMILIES[family](reference())
+    fresh = any(site.random for site in ensemble.plan.sites)
+    options = {"members": 7} if fresh else {}
+    expected = predict(ensemble, x, generator=torch.Generator().manual_seed(3), **options)
+    for inputs in (x, iter(x.split(10))):
+        generator = torch.Generator().manual_seed(3)
+        stored = predict(
+            *(ensemble, inputs), batch_size=10, generator=generator, to=tmp_path / "p", **options
+        )
+        parts = list(stored)
+        assert [part.members.shape[1] for part in parts] == [10, 10, 3]
+        assert len(stored) == len(StoredPrediction(tmp_path / "p")) == 23
+        torch.testing.assert_close(torch.cat([p.members for p in parts], 1), expected.members)
+        together = torch.cat([part.mutual_information for part in parts])
+        torch.testing.assert_close(together, expected.mutual_information)
+
+
+def test_streaming_never_holds_more_than_a_batch(x, tmp_path):
+    ensemble, alive, most = embens.batch_ensemble(reference(), 5), weakref.WeakSet(), []
+
+    def batches():
+        for _ in range(6):
+            batch = x.clone()
+            alive.add(batch)
+            most.append(len(alive))
+            yield batch
+
+    assert len(predict(ensemble, batches(), to=tmp_path / "p")) == 6 * 23
+    assert max(most) <= 2
+
+
+def test_outputs_of_any_shape_and_dtype_are_streamed(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.Unflatten(-1, (2, 3)))
+    for dtype in (torch.float64, torch.bfloat16):
+        ensemble = embens.batch_ensemble(net.to(dtype), 3)
+        inputs = torch.randn(5, 4, dtype=dtype)
+        (part,) = predict(ensemble, inputs, task="regression", to=tmp_path / "p")
+        expected = predict(ensemble, inputs, task="regression").members
+        assert part.members.shape == (3, 5, 2, 3)
+        assert part.task == "regression"
+        torch.testing.assert_close(part.members, expected.to(part.members.dtype))
+
+
+def test_what_can_not_be_streamed_is_refused_and_leaves_no_file(x, tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            h = torch.relu(self.a(x))
+            return h, self.b(h)
+
+    with pytest.raises(TypeError, match="one output; got a tuple"):
+        predict(embens.batch_ensemble(Two(), 3), x, to=tmp_path / "p")
+    with pytest.raises(ValueError, match="at least one batch"):
+        predict(embens.batch_ensemble(reference(), 3), iter([]), to=tmp_path / "p")
+    with pytest.raises(TypeError, match="a tensor"):
+        predict(embens.batch_ensemble(reference(), 3), iter([x]))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "q").write_text("no Arrow")
+    with pytest.raises(Refused, match="can't be read"):
+        StoredPrediction(tmp_path / "q")

@@ -162,6 +162,8 @@ def write_tensors(
     kept: dict[str, Tensor] = {}
     places: set[int] = set()
     for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise ValueError(f"{name!r} has no numbers to write: it is on the meta device")
         tensor = tensor.detach().cpu().contiguous()
         place = tensor.untyped_storage().data_ptr()
         kept[name] = tensor.clone() if place in places else tensor  # tied weights

@@ -401,7 +401,8 @@ class Joint(Law):
         )
 
     def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
-        noise = _noise(torch.randn, shape, generator, dtype, device)
+        place = "cpu" if device is not None and torch.device(device).type == "meta" else device
+        noise = _noise(torch.randn, shape, generator, dtype, place)
         rows = torch.atleast_1d(noise)
         values = self._arrange(rows.reshape(len(rows), -1)) if noise.numel() else noise
         values = values.reshape(noise.shape)

@@ -175,7 +175,8 @@ def default_criterion(
     shape = outputs.shape if batch == "split" else outputs.shape[1:]
     if target.is_floating_point():
         rows = target.shape[1:] if batch == "own" else target.shape
-        if len(shape) != 2 or shape != rows or shape[1] < 2 or (target < 0).any():
+        rows_of_classes = len(shape) == 2 and shape == rows and shape[1] > 1
+        if not rows_of_classes or target.is_meta or (target < 0).any():
             return squared_error
         soft = ((target.detach().sum(-1) - 1).abs() < 1e-3).all()
         return F.cross_entropy if soft else squared_error

@@ -11,9 +11,13 @@ members: if each gives a mean :math:`\mu_a` and a variance :math:`\sigma_a^2`, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
@@ -32,6 +36,7 @@ from embens.checks import (
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
+from embens.files import refusing, write_atomically
 from embens.objective import logits_of
 
 if TYPE_CHECKING:
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
 Score = Callable[[Tensor], Tensor]
 """An uncertainty of each row, a function of all members' outputs such as those of metrics."""
 Task = Literal["classification", "regression", "gaussian"]
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -237,29 +243,123 @@ class Prediction:
         )
 
 
+class StoredPrediction:
+    """A prediction in an Arrow file, to be gone through one batch after another.
+
+    A row of the file is a sample: the outputs of all its members, ``(member, *output)``.
+
+    Example:
+        >>> import tempfile, embens
+        >>> ensemble = embens.batch_ensemble(embens.networks.mlp(4, 8, 2, outputs=3), 5)
+        >>> path = tempfile.mkdtemp() + "/outputs.arrow"
+        >>> stored = predict(ensemble, (torch.ones(2, 4) for _ in range(3)), to=path)
+        >>> len(stored), [part.entropy.shape for part in StoredPrediction(path)]
+        (6, [torch.Size([2]), torch.Size([2]), torch.Size([2])])
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        import pyarrow as pa
+
+        self.path = Path(path)
+        with refusing(path), pa.memory_map(str(path)) as source:
+            reader = pa.ipc.open_file(source)
+            metadata = reader.schema.metadata or {}
+            if b"embens" not in metadata:
+                raise ValueError("it has no predictions of embens")
+            self.shape, self.task = json.loads(metadata[b"embens"])
+            self._rows = sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __iter__(self) -> Iterator[Prediction]:
+        import pyarrow as pa
+
+        with pa.memory_map(str(self.path)) as source:
+            reader = pa.ipc.open_file(source)
+            for i in range(reader.num_record_batches):
+                values = torch.tensor(reader.get_batch(i).column(0).flatten().to_numpy())
+                yield Prediction(values.view(-1, *self.shape).movedim(1, 0), self.task)
+
+    @classmethod
+    def write(
+        cls, path: str | os.PathLike[str], parts: Iterable[Any], task: Task
+    ) -> StoredPrediction:
+        """Write members' outputs ``(member, batch, …)``, batch by batch; the file appears whole."""
+        import pyarrow as pa
+
+        def fill(place: Path) -> None:
+            writer = schema = None
+            with pa.OSFile(str(place), "wb") as sink:
+                for part in map(logits_of, parts):
+                    if not isinstance(part, Tensor):
+                        kind = type(part).__name__
+                        raise TypeError(f"to: expected a network with one output; got a {kind}")
+                    samples = part.movedim(0, 1).cpu()
+                    shape, flat = list(samples.shape[1:]), samples.flatten()
+                    numbers = (flat.float() if flat.dtype == torch.bfloat16 else flat).numpy()
+                    column = pa.FixedSizeListArray.from_arrays(numbers, math.prod(shape))
+                    if writer is None:
+                        about = {"embens": json.dumps([shape, task])}
+                        schema = pa.schema([("members", column.type)], about)
+                        writer = pa.ipc.new_file(sink, schema)
+                    writer.write(pa.record_batch([column], schema=schema))
+                if writer is None:
+                    raise ValueError("x: expected at least one batch; got none")
+                writer.close()
+
+        write_atomically(path, fill)
+        return cls(path)
+
+
+@overload
+def predict(
+    ensemble: EmbeddedEnsemble,
+    x: Inputs,
+    *,
+    batch_size: int = ...,
+    members: int | None = ...,
+    task: Task = ...,
+    generator: torch.Generator | None = ...,
+) -> Prediction: ...
+@overload
+def predict(
+    ensemble: EmbeddedEnsemble,
+    x: Inputs | Iterable[Inputs],
+    *,
+    batch_size: int = ...,
+    members: int | None = ...,
+    task: Task = ...,
+    generator: torch.Generator | None = ...,
+    to: str | os.PathLike[str],
+) -> StoredPrediction: ...
 @suggest()
 def predict(
     ensemble: EmbeddedEnsemble,
-    x: Tensor | tuple[Any, ...] | Mapping[str, Any],
+    x: Inputs | Iterable[Inputs],
     *,
     batch_size: int = 1024,
     members: int | None = None,
     task: Task = "classification",
     generator: torch.Generator | None = None,
-) -> Prediction:
+    to: str | os.PathLike[str] | None = None,
+) -> Prediction | StoredPrediction:
     """Run an ensemble on data, batch by batch, in evaluation mode and without gradients.
 
     Args:
         ensemble: its mode is restored afterwards.
         x: inputs ``(batch, …)``, a tuple of them for references that take several, or a dict by
             their names; moved to the ensemble's device batch by batch, while the outputs come back
-            to that of ``x``. Rows that are not finite are refused if outputs are not either.
+            to that of ``x``. Rows that are not finite are refused if outputs are not either. With
+            ``to`` also an iterator, or a loader, of such batches.
         batch_size: how many samples at a time.
         members: how many masks to draw, where they are fresh at each pass (one mask for all
             samples); None: as many as the ensemble has members.
         task: "classification" (outputs are logits), "regression" (outputs are point predictions)
             or "gaussian" (outputs ``(…, 2)`` are a mean and the logarithm of a variance).
         generator: draws fresh masks; None: the global one.
+        to: an Arrow file to write the outputs to, batch by batch, where they don't fit in memory;
+            the result then gives the prediction of one batch after another.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -270,8 +370,11 @@ def predict(
     """
     check_choice("task", task, get_args(Task))
     check_whole("batch_size", batch_size)
-    x = dict(x) if isinstance(x, Mapping) else x
-    check_rows("x", x, "a tensor (batch, …), a tuple or a dict of them")
+    batches = x if isinstance(x, Iterable) and not isinstance(x, (Tensor, tuple, Mapping)) else None
+    if batches is None or to is None:
+        x = dict(x) if isinstance(x, Mapping) else x
+        check_rows("x", x, "a tensor (batch, …), a tuple or a dict of them")
+        batches = _cut(x, batch_size)
     count = ensemble.members if members is None else check_members(members)
     seeds: list[int | None] = [None]
     if any(site.random for site in ensemble.plan.sites):
@@ -284,7 +387,33 @@ def predict(
             "can be drawn. Leave members out, or embed with fresh=True (mc_dropout)."
         )
     with evaluating(ensemble), torch.no_grad():
-        outputs = [_run(ensemble, x, batch_size, seed) for seed in seeds]
+        parts = (_run(ensemble, batch, seeds, count, task) for batch in batches)
+        if to is not None:
+            return StoredPrediction.write(to, parts, task)
+        parts = list(parts)
+    result = parts[0] if len(parts) == 1 else gather(parts, lambda some: torch.cat(some, 1))
+    return Prediction(result, task)
+
+
+def _cut(x: Any, batch_size: int) -> Iterator[Any]:
+    for start in range(0, max(len(tree_leaves(x)[0]), 1), batch_size):
+        yield tree_map(lambda v, start=start: v[start : start + batch_size], x)
+
+
+def _run(
+    ensemble: EmbeddedEnsemble, x: Any, seeds: Sequence[int | None], count: int, task: Task
+) -> Any:
+    """Return the outputs of so many members for one batch, with one pass for each seed."""
+    home = tree_leaves(x)[0]
+    device = next(ensemble.parameters(), home).device
+    devices = [device] if device.type == "cuda" else []
+    args, kwargs = ensemble.bind(tree_map(lambda v: v.to(device), x))
+    outputs = []
+    for seed in seeds:
+        with torch.random.fork_rng(devices, enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            outputs.append(ensemble(*args, **kwargs))
     result = outputs[0] if len(outputs) == 1 else gather(outputs, torch.cat)
     if find_gaps("outputs", result) and (gaps := find_gaps("x", x)):
         raise ValueError(f"{gaps}, and so have the outputs. Leave these rows out, or fill them in.")
@@ -293,22 +422,4 @@ def predict(
             "task='gaussian' expects outputs (…, 2), a mean and the logarithm of a variance; got "
             f"{tuple(result.shape[1:])}. For point predictions use task='regression'."
         )
-    return Prediction(tree_map(lambda v: v[:count] if isinstance(v, Tensor) else v, result), task)
-
-
-def _run(ensemble: EmbeddedEnsemble, x: Any, batch_size: int, seed: int | None) -> Any:
-    first = tree_leaves(x)[0]
-    device = next(ensemble.parameters(), first).device
-    devices = [device] if device.type == "cuda" else []
-    outputs = []
-    for start in range(0, max(len(first), 1), batch_size):
-        rows = tree_map(lambda v, start=start: v[start : start + batch_size].to(device), x)
-        args, kwargs = ensemble.bind(rows)
-        with torch.random.fork_rng(devices, enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
-            result = ensemble(*args, **kwargs)
-        outputs.append(
-            tree_map(lambda v: v.to(first.device) if isinstance(v, Tensor) else v, result)
-        )
-    return outputs[0] if len(outputs) == 1 else gather(outputs, lambda parts: torch.cat(parts, 1))
+    return tree_map(lambda v: v[:count].to(home.device) if isinstance(v, Tensor) else v, result)

@@ -109,8 +109,10 @@ def _read(function: Any) -> Iterator[Use]:
         if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name):
             known |= {name.id: path} if (path := path_of(node.value)) else {}
     inner = {id(n.value) for n in nodes if isinstance(n, (ast.Attribute, ast.Subscript))}
-    strings = [n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
-    named = {id(t) for n in strings if isinstance(n.value.value, str) for t in n.targets}
+    assigned = [
+        (n.targets, getattr(n.value, "value", None)) for n in nodes if isinstance(n, ast.Assign)
+    ]
+    named = {id(t) for targets, value in assigned if isinstance(value, str) for t in targets}
     for node in nodes:
         if isinstance(node, (ast.Attribute, ast.Subscript)) and id(node) not in inner:
             if path := path_of(node):
