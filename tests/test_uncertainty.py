@@ -205,7 +205,11 @@ def test_false_alarms_are_at_most_as_frequent_as_asked_and_others_are_found():
     outputs, _ = problem(400)
     sure, unsure = Prediction(3 * outputs), Prediction(0.1 * outputs)
     assert sure.flag(sure, 0.05).flagged.double().mean() <= 0.05
-    assert unsure.flag(sure, 0.05).flagged.all()
+    assert unsure.flag(sure, 0.05, metrics.predictive_entropy).flagged.all()
+    agreeing = Prediction(outputs[:1].expand(3, -1, -1) + 0.01 * outputs)
+    assert Prediction(outputs).flag(agreeing, 0.05).flagged.double().mean() > 0.9
+    alone = Prediction(outputs[:1])  # one member has no mutual information
+    assert torch.equal(alone.flag(alone).scores, alone.entropy)
 
 
 def test_every_decision_has_a_picture(tmp_path):

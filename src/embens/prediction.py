@@ -142,12 +142,14 @@ class Prediction:
     ) -> uncertainty.Flags:
         """Flag rows that are not like the held-out ones, with a rate of false alarms at most.
 
-        ``score`` is the uncertainty to go by; None: the entropy, or the variance.
+        ``score`` is the uncertainty to go by; None: the mutual information (of one member, which
+        has none, the entropy), or the variance.
         """
         check_number("rate", rate, "a number between 0 and 1", lambda r: 0 < r < 1)
         self._check(held_out)
-        usual = metrics.predictive_entropy if self.task == "classification" else None
-        score = score or usual
+        if score is None and self.task == "classification":
+            several = len(self.means) > 1
+            score = metrics.mutual_information if several else metrics.predictive_entropy
         return uncertainty.Flags(self._scores(score), held_out._scores(score), rate)
 
     def temperature(self, target: Int[Tensor, " batch"]) -> float:

@@ -612,17 +612,18 @@ def test_adapted_members_begin_near_a_trained_network_and_train_what_was_asked(b
 def test_the_spread_of_adapted_members_falls_with_the_number_of_modulated_inputs():
     def spread(depth: int) -> float:
         hidden = [layer for _ in range(depth) for layer in (nn.Linear(9, 9), nn.ReLU())]
-        ensemble = embens.adapt(nn.Sequential(*hidden, nn.Linear(9, 2)), 4, head="copied")
+        net = nn.Sequential(*hidden, nn.Linear(9, 2))
+        ensemble = embens.adapt(net, 4, by="modulations", head="copied")
         assert ensemble.overlap == pytest.approx(NEAR)
         return ensemble.plan.sites[0].law.std
 
     assert spread(2) > spread(3) > spread(9)
     assert spread(5) ** 2 == pytest.approx(NEAR ** (-1 / 4) - 1)
-    law = embens.adapt(mlp(), 4, spread=0.3).plan.sites[0].law
+    law = embens.adapt(mlp(), 4, by="modulations", spread=0.3).plan.sites[0].law
     assert law == laws.Normal(1.0, 0.3)
 
 
-@pytest.mark.parametrize("options", [{"spread": 0.0}, {"spread": 0.1, "by": "low_rank"}])
+@pytest.mark.parametrize("options", [{"spread": 0.0, "by": "modulations"}, {"spread": 0.1}])
 def test_a_spread_that_means_nothing_is_refused(options):
     with pytest.raises(
         ValueError, match="spread: expected a positive number, for by='modulations'"

@@ -40,7 +40,7 @@ def test_the_members_numbers_are_kept_and_join_the_trained_network_again(by, tmp
 
 def test_the_card_says_what_it_is_and_its_code_runs(tmp_path, monkeypatch):
     net = reference()
-    ensemble = embens.adapt(net, 3)
+    ensemble = embens.adapt(net, 3, by="modulations", trunk="trained")
     ensemble.save_pretrained(tmp_path / "mine", results={"log loss": 0.12345})
     text = (tmp_path / "mine" / CARD).read_text()
     assert text.startswith("---\nlibrary_name: embens\ntags: [ensemble, uncertainty, adapt]\n---\n")

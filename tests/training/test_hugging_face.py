@@ -42,6 +42,7 @@ def rows(count: int = ROWS) -> list[dict]:
 
 def ensemble(**options) -> embens.EmbeddedEnsemble:
     generator = torch.Generator().manual_seed(1)
+    options = {"by": "modulations", "trunk": "trained", **options}
     return embens.adapt(bert(), 3, generator=generator, **options)
 
 

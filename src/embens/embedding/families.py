@@ -562,8 +562,8 @@ def adapt(
     reference: nn.Module,
     members: int = 8,
     *,
-    by: Literal["modulations", "low_rank", "head"] = "modulations",
-    trunk: Literal["trained", "frozen"] = "trained",
+    by: Literal["low_rank", "modulations", "head"] = "low_rank",
+    trunk: Literal["frozen", "trained"] = "frozen",
     head: Literal["drawn", "copied", "shared"] = "drawn",
     spread: float | None = None,
     example_input: Any = None,
@@ -578,11 +578,11 @@ def adapt(
     Args:
         reference: a trained network with the last layer for the new task; copied, never changed.
         members: how many.
-        by: how members differ below their last layers. "modulations": :math:`u, v \sim
-            N(1, \varepsilon^2)` at the hidden sites; "low_rank": :math:`W + B_a A_a` with
-            :math:`B_a = 0` at first, as :func:`low_rank`; "head": in their last layers alone.
-        trunk: "frozen": what members share is not trained, and ``save(shared=False)`` is all that
-            has to be kept.
+        by: how members differ below their last layers. "low_rank": :math:`W + B_a A_a` with
+            :math:`B_a = 0` at first, as :func:`low_rank`; "modulations": :math:`u, v \sim
+            N(1, \varepsilon^2)` at the hidden sites; "head": in their last layers alone.
+        trunk: "frozen": what members share is not trained, and the members' numbers are all that
+            has to be kept (``save_pretrained``); "trained": everything is.
         head: last layers of the members' own, "drawn" anew (for a new task) or "copied" (for one
             that the network knows); "shared": of all members together.
         spread: :math:`\varepsilon`. None: the smallest with which members are not one model,
@@ -594,7 +594,7 @@ def adapt(
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3))
         >>> ensemble, x = adapt(net, members=5, head="copied"), torch.ones(2, 4)
-        >>> bool((ensemble(x) - net(x)).abs().max() < 1)
+        >>> bool((ensemble(x) - net(x)).abs().max() < 1e-5)  # as the network, until it is trained
         True
     """
     layers, flow = _read(reference, members, example_input)

@@ -162,7 +162,8 @@ FINE = [
     ("decayed-modulations", batch_ensemble, {"optimizer": torch.optim.Adam}),
     ("large-gamma", lambda: batch_ensemble(p=0.8), {}),
     ("no-gradient", lambda: embens.mc_dropout(mlp(), 4), {}),
-    ("no-gradient", lambda: embens.adapt(mlp(), 4, trunk="frozen"), {}),
+    ("no-gradient", lambda: embens.adapt(mlp(), 4, by="modulations"), {}),
+    ("equal-members", lambda: embens.adapt(mlp(), 4, head="copied"), {}),
 ]
 
 

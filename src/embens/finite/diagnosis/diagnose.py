@@ -107,6 +107,7 @@ def diagnose(
         rates = suggested_rates(ensemble, measured, criterion, (natural, meant), budget)
     matrix, pull = cosines(measured.gram), _overlap(measured.gram)
     equal = found.coupling == 1 or min(pull.mean, found.coupling) >= findings.NEARLY_EQUAL
+    equal = equal and not ensemble.plan.low_rank  # which begin equal, and part in training
     sizes = {layer: float(g.diagonal().sum()) for layer, g in measured.grams.items()}
     total = sum(sizes.values()) or 1.0
     if expected is None:
