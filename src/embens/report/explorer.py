@@ -79,10 +79,10 @@ def numbers(ensemble: EmbeddedEnsemble, normals: Tensor) -> dict[str, Any]:
     grid = torch.linspace(-math.pi, math.pi, POINTS).double()
     x, test = circle(DATA, 1), circle(grid, 1)
     three = kernels(ensemble, x), kernels(ensemble, test, x), kernels(ensemble, test)
-    for members in MEMBERS:
-        flow = gradient_flow(*three, target(DATA), members)
+    flows = {members: gradient_flow(*three, target(DATA), members) for members in MEMBERS}
+    for members, flow in flows.items():
         found[f"M{members}"] = {"gamma": flow.gamma, **_fitted(flow, math.inf, normals)}
-    found["before"] = _fitted(flow, 0.0, normals)
+    found["before"] = _fitted(flows[MEMBERS[0]], 0.0, normals)
     return found
 
 
