@@ -102,6 +102,43 @@ def test_predictions_have_rows_first_and_losses_are_means_of_members(tmp_path):
     assert result.metrics["test_loss"] == pytest.approx(float(expected.mean()), rel=1e-4)
 
 
+def test_rows_without_labels_are_predicted_as_those_with_them(tmp_path):
+    found = trainer(ensemble().eval(), tmp_path, per_device_eval_batch_size=5)
+    expected = found.predict(rows()).predictions
+    bare = [{k: v for k, v in row.items() if k != "labels"} for row in rows()]
+    assert found.predict(bare).predictions == pytest.approx(expected, abs=1e-6)
+
+
+def test_several_columns_of_labels_are_all_used_and_all_outputs_have_rows_first(tmp_path):
+    config = bert().config
+    config.num_labels = 2
+    answering = transformers.BertForQuestionAnswering(config)
+    model = embens.adapt(answering, 3).eval()
+    spans = [
+        {**row, "start_positions": row["labels"], "end_positions": row["labels"] + 2}
+        for row in rows()
+    ]
+    spans = [{k: v for k, v in row.items() if k != "labels"} for row in spans]
+
+    def criterion(outputs, labels):
+        heads = outputs.start_logits, outputs.end_logits
+        return sum(map(torch.nn.functional.cross_entropy, heads, labels))
+
+    options = {"label_names": ["start_positions", "end_positions"]}
+    found = trainer(model, tmp_path, compute_loss_func=criterion, **options)
+    result = found.predict(spans)
+    starts, ends = (torch.tensor(v).transpose(0, 1) for v in result.predictions)
+    loss = torch.nn.functional.cross_entropy
+    labels = torch.tensor([int(row["labels"]) for row in rows()])
+    expected = [loss(s, labels) + loss(e, labels + 2) for s, e in zip(starts, ends, strict=True)]
+    assert result.metrics["test_loss"] == pytest.approx(float(sum(expected)) / 3, rel=1e-4)
+
+
+def test_a_network_that_is_no_ensemble_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="expected an ensemble"):
+        trainer(bert(), tmp_path)
+
+
 def test_groups_have_their_rates_under_adamw_and_a_frozen_trunk_stays(tmp_path):
     model = ensemble(by="low_rank", trunk="frozen")
     shared = [p.detach().clone() for p in model.shared_parameters()]
