@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,34 +54,11 @@ class ModulatedAttention(Wrapper):
             weights = self._weights(lambda numbers: numbers.now(run)[0])
             options |= {**masks, "is_causal": is_causal}
             return call_with(attention, weights, (query, key, value), options)
-        if query.dim() != 3 or not attention.batch_first:
-            raise Unfoldable("the batch is not the first axis of an attention")
-        inputs = zip((query, key, value), PROJECTIONS, strict=False)
-        q, k, v = (self._project(run, x, projection) for x, projection in inputs)
-        if attention.bias_k is not None:
-            k = torch.cat([k, attention.bias_k.expand(len(k), -1, -1)], 1)
-            v = torch.cat([v, attention.bias_v.expand(len(v), -1, -1)], 1)  # type: ignore[union-attr]
-        added = k.shape[1] - key.shape[1]
-        if attention.add_zero_attn:
-            k, v = (torch.cat([x, x.new_zeros(len(x), 1, x.shape[2])], 1) for x in (k, v))
-            added += 1
-        heads = attention.num_heads
-        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-        mask = _joint_mask(attn_mask, key_padding_mask, q, added)
-        dropout = attention.dropout if attention.training else 0.0
-        weights = None
-        if need_weights:
-            scores = (q / math.sqrt(q.shape[-1])) @ k.mT
-            weights = (scores if mask is None else scores + mask).softmax(-1)
-            weights = F.dropout(weights, dropout) if dropout else weights
-            result = weights @ v
-            weights = weights.mean(1) if average_attn_weights else weights
-        else:
-            causal = is_causal and key_padding_mask is None and not added
-            result = F.scaled_dot_product_attention(
-                *(q, k, v), None if causal else mask, dropout, is_causal=causal
-            )
-        return self._project(run, result.transpose(1, 2).flatten(2), "out_proj"), weights
+        options = (need_weights, attn_mask, average_attn_weights, is_causal)
+        inputs = (query, key, value)
+        return attend(
+            attention, lambda x, p: self._project(run, x, p), inputs, key_padding_mask, *options
+        )
 
     def _weights(self, take: Callable[[Modulation], Tensor]) -> dict[str, Tensor]:
         """Return all parameters by name, with the numbers of one member in them."""
@@ -121,6 +98,46 @@ class ModulatedAttention(Wrapper):
             for name, tensor in self._weights(lambda numbers: numbers.of(member)).items():
                 attention.get_parameter(name).copy_(tensor)
         return attention
+
+
+def attend(
+    attention: nn.MultiheadAttention,
+    project: Callable[[Tensor, str], Tensor],
+    inputs: Sequence[Tensor],
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what an attention does, with projections of one's own; the batch is the first axis."""
+    if inputs[0].dim() != 3 or not attention.batch_first:
+        raise Unfoldable("the batch is not the first axis of an attention")
+    q, k, v = map(project, inputs, PROJECTIONS)
+    if attention.bias_k is not None:
+        k = torch.cat([k, attention.bias_k.expand(len(k), -1, -1)], 1)
+        v = torch.cat([v, attention.bias_v.expand(len(v), -1, -1)], 1)  # type: ignore[union-attr]
+    added = k.shape[1] - inputs[1].shape[1]
+    if attention.add_zero_attn:
+        k, v = (torch.cat([x, x.new_zeros(len(x), 1, x.shape[2])], 1) for x in (k, v))
+        added += 1
+    heads = attention.num_heads
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+    mask = _joint_mask(attn_mask, key_padding_mask, q, added)
+    dropout = attention.dropout if attention.training else 0.0
+    weights = None
+    if need_weights:
+        scores = (q / math.sqrt(q.shape[-1])) @ k.mT
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        weights = F.dropout(weights, dropout) if dropout else weights
+        result = weights @ v
+        weights = weights.mean(1) if average_attn_weights else weights
+    else:
+        causal = is_causal and key_padding_mask is None and not added
+        result = F.scaled_dot_product_attention(
+            *(q, k, v), None if causal else mask, dropout, is_causal=causal
+        )
+    return project(result.transpose(1, 2).flatten(2), "out_proj"), weights
 
 
 def projection_parameters(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens.ensemble.attention import join_projections, projection_parameters
+from embens.ensemble.attention import attend, join_projections, projection_parameters
 from embens.ensemble.own import MemberLayer
 from embens.ensemble.plan import LowRankSite
 from embens.ensemble.run import Run, together
@@ -84,6 +84,26 @@ class LowRank(MemberLayer):
         members = (len(factors[0]), -1, -1)
         every = {p: (layer_weight(self.module, p).expand(members), None) for p in PROJECTIONS}
         return join_projections(self.module, every | {p: (w, None) for p, w in built.items()})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer; the projections of an attention for all running members at once."""
+        run = self.current.get()
+        several = run.count > 1 and run.index is None and not (self.border and run.common)
+        added = all(site.kind == "additive" for site in self.sites.values())
+        if not several or not added or "" in self.sites or len(args) < 3:
+            return super().forward(*args, **kwargs)
+        attention: Any = self.module
+
+        def project(x: Tensor, projection: str) -> Tensor:
+            shared = F.linear(x, *projection_parameters(attention, projection))
+            if projection not in self.sites:
+                return shared
+            left, right = (factors[f"{projection}_{side}"] for side in ("left", "right"))
+            mine, rows = (run.apart(t).flatten(1, -2) for t in (x, shared))
+            return together(torch.baddbmm(rows, mine @ right.mT, left.mT)).view(shared.shape)
+
+        factors = run.of(self)
+        return attend(attention, project, args[:3], *args[3:], **kwargs)
 
     def _alone(self, run: Run, args: tuple, kwargs: dict, method: str = "__call__") -> Any:
         called = method == "__call__" and len(args) == 1 and not kwargs
