@@ -167,7 +167,7 @@ def test_a_gradient_that_vanishes_has_no_direction():
     assert torch.equal(cosines(gram), expected)
 
 
-def test_several_arguments_are_a_tuple():
+def test_several_arguments_are_a_tuple_or_a_dict():
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
@@ -182,6 +182,7 @@ def test_several_arguments_are_a_tuple():
     one = gradient_cosines(ensemble, (x, y), target)
     other = gradient_cosines(ensemble, (x + y, torch.zeros_like(y)), target)
     torch.testing.assert_close(one, other)
+    assert torch.equal(gradient_cosines(ensemble, {"y": y, "x": x}, target), one)
 
 
 def test_what_members_share_runs_once_and_the_loop_can_stop():

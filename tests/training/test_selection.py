@@ -122,6 +122,21 @@ def test_a_metric_of_ones_own_needs_a_direction():
     assert len(set(embens.select(ensemble, (x, y), 2, metric=spread, maximise=True)(x))) == 2
 
 
+def test_logits_among_outputs_are_what_is_chosen_by():
+    class Named(nn.Sequential):
+        def forward(self, rows):
+            return {"logits": super().forward(rows)}
+
+    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x, y = torch.randn(30, 4), torch.arange(30) % 3
+    one, other = (
+        embens.batch_ensemble(net, 4, generator=torch.Generator().manual_seed(0))
+        for net in (plain, Named(*plain))
+    )
+    expected = embens.select(one, (x, y), size=3).plan.subset
+    assert embens.select(other, ({"rows": x}, y), size=3).plan.subset == expected
+
+
 def test_what_can_not_be_chosen_from_is_refused():
     ensemble, x, _ = case()
     y = torch.zeros(40, dtype=torch.long)

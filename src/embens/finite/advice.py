@@ -183,7 +183,8 @@ def _loss(proposal: Proposal) -> float:
 def _count(ensemble: EmbeddedEnsemble, x: Any, unit: Cost | None = None) -> Cost:
     """Return what a training step takes, relative to a unit."""
     with FlopCounterMode(display=False) as counter, kept_bytes(ensemble) as kept:
-        ensemble(x)
+        args, named = ensemble.bind(x)
+        ensemble(*args, **named)
     numbers = sum(p.numel() for p in ensemble.parameters())
     cost = Cost(numbers, max(1, counter.get_total_flops()), max(1, sum(kept.values())))
     if unit is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,11 +69,12 @@ def check_ensemble(ensemble: Any) -> None:
 
 def check_inputs(x: Any, name: str = "x", *, ensemble: EmbeddedEnsemble) -> None:
     """Raise where inputs are no tensors, empty, or not finite though outputs need them to be."""
+    x = dict(x) if isinstance(x, Mapping) else x
     tensors = [v for v in tree_leaves(x) if isinstance(v, Tensor)]
     if not tensors:
         raise TypeError(
-            f"{name}: expected a tensor with samples along its first axis, or a tuple of them; got "
-            f"{type(x).__name__}. Convert it: torch.as_tensor({name})"
+            f"{name}: expected a tensor with samples along its first axis, or a tuple or dict of "
+            f"them; got {type(x).__name__}. Convert it: torch.as_tensor({name})"
         )
     for value in tensors:
         if value.dim() and len(value) == 0:
@@ -83,17 +85,17 @@ def check_inputs(x: Any, name: str = "x", *, ensemble: EmbeddedEnsemble) -> None
             continue
         gaps = (~value.reshape(len(value), -1).isfinite()).any(1).nonzero()[:2, 0]
         rows = tree_map(lambda v, gaps=gaps: v[gaps] if isinstance(v, Tensor) else v, x)
-        if not _takes(ensemble, rows if isinstance(rows, tuple) else (rows,)):
+        if not _takes(ensemble, *ensemble.bind(rows)):
             raise ValueError(f"{name}: {NOT_FINITE}, or fill their gaps.")
 
 
-def _takes(ensemble: EmbeddedEnsemble, inputs: tuple) -> bool:
+def _takes(ensemble: EmbeddedEnsemble, inputs: tuple, named: dict[str, Any]) -> bool:
     """Return whether outputs on some samples are finite; the ensemble is left as it is."""
     modes = [(module, module.training) for module in ensemble.modules()]
     try:
         ensemble.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = tree_leaves(ensemble(*inputs))
+            outputs = tree_leaves(ensemble(*inputs, **named))
     finally:
         for module, training in modes:
             module.training = training

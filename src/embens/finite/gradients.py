@@ -53,7 +53,7 @@ def gradient_cosines(
     Args:
         ensemble: of any family. Separate networks share nothing: the identity. A network with an
             input for each member (mimo) is taken as it is at test, where all have the same one.
-        x: a batch, or a tuple of the reference's arguments.
+        x: a batch, a tuple of the reference's arguments, or a dict of them by name.
         target: passed to the criterion with each member's outputs.
         criterion: a function of one member's outputs and the target; a vector is averaged.
         by_layer: return a dict from layer to the cosines of that layer's gradients alone.
@@ -169,8 +169,7 @@ def member_gradients(
     """Yield the gradients of one member after another; the generator seeds what a network draws."""
     layers = shared_layers(ensemble)
     parameters = [p for found in layers.values() for p in found]
-    inputs = x if isinstance(x, tuple) else (x,)
-    with unchanged(ensemble, generator), ensemble.run(inputs, chunk=1) as run:
+    with unchanged(ensemble, generator), ensemble.run(*ensemble.bind(x), chunk=1) as run:
         stacks = {id(stack): stack for stack in run.numbers}  # tied ones once
         names = {id(stack): name for stack, name in zip(run.numbers, run.names, strict=True)}
         for a in range(min(members or ensemble.members, ensemble.members)):

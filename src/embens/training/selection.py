@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from embens import metrics
 from embens.checks import check_whole
 from embens.ensemble import EmbeddedEnsemble
-from embens.objective import default_criterion, squared_error
+from embens.objective import default_criterion, logits_of, squared_error
 from embens.prediction import predict
 from embens.training.batches import validation_batches
 from embens.training.settings import Metric, more_is_better
@@ -83,7 +83,7 @@ def _run(ensemble: EmbeddedEnsemble, data: Any, batch_size: int) -> tuple[Tensor
     """Return the outputs of all members and the targets, in double precision."""
     outputs, targets = [], []
     for batch in validation_batches(data, batch_size).epoch(0):
-        outputs.append(predict(ensemble, batch.inputs, batch_size=batch.rows).members)
+        outputs.append(logits_of(predict(ensemble, batch.inputs, batch_size=batch.rows).members))
         targets.append(batch.target)
     if not all(isinstance(v, Tensor) for v in (*outputs, *targets)):
         raise TypeError("select expects a network that returns one tensor, and one target of each")

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,27 @@ def test_any_network_can_be_diagnosed(architecture):
     assert len(report.losses) == 3
     assert report.overlap
     json.dumps(report.to_dict())
+
+
+def test_inputs_by_name_and_outputs_with_logits_are_diagnosed_as_plain_ones():
+    class Named(nn.Module):
+        def __init__(self, encoder_with_a_long_name_0: nn.Module):
+            super().__init__()
+            self.encoder_with_a_long_name_0 = encoder_with_a_long_name_0
+
+        def forward(self, ids, cache=None, mask=None):
+            return {"logits": self.encoder_with_a_long_name_0(ids + mask)}
+
+    network = mlp()
+    plain, named = (
+        embens.batch_ensemble(net, 3, generator=seeded(1)) for net in (network, Named(network))
+    )
+    tokens = UserDict(ids=X / 2, mask=X / 2)  # as a tokenizer returns them
+    expected, found = diagnose(plain, X, Y), diagnose(named, tokens, Y)
+    torch.testing.assert_close(found.cosines, expected.cosines)
+    assert found.rates.largest_stable == pytest.approx(expected.rates.largest_stable, rel=1e-4)
+    layers = [line for line in str(found).splitlines() if "share" in line]
+    assert len({line.split()[0] for line in layers}) == len(found.overlap) > 1
 
 
 def test_the_ensemble_is_not_changed():

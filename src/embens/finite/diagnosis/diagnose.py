@@ -50,7 +50,7 @@ def diagnose(
 
     Args:
         ensemble: of any family.
-        x: a batch, or a tuple of the reference's arguments; some hundred samples are plenty, but
+        x: a batch, a tuple or a dict of the reference's arguments; some hundred samples do, but
             a forecast is of a training on these alone.
         target: classes, or values.
         criterion: of one member's outputs and the target; None: cross-entropy for whole numbers,

@@ -16,7 +16,7 @@ at the present weights: a first guess for a sweep, not a promise. Momentum :math
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -151,7 +151,8 @@ def measure(
 def take(values: Any, rows: Tensor) -> Any:
     """Return some rows of all tensors."""
     return tree_map(
-        lambda v: v[rows.to(v.device)] if isinstance(v, Tensor) and v.dim() else v, values
+        lambda v: v[rows.to(v.device)] if isinstance(v, Tensor) and v.dim() else v,
+        dict(values) if isinstance(values, Mapping) else values,
     )
 
 
@@ -205,7 +206,8 @@ def sharpness(
     parameters = [*shared, *own]
     rates = [gamma / ensemble.members] * len(shared) + [1.0] * len(own)
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
-        outputs = logits_of(ensemble(*x if isinstance(x, tuple) else (x,)))
+        args, named = ensemble.bind(x)
+        outputs = logits_of(ensemble(*args, **named))
         if not isinstance(outputs, Tensor):
             raise TypeError("outputs are not one tensor")
         loss = gradients.losses_of(outputs, target, criterion).sum()

@@ -148,11 +148,12 @@ class Diagnosis:
                 f"two members' gradients have a cosine of {pull.mean:+.3f}{about} in the mean, "
                 f"{pull.rms:.3f} in size ({len(self.norms)} members, {self.rows} samples)",
             )
+            width = max([20, *(min(40, len(layer)) for layer in self.overlap)])
             for layer, overlap in self.overlap.items():
                 bar = "#" * round(20 * overlap.rms)
                 lines.append(
-                    f"{'':10}{layer:<20.20} mean {overlap.mean:+.3f}  size {overlap.rms:.3f}  "
-                    f"share {overlap.share:4.0%}  {bar}"
+                    f"{'':10}{layer[-width:]:<{width}} mean {overlap.mean:+.3f}  "
+                    f"size {overlap.rms:.3f}  share {overlap.share:4.0%}  {bar}"
                 )
         if self.widths:
             effective, plain = self.widths
