@@ -31,6 +31,10 @@ def problem(rows: int, *, too_sure: float = 1.0) -> tuple[torch.Tensor, torch.Te
     return too_sure * outputs, target[:, 0]
 
 
+def numbers(prediction: Prediction) -> Prediction:
+    return Prediction(prediction.members[..., 0], "regression")
+
+
 class TestConformal:
     def test_the_quantile_is_the_smallest_score_that_enough_scores_do_not_exceed(self):
         scores = torch.rand(99, generator=torch.Generator().manual_seed(0))
@@ -212,6 +216,18 @@ def test_false_alarms_are_at_most_as_frequent_as_asked_and_others_are_found():
     assert torch.equal(alone.flag(alone).scores, alone.entropy)
 
 
+def test_intervals_of_one_member_are_equally_wide_and_cover_as_promised():
+    mean = torch.randn(1, 4000, 1, generator=GENERATOR.manual_seed(0)).half()
+    target = mean[0, :, 0].float() + 300 * torch.randn(4000, generator=GENERATOR)
+    held, new = (
+        Prediction(mean[:, rows], "regression") for rows in (slice(2000), slice(2000, None))
+    )
+    low, high = new.conformal_intervals(held, target[:2000], 0.8)[:, 0].unbind(-1)
+    assert float((high - low).min()) > 0
+    inside = (low <= target[2000:]) & (target[2000:] <= high)
+    assert float(inside.double().mean()) == pytest.approx(0.8, abs=4 * 0.0127)
+
+
 def test_every_decision_has_a_picture(tmp_path):
     outputs, target = problem(200)
     prediction = Prediction(outputs)
@@ -238,6 +254,13 @@ def test_every_decision_has_a_picture(tmp_path):
         (lambda p, y: p.conformal_intervals(p, y), "defined for 'regression' and 'gaussian'"),
         (lambda p, y: p.conformal_sets(p, y, 0.999), "needs at least 999 held-out rows"),
         (lambda p, y: p.flag(Prediction(p.members[..., :3])), "expected a prediction like this"),
+        (lambda p, y: p.risk_coverage(y - 1), "got indices from -1 to"),
+        (lambda p, y: p.conformal_sets(p, y[:, None]), r"got shape \(100, 1\)"),
+        (lambda p, y: Prediction(p.members / 0).conformal_sets(p, y), "NaN or infinite"),
+        (lambda p, y: p.conformal_sets(p, y).covered(y[:5]), "a class for each of 100 rows"),
+        (lambda p, y: numbers(p).conformal_intervals(numbers(p), 0 * y / 0), "is NaN; leave"),
+        (lambda p, y: numbers(p).flag(Prediction(0 * numbers(p).members / 0, "regression")), "NaN"),
+        (lambda p, y: Prediction(p.members[:1, :, 0], "regression").reject(0.1), "agree on all"),
         (lambda p, y: p.flag(p.members), "held_out: expected a Prediction; got Tensor"),
         (
             lambda p, y: Prediction(p.members, "regression").reject(0.1),

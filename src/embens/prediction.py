@@ -179,17 +179,18 @@ class Prediction:
     ) -> Float[Tensor, "*batch 2"]:
         """Return intervals that hold a number with a chance of at least ``coverage``.
 
-        As wide as the standard deviation of the mixture says, times a factor from held-out rows.
-        Of several outputs each has its own guarantee.
+        As wide as the standard deviation of the mixture says, times a factor from held-out rows; of
+        one member, which has none, all equally wide. Of several outputs each has its own guarantee.
         """
         self._outputs("conformal_intervals", "regression", "gaussian")
-        error = self._check(held_out, target).view_as(held_out.mean) - held_out.mean
-        tiny = torch.finfo(error.dtype).tiny  # members may agree
-        scores = error.abs() / held_out.variance.sqrt().clamp(min=tiny)
-        columns = scores.reshape(len(scores), -1).T
+        error = self._check(held_out, target).view_as(held_out.mean).double() - held_out.mean
+        mine, held = (  # where members agree, alike in both: else the factor would mean nothing
+            p.variance.double().sqrt().clamp(min=1e-12) for p in (self, held_out)
+        )
+        columns = (error.abs() / held).reshape(len(error), -1).T
         factors = [uncertainty.conformal_quantile(column, coverage) for column in columns]
-        half = self.mean.new_tensor(factors).view(self.mean.shape[1:]) * self.variance.sqrt()
-        return torch.stack([self.mean - half, self.mean + half], -1)
+        half = mine.new_tensor(factors).view(mine.shape[1:]) * mine
+        return torch.stack([self.mean - half, self.mean + half], -1).to(self.mean.dtype)
 
     def plot_reliability(self, target: Tensor, path: uncertainty.File) -> None:
         """Draw accuracy against confidence; the diagonal is calibrated."""
@@ -207,12 +208,14 @@ class Prediction:
             scores = (score or metrics.least_confidence)(self._outputs("scores", self.task))
         else:
             scores = self.variance if score is None else score(self.members)
+            if score is None and not scores.any():
+                raise ValueError("no row is less certain: members agree on all. Pass a score.")
         if scores.numel() != len(self.mean):
             raise ValueError(
                 f"expected one uncertainty for each row; got {tuple(scores.shape)}. Pass a score, "
                 "or take one output: Prediction(prediction.members[..., k], prediction.task)."
             )
-        return scores.flatten()
+        return uncertainty.known(scores.flatten())
 
     def _check(self, held_out: Prediction, target: Any = None) -> Any:
         """Return the target of a prediction that is like this one, on its device."""
@@ -227,6 +230,9 @@ class Prediction:
         if not isinstance(target, Tensor) or len(target) != rows:
             got = len(target) if isinstance(target, Tensor) else type(target).__name__
             raise ValueError(f"target: expected a tensor of the {rows} rows predicted; got {got}")
+        if self.task == "classification":  # which says what is wrong with classes, or logits
+            metrics.nll(held_out._outputs("target", self.task), target)
+            self._scores(None)
         return target.to(held_out.mean.device)
 
     def _outputs(self, name: str, *tasks: Task) -> Tensor:

@@ -86,7 +86,15 @@ def conformal_quantile(scores: Tensor, coverage: float) -> float:
             f"{len(scores)}. Ask for less, or hold out more rows (of an estimator: fit with more, "
             "or with a larger validation_fraction)."
         )
-    return float(scores.sort().values[rank - 1])
+    return float(known(scores).sort().values[rank - 1])
+
+
+def known(scores: Tensor) -> Tensor:
+    """Return scores, none of which is NaN: it would be neither large nor small."""
+    if scores.isnan().any():
+        rows = scores.isnan().nonzero()[:5, 0].tolist()
+        raise ValueError(f"the uncertainty, output or target of rows {rows} is NaN; leave them out")
+    return scores
 
 
 def least_rows(coverage: float) -> int:
@@ -131,9 +139,8 @@ class RiskCoverage:
     def plot(self, path: File) -> None:
         """Draw both curves, and the risk of rows that are kept at random."""
         kept, risk, best = (v.tolist() for v in (self.coverage, self.risk, self.best))
-        with picture(
-            path, xlabel="share of rows that is kept", ylabel="mean loss of these"
-        ) as axes:
+        labels = {"xlabel": "share of rows that is kept", "ylabel": "mean loss of these"}
+        with picture(path, **labels) as axes:
             axes.plot(kept, risk, label=f"least certain left out, area {self.area:.3f}")
             axes.plot(kept, best, "k:", label=f"best order, {self.area - self.excess:.3f}")
             axes.axhline(risk[-1], color="grey", ls="--", label="at random")
@@ -208,13 +215,15 @@ class ConformalSets:
 
     def covered(self, target: Tensor) -> float:
         """Return the share of rows whose class is in their set."""
+        if target.shape != self.sets.shape[:1]:
+            expected = f"expected a class for each of {len(self.sets)} rows"
+            raise ValueError(f"target: {expected}; got shape {tuple(target.shape)}")
         return float(self.sets.gather(1, target[:, None].to(self.sets.device)).double().mean())
 
     def plot(self, path: File) -> None:
         """Draw how many rows have sets of which size."""
         shares = self.sizes.bincount(minlength=self.sets.shape[1] + 1) / len(self.sets)
         title = f"{self.coverage:.0%} hold the true class"
-        with picture(
-            path, xlabel="classes in the set", ylabel="share of rows", title=title
-        ) as axes:
+        labels = {"xlabel": "classes in the set", "ylabel": "share of rows", "title": title}
+        with picture(path, **labels) as axes:
             axes.bar(range(len(shares)), shares.tolist())
