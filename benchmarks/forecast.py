@@ -204,12 +204,6 @@ DEVELOPMENT = {
         name: partial(table, name=name) for name in "phoneme magic penbased satimage letter".split()
     },
 }
-HARD = {  # networks learn their rows by heart and little else
-    "patches16, noisy": partial(patches, size=12, classes=16, noise=1.0),
-    "glyphs26, noisy": partial(glyphs, size=12, classes=26, noise=0.8),
-    "teacher30, noisy": partial(teacher, inputs=30, classes=10, noise=0.5),
-    "mixture, hopeless": partial(mixture, inputs=40, classes=10, separation=0.5, clusters=4),
-}
 NAMED = {
     "digits": partial(images, read_set=data.digits, size=8),
     "fashion": partial(images, read_set=data.fashion_mnist, size=14),
@@ -221,7 +215,7 @@ NAMED = {
 FRESH = {"mnist": mnist, "mnist, CNN": mnist, "cifar ten, CNN": cifar_ten} | {
     name: partial(table, name=name) for name in "texture vowel marketing ring optdigits".split()
 }
-TASKS = DEVELOPMENT | HARD | NAMED | FRESH
+TASKS = DEVELOPMENT | NAMED | FRESH
 
 
 def load(name: str, rows: int, seed: int):
@@ -239,7 +233,7 @@ def load(name: str, rows: int, seed: int):
 
 
 def development(seed: int) -> dict:
-    """Return a random setting; from 300 on a long training on few rows, from 400 of hard tasks."""
+    """Return a random setting; from 300 on a long training on few rows, which are learnt whole."""
     rng, pictures = random.Random(seed * 7 + 1), ("glyphs", "patches")
     name = rng.choice(list(DEVELOPMENT))
     if not name.startswith(pictures) and rng.random() < 0.35:
@@ -255,8 +249,6 @@ def development(seed: int) -> dict:
     ensembles = [(f, rng.choice([2, 4, 4, 8, 8, 8, 16])) for f in families]
     if seed >= LONG:
         optimizer, rows, epochs = "sgd", 400, rng.choice([60, 100])
-        if seed >= LONG + 100:
-            name, cnn, epochs = list(HARD)[seed % 4], False, rng.choice([30, 60, 100])
         ensembles = [(f, rng.choice([2, 4, 4, 8])) for f in LAWS]
     elif rng.random() < 0.2:
         ensembles += [(families[0], m) for m in COUNTS if (families[0], m) not in ensembles]

@@ -322,10 +322,11 @@ def run_probe(
     share = COST * ensemble.members / (some.members + SEPARATE)
     steps = min(planned, max(STEPS, round(SMALLER * share * planned)))
     order = torch.randperm(len(target), generator=generator)
-    held, train = order[: min(HELD, len(order) // 3)], order[min(HELD, len(order) // 3) :]
-    train = train[: batch * steps]
-    plan = plan | {"epochs": max(1, round(batch * steps / len(train)))}
-    steps = plan["epochs"] * math.ceil(len(train) / batch)
+    held, train = order.split([count := min(HELD, len(order) // 3), len(order) - count])
+    whole = min(steps, len(train) // batch)  # batches; the last of an epoch may be too small
+    train = train[: whole * batch] if whole else train
+    plan = plan | {"epochs": max(1, round(steps / max(1, whole)))}
+    steps = plan["epochs"] * max(1, whole)
     notes: list[str] = []
 
     def trained(one: EmbeddedEnsemble) -> dict[str, float]:
