@@ -30,7 +30,7 @@ def is_linear(name: str, module: nn.Module) -> bool:
 
 
 def large(rounds: int, layers: int) -> Iterator[Row]:
-    """Embedding, training and memory of BERT."""
+    """Embedding and training of BERT."""
     import transformers
 
     config = transformers.BertConfig(num_hidden_layers=layers, num_labels=5)
@@ -61,14 +61,6 @@ def large(rounds: int, layers: int) -> Iterator[Row]:
     def step() -> None:
         forget()
         F.cross_entropy(reference(**x).logits, y).backward()
-
-    kept = timing.kept_bytes(step, reference.parameters())
-    row = Row(
-        "pretrained-memory", f"memory kept for backward(chunk=1), {name}", "reference", 1.3, 1, ""
-    )
-    peak = timing.kept_bytes(lambda: ensemble.backward(x, y, chunk=1), ensemble.parameters())
-    row.results = [Result("embens", True, peak / kept)]
-    yield row
 
     members = embens.low_rank(reference, MEMBERS, sites=is_linear, example_input=x, **ADDED)
     mine = timing.forgetting(members)
