@@ -24,7 +24,9 @@ def test_the_members_numbers_are_kept_and_join_the_trained_network_again(by, tmp
     net, x = reference(), torch.randn(30, 4)
     ensemble = embens.adapt(net, 3, by=by, trunk="frozen")
     embens.fit(ensemble, (x, torch.arange(30) % 3), epochs=2, lr=0.1, progress=False)
-    ensemble.save_pretrained(tmp_path / "new" / "folder", base="somebody/network")
+    ensemble.save_pretrained(tmp_path / "new" / "folder", base="somebody/network: v2")
+    card = (tmp_path / "new" / "folder" / CARD).read_text()
+    assert 'base_model: "somebody/network: v2"\n' in card  # a string in YAML, whatever is in it
     folder = tmp_path / "new" / "folder"
     assert {path.name for path in folder.iterdir()} == {FILE, CARD}
     other_head = reference()

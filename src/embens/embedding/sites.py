@@ -289,7 +289,8 @@ def choose_own(
         for other, module in modules.items():
             if not is_within(other, chosen) and tied & {id(p) for p in module._parameters.values()}:
                 raise ValueError(
-                    f"own: {name!r} has a weight in common with {other!r}; name both or neither"
+                    f"own: {name!r} has a weight in common with {other!r}; name both or neither "
+                    "(of adapt: head='shared')"
                 )
     return tuple(n for n in modules if n in chosen)
 

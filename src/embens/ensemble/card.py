@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -26,11 +27,12 @@ def card(ensemble: EmbeddedEnsemble, base: str, results: Mapping[str, float], wh
     return "\n".join(
         [
             *("---", "library_name: embens", f"tags: [ensemble, uncertainty, {plan.family}]"),
-            *([f"base_model: {base}"] if base else []),
+            *([f"base_model: {json.dumps(base)}"] if base else []),
             *("---", "", f"# {plan.members} members in one {network}", "", "| | |", "|---|---|"),
             *(f"| {name} | {value} |" for name, value in {**rows, **results}.items()),
             *("", "```python", "import embens", ""),
-            f"reference = ...  # a {network}" + ("" if whole else f" with the weights of {base}"),
+            f"reference = ...  # a {network}"
+            + ("" if whole else f" with the weights of {base or 'the trained network'}"),
             "ensemble = embens.load(folder, reference)  # this folder",
             *("prediction = embens.predict(ensemble, inputs)", "```", ""),
         ]
