@@ -394,7 +394,7 @@ class TestOwnLayers:
 
     def test_that_share_a_weight_with_others_get_an_error(self):
         with pytest.raises(
-            ValueError, match="'output' has a weight in common with 'embedding'.*shared"
+            ValueError, match=r"'output' has a weight in common with 'embedding'.*shared"
         ):
             embens.embed(Tied(), 3, own="output")
         ensemble = embens.embed(Tied(), 3, None, None, own=["output", "embedding"])
