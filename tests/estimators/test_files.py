@@ -34,7 +34,7 @@ class TestASource:
             }
         )
         source = files.Source(numbered, "y", None, seed=3, held=0.1)
-        sample, rows, _ = files.first_pass(source, classify=False)
+        sample, rows, *_ = files.first_pass(source, classify=False)
         columns, target, _ = source.parts(sample)
         known = preprocessing.learn(columns, Options())
         stream = files.Stream(source, Encoding(known, Gaussians(1)), 256)

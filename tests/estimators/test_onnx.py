@@ -17,7 +17,7 @@ class TestOnnx:
         model.to_onnx(path)
         session = onnxruntime.InferenceSession(path)
         table = from_frame(X)
-        feed = {"numbers": table.block(model.preprocessing_.numeric)}
+        feed = {"numbers": table.block(model.preprocessing_.numeric, model.preprocessing_.parts)}
         if model.preprocessing_.categorical:
             feed["codes"] = model.preprocessing_.encode(table)[1].numpy()
         return session, session.run(None, feed)

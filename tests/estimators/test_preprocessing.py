@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from estimators.problems import classes_of, classifier, mixed_table
+from estimators.problems import classes_of, classifier, mixed_table, regressor
 from scipy import stats
 
 from embens.estimators import preprocessing
@@ -47,7 +47,7 @@ def test_columns_can_be_named_categorical():
 def test_the_bins_are_the_piecewise_linear_encoding_written_by_hand():
     values = np.random.default_rng(0).normal(size=200)
     learnt, module, inputs = encode(values, bins=5)
-    ours = module.double()(*inputs)[:, 1:].numpy()
+    ours = module.double()(*inputs)[:, 2:].numpy()
     edges = learnt.edges[0].double().numpy() * float(learnt.scale[0]) + float(learnt.centre[0])
     for b in range(5):
         low = -1.0 if b == 0 else 0.0
@@ -80,6 +80,107 @@ def test_numbers_far_outside_are_held_one_bin_beyond_the_edge():
     torch.testing.assert_close(found[0], found[1])
     torch.testing.assert_close(found[2], found[3])
     assert found.isfinite().all()
+
+
+def test_a_tied_value_is_an_edge_and_the_others_share_the_bins_that_are_left():
+    rng = np.random.default_rng(0)
+    values = np.where(rng.random(4000) < 0.92, 0.0, np.exp(rng.normal(size=4000)))
+    edges = learn(from_array(values[:, None]), bins=16).edges[0]
+    found = edges[~edges.isnan()]
+    assert len(found) == 17
+    assert (found == 0).sum() == 1  # centre and scale of zeros are 0 and their mean distance
+    rest = np.sort(values[values > 0])
+    learnt = learn(from_array(values[:, None]), bins=16)
+    ours = found[1:].double() * learnt.scale + learnt.centre
+    share = np.searchsorted(rest, ours.numpy() * (1 + 1e-6)) / len(rest)
+    np.testing.assert_allclose(share, np.linspace(0, 1, 16), atol=0.01)
+
+
+def test_full_resolution_is_kept_beside_the_bins():
+    values = np.random.default_rng(0).normal(size=500)
+    _, module, inputs = encode(values, bins=2)
+    near = module.double()(*inputs)[:, 1]
+    x = inputs[0][:, 0]
+    torch.testing.assert_close(near, x / (1 + x**2 / 9).sqrt())
+    assert len(near.unique()) == 500
+
+
+def test_the_number_of_bins_follows_that_of_rows():
+    rng = np.random.default_rng(0)
+    for rows, bins in ((300, 32), (8192, 64), (40_000, 128)):
+        assert learn(from_array(rng.normal(size=(rows, 1)))).edges.shape == (1, bins + 1)
+
+
+def test_bins_of_a_tree_lie_where_the_target_changes():
+    x = np.random.default_rng(0).uniform(size=(2000, 1))
+    target = torch.from_numpy(x > 0.61).double()
+    learnt = preprocessing.learn(from_array(x), Options(binning="tree", bins=8), None, target)
+    edges = learnt.edges[0].double() * learnt.scale + learnt.centre
+    below = x[x <= 0.61].max()
+    assert (edges - below).abs().min() < 1e-6
+
+
+def test_a_date_has_its_parts():
+    times = pd.to_datetime(["2024-02-29 23:10", "2025-01-05 00:00", None])
+    table = from_frame(pd.DataFrame({"when": times, "x": [1.0, 2.0, 3.0]}))
+    learnt = learn(table)
+    assert learnt.parts == ["", "month", "day", "weekday", "hour", ""]
+    assert [table.numbers(0, part)[0] for part in learnt.parts[1:5]] == [2, 29, 3, 23]
+    assert [table.numbers(0, part)[1] for part in learnt.parts[1:5]] == [1, 5, 6, 0]
+    assert np.isnan(table.numbers(0, "hour")[2])
+
+
+def test_free_text_is_ignored_and_said_so():
+    frame = pd.DataFrame({"text": [f"order {i} of it" for i in range(80)], "x": np.arange(80.0)})
+    learnt = learn(from_frame(frame))
+    assert learnt.categorical == []
+    assert learnt.notes == ["text has another text in nearly every row and is ignored"]
+    assert learn(from_frame(frame), categorical_features=["text"]).categorical == [0]
+
+
+class TestStatisticsOfManyCategories:
+    def setup_method(self):
+        rng = np.random.default_rng(0)
+        self.codes = torch.from_numpy(rng.integers(0, 50, 3000))
+        self.frame = pd.DataFrame({"a": [f"c{c:02}" for c in self.codes.tolist()]})
+        self.target = torch.from_numpy(rng.normal(size=(3000, 1)))
+        self.folds = torch.from_numpy(rng.integers(0, preprocessing.FOLDS, 3000))
+        self.table = from_frame(self.frame)
+        self.learnt = preprocessing.learn(self.table, Options(), None, self.target, self.folds)
+
+    def seen(self, **changes):
+        inputs = self.learnt.encode(self.table, **changes)
+        return Encode(self.learnt).double()(*inputs)[:, :2]
+
+    def test_they_are_means_drawn_to_the_mean_of_all(self):
+        y = self.target[:, 0]
+        mine = self.codes == 7
+        expected = (y[mine] - y.mean()).sum() / (mine.sum() + preprocessing.ADDED)
+        assert self.seen()[mine][0, 0].item() == pytest.approx(expected.item(), abs=1e-6)
+        share = (mine.sum() + 1) / (3000 + 50)
+        assert self.seen()[mine][0, 1].item() == pytest.approx(share.log10().item(), abs=1e-6)
+
+    def test_a_row_to_train_on_does_not_see_its_own_target(self):
+        before = self.seen(folds=self.folds)[0, 0].item()
+        self.target[0] += 100
+        self.learnt = preprocessing.learn(self.table, Options(), None, self.target, self.folds)
+        after = self.seen(folds=self.folds)
+        mean = 100 / 3000  # by which the mean of all rows moves, of which a part is in each
+        assert after[0, 0].item() == pytest.approx(before, abs=mean)
+        others = (self.codes == self.codes[0]) & (self.folds != self.folds[0])
+        assert after[others][0, 0] > 0.5
+
+    def test_a_label_that_is_not_known_has_the_mean(self):
+        inputs = self.learnt.encode(from_frame(pd.DataFrame({"a": ["never", None]})))
+        assert Encode(self.learnt)(*inputs)[:, 0].tolist() == [0.0, 0.0]
+
+    def test_effects_of_rare_categories_are_learnt(self):
+        rng = np.random.default_rng(1)
+        codes = rng.integers(0, 300, 1500)
+        y = rng.normal(size=300)[codes] + 0.1 * rng.normal(size=1500)
+        X = pd.DataFrame({"a": [f"c{c}" for c in codes]})
+        model = regressor(max_categories=16).fit(X[:1200], y[:1200])
+        assert model.score(X[1200:], y[1200:]) > 0.5  # with statistics of 16 kept ones: near 0
 
 
 def test_a_missing_number_has_an_indicator_and_nothing_else():
@@ -151,13 +252,13 @@ def test_a_thousand_columns_of_text_stay_within_the_budget():
     assert "1000 categorical columns: 4 categories kept of each" in learnt.notes
 
 
-@pytest.mark.parametrize("embedding", ["piecewise", "periodic", "none"])
+@pytest.mark.parametrize("embedding", ["piecewise", "periodic", "both", "none"])
 def test_every_numerical_embedding_trains_and_is_run_once_for_all_members(embedding):
     X, target = mixed_table()
     model = classifier(numerical_embedding=embedding, max_epochs=25).fit(X, classes_of(target))
     assert model.score(X, classes_of(target)) > 0.6
     network = build(model.preprocessing_, 3, model, model.fitted_.sizes)
-    assert isinstance(network.body[0], Periodic) == (embedding == "periodic")
+    assert isinstance(network.body[0], Periodic) == (embedding in ("periodic", "both"))
 
 
 def test_the_time_for_columns_of_text_grows_no_faster_than_their_number():

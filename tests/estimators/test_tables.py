@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from estimators.problems import classes_of, classifier, mixed_table, regressor
 
+from embens.estimators import tables
 from embens.estimators.tables import from_array, from_frame
 
 
@@ -22,11 +23,17 @@ class TestEveryKindOfInput:
         with pytest.raises(ValueError, match="same order"):
             model.predict(self.X[self.X.columns[::-1]])
 
-    def test_sparse_input_is_refused_with_what_to_do(self):
+    def test_sparse_input_is_what_it_would_be_dense(self, monkeypatch):
         from scipy import sparse
 
-        with pytest.raises(TypeError, match="dense"):
-            classifier().fit(sparse.csr_array(np.eye(20)), np.arange(20) % 2)
+        X = sparse.random_array((200, 6), density=0.3, rng=0, format="csr")
+        y = np.asarray(X.sum(1) > 1)
+        found = classifier(max_epochs=2).fit(X, y).predict_proba(X)
+        dense = classifier(max_epochs=2).fit(X.toarray(), y).predict_proba(X.toarray())
+        np.testing.assert_array_equal(found, dense)
+        monkeypatch.setattr(tables, "DENSE", 1000)
+        with pytest.raises(ValueError, match="choose columns, or fewer rows"):
+            classifier().fit(X, y)
 
     def test_a_target_may_be_a_column_of_pyarrow(self):
         table = pa.Table.from_pandas(self.X)

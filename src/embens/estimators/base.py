@@ -166,7 +166,7 @@ class TableEnsemble(choices.Options, BaseEstimator):
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = True
+        tags.input_tags.allow_nan = tags.input_tags.sparse = True
         tags.target_tags.required = True
         tags.target_tags.multi_output = True
         return tags

@@ -48,7 +48,8 @@ class Options:
     dropout: Any = "auto"
     numerical_embedding: str = "piecewise"
     scaling: str = "quantile"
-    bins: int = 32
+    bins: Any = "auto"
+    binning: str = "quantile"
     categorical_features: Any = "auto"
     max_categories: int = 256
     gamma: Any = "auto"
@@ -70,7 +71,8 @@ class Options:
 _CHOICES = {
     "family": tuple(FAMILIES),
     "scaling": ("quantile", "standard"),
-    "numerical_embedding": ("piecewise", "periodic", "none"),
+    "binning": ("quantile", "tree"),
+    "numerical_embedding": ("piecewise", "periodic", "both", "none"),
 }
 _COUNTS = "members width depth bins max_categories batch_size max_epochs patience".split()
 _RANGES = {"p": (-1, 1), "dropout": (0, 0.99), "validation_fraction": (0, 0.9)}

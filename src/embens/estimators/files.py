@@ -108,7 +108,8 @@ class Source:
 def first_pass(source: Source, class_weight: Any = None, *, classify: bool) -> tuple[Any, ...]:
     """Go through all rows once, and check them before anything is spent.
 
-    Return those to learn from, those held out, and all classes, whose weights the source keeps.
+    Return those to learn from, those held out, the folds of the former, and all classes, whose
+    weights the source keeps.
     """
     import numpy as np
     import pyarrow as pa
@@ -118,7 +119,7 @@ def first_pass(source: Source, class_weight: Any = None, *, classify: bool) -> t
         kind = source.dataset.schema.field(name).type
         if not is_number(kind):
             raise ValueError(f"column {name!r}: expected numbers; its type is {kind}")
-    samples, held, first = [], [], 0
+    samples, held, folds, first = [], [], [], 0
     counts: list[Counter] = [Counter() for _ in source.targets]
     for table, draws in source.blocks():
         columns, targets, weights = source.parts(table, first)
@@ -132,6 +133,7 @@ def first_pass(source: Source, class_weight: Any = None, *, classify: bool) -> t
         held.append(table.filter(pa.array(draws < source.held)))
         chosen = (draws >= source.held) & (draws < source.looked)
         samples.append(table.filter(pa.array(chosen)))
+        folds.append(folds_of(draws[chosen]))
         first += table.num_rows
     classes = [np.array(sorted(known)) for known in counts]
     if class_weight == "balanced":
@@ -143,7 +145,12 @@ def first_pass(source: Source, class_weight: Any = None, *, classify: bool) -> t
             for labels, weights in zip(classes, given, strict=True)
         ]
     tables = (pa.concat_tables(parts).combine_chunks() for parts in (samples, held))
-    return *tables, classes
+    return *tables, torch.cat(folds), classes
+
+
+def folds_of(draws: Any) -> Tensor:
+    """Return the folds of rows, for the statistics of categories, by the rows' numbers."""
+    return torch.from_numpy((draws * 2**20).astype("int64") % preprocessing.FOLDS)
 
 
 class Stream(IterableDataset):
@@ -162,16 +169,16 @@ class Stream(IterableDataset):
         order = torch.randperm(len(self.source.fragments), generator=generator).tolist()
         waiting: list[Tensors] = []
         for table, draws in self.source.blocks(order):
-            mine = table.filter(pa.array(draws >= self.source.held))
-            if mine.num_rows:
-                waiting.append(self.encode(mine))
+            mine = draws >= self.source.held
+            if mine.any():
+                waiting.append(self.encode(table.filter(pa.array(mine)), folds_of(draws[mine])))
             if len(waiting) == BUFFER:
                 waiting = yield from self._shuffled(waiting, generator, last=False)
         yield from self._shuffled(waiting, generator, last=True)
 
-    def encode(self, table: Any) -> Tensors:
+    def encode(self, table: Any, folds: Tensor | None = None) -> Tensors:
         columns, target, weights = self.source.parts(table)
-        return self.encoding(columns, self.encoding.head.values(target), weights)
+        return self.encoding(columns, self.encoding.head.values(target), weights, folds=folds)
 
     def _shuffled(self, blocks: list[Tensors], generator: torch.Generator, *, last: bool) -> Any:
         """Yield minibatches of some blocks; return what is left over."""
@@ -189,7 +196,7 @@ class Stream(IterableDataset):
 def prepare(source: Source, head: type[Head], options: Options) -> Prepared:
     """Learn from a part of the rows; see :func:`embens.estimators.pipeline.prepare`."""
     weighing, classify = options.class_weight, issubclass(head, Classes)
-    sample, held, classes = first_pass(source, weighing, classify=classify)
+    sample, held, folds, classes = first_pass(source, weighing, classify=classify)
     if not sample.num_rows:
         raise ValueError(
             f"validation_fraction={source.held} of {source.rows} rows leaves none to train on"
@@ -197,11 +204,9 @@ def prepare(source: Source, head: type[Head], options: Options) -> Prepared:
     learnt = head.learn(classes, single=source.single)
     learnt = replace(learnt, weighted=source.weight is not None or weighing is not None)
     columns, target, weights = source.parts(sample)
-    encoding = Encoding(
-        preprocessing.learn(columns, options, weights),
-        learnt.scaled(learnt.values(target), weights),
-        mean_weight=float(weights.mean()),
-    )
+    learnt = learnt.scaled(values := learnt.values(target), weights)
+    known = preprocessing.learn(columns, options, weights, learnt.numbers(values), folds)
+    encoding = Encoding(known, learnt, mean_weight=float(weights.mean()))
     rows = max(1, round(source.rows * (1 - source.held)))
     stream = Stream(source, encoding, choices.choose_sizes(rows, options).batch_size)
     stop = calibrate = None

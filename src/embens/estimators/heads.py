@@ -65,6 +65,10 @@ class Head(ABC):
     def values(self, columns: Sequence[np.ndarray]) -> Tensor:
         """Return a target as numbers ``(row, target)``."""
 
+    @abstractmethod
+    def numbers(self, values: Tensor) -> Tensor:
+        """Return numbers whose means say something of a target: standardised, or 1 for a class."""
+
     def groups(self, values: Tensor) -> Tensor | None:
         """Return the classes whose shares held-out rows should keep, if there are any."""
         return None
@@ -168,6 +172,13 @@ class Classes(Head):
             codes.append(np.searchsorted(classes, column))
         return torch.from_numpy(np.stack(codes, 1))
 
+    def numbers(self, values: Tensor) -> Tensor:
+        from torch.nn.functional import one_hot
+
+        sizes = zip(values.long().T, self.sizes, strict=True)
+        columns = [one_hot(codes, size)[:, size == 2 :] for codes, size in sizes]
+        return torch.cat(columns, 1).double()
+
     def groups(self, values: Tensor) -> Tensor | None:
         return values[:, 0] if values.shape[1] == 1 else None
 
@@ -262,8 +273,11 @@ class Gaussians(Head):
         _check_count(columns, self.targets)
         return torch.stack([torch.tensor(c.astype("float64")) for c in columns], 1)
 
+    def numbers(self, values: Tensor) -> Tensor:
+        return (values - self.mean) / self.std
+
     def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return super().pack((values - self.mean) / self.std, weights, dtype)
+        return super().pack(self.numbers(values), weights, dtype)
 
     def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
         mean, logarithm = outputs.chunk(2, dim=-1)  # few operations: every step takes this

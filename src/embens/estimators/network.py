@@ -3,11 +3,13 @@ r"""The reference network of a table: an encoding without parameters, then a per
 A number :math:`x` of a column with edges :math:`e_0 < e_1 < \dots` becomes
 
 .. math::
-    \Big(s(x),\; \Big[\tfrac{x - e_b}{e_{b+1} - e_b}\Big]_0^1,\; b = 0, 1, \dots\Big),
+    \Big(s(x),\; \frac{x}{\sqrt{1 + x^2/9}},\;
+    \Big[\tfrac{x - e_b}{e_{b+1} - e_b}\Big]_0^1,\; b = 0, 1, \dots\Big),
 
-its score and its piecewise-linear encoding (Gorishniy et al., 2022), where :math:`s` is linear
-between the edges and :math:`[\cdot]_0^1` cuts off, the outer bins reaching one bin further. A
-missing number has score 0, no bins, and an indicator of its own where the training part had some.
+its score, itself with far values drawn in (Holzmüller et al., 2024), and its piecewise-linear
+encoding (Gorishniy et al., 2022), where :math:`s` is linear between the edges and
+:math:`[\cdot]_0^1` cuts off, the outer bins reaching one bin further. A missing number has zeros,
+and an indicator of its own where the training part had some.
 The encoding lies before all modulations, so it runs once for all members; ONNX has its operations.
 """
 
@@ -44,8 +46,12 @@ class Encode(nn.Module):
         self.high = nn.Buffer(torch.where(real, 1.0, 0.0) + (real & (index == count - 1)))
         self.start = nn.Buffer(scores[:, 0].nan_to_num(0.0))
         self.rise = nn.Buffer(torch.where(real, scores.diff(dim=1), 0.0))
+        used = real.flatten().nonzero().squeeze(1)
+        self.used = nn.Buffer(used if len(used) < real.numel() else used[:0])
         columns = [j for j, yes in enumerate(preprocessing.missing) if yes]
         self.missing = nn.Buffer(torch.tensor(columns, dtype=torch.int64))
+        self.counted = len(preprocessing.counted)
+        self.statistics = nn.Buffer(preprocessing.statistics)
 
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
         parts = []
@@ -55,12 +61,16 @@ class Encode(nn.Module):
             ramps = (filled.unsqueeze(-1) - self.left) * self.inverse
             ramps = torch.minimum(torch.maximum(ramps, self.low), self.high)
             present = (~absent).to(ramps.dtype)
-            scores = (self.start + (ramps * self.rise).sum(-1)) * present
-            parts.append(scores)
+            parts.append((self.start + (ramps * self.rise).sum(-1)) * present)
+            near = filled.clamp(-1e6, 1e6)
+            parts.append(near * torch.rsqrt(1 + (near / 3).square()))
             if self.bins:
-                parts.append((ramps * present.unsqueeze(-1)).flatten(1))
+                ramps = (ramps * present.unsqueeze(-1)).flatten(1)
+                parts.append(ramps.index_select(1, self.used) if len(self.used) else ramps)
             if len(self.missing):
                 parts.append(absent.index_select(1, self.missing).to(ramps.dtype))
+        if self.counted:
+            parts.append(self.statistics[codes[:, -self.counted :]].flatten(1))
         if len(self.slot):
             parts.append((codes.index_select(1, self.slot) == self.code).to(numbers.dtype))
         return torch.cat(parts, 1)
@@ -132,11 +142,13 @@ def build(
     generator: torch.Generator | None = None,
 ) -> TableNetwork:
     """Build the reference network of a table."""
-    encode = Encode(preprocessing, bins=options.numerical_embedding == "piecewise")
-    codes = torch.zeros(1, len(preprocessing.categorical), dtype=torch.int64)
+    embedding = options.numerical_embedding
+    encode = Encode(preprocessing, bins=embedding in ("piecewise", "both"))
+    columns = len(preprocessing.categorical) + len(preprocessing.counted)
+    codes = torch.zeros(1, columns, dtype=torch.int64)
     x = encode(torch.zeros(1, len(preprocessing.numeric)), codes)
     body = nn.Sequential()
-    if options.numerical_embedding == "periodic" and preprocessing.numeric:
+    if embedding in ("periodic", "both") and preprocessing.numeric:
         periodic = Periodic(len(preprocessing.numeric))
         periodic.reset_parameters(generator)
         x = body.append(periodic)(x)

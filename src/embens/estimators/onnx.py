@@ -1,10 +1,11 @@
 """Export to ONNX: one file from raw columns to the prediction.
 
 Inputs: ``numbers``, float64 ``(row, column)``, the numeric columns as they were fitted, NaN where
-one is missing; and, if there are categorical columns, ``codes``, int64 ``(row, column)``, whose
-meaning is in the file's metadata (``categories``: for each column a map from label to code;
-``rare`` is the number of kept labels, missing one more). Outputs: ``probabilities`` of a classifier
-(``probabilities_0``, … of several labels); ``predicted_mean`` and
+one is missing (``when:month`` and the like are parts of dates, which are seconds); and, if there
+are categorical columns, ``codes``, int64 ``(row, column)``, whose meaning is in the file's metadata
+(``categories``: for each column a map from label to code; one that is not there has the code after
+the last, missing one more; a column of many categories comes a second time). Outputs:
+``probabilities`` of a classifier (``probabilities_0``, … of several labels); ``predicted_mean`` and
 ``predicted_std`` of a regressor.
 
 The file is checked against the estimator with onnxruntime before it is kept.
@@ -53,10 +54,19 @@ class Raw(nn.Module):
 def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
     """Write one ONNX file from raw columns to the prediction, checked with onnxruntime."""
     fitted, known = estimator.fitted_, estimator.preprocessing_
+    labels = [*known.categories, *known.labels]
+    columns = [*range(len(known.categorical)), *known.counted]
+    starts = [*[0] * len(known.categorical), *known.starts]
     notes: dict[str, list] = {
-        "numeric": [known.names[j] for j in known.numeric],
-        "categorical": [known.names[j] for j in known.categorical],
-        "categories": [{name: i for i, name in enumerate(kept)} for kept in known.categories],
+        "numeric": [
+            f"{known.names[j]}:{part}" if part else known.names[j]
+            for j, part in zip(known.numeric, known.parts, strict=True)
+        ],
+        "categorical": [known.names[known.categorical[j]] for j in columns],
+        "categories": [
+            {name: i for i, name in enumerate(names, first)}
+            for names, first in zip(labels, starts, strict=True)
+        ],
     }
     if isinstance(fitted.head, Classes):
         notes["classes"] = [classes.tolist() for classes in fitted.head.labels]
@@ -64,6 +74,6 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
     rows = {"numbers": known.centre + steps * known.scale}  # in the range of the training part
     rows["numbers"][:1, :1] = float("nan")
     if known.categorical:
-        codes = [torch.arange(8) % (len(kept) + 2) for kept in known.categories]
-        rows["codes"] = torch.stack(codes, 1)
+        codes = [torch.arange(8) % (len(names) + 2) for names in labels]
+        rows["codes"] = torch.stack(codes, 1) + torch.tensor(starts)
     return export.to_onnx(Raw(fitted), path, rows, notes=notes)

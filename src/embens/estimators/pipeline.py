@@ -44,10 +44,15 @@ class Encoding:
     mean_weight: float = 1.0  # of the rows to train on
 
     def __call__(
-        self, table: Table, values: Tensor, weights: Tensor, rows: Tensor | None = None
+        self,
+        table: Table,
+        values: Tensor,
+        weights: Tensor,
+        rows: Tensor | None = None,
+        folds: Tensor | None = None,
     ) -> Tensors:
         target = self.head.pack(values, weights / self.mean_weight, self.dtype)
-        inputs = self.preprocessing.encode(table, self.dtype, rows)
+        inputs = self.preprocessing.encode(table, self.dtype, rows, folds)
         return (*inputs, target if rows is None else target[rows])
 
 
@@ -140,17 +145,19 @@ def prepare(
             f"validation_fraction={fraction} of {table.rows} rows leaves none to train on"
         )
     mine = weights[parts.train]
+    folds = torch.randint(preprocessing.FOLDS, mine.shape, generator=drawing)
     if previous:
         known, dtype = previous.preprocessing, previous.dtype
     else:
         look = torch.randperm(len(mine), generator=drawing)[: choices.LOOK].sort().values
-        sample = table.take(parts.train[look].numpy())
-        known = preprocessing.learn(sample, options, mine[look])
         learnt = learnt.scaled(values[parts.train], mine)
+        target = learnt.numbers(values[parts.train[look]])
+        sample = table.take(parts.train[look].numpy())
+        known = preprocessing.learn(sample, options, mine[look], target, folds[look])
         dtype = torch.float64 if table.rows < choices.TINY else torch.float32
     encoding = Encoding(known, learnt, dtype, float(mine.mean()))
-    train, *held = (encoding(table, values, weights, rows) if len(rows) else None for rows in parts)
-    assert train is not None
+    train = encoding(table, values, weights, parts.train, folds)
+    held = (encoding(table, values, weights, rows) if len(rows) else None for rows in parts[1:])
     return Prepared(encoding, len(parts.train), train, *held)
 
 

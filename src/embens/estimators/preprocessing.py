@@ -2,14 +2,18 @@ r"""Preprocessing: what is learnt about the columns of a table before a network 
 
 A table becomes two tensors. Numbers are centred and scaled in float64 and then kept as float32,
 NaN included; categories become their numbers. From there :class:`embens.estimators.network.Encode`
-goes on batch by batch, with the bins found here.
+goes on batch by batch, with the bins and statistics found here.
 
-**Bins.** The edges of a numeric column are its quantiles, so that every bin has about as many rows.
-``scores`` are the values of a monotone map at the edges: normal quantiles
+**Bins.** A value that many rows share is an edge of its own; the other edges of a numeric column
+are the quantiles of the other rows, or what a small decision tree asks about the column
+(``binning="tree"``). ``scores`` are the values of a monotone map at the edges: normal quantiles
 (``scaling="quantile"``), or the standardised numbers themselves (``"standard"``).
 
 **Categories.** The most frequent ones are kept, up to a budget; all others, and those that appear
-for the first time at prediction, are *rare*, one category. Missing is a category of its own.
+for the first time at prediction, are *rare*, one category. Missing is a category of its own. A
+column of many categories has *statistics* beside: the mean target of each, rare or not, drawn
+towards the mean of all, and how often it is there. Rows to train on never see their own target
+there: they are dealt out to folds, and each takes the statistics of the other folds.
 """
 
 from __future__ import annotations
@@ -32,6 +36,13 @@ if TYPE_CHECKING:
 ENCODED = 4096  # how many inputs of the network all bins, and all categories, may make together
 BLOCK = 65_536  # rows that are converted at a time
 FAR = 1e30  # scaled numbers go no further, so that float32 holds them; bins end long before
+BINS = (32, 128)  # of a numeric column, by the number of rows: one for every ROWS
+ROWS = 128
+MANY = 32  # a column of more categories has statistics
+FOLDS = 5  # that rows to train on are dealt out to, for these
+ADDED = 10.0  # rows of the mean target that each category is given beside its own
+CLASSES = 10  # of more outputs there are no statistics
+TEXT = 50  # a column of text with so many values, nearly all of them different, is ignored
 
 
 @dataclass
@@ -40,6 +51,7 @@ class Preprocessing:
 
     names: list[str]
     numeric: list[int]  # numbers of the numeric columns
+    parts: list[str]  # which part of a date each of them is, or ""
     categorical: list[int]  # and of the others
     centre: Tensor  # of each numeric column, float64
     scale: Tensor
@@ -49,6 +61,9 @@ class Preprocessing:
     categories: list[list[str]]  # the kept labels of each categorical column
     rare: list[bool]  # whether it had others
     absent: list[bool]  # or missing values
+    counted: list[int]  # those of the categorical columns that have statistics
+    labels: list[list[str]]  # all labels of these
+    statistics: Tensor  # of label, unseen, missing; for prediction, then fold by fold
     notes: list[str] = field(default_factory=list)  # what users should know, as sentences
 
     @property
@@ -60,77 +75,155 @@ class Preprocessing:
             found += [(j, code) for code in (*range(len(kept)), *others)]
         return found
 
+    @property
+    def starts(self) -> list[int]:
+        """Where the statistics of each counted column begin."""
+        sizes = [(1 + FOLDS) * (len(labels) + 2) for labels in self.labels]
+        return [sum(sizes[:i]) for i in range(len(sizes))]
+
     def encode(
-        self, table: Table, dtype: torch.dtype = torch.float32, rows: Tensor | None = None
+        self,
+        table: Table,
+        dtype: torch.dtype = torch.float32,
+        rows: Tensor | None = None,
+        folds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the numbers, scaled, ``(row, numeric)``, and the codes of categories.
 
-        A block after another, so that of a large table there is never a second copy in float64.
+        After them come the places of the statistics; ``folds`` are those of rows to train on. A
+        block after another, so that of a large table there is never a second copy in float64.
         """
         count = table.rows if rows is None else len(rows)
         numbers = torch.empty(count, len(self.numeric), dtype=dtype)
-        codes = torch.empty(count, len(self.categorical), dtype=torch.int64)
+        codes = torch.empty(count, len(self.categorical) + len(self.counted), dtype=torch.int64)
         for start in range(0, count, BLOCK):
             block = slice(start, start + BLOCK)
             part = table.take(block if rows is None else rows[block].numpy())
-            raw = torch.from_numpy(part.block(self.numeric))
+            raw = torch.from_numpy(part.block(self.numeric, self.parts))
             numbers[block] = ((raw - self.centre) / self.scale).clamp(-FAR, FAR).to(dtype)
             for j, column in enumerate(self.categorical):
-                codes[block, j] = torch.tensor(self._codes(j, part.values(column)))
+                codes[block, j] = _codes(self.categories[j], part.values(column))
+            for i, (j, labels, first) in enumerate(
+                zip(self.counted, self.labels, self.starts, strict=True), len(self.categorical)
+            ):
+                codes[block, i] = first + _codes(labels, part.values(self.categorical[j]))
+                if folds is not None:
+                    codes[block, i] += (1 + folds[block]) * (len(labels) + 2)
         return numbers, codes
 
-    def _codes(self, j: int, values: list[Any]) -> list[int]:
-        kept = {name: code for code, name in enumerate(self.categories[j])}
-        rare, absent = len(kept), len(kept) + 1
-        known = {v: absent if is_missing(v) else kept.get(label(v), rare) for v in set(values)}
-        return [known[value] for value in values]
+
+def _codes(labels: Sequence[str], values: list[Any]) -> Tensor:
+    kept = {name: code for code, name in enumerate(labels)}
+    rare, absent = len(kept), len(kept) + 1
+    known = {v: absent if is_missing(v) else kept.get(label(v), rare) for v in set(values)}
+    return torch.tensor([known[value] for value in values])
 
 
-def learn(table: Table, options: Options, weights: Tensor | None = None) -> Preprocessing:
+def learn(
+    table: Table,
+    options: Options,
+    weights: Tensor | None = None,
+    target: Tensor | None = None,
+    folds: Tensor | None = None,
+) -> Preprocessing:
     """Learn about the columns of the training part; fewer bins where there are many columns.
 
-    A row whose weight is a whole number counts like as many equal rows.
+    A row whose weight is a whole number counts like as many equal rows. With a target, ``(row,
+    number)``, columns of many categories have statistics, by the rows' folds.
     """
     import numpy as np
 
     chosen = choose_categorical(table, options.categorical_features)
     masses = np.ones(table.rows) if weights is None else weights.numpy()
-    numeric = sorted(set(range(len(table.names))) - set(chosen))
+    numeric = [
+        (j, p) for j in range(len(table.names)) if j not in {*chosen} for p in table.parts(j)
+    ]
     notes: list[str] = []
-    bins = max(1, min(int(options.bins), ENCODED // max(1, len(numeric))))
+    low, high = BINS
+    usual = min(high, max(low, table.rows // ROWS))
+    bins = usual if isinstance(options.bins, str) else int(options.bins)
+    bins = max(1, min(bins, ENCODED // max(1, len(numeric))))
+    counts = {j: _count(table.values(j), masses) for j in chosen}
+    for j in chosen:
+        present = sum(c is not None for c in counts[j])
+        if options.categorical_features == "auto" and _is_text(table, j, present):
+            notes.append(f"{table.names[j]} has another text in nearly every row and is ignored")
+            del counts[j]
+    chosen = list(counts)
     budget = max(2, min(int(options.max_categories), ENCODED // max(1, len(chosen))))
     if budget < options.max_categories and len(chosen) > 16:
         notes.append(f"{len(chosen)} categorical columns: {budget} categories kept of each")
     centre = torch.zeros(len(numeric), dtype=torch.float64)
     scale = torch.ones_like(centre)
-    edges = torch.full((len(numeric), bins + 1), math.nan)
-    scores, missing = edges.clone(), []
-    for i, column in enumerate(numeric):
-        values = table.block([column])[:, 0]
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    missing = []
+    for i, (column, part) in enumerate(numeric):
+        values = table.numbers(column, part)
         present = ~np.isnan(values)
         seen, mass = values[present], masses[present]
         missing.append(0 < len(seen) < len(values))
         if len(seen) == 0:
             notes.append(f"{table.names[column]} has no value at all and is ignored")
+            found.append((np.zeros(0), np.zeros(0)))
             continue
         middle, spread = _centre_and_scale(seen, mass)
-        scaled = ((seen - middle) / spread).clip(-FAR, FAR)
-        found, values_at = _bins(scaled, mass, bins, options.scaling)
+        scaled = ((seen - middle) / spread).clip(-FAR, FAR).astype("float32").astype("float64")
+        given = None if options.binning == "quantile" else target
+        edges = _edges(scaled, mass, bins, None if given is None else given.numpy()[present])
+        found.append((edges, _scores(scaled, mass, edges, options.scaling)))
         centre[i], scale[i] = middle, spread
-        edges[i, : len(found)] = torch.from_numpy(found)
-        scores[i, : len(found)] = torch.from_numpy(values_at)
-    kept = [_categories(table.values(column), masses, budget) for column in chosen]
-    for column, (names, rare, _) in zip(chosen, kept, strict=True):
-        if rare > 1:
+    edges = torch.full((len(numeric), max([1, *(len(e) for e, _ in found)])), math.nan)
+    scores = edges.clone()
+    for i, pair in enumerate(found):
+        for at, values in zip((edges, scores), pair, strict=True):
+            at[i, : len(values)] = torch.from_numpy(values)
+    kept = [_frequent(counts[j], float(masses.sum()), budget) for j in chosen]
+    rare = [len(counts[j].keys() - {None, *names}) for j, names in zip(chosen, kept, strict=True)]
+    for j, names, left in zip(chosen, kept, rare, strict=True):
+        if left > 1:
             notes.append(
-                f"{table.names[column]}: {len(names)} categories kept, {rare} rare ones made one"
+                f"{table.names[j]}: {len(names)} categories kept, {left} rare ones made one"
             )
-    categories = [names for names, _, _ in kept]
-    rare, absent = [count > 0 for _, count, _ in kept], [yes for _, _, yes in kept]
+    counted, labels, statistics = [], [], [torch.zeros(0, 0)]
+    if target is not None and folds is not None and target.shape[1] <= CLASSES:
+        counted = [i for i, j in enumerate(chosen) if len(counts[j].keys() - {None}) > MANY]
+        labels = [sorted(counts[chosen[i]].keys() - {None}) for i in counted]
+        weight = torch.from_numpy(masses)
+        statistics = [
+            _statistics(_codes(names, table.values(chosen[i])), len(names), target, weight, folds)
+            for i, names in zip(counted, labels, strict=True)
+        ] or statistics
     return Preprocessing(
-        *(table.names, numeric, chosen, centre, scale, edges, scores, missing),
-        *(categories, rare, absent, notes),
+        *(table.names, [j for j, _ in numeric], [part for _, part in numeric], chosen),
+        *(centre, scale, edges, scores, missing, kept, [n > 0 for n in rare]),
+        *([None in counts[j] for j in chosen], counted, labels, torch.cat(statistics), notes),
     )
+
+
+def _statistics(
+    codes: Tensor, labels: int, target: Tensor, weights: Tensor, folds: Tensor
+) -> Tensor:
+    """Return the mean targets of labels, unseen and missing, and logarithms of their shares."""
+    target = target.double()
+    mean = (weights[:, None] * target).sum(0) / weights.sum()
+    found = []
+    for fold in range(-1, FOLDS):
+        mass = weights * (folds != fold)
+        rows = torch.zeros(labels + 2, dtype=torch.float64).index_add_(0, codes, mass)[:, None]
+        sums = torch.zeros(labels + 2, target.shape[1], dtype=torch.float64)
+        sums.index_add_(0, codes, mass[:, None] * (target - mean))
+        share = ((rows + 1) / (mass.sum() + labels)).log() / math.log(10)
+        found.append(torch.cat([sums / (rows + ADDED), share], 1))
+    return torch.cat(found).float()
+
+
+def _is_text(table: Table, column: int, distinct: int) -> bool:
+    """Return whether nearly every row has another value, or most have several words."""
+    if distinct < max(TEXT, table.rows / 2):
+        return False
+    values = [v for v in table.values(column) if not is_missing(v)]
+    words = sum(len(label(v).split()) for v in values) / len(values)
+    return distinct > 0.9 * len(values) or words >= 4
 
 
 def _quantiles(values: np.ndarray, weights: np.ndarray, levels: Any) -> np.ndarray:
@@ -148,18 +241,37 @@ def _centre_and_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, f
     return float(middle), scale if scale > 0 and math.isfinite(scale) else 1.0
 
 
-def _bins(
-    values: np.ndarray, weights: np.ndarray, bins: int, scaling: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return edges at quantiles, without duplicates, and scores there, standardised over rows."""
+def _edges(
+    values: np.ndarray, weights: np.ndarray, bins: int, target: np.ndarray | None
+) -> np.ndarray:
+    """Return edges that are values of rows: ties, then quantiles or a tree's questions."""
+    import numpy as np
+
+    distinct, place = np.unique(values, return_inverse=True)
+    if len(distinct) <= bins + 1:
+        return distinct
+    if target is not None:
+        from sklearn.tree import DecisionTreeRegressor
+
+        leaf = max(1, len(values) // (4 * bins))
+        tree = DecisionTreeRegressor(max_leaf_nodes=bins, min_samples_leaf=leaf, random_state=0)
+        tree.fit(values[:, None], target, sample_weight=weights)
+        asked = tree.tree_.threshold[tree.tree_.feature >= 0]
+        below = distinct[np.searchsorted(distinct, asked, side="right") - 1]
+        return np.unique([distinct[0], *below, distinct[-1]])
+    mass = np.bincount(place, weights)
+    tied = mass > mass.sum() / bins
+    rest = ~tied[place]
+    count = max(2, bins + 1 - tied.sum())
+    spread = _quantiles(values[rest], weights[rest], np.linspace(0, 1, count)) if rest.any() else []
+    return np.unique([*distinct[tied], *spread])
+
+
+def _scores(values: np.ndarray, weights: np.ndarray, edges: np.ndarray, scaling: str) -> np.ndarray:
+    """Return scores at the edges, standardised over rows."""
     import numpy as np
     from scipy.special import ndtri
 
-    values = values.astype("float32").astype("float64")  # so that edges are values of rows
-    distinct = np.unique(values)
-    edges = distinct
-    if len(distinct) > bins + 1:
-        edges = np.unique(_quantiles(values, weights, np.linspace(0, 1, bins + 1)))
     if scaling == "standard":
         scores = edges
     else:
@@ -170,18 +282,19 @@ def _bins(
         scores = ndtri((below + upto) / (2 * mass[-1]))
     at = np.interp(values, edges, scores)
     mean = np.average(at, weights=weights)
-    return edges, (scores - mean) / (math.sqrt(np.average((at - mean) ** 2, weights=weights)) or 1)
+    return (scores - mean) / (math.sqrt(np.average((at - mean) ** 2, weights=weights)) or 1)
 
 
-def _categories(
-    values: Sequence[Any], weights: np.ndarray, budget: int
-) -> tuple[list[str], int, bool]:
-    """Return the labels to keep, how many are left out, and whether a value is missing."""
-    counts: dict[Any, float] = defaultdict(float)
+def _count(values: Sequence[Any], weights: np.ndarray) -> dict[str | None, float]:
+    """Return the weight of every label, and of None where values are missing."""
+    counts: dict[str | None, float] = defaultdict(float)
     for value, weight in zip(values, weights.tolist(), strict=True):
         counts[None if is_missing(value) else label(value)] += weight
-    absent = counts.pop(None, None) is not None
-    least = min(10.0, float(weights.sum()) / 1000)
-    order = sorted(counts, key=lambda name: (-counts[name], name))
-    frequent = [name for name in order[:budget] if counts[name] >= least]
-    return sorted(frequent), len(counts) - len(frequent), absent
+    return dict(counts)
+
+
+def _frequent(counts: dict[str | None, float], rows: float, budget: int) -> list[str]:
+    """Return the labels to keep."""
+    names = [name for name in counts if name is not None]
+    order = sorted(names, key=lambda name: (-counts[name], name))
+    return sorted(n for n in order[:budget] if counts[n] >= min(10.0, rows / 1000))

@@ -25,7 +25,7 @@ from embens.files import Format, Refused, read_tensors, refusing, write_tensors
 from embens.laws import Law, from_dict
 from embens.training import History
 
-FORMAT = Format("embens estimator", 4)
+FORMAT = Format("embens estimator", 5)
 
 
 def save(estimator: Any, path: str | os.PathLike[str]) -> None:

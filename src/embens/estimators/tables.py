@@ -2,8 +2,8 @@
 
 A table is a two-dimensional array (also a list of lists), or a data frame of pandas, polars or
 pyarrow, read through narwhals. A column is *categorical* if its type says so (categories, strings,
-truth values) or the user does, else *numeric*; dates count as numbers, in seconds. Missing is NaN
-among numbers and None among categories.
+truth values) or the user does, else *numeric*; dates count as numbers, in seconds, and have parts
+(:data:`PARTS`) beside. Missing is NaN among numbers and None among categories.
 
 Not here: files (:mod:`embens.estimators.files`), and what becomes of the columns
 (:mod:`embens.estimators.preprocessing`).
@@ -23,6 +23,10 @@ from embens.checks import closest
 
 if TYPE_CHECKING:
     import numpy as np
+
+PARTS = ("month", "day", "weekday", "hour")
+"""What is read from a date beside its seconds; months from 1, days from 1, Monday is 0."""
+DENSE = 2**28  # numbers that a sparse matrix may become
 
 
 class Table:
@@ -48,7 +52,13 @@ class Table:
             return any(isinstance(v, (str, bytes, bool)) for v in self.values(column))
         return dtype in (nw.String, nw.Categorical, nw.Enum, nw.Boolean)
 
-    def numbers(self, column: int) -> np.ndarray:
+    def parts(self, column: int) -> tuple[str, ...]:
+        """Return what numbers a column has: itself (""), and the parts of a date."""
+        import narwhals.stable.v2 as nw
+
+        return ("", *PARTS) if self.column(column).dtype in (nw.Datetime, nw.Date) else ("",)
+
+    def numbers(self, column: int, part: str = "") -> np.ndarray:
         """Return a column as float64, NaN where a value is missing; infinite is an error."""
         import narwhals.stable.v2 as nw
         import numpy as np
@@ -58,8 +68,7 @@ class Table:
             raw = np.asarray(series.to_numpy())
             if raw.dtype.kind not in "mM":
                 raise TypeError(f"column {name!r}: can't read {series.dtype} as time")
-            seconds = raw.astype(raw.dtype.kind + "8[us]").astype("int64") / 1e6
-            return np.where(np.isnat(raw), math.nan, seconds)
+            return np.where(np.isnat(raw), math.nan, _of_time(raw, part))
         found = None
         if series.dtype.is_numeric() or series.dtype == nw.Boolean:
             with contextlib.suppress(ValueError):  # Arrow's, of whole numbers beyond 2**53
@@ -97,13 +106,27 @@ class Table:
     def take(self, rows: Any) -> Table:
         return Table(self.frame[rows])
 
-    def block(self, columns: Sequence[int]) -> np.ndarray:
-        """Return columns as one float64 array."""
+    def block(self, columns: Sequence[int], parts: Sequence[str]) -> np.ndarray:
+        """Return columns, or parts of them, as one float64 array."""
         import numpy as np
 
         if not columns:
             return np.zeros((self.rows, 0))
-        return np.column_stack([self.numbers(j) for j in columns])
+        return np.column_stack([self.numbers(*c) for c in zip(columns, parts, strict=True)])
+
+
+def _of_time(values: np.ndarray, part: str) -> np.ndarray:
+    """Return the seconds of numpy's times, or a part of its dates."""
+    if not part:
+        return values.astype(values.dtype.kind + "8[us]").astype("int64") / 1e6
+    months, days, hours = (values.astype(f"M8[{unit}]") for unit in "MDh")
+    found = {
+        "month": months.astype("int64") % 12 + 1,
+        "day": (days - months.astype("M8[D]")).astype("int64") + 1,
+        "weekday": (days.astype("int64") + 3) % 7,
+        "hour": (hours - days.astype("M8[h]")).astype("int64"),
+    }
+    return found[part].astype("float64")
 
 
 def place(rows: Any, column: str | None = None, first: int = 0) -> str:
@@ -170,7 +193,16 @@ def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
                 "a minimum of 1 is required."
             )
         return table.check()
-    X = validate_data(estimator, X, dtype=None, ensure_all_finite=False, reset=reset)
+    X = validate_data(
+        estimator, X, accept_sparse=True, dtype=None, ensure_all_finite=False, reset=reset
+    )
+    if hasattr(X, "toarray"):
+        if math.prod(X.shape) > DENSE:
+            raise ValueError(
+                f"X: a sparse matrix of shape {X.shape} would be {math.prod(X.shape):.2g} numbers, "
+                f"and at most {DENSE:.2g} are made of one; choose columns, or fewer rows"
+            )
+        X = X.toarray()
     if X.dtype.kind == "O" and not any(isinstance(v, (str, bytes)) for v in X.flat):
         X = check_array(X, dtype="float64", ensure_all_finite=False)
     names = [str(name) for name in getattr(estimator, "feature_names_in_", [])]
