@@ -9,7 +9,7 @@ import pandas as pd
 
 from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor
 
-SMALL = {"members": 4, "width": 32, "max_epochs": 15, "random_state": 0}
+SMALL = {"members": 4, "width": 32, "max_epochs": 15, "tune": False, "random_state": 0}
 
 
 def classifier(*arguments, **changes):

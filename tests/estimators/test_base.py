@@ -17,8 +17,8 @@ from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegres
 from embens.estimators import neg_nll as nll
 
 QUICK = [
-    EmbeddedEnsembleClassifier(members=4, width=32, max_epochs=40),
-    EmbeddedEnsembleRegressor(members=4, width=32, max_epochs=60),
+    EmbeddedEnsembleClassifier(members=4, width=32, max_epochs=40, tune=False),
+    EmbeddedEnsembleRegressor(members=4, width=32, max_epochs=60, tune=False),
 ]
 IGNORED = (
     "ignore:SCIPY_ARRAY_API",

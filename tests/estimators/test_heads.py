@@ -91,7 +91,7 @@ def test_a_few_held_out_rows_hardly_change_the_standard_deviations_and_many_do()
     for rows in (7, 10_000):
         near = torch.from_numpy(0.25 * rng.normal(size=(rows, 1)))
         outputs = torch.zeros(4, rows, 2)
-        head = Gaussians(1).calibrated((outputs, near), None)
+        head = Gaussians(1).tempered(outputs, near)
         factors.append(float(head.temperature[0]))
         by_hand = math.sqrt((float((near**2).sum()) + 30) / (rows + 30))
         assert factors[-1] == pytest.approx(by_hand, abs=1e-3)

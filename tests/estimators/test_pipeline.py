@@ -7,16 +7,20 @@ import pytest
 import torch
 from estimators.problems import classes_of, classifier, mixed_table, regressor
 
+from embens import laws
 from embens.estimators import EmbeddedEnsembleClassifier, choices, pipeline
 from embens.training import randomness
 
 
 def test_members_and_their_law_are_fixed_numbers_unless_they_are_given():
     X = torch.randn(100, 2, generator=torch.Generator().manual_seed(0)).numpy()
-    auto = EmbeddedEnsembleClassifier(width=8, max_epochs=1, random_state=0).fit(X, X[:, 0] > 0)
-    assert (auto.p_, auto.ensemble_.members) == (0.25, 16)
-    assert auto.ensemble_.plan.sites[0].law.mean == pytest.approx(0.25)
-    given = EmbeddedEnsembleClassifier(members=12, p=0.1, width=8, max_epochs=1, random_state=0)
+    small = {"width": 8, "max_epochs": 1, "tune": False, "random_state": 0}
+    auto = EmbeddedEnsembleClassifier(**small).fit(X, X[:, 0] > 0)
+    assert (auto.p_, auto.ensemble_.members) == (0.0, 16)
+    (site,) = auto.ensemble_.plan.sites  # what the first layer gives
+    assert (site.kind, site.law) == ("pre", laws.Signs(0.0))
+    assert auto.ensemble_.plan.own_last
+    given = EmbeddedEnsembleClassifier(members=12, p=0.1, **small)
     given.fit(X, X[:, 0] > 0)
     assert (given.p_, given.ensemble_.members) == (0.1, 12)
 
@@ -28,7 +32,7 @@ def test_calibration_rows_are_used_for_nothing_else():
     model = regressor(max_epochs=5)
     seed = randomness.combine(pipeline.draw_seed(model.random_state), 1)
     generator = torch.Generator().manual_seed(seed)
-    parts = choices.split(300, "auto", calibrate=True, generator=generator)
+    parts = choices.split(300, "auto", apart=2, generator=generator)
     other = y.copy()
     other[parts.calibrate.numpy()] += 100.0
     first, second = model.fit(X, y).predict(X), regressor(max_epochs=5).fit(X, other)

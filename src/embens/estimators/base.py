@@ -67,6 +67,7 @@ class TableEnsemble(choices.Options, BaseEstimator):
     p_: float = looked_up("sizes.p", "How alike members of a BatchEnsemble were at the start.")
     width_: int = looked_up("sizes.width", "Of the hidden layers.")
     dropout_: float = looked_up("sizes.dropout", "Rate behind hidden layers.")
+    weight_decay_: float = looked_up("sizes.weight_decay", "Of the shared parameters.")
     preprocessing_: Preprocessing = looked_up("preprocessing", "What was learnt about the columns.")
     run_: History = looked_up("run", "The course of training, as :func:`embens.fit` returns it.")
     head_: Any = looked_up("head", "What is known of the target, and how outputs are read.")
@@ -84,7 +85,7 @@ class TableEnsemble(choices.Options, BaseEstimator):
         """
         from sklearn.utils import check_consistent_length
 
-        choices.check(self)
+        deadline = choices.check(self)
         previous = self.fitted_ if self.warm_start and hasattr(self, "fitted_") else None
         if y is None:
             raise ValueError(
@@ -97,7 +98,7 @@ class TableEnsemble(choices.Options, BaseEstimator):
         seed = pipeline.draw_seed(self.random_state)
         with threads(self.n_jobs):
             rows = pipeline.prepare(table, target, weights, self.head, self, seed, previous)
-            self.fitted_ = pipeline.fit(rows, self, seed, previous)
+            self.fitted_ = pipeline.fit(rows, self, seed, previous, deadline)
         return self
 
     def fit_files(
@@ -113,14 +114,15 @@ class TableEnsemble(choices.Options, BaseEstimator):
         """
         from sklearn.utils.validation import validate_data
 
-        choices.check(self)
+        deadline = choices.check(self)
         seed = pipeline.draw_seed(self.random_state)
         held = self.validation_fraction
         rows = files.Source(source, target, weight, ignore=ignore, seed=seed, held=held)
         columns = rows.dataset.schema.empty_table().select(rows.columns)
         validate_data(self, columns, skip_check_array=True)
         with threads(self.n_jobs):
-            self.fitted_ = pipeline.fit(files.prepare(rows, self.head, self), self, seed)
+            prepared = files.prepare(rows, self.head, self)
+            self.fitted_ = pipeline.fit(prepared, self, seed, deadline=deadline)
         return self
 
     def _read(

@@ -8,6 +8,7 @@ can be read, and changed, together. What they were chosen by is in ``docs/how-to
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar
@@ -19,19 +20,16 @@ from embens.laws import Law
 
 Number = TypeVar("Number", int, float)
 
-FAMILIES = {
-    "batch_ensemble": "p",
-    "last_layer_dropout": "law",
-    "mc_dropout": "law",
-    "independent": None,
-}
-"""Functions of embens that embed members, and the option that each of them takes."""
+FAMILIES = ("batch_ensemble", "last_layer_dropout", "mc_dropout", "independent")
 TINY = 50  # below so many rows nothing is held out, and a step sees all of them, in float64
 LOOK = 100_000  # rows that bins and categories are taken from, at most
 HELD_OUT = 10_000  # rows that are held out at most
-BLIND = 100  # epochs at most where nothing is held out to stop by
-P = 0.25  # mean of the modulations of a BatchEnsemble, N(p, 1 − p²)
-LR = 2e-3  # rate of AdamW
+BLIND = 60  # epochs at most where nothing is held out to stop by
+STEPS = 2000  # of the optimizer in a run, about, as far as EPOCHS allow
+EPOCHS = (24, 100)
+P = 0.0  # mean of the modulations of a BatchEnsemble, which are +1 and −1
+LR = 4e-3  # rate of AdamW at its highest
+RACE = ((0.1, 3e-4), (0.0, 3e-4), (0.3, 3e-4), (0.1, 0.1))  # dropout and weight decay to choose of
 
 
 @dataclass(eq=False, repr=False)
@@ -43,6 +41,8 @@ class Options:
     p: Any = "auto"
     law: Any = None
     _: KW_ONLY
+    sites: str = "first"
+    own: bool = True
     width: Any = "auto"
     depth: int = 2
     dropout: Any = "auto"
@@ -55,39 +55,47 @@ class Options:
     gamma: Any = "auto"
     lr: Any = "auto"
     modulation_lr: Any = "auto"
-    weight_decay: float = 3e-4
+    weight_decay: Any = "auto"
     batch_size: Any = "auto"
     max_epochs: Any = "auto"
-    patience: int = 10
+    patience: Any = "auto"
     validation_fraction: Any = "auto"
+    tune: bool = True
+    time_limit: float | None = None
+    refit: bool = False
+    select: int | None = None
     calibrate: bool = True
     warm_start: bool = False
     random_state: Any = None
     n_jobs: int | None = None
     verbose: int = 0
-    class_weight = None  # an argument of classifiers alone
+    class_weight = None  # arguments of classifiers alone
+    label_smoothing = 0.0
 
 
 _CHOICES = {
-    "family": tuple(FAMILIES),
+    "family": FAMILIES,
+    "sites": ("first", "hidden", "all"),
     "scaling": ("quantile", "standard"),
     "binning": ("quantile", "tree"),
     "numerical_embedding": ("piecewise", "periodic", "both", "none"),
 }
-_COUNTS = "members width depth bins max_categories batch_size max_epochs patience".split()
+_COUNTS = "members width depth bins max_categories batch_size max_epochs patience select".split()
 _RANGES = {"p": (-1, 1), "dropout": (0, 0.99), "validation_fraction": (0, 0.9)}
+_RANGES |= {"label_smoothing": (0, 0.9), "time_limit": (1, math.inf)}
 _RANGES |= dict.fromkeys(("gamma", "lr", "modulation_lr", "weight_decay"), (0, math.inf))
 _RANGES |= dict.fromkeys(_COUNTS, (1, math.inf))
 
 
-def check(options: Options) -> None:
-    """Raise where an option has no meaning."""
+def check(options: Options) -> float:
+    """Raise where an option has no meaning; return when a fit that begins now has to end."""
     for name, allowed in _CHOICES.items():
         check_choice(name, getattr(options, name), allowed)
     for name, (low, high) in _RANGES.items():
         value = getattr(options, name)
-        auto = " or 'auto'" if getattr(Options, name) == "auto" else ""
-        if auto and isinstance(value, str) and value == "auto":
+        usual = getattr(Options, name)
+        auto = f" or {usual!r}" if usual in ("auto", None) else ""
+        if auto and (value is None if usual is None else str(value) == "auto"):
             continue
         kind, expected = Real, f"a number from {low:g} to {high:g}"
         if name in _COUNTS:
@@ -103,11 +111,11 @@ def check(options: Options) -> None:
         raise ValueError(
             f"law: expected a law such as embens.laws.Bernoulli(0.9); got {options.law!r}"
         )
-    if options.law is not None and FAMILIES[options.family] != "law":
-        raise ValueError(
-            f"law: family={options.family!r} has no masks; choose p for batch_ensemble, or a "
-            "dropout family"
-        )
+    if options.law is not None and options.family == "independent":
+        raise ValueError("law: separate networks have no modulations; choose another family")
+    if options.refit and options.select:
+        raise ValueError("refit leaves no rows to select members by; choose one of the two")
+    return time.monotonic() + float(options.time_limit or math.inf)
 
 
 class Parts(NamedTuple):
@@ -126,7 +134,9 @@ class Sizes(NamedTuple):
     width: int
     batch_size: int
     epochs: int
+    patience: int
     dropout: float
+    weight_decay: float
 
 
 def given(option: Any, usual: Number) -> Number:
@@ -138,33 +148,47 @@ def choose_sizes(rows: int, options: Options) -> Sizes:
     """Return the sizes, as given or as the number of rows to train on suggests.
 
     Example:
-        >>> choose_sizes(10_000, Options())
-        Sizes(members=16, p=0.25, width=256, batch_size=256, epochs=200, dropout=0.1)
-        >>> choose_sizes(300, Options(members=4))
-        Sizes(members=4, p=0.25, width=64, batch_size=64, epochs=200, dropout=0.1)
+        >>> choose_sizes(10_000, Options())[:6]
+        (16, 0.0, 256, 256, 50, 12)
+        >>> choose_sizes(300, Options(members=4))[:6]
+        (4, 0.0, 64, 32, 100, 25)
     """
-    batches = ((rows, TINY), (64, 2500), (128, 5000), (256, 50_000), (512, 200_000))
-    batch_size = next((size for size, below in batches if rows < below), 1024)
-    epochs = 200 if rows <= 100_000 else max(20, 20_000_000 // rows)
+    batches = ((rows, TINY), (32, 500), (64, 2500), (128, 5000), (256, 50_000), (512, 200_000))
+    usual = next((size for size, below in batches if rows < below), 1024)
+    batch_size, (least, most) = given(options.batch_size, usual), EPOCHS
+    epochs = min(most, max(least, STEPS // max(1, rows // batch_size)))
+    epochs = given(options.max_epochs, epochs)
+    dropout, decay = RACE[0]
     return Sizes(
         members=given(options.members, 16),
         p=given(options.p, P),
         width=given(options.width, 64 if rows < 500 else 256),
-        batch_size=given(options.batch_size, batch_size),
-        epochs=given(options.max_epochs, epochs),
-        dropout=given(options.dropout, 0.0 if rows < TINY else 0.1),
+        batch_size=batch_size,
+        epochs=epochs,
+        patience=given(options.patience, max(8, epochs // 4)),
+        dropout=given(options.dropout, 0.0 if rows < TINY else dropout),
+        weight_decay=given(options.weight_decay, decay),
     )
+
+
+def candidates(sizes: Sizes, options: Options) -> list[Sizes]:
+    """Return what a race is run between: dropout and weight decay, where these are "auto"."""
+    found = []
+    for dropout, decay in RACE:
+        mine = given(options.dropout, dropout), given(options.weight_decay, decay)
+        found.append(sizes._replace(dropout=mine[0], weight_decay=mine[1]))
+    return list(dict.fromkeys(found))
 
 
 def split(
     rows: int,
     fraction: Any,
     *,
-    calibrate: bool,
+    apart: int,
     groups: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Parts:
-    """Deal out rows: half of what is held out is for calibration alone, if at all.
+    """Deal out rows: every ``apart``-th of those held out is for conformal scores alone.
 
     Every class (``groups``) that has several rows keeps its share.
     """
@@ -177,9 +201,8 @@ def split(
     if groups is not None:
         order = _by_turns(order, groups)
     held, train = order[:count], order[count:].sort().values
-    if not calibrate:
-        return Parts(train, held.sort().values, nothing)
-    return Parts(train, held[::2].sort().values, held[1::2].sort().values)
+    mine = torch.arange(count) % apart == apart - 1
+    return Parts(train, held[~mine].sort().values, held[mine].sort().values)
 
 
 def _by_turns(order: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
 
     _: KW_ONLY
     class_weight: Any = None
+    label_smoothing: float = 0.0
     head = Classes
 
     classes_ = looked_up("head.classes", "The classes, or a list of them for several labels.")

@@ -211,9 +211,9 @@ def prepare(source: Source, head: type[Head], options: Options) -> Prepared:
     stream = Stream(source, encoding, choices.choose_sizes(rows, options).batch_size)
     stop = calibrate = None
     if held.num_rows:
-        stop = stream.encode(held)
-        if learnt.separate:
-            stop, calibrate = (tuple(t[start::2] for t in stop) for start in (0, 1))
+        tensors = stream.encode(held)
+        mine = torch.arange(held.num_rows) % learnt.apart == learnt.apart - 1
+        stop, calibrate = (tuple(t[part] for t in tensors) for part in (~mine, mine))
     return Prepared(encoding, rows, DataLoader(stream, batch_size=None), stop, calibrate)
 
 

@@ -40,7 +40,9 @@ class Head(ABC):
 
     single: bool = True  # the target is one column and not a table
     weighted: bool = False  # its tensor ends with a column of weights
-    separate: ClassVar[bool] = False  # rows to calibrate with must not be those to stop by
+    scores: Tensor | None = None  # conformal ones of held-out rows, (row, target)
+    half: ClassVar[bool] = False  # whether steps may be made in bfloat16
+    apart: ClassVar[int] = 4  # every so-manieth held-out row is for conformal scores alone
 
     @staticmethod
     @abstractmethod
@@ -94,18 +96,16 @@ class Head(ABC):
         return losses.mean()
 
     @abstractmethod
-    def calibrated(self, stop: Pair | None, other: Pair | None) -> Any:
-        """Return the head, calibrated by outputs and targets of held-out rows and nothing else.
+    def tempered(self, outputs: Tensor, target: Tensor) -> Any:
+        """Return the head with the temperature that suits rows that were not trained on."""
 
-        Those that training was stopped by are for the temperature, others for conformal scores.
-        """
+    @abstractmethod
+    def scored(self, outputs: Tensor, target: Tensor) -> Any:
+        """Return the head with conformal scores of rows that nothing else was chosen by."""
 
     @abstractmethod
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
         """Return the prediction: probabilities of each label, or mean and standard deviation."""
-
-
-Pair = tuple[Tensor, Tensor]
 
 
 def _check_count(columns: Sequence[Any], expected: int) -> None:
@@ -119,6 +119,8 @@ class Classes(Head):
 
     labels: tuple[np.ndarray, ...]  # the classes of each, in order
     temperature: float = 1.0  # what logits are divided by at prediction
+    smoothing: float = 0.0  # share of every class in the target of a step
+    half: ClassVar[bool] = True
 
     @staticmethod
     def read(y: Any) -> np.ndarray:
@@ -192,6 +194,10 @@ class Classes(Head):
 
     def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
         losses = -self.log_likelihoods(outputs, target).sum(-1)
+        if self.smoothing:
+            parts = outputs.split(self.sizes, dim=-1)
+            even = -sum(x.log_softmax(-1).mean(-1) for x in parts)
+            losses = (1 - self.smoothing) * losses + self.smoothing * even
         return losses * target[..., -1] if self.weighted else losses
 
     criterion.over_members = True  # type: ignore[attr-defined]
@@ -204,16 +210,17 @@ class Classes(Head):
         labels = outputs.split(self.sizes, dim=-1)
         return -torch.stack([log_mean(x.log_softmax(-1)).mean() for x in labels]).sum()
 
-    def calibrated(self, stop: Pair | None, other: Pair | None) -> Classes:
-        if stop is None:
-            return replace(self, temperature=1.0)
-        outputs, target = stop[0].double(), stop[1]
+    def tempered(self, outputs: Tensor, target: Tensor) -> Classes:
+        outputs, rows = outputs.double(), outputs.shape[1]
 
         def loss(t: float) -> Tensor:
-            rows = outputs.shape[1]
             return rows * self.metric(outputs / t, target) + self.any_class(outputs / t)
 
         return replace(self, temperature=best_scale(loss))
+
+    def scored(self, outputs: Tensor, target: Tensor) -> Classes:
+        right = -self.log_mixture(outputs.double() / self.temperature, target).exp()
+        return replace(self, scores=right)
 
     def probabilities(self, outputs: Tensor) -> list[Tensor]:
         """Return the members' probabilities of each label, ``(member, row, class)``."""
@@ -232,8 +239,7 @@ class Gaussians(Head):
     mean: Tensor | float = 0.0  # of each target
     std: Tensor | float = 1.0
     temperature: Tensor | float = 1.0  # what members' standard deviations are multiplied by
-    scores: Tensor | None = None  # conformal ones of held-out rows, (row, target)
-    separate: ClassVar[bool] = True
+    apart: ClassVar[int] = 2
 
     @staticmethod
     def read(y: Any) -> np.ndarray:
@@ -297,15 +303,14 @@ class Gaussians(Head):
     def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
         return mixture.log_density(*self.standard(outputs), target[:, : self.targets])
 
-    def calibrated(self, stop: Pair | None, other: Pair | None) -> Gaussians:
-        factors = [1.0 if stop is None else self._factor(k, *stop) for k in range(self.targets)]
-        temperature = torch.tensor(factors, dtype=torch.float64)
-        head = replace(self, temperature=temperature, scores=None)
-        if other is None:
-            return head
-        mean, std = head.summarise(other[0])
-        values = self.mean + self.std * other[1][:, : self.targets].double()
-        return replace(head, scores=(values - mean).abs() / std)
+    def tempered(self, outputs: Tensor, target: Tensor) -> Gaussians:
+        factors = [self._factor(k, outputs, target) for k in range(self.targets)]
+        return replace(self, temperature=torch.tensor(factors, dtype=torch.float64))
+
+    def scored(self, outputs: Tensor, target: Tensor) -> Gaussians:
+        mean, std = self.summarise(outputs)
+        values = self.mean + self.std * target[:, : self.targets].double()
+        return replace(self, scores=(values - mean).abs() / std)
 
     def _factor(self, k: int, outputs: Tensor, target: Tensor) -> float:
         mean, std = (x[..., k] for x in self.standard(outputs.double()))

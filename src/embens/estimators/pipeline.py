@@ -8,6 +8,9 @@ same.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ConstantLR
 
 import embens
 from embens.ensemble import EmbeddedEnsemble
 from embens.estimators import choices, network, preprocessing
-from embens.estimators.choices import FAMILIES, Options
+from embens.estimators.averaging import Averaging, Enough
+from embens.estimators.choices import Options
 from embens.estimators.heads import Head
 from embens.estimators.preprocessing import Preprocessing
 from embens.estimators.tables import Table
+from embens.laws import Signs
 from embens.training import Divergence, History, randomness
 
 if TYPE_CHECKING:
@@ -64,7 +68,15 @@ class Prepared:
     rows: int  # to train on
     train: Any  # tensors, or a loader of batches of them
     stop: Tensors | None  # to stop training by
-    calibrate: Tensors | None  # to calibrate with, where those to stop by won't do
+    calibrate: Tensors | None  # for conformal scores
+
+    def joined(self) -> Prepared:
+        """Return the same with the rows to stop by among those to train on."""
+        assert self.stop is not None
+        if not isinstance(self.train, tuple):
+            raise ValueError("refit=True needs all rows in memory; leave it out with fit_files")
+        train = tuple(torch.cat(pair) for pair in zip(self.train, self.stop, strict=True))
+        return replace(self, rows=self.rows + len(self.stop[-1]), train=train, stop=None)
 
 
 @dataclass(frozen=True)
@@ -135,10 +147,12 @@ def prepare(
         rows = weights.nonzero().squeeze(1)
         table, values, weights = table.take(rows.numpy()), values[rows], weights[rows]
     learnt = replace(learnt, weighted=bool((weights != weights[0]).any()))
+    if options.label_smoothing:
+        learnt = replace(learnt, smoothing=float(options.label_smoothing))
     drawing = torch.Generator().manual_seed(randomness.combine(seed, 1))  # of rows
     fraction, groups = options.validation_fraction, learnt.groups(values)
     parts = choices.split(
-        table.rows, fraction, calibrate=learnt.separate, groups=groups, generator=drawing
+        table.rows, fraction, apart=learnt.apart, groups=groups, generator=drawing
     )
     if len(parts.train) == 0:
         raise ValueError(
@@ -161,14 +175,57 @@ def prepare(
     return Prepared(encoding, len(parts.train), train, *held)
 
 
-def fit(prepared: Prepared, options: Options, seed: int, previous: Fitted | None = None) -> Fitted:
+def fit(
+    prepared: Prepared,
+    options: Options,
+    seed: int,
+    previous: Fitted | None = None,
+    deadline: float = math.inf,
+) -> Fitted:
     """Embed an ensemble, or go on with the previous one; train and calibrate it."""
     sizes = choices.choose_sizes(prepared.rows, options)
+    if previous is None and options.tune and prepared.stop is not None:
+        sizes = race(prepared, sizes, options, seed, deadline)
     ensemble = previous.ensemble if previous else embed(prepared.encoding, sizes, options, seed)
-    run = train(ensemble, prepared, sizes, options, seed)
+    again = options.refit and previous is None and prepared.stop is not None
+    run = train(ensemble, prepared, sizes, options, seed, deadline, share=0.5 if again else 0.95)
     head, held_out = calibrate(ensemble, prepared, options)
+    if again:
+        prepared = prepared.joined()
+        ensemble = embed(prepared.encoding, sizes, options, seed)
+        same = sizes._replace(epochs=run.best_epoch or sizes.epochs)
+        train(ensemble, prepared, same, options, seed, deadline)
+        if prepared.calibrate is not None:
+            head = head.scored(
+                run_members(ensemble, prepared.calibrate[:-1]), prepared.calibrate[-1]
+            )
+    if options.select is not None and prepared.stop is not None:
+        rows = (prepared.stop[:-1], prepared.stop[-1])
+        size = int(options.select)
+        ensemble = embens.select(ensemble, rows, size, metric=head.metric, maximise=False)
+        head, held_out = calibrate(ensemble, prepared, options)
     built = previous.sizes if previous else sizes
     return Fitted(prepared.encoding.preprocessing, head, ensemble, built, run, held_out)
+
+
+def race(
+    prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int, deadline: float
+) -> choices.Sizes:
+    """Return the best of the candidates on held-out rows: a few members, a short run, by halves."""
+    running = choices.candidates(sizes, options)
+    few, epochs = max(1, sizes.members // 4), max(4, sizes.epochs // 4)
+    share = 0.3 / sum(len(running) // 2**k * 2**k for k in range(len(running).bit_length()))
+    while len(running) > 1:
+        losses = []
+        for mine in running:
+            short = mine._replace(members=few, epochs=epochs, patience=epochs)
+            ensemble = embed(prepared.encoding, short, options, seed)
+            run = train(ensemble, prepared, short, options, seed, deadline, share, quiet=True)
+            losses.append(min(row["metric"] for row in run.epochs))
+        order = sorted(range(len(running)), key=losses.__getitem__)
+        running = [running[i] for i in order[: len(running) // 2]]
+        epochs, share = 2 * epochs, 2 * share
+    return running[0]
 
 
 def embed(
@@ -178,10 +235,15 @@ def embed(
     generator = torch.Generator().manual_seed(seed)
     known, outputs = encoding.preprocessing, encoding.head.outputs
     reference = network.build(known, outputs, options, sizes, generator).to(encoding.dtype)
-    own = FAMILIES[options.family]
-    argument = {own: {"p": sizes.p, "law": options.law}[own]} if own else {}
-    family = getattr(embens, options.family)
-    return family(reference, sizes.members, generator=generator, **argument)
+    given: dict[str, Any] = {"members": sizes.members, "generator": generator}
+    if options.family != "batch_ensemble":
+        law = {} if options.family == "independent" else {"law": options.law}
+        return getattr(embens, options.family)(reference, **given, **law)
+    law, own = options.law or Signs(sizes.p), "last" if options.own else ()
+    if options.sites == "first":
+        first = next(n for n, m in reference.named_modules() if isinstance(m, torch.nn.Linear))
+        return embens.embed(reference, pre={first: law}, post=None, own=own, **given)
+    return embens.embed(reference, pre=law, post=law, sites=options.sites, own=own, **given)
 
 
 def train(
@@ -190,34 +252,54 @@ def train(
     sizes: choices.Sizes,
     options: Options,
     seed: int,
+    deadline: float = math.inf,
+    share: float = 0.95,
+    *,
+    quiet: bool = False,
 ) -> History:
-    """Train an ensemble, more carefully where a run diverges."""
+    """Train an ensemble within a share of the time that is left; more carefully if it diverges."""
     head, stop = prepared.encoding.head, prepared.stop
     lr = choices.given(options.lr, choices.LR)
     own = choices.given(options.modulation_lr, lr)
     start = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
+    epochs = sizes.epochs if stop is not None else min(sizes.epochs, choices.BLIND)
+    half = torch.cpu.get_capabilities().get("avx512_bf16") and head.half
+
+    def judge() -> tuple[float, list[float]]:
+        assert stop is not None
+        return held_out_losses(head, run_members(ensemble, stop[:-1]), stop[-1])
+
     attempts = 4
     while True:
+        course = Averaging(
+            *(ensemble, None if stop is None else judge),
+            steps=-(-prepared.rows // sizes.batch_size),
+            epochs=epochs,
+            patience=sizes.patience,
+            seconds=share * (deadline - time.monotonic()),
+        )
         try:
-            return embens.fit(
-                ensemble,
-                prepared.train,
-                stop,
-                epochs=sizes.epochs if stop is not None else min(sizes.epochs, choices.BLIND),
-                batch_size=sizes.batch_size,
-                lr=lr,
-                modulation_lr=own,
-                weight_decay=options.weight_decay,
-                gamma=None if options.gamma == "auto" else options.gamma,
-                criterion=head.criterion,
-                optimizer=torch.optim.AdamW,
-                scheduler=partial(ConstantLR, factor=1.0),  # early stopping decides
-                metric=head.metric if stop is not None else None,
-                maximise=False,
-                patience=int(options.patience) if stop is not None else None,
-                seed=seed,
-                progress=bool(options.verbose),
-            )
+            with contextlib.suppress(Enough):
+                embens.fit(
+                    ensemble,
+                    prepared.train,
+                    epochs=epochs,
+                    batch_size=sizes.batch_size,
+                    lr=lr,
+                    modulation_lr=own,
+                    weight_decay=sizes.weight_decay,
+                    gamma=None if options.gamma == "auto" else options.gamma,
+                    criterion=head.criterion,
+                    optimizer=partial(torch.optim.AdamW, fused=True),
+                    scheduler=course.scheduler,
+                    schedule_by="step",
+                    callbacks=[course],
+                    autocast=torch.bfloat16 if half else None,
+                    seed=seed,
+                    progress=bool(options.verbose) and not quiet,
+                )
+            course.put(course.best)
+            return course.history
         except Divergence as error:
             attempts -= 1
             if attempts == 0:
@@ -227,20 +309,24 @@ def train(
             ensemble.load_state_dict(start)
 
 
+def held_out_losses(head: Head, outputs: Tensor, target: Tensor) -> tuple[float, list[float]]:
+    """Return the loss of the ensemble, and of each member."""
+    members = [float(head.metric(member[None], target)) for member in outputs]
+    return float(head.metric(outputs, target)), members
+
+
 def calibrate(
     ensemble: EmbeddedEnsemble, prepared: Prepared, options: Options
 ) -> tuple[Head, dict[str, Any] | None]:
     """Return the calibrated head, and the losses on the rows that training was stopped by."""
-    head = prepared.encoding.head
+    head = replace(prepared.encoding.head, temperature=1.0, scores=None)
     stop, other = (
         None if rows is None else (run_members(ensemble, rows[:-1]), rows[-1])
         for rows in (prepared.stop, prepared.calibrate)
     )
-    calibrated = head.calibrated(stop if options.calibrate else None, other or stop)
     if stop is None:
-        return calibrated, None
-    outputs, target = stop
-    return calibrated, {
-        "ensemble": float(head.metric(outputs, target)),
-        "members": [float(head.metric(member[None], target)) for member in outputs],
-    }
+        return head, None
+    ensemble_loss, members = held_out_losses(head, *stop)
+    head = head.tempered(*stop) if options.calibrate else head
+    head = head.scored(*(other or stop))
+    return head, {"ensemble": ensemble_loss, "members": members}

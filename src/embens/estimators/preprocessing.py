@@ -187,7 +187,7 @@ def learn(
     counted, labels, statistics = [], [], [torch.zeros(0, 0)]
     if target is not None and folds is not None and target.shape[1] <= CLASSES:
         counted = [i for i, j in enumerate(chosen) if len(counts[j].keys() - {None}) > MANY]
-        labels = [sorted(counts[chosen[i]].keys() - {None}) for i in counted]
+        labels = [sorted(n for n in counts[chosen[i]] if n is not None) for i in counted]
         weight = torch.from_numpy(masses)
         statistics = [
             _statistics(_codes(names, table.values(chosen[i])), len(names), target, weight, folds)
