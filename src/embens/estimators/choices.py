@@ -71,6 +71,9 @@ class Options:
     verbose: int = 0
     class_weight = None  # arguments of classifiers alone
     label_smoothing = 0.0
+    loss = "likelihood"  # and of regressors
+    transform = "none"
+    metric = "auto"
 
 
 _CHOICES = {
@@ -78,6 +81,9 @@ _CHOICES = {
     "sites": ("first", "hidden", "all"),
     "scaling": ("quantile", "standard"),
     "binning": ("quantile", "tree"),
+    "loss": ("balanced", "likelihood", "squared", "quantile", "student"),
+    "transform": ("auto", "none", "log", "quantile"),
+    "metric": ("auto", "nll", "crps", "rmse"),
     "numerical_embedding": ("piecewise", "periodic", "both", "none"),
 }
 _COUNTS = "members width depth bins max_categories batch_size max_epochs patience select".split()
@@ -169,6 +175,12 @@ def choose_sizes(rows: int, options: Options) -> Sizes:
         dropout=given(options.dropout, 0.0 if rows < TINY else dropout),
         weight_decay=given(options.weight_decay, decay),
     )
+
+
+def shortened(sizes: Sizes) -> Sizes:
+    """Return the sizes of a trial run: a quarter of the members and of the epochs."""
+    epochs = max(4, sizes.epochs // 4)
+    return sizes._replace(members=max(1, sizes.members // 4), epochs=epochs, patience=epochs)
 
 
 def candidates(sizes: Sizes, options: Options) -> list[Sizes]:

@@ -201,7 +201,7 @@ def prepare(source: Source, head: type[Head], options: Options) -> Prepared:
         raise ValueError(
             f"validation_fraction={source.held} of {source.rows} rows leaves none to train on"
         )
-    learnt = head.learn(classes, single=source.single)
+    learnt = head.learn(classes, single=source.single).configured(options)
     learnt = replace(learnt, weighted=source.weight is not None or weighing is not None)
     columns, target, weights = source.parts(sample)
     learnt = learnt.scaled(values := learnt.values(target), weights)

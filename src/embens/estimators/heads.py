@@ -14,7 +14,6 @@ and have mean 1.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,15 +22,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from embens.estimators import mixture
 from embens.estimators.mixture import log_mean
 from embens.estimators.tables import place, read_target
-from embens.uncertainty import ADDED, best_scale
+from embens.uncertainty import best_scale
 
 if TYPE_CHECKING:
     import numpy as np
-
-LOG_VARIANCES = (-10.0, 10.0)  # bounds of a member's log-variance, of a target of variance 1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,6 +37,7 @@ class Head(ABC):
     single: bool = True  # the target is one column and not a table
     weighted: bool = False  # its tensor ends with a column of weights
     scores: Tensor | None = None  # conformal ones of held-out rows, (row, target)
+    detached: ClassVar[bool] = False  # whether the second half of outputs only looks
     half: ClassVar[bool] = False  # whether steps may be made in bfloat16
     apart: ClassVar[int] = 4  # every so-manieth held-out row is for conformal scores alone
 
@@ -53,6 +50,10 @@ class Head(ABC):
     @abstractmethod
     def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Any:
         """Return the head of a target, by values of its columns, among which are all classes."""
+
+    @abstractmethod
+    def configured(self, options: Any) -> Any:
+        """Return the head as an estimator's options want it."""
 
     def scaled(self, values: Tensor, weights: Tensor) -> Any:
         """Return the head that knows the scale of the training part's values."""
@@ -90,7 +91,10 @@ class Head(ABC):
 
     def metric(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the mixture's negative log-likelihood, the mean over rows."""
-        losses = -self.log_mixture(outputs, target).sum(-1)
+        return self.average(-self.log_mixture(outputs, target).sum(-1), target)
+
+    def average(self, losses: Tensor, target: Tensor) -> Tensor:
+        """Return the mean over rows, by their weights."""
         if self.weighted:
             return (losses * target[:, -1]).sum() / target[:, -1].sum()
         return losses.mean()
@@ -108,7 +112,8 @@ class Head(ABC):
         """Return the prediction: probabilities of each label, or mean and standard deviation."""
 
 
-def _check_count(columns: Sequence[Any], expected: int) -> None:
+def check_count(columns: Sequence[Any], expected: int) -> None:
+    """Raise where a warm start has another number of targets."""
     if len(columns) != expected:
         raise ValueError(f"y: expected the first fit's {expected} targets; got {len(columns)}")
 
@@ -144,6 +149,9 @@ class Classes(Head):
             return head
         return cls(tuple(np.array([0, 1], dtype=c.dtype) for c in head.labels), single=single)
 
+    def configured(self, options: Any) -> Classes:
+        return replace(self, smoothing=float(options.label_smoothing))
+
     @property
     def multilabel(self) -> bool:
         return not self.single and all(set(c.tolist()) <= {0, 1} for c in self.labels)
@@ -164,7 +172,7 @@ class Classes(Head):
         import numpy as np
 
         codes = []
-        _check_count(columns, len(self.labels))
+        check_count(columns, len(self.labels))
         for column, classes in zip(columns, self.labels, strict=True):
             if len(rows := np.flatnonzero(~np.isin(column, classes))):
                 raise ValueError(
@@ -229,107 +237,3 @@ class Classes(Head):
 
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(p.mean(0) for p in self.probabilities(outputs))
-
-
-@dataclass(frozen=True, eq=False)
-class Gaussians(Head):
-    """Means, then log-variances, of standardised targets: together a mixture of Gaussians."""
-
-    targets: int
-    mean: Tensor | float = 0.0  # of each target
-    std: Tensor | float = 1.0
-    temperature: Tensor | float = 1.0  # what members' standard deviations are multiplied by
-    apart: ClassVar[int] = 2
-
-    @staticmethod
-    def read(y: Any) -> np.ndarray:
-        from sklearn.utils.validation import check_array
-
-        y = read_target(y)
-        try:
-            return check_array(y, ensure_2d=False, dtype="float64", input_name="y")
-        except ValueError as error:
-            raise ValueError(
-                f"y: a regressor needs a column or table of numbers: {error}"
-            ) from None
-
-    @classmethod
-    def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Gaussians:
-        return cls(len(columns), single=single)
-
-    def scaled(self, values: Tensor, weights: Tensor) -> Gaussians:
-        if len(values) < 2:
-            raise ValueError("one sample (n_samples=1) to train on; a regressor needs two or more")
-        share = (weights / weights.sum())[:, None]
-        mean = (share * values).sum(0)
-        std = (share * (values - mean) ** 2).sum(0).sqrt()
-        size = values.abs().amax(0)
-        if ((size > 1e150) | (size < 1e-150) & (size > 0)).any():
-            raise ValueError(
-                f"y: numbers of size {size.tolist()} can't be squared in float64; multiply them "
-                "by a constant"
-            )
-        return replace(self, mean=mean, std=torch.where(std > 1e-12 * size, std, 1.0))
-
-    @property
-    def outputs(self) -> int:
-        return 2 * self.targets
-
-    def values(self, columns: Sequence[np.ndarray]) -> Tensor:
-        _check_count(columns, self.targets)
-        return torch.stack([torch.tensor(c.astype("float64")) for c in columns], 1)
-
-    def numbers(self, values: Tensor) -> Tensor:
-        return (values - self.mean) / self.std
-
-    def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return super().pack(self.numbers(values), weights, dtype)
-
-    def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
-        mean, logarithm = outputs.chunk(2, dim=-1)  # few operations: every step takes this
-        logarithm = logarithm.clamp(*LOG_VARIANCES)
-        values = target[..., : self.targets] if self.weighted else target
-        double = torch.addcmul(logarithm, (values - mean).square(), (-logarithm).exp()).sum(-1)
-        losses = torch.add(0.5 * math.log(2 * math.pi) * self.targets, double, alpha=0.5)
-        return losses * target[..., -1] if self.weighted else losses
-
-    criterion.over_members = True  # type: ignore[attr-defined]
-
-    def standard(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the members' means and standard deviations of standardised targets."""
-        mean, logarithm = outputs.chunk(2, dim=-1)
-        return mean, (logarithm.clamp(*LOG_VARIANCES) / 2).exp()
-
-    def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return mixture.log_density(*self.standard(outputs), target[:, : self.targets])
-
-    def tempered(self, outputs: Tensor, target: Tensor) -> Gaussians:
-        factors = [self._factor(k, outputs, target) for k in range(self.targets)]
-        return replace(self, temperature=torch.tensor(factors, dtype=torch.float64))
-
-    def scored(self, outputs: Tensor, target: Tensor) -> Gaussians:
-        mean, std = self.summarise(outputs)
-        values = self.mean + self.std * target[:, : self.targets].double()
-        return replace(self, scores=(values - mean).abs() / std)
-
-    def _factor(self, k: int, outputs: Tensor, target: Tensor) -> float:
-        mean, std = (x[..., k] for x in self.standard(outputs.double()))
-        weights = target[:, -1].double() if self.weighted else torch.ones(len(target)).double()
-
-        def loss(t: float) -> Tensor:
-            density = mixture.log_density(mean, t * std, target[:, k].double())
-            mine = len(target) * (weights @ density) / weights.sum()
-            added = -math.log(t) - 0.5 / t**2  # of a row that is one standard deviation off
-            return -(mine + ADDED * added)
-
-        return best_scale(loss)
-
-    def members(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the members' means and standard deviations, ``(member, row, target)``."""
-        mean, std = self.standard(outputs.double())
-        return self.mean + self.std * mean, self.std * std * self.temperature
-
-    def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
-        mean, std = self.members(outputs)
-        centre = mean.mean(0)
-        return centre, ((std**2).mean(0) + ((mean - centre) ** 2).mean(0)).sqrt()

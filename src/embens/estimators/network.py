@@ -16,6 +16,7 @@ The encoding lies before all modulations, so it runs once for all members; ONNX 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.fx
@@ -141,7 +142,7 @@ class TableNetwork(nn.Module):
 
 def build(
     preprocessing: Preprocessing,
-    outputs: int,
+    head: Any,
     options: Options,
     sizes: Sizes,
     generator: torch.Generator | None = None,
@@ -158,11 +159,30 @@ def build(
         periodic.reset_parameters(generator)
         x = body.append(periodic)(x)
     perceptron = networks.mlp(
-        x.shape[1], sizes.width, int(options.depth), outputs, weight_std=math.sqrt(2), bias_std=0.1,
-        parametrization="standard", generator=generator,
-    )  # fmt: skip
+        *(x.shape[1], sizes.width, int(options.depth), head.outputs),
+        weight_std=math.sqrt(2),
+        bias_std=0.1,
+        parametrization="standard",
+        generator=generator,
+    )
     for module in perceptron:
         body.append(module)
         if sizes.dropout > 0 and isinstance(module, nn.ReLU):
             body.append(Dropout(sizes.dropout))
+    if head.detached:
+        body[-1] = Detached(body[-1])
     return TableNetwork(encode, body)
+
+
+class Detached(nn.Module):
+    """A last layer in two halves, the second of which does not change what comes before."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        half = layer.out_features // 2
+        self.first, self.second = (nn.Linear(layer.in_features, half) for _ in "ab")
+        for mine, part in ((self.first, slice(half)), (self.second, slice(half, None))):
+            mine.load_state_dict({k: v[part] for k, v in layer.state_dict().items()})
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([self.first(input), self.second(input.detach())], -1)

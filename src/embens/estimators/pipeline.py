@@ -25,6 +25,7 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.estimators import choices, network, preprocessing
 from embens.estimators.averaging import Averaging, Enough
 from embens.estimators.choices import Options
+from embens.estimators.gaussians import SKEWED, Gaussians
 from embens.estimators.heads import Head
 from embens.estimators.preprocessing import Preprocessing
 from embens.estimators.tables import Table
@@ -69,6 +70,20 @@ class Prepared:
     train: Any  # tensors, or a loader of batches of them
     stop: Tensors | None  # to stop training by
     calibrate: Tensors | None  # for conformal scores
+
+    def transformed(self, transform: str) -> Prepared:
+        """Return the same with another transform of the target."""
+        head, rows = self.encoding.head, self.train
+        assert isinstance(head, Gaussians)
+        values = head.values_of(rows[-1])
+        weights = rows[-1][:, -1].double() if head.weighted else torch.ones(len(values)).double()
+        other = replace(head, transform=transform).scaled(values, weights)
+
+        def again(rows: Tensors | None) -> Any:
+            return None if rows is None else (*rows[:-1], other.repacked(head, rows[-1]))
+
+        parts = map(again, (rows, self.stop, self.calibrate))
+        return Prepared(replace(self.encoding, head=other), self.rows, *parts)
 
     def joined(self) -> Prepared:
         """Return the same with the rows to stop by among those to train on."""
@@ -146,9 +161,8 @@ def prepare(
     if not weights.all():
         rows = weights.nonzero().squeeze(1)
         table, values, weights = table.take(rows.numpy()), values[rows], weights[rows]
+    learnt = learnt if previous else learnt.configured(options)
     learnt = replace(learnt, weighted=bool((weights != weights[0]).any()))
-    if options.label_smoothing:
-        learnt = replace(learnt, smoothing=float(options.label_smoothing))
     drawing = torch.Generator().manual_seed(randomness.combine(seed, 1))  # of rows
     fraction, groups = options.validation_fraction, learnt.groups(values)
     parts = choices.split(
@@ -185,6 +199,7 @@ def fit(
     """Embed an ensemble, or go on with the previous one; train and calibrate it."""
     sizes = choices.choose_sizes(prepared.rows, options)
     if previous is None and options.tune and prepared.stop is not None:
+        prepared = choose_transform(prepared, sizes, options, seed, deadline)
         sizes = race(prepared, sizes, options, seed, deadline)
     ensemble = previous.ensemble if previous else embed(prepared.encoding, sizes, options, seed)
     again = options.refit and previous is None and prepared.stop is not None
@@ -208,17 +223,40 @@ def fit(
     return Fitted(prepared.encoding.preprocessing, head, ensemble, built, run, held_out)
 
 
+def choose_transform(
+    prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int, deadline: float
+) -> Prepared:
+    """Return the rows with the transform of a skewed target that has the best held-out CRPS."""
+    head, stop = prepared.encoding.head, prepared.stop
+    if not isinstance(head, Gaussians) or options.transform != "auto" or stop is None:
+        return prepared
+    if not isinstance(prepared.train, tuple) or head.skewness(prepared.train[-1]) < SKEWED:
+        return prepared
+    candidates = [prepared, prepared.transformed("quantile")]
+    if (head.values_of(prepared.train[-1]) >= 0).all():
+        candidates.append(prepared.transformed("log"))
+    short = choices.shortened(sizes)
+    losses = []
+    for mine in candidates:
+        ensemble = embed(mine.encoding, short, options, seed)
+        train(ensemble, mine, short, options, seed, deadline, 0.05, quiet=True)
+        assert mine.stop is not None
+        found: Any = mine.encoding.head
+        losses.append(float(found.crps(run_members(ensemble, mine.stop[:-1]), mine.stop[-1])))
+    return candidates[losses.index(min(losses))]
+
+
 def race(
     prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int, deadline: float
 ) -> choices.Sizes:
     """Return the best of the candidates on held-out rows: a few members, a short run, by halves."""
     running = choices.candidates(sizes, options)
-    few, epochs = max(1, sizes.members // 4), max(4, sizes.epochs // 4)
+    epochs = choices.shortened(sizes).epochs
     share = 0.3 / sum(len(running) // 2**k * 2**k for k in range(len(running).bit_length()))
     while len(running) > 1:
         losses = []
         for mine in running:
-            short = mine._replace(members=few, epochs=epochs, patience=epochs)
+            short = choices.shortened(mine)._replace(epochs=epochs, patience=epochs)
             ensemble = embed(prepared.encoding, short, options, seed)
             run = train(ensemble, prepared, short, options, seed, deadline, share, quiet=True)
             losses.append(min(row["metric"] for row in run.epochs))
@@ -233,8 +271,8 @@ def embed(
 ) -> EmbeddedEnsemble:
     """Build the reference network and embed the members of the family in it."""
     generator = torch.Generator().manual_seed(seed)
-    known, outputs = encoding.preprocessing, encoding.head.outputs
-    reference = network.build(known, outputs, options, sizes, generator).to(encoding.dtype)
+    known, head = encoding.preprocessing, encoding.head
+    reference = network.build(known, head, options, sizes, generator).to(encoding.dtype)
     given: dict[str, Any] = {"members": sizes.members, "generator": generator}
     if options.family != "batch_ensemble":
         law = {} if options.family == "independent" else {"law": options.law}

@@ -1,4 +1,4 @@
-r"""The regressor: a mixture of Gaussians, one for each member.
+r"""The regressor: a mixture of Gaussians, one or a few for each member.
 
 Its variance is the members' mean variance plus the variance of their means: aleatoric plus
 epistemic. Intervals are conformal: :mod:`embens.uncertainty`. ``neg_nll`` and
@@ -8,6 +8,7 @@ epistemic. Intervals are conformal: :mod:`embens.uncertainty`. ``neg_nll`` and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,20 +16,29 @@ from torch import Tensor
 
 from embens.estimators import mixture
 from embens.estimators.base import RegressorMixin, TableEnsemble, Uncertainty, looked_up
-from embens.estimators.heads import Gaussians
+from embens.estimators.gaussians import Gaussians
 from embens.uncertainty import conformal_quantile
 
 if TYPE_CHECKING:
     import numpy as np
 
 
+@dataclass(eq=False, repr=False)
 class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
     """Embedded ensemble of perceptrons for numbers that belong to a table's rows.
 
     Every member gives a mean and a variance; together they are a mixture of Gaussians. Arguments
-    are those of :class:`EmbeddedEnsembleClassifier`, but for two.
+    are those of :class:`EmbeddedEnsembleClassifier`, but for a few.
 
     Args:
+        loss: "likelihood" of a Gaussian; "balanced", the same with less weight on rows of little
+            noise; "squared" for the mean alone, and a variance that only looks; "student", of
+            Student's t, for outliers; "quantile". See :mod:`embens.estimators.gaussians`.
+        transform: of the target, back again in every prediction: "none", "log", "quantile" (to
+            normal scores); "auto": what has the best held-out CRPS, where the target is skewed
+            and ``tune`` is on.
+        metric: that training is stopped by: "nll", "crps" or "rmse" on held-out rows; "auto": as
+            the loss suggests.
         validation_fraction: of rows to hold out: one half to stop by, the other for
             ``predict_interval`` alone, so that its coverage is guaranteed.
         calibrate: choose a factor of the members' standard deviations on the rows to stop by.
@@ -42,6 +52,10 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
         ((442,), True)
     """
 
+    _: KW_ONLY
+    loss: str = "balanced"
+    transform: str = "auto"
+    metric: str = "auto"
     head = Gaussians
 
     single_ = looked_up("head.single", "Whether the target is one column.")
@@ -60,7 +74,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
 
     def predict_members(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return every member's mean and standard deviation, ``(member, row)``."""
-        mean, std = self._shaped(*self._read(X, Gaussians.members, 1))
+        mean, std = self._shaped(*self._read(X, Gaussians.moments, 1))
         return mean, std
 
     def predict_uncertainty(self, X: Any) -> Uncertainty:
@@ -70,7 +84,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
         """
 
         def variances(head: Gaussians, outputs: Tensor) -> tuple[Tensor, Tensor]:
-            mean, std = head.members(outputs)
+            mean, std = head.moments(outputs)
             return (std**2).mean(0), mean.var(0, correction=0)
 
         aleatoric, epistemic = self._shaped(*self._read(X, variances))
@@ -86,7 +100,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
         levels = quantiles if isinstance(quantiles, Iterable) else [float(quantiles)]
 
         def read(head: Gaussians, outputs: Tensor) -> list[Tensor]:
-            mean, std = head.members(outputs)
+            mean, std = head.parts(outputs)
             return [torch.stack([mixture.quantile(mean, std, level) for level in levels], 1)]
 
         (found,) = self._shaped(*self._read(X, read))
@@ -140,6 +154,6 @@ def score_rows(
         )
     y = Gaussians.read(y)
     check_consistent_length(X, y)
-    mean, std = map(torch.from_numpy, estimator.predict_members(X))
-    target = torch.tensor(y.reshape(mean.shape[1:]))
-    return score(mean, std, target).reshape(len(target), -1).mean(1).numpy()
+    target = torch.tensor(y.reshape(len(y), -1))
+    mean, std = estimator._read(X, Gaussians.parts, 1)
+    return score(mean, std, target).mean(1).numpy()

@@ -103,7 +103,7 @@ def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], estimator: Any) 
     sizes, depth = Sizes(**header["sizes"]), int(estimator.depth)
     if sizes.width * (1 + (depth - 1) * sizes.width) > sum(t.numel() for t in tensors.values()):
         raise ValueError(f"{depth} layers of {sizes.width} are more numbers than the file has")
-    reference = network.build(known, head.outputs, estimator, sizes)
+    reference = network.build(known, head, estimator, sizes)
     weights = parts["ensemble"]
     dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
     plan = Plan.from_dict(header["plan"])

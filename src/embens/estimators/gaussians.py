@@ -1,0 +1,287 @@
+r"""The head of numbers: every member's opinion of a row is a few Gaussians of equal weight.
+
+Members of the losses "likelihood", "balanced" and "squared" have one each, by its mean and its
+logarithm of the variance. "student" has five of the same mean, whose scales are quantiles of those
+that make Student's t of :math:`\\nu = 4`. "quantile" learns nine quantiles; each is the centre of
+one. With a transform of the target every Gaussian becomes eight in the target's own units. So
+whatever the loss, all that is asked of the prediction is asked of a mixture
+(:mod:`embens.estimators.mixture`).
+
+"likelihood" is the mixture's own for one member. "balanced" weighs it by :math:`\\sigma` as a
+constant (Seitzer et al., 2022), so that rows of little noise don't rule the mean. "squared" fits
+the mean alone; the variance sees the last hidden layer, but does not change it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from embens.estimators import mixture
+from embens.estimators.heads import Head, check_count
+from embens.estimators.tables import read_target
+from embens.uncertainty import ADDED, best_scale
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LOG_VARIANCES = (-10.0, 10.0)  # bounds of a member's log-variance, of a target of variance 1
+KNOTS = 200  # of the transform by quantiles
+SKEWED = 2.0  # a target whose skewness is larger may be transformed
+
+
+def _middles(count: int) -> tuple[Tensor, float]:
+    """Return normal quantiles of equal weight, and the width that makes up for what they lack."""
+    levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    points = torch.special.ndtri(levels)
+    return points, math.sqrt(1 - float(points.square().mean()))
+
+
+LEVELS = (torch.arange(9) + 0.5) / 9  # of the quantiles that are learnt
+SCALES = torch.tensor([1.939, 1.350, 1.092, 0.906, 0.717])  # √(ν/χ²) at .1, .3, …, with ν = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussians(Head):
+    """Standardised targets, one or several, as mixtures of Gaussians."""
+
+    targets: int
+    loss: str = "likelihood"
+    stopping: str = "nll"
+    transform: str = "none"
+    knots: Tensor | None = None  # of the transform: its values and scores; what "log" adds
+    mean: Tensor | float = 0.0  # of each target, transformed
+    std: Tensor | float = 1.0
+    temperature: Tensor | float = 1.0  # what standard deviations are multiplied by
+    apart: ClassVar[int] = 2
+
+    @staticmethod
+    def read(y: Any) -> np.ndarray:
+        from sklearn.utils.validation import check_array
+
+        y = read_target(y)
+        try:
+            return check_array(y, ensure_2d=False, dtype="float64", input_name="y")
+        except ValueError as error:
+            raise ValueError(
+                f"y: a regressor needs a column or table of numbers: {error}"
+            ) from None
+
+    @classmethod
+    def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Gaussians:
+        return cls(len(columns), single=single)
+
+    def configured(self, options: Any) -> Gaussians:
+        usual = {"squared": "rmse", "quantile": "crps"}.get(options.loss, "nll")
+        stopping = usual if options.metric == "auto" else options.metric
+        transform = "none" if options.transform == "auto" else options.transform
+        return replace(self, loss=options.loss, stopping=stopping, transform=transform)
+
+    def scaled(self, values: Tensor, weights: Tensor) -> Gaussians:
+        if len(values) < 2:
+            raise ValueError("one sample (n_samples=1) to train on; a regressor needs two or more")
+        size = values.abs().amax(0)
+        if ((size > 1e150) | (size < 1e-150) & (size > 0)).any():
+            raise ValueError(
+                f"y: numbers of size {size.tolist()} can't be squared in float64; multiply them "
+                "by a constant"
+            )
+        head = replace(self, knots=self._find_knots(values))
+        values = head._forth(values)
+        share = (weights / weights.sum())[:, None]
+        mean = (share * values).sum(0)
+        std = (share * (values - mean) ** 2).sum(0).sqrt()
+        size = values.abs().amax(0)
+        return replace(head, mean=mean, std=torch.where(std > 1e-12 * size, std, 1.0))
+
+    # Transforms
+
+    def _find_knots(self, values: Tensor) -> Tensor | None:
+        if self.transform == "none":
+            return None
+        if self.transform == "log":
+            if (values < 0).any():
+                raise ValueError("transform='log' needs targets that are not negative")
+            least = values.where(values > 0, math.inf).amin(0)
+            return torch.where((values == 0).any(0), least / 2, 0.0)[None]
+        levels = torch.linspace(0.5 / KNOTS, 1 - 0.5 / KNOTS, KNOTS, dtype=torch.float64)
+        rising = 1e-9 * torch.arange(KNOTS)[:, None] * values.std(0).clamp(min=1e-300)
+        scores = torch.special.ndtri(levels)[:, None].expand(-1, self.targets)
+        return torch.stack([values.quantile(levels, dim=0) + rising, scores])
+
+    def _forth(self, values: Tensor) -> Tensor:
+        if self.knots is None:
+            return values
+        if self.transform == "log":
+            return (values + self.knots[0]).clamp(min=1e-150).log()
+        return _interpolate(values, *self.knots)
+
+    def _back(self, values: Tensor) -> Tensor:
+        if self.knots is None:
+            return values
+        if self.transform == "log":
+            return values.clamp(max=300.0).exp() - self.knots[0]
+        return _interpolate(values, *self.knots.flip(0))
+
+    def skewness(self, target: Tensor) -> float:
+        """Return the largest skewness of targets as they are packed."""
+        values = target[:, : self.targets].double()
+        return float((values - values.mean(0)).pow(3).mean(0).abs().max())
+
+    def repacked(self, other: Gaussians, target: Tensor) -> Tensor:
+        """Return the target that another head packed, as this one does."""
+        values = other.values_of(target)
+        weights = target[:, -1].double() if self.weighted else None
+        return self.pack(values, weights, target.dtype)
+
+    def values_of(self, target: Tensor) -> Tensor:
+        """Return the values of a packed target, in their own units."""
+        return self._back(self.mean + self.std * target[:, : self.targets].double())
+
+    # What outputs mean
+
+    @property
+    def detached(self) -> bool:  # type: ignore[override]
+        return self.loss == "squared"
+
+    @property
+    def outputs(self) -> int:
+        return (len(LEVELS) if self.loss == "quantile" else 2) * self.targets
+
+    def values(self, columns: Sequence[np.ndarray]) -> Tensor:
+        check_count(columns, self.targets)
+        return torch.stack([torch.tensor(c.astype("float64")) for c in columns], 1)
+
+    def numbers(self, values: Tensor) -> Tensor:
+        return (self._forth(values) - self.mean) / self.std
+
+    def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return super().pack(self.numbers(values), weights, dtype)
+
+    def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
+        y = target[..., : self.targets] if self.weighted else target
+        losses = self._losses(outputs, y).sum(-1)
+        return losses * target[..., -1] if self.weighted else losses
+
+    criterion.over_members = True  # type: ignore[attr-defined]
+
+    def _losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        if self.loss == "quantile":
+            off = y.unsqueeze(-1) - outputs.unflatten(-1, (self.targets, -1))
+            levels = LEVELS.to(off)
+            return 2 * torch.maximum(levels * off, (levels - 1) * off).mean(-1)
+        mean, logarithm = outputs.chunk(2, dim=-1)  # few operations: every step takes this
+        logarithm = logarithm.clamp(*LOG_VARIANCES)
+        square = (y - mean).square()
+        if self.loss == "student":
+            scales = SCALES.to(outputs)
+            exponents = torch.addcmul(
+                -scales.log(), square.unsqueeze(-1) * (-logarithm).exp().unsqueeze(-1),
+                scales.pow(-2), value=-0.5,
+            )  # fmt: skip
+            density = exponents.logsumexp(-1) - math.log(len(scales)) - logarithm / 2
+            return 0.5 * math.log(2 * math.pi) - density
+        if self.loss == "squared":
+            spread = torch.addcmul(logarithm, square.detach(), (-logarithm).exp())
+            return 0.5 * (square + spread)
+        double = torch.addcmul(logarithm, square, (-logarithm).exp())
+        losses = torch.add(0.5 * math.log(2 * math.pi), double, alpha=0.5)
+        if self.loss == "balanced":
+            losses = losses * (0.5 * logarithm.detach()).exp()
+        return losses
+
+    def standard(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and deviations ``(member, part, row, target)``, standardised."""
+        if self.loss == "quantile":
+            centres = outputs.unflatten(-1, (self.targets, -1)).sort(-1).values
+            points, width = _middles(len(LEVELS))
+            slope = centres.diff(dim=-1) / points.diff().to(centres)
+            wide = torch.cat([slope[..., :1], (slope[..., 1:] + slope[..., :-1]) / 2], -1)
+            wide = torch.cat([wide, slope[..., -1:]], -1).clamp(min=math.exp(LOG_VARIANCES[0] / 2))
+            return centres.movedim(-1, 1), width * wide.movedim(-1, 1)
+        mean, logarithm = outputs.chunk(2, dim=-1)
+        std = (logarithm.clamp(*LOG_VARIANCES) / 2).exp().unsqueeze(1)
+        if self.loss == "student":
+            std = std * SCALES.to(std)[:, None, None]
+        return mean.unsqueeze(1).expand_as(std), std
+
+    def members(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and deviations ``(member, part, row, target)`` of the target itself."""
+        mean, std = self.standard(outputs.double())
+        mean, std = self.mean + self.std * mean, self.std * std * self.temperature
+        if self.knots is None:
+            return mean, std
+        points, width = _middles(8)
+        at = mean.unsqueeze(2) + std.unsqueeze(2) * points[:, None, None]
+        far = width * std.unsqueeze(2)
+        low, high = self._back(at - far), self._back(at + far)
+        wide = ((high - low) / 2).clamp(min=1e-300)
+        return ((low + high) / 2).flatten(1, 2), wide.flatten(1, 2)
+
+    def parts(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same, members and their parts in one row: the whole mixture."""
+        mean, std = self.members(outputs)
+        return mean.flatten(0, 1), std.flatten(0, 1)
+
+    def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return every member's mean and standard deviation, ``(member, row, target)``."""
+        mean, std = self.members(outputs)
+        return mean.mean(1), ((std**2).mean(1) + mean.var(1, correction=0)).sqrt()
+
+    def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        mean, std = self.parts(outputs)
+        return mean.mean(0), ((std**2).mean(0) + mean.var(0, correction=0)).sqrt()
+
+    # Metrics and calibration
+
+    def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
+        mean, std = (x.flatten(0, 1) for x in self.standard(outputs))
+        return mixture.log_density(mean, std, target[:, : self.targets])
+
+    def metric(self, outputs: Tensor, target: Tensor) -> Tensor:
+        if self.stopping == "nll":
+            return super().metric(outputs, target)
+        if self.stopping == "crps":
+            return self.crps(outputs, target)
+        error = (self.values_of(target) - self.summarise(outputs)[0]) / self.std
+        return self.average(error.square().sum(-1), target).sqrt()
+
+    def crps(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the mean score of the mixture in the target's own units, summed over targets."""
+        rows = mixture.crps(*self.parts(outputs), self.values_of(target))
+        return self.average(rows.sum(-1), target)
+
+    def tempered(self, outputs: Tensor, target: Tensor) -> Gaussians:
+        factors = [self._factor(k, outputs, target) for k in range(self.targets)]
+        return replace(self, temperature=torch.tensor(factors, dtype=torch.float64))
+
+    def scored(self, outputs: Tensor, target: Tensor) -> Gaussians:
+        mean, std = self.summarise(outputs)
+        return replace(self, scores=(self.values_of(target) - mean).abs() / std)
+
+    def _factor(self, k: int, outputs: Tensor, target: Tensor) -> float:
+        mean, std = (x[..., k].flatten(0, 1) for x in self.standard(outputs.double()))
+        weights = target[:, -1].double() if self.weighted else torch.ones(len(target)).double()
+
+        def loss(t: float) -> Tensor:
+            density = mixture.log_density(mean, t * std, target[:, k].double())
+            mine = len(target) * (weights @ density) / weights.sum()
+            added = -math.log(t) - 0.5 / t**2  # of a row that is one standard deviation off
+            return -(mine + ADDED * added)
+
+        return best_scale(loss)
+
+
+def _interpolate(values: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return a function that is linear between knots ``(knot, target)``, and beyond them."""
+    found = []
+    for v, a, b in zip(values.unbind(-1), x.unbind(-1), y.unbind(-1), strict=True):
+        i = torch.searchsorted(a.contiguous(), v.contiguous()).clamp(1, len(a) - 1)
+        slope = (b[i] - b[i - 1]) / (a[i] - a[i - 1])
+        found.append(b[i - 1] + slope * (v - a[i - 1]))
+    return torch.stack(found, -1)

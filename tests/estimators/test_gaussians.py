@@ -1,0 +1,140 @@
+"""The head of numbers: losses by two roads, the mixture behind each, transforms there and back."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from estimators.problems import mixed_table, regressor
+from scipy import stats
+
+from embens.estimators import gaussians, load, mixture, neg_crps, neg_nll
+from embens.estimators.gaussians import Gaussians
+from embens.estimators.network import Detached
+
+MEAN = torch.tensor([[-1.0, 0.3], [0.5, 0.2], [2.0, 7.0]], dtype=torch.float64)
+STD = torch.tensor([[0.5, 1.0], [1.0, 0.1], [0.3, 2.0]], dtype=torch.float64)
+OUTPUTS = torch.stack([MEAN, 2 * STD.log()], -1)
+Y = torch.tensor([[0.4], [0.1]], dtype=torch.float64)
+LOSSES = ("balanced", "likelihood", "squared", "quantile", "student")
+
+
+def test_the_metric_is_the_mixtures_density():
+    found = Gaussians(1).metric(OUTPUTS, Y)
+    torch.testing.assert_close(found, -mixture.log_density(MEAN, STD, Y[:, 0]).mean())
+
+
+def test_losses_are_what_they_are_called():
+    normal = -stats.norm.logpdf(Y[:, 0], MEAN, STD)
+    found = Gaussians(1, loss="likelihood").criterion(OUTPUTS, Y)
+    np.testing.assert_allclose(found, normal)
+    found = Gaussians(1, loss="balanced").criterion(OUTPUTS, Y)
+    np.testing.assert_allclose(found, normal * STD.numpy())
+    student = -stats.t.logpdf(Y[:, 0], 4, MEAN, STD)  # five Gaussians are nearly as good
+    found = Gaussians(1, loss="student").criterion(OUTPUTS[:2], Y)
+    np.testing.assert_allclose(found, student[:2], atol=0.15)
+    levels = gaussians.LEVELS.double()
+    quantiles = torch.linspace(-1, 2, 9, dtype=torch.float64).expand(1, 2, 9)
+    found = Gaussians(1, loss="quantile").criterion(quantiles, Y)
+    off = Y - quantiles[0]
+    pinball = torch.where(off > 0, levels * off, (levels - 1) * off)
+    torch.testing.assert_close(found[0], 2 * pinball.mean(-1))
+
+
+def test_the_balanced_loss_moves_the_mean_by_the_error_over_the_deviation():
+    outputs = OUTPUTS.clone().requires_grad_()
+    Gaussians(1, loss="balanced").criterion(outputs, Y).sum().backward()
+    torch.testing.assert_close(outputs.grad[..., 0], (MEAN - Y[:, 0]) / STD)
+
+
+def test_the_scales_are_those_of_students_t():
+    expected = np.sqrt(4 / stats.chi2.ppf([0.1, 0.3, 0.5, 0.7, 0.9], 4))
+    np.testing.assert_allclose(gaussians.SCALES, expected, atol=1e-3)
+
+
+def test_a_variance_that_only_looks_leaves_the_hidden_layers_alone():
+    torch.manual_seed(0)
+    trunk, last = torch.nn.Linear(3, 8), torch.nn.Linear(8, 2)
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    body = torch.nn.Sequential(trunk, torch.nn.Tanh(), Detached(last))
+    torch.testing.assert_close(body(x), last(trunk(x).tanh()))
+    Gaussians(1, loss="squared").criterion(body(x), y).mean().backward()
+    ours = trunk.weight.grad.clone()
+    trunk.weight.grad = None
+    (0.5 * (body(x)[:, :1] - y).square().sum(1)).mean().backward()
+    torch.testing.assert_close(ours, trunk.weight.grad)
+    assert body[-1].second.weight.grad.abs().sum() > 0
+
+
+def test_quantiles_of_a_normal_become_a_mixture_of_its_moments():
+    points = torch.special.ndtri(gaussians.LEVELS.double())
+    outputs = (3 + 0.5 * points).expand(4, 6, 9)
+    mean, std = Gaussians(1, loss="quantile").summarise(outputs)
+    np.testing.assert_allclose(mean, 3.0, atol=1e-6)
+    np.testing.assert_allclose(std, 0.5, rtol=1e-5)
+
+
+def test_a_logarithm_is_transformed_back_to_the_moments_of_a_lognormal():
+    head = Gaussians(1, transform="log", knots=torch.zeros(1, 1))
+    mean, log_std = 1.2, math.log(0.3)
+    outputs = torch.tensor([mean, 2 * log_std]).expand(2, 3, 2)
+    found = head.summarise(outputs)
+    law = stats.lognorm(0.3, scale=math.exp(mean))
+    np.testing.assert_allclose(found[0], law.mean(), rtol=5e-3)
+    np.testing.assert_allclose(found[1], law.std(), rtol=5e-2)
+    parts = [p[:, :1, 0] for p in head.parts(outputs)]
+    grid = torch.linspace(2.0, 6.0, 9, dtype=torch.float64)
+    ours = mixture.log_density(parts[0], parts[1], grid).exp()
+    np.testing.assert_allclose(ours, law.pdf(grid), rtol=0.1, atol=0.01)
+
+
+@pytest.mark.parametrize("transform", ["log", "quantile"])
+def test_a_transform_and_its_way_back_are_inverse(transform):
+    values = torch.from_numpy(np.random.default_rng(0).lognormal(size=(500, 2)))
+    head = Gaussians(2, transform=transform).scaled(values, torch.ones(500).double())
+    packed = head.pack(values, None, torch.float64)
+    torch.testing.assert_close(head.values_of(packed), values)
+    if transform == "quantile":
+        assert stats.skew(packed[:, 0].numpy()) == pytest.approx(0, abs=0.2)
+    plain = Gaussians(2).scaled(values, torch.ones(500).double())
+    torch.testing.assert_close(plain.repacked(head, packed), plain.pack(values, None, packed.dtype))
+
+
+def test_negative_targets_have_no_logarithm():
+    with pytest.raises(ValueError, match="not negative"):
+        regressor(transform="log").fit(np.eye(60), np.arange(60.0) - 1)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_learns_has_intervals_and_is_kept_by_a_file(loss, tmp_path):
+    X, y = mixed_table(400)
+    model = regressor(loss=loss, max_epochs=25).fit(X[:300], y[:300])
+    assert model.score(X[300:], y[300:]) > 0.6
+    inside = model.predict_interval(X[300:], 0.9)
+    assert 0.75 < ((inside[:, 0] <= y[300:]) & (y[300:] <= inside[:, 1])).mean() <= 1
+    model.save(tmp_path / "model.safetensors")
+    again = load(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(again.predict(X), model.predict(X))
+    assert neg_nll(again, X, y) == neg_nll(model, X, y) > -2
+
+
+def test_a_skewed_target_is_transformed_if_that_is_better_and_predicted_in_its_units():
+    X, y = mixed_table(500)
+    skewed = np.exp(3 * y)
+    model = regressor(tune=True).fit(X[:400], skewed[:400])
+    assert model.head_.transform in ("log", "quantile")
+    plain = regressor(transform="none").fit(X[:400], skewed[:400])
+    assert neg_crps(model, X[400:], skewed[400:]) > neg_crps(plain, X[400:], skewed[400:])
+    low, high = model.predict_quantiles(X[400:], (0.1, 0.9)).T
+    assert 0.5 < ((low <= skewed[400:]) & (skewed[400:] <= high)).mean() < 0.97
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric"), [("likelihood", "nll"), ("squared", "rmse"), ("quantile", "crps")]
+)
+def test_training_is_stopped_by_the_metric_of_the_loss_unless_another_is_given(loss, metric):
+    X, y = mixed_table(100)
+    assert regressor(loss=loss, max_epochs=1).fit(X, y).head_.stopping == metric
+    assert regressor(loss=loss, metric="crps", max_epochs=1).fit(X, y).head_.stopping == "crps"
