@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from estimators.problems import classes_of, classifier, fitted, mixed_table, regressor
@@ -86,6 +87,35 @@ class TestEveryKindOfInput:
         assert torch.get_num_threads() == before
         with pytest.raises(ValueError, match="n_jobs"):
             classifier(n_jobs=0).fit(self.X, self.y)
+
+
+@pytest.mark.parametrize("embedding", ["piecewise", "none"])
+def test_every_input_of_the_network_has_a_name(embedding):
+    X, target = mixed_table(100)
+    X["when"] = pd.date_range("2024-01-01", periods=100, freq="h")
+    model = classifier(numerical_embedding=embedding, max_epochs=1).fit(X, classes_of(target))
+    names = model.get_feature_names_out()
+    first = next(p for n, p in model.ensemble_.named_parameters() if p.dim() == 2)
+    assert len(names) == first.shape[1] == len(set(names))
+    assert {"size (score)", "size", "when:weekday", "colour = red", "size is missing"} <= {*names}
+
+
+def test_a_refit_sees_the_rows_that_were_held_out_and_keeps_intervals():
+    X, target = mixed_table(300)
+    plain, again = (regressor(refit=refit).fit(X, target) for refit in (False, True))
+    assert len(again.scores_) == len(plain.scores_)
+    assert np.abs(again.predict(X) - plain.predict(X)).max() > 1e-4
+    assert again.score(X, target) > 0.6
+
+
+def test_members_can_be_selected_and_kept_by_a_file(tmp_path):
+    X, target = mixed_table(200)
+    model = classifier(select=3, max_epochs=4).fit(X, classes_of(target))
+    assert model.ensemble_.members == 3
+    assert len(model.held_out_["members"]) == 3
+    model.save(tmp_path / "model.safetensors")
+    again = EmbeddedEnsembleClassifier.load(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
 
 
 class TestLooking:

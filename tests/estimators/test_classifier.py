@@ -90,3 +90,35 @@ def test_one_class_and_a_negative_class_weight_are_refused():
         classifier().fit(np.eye(20), np.ones(20, int))
     with pytest.raises(ValueError, match="class_weight: expected a number"):
         classifier(class_weight={0: -1.0}).fit(np.eye(20), np.arange(20) % 2)
+
+
+class TestSetsOfClasses:
+    def test_they_hold_the_class_as_often_as_they_promise(self):
+        X, target = mixed_table(3000)
+        y = classes_of(target)
+        model = classifier(max_epochs=4, validation_fraction=0.5).fit(X[:1500], y[:1500])
+        for coverage in (0.8, 0.95):
+            sets = model.predict_set(X[1500:], coverage)
+            inside = sets[np.arange(1500), np.searchsorted(model.classes_, y[1500:])].mean()
+            rows = len(model.head_.scores)
+            error = np.sqrt(coverage * (1 - coverage) * (1 / rows + 1 / 1500))
+            assert inside == pytest.approx(coverage, abs=4 * error)
+        assert sets.shape == (1500, 3)
+
+    def test_without_held_out_rows_there_are_none(self):
+        with pytest.raises(ValueError, match="needs rows that were held out"):
+            classifier(max_epochs=1).fit(np.eye(20), np.arange(20) % 2).predict_set(np.eye(20))
+
+
+def test_new_rows_are_learnt_by_parts_and_classes_may_come_later():
+    X, target = mixed_table(600)
+    y = classes_of(target)
+    known = y[:300] != "high"
+    model = classifier(max_epochs=8)
+    model.partial_fit(X[:300][known], y[:300][known], classes=["high", "low", "mid"])
+    assert list(model.classes_) == ["high", "low", "mid"]
+    before = (model.predict(X[500:]) == y[500:]).mean()
+    ensemble = model.ensemble_
+    model.partial_fit(X[300:500], y[300:500])
+    assert model.ensemble_ is ensemble
+    assert (model.predict(X[500:]) == y[500:]).mean() > before

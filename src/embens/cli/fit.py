@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int)
     add("--id", help="a column that identifies rows, no feature (default: id)")
     add("--class-weight", nargs="+", help="balanced, or CLASS=NUMBER for each class")
+    add("--loss", choices=choices.CHOICES["loss"], help="of a regression (default: balanced)")
+    add("--transform", choices=choices.CHOICES["transform"], help="of a regression's target")
+    add("--time-limit", type=float, help="seconds for the fit (default: none)")
+    add("--no-tune", dest="tune", action="store_false", help="no race for dropout and weight decay")
+    add("--refit", action="store_true", help="at the end, fit the rows that were held out too")
+    add("--importances", action="store_true", help="of columns, by shuffling; takes a while")
     add("--stream", action="store_true", help="read the file in parts, for what memory can't hold")
     add("--quiet", action="store_true", help="print nothing but errors")
 
@@ -102,11 +108,15 @@ def make_estimator(options: argparse.Namespace, task: str, kind: Any) -> Any:
     """Return the estimator that the options ask for; ``kind`` is Arrow's type of the target."""
     name = "Classifier" if task == "classification" else "Regressor"
     given = {"members": options.members, "p": options.p, "max_epochs": options.epochs}
+    given |= {"time_limit": options.time_limit, "tune": options.tune, "refit": options.refit}
+    given |= {"loss": options.loss, "transform": options.transform}
     given |= {"categorical_features": options.categorical, "n_jobs": options.threads}
     given |= {"class_weight": class_weight(options.class_weight, kind)}
     given = {name: value for name, value in given.items() if value is not None}
     if task == "regression" and "class_weight" in given:
         raise ValueError("--class-weight is for classification, and this is a regression")
+    if task == "classification" and {"loss", "transform"} & {*given}:
+        raise ValueError("--loss and --transform are for regression; this is a classification")
     make = getattr(estimators, f"EmbeddedEnsemble{name}")
     return make(options.family, random_state=options.seed, verbose=1 - options.quiet, **given)
 
@@ -150,7 +160,7 @@ def fit_in_memory(options: argparse.Namespace, source: files.Source, estimator: 
         groups = torch.from_numpy(np.unique(y, return_inverse=True)[1])
     generator = torch.Generator().manual_seed(options.seed)
     train, test, _ = choices.split(
-        len(rows), options.test_fraction, calibrate=False, groups=groups, generator=generator
+        len(rows), options.test_fraction, groups=groups, generator=generator
     )
     train, test = train.numpy(), test.numpy()
     estimator.fit(table.select(source.columns).take(rows[train]), y[train])
@@ -172,17 +182,22 @@ def finish(
     scores = {}
     if len(y):
         columns |= files.predictions(estimator, table, options.coverage)
-        if "std" in columns and "lower" not in columns:
-            options.say("note: too few rows were held out for intervals of this coverage")
+        if "lower" not in columns and "set" not in columns:
+            options.say("note: too few rows were held out for intervals or sets of this coverage")
         scores = score(estimator, table, y, columns, options)
     width = max(map(len, scores), default=0)
     options.say(f"on {where} (95 % interval):" if scores else "too few rows to score with")
     for name, (value, low, high) in scores.items():
         options.say(f"  {name:<{width}}  {value:.4g}   {low:.4g} to {high:.4g}")
+    if options.importances and len(y):
+        found = estimator.importances(table, y)
+        options.say(found[:10].to_string(float_format="{:.4g}".format))
+        write_atomically(options.out / "importances.csv", found.to_csv())
     estimator.save(options.out / "model.safetensors")
+    estimator.model_card(options.out / "card.md")
     write_atomically(options.out / "scores.json", json.dumps(scores, indent=1) + "\n")
     files.write([columns], options.out / "predictions.csv")
-    options.say(f"wrote model.safetensors, scores.json, predictions.csv to {options.out}")
+    options.say(f"wrote model.safetensors, card.md, scores.json, predictions.csv to {options.out}")
 
 
 def score(
@@ -197,6 +212,11 @@ def score(
         right = np.where(estimator.classes_ == y[:, None], chance, 0.0).sum(1)
         rows = {"accuracy": (columns["prediction"] == y).astype(float)}
         rows["log loss"] = -np.log(right.clip(1e-15))
+        if "set" in columns:
+            inside = [
+                str(c) in found.split("|") for c, found in zip(y, columns["set"], strict=True)
+            ]
+            rows[f"coverage of {100 * options.coverage:g} % sets"] = np.array(inside, dtype=float)
     else:
         error = y - columns["prediction"]
         rows = {

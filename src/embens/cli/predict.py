@@ -21,20 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", type=Path, help="model.safetensors, or the folder it is in")
     add("data", type=Path, help="a CSV, Parquet or Arrow file")
     add("--out", type=Path, default=Path("predictions.csv"), help="a CSV or Parquet file")
-    add("--coverage", type=share, default=0.9, help="of prediction intervals")
+    add("--coverage", type=share, default=0.9, help="of prediction intervals and sets")
     add("--id", nargs="*", help="columns to keep (default: all that the model does not use)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Predict every row."""
-    from sklearn.base import is_regressor
-
     folder = options.model.is_dir()
     estimator = load(options.model / "model.safetensors" if folder else options.model)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     count = files.write(predict(options, estimator), options.out)
-    if is_regressor(estimator) and not files.has_intervals(estimator, options.coverage):
-        print("note: too few rows were held out for intervals of this coverage")
+    if not files.has_scores(estimator, options.coverage):
+        print("note: too few rows were held out for intervals or sets of this coverage")
     print(f"wrote {count} rows to {options.out}")
     return 0
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.estimators import choices, files, onnx, pipeline, plots, storage, tables
+from embens.estimators import cards, choices, files, onnx, pipeline, plots, storage, tables
 from embens.estimators.heads import Head
 from embens.estimators.preprocessing import Preprocessing
 from embens.training import History
@@ -60,6 +60,7 @@ class TableEnsemble(choices.Options, BaseEstimator):
     """An embedded ensemble on a table; see the two estimators."""
 
     head: ClassVar[type[Head]]
+    scoring: ClassVar[Any]
     fitted_: pipeline.Fitted
 
     ensemble_: EmbeddedEnsemble = looked_up("ensemble", "The :class:`embens.EmbeddedEnsemble`.")
@@ -83,10 +84,20 @@ class TableEnsemble(choices.Options, BaseEstimator):
             y: the target, or a table of targets.
             sample_weight: of the rows; those of weight 0 play no part.
         """
+        previous = self.fitted_ if self.warm_start and hasattr(self, "fitted_") else None
+        return self._fit(X, y, sample_weight, previous)
+
+    def _fit(
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any,
+        previous: pipeline.Fitted | None,
+        known: Any = None,
+    ) -> Self:
         from sklearn.utils import check_consistent_length
 
         deadline = choices.check(self)
-        previous = self.fitted_ if self.warm_start and hasattr(self, "fitted_") else None
         if y is None:
             raise ValueError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None"
@@ -97,9 +108,23 @@ class TableEnsemble(choices.Options, BaseEstimator):
         target = self.head.read(y)
         seed = pipeline.draw_seed(self.random_state)
         with threads(self.n_jobs):
-            rows = pipeline.prepare(table, target, weights, self.head, self, seed, previous)
+            head = previous.head if previous else self.head.begin(target, known)
+            rows = pipeline.prepare(table, target, weights, head, self, seed, previous)
             self.fitted_ = pipeline.fit(rows, self, seed, previous, deadline)
         return self
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
+        """Go on with new rows, from the weights as they are; the first call is a fit.
+
+        What is known of columns and target stays as the first rows had it.
+
+        Args:
+            X: the new rows alone; what the others taught may fade, as in any network.
+            y: their target.
+            classes: of a classifier's first call: all that there will be.
+            sample_weight: of the rows.
+        """
+        return self._fit(X, y, sample_weight, getattr(self, "fitted_", None), classes)
 
     def fit_files(
         self, source: Any, target: Any, *, weight: str | None = None, ignore: Sequence[str] = ()
@@ -143,18 +168,44 @@ class TableEnsemble(choices.Options, BaseEstimator):
     @property
     def members_(self) -> pandas.DataFrame:
         """The members: their loss on the held-out part, and in the best epoch of training."""
-        best = self.run_.best_epoch or len(self.run_.epochs)
-        frame = self.run_.to_pandas("members").set_index("member")
-        frame = frame.query(f"epoch == {best}").drop(columns="epoch")
+        import pandas
+
+        best, count = self.run_.best_epoch or len(self.run_.epochs), self.ensemble_.members
+        rows = [row for row in self.run_.members if row["epoch"] == best][:count]
+        frame = pandas.DataFrame(rows or None, range(count)).rename_axis("member")
         if self.held_out_ is not None:
             frame["held_out_loss"] = self.held_out_["members"]
-        return frame
+        return frame.drop(columns=["epoch", "member"], errors="ignore")
 
     @property
     def n_parameters_(self) -> int:
         """How many numbers were trained."""
         return sum(p.numel() for p in self.ensemble_.parameters() if p.requires_grad)
 
+    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
+        """Return the names of the network's inputs: what the columns have become."""
+        import numpy as np
+
+        return np.array(self.preprocessing_.inputs(self.numerical_embedding), dtype=object)
+
+    def importances(
+        self, X: Any, y: Any, *, repeats: int = 5, scoring: Any = None, random_state: Any = 0
+    ) -> pandas.DataFrame:
+        """Return by how much a score falls when a column is shuffled: mean and deviation.
+
+        Of rows that were not fitted. The score is the log loss, or the CRPS, negative.
+        """
+        return plots.importances(
+            self, X, y, repeats=repeats, scoring=scoring or self.scoring, random_state=random_state
+        )
+
+    def _html_repr(self) -> str:
+        found = super()._html_repr()
+        return found + cards.to_html(self) if hasattr(self, "fitted_") else found
+
+    summary = cards.summary
+    model_card = cards.model_card
+    plot_importances = plots.plot_importances
     plot_history = plots.plot_history
     plot_reliability = plots.plot_reliability
     plot_members = plots.plot_members

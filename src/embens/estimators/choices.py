@@ -76,7 +76,7 @@ class Options:
     metric = "auto"
 
 
-_CHOICES = {
+CHOICES = {
     "family": FAMILIES,
     "sites": ("first", "hidden", "all"),
     "scaling": ("quantile", "standard"),
@@ -95,7 +95,7 @@ _RANGES |= dict.fromkeys(_COUNTS, (1, math.inf))
 
 def check(options: Options) -> float:
     """Raise where an option has no meaning; return when a fit that begins now has to end."""
-    for name, allowed in _CHOICES.items():
+    for name, allowed in CHOICES.items():
         check_choice(name, getattr(options, name), allowed)
     for name, (low, high) in _RANGES.items():
         value = getattr(options, name)
@@ -196,7 +196,7 @@ def split(
     rows: int,
     fraction: Any,
     *,
-    apart: int,
+    apart: int | None = None,
     groups: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Parts:
@@ -213,7 +213,7 @@ def split(
     if groups is not None:
         order = _by_turns(order, groups)
     held, train = order[:count], order[count:].sort().values
-    mine = torch.arange(count) % apart == apart - 1
+    mine = torch.arange(count) % (apart or count + 1) == (apart or 0) - 1
     return Parts(train, held[~mine].sort().values, held[mine].sort().values)
 
 

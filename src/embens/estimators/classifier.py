@@ -15,6 +15,7 @@ from torch import Tensor
 
 from embens.estimators.base import ClassifierMixin, TableEnsemble, Uncertainty, looked_up
 from embens.estimators.heads import Classes
+from embens.uncertainty import conformal_quantile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,6 +71,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
     class_weight: Any = None
     label_smoothing: float = 0.0
     head = Classes
+    scoring = "neg_log_loss"
 
     classes_ = looked_up("head.classes", "The classes, or a list of them for several labels.")
     multilabel_ = looked_up("head.multilabel", "Whether there are several labels of 0 and 1.")
@@ -108,6 +110,23 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         """Return members' probabilities ``(member, row, class)``; of several labels a list."""
         labels = [p.numpy() for p in self._read(X, Classes.probabilities, 1)]
         return labels[0] if self.head_.single else labels
+
+    def predict_set(self, X: Any, coverage: float = 0.9) -> Any:
+        """Return conformal sets of classes, ``(row, class)``, True where a class is in the set.
+
+        They hold the class of a new row with a chance of at least ``coverage``, on average over
+        rows, if rows are alike those that were fitted, however good the model; a row that is like
+        no other may have none. Of several labels a list, each with its own guarantee.
+        """
+        if self.head_.scores is None:
+            raise ValueError(
+                "predict_set needs rows that were held out, and this fit held out none: the table "
+                "has less than 50 rows, or validation_fraction=0"
+            )
+        scores = self.head_.scores.T
+        pairs = zip(self._read(X, Classes.summarise), scores, strict=True)
+        sets = [(p >= -conformal_quantile(mine, coverage)).numpy() for p, mine in pairs]
+        return sets[0] if self.head_.single else sets
 
     def predict_uncertainty(self, X: Any) -> Uncertainty:
         """Return the entropy of the prediction, in nats, and its two parts.

@@ -361,16 +361,20 @@ def predictions(estimator: Any, table: Any, coverage: float) -> dict[str, Any]:
         unsure = estimator.predict_uncertainty(table)
         columns = {"prediction": estimator.classes_[chance.argmax(1)]}
         columns |= {f"p_{c}": chance[:, k] for k, c in enumerate(estimator.classes_)}
-        return columns | {"uncertainty": unsure.total, "epistemic": unsure.epistemic}
+        columns |= {"uncertainty": unsure.total, "epistemic": unsure.epistemic}
+        if has_scores(estimator, coverage):
+            sets = estimator.predict_set(table, coverage)
+            columns["set"] = ["|".join(map(str, estimator.classes_[row])) for row in sets]
+        return columns
     mean, std = estimator.predict(table, return_std=True)
     columns = {"prediction": mean, "std": std}
-    if has_intervals(estimator, coverage):
+    if has_scores(estimator, coverage):
         lower, upper = estimator.predict_interval(table, coverage).T
         columns |= {"lower": lower, "upper": upper}
     return columns
 
 
-def has_intervals(estimator: Any, coverage: float) -> bool:
-    """Return whether enough rows were held out for a regressor's intervals."""
+def has_scores(estimator: Any, coverage: float) -> bool:
+    """Return whether enough rows were held out for intervals, or sets, of a coverage."""
     scores = estimator.head_.scores
     return scores is not None and len(scores) >= least_rows(coverage)

@@ -51,6 +51,17 @@ class Head(ABC):
     def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Any:
         """Return the head of a target, by values of its columns, among which are all classes."""
 
+    @classmethod
+    def begin(cls, y: np.ndarray, known: Any = None) -> Any:
+        """Return the head of a target, by its values and those that are known beforehand."""
+        import numpy as np
+
+        columns = [y] if y.ndim == 1 else list(y.T)
+        if known is not None:
+            several = [known] if y.ndim == 1 else known
+            columns = [np.concatenate(pair) for pair in zip(columns, several, strict=True)]
+        return cls.learn(columns, single=y.ndim == 1)
+
     @abstractmethod
     def configured(self, options: Any) -> Any:
         """Return the head as an estimator's options want it."""

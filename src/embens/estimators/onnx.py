@@ -60,10 +60,7 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
     columns = [*range(len(known.categorical)), *known.counted]
     starts = [*[0] * len(known.categorical), *known.starts]
     notes: dict[str, list] = {
-        "numeric": [
-            f"{known.names[j]}:{part}" if part else known.names[j]
-            for j, part in zip(known.numeric, known.parts, strict=True)
-        ],
+        "numeric": known.inputs("none")[len(known.numeric) : 2 * len(known.numeric)],
         "categorical": [known.names[known.categorical[j]] for j in columns],
         "categories": [
             {name: i for i, name in enumerate(names, first)}

@@ -141,7 +141,7 @@ def prepare(
     table: Table,
     y: np.ndarray,
     weights: Tensor,
-    head: type[Head],
+    head: Head,
     options: Options,
     seed: int,
     previous: Fitted | None = None,
@@ -153,15 +153,14 @@ def prepare(
     from sklearn.utils.class_weight import compute_sample_weight
 
     columns = [y] if y.ndim == 1 else list(y.T)
-    learnt = previous.head if previous else head.learn(columns, single=y.ndim == 1)
-    values = learnt.values(columns)
+    values = head.values(columns)
     if options.class_weight is not None:
         used = weights.nonzero().squeeze(1)
         weights[used] *= torch.tensor(compute_sample_weight(options.class_weight, y[used.numpy()]))
     if not weights.all():
         rows = weights.nonzero().squeeze(1)
         table, values, weights = table.take(rows.numpy()), values[rows], weights[rows]
-    learnt = learnt if previous else learnt.configured(options)
+    learnt = head if previous else head.configured(options)
     learnt = replace(learnt, weighted=bool((weights != weights[0]).any()))
     drawing = torch.Generator().manual_seed(randomness.combine(seed, 1))  # of rows
     fraction, groups = options.validation_fraction, learnt.groups(values)
@@ -252,7 +251,7 @@ def race(
     """Return the best of the candidates on held-out rows: a few members, a short run, by halves."""
     running = choices.candidates(sizes, options)
     epochs = choices.shortened(sizes).epochs
-    share = 0.3 / sum(len(running) // 2**k * 2**k for k in range(len(running).bit_length()))
+    share = 0.3 / (2 * len(running))
     while len(running) > 1:
         losses = []
         for mine in running:
@@ -301,7 +300,8 @@ def train(
     own = choices.given(options.modulation_lr, lr)
     start = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
     epochs = sizes.epochs if stop is not None else min(sizes.epochs, choices.BLIND)
-    half = torch.cpu.get_capabilities().get("avx512_bf16") and head.half
+    half = head.half and prepared.encoding.dtype == torch.float32
+    half = half and torch.cpu.get_capabilities().get("avx512_bf16", False)
 
     def judge() -> tuple[float, list[float]]:
         assert stop is not None
@@ -316,9 +316,10 @@ def train(
             patience=sizes.patience,
             seconds=share * (deadline - time.monotonic()),
         )
+        history = None
         try:
             with contextlib.suppress(Enough):
-                embens.fit(
+                history = embens.fit(
                     ensemble,
                     prepared.train,
                     epochs=epochs,
@@ -337,7 +338,7 @@ def train(
                     progress=bool(options.verbose) and not quiet,
                 )
             course.put(course.best)
-            return course.history
+            return course.history if history is None or stop is not None else history
         except Divergence as error:
             attempts -= 1
             if attempts == 0:

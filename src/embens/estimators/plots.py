@@ -9,6 +9,7 @@ import torch
 from embens.metrics import reliability
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.axes import Axes
 
 
@@ -68,3 +69,28 @@ def plot_members(estimator: Any, ax: Any = None) -> Axes:
         ax.axhline(held["ensemble"], color="black", label="ensemble")
     ax.legend()
     return ax
+
+
+def importances(
+    estimator: Any, X: Any, y: Any, *, repeats: int, **options: Any
+) -> pandas.DataFrame:
+    """Return scikit-learn's permutation importances of columns, the largest first."""
+    import narwhals.stable.v2 as nw
+    import pandas
+    from sklearn.inspection import permutation_importance
+
+    frame = nw.from_native(X, eager_only=True, pass_through=True)
+    X = frame.to_pandas() if isinstance(frame, nw.DataFrame) else X
+    found: Any = permutation_importance(estimator, X, y, n_repeats=repeats, **options)
+    columns = {"mean": found.importances_mean, "std": found.importances_std}
+    table = pandas.DataFrame(columns, index=estimator.preprocessing_.names)
+    return table.sort_values("mean", ascending=False)
+
+
+def plot_importances(
+    estimator: Any, X: Any, y: Any, ax: Any = None, *, most: int = 20, repeats: int = 5
+) -> Axes:
+    """Draw the importances of the columns that matter most."""
+    table = estimator.importances(X, y, repeats=repeats)[:most][::-1]
+    label = "fall of the score if shuffled"
+    return table["mean"].plot.barh(xerr=table["std"], ax=ax, xlabel=label, color="0.6")

@@ -75,6 +75,27 @@ class Preprocessing:
             found += [(j, code) for code in (*range(len(kept)), *others)]
         return found
 
+    def inputs(self, embedding: str = "piecewise") -> list[str]:
+        """Return the names of what :class:`~embens.estimators.network.Encode` makes."""
+        pairs = zip(self.numeric, self.parts, strict=True)
+        names = [f"{self.names[j]}:{part}" if part else self.names[j] for j, part in pairs]
+        found = [*(f"{name} (score)" for name in names), *names]
+        if embedding in ("piecewise", "both"):
+            edges = self.edges.double() * self.scale[:, None] + self.centre[:, None]
+            for name, row, width in zip(names, edges.tolist(), self.edges.diff(dim=1), strict=True):
+                bins = (width > 0).nonzero().squeeze(1).tolist()
+                found += [f"{name} from {row[b]:.6g} to {row[b + 1]:.6g}" for b in bins]
+        found += [
+            f"{name} is missing" for name, yes in zip(names, self.missing, strict=True) if yes
+        ]
+        columns = [self.names[j] for j in self.categorical]
+        for j in self.counted:
+            count = self.statistics.shape[1] - 1
+            found += [f"{columns[j]} (mean of target {k})" for k in range(count)]
+            found.append(f"{columns[j]} (share)")
+        labels = [[*kept, "rare", "missing"] for kept in self.categories]
+        return found + [f"{columns[j]} = {labels[j][code]}" for j, code in self.slots]
+
     @property
     def starts(self) -> list[int]:
         """Where the statistics of each counted column begin."""

@@ -157,3 +157,6 @@ def score_rows(
     target = torch.tensor(y.reshape(len(y), -1))
     mean, std = estimator._read(X, Gaussians.parts, 1)
     return score(mean, std, target).mean(1).numpy()
+
+
+EmbeddedEnsembleRegressor.scoring = staticmethod(neg_crps)

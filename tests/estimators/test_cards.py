@@ -1,0 +1,31 @@
+"""A fitted estimator in words."""
+
+from __future__ import annotations
+
+from estimators.problems import classifier, fitted, mixed_table
+
+
+def test_a_summary_says_what_was_fitted():
+    model, _, _ = fitted()
+    text = model.summary()
+    assert text.startswith("EmbeddedEnsembleClassifier\n")
+    assert "4, batch_ensemble" in text
+    assert f"{model.n_parameters_:,}" in text
+    assert f"{model.held_out_['ensemble']:.4g}" in text
+    assert "loss 'balanced', transform 'none'" in fitted("regressor")[0].summary()
+
+
+def test_notebooks_show_the_facts_once_there_are_some():
+    model, _, _ = fitted()
+    assert "<th>members</th><td>4, batch_ensemble</td>" in model._repr_html_()
+    assert "<th>members</th>" not in classifier()._repr_html_()
+
+
+def test_a_card_names_columns_and_what_is_promised(tmp_path):
+    model, _, _ = fitted("regressor")
+    text = model.model_card(tmp_path / "card.md")
+    assert (tmp_path / "card.md").read_text() == text
+    assert "`size`, `time`, `colour`, `open`, `grade`" in text
+    assert "predict_interval holds the truth" in text
+    X, y = mixed_table(30)
+    assert "which this fit had none of" in classifier(max_epochs=1).fit(X, y > 0).model_card()
