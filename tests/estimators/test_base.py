@@ -94,7 +94,7 @@ def test_every_input_of_the_network_has_a_name(embedding):
     X, target = mixed_table(100)
     X["when"] = pd.date_range("2024-01-01", periods=100, freq="h")
     model = classifier(numerical_embedding=embedding, max_epochs=1).fit(X, classes_of(target))
-    names = model.get_feature_names_out()
+    names = model.feature_names_out_
     first = next(p for n, p in model.ensemble_.named_parameters() if p.dim() == 2)
     assert len(names) == first.shape[1] == len(set(names))
     assert {"size (score)", "size", "when:weekday", "colour = red", "size is missing"} <= {*names}

@@ -16,7 +16,7 @@ from sklearn.utils.class_weight import compute_sample_weight
 
 from embens.estimators import files, preprocessing
 from embens.estimators.choices import Options
-from embens.estimators.heads import Gaussians
+from embens.estimators.gaussians import Gaussians
 from embens.estimators.pipeline import Encoding
 
 

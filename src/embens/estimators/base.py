@@ -182,8 +182,9 @@ class TableEnsemble(choices.Options, BaseEstimator):
         """How many numbers were trained."""
         return sum(p.numel() for p in self.ensemble_.parameters() if p.requires_grad)
 
-    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
-        """Return the names of the network's inputs: what the columns have become."""
+    @property
+    def feature_names_out_(self) -> np.ndarray:
+        """The names of the network's inputs: what the columns have become."""
         import numpy as np
 
         return np.array(self.preprocessing_.inputs(self.numerical_embedding), dtype=object)

@@ -33,9 +33,11 @@ def facts(estimator: Any) -> dict[str, str]:
     """Return what is worth knowing of a fitted estimator, by names."""
     fitted, known, head = estimator.fitted_, estimator.preprocessing_, estimator.head_
     ensemble, run = fitted.ensemble, fitted.run
-    kind = f"{head.targets} numbers, loss {head.loss!r}, transform {head.transform!r}"
-    if not isinstance(head, Gaussians):
-        kind = "classes: " + ", ".join(str(size) for size in head.sizes)
+    kind = (
+        "classes"
+        if not isinstance(head, Gaussians)
+        else (f"numbers, loss {head.loss!r}, transform {head.transform!r}")
+    )
     found = {
         "target": kind,
         "columns": f"{len(set(known.numeric))} numeric, {len(known.categorical)} categorical",

@@ -31,25 +31,35 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
     Args:
         family: "batch_ensemble", "last_layer_dropout", "mc_dropout" or "independent".
         members: how many; "auto": 16.
-        p: of ``batch_ensemble``: from 0, independent members, to 1, equal ones; "auto": 0.25.
-        law: of the masks of the dropout families; None: theirs.
+        p: of ``batch_ensemble``: from 0, independent members, to 1, equal ones; "auto": 0.
+        law: of the modulations or masks; None: signs of mean p, or the dropout family's own.
+        sites: where members of a ``batch_ensemble`` differ: behind the "first" layer, at all
+            "hidden" sites, or at "all", inputs and outputs too.
+        own: whether they have an output layer of their own.
         width: of the hidden layers; "auto": 64 to 256 by the number of rows.
         depth: how many hidden layers.
-        dropout: rate of ordinary dropout behind hidden layers; "auto": 0.1, none on tiny tables.
-        numerical_embedding: "piecewise" (linear bins), "periodic" or "none".
+        dropout: rate of ordinary dropout behind hidden layers; "auto": by the race of ``tune``,
+            or 0.1; none on tiny tables.
+        numerical_embedding: "piecewise" (linear bins), "periodic", "both" or "none".
         scaling: "quantile" or "standard", of numeric columns.
-        bins: of a numeric column, at most.
+        bins: of a numeric column, at most; "auto": 32 to 128 by the number of rows.
+        binning: edges by "quantile" of the column, or by a "tree" that knows the target.
         categorical_features: "auto": by the columns' types; or names, numbers or a mask.
         max_categories: that are kept of a column; the others are one, "rare".
         gamma: gradient scale of the shared parameters; "auto": the natural one.
-        lr: rate of AdamW; "auto": 0.002.
+        lr: highest rate of AdamW; "auto": 0.004.
         modulation_lr: rate of the individual parameters; "auto": as ``lr``.
-        weight_decay: of the shared parameters.
-        batch_size: rows in a step; "auto": 64 to 1024 by the number of rows.
-        max_epochs: at most; "auto": 200.
-        patience: epochs without a better held-out score before the run ends.
+        weight_decay: of the shared parameters; "auto": by the race of ``tune``, or 0.0003.
+        batch_size: rows in a step; "auto": 32 to 1024 by the number of rows.
+        max_epochs: at most; "auto": 24 to 100, for about 2,000 steps.
+        patience: epochs without a better held-out score before the run ends; "auto": a quarter
+            of the epochs, at least 8.
         validation_fraction: of rows to hold out; "auto": a fifth, at most 10,000, none of tables
             of less than 50 rows. 0: nothing.
+        tune: run a short race for what is "auto" of dropout and weight decay.
+        time_limit: seconds for a whole fit; None: as long as it takes.
+        refit: train once more with the held-out rows, but those for conformal scores.
+        select: so many members to keep, chosen on held-out rows one by one; None: all.
         calibrate: choose a temperature on the held-out rows.
         warm_start: a second ``fit`` goes on from the weights of the first.
         random_state: a number makes everything deterministic.
@@ -58,6 +68,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         class_weight: as of scikit-learn's classifiers: factors of the rows' weights by class, a
             dictionary (of several labels a list of them); "balanced": inverse to the numbers of
             rows; None: 1.
+        label_smoothing: share of every class in the target of a step.
 
     Example:
         >>> from sklearn.datasets import load_iris

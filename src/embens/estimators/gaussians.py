@@ -35,11 +35,16 @@ KNOTS = 200  # of the transform by quantiles
 SKEWED = 2.0  # a target whose skewness is larger may be transformed
 
 
+WIDTH = 0.6  # of the parts of a Gaussian, in its deviations: they overlap, and are hardly bumpy
+
+
 def _middles(count: int) -> tuple[Tensor, float]:
-    """Return normal quantiles of equal weight, and the width that makes up for what they lack."""
-    levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    points = torch.special.ndtri(levels)
-    return points, math.sqrt(1 - float(points.square().mean()))
+    """Return normal quantiles of equal weight, and by what to draw them in.
+
+    So that parts of :data:`WIDTH` there have the variance of the whole.
+    """
+    points = torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    return points, math.sqrt((1 - WIDTH**2) / float(points.square().mean()))
 
 
 LEVELS = (torch.arange(9) + 0.5) / 9  # of the quantiles that are learnt
@@ -199,11 +204,13 @@ class Gaussians(Head):
         """Return means and deviations ``(member, part, row, target)``, standardised."""
         if self.loss == "quantile":
             centres = outputs.unflatten(-1, (self.targets, -1)).sort(-1).values
-            points, width = _middles(len(LEVELS))
+            points, drawn = _middles(len(LEVELS))
             slope = centres.diff(dim=-1) / points.diff().to(centres)
             wide = torch.cat([slope[..., :1], (slope[..., 1:] + slope[..., :-1]) / 2], -1)
             wide = torch.cat([wide, slope[..., -1:]], -1).clamp(min=math.exp(LOG_VARIANCES[0] / 2))
-            return centres.movedim(-1, 1), width * wide.movedim(-1, 1)
+            middle = centres.mean(-1, keepdim=True)
+            centres = middle + drawn * (centres - middle)
+            return centres.movedim(-1, 1), WIDTH * wide.movedim(-1, 1)
         mean, logarithm = outputs.chunk(2, dim=-1)
         std = (logarithm.clamp(*LOG_VARIANCES) / 2).exp().unsqueeze(1)
         if self.loss == "student":
@@ -216,9 +223,9 @@ class Gaussians(Head):
         mean, std = self.mean + self.std * mean, self.std * std * self.temperature
         if self.knots is None:
             return mean, std
-        points, width = _middles(8)
-        at = mean.unsqueeze(2) + std.unsqueeze(2) * points[:, None, None]
-        far = width * std.unsqueeze(2)
+        points, drawn = _middles(8)
+        at = mean.unsqueeze(2) + std.unsqueeze(2) * drawn * points[:, None, None]
+        far = WIDTH * std.unsqueeze(2)
         low, high = self._back(at - far), self._back(at + far)
         wide = ((high - low) / 2).clamp(min=1e-300)
         return ((low + high) / 2).flatten(1, 2), wide.flatten(1, 2)

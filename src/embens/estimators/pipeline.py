@@ -276,11 +276,12 @@ def embed(
     if options.family != "batch_ensemble":
         law = {} if options.family == "independent" else {"law": options.law}
         return getattr(embens, options.family)(reference, **given, **law)
-    law, own = options.law or Signs(sizes.p), "last" if options.own else ()
+    law = options.law or Signs(sizes.p)
+    given |= {"own": "last" if options.own else (), "family": options.family}
     if options.sites == "first":
         first = next(n for n, m in reference.named_modules() if isinstance(m, torch.nn.Linear))
-        return embens.embed(reference, pre={first: law}, post=None, own=own, **given)
-    return embens.embed(reference, pre=law, post=law, sites=options.sites, own=own, **given)
+        return embens.embed(reference, pre={first: law}, post=None, **given)
+    return embens.embed(reference, pre=law, post=law, sites=options.sites, **given)
 
 
 def train(
