@@ -104,7 +104,7 @@ def test_a_transform_and_its_way_back_are_inverse(transform):
 
 def test_negative_targets_have_no_logarithm():
     with pytest.raises(ValueError, match="not negative"):
-        regressor(transform="log").fit(np.eye(60), np.arange(60.0) - 1)
+        regressor(target_transform="log").fit(np.eye(60), np.arange(60.0) - 1)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -125,7 +125,7 @@ def test_a_skewed_target_is_transformed_if_that_is_better_and_predicted_in_its_u
     skewed = np.exp(3 * y)
     model = regressor(tune=True).fit(X[:400], skewed[:400])
     assert model.head_.transform in ("log", "quantile")
-    plain = regressor(transform="none").fit(X[:400], skewed[:400])
+    plain = regressor(target_transform="none").fit(X[:400], skewed[:400])
     assert neg_crps(model, X[400:], skewed[400:]) > neg_crps(plain, X[400:], skewed[400:])
     low, high = model.predict_quantiles(X[400:], (0.1, 0.9)).T
     assert 0.5 < ((low <= skewed[400:]) & (skewed[400:] <= high)).mean() < 0.97

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--id", help="a column that identifies rows, no feature (default: id)")
     add("--class-weight", nargs="+", help="balanced, or CLASS=NUMBER for each class")
     add("--loss", choices=choices.CHOICES["loss"], help="of a regression (default: balanced)")
-    add("--transform", choices=choices.CHOICES["transform"], help="of a regression's target")
+    add("--transform", choices=choices.CHOICES["target_transform"], help="of a regression's target")
     add("--time-limit", type=float, help="seconds for the fit (default: none)")
     add("--no-tune", dest="tune", action="store_false", help="no race for dropout and weight decay")
     add("--refit", action="store_true", help="at the end, fit the rows that were held out too")
@@ -115,7 +115,7 @@ def make_estimator(options: argparse.Namespace, task: str, kind: Any) -> Any:
     given = {name: value for name, value in given.items() if value is not None}
     if task == "regression" and "class_weight" in given:
         raise ValueError("--class-weight is for classification, and this is a regression")
-    if task == "classification" and {"loss", "transform"} & {*given}:
+    if task == "classification" and {"loss", "target_transform"} & {*given}:
         raise ValueError("--loss and --transform are for regression; this is a classification")
     make = getattr(estimators, f"EmbeddedEnsemble{name}")
     return make(options.family, random_state=options.seed, verbose=1 - options.quiet, **given)

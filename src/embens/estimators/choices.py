@@ -72,7 +72,7 @@ class Options:
     class_weight = None  # arguments of classifiers alone
     label_smoothing = 0.0
     loss = "likelihood"  # and of regressors
-    transform = "none"
+    target_transform = "none"
     metric = "auto"
 
 
@@ -82,7 +82,7 @@ CHOICES = {
     "scaling": ("quantile", "standard"),
     "binning": ("quantile", "tree"),
     "loss": ("balanced", "likelihood", "squared", "quantile", "student"),
-    "transform": ("auto", "none", "log", "quantile"),
+    "target_transform": ("auto", "none", "log", "quantile"),
     "metric": ("auto", "nll", "crps", "rmse"),
     "numerical_embedding": ("piecewise", "periodic", "both", "none"),
 }

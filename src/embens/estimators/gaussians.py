@@ -84,7 +84,7 @@ class Gaussians(Head):
     def configured(self, options: Any) -> Gaussians:
         usual = {"squared": "rmse", "quantile": "crps"}.get(options.loss, "nll")
         stopping = usual if options.metric == "auto" else options.metric
-        transform = "none" if options.transform == "auto" else options.transform
+        transform = "none" if options.target_transform == "auto" else options.target_transform
         return replace(self, loss=options.loss, stopping=stopping, transform=transform)
 
     def scaled(self, values: Tensor, weights: Tensor) -> Gaussians:
@@ -111,7 +111,7 @@ class Gaussians(Head):
             return None
         if self.transform == "log":
             if (values < 0).any():
-                raise ValueError("transform='log' needs targets that are not negative")
+                raise ValueError("target_transform='log' needs targets that are not negative")
             least = values.where(values > 0, math.inf).amin(0)
             return torch.where((values == 0).any(0), least / 2, 0.0)[None]
         levels = torch.linspace(0.5 / KNOTS, 1 - 0.5 / KNOTS, KNOTS, dtype=torch.float64)

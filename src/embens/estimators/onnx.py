@@ -55,7 +55,9 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
     """Write one ONNX file from raw columns to the prediction, checked with onnxruntime."""
     fitted, known = estimator.fitted_, estimator.preprocessing_
     if getattr(fitted.head, "transform", None) == "quantile":
-        raise ValueError("ONNX has no operation for transform='quantile'; fit with another one")
+        raise ValueError(
+            "ONNX has no operation for target_transform='quantile'; fit with another one"
+        )
     labels = [*known.categories, *known.labels]
     columns = [*range(len(known.categorical)), *known.counted]
     starts = [*[0] * len(known.categorical), *known.starts]

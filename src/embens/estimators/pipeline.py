@@ -227,7 +227,7 @@ def choose_transform(
 ) -> Prepared:
     """Return the rows with the transform of a skewed target that has the best held-out CRPS."""
     head, stop = prepared.encoding.head, prepared.stop
-    if not isinstance(head, Gaussians) or options.transform != "auto" or stop is None:
+    if not isinstance(head, Gaussians) or options.target_transform != "auto" or stop is None:
         return prepared
     if not isinstance(prepared.train, tuple) or head.skewness(prepared.train[-1]) < SKEWED:
         return prepared

@@ -34,7 +34,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
         loss: "likelihood" of a Gaussian; "balanced", the same with less weight on rows of little
             noise; "squared" for the mean alone, and a variance that only looks; "student", of
             Student's t, for outliers; "quantile". See :mod:`embens.estimators.gaussians`.
-        transform: of the target, back again in every prediction: "none", "log", "quantile" (to
+        target_transform: of the target, back again in every prediction: "none", "log", "quantile" (to
             normal scores); "auto": what has the best held-out CRPS, where the target is skewed
             and ``tune`` is on.
         metric: that training is stopped by: "nll", "crps" or "rmse" on held-out rows; "auto": as
@@ -54,7 +54,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
 
     _: KW_ONLY
     loss: str = "balanced"
-    transform: str = "auto"
+    target_transform: str = "auto"
     metric: str = "auto"
     head = Gaussians
 
@@ -75,6 +75,11 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
     def predict_members(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return every member's mean and standard deviation, ``(member, row)``."""
         mean, std = self._shaped(*self._read(X, Gaussians.moments, 1))
+        return mean, std
+
+    def predict_mixture(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and deviation of every Gaussian of the mixture, ``(part, row)``."""
+        mean, std = self._shaped(*self._read(X, Gaussians.parts, 1))
         return mean, std
 
     def predict_uncertainty(self, X: Any) -> Uncertainty:
@@ -154,9 +159,9 @@ def score_rows(
         )
     y = Gaussians.read(y)
     check_consistent_length(X, y)
-    target = torch.tensor(y.reshape(len(y), -1))
-    mean, std = estimator._read(X, Gaussians.parts, 1)
-    return score(mean, std, target).mean(1).numpy()
+    mean, std = map(torch.from_numpy, estimator.predict_mixture(X))
+    target = torch.tensor(y.reshape(mean.shape[1:]))
+    return score(mean, std, target).reshape(len(target), -1).mean(1).numpy()
 
 
 EmbeddedEnsembleRegressor.scoring = staticmethod(neg_crps)
