@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--id", help="a column that identifies rows, no feature (default: id)")
     add("--class-weight", nargs="+", help="balanced, or CLASS=NUMBER for each class")
     add("--loss", choices=choices.CHOICES["loss"], help="of a regression (default: balanced)")
-    add("--transform", choices=choices.CHOICES["target_transform"], help="of a regression's target")
+    transforms = choices.CHOICES["target_transform"]
+    add("--transform", choices=transforms, help="of a regression's target (default: auto)")
     add("--time-limit", type=float, help="seconds for the fit (default: none)")
     add("--no-tune", dest="tune", action="store_false", help="no race for dropout and weight decay")
     add("--refit", action="store_true", help="at the end, fit the rows that were held out too")
@@ -109,7 +110,7 @@ def make_estimator(options: argparse.Namespace, task: str, kind: Any) -> Any:
     name = "Classifier" if task == "classification" else "Regressor"
     given = {"members": options.members, "p": options.p, "max_epochs": options.epochs}
     given |= {"time_limit": options.time_limit, "tune": options.tune, "refit": options.refit}
-    given |= {"loss": options.loss, "transform": options.transform}
+    given |= {"loss": options.loss, "target_transform": options.transform}
     given |= {"categorical_features": options.categorical, "n_jobs": options.threads}
     given |= {"class_weight": class_weight(options.class_weight, kind)}
     given = {name: value for name, value in given.items() if value is not None}

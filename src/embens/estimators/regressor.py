@@ -34,9 +34,9 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
         loss: "likelihood" of a Gaussian; "balanced", the same with less weight on rows of little
             noise; "squared" for the mean alone, and a variance that only looks; "student", of
             Student's t, for outliers; "quantile". See :mod:`embens.estimators.gaussians`.
-        target_transform: of the target, back again in every prediction: "none", "log", "quantile" (to
-            normal scores); "auto": what has the best held-out CRPS, where the target is skewed
-            and ``tune`` is on.
+        target_transform: back again in every prediction: "none", "log", "quantile" (to normal
+            scores); "auto": what has the best held-out CRPS, where the target is skewed and
+            ``tune`` is on.
         metric: that training is stopped by: "nll", "crps" or "rmse" on held-out rows; "auto": as
             the loss suggests.
         validation_fraction: of rows to hold out: one half to stop by, the other for
