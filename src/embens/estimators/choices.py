@@ -28,7 +28,8 @@ BLIND = 60  # epochs at most where nothing is held out to stop by
 STEPS = 2000  # of the optimizer in a run, about, as far as EPOCHS allow
 EPOCHS = (24, 100)
 P = 0.0  # mean of the modulations of a BatchEnsemble, which are +1 and −1
-LR = 4e-3  # rate of AdamW at its highest
+LR = (2e-3, 4e-3)  # rate of AdamW at its highest, below and from LARGE rows on
+LARGE = 5000
 RACE = ((0.1, 3e-4), (0.0, 3e-4), (0.3, 3e-4), (0.1, 0.1))  # dropout and weight decay to choose of
 
 
@@ -41,7 +42,7 @@ class Options:
     p: Any = "auto"
     law: Any = None
     _: KW_ONLY
-    sites: str = "first"
+    sites: str = "auto"
     own: bool = True
     width: Any = "auto"
     depth: int = 2
@@ -78,7 +79,7 @@ class Options:
 
 CHOICES = {
     "family": FAMILIES,
-    "sites": ("first", "hidden", "all"),
+    "sites": ("auto", "first", "hidden", "all"),
     "scaling": ("quantile", "standard"),
     "binning": ("quantile", "tree"),
     "loss": ("balanced", "likelihood", "squared", "quantile", "student"),
@@ -143,6 +144,7 @@ class Sizes(NamedTuple):
     patience: int
     dropout: float
     weight_decay: float
+    lr: float
 
 
 def given(option: Any, usual: Number) -> Number:
@@ -157,9 +159,9 @@ def choose_sizes(rows: int, options: Options) -> Sizes:
         >>> choose_sizes(10_000, Options())[:6]
         (16, 0.0, 256, 256, 50, 12)
         >>> choose_sizes(300, Options(members=4))[:6]
-        (4, 0.0, 64, 32, 100, 25)
+        (4, 0.0, 64, 64, 100, 25)
     """
-    batches = ((rows, TINY), (32, 500), (64, 2500), (128, 5000), (256, 50_000), (512, 200_000))
+    batches = ((rows, TINY), (64, 2500), (128, LARGE), (256, 50_000), (512, 200_000))
     usual = next((size for size, below in batches if rows < below), 1024)
     batch_size, (least, most) = given(options.batch_size, usual), EPOCHS
     epochs = min(most, max(least, STEPS // max(1, rows // batch_size)))
@@ -174,6 +176,7 @@ def choose_sizes(rows: int, options: Options) -> Sizes:
         patience=given(options.patience, max(8, epochs // 4)),
         dropout=given(options.dropout, 0.0 if rows < TINY else dropout),
         weight_decay=given(options.weight_decay, decay),
+        lr=given(options.lr, LR[rows >= LARGE]),
     )
 
 

@@ -34,7 +34,8 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         p: of ``batch_ensemble``: from 0, independent members, to 1, equal ones; "auto": 0.
         law: of the modulations or masks; None: signs of mean p, or the dropout family's own.
         sites: where members of a ``batch_ensemble`` differ: behind the "first" layer, at all
-            "hidden" sites, or at "all", inputs and outputs too.
+            "hidden" sites, or at "all", inputs and outputs too; "auto": "first" for classes,
+            "hidden" for numbers.
         own: whether they have an output layer of their own.
         width: of the hidden layers; "auto": 64 to 256 by the number of rows.
         depth: how many hidden layers.
@@ -47,10 +48,10 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         categorical_features: "auto": by the columns' types; or names, numbers or a mask.
         max_categories: that are kept of a column; the others are one, "rare".
         gamma: gradient scale of the shared parameters; "auto": the natural one.
-        lr: highest rate of AdamW; "auto": 0.004.
+        lr: highest rate of AdamW; "auto": 0.002, or 0.004 from 5,000 rows on.
         modulation_lr: rate of the individual parameters; "auto": as ``lr``.
         weight_decay: of the shared parameters; "auto": by the race of ``tune``, or 0.0003.
-        batch_size: rows in a step; "auto": 32 to 1024 by the number of rows.
+        batch_size: rows in a step; "auto": 64 to 1024 by the number of rows.
         max_epochs: at most; "auto": 24 to 100, for about 2,000 steps.
         patience: epochs without a better held-out score before the run ends; "auto": a quarter
             of the epochs, at least 8.

@@ -248,7 +248,10 @@ class Gaussians(Head):
 
     def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
         mean, std = (x.flatten(0, 1) for x in self.standard(outputs))
-        return mixture.log_density(mean, std, target[:, : self.targets])
+        return mixture.log_density(mean, self.temperature * std, target[:, : self.targets])
+
+    def at_temperature(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return self.metric(outputs, target)
 
     def metric(self, outputs: Tensor, target: Tensor) -> Tensor:
         if self.stopping == "nll":

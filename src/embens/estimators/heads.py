@@ -29,6 +29,8 @@ from embens.uncertainty import best_scale
 if TYPE_CHECKING:
     import numpy as np
 
+REFINED = 512  # held-out rows, at most, that the temperature of an epoch is chosen by
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Head(ABC):
@@ -38,6 +40,7 @@ class Head(ABC):
     weighted: bool = False  # its tensor ends with a column of weights
     scores: Tensor | None = None  # conformal ones of held-out rows, (row, target)
     detached: ClassVar[bool] = False  # whether the second half of outputs only looks
+    sites: ClassVar[str] = "hidden"  # where members differ
     half: ClassVar[bool] = False  # whether steps may be made in bfloat16
     apart: ClassVar[int] = 4  # every so-manieth held-out row is for conformal scores alone
 
@@ -114,6 +117,19 @@ class Head(ABC):
     def tempered(self, outputs: Tensor, target: Tensor) -> Any:
         """Return the head with the temperature that suits rows that were not trained on."""
 
+    def refined(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the metric at the best temperature, which is what training is stopped by.
+
+        A network that has become too certain may still be the one that knows most (Berta et al.,
+        2025). The temperature is that of some of the rows.
+        """
+        some = self.tempered(outputs[:, :REFINED], target[:REFINED])
+        return some.at_temperature(outputs, target)
+
+    @abstractmethod
+    def at_temperature(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the metric with the temperature that the head has."""
+
     @abstractmethod
     def scored(self, outputs: Tensor, target: Tensor) -> Any:
         """Return the head with conformal scores of rows that nothing else was chosen by."""
@@ -136,6 +152,7 @@ class Classes(Head):
     labels: tuple[np.ndarray, ...]  # the classes of each, in order
     temperature: float = 1.0  # what logits are divided by at prediction
     smoothing: float = 0.0  # share of every class in the target of a step
+    sites: ClassVar[str] = "first"
     half: ClassVar[bool] = True
 
     @staticmethod
@@ -236,6 +253,9 @@ class Classes(Head):
             return rows * self.metric(outputs / t, target) + self.any_class(outputs / t)
 
         return replace(self, temperature=best_scale(loss))
+
+    def at_temperature(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return self.metric(outputs / self.temperature, target)
 
     def scored(self, outputs: Tensor, target: Tensor) -> Classes:
         right = -self.log_mixture(outputs.double() / self.temperature, target).exp()

@@ -278,10 +278,11 @@ def embed(
         return getattr(embens, options.family)(reference, **given, **law)
     law = options.law or Signs(sizes.p)
     given |= {"own": "last" if options.own else (), "family": options.family}
-    if options.sites == "first":
+    sites = head.sites if options.sites == "auto" else options.sites
+    if sites == "first":
         first = next(n for n, m in reference.named_modules() if isinstance(m, torch.nn.Linear))
         return embens.embed(reference, pre={first: law}, post=None, **given)
-    return embens.embed(reference, pre=law, post=law, sites=options.sites, **given)
+    return embens.embed(reference, pre=law, post=law, sites=sites, **given)
 
 
 def train(
@@ -296,8 +297,8 @@ def train(
     quiet: bool = False,
 ) -> History:
     """Train an ensemble within a share of the time that is left; more carefully if it diverges."""
-    head, stop = prepared.encoding.head, prepared.stop
-    lr = choices.given(options.lr, choices.LR)
+    head, stop = replace(prepared.encoding.head, temperature=1.0), prepared.stop
+    lr = sizes.lr
     own = choices.given(options.modulation_lr, lr)
     start = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
     epochs = sizes.epochs if stop is not None else min(sizes.epochs, choices.BLIND)
@@ -306,7 +307,9 @@ def train(
 
     def judge() -> tuple[float, list[float]]:
         assert stop is not None
-        return held_out_losses(head, run_members(ensemble, stop[:-1]), stop[-1])
+        outputs = run_members(ensemble, stop[:-1])
+        _, members = held_out_losses(head, outputs, stop[-1])
+        return float(head.refined(outputs, stop[-1])), members
 
     attempts = 4
     while True:

@@ -84,7 +84,7 @@ class Preprocessing:
             edges = self.edges.double() * self.scale[:, None] + self.centre[:, None]
             for name, row, width in zip(names, edges.tolist(), self.edges.diff(dim=1), strict=True):
                 bins = (width > 0).nonzero().squeeze(1).tolist()
-                found += [f"{name} from {row[b]:.6g} to {row[b + 1]:.6g}" for b in bins]
+                found += [f"{name} from {row[b]:.12g} to {row[b + 1]:.12g}" for b in bins]
         found += [
             f"{name} is missing" for name, yes in zip(names, self.missing, strict=True) if yes
         ]
