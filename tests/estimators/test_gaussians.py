@@ -110,7 +110,7 @@ def test_negative_targets_have_no_logarithm():
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_learns_has_intervals_and_is_kept_by_a_file(loss, tmp_path):
     X, y = mixed_table(400)
-    model = regressor(loss=loss, max_epochs=25).fit(X[:300], y[:300])
+    model = regressor(loss=loss, max_epochs=40, lr=0.01).fit(X[:300], y[:300])
     assert model.score(X[300:], y[300:]) > 0.6
     inside = model.predict_interval(X[300:], 0.9)
     assert 0.75 < ((inside[:, 0] <= y[300:]) & (y[300:] <= inside[:, 1])).mean() <= 1
