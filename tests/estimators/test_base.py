@@ -122,8 +122,11 @@ class TestLooking:
     def test_the_history_is_a_frame_and_the_best_weights_are_kept(self):
         model, _, _ = fitted()
         frame = model.history_
-        assert frame["metric"].min() == frame["metric"][model.run_.best_epoch - 1]
-        assert model.held_out_["ensemble"] == pytest.approx(frame["metric"].min(), rel=1e-5)
+        best = model.run_.best_epoch
+        assert frame.set_index("epoch")["metric"].idxmin() == best
+        kept = frame.set_index("epoch")["validation_loss"][best]
+        assert kept == pytest.approx(np.mean(model.held_out_["members"]))
+        assert frame["metric"].min() <= model.held_out_["ensemble"]  # at the best temperature
 
     def test_the_members_are_a_frame_and_the_ensemble_beats_their_mean(self):
         model, _, _ = fitted()

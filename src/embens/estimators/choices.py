@@ -25,7 +25,7 @@ TINY = 50  # below so many rows nothing is held out, and a step sees all of them
 LOOK = 100_000  # rows that bins and categories are taken from, at most
 HELD_OUT = 10_000  # rows that are held out at most
 BLIND = 60  # epochs at most where nothing is held out to stop by
-STEPS = 2000  # of the optimizer in a run, about, as far as EPOCHS allow
+STEPS = 1800  # of the optimizer in a run, about, as far as EPOCHS allow
 EPOCHS = (24, 100)
 P = 0.0  # mean of the modulations of a BatchEnsemble, which are +1 and −1
 LR = (2e-3, 4e-3)  # rate of AdamW at its highest, below and from LARGE rows on
@@ -157,7 +157,7 @@ def choose_sizes(rows: int, options: Options) -> Sizes:
 
     Example:
         >>> choose_sizes(10_000, Options())[:6]
-        (16, 0.0, 256, 256, 50, 12)
+        (16, 0.0, 256, 256, 46, 11)
         >>> choose_sizes(300, Options(members=4))[:6]
         (4, 0.0, 64, 64, 100, 25)
     """

@@ -52,7 +52,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         modulation_lr: rate of the individual parameters; "auto": as ``lr``.
         weight_decay: of the shared parameters; "auto": by the race of ``tune``, or 0.0003.
         batch_size: rows in a step; "auto": 64 to 1024 by the number of rows.
-        max_epochs: at most; "auto": 24 to 100, for about 2,000 steps.
+        max_epochs: at most; "auto": 24 to 100, for about 1,800 steps.
         patience: epochs without a better held-out score before the run ends; "auto": a quarter
             of the epochs, at least 8.
         validation_fraction: of rows to hold out; "auto": a fifth, at most 10,000, none of tables

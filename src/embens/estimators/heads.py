@@ -29,7 +29,7 @@ from embens.uncertainty import best_scale
 if TYPE_CHECKING:
     import numpy as np
 
-REFINED = 512  # held-out rows, at most, that the temperature of an epoch is chosen by
+REFINED = 256  # held-out rows, at most, that the temperature of an epoch is chosen by
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
