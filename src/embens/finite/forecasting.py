@@ -33,10 +33,9 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import MakeOptimizer
 from embens.ensemble.wrapping import without_members
 from embens.finite import checks
-from embens.finite.diagnosis.measurement import take
+from embens.finite.diagnosis.measurement import effective_widths, take
 from embens.finite.gradients import off_diagonal
 from embens.prediction import predict
-from embens.theory import effective_width
 from embens.theory.regime import Structure
 from embens.training import Divergence, fit
 
@@ -373,6 +372,7 @@ def run_probe(
             alone = trained(join([network.requires_grad_(True) for network in starts]))
         else:
             alone = trained(independent(_reference(ensemble), SEPARATE, generator=generator))
+    widths = effective_widths(ensemble, x)
     probe = Probe(
         members=ensemble.members,
         classes=int(target.max()) + 1,
@@ -382,7 +382,7 @@ def run_probe(
         likeness=likeness(ensemble),
         rate=max(TINY, gradient_factor(plan["gamma"], ensemble.members, ensemble.natural_gamma)),
         width=width_of(_reference(ensemble)),
-        tails=_tails(ensemble, x),
+        tails=math.log(max(widths[0], TINY) / widths[1]) if widths else 0.0,
         trained=any(p.requires_grad for p in ensemble.individual_parameters()),
         mine=mine,
         alone=alone,
@@ -445,18 +445,6 @@ def width_of(network: nn.Module) -> float:
     """Return the geometric mean of the outputs of layers, but for the last."""
     sizes = [len(p) for p in network.parameters() if p.dim() > 1][:-1]
     return statistics.geometric_mean(sizes) if sizes else 1.0
-
-
-def _tails(ensemble: EmbeddedEnsemble, x: Any) -> float:
-    """Return what the tails of laws leave of the width, as a logarithm; 0 where it is not known."""
-    if ensemble.plan.separate or not isinstance(x, Tensor) or x.dim() not in (2, 4):
-        return 0.0
-    try:
-        pair = (ensemble, Structure(ensemble).reference)
-        mine, plain = (effective_width(network, x[:1].detach().double()) for network in pair)
-        return math.log(max(mine, TINY) / plain)
-    except (TypeError, ValueError, NotImplementedError, RuntimeError):
-        return 0.0
 
 
 def likeness(ensemble: EmbeddedEnsemble) -> float:

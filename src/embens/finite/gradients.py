@@ -152,7 +152,6 @@ class MemberGradient:
     """One member's loss and its gradients: layer (or site) to the tensors that it has there."""
 
     loss: float
-    outputs: Any
     shared: dict[str, list[Tensor]]
     individual: dict[str, list[Tensor]]
 
@@ -190,8 +189,7 @@ def member_gradients(
                 name = names[key]  # of a site, or of a parameter that members have of their own
                 site = name if name in ensemble.individuals else name.rpartition(".")[0]
                 individual[site].append(gradient)
-            outputs = tree_map(lambda o: o.detach(), outputs)
-            yield MemberGradient(float(loss.detach()), outputs, shared, dict(individual))
+            yield MemberGradient(float(loss.detach()), shared, dict(individual))
 
 
 def losses_of(outputs: Any, target: Any, criterion: Criterion) -> Tensor:

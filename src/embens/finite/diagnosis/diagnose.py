@@ -20,15 +20,19 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import gamma_of
 from embens.finite import checks
 from embens.finite.diagnosis import findings
-from embens.finite.diagnosis.measurement import Budget, measure, suggested_rates
+from embens.finite.diagnosis.measurement import (
+    Budget,
+    effective_widths,
+    few,
+    measure,
+    suggested_rates,
+)
 from embens.finite.diagnosis.report import Diagnosis, LayerOverlap
 from embens.finite.forecasting import Forecast, forecast
 from embens.finite.gradients import cosines, off_diagonal, pair_error, unchanged
 from embens.objective import Criterion
-from embens.theory import effective_width, kernels, natural_gamma
+from embens.theory import kernels, natural_gamma
 from embens.theory.regime import Regime, RegimeReport, Structure, are_equal, regime
-
-LIMIT_SAMPLES = ((1, 12), (256, 2), (1024, 1))  # the limit's, for up to so many pixels
 
 
 def diagnose(
@@ -129,7 +133,7 @@ def diagnose(
         rows=measured.rows,
         family=ensemble.plan.family,
         separate=ensemble.plan.separate,
-        widths=_widths(ensemble, measured.x, structure),
+        widths=effective_widths(ensemble, measured.x),
         notes=measured.notes,
     )
     facts = findings.Facts(
@@ -180,7 +184,7 @@ def _limit(
     """Return the regime, and the gradient scale that suits it."""
     if structure is None or are_equal(ensemble):
         return regime(ensemble), 1.0 if structure else ensemble.natural_gamma
-    rows, members = _few(x), ensemble.members
+    rows, members = few(x), ensemble.members
     if any(not site.hidden and site.law.overlap < 1 for site in ensemble.plan.sites):
         why = "with modulated inputs or outputs, members are not exchangeable"
     elif rows is None:
@@ -197,23 +201,3 @@ def _limit(
     kind = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
     found = RegimeReport(kind, coupling, f"{structure.explain(coupling)} ({why})", exact=False)
     return found, gamma_of(members, coupling)
-
-
-def _widths(ensemble: EmbeddedEnsemble, x: Any, structure: Structure | None) -> list[float]:
-    """Return what the tails of laws leave of a member's width, and that width, where known."""
-    rows = _few(x)
-    if rows is None or structure is None:
-        return []
-    try:
-        return [effective_width(network, rows) for network in (ensemble, structure.reference)]
-    except (TypeError, ValueError, NotImplementedError, RuntimeError):
-        return []
-
-
-def _few(x: Any) -> Tensor | None:
-    """Return few enough samples for the limit's kernels; None where even one takes too long."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() not in (2, 4):
-        return None
-    pixels = x[0, 0].numel()
-    rows = next((rows for most, rows in LIMIT_SAMPLES if pixels <= most), 0)
-    return x[:rows].detach().double() if rows else None

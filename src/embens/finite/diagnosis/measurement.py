@@ -31,8 +31,11 @@ from embens.checks import check_number, check_whole
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite import gradients
 from embens.objective import Criterion, logits_of
+from embens.theory import effective_width
+from embens.theory.regime import Structure
 
 TRIED = 16  # with how many samples the memory of a pass is counted
+LIMIT_SAMPLES = ((1, 12), (256, 2), (1024, 1))  # the limit's, for up to so many pixels
 POWER = 20  # iterations for the largest eigenvalue
 
 
@@ -82,7 +85,6 @@ class Measured:
 
     Attributes:
         x, target, rows: the samples that were used, and how many they are.
-        outputs: of the first member.
         losses: of the members; ``individual``: the norms of their gradients of modulations.
         grams: inner products of the members' shared gradients, by layer; ``gram``: in all.
         bias_part: the mean part of shared output biases in the cosine of two members' gradients.
@@ -92,7 +94,6 @@ class Measured:
     x: Any
     target: Any
     rows: int
-    outputs: Any
     losses: Tensor
     individual: Tensor
     grams: dict[str, Tensor]
@@ -144,8 +145,28 @@ def measure(
         part = float(gradients.off_diagonal(pulls).mean())
     own = [gradients.norm_of([g for site in m.individual.values() for g in site]) for m in found]
     losses = torch.tensor([m.loss for m in found])
-    outputs = found[0].outputs
-    return Measured(x, target, rows, outputs, losses, torch.tensor(own), grams, part, notes)
+    return Measured(x, target, rows, losses, torch.tensor(own), grams, part, notes)
+
+
+def few(x: Any) -> Tensor | None:
+    """Return few enough samples for the limit's kernels; None where even one takes too long."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() not in (2, 4):
+        return None
+    pixels = x[0, 0].numel()
+    rows = next((rows for most, rows in LIMIT_SAMPLES if pixels <= most), 0)
+    return x[:rows].detach().double() if rows else None
+
+
+def effective_widths(ensemble: EmbeddedEnsemble, x: Any) -> list[float]:
+    """Return what the tails of laws leave of a member's width, and that width, where known."""
+    rows = few(x)
+    if rows is None or ensemble.plan.separate:
+        return []
+    try:
+        pair = (ensemble, Structure(ensemble).reference)
+        return [effective_width(network, rows) for network in pair]
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        return []
 
 
 def take(values: Any, rows: Tensor) -> Any:
