@@ -14,7 +14,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 SECTIONS = {
     "A training step": "cnn cnn-channels-last mlp small transformer transformer-autocast overhead",
     "Cheap members": "last-layer last-layer-channels-last collapse mimo",
-    "Other families, and pretrained networks": "low-rank rank1 adapters adapters-small embed-bert",
+    "Other families, and pretrained networks": "low-rank rank1 adapters "
+    "pretrained-embed pretrained-numbers pretrained-adapters",
     "Memory": "memory memory-steps memory-transformer",
     "Around the step": "fit imports",
     "Kernels": "theory-mlp finite-cnn finite-cnn-one finite-mlp finite-mlp-narrow finite-memory",
@@ -45,12 +46,13 @@ def table(row: dict) -> str:
         spread = "" if low is None else f" ({low:.2f}–{high:.2f})"
         name = f"**{result['name']}**" if result["ours"] else result["name"]
         lines.append(f"| {name} | {result['ratio']:.2f}{spread} |")
+    about = row["reference"] or "One measurement"
     met = "met" if row["reached"] else "missed"
     lines += [
         f"| *limit: {row['limit_reason']}* | {row['limit']:.2f} |",
         f"| *bar* | {row['bar']:.2f}, {met} |",
         "",
-        f"{row['reference'][0].upper()}{row['reference'][1:]}. {machine['date']}, commit "
+        f"{about[0].upper()}{about[1:]}. {machine['date']}, commit "
         f"{machine.get('commit', 'not kept')}, {machine['processor']}, {machine['threads']} of "
         f"{machine['cores']} cores; {versions}.",
         "",
