@@ -230,3 +230,22 @@ class TestExperience:
         stored = json.loads(forecasting.EXPERIENCE.read_text())
         found = benchmark.known(ROOT / "benchmarks" / "results" / "forecast" / "development.jsonl")
         assert json.loads(json.dumps(found)) == stored
+
+
+def test_beside_an_adapted_ensemble_stands_the_fine_tuning_of_its_network():
+    torch.manual_seed(0)
+    x = torch.randn(300, 6)
+    y = (x[:, :3]).argmax(1)
+    net = embens.networks.mlp(6, 32, 2, 3, generator=torch.Generator().manual_seed(0))
+    one = embens.join([net])
+    embens.fit(one, (x, y), epochs=30, lr=0.1, progress=False)
+    trained, plan = one.member(0), {"epochs": 5, "lr": 1e-4}
+    reached = float((trained(x).argmax(1) == y).float().mean())
+    for by in ("low_rank", "modulations"):
+        ensemble = embens.adapt(trained, 4, by=by, head="copied")
+        found = embens.forecast(ensemble, x, y, **plan)
+        assert found.probe.alone["accuracy"] > reached - 0.2  # it begins as a member
+        assert any("fine-tuned" in note for note in found.notes)
+    scratch = embens.forecast(embens.batch_ensemble(trained, 4), x, y, **plan)
+    assert scratch.probe.alone["accuracy"] < reached - 0.3
+    assert scratch.notes == ()

@@ -365,7 +365,7 @@ def run_probe(
         mine = trained(some)
         if ensemble.plan.pretrained:  # one network means the fine-tuning of one
             notes.append(
-                "one network means fine-tuning the whole of one; the forecast was fixed on "
+                "one network is a member, fine-tuned as a whole; the forecast was fixed on "
                 "networks that are trained from scratch, and its intervals are for those"
             )
             starts = [ensemble.member(a % ensemble.members) for a in range(SEPARATE)]
