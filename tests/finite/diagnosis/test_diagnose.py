@@ -214,3 +214,10 @@ def test_the_how_to_is_true(tmp_path, monkeypatch):
             assert (page.parent / target).exists(), target
     for check in CHECKS:
         assert f"`{check.__name__.replace('_', '-')}`" in text
+
+
+def test_members_of_a_frozen_network_pull_at_nothing():
+    ensemble = embens.adapt(mlp(), 3, by="low_rank", trunk="frozen", generator=seeded())
+    report = diagnose(ensemble, X, Y)
+    assert not report.overlap
+    assert "none: members share no parameters that are trained" in str(report)

@@ -139,8 +139,8 @@ class Diagnosis:
 
         say("regime", f"{self.regime.value}: {self.regime.reason}")
         say("", f"coupling {self.coupling:.3g} ({source})")
-        if self.separate:
-            say("pull", "none: members share no parameters")
+        if not self.overlap:
+            say("pull", "none: members share no parameters that are trained")
         else:
             about = "" if math.isnan(error) else f" ± {error:.2g}"
             say(
