@@ -89,7 +89,7 @@ def gradient_ratio(ensemble: EmbeddedEnsemble, inputs: Tensor, target: Tensor) -
     norms = gradient_norms(ensemble, inputs, target)
     own, shared = (
         sum(float(norm.square().sum()) for norm in part.values())
-        for part in (norms.individual, norms.shared)
+        for part in (norms.individual, norms)
     )
     return math.sqrt(own / shared) if own > 0 < shared else math.nan
 
