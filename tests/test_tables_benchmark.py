@@ -100,7 +100,7 @@ def test_scores_of_classes_are_scikit_learns():
 @pytest.mark.parametrize("name", ["random_forest", "small"])
 def test_a_fit_gives_a_row_of_all_scores(kind, name, monkeypatch):
     def small(part, seed):
-        return contestants.embens(part, seed, members=2, width=16, max_epochs=30)
+        return contestants.embens(part, seed, members=2, width=16, max_epochs=30, tune=False)
 
     monkeypatch.setitem(contestants.CONTESTANTS, "small", small)
     row = tables.measure(tables.Cell(kind, name, 0, 1, 95), load=toy)
