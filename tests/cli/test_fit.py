@@ -38,8 +38,10 @@ class TestTheCommands:
         scores = json.loads((out / "scores.json").read_text())
         value, low, high = scores["accuracy"]
         assert low <= value <= high
-        rows = pd.read_csv(out / "predictions.csv")
+        rows = pd.read_csv(out / "predictions.csv", dtype={"set": str}, keep_default_na=False)
         assert len(rows) == 60
+        inside = [t in s.split("|") for t, s in zip(rows["target"], rows["set"], strict=True)]
+        assert scores["coverage of 90 % sets"][0] == pytest.approx(np.mean(inside))
         assert (rows["prediction"] == rows["target"]).mean() == pytest.approx(value)
         new = tmp_path / "new.csv.gz"
         assert run("predict", out, tmp_path / "table.csv", "--out", new) == 0
@@ -61,6 +63,24 @@ class TestTheCommands:
         new = tmp_path / "new.parquet"
         run("predict", out / "model.safetensors", tmp_path / "table.parquet", "--out", new)
         assert list(pd.read_parquet(new)) == ["target", "prediction", "std", "lower", "upper"]
+
+    def test_fit_takes_the_choices_of_the_estimators_and_writes_a_card(
+        self, path, tmp_path, capsys
+    ):
+        frame = pd.read_parquet(path)[:300].drop(columns=["kind", "double"])
+        frame.to_csv(tmp_path / "table.csv", index=False)
+        given = ("--loss", "student", "--transform", "none", "--time-limit", 60, "--no-tune")
+        where = (tmp_path / "table.csv", "--target", "target", "--out", tmp_path / "out")
+        assert run("fit", *where, *given, "--refit", "--importances", *QUICK) == 0
+        model = load(tmp_path / "out" / "model.safetensors")
+        assert (model.loss, model.refit, model.time_limit) == ("student", True, 60.0)
+        assert "loss 'student'" in (tmp_path / "out" / "card.md").read_text()
+        found = pd.read_csv(tmp_path / "out" / "importances.csv", index_col=0)
+        assert set(found.index) == {"size", "time", "colour", "open", "grade"}
+        assert "size" in capsys.readouterr().out
+        with pytest.raises(SystemExit):
+            run("fit", path, "--target", "kind", "--drop", "target", "double", *given)
+        assert "are for regression" in capsys.readouterr().err
 
     def test_fit_can_read_a_file_in_parts(self, path, tmp_path, capsys):
         out = tmp_path / "out"

@@ -9,7 +9,8 @@ import pandas as pd
 
 from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor
 
-SMALL = {"members": 4, "width": 32, "max_epochs": 15, "tune": False, "random_state": 0}
+SMALL = {"members": 4, "width": 32, "max_epochs": 15, "tune": False, "lr": 0.01}
+SMALL |= {"random_state": 0}
 
 
 def classifier(*arguments, **changes):

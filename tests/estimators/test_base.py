@@ -19,7 +19,7 @@ from embens.estimators import neg_nll as nll
 
 QUICK = [
     EmbeddedEnsembleClassifier(members=4, width=32, max_epochs=40, tune=False),
-    EmbeddedEnsembleRegressor(members=4, width=32, max_epochs=60, tune=False),
+    EmbeddedEnsembleRegressor(members=4, width=32, max_epochs=60, tune=False, lr=0.01),
 ]
 IGNORED = (
     "ignore:SCIPY_ARRAY_API",

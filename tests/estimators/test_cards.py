@@ -12,7 +12,7 @@ def test_a_summary_says_what_was_fitted():
     assert "4, batch_ensemble" in text
     assert f"{model.n_parameters_:,}" in text
     assert f"{model.held_out_['ensemble']:.4g}" in text
-    assert "loss 'balanced', transform 'none'" in fitted("regressor")[0].summary()
+    assert "loss 'quantile', transform 'none'" in fitted("regressor")[0].summary()
 
 
 def test_notebooks_show_the_facts_once_there_are_some():

@@ -150,3 +150,8 @@ def test_class_weights_of_a_file_are_those_of_a_column_of_weights(weights, path,
     ours = classifier(max_epochs=2, class_weight=weights).fit_files(table, "kind", ignore=["w"])
     theirs = classifier(max_epochs=2).fit_files(table, "kind", weight="w")
     np.testing.assert_allclose(ours.predict_proba(X), theirs.predict_proba(X), rtol=1e-5)
+
+
+def test_a_refit_of_files_is_refused_before_they_are_read(tmp_path):
+    with pytest.raises(ValueError, match="refit=True needs all rows in memory"):
+        classifier(refit=True).fit_files(tmp_path / "not there", "target")

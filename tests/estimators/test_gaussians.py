@@ -18,7 +18,7 @@ MEAN = torch.tensor([[-1.0, 0.3], [0.5, 0.2], [2.0, 7.0]], dtype=torch.float64)
 STD = torch.tensor([[0.5, 1.0], [1.0, 0.1], [0.3, 2.0]], dtype=torch.float64)
 OUTPUTS = torch.stack([MEAN, 2 * STD.log()], -1)
 Y = torch.tensor([[0.4], [0.1]], dtype=torch.float64)
-LOSSES = ("balanced", "likelihood", "squared", "quantile", "student")
+LOSSES = ("likelihood", "squared", "quantile", "student")
 
 
 def test_the_metric_is_the_mixtures_density():
@@ -30,8 +30,6 @@ def test_losses_are_what_they_are_called():
     normal = -stats.norm.logpdf(Y[:, 0], MEAN, STD)
     found = Gaussians(1, loss="likelihood").criterion(OUTPUTS, Y)
     np.testing.assert_allclose(found, normal)
-    found = Gaussians(1, loss="balanced").criterion(OUTPUTS, Y)
-    np.testing.assert_allclose(found, normal * STD.numpy())
     student = -stats.t.logpdf(Y[:, 0], 4, MEAN, STD)  # five Gaussians are nearly as good
     found = Gaussians(1, loss="student").criterion(OUTPUTS[:2], Y)
     np.testing.assert_allclose(found, student[:2], atol=0.15)
@@ -41,12 +39,6 @@ def test_losses_are_what_they_are_called():
     off = Y - quantiles[0]
     pinball = torch.where(off > 0, levels * off, (levels - 1) * off)
     torch.testing.assert_close(found[0], 2 * pinball.mean(-1))
-
-
-def test_the_balanced_loss_moves_the_mean_by_the_error_over_the_deviation():
-    outputs = OUTPUTS.clone().requires_grad_()
-    Gaussians(1, loss="balanced").criterion(outputs, Y).sum().backward()
-    torch.testing.assert_close(outputs.grad[..., 0], (MEAN - Y[:, 0]) / STD)
 
 
 def test_the_scales_are_those_of_students_t():

@@ -51,7 +51,6 @@ class TestHeads:
         Classes((TWO, THREE), smoothing=0.2),
         Gaussians(2),
         Gaussians(1, weighted=True),
-        Gaussians(2, loss="balanced"),
         Gaussians(2, loss="squared"),
         Gaussians(2, loss="student"),
         Gaussians(2, loss="quantile", weighted=True),

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int)
     add("--id", help="a column that identifies rows, no feature (default: id)")
     add("--class-weight", nargs="+", help="balanced, or CLASS=NUMBER for each class")
-    add("--loss", choices=choices.CHOICES["loss"], help="of a regression (default: balanced)")
+    add("--loss", choices=choices.CHOICES["loss"], help="of a regression (default: quantile)")
     transforms = choices.CHOICES["target_transform"]
     add("--transform", choices=transforms, help="of a regression's target (default: auto)")
     add("--time-limit", type=float, help="seconds for the fit (default: none)")

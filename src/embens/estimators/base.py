@@ -140,6 +140,8 @@ class TableEnsemble(choices.Options, BaseEstimator):
         from sklearn.utils.validation import validate_data
 
         deadline = choices.check(self)
+        if self.refit:
+            raise ValueError("refit=True needs all rows in memory; leave it out with fit_files")
         seed = pipeline.draw_seed(self.random_state)
         held = self.validation_fraction
         rows = files.Source(source, target, weight, ignore=ignore, seed=seed, held=held)

@@ -82,7 +82,7 @@ CHOICES = {
     "sites": ("auto", "first", "hidden", "all"),
     "scaling": ("quantile", "standard"),
     "binning": ("quantile", "tree"),
-    "loss": ("balanced", "likelihood", "squared", "quantile", "student"),
+    "loss": ("quantile", "likelihood", "squared", "student"),
     "target_transform": ("auto", "none", "log", "quantile"),
     "metric": ("auto", "nll", "crps", "rmse"),
     "numerical_embedding": ("piecewise", "periodic", "both", "none"),

@@ -1,15 +1,14 @@
 r"""The head of numbers: every member's opinion of a row is a few Gaussians of equal weight.
 
-Members of the losses "likelihood", "balanced" and "squared" have one each, by its mean and its
-logarithm of the variance. "student" has five of the same mean, whose scales are quantiles of those
+Members of the losses "likelihood" and "squared" have one each, by its mean and its logarithm of the
+variance. "student" has five of the same mean, whose scales are quantiles of those
 that make Student's t of :math:`\\nu = 4`. "quantile" learns nine quantiles; each is the centre of
 one. With a transform of the target every Gaussian becomes eight in the target's own units. So
 whatever the loss, all that is asked of the prediction is asked of a mixture
 (:mod:`embens.estimators.mixture`).
 
-"likelihood" is the mixture's own for one member. "balanced" weighs it by :math:`\\sigma` as a
-constant (Seitzer et al., 2022), so that rows of little noise don't rule the mean. "squared" fits
-the mean alone; the variance sees the last hidden layer, but does not change it.
+"likelihood" is the mixture's own for one member. "squared" fits the mean alone; the variance sees the
+last hidden layer, but does not change it.
 """
 
 from __future__ import annotations
@@ -195,10 +194,7 @@ class Gaussians(Head):
             spread = torch.addcmul(logarithm, square.detach(), (-logarithm).exp())
             return 0.5 * (square + spread)
         double = torch.addcmul(logarithm, square, (-logarithm).exp())
-        losses = torch.add(0.5 * math.log(2 * math.pi), double, alpha=0.5)
-        if self.loss == "balanced":
-            losses = losses * (0.5 * logarithm.detach()).exp()
-        return losses
+        return torch.add(0.5 * math.log(2 * math.pi), double, alpha=0.5)
 
     def standard(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and deviations ``(member, part, row, target)``, standardised."""

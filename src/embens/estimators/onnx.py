@@ -60,7 +60,7 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
         )
     labels = [*known.categories, *known.labels]
     columns = [*range(len(known.categorical)), *known.counted]
-    starts = [*[0] * len(known.categorical), *known.starts]
+    starts = [*[0] * len(known.categorical), *known.starts[:-1]]
     notes: dict[str, list] = {
         "numeric": known.inputs("none")[len(known.numeric) : 2 * len(known.numeric)],
         "categorical": [known.names[known.categorical[j]] for j in columns],

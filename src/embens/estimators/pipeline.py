@@ -88,8 +88,6 @@ class Prepared:
     def joined(self) -> Prepared:
         """Return the same with the rows to stop by among those to train on."""
         assert self.stop is not None
-        if not isinstance(self.train, tuple):
-            raise ValueError("refit=True needs all rows in memory; leave it out with fit_files")
         train = tuple(torch.cat(pair) for pair in zip(self.train, self.stop, strict=True))
         return replace(self, rows=self.rows + len(self.stop[-1]), train=train, stop=None)
 

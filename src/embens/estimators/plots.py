@@ -19,7 +19,7 @@ def plot_history(estimator: Any, ax: Any = None) -> Axes:
     names = {"loss": "training, mean of members"}
     if "validation_loss" in frame:
         names |= {"validation_loss": "held out, mean of members", "metric": "held out, ensemble"}
-    ax = frame[[*names]].rename(columns=names).plot(ax=ax, ylabel="negative log-likelihood")
+    ax = frame[[*names]].rename(columns=names).plot(ax=ax, ylabel="loss")
     if estimator.run_.best_epoch:
         ax.axvline(estimator.run_.best_epoch, color="0.6", linestyle=":", label="kept")
     ax.legend()
@@ -62,7 +62,7 @@ def plot_members(estimator: Any, ax: Any = None) -> Axes:
     """Draw every member's loss on the held-out part, and the ensemble's as a line."""
     held = estimator.held_out_
     losses = estimator.members_["loss" if held is None else "held_out_loss"]
-    words = {"xlabel": "member", "ylabel": "negative log-likelihood"}
+    words = {"xlabel": "member", "ylabel": "held-out loss"}
     ax = losses.plot(ax=ax, style="o", label="members", **words)
     ax.axhline(losses.mean(), color="0.6", linestyle=":", label="mean of members")
     if held is not None:

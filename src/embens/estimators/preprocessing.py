@@ -18,6 +18,7 @@ there: they are dealt out to folds, and each takes the statistics of the other f
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -98,9 +99,9 @@ class Preprocessing:
 
     @property
     def starts(self) -> list[int]:
-        """Where the statistics of each counted column begin."""
-        sizes = [(1 + FOLDS) * (len(labels) + 2) for labels in self.labels]
-        return [sum(sizes[:i]) for i in range(len(sizes))]
+        """Where the statistics of each counted column begin, and where all end."""
+        sizes = ((1 + FOLDS) * (len(labels) + 2) for labels in self.labels)
+        return [*itertools.accumulate(sizes, initial=0)]
 
     def encode(
         self,
@@ -125,7 +126,8 @@ class Preprocessing:
             for j, column in enumerate(self.categorical):
                 codes[block, j] = _codes(self.categories[j], part.values(column))
             for i, (j, labels, first) in enumerate(
-                zip(self.counted, self.labels, self.starts, strict=True), len(self.categorical)
+                zip(self.counted, self.labels, self.starts[:-1], strict=True),
+                len(self.categorical),
             ):
                 codes[block, i] = first + _codes(labels, part.values(self.categorical[j]))
                 if folds is not None:

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
     """Embedded ensemble of perceptrons for numbers that belong to a table's rows.
 
-    Every member gives a mean and a variance; together they are a mixture of Gaussians. Arguments
+    Every member gives a few Gaussians; together they are the mixture that is predicted. Arguments
     are those of :class:`EmbeddedEnsembleClassifier`, but for a few.
 
     Args:
-        loss: "likelihood" of a Gaussian; "balanced", the same with less weight on rows of little
-            noise; "squared" for the mean alone, and a variance that only looks; "student", of
-            Student's t, for outliers; "quantile". See :mod:`embens.estimators.gaussians`.
+        loss: "quantile", of nine levels; "likelihood" of a Gaussian; "squared" for the mean alone,
+            and a variance that only looks; "student", the likelihood of Student's t, for outliers.
+            See :mod:`embens.estimators.gaussians`.
         target_transform: back again in every prediction: "none", "log", "quantile" (to normal
             scores); "auto": what has the best held-out CRPS, where the target is skewed and
             ``tune`` is on.
@@ -53,7 +53,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
     """
 
     _: KW_ONLY
-    loss: str = "balanced"
+    loss: str = "quantile"
     target_transform: str = "auto"
     metric: str = "auto"
     head = Gaussians

@@ -100,6 +100,8 @@ def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], estimator: Any) 
         parts[part][key] = tensor
     known = Preprocessing(**header["columns"], **parts["columns"])
     head = estimator.head(**header["head"], **parts["head"])
+    if len(known.statistics) != known.starts[-1]:
+        raise ValueError(f"{len(known.statistics)} statistics for {known.starts[-1]} labels")
     sizes, depth = Sizes(**header["sizes"]), int(estimator.depth)
     if sizes.width * (1 + (depth - 1) * sizes.width) > sum(t.numel() for t in tensors.values()):
         raise ValueError(f"{depth} layers of {sizes.width} are more numbers than the file has")
