@@ -126,7 +126,8 @@ class TestLooking:
         assert frame.set_index("epoch")["metric"].idxmin() == best
         kept = frame.set_index("epoch")["validation_loss"][best]
         assert kept == pytest.approx(np.mean(model.held_out_["members"]))
-        assert frame["metric"].min() <= model.held_out_["ensemble"]  # at the best temperature
+        near = pytest.approx(model.held_out_["ensemble"], rel=0.1)
+        assert frame["metric"].min() == near  # but for the temperature
 
     def test_the_members_are_a_frame_and_the_ensemble_beats_their_mean(self):
         model, _, _ = fitted()

@@ -53,7 +53,7 @@ class TestSeveralLabels:
 
     def test_several_labels_give_one_chance_each(self):
         X, y = make_multilabel_classification(200, 10, n_classes=4, random_state=0)
-        model = classifier(max_epochs=40).fit(X, y)
+        model = classifier(max_epochs=40, lr=0.004).fit(X, y)
         assert model.predict_proba(X).shape == y.shape
         assert (model.predict(X) == y).mean() > 0.8
         assert model.predict_uncertainty(X).total.shape == y.shape

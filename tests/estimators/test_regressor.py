@@ -28,7 +28,7 @@ class TestTheRegressor:
     def test_quantiles_are_those_of_the_mixture_and_in_order(self):
         found = self.model.predict_quantiles(self.X, (0.1, 0.5, 0.9))
         assert (np.diff(found, axis=1) > 0).all()
-        means, stds = self.model.predict_members(self.X)
+        means, stds = self.model.predict_mixture(self.X)
         shares = stats.norm.cdf(found[None, :, 2], means, stds).mean(0)
         np.testing.assert_allclose(shares, 0.9, atol=1e-8)
 
