@@ -129,7 +129,7 @@ class TestTemperature:
         head = Classes((np.arange(6),))
         stop = outputs.double(), head.pack(target[:, None], None, torch.float64)
         found = Prediction(outputs).temperature(target)
-        assert found == pytest.approx(head.calibrated(stop, None).temperature, rel=1e-3)
+        assert found == pytest.approx(head.tempered(*stop).temperature, rel=1e-3)
         assert found > 1.5
 
     def test_of_one_network_it_is_that_of_scikit_learn(self):
