@@ -201,11 +201,14 @@ def score_number(said, model: Model, X, y, part: Part) -> dict[str, float]:
 
 
 def version() -> str:
-    folder = Path(__file__).parent
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=folder
+    """Return the commit, and whether the source differs from it."""
+    root = Path(__file__).parents[1]
+    said = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "src"]]
+    head, changed = (
+        subprocess.run(["git", *words], capture_output=True, text=True, cwd=root).stdout.strip()
+        for words in said
     )
-    return found.stdout.strip()
+    return f"{head}-dirty" if changed else head
 
 
 # Many fits
