@@ -83,4 +83,4 @@ def test_a_fit_keeps_its_time_limit():
     model = classifier(time_limit=4.0, max_epochs=100_000, patience=100_000, tune=True)
     model.fit(X, classes_of(target))
     assert model.run_.stopped == "time"
-    assert 2.0 < time.monotonic() - began < 30  # of a loaded machine; by itself 4.4
+    assert 2.0 < time.monotonic() - began < 30  # a guard, also on a busy machine
