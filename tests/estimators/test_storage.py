@@ -124,7 +124,7 @@ def test_a_flipped_bit_anywhere_is_refused_unless_the_number_is_the_same(tmp_pat
         except Refused:
             refused += 1
         else:  # the last of many digits of a number
-            assert vars(again.run_) == vars(model.run_)
+            assert repr(vars(again.run_)) == repr(vars(model.run_))  # NaN is not equal to NaN
     assert refused >= places - 3
 
 
