@@ -21,7 +21,7 @@ SUITES = {  # rounds of the whole run, and of the short one
 def main() -> None:
     """Run the suites one after another, each in a process of its own, and make the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="few rounds: ten minutes, not an hour")
+    parser.add_argument("--short", action="store_true", help="few rounds")
     parser.add_argument("--only", nargs="+", choices=SUITES, default=list(SUITES))
     options = parser.parse_args()
     failed = []

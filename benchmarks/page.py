@@ -30,8 +30,8 @@ we had set ourselves before. Where other programs disturbed a run, its line says
 smaller than the quartiles are not settled.
 
 This page is made by `python -m benchmarks.page` from `benchmarks/results`; `make bench` measures
-all of it again within an hour on two cores, `make bench ARGS=--short` in about ten minutes with
-fewer rounds.
+all of it again, `make bench ARGS=--short` with few rounds. They are meant to take an hour and ten
+minutes on two quiet cores; neither has been timed as a whole yet.
 """
 
 
