@@ -11,13 +11,11 @@ from training import problem
 import embens
 from embens import laws, networks, theory
 from embens.files import write_atomically
-from embens.theory import storage
 
 torch.optim.SGD(embens.embed(problem.reference(), 2).parameter_groups(lr=0.1))  # imports a lot
 
 
 def _kernel(path: Path) -> None:
-    storage._FLUSH_SECONDS = 0.0  # a part for each block
     x = torch.randn(11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ensemble = embens.embed(networks.mlp(5, 4, 2), 2, pre=laws.Normal(), post=laws.Shifted(0.5))
     theory.write_kernels(path, ensemble, x, block=5)

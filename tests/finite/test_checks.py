@@ -36,21 +36,3 @@ def test_wrong_samples_are_explained(call, arguments, error, message):
 def test_inference_mode_is_explained(call):
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
         call(batch_ensemble(), X, Y)
-
-
-def test_gaps_in_the_inputs_are_the_networks_own_affair():
-    """A network that knows what NaN means is diagnosed; one that does not is not."""
-
-    class Filled(torch.nn.Module):
-        def forward(self, x):
-            return torch.nan_to_num(x)
-
-    x, target = torch.randn(20, 4), torch.arange(20) % 3
-    x[::3, 1] = math.nan
-    body = [torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3, bias=False)]
-    report = embens.diagnose(
-        embens.batch_ensemble(torch.nn.Sequential(Filled(), *body), 4), x, target
-    )
-    assert math.isfinite(report.pull.mean)
-    with pytest.raises(ValueError, match="expected finite numbers"):
-        embens.diagnose(embens.batch_ensemble(torch.nn.Sequential(*body), 4), x, target)

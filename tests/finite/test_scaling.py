@@ -18,7 +18,6 @@ from embens.finite.gradients import (
 )
 from embens.finite.scaling import (
     fit_exponent,
-    measure_cosine,
     scaling,
 )
 
@@ -114,25 +113,8 @@ def test_cosines_fall_as_theory_says_in_total_and_layer_by_layer():
         assert laws[layer].interval[1] < -0.5
 
 
-def test_the_ready_measures_measure_what_they_say():
-    generator = torch.Generator().manual_seed(0)
-    ensemble = build(16, generator)
-
-    def same(width, generator):
-        return ensemble
-
-    found = embens.finite.gradient_cosines(ensemble, X, Y)
-    pairs = [float(found[a, b]) for a in range(6) for b in range(6) if a != b]
-    got = measure_cosine(same, X, Y)(16, generator)
-    assert got == pytest.approx(sum(map(abs, pairs)) / 30, rel=1e-5)
-    squared = measure_cosine(same, X, Y, power=2)(16, generator)
-    assert squared == pytest.approx(sum(p * p for p in pairs) / 30, rel=1e-5)
-    layer = embens.finite.gradient_cosines(ensemble, X, Y, by_layer=True)["2"]
-    got = measure_cosine(same, X, Y, layer="2")(16, generator)
-    assert got == pytest.approx(float(off_diagonal(layer).abs().mean()), rel=1e-5)
-    with pytest.raises(ValueError, match="no shared layer 'x'; layers: 0, 2"):
-        measure_cosine(same, X, Y, layer="x")(16, generator)
-
+def test_the_ratio_of_kernels_is_that_of_naive_jacobians():
+    ensemble = build(16, torch.Generator().manual_seed(0))
     losses = F.cross_entropy(ensemble(X).flatten(0, 1), Y.repeat(6), reduction="none")
     shared = list(ensemble.shared_parameters())
     rows = [torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses]
@@ -146,7 +128,10 @@ def test_the_ready_measures_measure_what_they_say():
 
 
 def test_shifted_members_keep_their_cosine():
-    measure = measure_cosine(lambda width, generator: build(width, generator, p=0.95), X, Y)
+    def measure(width, generator):
+        ensemble = build(width, generator, p=0.95)
+        return off_diagonal(embens.finite.gradient_cosines(ensemble, X, Y)).abs().mean()
+
     law = scaling(measure, (64, 256), seeds=5, predicted=0.0, level=0.99)
     assert law.agrees, law
     assert law.interval[0] > -0.5

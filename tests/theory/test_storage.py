@@ -49,7 +49,6 @@ def test_an_interrupted_file_goes_on_with_the_blocks_that_are_left(tmp_path, mon
         return block(self, rows, columns)
 
     monkeypatch.setattr(theory.Limit, "block", counted)
-    monkeypatch.setattr(storage, "_FLUSH_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         theory.write_kernels(path, ensemble(), inputs(), block=5)
     assert not path.exists()

@@ -9,7 +9,7 @@ from embens.finite.empirical.covariance import nngp
 from embens.finite.empirical.kernels import FiniteKernel, ntk
 from embens.finite.forecasting import Estimate, Forecast, forecast
 from embens.finite.gradients import GradientNorms, gradient_cosines, gradient_norms
-from embens.finite.scaling import ScalingLaw, measure_cosine, scaling
+from embens.finite.scaling import ScalingLaw, scaling
 
 __all__ = [
     "Budget",
@@ -27,7 +27,6 @@ __all__ = [
     "forecast",
     "gradient_cosines",
     "gradient_norms",
-    "measure_cosine",
     "nngp",
     "ntk",
     "ntk_drift",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from embens.ensemble import EmbeddedEnsemble
 
@@ -28,7 +28,7 @@ def check_call(ensemble: Any, x: Any, target: Any = None, criterion: Any = F.mse
             "criterion: expected a function of one member's outputs and the target, such as "
             f"torch.nn.functional.cross_entropy; got {criterion!r}"
         )
-    check_inputs(x, ensemble=ensemble)
+    check_inputs(x)
     if isinstance(target, Tensor):
         check_target(x, target)
         if not _is_finite(target):
@@ -67,8 +67,8 @@ def check_ensemble(ensemble: Any) -> None:
     ensemble.plan.require_embedded("this measurement")
 
 
-def check_inputs(x: Any, name: str = "x", *, ensemble: EmbeddedEnsemble) -> None:
-    """Raise where inputs are no tensors, empty, or not finite though outputs need them to be."""
+def check_inputs(x: Any, name: str = "x") -> None:
+    """Raise where inputs are no tensors, empty, or not finite."""
     x = dict(x) if isinstance(x, Mapping) else x
     tensors = [v for v in tree_leaves(x) if isinstance(v, Tensor)]
     if not tensors:
@@ -81,25 +81,8 @@ def check_inputs(x: Any, name: str = "x", *, ensemble: EmbeddedEnsemble) -> None
             raise ValueError(
                 f"{name}: expected at least one sample; got shape {tuple(value.shape)}"
             )
-        if _is_finite(value):
-            continue
-        gaps = (~value.reshape(len(value), -1).isfinite()).any(1).nonzero()[:2, 0]
-        rows = tree_map(lambda v, gaps=gaps: v[gaps] if isinstance(v, Tensor) else v, x)
-        if not _takes(ensemble, *ensemble.bind(rows)):
+        if not _is_finite(value):
             raise ValueError(f"{name}: {NOT_FINITE}, or fill their gaps.")
-
-
-def _takes(ensemble: EmbeddedEnsemble, inputs: tuple, named: dict[str, Any]) -> bool:
-    """Return whether outputs on some samples are finite; the ensemble is left as it is."""
-    modes = [(module, module.training) for module in ensemble.modules()]
-    try:
-        ensemble.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = tree_leaves(ensemble(*inputs, **named))
-    finally:
-        for module, training in modes:
-            module.training = training
-    return all(_is_finite(o) for o in outputs if isinstance(o, Tensor))
 
 
 def _is_finite(values: Tensor) -> bool:

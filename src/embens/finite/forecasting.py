@@ -295,7 +295,7 @@ def forecast(
         drawn = torch.Generator().manual_seed(seed)
         ensemble = batch_ensemble(ensemble, members or 8, generator=drawn)
     count = ensemble.members if members is None else check_members(members)
-    checks.check_inputs(x, ensemble=ensemble)
+    checks.check_inputs(x)
     target = _classes(target)
     checks.check_target(x, target)
     plan = {

@@ -50,9 +50,11 @@ def gradient_cosines(
 
     A gradient that vanishes has the cosine 0 with all others; the diagonal is 1.
 
+    Separate networks share nothing: the identity. A network with an input for each member (mimo) is
+    taken as it is at test, where all have the same one.
+
     Args:
-        ensemble: of any family. Separate networks share nothing: the identity. A network with an
-            input for each member (mimo) is taken as it is at test, where all have the same one.
+        ensemble: of any family.
         x: a batch, a tuple of the reference's arguments, or a dict of them by name.
         target: passed to the criterion with each member's outputs.
         criterion: a function of one member's outputs and the target; a vector is averaged.
@@ -124,21 +126,7 @@ class GradientNorms(dict[str, Tensor]):
     @property
     def total(self) -> Float[Tensor, " member"]:
         """Norm of the gradient of all shared parameters together."""
-        return self.matrix.norm(dim=1)
-
-    @property
-    def total_individual(self) -> Float[Tensor, " member"]:
-        """Norm of the gradient of all individual parameters together."""
-        return _columns(self.individual, self.members).norm(dim=1)
-
-    @property
-    def matrix(self) -> Float[Tensor, "member layer"]:
-        """The norms of the shared parameters, a column for each layer."""
-        return _columns(self, self.members)
-
-
-def _columns(norms: dict[str, Tensor], members: int) -> Tensor:
-    return torch.stack(list(norms.values()), 1) if norms else torch.zeros(members, 0)
+        return sum((n.square() for n in self.values()), torch.zeros(self.members)).sqrt()
 
 
 def _working_dtype(ensemble: nn.Module) -> torch.dtype:

@@ -8,8 +8,7 @@ the logarithm of its mean over seeds. The interval is the jackknife's, leaving o
 time, with Student's quantile: it holds the chance of the draws, not a bend of the curve at small
 widths, for which the table has the slope between neighbouring widths.
 
-The measure for the paper's statements stands below: :func:`measure_cosine` (:math:`|\cos|` or
-:math:`\cos^2` of the members' gradients, in all or in one layer); another one is that of
+For the paper's statements, measure with :func:`~embens.finite.gradient_cosines` or
 :func:`~embens.finite.ntk_ratio`. Theory predicts for centred laws −1/2 for :math:`|\cos|` in all,
 and in the first and last layers, −1 in the layers between, −1 for :math:`\cos^2` and for the ratio;
 0 for shifted ones.
@@ -23,21 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from embens.ensemble import EmbeddedEnsemble
-from embens.finite.gradients import (
-    cosines,
-    jackknife_error,
-    member_gradients,
-    off_diagonal,
-    shared_grams,
-    total_gram,
-)
-from embens.objective import Criterion
+from embens.finite.gradients import jackknife_error
 
 Measure = Callable[[int, torch.Generator], float]
-Build = Callable[[int, torch.Generator], EmbeddedEnsemble]
 
 
 @dataclass(frozen=True)
@@ -151,30 +140,3 @@ def fit_exponent(
         for width, mean, error, step, found in columns
     )
     return ScalingLaw(exponent, (exponent - reach, exponent + reach), level, table, predicted)
-
-
-def measure_cosine(
-    build: Build,
-    x: Any,
-    target: Any,
-    *,
-    power: int = 1,
-    layer: str | None = None,
-    criterion: Criterion = nn.functional.cross_entropy,
-) -> Measure:
-    r"""Return a measure of :math:`\langle|\cos_{ab}|^k\rangle_{a \ne b}` of gradients.
-
-    ``build`` is a function of width and generator that returns an ensemble of two members or more,
-    ``power`` the :math:`k`, and ``layer`` the one that counts; None: all. Other arguments as in
-    :func:`~embens.finite.gradient_cosines`.
-    """
-
-    def measure(width: int, generator: torch.Generator) -> float:
-        ensemble = build(width, generator)
-        grams = shared_grams(member_gradients(ensemble, x, target, criterion))
-        if layer is not None and layer not in grams:
-            raise ValueError(f"there is no shared layer {layer!r}; layers: {', '.join(grams)}")
-        gram = total_gram(grams, ensemble.members) if layer is None else grams[layer]
-        return float(off_diagonal(cosines(gram)).abs().pow(power).mean())
-
-    return measure

@@ -77,17 +77,11 @@ class MemberKernel:
 
 @dataclass(frozen=True)
 class Kernels:
-    r"""Kernels of an infinitely wide ensemble between two sets of inputs.
+    r"""Kernels of an infinitely wide ensemble: :math:`\Sigma, \Theta^{com}, \Theta^{ind}`."""
 
-    Attributes:
-        nngp: covariance :math:`\Sigma` of outputs at initialisation.
-        ntk_shared: :math:`\Theta^{com}`, the part of the tangent kernel from shared parameters.
-        ntk_individual: :math:`\Theta^{ind}`, from the modulations; nothing between members.
-    """
-
-    nngp: MemberKernel
-    ntk_shared: MemberKernel
-    ntk_individual: MemberKernel
+    nngp: MemberKernel  # covariance of outputs at initialisation
+    ntk_shared: MemberKernel  # the part of the tangent kernel from shared parameters
+    ntk_individual: MemberKernel  # from the modulations; nothing between members
     __repr__ = short_repr
 
     def ntk(
@@ -104,12 +98,9 @@ class Kernels:
             \Theta_{ab} = \eta_w \frac{\gamma}{M} \Theta^{com}_{ab}
                 + \delta_{ab}\, \eta_u \Theta^{ind}_a
 
-        Args:
-            members: :math:`M`.
-            gamma: the gradient scale, or a function of the number of members. None:
-                :func:`~embens.theory.natural_gamma`, which needs kernels of inputs with themselves.
-            shared_rate: :math:`\eta_w`, relative to the training's learning rate.
-            individual_rate: :math:`\eta_u`, in the same way.
+        ``gamma`` may be a function of :math:`M`; None: :func:`~embens.theory.natural_gamma`, which
+        needs kernels of inputs with themselves. The rates :math:`\eta_w, \eta_u` are relative to
+        the training's learning rate.
         """
         rates = {"shared_rate": shared_rate, "individual_rate": individual_rate}
         factor = shared_rate * resolve_gamma(self, members, gamma, **rates) / members

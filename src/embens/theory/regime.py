@@ -44,13 +44,6 @@ class Regime(Enum):
 class RegimeReport:
     """The regime of an ensemble, and the number behind it; equals its :class:`Regime`.
 
-    Attributes:
-        regime: the regime itself.
-        coupling: :math:`r`, from 0 (independent) to 1 (members are equal); below 0 they repel.
-        reason: why, in words.
-        exact: whether from the kernels of the limit, or only from laws and structure, where
-            ``coupling`` is an estimate.
-
     Example:
         >>> report = RegimeReport(Regime.COLLECTIVE, 0.25, "E[u] ≠ 0", exact=True)
         >>> report == Regime.COLLECTIVE, report.name
@@ -60,9 +53,9 @@ class RegimeReport:
     """
 
     regime: Regime
-    coupling: float
+    coupling: float  # r, from 0 (independent) to 1 (members are equal); below 0 they repel
     reason: str
-    exact: bool
+    exact: bool  # from the kernels of the limit; else from laws and structure, as an estimate
 
     @property
     def name(self) -> str:
@@ -169,11 +162,9 @@ def _overlap(kernel: MemberKernel) -> float:
 class Structure:
     """What laws and data flow of an ensemble say about its regime.
 
-    Attributes:
-        last: the last layers, and the laws of modulations of their inputs; not those that were
-            drawn for each member.
-        open: those whose inputs are not centred.
-        biased: those that a shared bias follows in the limit, and about its share.
+    ``last`` has the last layers that members share, with the laws of u in their inputs; ``open``
+    are those with inputs that are not centred, ``biased`` those that a shared bias follows in the
+    limit, with about its share.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble):

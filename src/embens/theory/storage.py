@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import os
-import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -38,7 +37,6 @@ NAMES = ("nngp_same", "nngp_cross", "ntk_shared_same", "ntk_shared_cross", "ntk_
 SUFFIXES = (".npz", ".zarr")
 FORMAT, PART = Format("embens kernels", 1), Format("part of embens kernels", 1)
 _HEADER = "embens.json"
-_FLUSH_SECONDS, _FLUSH_BYTES = 5.0, 2**26
 
 
 def write_kernels(
@@ -68,12 +66,13 @@ def write_kernels(
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.locked(path.with_name(f".{path.name}.lock"), str(path)):
         if not _holds(path, fingerprint):
-            parts = _Parts(folder, fingerprint)
-            left = [i for i in range(len(plan)) if i not in parts.places]
+            done = _finished(folder, fingerprint)
+            left = [i for i in range(len(plan)) if i not in done]
             found = compute_blocks(limit, [plan[i] for i in left], progress=progress)
             for i, (_, kernels) in zip(left, found, strict=True):
-                parts.add(i, kernels, last=i == left[-1])
-            _publish(parts, plan, limit, path)
+                tensors = dict(zip(NAMES, kernels.blocks, strict=True))
+                files.write_tensors(_part(folder, i), PART, {"fingerprint": fingerprint}, tensors)
+            _publish(folder, plan, limit, path, fingerprint)
         files.remove(folder)
     return path
 
@@ -111,59 +110,39 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-class _Parts:
-    """Finished blocks in the folder of an unfinished file, several to a part."""
-
-    def __init__(self, folder: Path, fingerprint: str):
-        self.folder, self.fingerprint = folder, fingerprint
-        self.places: dict[int, Path] = {}
-        self._waiting: dict[int, Kernels] = {}
-        self._flushed = time.monotonic()
-        folder.mkdir(exist_ok=True)
-        for path in sorted(folder.glob("*.safetensors")):
-            try:
-                header, _ = files.read_tensors(path, PART)
-            except Refused as error:
-                warnings.warn(f"{error}; its blocks are computed again", stacklevel=3)
-                continue
-            if header["fingerprint"] != fingerprint:
-                raise FileExistsError(
-                    f"{folder} holds a part of other kernels (another network, inputs, dtype, "
-                    "block size or version). Delete that folder, or write to another file."
-                )
-            self.places |= dict.fromkeys(header["blocks"], path)
-
-    def add(self, block: int, kernels: Kernels, *, last: bool) -> None:
-        """Keep a block, on the disk after a while."""
-        self._waiting[block] = kernels
-        size = sum(t.numel() * t.element_size() for t in kernels.blocks) * len(self._waiting)
-        late = time.monotonic() - self._flushed > _FLUSH_SECONDS
-        if not (last or late or size > _FLUSH_BYTES):
-            return
-        path = self.folder / f"{min(self._waiting):08d}.safetensors"
-        header = {"fingerprint": self.fingerprint, "blocks": list(self._waiting)}
-        tensors = {
-            f"{block}.{name}": tensor
-            for block, kernels in self._waiting.items()
-            for name, tensor in zip(NAMES, kernels.blocks, strict=True)
-        }
-        files.write_tensors(path, PART, header, tensors)
-        self.places |= dict.fromkeys(self._waiting, path)
-        self._waiting, self._flushed = {}, time.monotonic()
-
-    def view(self, block: int, name: str) -> Any:
-        """Return an array of a block without reading it; an index reads a part."""
-        from safetensors import safe_open
-
-        with safe_open(self.places[block], framework="np") as file:
-            return file.get_slice(f"{block}.{name}")
+def _part(folder: Path, block: int) -> Path:
+    return folder / f"{block:08d}.safetensors"
 
 
-def _publish(parts: _Parts, plan: list[Block], limit: Limit, path: Path) -> None:
-    """Turn the parts into the file, at once."""
+def _finished(folder: Path, fingerprint: str) -> set[int]:
+    """Return the blocks in the folder of an unfinished file; one of other kernels is refused."""
+    folder.mkdir(exist_ok=True)
+    found = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            header, _ = files.read_tensors(path, PART)
+        except Refused as error:
+            warnings.warn(f"{error}; this block is computed again", stacklevel=3)
+            continue
+        if header["fingerprint"] != fingerprint:
+            raise FileExistsError(
+                f"{folder} holds a part of other kernels (another network, inputs, dtype, block "
+                "size or version). Delete that folder, or write to another file."
+            )
+        found.add(int(path.stem))
+    return found
+
+
+def _publish(folder: Path, plan: list[Block], limit: Limit, path: Path, fingerprint: str) -> None:
+    """Turn the blocks into the file, at once."""
     import numpy as np
+    from safetensors import safe_open
 
-    digest = hashlib.sha256(parts.fingerprint.encode())
+    digest = hashlib.sha256(fingerprint.encode())
+
+    def view(block: int, name: str) -> Any:
+        with safe_open(_part(folder, block), framework="np") as file:
+            return file.get_slice(name)  # an index reads a part
 
     def bands(name: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, np.ndarray]]:
         """Yield all rows of an array, some at a time, with their place."""
@@ -172,10 +151,9 @@ def _publish(parts: _Parts, plan: list[Block], limit: Limit, path: Path) -> None
                 band = np.empty((rows.stop - rows.start, shape[-1]), dtype)
                 for i, where in enumerate(plan):
                     if where[0] == rows:
-                        band[:, where[1]] = parts.view(i, name)[(*members, slice(None))]
+                        band[:, where[1]] = view(i, name)[(*members, slice(None))]
                     elif limit.symmetric and where[1] == rows:
-                        mirrored = parts.view(i, name)[(*members[::-1], slice(None))]
-                        band[:, where[0]] = mirrored.T
+                        band[:, where[0]] = view(i, name)[(*members[::-1], slice(None))].T
                 digest.update(band.data)
                 yield (*members, rows), band
 
@@ -200,13 +178,13 @@ def _publish(parts: _Parts, plan: list[Block], limit: Limit, path: Path) -> None
         file: Any = zipfile.ZipFile(to, "w") if npz else _zarr().open_group(to, mode="w")
         with file if npz else contextlib.nullcontext():
             for name in NAMES:
-                like = parts.view(0, name)
+                like = view(0, name)
                 dtype = np.dtype({"F32": "<f4", "F64": "<f8"}[like.get_dtype()])
                 shape = (*like.get_shape()[:-2], *limit.shape)
                 digest.update(_title(name, dtype, shape))
                 (add_to_npz if npz else add_to_zarr)(file, name, dtype, shape)
             header = {"format": FORMAT.name, "version": FORMAT.version}
-            header |= {"sha256": digest.hexdigest(), "fingerprint": parts.fingerprint}
+            header |= {"sha256": digest.hexdigest(), "fingerprint": fingerprint}
             if npz:
                 file.writestr(zipfile.ZipInfo(_HEADER), json.dumps(header))
             else:

@@ -109,7 +109,6 @@ TROUBLES = [
     ("decayed-modulations", batch_ensemble, {"optimizer": torch.optim.AdamW}),
     ("decayed-modulations", batch_ensemble, {"optimizer": "adamw"}),
     ("large-gamma", lambda: batch_ensemble(p=0.8), {"gamma": 8}),
-    ("no-gradient", lambda: embens.mc_dropout(dead(), 4), {}),
 ]
 
 
@@ -161,16 +160,8 @@ FINE = [
     ("cancelled-gamma", batch_ensemble, {"optimizer": "LBFGS"}),
     ("decayed-modulations", batch_ensemble, {"optimizer": torch.optim.Adam}),
     ("large-gamma", lambda: batch_ensemble(p=0.8), {}),
-    ("no-gradient", lambda: embens.mc_dropout(mlp(), 4), {}),
-    ("no-gradient", lambda: embens.adapt(mlp(), 4, by="modulations"), {}),
     ("equal-members", lambda: embens.adapt(mlp(), 4, head="copied"), {}),
 ]
-
-
-def dead() -> nn.Sequential:
-    reference = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
-    nn.init.constant_(reference[0].bias, -100.0)
-    return reference
 
 
 def repelling() -> embens.EmbeddedEnsemble:

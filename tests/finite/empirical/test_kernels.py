@@ -230,13 +230,13 @@ def test_memory_of_one_chunk_does_not_grow_with_the_samples(monkeypatch):
 @pytest.mark.parametrize("outputs", ["trace", "target", "nll"])
 def test_reductions_hold_no_more_classes_at_once_than_a_constant(outputs, monkeypatch):
     held: list[int] = []
-    group = kernels.group_uses
+    sort = kernels.by_parameter
 
-    def counting(terms, cotangents, individual):
+    def counting(terms, cotangents):
         held.extend(len(c) for c in cotangents)
-        return group(terms, cotangents, individual)
+        return sort(terms, cotangents)
 
-    monkeypatch.setattr(kernels, "group_uses", counting)
+    monkeypatch.setattr(kernels, "by_parameter", counting)
     for classes in (3, 40):
         held.clear()
         ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, classes), 2)
@@ -252,8 +252,14 @@ def test_nll_takes_one_backward_pass_for_each_member_whatever_the_samples(monkey
     monkeypatch.setattr(
         torch.autograd, "grad", lambda *args, **kw: calls.append(1) or gradient(*args, **kw)
     )
-    finite.ntk(ensemble, torch.randn(9, 4), outputs="nll", target=torch.arange(9))
-    assert len(calls) == 3
+    counts = []
+    for samples in (9, 2):
+        calls.clear()
+        x, y = torch.randn(samples, 4), torch.arange(samples)
+        finite.ntk(ensemble, x, outputs="nll", target=y)
+        counts.append(len(calls))
+    survey = 3  # of two samples, apart and together
+    assert counts == [3 + survey] * 2
 
 
 def test_a_trace_holds_no_square_of_the_number_of_classes(monkeypatch):

@@ -106,7 +106,7 @@ class TestLargeVariances:
             largest = over_modulations(of, law, q, q2, math.sqrt(q * q2)).abs()
             scale = torch.cat([torch.maximum(largest[:2], largest[3:]), largest[2:3]])
             scale = scale[[0, 1, 2, 0, 1]]
-            for ready in (of, of.prepare(q2, q, law)):
+            for ready in {of, of.prepare(q2, q, law)}:
                 error = (all_five_of(ready, law, *arguments)[0] - expected).abs() / scale
                 assert error.max() < 1e-10
 

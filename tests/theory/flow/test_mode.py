@@ -41,7 +41,6 @@ class TestSingularKernels:
     def test_are_reported(self):
         flow = gradient_flow(*self.parts(), targets(4)[self.index], members=3)
         assert flow.rank == (4, 4)
-        assert flow.condition == (INF, INF)
         assert flow.jitter == 0
         assert "rank=(4, 4), jitter=0" in repr(flow)
 
@@ -101,7 +100,6 @@ class TestSingularKernels:
         close(flow.mean(INF), mean_kernel[1] @ torch.linalg.solve(ridge, y))
         assert flow.jitter == jitter
         assert flow.rank == (5, 5)
-        assert flow.condition.mean == pytest.approx(torch.linalg.cond(ridge).item())
 
     def test_grow_linearly_where_only_test_data_respond(self):
         """A kernel that no network has: the limit of (1 - exp(-λt/B)) / λ as λ goes to 0."""

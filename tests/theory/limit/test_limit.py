@@ -379,9 +379,9 @@ def test_inputs_that_do_not_fit_are_refused(x1, x2, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([[0.0] * 5],), "x1 must be a tensor; got list"),
-        ((torch.zeros(2, 5), [1, 2]), "x2 must be a tensor; got list"),
-        ((torch.zeros(2, 5, dtype=torch.complex64),), "must be real"),
+        (([[0.0] * 5],), "x1 must be a real tensor; got list"),
+        ((torch.zeros(2, 5), [1, 2]), "x2 must be a real tensor; got list"),
+        ((torch.zeros(2, 5, dtype=torch.complex64),), "must be a real tensor; got torch.complex64"),
     ],
 )
 def test_inputs_of_other_types_are_refused(arguments, message):

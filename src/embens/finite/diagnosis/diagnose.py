@@ -108,7 +108,7 @@ def diagnose(
     if structure is not None and biases and not structure.open:  # only biases couple members
         coupling, through_biases = 0.0, max(coupling, through_biases)
     with unchanged(ensemble, budget.generator):
-        rates = suggested_rates(ensemble, measured, criterion, (natural, meant), budget)
+        rates = suggested_rates(ensemble, measured, criterion, natural)
     matrix, pull = cosines(measured.gram), _overlap(measured.gram)
     equal = found.coupling == 1 or min(pull.mean, found.coupling) >= findings.NEARLY_EQUAL
     equal = equal and not ensemble.plan.low_rank  # which begin equal, and part in training

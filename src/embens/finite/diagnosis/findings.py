@@ -34,22 +34,16 @@ Trouble = tuple[str, str] | None
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an ensemble, and what is meant to be done with it.
-
-    Attributes:
-        last: the last layers and the law of the modulations of their inputs, if they have any.
-        collective: whether its members are coupled in the limit by more than output biases.
-        biases: shared output biases that can be trained, and how strongly they couple members: in
-            the limit, or as their mean part in the cosine of two members' gradients.
-        gamma_given: whether the gradient scale is not the default one.
-    """
+    """What is known of an ensemble, and what is meant to be done with it."""
 
     ensemble: EmbeddedEnsemble
     report: Diagnosis
-    last: Mapping[str, Law | None]
-    collective: bool
+    last: Mapping[str, Law | None]  # the last layers, and the law of u in their inputs, if any
+    collective: bool  # whether members are coupled in the limit by more than output biases
     biases: tuple[tuple[str, ...], float]
-    gamma_given: bool
+    """Shared output biases that can be trained, and how strongly they couple members: in the limit,
+    or as their mean part in the cosine of two members' gradients."""
+    gamma_given: bool  # whether the gradient scale is not the default one
     optimizer: Any
     wanted: str | None
 
@@ -221,22 +215,8 @@ def cancelled_gamma(facts: Facts) -> Trouble:
     )
 
 
-def no_gradient(facts: Facts) -> Trouble:
-    """Members that can't learn."""
-    norms = facts.report.norms
-    dead = [a for a, norm in enumerate(norms.tolist()) if not 0 < norm < float("inf")]
-    if not dead or facts.ensemble.plan.separate or facts.ensemble.plan.frozen:
-        return None
-    if not bool(torch.isfinite(norms).all()):
-        what, cure = "not finite", "check the inputs, the target and the scale of the weights"
-    else:
-        what = "zero: all their units are dead, or their shared parameters are frozen"
-        cure = "make the network wider, or use an activation without a dead half"
-    return (f"the shared gradient of members {dead} is {what}", cure)
-
-
 Check = Callable[[Facts], Trouble]
-ALONE: tuple[Check, ...] = (input_modulations, output_modulations, cancelled_gamma, no_gradient)
+ALONE: tuple[Check, ...] = (input_modulations, output_modulations, cancelled_gamma)
 CHECKS: tuple[Check, ...] = (
     equal_members,
     shifted_laws,
@@ -248,7 +228,6 @@ CHECKS: tuple[Check, ...] = (
     large_gamma,
     decayed_modulations,
     cancelled_gamma,
-    no_gradient,
 )
 
 

@@ -34,6 +34,7 @@ from embens.objective import Criterion, logits_of
 from embens.theory import effective_width
 from embens.theory.regime import Structure
 
+RATE_SAMPLES = 12  # behind the stable rate
 TRIED = 16  # with how many samples the memory of a pass is counted
 LIMIT_SAMPLES = ((1, 12), (256, 2), (1024, 1))  # the limit's, for up to so many pixels
 POWER = 20  # iterations for the largest eigenvalue
@@ -41,25 +42,16 @@ POWER = 20  # iterations for the largest eigenvalue
 
 @dataclass(frozen=True)
 class Budget:
-    """How much a diagnosis may use at most, and what chooses it.
+    """How much a diagnosis may use at most, and what chooses it."""
 
-    Attributes:
-        samples, members: whose gradients are measured.
-        rate_samples: those behind the stable rate; 0: no such rate.
-        memory: in bytes, beyond the ensemble itself.
-        generator: draws samples and fresh masks; None: always the same.
-    """
-
-    samples: int = 256
+    samples: int = 256  # whose gradients are measured
     members: int = 16
-    rate_samples: int = 12
-    memory: float = 1e9
-    generator: torch.Generator | None = None
+    memory: float = 1e9  # in bytes, beyond the ensemble itself
+    generator: torch.Generator | None = None  # draws samples and fresh masks; None: always the same
 
     def __post_init__(self) -> None:
         for name in ("samples", "members"):
             check_whole(name, getattr(self, name))
-        check_whole("rate_samples", self.rate_samples, least=0)
         check_number("memory", self.memory, "a number of bytes", lambda bytes: bytes >= 1)
 
 
@@ -67,38 +59,27 @@ class Budget:
 class Rates:
     """Suggested rates.
 
-    Attributes:
-        largest_stable: rate of plain gradient descent above which training diverges at once, with
-            the suggested gamma (``_as_meant``: the one that was given); None if not measured.
-        modulation_factor: rate of the modulations over that of the shared parameters with which
-            both make steps of the same length; None without trainable modulations.
+    Above ``largest_stable`` plain gradient descent with the suggested gamma diverges at once; None
+    if not measured. With ``modulation_factor``, their rate over that of the shared parameters,
+    modulations make steps of the same length; None where none is trained.
     """
 
     largest_stable: float | None = None
-    largest_stable_as_meant: float | None = None
     modulation_factor: float | None = None
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the members' gradients were like.
+    """What the members' gradients were like."""
 
-    Attributes:
-        x, target, rows: the samples that were used, and how many they are.
-        losses: of the members; ``individual``: the norms of their gradients of modulations.
-        grams: inner products of the members' shared gradients, by layer; ``gram``: in all.
-        bias_part: the mean part of shared output biases in the cosine of two members' gradients.
-        notes: what was left out, and why.
-    """
-
-    x: Any
+    x: Any  # the samples that were used
     target: Any
-    rows: int
-    losses: Tensor
-    individual: Tensor
-    grams: dict[str, Tensor]
-    bias_part: float
-    notes: list[str]
+    rows: int  # how many they are
+    losses: Tensor  # of the members
+    individual: Tensor  # norms of their gradients of modulations
+    grams: dict[str, Tensor]  # inner products of the members' shared gradients, by layer
+    bias_part: float  # mean part of shared output biases in the cosine of two members' gradients
+    notes: list[str]  # what was left out, and why
 
     @property
     def gram(self) -> Tensor:
@@ -197,23 +178,19 @@ def suggested_rates(
     ensemble: EmbeddedEnsemble,
     measured: Measured,
     criterion: Criterion,
-    gammas: tuple[float, float],
-    budget: Budget,
+    gamma: float,
 ) -> Rates:
-    """Return the rates as far as they can be found, the stable one for each of two gammas."""
+    """Return the rates as far as they can be found."""
     shared, own = float(measured.gram.trace()), float(measured.individual.square().sum())
     factor = math.sqrt(shared / own) if ensemble.plan.sites and shared > 0 and own > 0 else None
-    stable: dict[float, float] = {}
-    if budget.rate_samples:
-        rows = torch.arange(min(budget.rate_samples, measured.rows))
-        x, target = take(measured.x, rows), take(measured.target, rows)
-        try:
-            for gamma in set(gammas):
-                top = sharpness(ensemble, x, target, criterion, gamma)
-                stable[gamma] = 2 / top if top > 0 else math.inf
-        except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
-            measured.notes.append(f"no stable rate: {str(error).splitlines()[0]}")
-    return Rates(*map(stable.get, gammas), modulation_factor=factor)
+    rows = torch.arange(min(RATE_SAMPLES, measured.rows))
+    x, target = take(measured.x, rows), take(measured.target, rows)
+    try:
+        top = sharpness(ensemble, x, target, criterion, gamma)
+    except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
+        measured.notes.append(f"no stable rate: {str(error).splitlines()[0]}")
+        return Rates(None, factor)
+    return Rates(2 / top if top > 0 else math.inf, factor)
 
 
 def sharpness(

@@ -22,16 +22,11 @@ WIDTH = 92
 
 @dataclass(frozen=True)
 class LayerOverlap:
-    """How the members' gradients of one layer's shared parameters lie to each other.
+    """How the members' gradients of one layer's shared parameters lie to each other."""
 
-    Attributes:
-        mean: mean cosine of two members; ``rms`` is the root of the mean squared one.
-        share: of the squared gradient of all layers that this layer has.
-    """
-
-    mean: float
-    rms: float
-    share: float
+    mean: float  # of the cosine of two members
+    rms: float  # root of the mean squared one
+    share: float  # of the squared gradient of all layers that this layer has
 
 
 @dataclass(frozen=True)
@@ -48,43 +43,26 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found out about an ensemble.
+    """What was found out about an ensemble."""
 
-    Attributes:
-        regime: equals ``Regime.INDEPENDENT`` or ``Regime.COLLECTIVE``; with its reason.
-        forecast: what to expect after training; None where it can't be made, see ``notes``.
-        one_model: whether members are one and the same, or nearly.
-        pull: mean and rms of the cosine of two members' shared gradients;
-            ``pull_error`` is the standard error of the mean, and ``overlap`` has them by layer.
-        gamma: suggested gradient scale; ``_as_meant``: the one that was given, or the default.
-        cosines, norms, losses: of the members that were measured and their shared gradients.
-        rows: how many samples were used.
-        family: which function made the ensemble.
-        separate: whether members are separate networks.
-        widths: a member's :func:`embens.theory.effective_width`, and that of the network without
-            modulations; empty where they are not known.
-        notes: what was left out, and why.
-        warnings: what will go wrong, with what to do.
-    """
-
-    regime: RegimeReport
-    forecast: Forecast | None
-    one_model: bool
-    pull: LayerOverlap
-    pull_error: float
-    overlap: dict[str, LayerOverlap]
-    gamma: float
-    gamma_as_meant: float
+    regime: RegimeReport  # equals Regime.INDEPENDENT or Regime.COLLECTIVE; with its reason
+    forecast: Forecast | None  # of its training; None where it can't be made, see ``notes``
+    one_model: bool  # whether members are one and the same, or nearly
+    pull: LayerOverlap  # of all shared gradients
+    pull_error: float  # standard error of its mean
+    overlap: dict[str, LayerOverlap]  # by layer
+    gamma: float  # suggested gradient scale
+    gamma_as_meant: float  # the one that was given, or the default
     rates: Rates
-    cosines: Tensor
-    norms: Tensor
+    cosines: Tensor  # of the measured members' shared gradients
+    norms: Tensor  # theirs
     losses: Tensor
     members: int
-    rows: int
-    family: str
-    separate: bool
-    widths: list[float] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    rows: int  # how many samples were used
+    family: str  # which function made the ensemble
+    separate: bool  # whether members are separate networks
+    widths: list[float] = field(default_factory=list)  # a member's effective one, and the plain one
+    notes: list[str] = field(default_factory=list)  # what was left out, and why
     warnings: list[Finding] = field(default_factory=list)
 
     @property
@@ -160,7 +138,8 @@ class Diagnosis:
             text = f"a member of width {plain:.3g} fluctuates like a plain network of width"
             say("width", f"{text} {effective:.3g}: tails of laws cost width, signs cost none")
         if not self.separate:
-            say("gamma", f"{self.gamma:.3g}" + self._meant())
+            off = abs(self.gamma_as_meant - self.gamma) > 0.01 * self.gamma
+            say("gamma", f"{self.gamma:.3g}" + f" (now {self.gamma_as_meant:.3g})" * off)
         say("rates", self._rates_in_words())
         for note in self.notes:
             say("note", note)
@@ -170,18 +149,11 @@ class Diagnosis:
             lines += textwrap.wrap(f"  do: {finding.what_to_do}", WIDTH, subsequent_indent="      ")
         return "\n".join(line.rstrip() for line in lines)
 
-    def _meant(self) -> str:
-        if abs(self.gamma_as_meant - self.gamma) <= 0.01 * self.gamma:
-            return ""
-        return f" (now {self.gamma_as_meant:.3g})"
-
     def _rates_in_words(self) -> str:
         parts = []
         if self.rates.largest_stable is not None:
-            stable, meant = self.rates.largest_stable, self.rates.largest_stable_as_meant
-            parts.append(f"plain gradient descent is stable up to a rate of about {stable:.2g}")
-            if self._meant() and meant is not None:
-                parts[-1] += f" ({meant:.2g} with gamma {self.gamma_as_meant:.3g})"
+            stable = f"stable up to a rate of about {self.rates.largest_stable:.2g}"
+            parts.append(f"plain gradient descent is {stable}")
         if self.rates.modulation_factor is not None:
             most = f"{self.rates.modulation_factor:.2g} times their rate, the most to try"
             parts.append(f"modulations make steps as long as weights at {most}")

@@ -1,7 +1,15 @@
-r"""Gram matrices of gradients, from their factors where that is cheaper.
+r"""Gram matrices of the gradients of samples, from their factors where that is cheaper.
 
-For one parameter, rows :math:`r` (member, sample, class) of gradients
-:math:`\sum_p c_{rp} \otimes h_{rp}` have the scalar products
+Most parameters are used by layers whose output is linear in them. Then the gradient of sample
+:math:`i` is known from what went into the layer, :math:`h`, and from the *cotangent* of what came
+out, :math:`c = \partial f / \partial z`, which one backward pass gives for all samples at once:
+
+.. math:: \nabla_W f(x_i) = \sum_p c_{ip} \otimes h_{ip}
+
+with :math:`p` over the positions (pixels, times, repeated uses) at which the layer is applied; a
+convolution has patches for :math:`h`, an embedding its tokens, and the scale of a norm layer or a
+modulation keeps only the diagonal of the product. Rows :math:`r` (member, sample, class) of such
+gradients have the scalar products
 
 .. math::
     \langle g_r, g_{r'} \rangle
@@ -17,22 +25,124 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
-
-from embens.finite.empirical.terms import Affine, Lookup, Term
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
 TILE_BYTES = 2**25  # of the gradients of one layer, or of a product over positions, at once
 
-Key = tuple[tuple[str, int], ...]  # a group of parameters: the role and the id of each
-Uses = list[tuple[Term, Tensor]]  # terms of a group in a member's pass, and cotangents, class first
+Key = tuple[str, int]  # the role and the id of a parameter
 Factors = list[list[Tensor]]  # inputs or cotangents, by side and member
+
+
+@dataclass(frozen=True)
+class Term:
+    """One use of parameters in a pass; here one whose gradients are known as they are.
+
+    The batch is the first axis of ``value`` and of the cotangent, classes come before it.
+    """
+
+    parameters: dict[str, nn.Parameter]  # by role
+    value: Tensor  # what the cotangent is multiplied with
+    edge: Any  # where in the graph the cotangent arrives
+    shape: torch.Size  # of the cotangent
+
+    def inputs(self, batch: int) -> Tensor:
+        """Return :math:`h`, ``(batch, position, feature)``; here of a layer with channels last."""
+        return self.value.reshape(batch, -1, self.value.shape[-1])
+
+    def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
+        """Return :math:`c`, ``(batch, class, position, channel)``; here of such a layer."""
+        return cotangent.reshape(len(cotangent), batch, -1, cotangent.shape[-1]).transpose(0, 1)
+
+    def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
+        """Return gradients that are short, ``(batch, class, number)``; here the cotangent is."""
+        return cotangent
+
+
+@dataclass(frozen=True)
+class Affine(Term):
+    """A Linear or convolution layer, with the factors of its parameters in the forward pass."""
+
+    layer: nn.Module
+    scales: dict[str, float]
+
+    def inputs(self, batch: int) -> Tensor:
+        layer, value = self.layer, self.value
+        if not isinstance(layer, _ConvNd):
+            return super().inputs(batch)
+        images = value if value.dim() == len(layer.kernel_size) + 2 else value.unsqueeze(0)
+        seen = patches(images, layer)
+        return seen.reshape(batch, -1, seen.shape[-1])
+
+    def outputs(self, cotangent: Tensor, batch: int) -> Tensor:
+        axes = len(self.layer.kernel_size) if isinstance(self.layer, _ConvNd) else 0
+        return super().outputs(cotangent.movedim(-1 - axes, -1), batch)
+
+    def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
+        axes = len(self.layer.kernel_size) if isinstance(self.layer, _ConvNd) else 0
+        rows = sum_to(cotangent, (cotangent.shape[-1 - axes], *(1,) * axes), batch)
+        return rows * self.scales[role]
+
+
+@dataclass(frozen=True)
+class Lookup(Term):
+    """An Embedding: ``value`` holds the tokens, of which one may have no gradient."""
+
+    ignored: int | None = None
+
+    def inputs(self, batch: int) -> Tensor:
+        tokens = self.value.reshape(batch, -1)
+        return tokens if self.ignored is None else tokens.masked_fill(tokens == self.ignored, -1)
+
+
+@dataclass(frozen=True)
+class Scale(Term):
+    """Numbers of this shape, broadcast against a sample, that multiply ``value``; and a shift."""
+
+    numbers: tuple[int, ...]
+    repeat: int = 1  # so many consecutive numbers are one parameter
+
+    def rows(self, role: str, cotangent: Tensor, batch: int) -> Tensor:
+        product = cotangent if role == "bias" else cotangent * self.value
+        rows = sum_to(product, self.numbers, batch)
+        return rows.unflatten(-1, (-1, self.repeat)).sum(-1) if self.repeat > 1 else rows
+
+
+def sum_to(values: Tensor, shape: tuple[int, ...], batch: int) -> Tensor:
+    """Sum what broadcasting repeated: ``(class, row, …)`` to ``(batch, class, number)``."""
+    first = values.dim() - len(shape)
+    repeated = [first + i for i, size in enumerate(shape) if size == 1]
+    values = values.sum(repeated) if repeated else values
+    kept = int(torch.Size(shape).numel())
+    return values.reshape(len(values), batch, -1, kept).sum(2).transpose(0, 1)
+
+
+def patches(images: Tensor, layer: _ConvNd) -> Tensor:
+    """Return what each position of a convolution sees, ``(image, position, feature)``.
+
+    Channels are the last of a feature's axes, so that images in the format ``channels_last`` are
+    copied in long pieces.
+    """
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    windows = F.pad(images, layer._reversed_padding_repeated_twice, mode=mode).movedim(1, -1)
+    axes = len(layer.kernel_size)
+    for i in range(axes):
+        reach = (layer.kernel_size[i] - 1) * layer.dilation[i] + 1
+        windows = windows.unfold(1 + i, reach, layer.stride[i])[..., :: layer.dilation[i]]
+    windows = windows.movedim(1 + axes, -1)
+    return windows.reshape(len(images), windows.shape[1 : 1 + axes].numel(), -1)
+
+
+Uses = list[tuple[Term, Tensor]]  # terms of a parameter in a member's pass; cotangents, class first
 
 
 @dataclass
 class Gradients:
-    """The gradients of some members on ``batch`` samples: the terms of every group, by member.
+    """The gradients of some members on ``batch`` samples: the terms of every parameter, by member.
 
     ``fold`` sums the scalar products of equal classes, instead of keeping all pairs.
     """
@@ -45,11 +155,11 @@ class Gradients:
         """Return those of one member."""
         return Gradients(self.batch, [self.uses[a]], self.fold)
 
-    def rows(self, key: Key, role: str) -> Tensor:
+    def rows(self, key: Key) -> Tensor:
         """Return short gradients as they are, a row for each member, sample and class."""
         found = []
         for uses in self.uses:
-            rows = sum(term.rows(role, c, self.batch) for term, c in uses[key])
+            rows = sum(term.rows(key[0], c, self.batch) for term, c in uses[key])
             found.append(rows.flatten(1) if self.fold else rows.flatten(0, 1))  # type: ignore[union-attr]
         return torch.cat(found)
 
@@ -62,47 +172,37 @@ class Gradients:
             for (term, _), (other, _) in zip(uses[key], first, strict=True)
         )
         found = [
-            _cat([term.inputs(self.batch) for term, _ in uses[key]])
+            torch.cat([term.inputs(self.batch) for term, _ in uses[key]], 1)
             for uses in (self.uses[:1] if common else self.uses)
         ]
         return found * len(self.uses) if common else found
 
     def outputs(self, key: Key) -> list[Tensor]:
         """Return the cotangents; classes that are summed over act like further channels."""
-        found = [_cat([t.outputs(c, self.batch) for t, c in uses[key]]) for uses in self.uses]
+        found = [
+            torch.cat([t.outputs(c, self.batch) for t, c in uses[key]], 2) for uses in self.uses
+        ]
         return [c.movedim(1, -2).flatten(-2).unsqueeze(1) for c in found] if self.fold else found
 
 
-def _cat(positions: list[Tensor]) -> Tensor:
-    return positions[0] if len(positions) == 1 else torch.cat(positions, -2)
-
-
-def group_uses(
-    terms: Sequence[Term], cotangents: Sequence[Tensor], individual: set[int]
-) -> dict[Key, Uses]:
-    """Sort terms by parameters; weight and bias stay together if neither is used elsewhere."""
-    keys: dict[int, set[Key]] = defaultdict(set)
-    for term in terms:
-        for _, p in term.key:
-            keys[p].add(term.key)
-    groups: dict[Key, Uses] = defaultdict(list)
+def by_parameter(terms: Sequence[Term], cotangents: Sequence[Tensor]) -> dict[Key, Uses]:
+    """Sort the terms of a pass by parameters."""
+    found: dict[Key, Uses] = defaultdict(list)
     for term, cotangent in zip(terms, cotangents, strict=True):
-        kinds = {p in individual for _, p in term.key}
-        together = len(kinds) == 1 and all(len(keys[p]) == 1 for _, p in term.key)
-        for part in [term.key] if together else [(one,) for one in term.key]:
-            groups[part].append((term, cotangent))
-    return groups
+        for role, parameter in term.parameters.items():
+            found[role, id(parameter)].append((term, cotangent))
+    return found
 
 
 def contract(key: Key, left: Gradients, right: Gradients | None) -> Tensor:
-    """Return the Gram matrix of a group's gradients, with rows (member, batch, class)."""
+    """Return the Gram matrix of a parameter's gradients, with rows (member, batch, class)."""
     sides = [left] if right is None else [left, right]
-    term, roles = left.uses[0][key][0][0], dict(key)
+    term = left.uses[0][key][0][0]
     if isinstance(term, Lookup):
         return _contract_lookup(key, sides)
-    if isinstance(term, Affine) and "weight" in roles:
-        return _contract_affine(key, sides, term)
-    return sum(gram(*(side.rows(key, role) for side in sides)) for role in roles)  # type: ignore[return-value]
+    if isinstance(term, Affine) and key[0] == "weight":
+        return _contract_affine(key, sides).mul_(term.scales["weight"] ** 2)
+    return gram(*(side.rows(key) for side in sides))
 
 
 def gram(left: Tensor, right: Tensor | None = None) -> Tensor:
@@ -122,42 +222,37 @@ def gram(left: Tensor, right: Tensor | None = None) -> Tensor:
     return result
 
 
-def _contract_affine(key: Key, sides: list[Gradients], term: Affine) -> Tensor:
+def _contract_affine(key: Key, sides: list[Gradients]) -> Tensor:
     inputs: Factors = [side.inputs(key) for side in sides]
     outputs: Factors = [side.outputs(key) for side in sides]
-    weight, biased = term.scales["weight"] ** 2, "bias" in dict(key)
-    _, groups, positions, features = inputs[0][0].shape
+    _, positions, features = inputs[0][0].shape
     channels = outputs[0][0].shape[-1]
-    if groups == positions == 1:
-        return _multiply_grams(inputs, outputs, weight, biased * term.scales["bias"] ** 2)
-    if groups == 1 and 4 * positions**2 * (features + channels) < features * channels:
-        joined = [torch.cat(found)[:, 0] for found in inputs]
-        result = _multiply_over_positions(
-            lambda part: torch.einsum("rpf,sqf->rpsq", joined[0][part], joined[-1]), outputs
-        )
-    else:
-        result = _build_rows(inputs, outputs)
-    result *= weight
-    return result + gram(*(side.rows(key, "bias") for side in sides)) if biased else result
+    if positions == 1:
+        return _multiply_grams(inputs, outputs)
+    if 4 * positions**2 * (features + channels) >= features * channels:
+        return _build_rows(inputs, outputs)
+    joined = [torch.cat(found) for found in inputs]
+    return _multiply_over_positions(
+        lambda part: torch.einsum("rpf,sqf->rpsq", joined[0][part], joined[-1]), outputs
+    )
 
 
-def _multiply_grams(inputs: Factors, outputs: Factors, weight: float, bias: float) -> Tensor:
+def _multiply_grams(inputs: Factors, outputs: Factors) -> Tensor:
     common = all(h is found[0] for found in inputs for h in found)
     rows, cotangents, shapes = [], [], []
     for found, c in zip(inputs, outputs, strict=True):
         rows.append(torch.cat([h.flatten(1) for h in (found[:1] if common else found)]))
         cotangents.append(torch.cat([one.flatten(2).flatten(0, 1) for one in c]))
         shapes.append((len(c) if common else 1, len(rows[-1]), c[0].shape[1]))
-    coefficients = gram(*rows).mul_(weight).add_(bias)
     result = gram(*cotangents)
     blocks = result.view(*shapes[0], *shapes[-1])  # member (if common), sample, class; twice
-    blocks *= coefficients[None, :, None, None, :, None]
+    blocks *= gram(*rows)[None, :, None, None, :, None]
     return result
 
 
 def _multiply_over_positions(meet: Callable[[slice], Tensor], outputs: Factors) -> Tensor:
     # ``meet`` gives the scalar products of inputs of some rows with all, ``(row, p, row, q)``.
-    cotangents = [torch.cat(found)[:, :, 0] for found in outputs]
+    cotangents = [torch.cat(found) for found in outputs]
     left, right = cotangents[0], cotangents[-1]
     one_row = 2 * left[0, ..., 0].numel() * right[..., 0].numel() * left.element_size()
     block = max(1, TILE_BYTES // max(1, one_row))
@@ -174,36 +269,31 @@ def _contract_lookup(key: Key, sides: list[Gradients]) -> Tensor:
     tokens = [torch.cat(side.inputs(key)) for side in sides]
 
     def meet(part: slice) -> Tensor:
-        mine = tokens[0][part, :, None]  # positions meet where their tokens are equal
-        return (mine == tokens[-1][..., 0]) & (mine >= 0)
+        mine = tokens[0][part, :, None, None]  # positions meet where their tokens are equal
+        return (mine == tokens[-1]) & (mine >= 0)
 
     return _multiply_over_positions(meet, [side.outputs(key) for side in sides])
 
 
 def _build_rows(inputs: Factors, outputs: Factors) -> Tensor:
-    """Build the gradients, a tile of groups or channels at a time, and multiply them."""
+    """Build the gradients, a tile of channels at a time, and multiply them."""
     first = inputs[0][0]
-    _, classes, groups, _, channels = outputs[0][0].shape
+    _, classes, _, channels = outputs[0][0].shape
     features = first.shape[-1]
     counts = [classes * sum(map(len, found)) for found in inputs]
-    whole, piece = (groups, channels * features) if groups > 1 else (channels, features)
-    tile = max(1, TILE_BYTES // (piece * sum(counts) * first.element_size()))
-    tile = -(-whole // -(-whole // tile))  # all of them about equal
-    buffers = [first.new_empty(count * piece * tile) for count in counts]
+    tile = max(1, TILE_BYTES // (features * sum(counts) * first.element_size()))
+    tile = -(-channels // -(-channels // tile))  # all of them about equal
+    buffers = [first.new_empty(count * features * tile) for count in counts]
     total: Tensor | None = None
-    for start in range(0, whole, tile):
-        part = slice(start, min(start + tile, whole))
+    for start in range(0, channels, tile):
+        part = slice(start, min(start + tile, channels))
         matrices = []
         for hs, cs, buffer in zip(inputs, outputs, buffers, strict=True):
-            shape = (len(hs), len(hs[0]), classes, piece * (part.stop - start))
+            shape = (len(hs), len(hs[0]), classes, features * (part.stop - start))
             matrix = buffer[: torch.Size(shape).numel()].view(shape)
             for h, c, rows in zip(hs, cs, matrix, strict=True):
-                if groups == 1:  # classes beside channels
-                    c = c[:, :, 0, :, part].transpose(1, 2).flatten(2)
-                    torch.bmm(c.mT, h[:, 0], out=rows.view(len(h), -1, features))
-                else:
-                    c, h = c[:, :, part].movedim(1, -2).flatten(-2), h[:, part]
-                    rows.copy_((c.mT @ h).unflatten(2, (classes, -1)).transpose(1, 2).flatten(2))
+                c = c[..., part].transpose(1, 2).flatten(2)  # classes beside channels
+                torch.bmm(c.mT, h, out=rows.view(len(h), -1, features))
             matrices.append(matrix.flatten(0, 2))
         product = gram(*matrices)
         total = product if total is None else total.add_(product)

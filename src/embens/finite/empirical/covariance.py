@@ -61,7 +61,7 @@ def nngp(
     check_ensemble(ensemble)
     for name, samples in (("x", x), ("x2", x2)):
         if samples is not None:
-            check_inputs(samples, name, ensemble=ensemble)
+            check_inputs(samples, name)
     check_modes(ensemble)
     numbers: list[Tensor] = []
     rows = _passes(ensemble, as_inputs(x, "x"), numbers)

@@ -9,7 +9,7 @@ r"""Empirical tangent kernels: those of the network at hand, at its finite width
 over shared parameters :math:`w` and individual ones :math:`u_a`, as they are in their
 parametrization, without learning rates and gradient scale; frozen ones don't count. How: one
 backward pass for each member and class gives the cotangents of all layers for all samples at once
-(``recording``, ``terms``), from which Gram matrices follow (``contraction``). Samples run in chunks
+(``recording``), from which Gram matrices follow (``contraction``). Samples run in chunks
 that fit into memory, recorded once for each pair; a symmetric kernel computes its upper half.
 """
 
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from embens.checks import check_choice, check_whole, gradient_factor, short_repr
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call, check_inputs
-from embens.finite.empirical.contraction import Gradients, contract, group_uses
+from embens.finite.empirical.contraction import Gradients, Term, by_parameter, contract
 from embens.finite.empirical.recording import (
     PROBED,
     Inputs,
@@ -38,7 +38,6 @@ from embens.finite.empirical.recording import (
     as_inputs,
 )
 from embens.finite.empirical.samplewise import Samplewise
-from embens.finite.empirical.terms import Term
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -60,7 +59,6 @@ class FiniteKernel:
 
     @property
     def members(self) -> int:
-        """How many."""
         return len(self.shared)
 
     @property
@@ -134,7 +132,7 @@ def ntk(
     """
     check_call(ensemble, x1)
     if x2 is not None:
-        check_inputs(x2, "x2", ensemble=ensemble)
+        check_inputs(x2, "x2")
     check_choice("outputs", outputs, get_args(Outputs))
     left = Samples(as_inputs(x1, "x1"), _check_target(outputs, target, x1, "target"))
     right = None
@@ -235,7 +233,7 @@ class Blocks:
             left = self._gradients(group, first, part)
             right = None if second is None else self._gradients(group, second, part)
             for key in list(left.uses[0]):
-                if key[0][1] in individual:
+                if key[1] in individual:
                     for a in range(members):
                         own[a] += contract(key, left.of(a), right and right.of(a))
                 else:
@@ -253,11 +251,12 @@ class Blocks:
             terms, cotangents = recording.terms[a], self._cotangents(output, samples.target, part)
             if group is None:
                 arrived = self._backward(output, terms, cotangents) if terms else []
-                uses.append(group_uses(terms, arrived, self.recorder.individual))
+                uses.append(by_parameter(terms, arrived))
             else:
                 rows = group.rows(a, samples.inputs, cotangents)
-                known = {key: Term({}, row, None, None, row.shape) for key, row in rows.items()}
-                uses.append({(("given", key),): [(known[key], rows[key])] for key in rows})
+                uses.append(
+                    {("given", k): [(Term({}, r, None, r.shape), r)] for k, r in rows.items()}
+                )
         return Gradients(len(samples), uses, fold=self.outputs == "trace")
 
     def _backward(self, output: Tensor, terms: list[Term], cotangents: Tensor) -> list[Tensor]:

@@ -6,15 +6,14 @@ alone, to find
 
 - whether samples keep to themselves at all: batch statistics, a batch that is not the first axis
   or random layers make "the gradient of one sample" meaningless, and are an error;
-- which parameters are *structured*: used only by recorded calls whose first axis is the batch.
-  Everything else (attention's projections, bare parameters, layers with a forward of their own)
-  is left to :mod:`embens.finite.empirical.samplewise`.
+- which parameters are *structured*: their terms give the gradients that autograd gives. Everything
+  else (attention's projections, bare parameters, convolutions in groups, layers with a forward of
+  their own) is left to :mod:`embens.finite.empirical.samplewise`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,10 +27,19 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.layers import Modulated, Modulation, is_linear_in_parameters
+from embens.ensemble.layers import Modulated, Modulation
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.recurrent import ModulatedRecurrent
-from embens.finite.empirical.terms import Affine, Lookup, Scale, Term
+from embens.finite.empirical.contraction import (
+    Affine,
+    Gradients,
+    Lookup,
+    Scale,
+    Term,
+    by_parameter,
+    contract,
+    gram,
+)
 from embens.reading.layers import NORMS, spatial_axes
 
 Inputs = tuple[Tensor, ...]
@@ -67,24 +75,16 @@ class Recording:
 
 
 class Recorder:
-    """Runs an ensemble and keeps the terms of its trainable parameters.
-
-    Attributes:
-        numbers: the members' own numbers, as they are in the first pass.
-        individual: ids of the individual parameters.
-        general: the trainable parameters that have no terms; set by :meth:`survey`, as are
-        size: how many numbers one sample's terms hold for one member, and
-        classes: how many outputs a sample has.
-    """
+    """Runs an ensemble and keeps the terms of its trainable parameters."""
 
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.ensemble = ensemble
-        self.numbers: list[Tensor] = []
+        self.numbers: list[Tensor] = []  # the members' own, as they are in the first pass
         self.individual = {id(p) for p in ensemble.individual_parameters()}
         self.trainable = {id(p): p for p in ensemble.parameters() if p.requires_grad}
-        self.general: dict[int, nn.Parameter] = {}
-        self.size = 0
-        self.classes = 0
+        self.general: dict[int, nn.Parameter] = {}  # those without terms; set by the survey
+        self.size = 0  # how many numbers one sample's terms hold for one member; so is this
+        self.classes = 0  # how many outputs a sample has; and this
         self._structured: dict[int, nn.Parameter] = dict(self.trainable)
         self._channels_last = True
         self._calls: list[Call] | None = None
@@ -154,24 +154,24 @@ class Recorder:
     def _watch_modulated(self, module: Modulated) -> list[Any]:
         seen: list[Any] = []
 
-        def scale(numbers: Modulation | None, value: Tensor, product: Tensor, source: Any) -> None:
+        def scale(numbers: Modulation | None, value: Tensor, product: Tensor) -> None:
             if numbers is None or len(numbers.tensors()) > 1:
                 return
             if id(numbers.values) not in self._structured:
                 return
             edge = torch.autograd.graph.get_gradient_edge(product)
             shape = (numbers.size * numbers.repeat, *(1,) * spatial_axes(module.plain_layer))
-            use = ({"weight": numbers.values}, value.detach(), edge, source, product.shape)
+            use = ({"weight": numbers.values}, value.detach(), edge, product.shape)
             self._calls.append((module, Scale(*use, shape, numbers.repeat)))  # type: ignore[union-attr, arg-type]
 
         def inside(_: nn.Module, args: tuple, output: Tensor) -> None:
-            seen[:] = args[0], output, output.grad_fn
+            seen[:] = args[0], output
 
         def after(_: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
             if self._calls is not None and seen:
-                value, (product, through, source) = args[0] if args else kwargs["input"], seen
-                scale(module.post, value, product, value.grad_fn)
-                scale(module.pre, through, output, source)
+                value, (product, through) = args[0] if args else kwargs["input"], seen
+                scale(module.post, value, product)
+                scale(module.pre, through, output)
             seen.clear()
 
         return [
@@ -207,34 +207,69 @@ class Recorder:
         self.size = math.ceil(sum(sizes) / len(pair[0]))
 
     def _unstructured(self, inputs: Inputs) -> tuple[set[int], list[Term]]:
-        """Return the parameters that these one or two samples use without structure; all terms."""
+        """Return the parameters whose terms don't give autograd's gradients; and all terms."""
         batch = len(inputs[0])
         ((output, calls),) = self._run(inputs, [0])
         terms, self.classes = [term for _, term in calls], output[0].numel()
-        found = _leaves(output, terms)
         if batch > 1:
-            sample = tuple(x[:1] for x in inputs)
+            self._check_first(inputs, output)
+        if not output.requires_grad:
+            return set(), terms
+        chosen = torch.cos(1.0 + torch.arange(output.numel())).to(output).view_as(output)
+        options = {"retain_graph": True, "allow_unused": True}
+
+        samples = (
+            torch.eye(batch).to(chosen).view(batch, batch, *(1,) * (output.dim() - 1)) * chosen
+        )
+        trained = list(self.trainable.values())
+        one = [torch.autograd.grad(output, trained, c, **options) for c in samples]
+        edges = [term.edge for term in terms]
+        found = torch.autograd.grad(output, edges, chosen, **options) if terms else ()
+        arrived = [
+            torch.zeros(1, *term.shape).to(output) if g is None else g[None]
+            for term, g in zip(terms, found, strict=True)
+        ]
+        uses, general = by_parameter(terms, arrived), set()
+        both = Gradients(batch, [uses], fold=False)
+        for i, parameter in enumerate(self.trainable):
+            rows = [g[i].flatten() for g in one if g[i] is not None]  # type: ignore[union-attr]
+            if not rows:
+                continue  # not used at all
+            keys = [key for key in uses if key[1] == parameter]
+            kinds = {type(term) for key in keys for term, _ in uses[key]}
+            expected = gram(torch.stack(rows)) if len(rows) == batch else torch.zeros(())
+            known = len(keys) == len(kinds) == 1 and bool(expected.any())
             try:
-                ((first, alone),) = self._run(sample, [0])
-            except (RuntimeError, ValueError) as error:
-                raise ValueError(
-                    "the network can't run on a batch of one sample, of shape "
-                    f"{', '.join(str(tuple(x.shape)) for x in sample)} ({error}). A kernel between "
-                    "samples needs the batch as the first axis of inputs and outputs."
-                ) from error
-            if not _begins_with(output, first, batch):
-                raise ValueError(
-                    "a sample's outputs depend on the samples beside it, or are random: a kernel "
-                    "between samples needs outputs that are functions of one sample. Call "
-                    "ensemble.eval() for Dropout and batch statistics, and let the batch be the "
-                    "first axis of inputs and outputs."
-                )
-            found |= _misplaced(terms, [term for _, term in alone], batch)
-        forms: dict[int, set] = defaultdict(set)
-        for term in terms:
-            for p in term.parameters.values():
-                forms[id(p)].add(term.form)
-        return found | {p for p, different in forms.items() if len(different) > 1}, terms
+                known = known and _is_close(contract(keys[0], both, None), expected)
+            except RuntimeError:  # a use without the batch
+                known = False
+            if not known:
+                general.add(parameter)
+        return general, terms
+
+    def _check_first(self, inputs: Inputs, output: Tensor) -> None:
+        """Raise where the first sample alone has other outputs."""
+        sample = tuple(x[:1] for x in inputs)
+        try:
+            ((first, _),) = self._run(sample, [0])
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                "the network can't run on a batch of one sample, of shape "
+                f"{', '.join(str(tuple(x.shape)) for x in sample)} ({error}). A kernel between "
+                "samples needs the batch as the first axis of inputs and outputs."
+            ) from error
+        if first.shape[1:] != output.shape[1:] or not _is_close(output[:1], first):
+            raise ValueError(
+                "a sample's outputs depend on the samples beside it, or are random: a kernel "
+                "between samples needs outputs that are functions of one sample. Call "
+                "ensemble.eval() for Dropout and batch statistics, and let the batch be the "
+                "first axis of inputs and outputs."
+            )
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    error, size = (found - expected).abs().max(), expected.abs().max()
+    return bool(error <= TOLERANCE.get(expected.dtype, 0.05) * size)
 
 
 def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
@@ -276,22 +311,18 @@ def as_inputs(x: Tensor | Inputs, name: str) -> Inputs:
 
 
 def _is_known(module: nn.Module) -> bool:
+    """Return whether a term may describe a layer; the survey finds out whether it does."""
     if isinstance(module, NORMS):
-        stock = type(module).__module__.startswith("torch.nn.")
-        return stock and not (module._forward_hooks or module._forward_pre_hooks)
-    if not isinstance(module, (nn.Linear, nn.Embedding, _ConvNd)):
-        return False
-    if isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.sparse):
-        return False
-    ours = type(module).forward in (networks.Linear.forward, networks.Conv2d.forward)
-    stated = hasattr(module, "linear_in_parameters")  # linear, by a scale that only it knows
-    return is_linear_in_parameters(module) and (ours or not stated)
+        return type(module).__module__.startswith("torch.nn.")
+    odd = any(getattr(module, n, False) for n in ("scale_grad_by_freq", "sparse", "transposed"))
+    known = isinstance(module, nn.Linear | nn.Embedding | _ConvNd)
+    return known and not odd and getattr(module, "groups", 1) == 1
 
 
 def _term(
     module: nn.Module, parameters: dict[str, nn.Parameter], value: Tensor, output: Tensor
 ) -> Term:
-    use = (torch.autograd.graph.get_gradient_edge(output), value.grad_fn, output.shape)
+    use = (torch.autograd.graph.get_gradient_edge(output), output.shape)
     if isinstance(module, NORMS):
         plain = {
             name: torch.full_like(p, float(name == "weight"))
@@ -342,45 +373,3 @@ def check_modes(ensemble: EmbeddedEnsemble) -> None:
                 f"{name!r} ({type(module).__name__}) is random in training mode, and so would the "
                 "kernel be. Call ensemble.eval()."
             )
-
-
-def _begins_with(together: Tensor, first: Tensor, batch: int) -> bool:
-    """Return whether the first of ``batch`` equal parts of a tensor is another one."""
-    if first.dim() == 0 or together.shape != (batch * len(first), *first.shape[1:]):
-        return False
-    part = together[: len(first)]
-    if not first.is_floating_point() or not first.numel():
-        return torch.equal(part, first)
-    error, size = (part - first).detach().abs(), first.detach().abs()
-    return not bool(error.max() > TOLERANCE.get(first.dtype, 0.05) * size.max())
-
-
-def _misplaced(together: list[Term], alone: list[Term], batch: int) -> set[int]:
-    """Return the parameters of uses whose first axis is not the batch, sample after sample."""
-    same = [term.key for term in together] == [term.key for term in alone]
-    return {
-        parameter
-        for i, term in enumerate(together)
-        if not (same and _begins_with(term.value, alone[i].value, batch))
-        for _, parameter in term.key
-    }
-
-
-def _leaves(output: Tensor, terms: list[Term]) -> set[int]:
-    """Return the parameters that the output depends on other than through terms."""
-    boxes = {term.edge.node: term.source for term in terms}
-    seen: set[Any] = {None}
-    found: set[int] = set()
-    waiting: list[Any] = [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in boxes:
-            waiting.append(boxes[node])
-        elif hasattr(node, "variable"):
-            found.add(id(node.variable))
-        else:
-            waiting += [parent for parent, _ in node.next_functions]
-    return found

@@ -3,11 +3,10 @@ r"""Duals with closed forms: activations linear on each half-line; erf, sine, co
 *Half-lines* (ReLU, leaky ReLU, absolute value), where modulations come out: :class:`Homogeneous`.
 
 *The others* have one at fixed modulations, in the moments :math:`Q_i = v_i^2 q_i` and
-:math:`C = v_1 v_2 c` of :math:`y_i = v_i z_i`. A law with a few values is summed over. For a normal
-law sine and cosine have closed forms too; else the sum goes over quadrature nodes, chosen for the
-singularities of these functions at imaginary :math:`v`, of size :math:`1 / \sqrt{q}`: accurate at
-any variance. Between two members there are two modulations to sum over, hence tables, and for
-variances of ordinary size they serve within a member too.
+:math:`C = v_1 v_2 c` of :math:`y_i = v_i z_i`. A law with a few values is summed over, and a normal
+law over nodes chosen for the singularities of these functions at imaginary :math:`v`, of size
+:math:`1 / \sqrt{q}`: accurate at any variance. Between two members there are two modulations to
+sum over, so for variances of ordinary size, and for other laws, tables of :mod:`smooth` serve.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from typing import final
 import torch
 from torch import Tensor
 
-from embens.laws import Discrete, Law, Normal, Shifted
-from embens.theory.duals.averages import Averages, Formula, Nodes
+from embens.laws import Discrete, Law
 from embens.theory.duals.expectations import Dual, is_differentiated, roots, tells_apart
-from embens.theory.duals.smooth import AIM, STEPS, Smooth, round_out
-from embens.theory.duals.tables import Tabulated, span
+from embens.theory.duals.smooth import Nodes, Smooth, is_normal, round_out
+from embens.theory.duals.tables import span
 
 _FEW = 8  # values of a modulation that are summed over one by one
-_WIDE = 4.0  # scale v√q up to which tables are faster than sums within a member
+_WIDE = 4.0  # E v² q beyond which tables of normal laws take longer than sums
 
 
 @final
@@ -148,7 +146,9 @@ class Closed(Smooth):
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        nodes = self._nodes(span(q1, q2)[1], law)
+        if not (law is None or isinstance(law, Discrete) or is_normal(law)):
+            return super().same(q1, q2, c, law, with_h=with_h)
+        nodes = _nodes(span(q1, q2)[1], law)
         sums = [torch.zeros((), dtype=c.dtype, device=c.device)] * (3 if with_h else 2)
         for v, weight in zip(nodes.size.tolist(), nodes.both.tolist(), strict=True):
             f, g, *h = self.fixed(v**2 * q1, v**2 * q2, v**2 * c, with_h=with_h)
@@ -159,45 +159,33 @@ class Closed(Smooth):
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
         if not tells_apart(law):
             return self.same(q1, q2, c, law, with_h=False)[:2]
-        if not _has_few_values(law):
+        q_max = span(q1, q2)[1]
+        if not self._is_summed(q_max, law):
             return super().cross(q1, q2, c, law)
-        assert law is not None
-        values = list(zip(*(x.tolist() for x in law.quadrature()), strict=True))
+        sizes = list(zip(*(x.tolist() for x in _nodes(q_max, law)), strict=True))
         f = g = torch.zeros((), dtype=c.dtype, device=c.device)
-        for (v1, weight1), (v2, weight2) in product(values, values):
-            f12, g12 = self.fixed(v1**2 * q1, v2**2 * q2, v1 * v2 * c, with_h=False)
-            f, g = f + weight1 * weight2 * f12, g + weight1 * weight2 * v1 * v2 * g12
+        for (v1, plus1, minus1), (v2, plus2, minus2) in product(sizes, sizes):
+            for sign, weight in (
+                (1, plus1 * plus2 + minus1 * minus2),
+                (-1, plus1 * minus2 + minus1 * plus2),
+            ):
+                v12 = sign * v1 * v2
+                f12, g12 = self.fixed(v1**2 * q1, v2**2 * q2, v12 * c, with_h=False)
+                f, g = f + weight * f12, g + weight * v12 * g12
         return f, g
 
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
-        return self if _has_few_values(law) else super().prepare(q_min, q_max, law)
+        return self if self._is_summed(q_max, law) else super().prepare(q_min, q_max, law)
 
-    def _nodes(self, q_max: float, law: Law | None) -> Nodes:
-        """Return nodes for v that suffice for variances up to this one."""
-        nodes, last, error = Nodes.of(law, STEPS[0][0]), None, math.inf
-        if law is None or isinstance(law, Discrete):
-            return nodes
-        q_max = round_out(q_max, q_max)[1]
-        if isinstance(law, Normal | Shifted) and law.std:
-            return Nodes.of_normal(law.mean, law.std, 0.5 / math.sqrt(q_max))
-        for count, _ in STEPS:
-            nodes = Nodes.of(law, count)
-            square = nodes.size.clamp(min=1e-12) ** 2
-            f, g, h = self.fixed(square * q_max, square * q_max, square * q_max, with_h=True)
-            sums = torch.stack([nodes.both @ f, nodes.steep @ g, nodes.both @ (h / square)])
-            if last is not None:
-                error = float(((sums - last).abs() / sums.abs().clamp(min=1e-300)).max())
-            if error < AIM:
-                break
-            last = sums
-        self._check(error, q_max, law, warn=True)
-        return nodes
+    def _is_summed(self, q_max: float, law: Law | None) -> bool:
+        """Whether two modulations are summed over one by one, rather than read from a table."""
+        if is_normal(law):
+            return law.second_moment * q_max > _WIDE  # type: ignore[union-attr]
+        return law is None or len(law.quadrature()[0]) <= _FEW
 
-    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
-        nodes, high = self._nodes(q_max, law), math.sqrt(q_max)
-        averages = Averages(Formula(self.fixed, float(nodes.size.max()) * high), nodes)
-        narrow = nodes.spread * high <= _WIDE
-        return self._table(math.sqrt(q_min), high, law, averages, within=narrow)
+
+def _nodes(q_max: float, law: Law | None) -> Nodes:
+    return Nodes.of(law, 181, 0.5 / math.sqrt(round_out(q_max, q_max)[1]))
 
 
 @final
@@ -241,31 +229,10 @@ class Wave(Closed):
         rest = (q1 - c) * (q2 - c) * minus + self.parity * (q1 + c) * (q2 + c) * plus
         return f, g, c * g + rest / 2
 
-    def same(
-        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not (isinstance(law, Normal | Shifted) and law.std):
-            return super().same(q1, q2, c, law, with_h=with_h)
-        m2, s2 = law.mean**2, law.variance
-        sides, steep = [], []  # E exp(-v² D / 2) and E v² exp(-v² D / 2), D = E (z₁ ∓ z₂)²
-        e = [1 + s2 * (q1 + q2 - 2 * sign * c) for sign in (1, -1)]
-        for x, sign in zip(e, (1, -1), strict=True):
-            sides.append(torch.exp(-m2 * (q1 + q2 - 2 * sign * c) / (2 * x)) / x.sqrt())
-            steep.append(sides[-1] * (s2 / x + m2 / x**2))
-        ratio = -torch.log1p(-4 * s2 * c / e[1]) / 2 + 2 * m2 * c / (e[0] * e[1])
-        odd = _difference(sides, ratio) / 2
-        slope = 4 * c * (s2**2 + m2 * s2 * (e[0] + e[1]) / (e[0] * e[1])) / (e[0] * e[1])
-        odd_steep = odd * (s2 / e[0] + m2 / e[0] ** 2) + sides[1] * slope / 2
-        even, even_steep = (sides[0] + sides[1]) / 2, (steep[0] + steep[1]) / 2
-        f, g, wave = (odd, even_steep, even) if self.parity < 0 else (even, odd_steep, odd)
-        if not with_h:
-            return f, g, None
-        rest = (q1 - c) * (q2 - c) * steep[0] + self.parity * (q1 + c) * (q2 + c) * steep[1]
-        return f, g, c * wave + rest / 2
-
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
-        if not (isinstance(law, Normal | Shifted) and law.std):
+        if not is_normal(law):
             return super().cross(q1, q2, c, law)
+        assert law is not None
         m2, s2 = law.mean**2, law.variance
         gap = q1 * q2 - c * c
         delta = 1 + s2 * (q1 + q2) + s2**2 * gap
@@ -279,13 +246,8 @@ class Wave(Closed):
             return _difference(sides, 2 * m2 * c / delta) / 2, (slopes[0] + slopes[1]) / 2
         return (sides[0] + sides[1]) / 2, (slopes[0] - slopes[1]) / 2
 
-    def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
-        if isinstance(law, Normal | Shifted):
-            return self
-        return super().prepare(q_min, q_max, law)
-
-    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
-        return Smooth._tabulate(self, q_min, q_max, law)
+    def _is_summed(self, q_max: float, law: Law | None) -> bool:
+        return is_normal(law) or super()._is_summed(q_max, law)
 
 
 @final
@@ -330,8 +292,3 @@ def _difference(values: list[Tensor], ratio: Tensor) -> Tensor:
     """Return the difference of two positive numbers without cancellation, by their log-ratio."""
     first = -values[0] * torch.expm1((-ratio).clamp(max=0))
     return torch.where(ratio >= 0, first, values[1] * torch.expm1(ratio.clamp(max=0)))
-
-
-def _has_few_values(law: Law | None) -> bool:
-    """Whether the values of a law can be summed over one by one."""
-    return law is None or len(law.quadrature()[0]) <= _FEW

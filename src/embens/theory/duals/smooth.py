@@ -1,35 +1,107 @@
 r"""Duals of smooth activations without a closed form: tanh, softplus, SiLU, or a user's own.
 
-All expectations are read from a table (:mod:`embens.theory.duals.averages`), which is refined until
-the values at :math:`\rho = 1`, the hardest, agree with direct integration to ``ACCURACY``, relative
-to :math:`F, G, H` within a member (for variances down to a millionth of the largest). If not,
-as for an activation with a kink, a warning says what was reached; beyond 1e-4 it is a ValueError.
+With :math:`g \sim N(0, 1)`, orthonormal Hermite polynomials :math:`h_n` and roots :math:`r_i =
+\sqrt{q_i}`, the coefficients :math:`b_n(r) = E[v \phi'(v r g)\, h_n(g)]`, :math:`d_n(r) = E[g
+\phi'(v r g)\, h_n(g)]` and :math:`a(r) = E[\phi(v r g)]` at given :math:`v` are sums on a grid of
+:math:`g` (better than Gauss–Hermite where an activation is steep), and Mehler's formula gives
+
+.. math::
+    F = a(r_1) a(r_2) + r_1 r_2 \sum_n b_n(r_1)\, b_n(r_2)\, \frac{\rho^{n+1}}{n + 1}, \quad
+    G = \sum_n b_n(r_1)\, b_n(r_2)\, \rho^n, \quad
+    H = r_1 r_2 \sum_n d_n(r_1)\, d_n(r_2)\, \rho^n ,
+
+free of cancellation for small variances. Within a member the products are averaged over :math:`v`;
+between members each factor is, since :math:`F_{ab} = E[\psi \psi]` with :math:`\psi(z) = E_v
+\phi(v z)`. Expectations are read from a table of all that (``tables``), which is refined until
+values at :math:`\rho = 1`, the hardest, agree with direct integration to ``ACCURACY``, relative to
+:math:`F, G, H` within a member (for variances down to a millionth of the largest). If not, as for
+an activation with a kink, a warning says what was reached; beyond 1e-4 it is a ValueError.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from embens.laws import Law
-from embens.theory.duals.averages import Averages, Mehler, Nodes
+from embens.laws import Law, Normal, Shifted
 from embens.theory.duals.expectations import Dual, tells_apart
-from embens.theory.duals.series import REACH, TIERS, Axis, normal_grid, to_hermite
-from embens.theory.duals.tables import Tabulated, span
+from embens.theory.duals.tables import Axis, Expansion, Tabulated, span
 
 ACCURACY = 1e-10
-AIM = 1e-11
+_AIM = 2e-11
+_WORST = 1e-4  # with a larger error nothing is returned
+_REACH = 12.0  # exp(-REACH² / 4) is below the rounding error
+_TERMS = (512, 4096, 16384)  # numbers of Hermite polynomials to try
+_NODES = ((61, 0.1), (121, 0.03), (241, 0.01))
+"""Numbers of nodes of a law to try, or for normal ones their width times the largest root."""
 _TABLES: list[tuple[Any, Tabulated]] = []  # the last ones, with what tells them apart
 _HELD = 128
-_WORST = 1e-4  # with a larger error nothing is returned
-# Nodes for v, and fineness for z.
-STEPS = ((61, 256), (121, 512), (241, 1024), (481, 4096), (961, 16384), (1921, 16384))
+_NUMBERS = 2**24  # coefficients held at once
+
+
+class Nodes(NamedTuple):
+    """Quadrature nodes for |v|, with the weights of either sign."""
+
+    size: Tensor
+    plus: Tensor
+    minus: Tensor
+
+    @classmethod
+    def of(cls, law: Law | None, count: int, width: float) -> Nodes:
+        """Return those of a law, without the ones that have no weight."""
+        if is_normal(law):
+            return cls._of_normal(law.mean, law.std, width)  # type: ignore[union-attr]
+        one = torch.ones(1, dtype=torch.float64, device="cpu")
+        v, weights = (one, one) if law is None else law.quadrature(count)
+        kept = weights * (1 + v**4) > 1e-18
+        v, weights = v[kept], weights[kept]
+        size = torch.where(v.abs() > 1e-12, v.abs(), 0.0)
+        size, index = torch.unique(size, return_inverse=True)
+        plus, minus = (
+            torch.zeros_like(size).index_add_(0, index, weights * side) for side in (v >= 0, v < 0)
+        )
+        both = plus + minus
+        symmetric = (plus - minus).abs() <= 1e-14 * both  # to the last bit, so that 0 is 0
+        return cls(size, *(torch.where(symmetric, both / 2, x) for x in (plus, minus)))
+
+    @classmethod
+    def _of_normal(cls, mean: float, std: float, width: float) -> Nodes:
+        r"""Return those of a normal law, for functions singular at :math:`\pm i w` and beyond.
+
+        With :math:`v = w \sinh t` singularities lie at :math:`\operatorname{Im} t = \pm \pi / 2`,
+        wherever they were, and the trapezoid rule in :math:`t` needs few nodes.
+        """
+        width = min(width, std)
+        step = min(0.14, 0.45 * std / max(abs(mean), 1e-300))
+        far = abs(mean) + 9 * std
+        t = step * (torch.arange(math.ceil(math.asinh(far / width) / step)).double() + 0.5)
+        size = width * torch.sinh(t)
+        density = step * width * torch.cosh(t) / (std * math.sqrt(2 * math.pi))
+        plus, minus = (torch.exp(-(((s * size - mean) / std) ** 2) / 2) * density for s in (1, -1))
+        kept = (plus + minus) * (1 + size**4) > 1e-18
+        return cls(size[kept], plus[kept], minus[kept])
+
+    @property
+    def both(self) -> Tensor:
+        return self.plus + self.minus
+
+    def average(self, sides: Sequence[Tensor], *, slope: bool = False) -> list[Tensor]:
+        """Return the means over v of φ(vz) from φ(|v|z) and φ(-|v|z), at z and -z; of vφ'(vz)."""
+        right, left = sides
+        plus, minus = (self.size * self.plus, -self.size * self.minus) if slope else self[1:]
+        return [plus @ right + minus @ left, plus @ left + minus @ right]
+
+
+def is_normal(law: Law | None) -> bool:
+    """Whether a law is normal, and no constant."""
+    return isinstance(law, Normal | Shifted) and law.std > 0
 
 
 class Smooth(Dual):
@@ -50,17 +122,20 @@ class Smooth(Dual):
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.prepare(*span(q1, q2), law).same(q1, q2, c, law, with_h=with_h)
+        return self._table(*span(q1, q2), law).same(q1, q2, c, law, with_h=with_h)
 
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
-        return self.prepare(*span(q1, q2), law).cross(q1, q2, c, law)
+        return self._table(*span(q1, q2), law).cross(q1, q2, c, law)
 
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
         """Return a table for these variances, a new one if none of the last few will do."""
+        return self._table(q_min, q_max, law)
+
+    def _table(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
         if torch._C._are_functorch_transforms_active():
             # What is made under a transform ends with it. Transforms hold for one thread.
             with ThreadPoolExecutor(1) as thread:
-                return thread.submit(self.prepare, q_min, q_max, law).result()
+                return thread.submit(self._table, q_min, q_max, law).result()
         ends = round_out(q_min, q_max)
         with torch.inference_mode(False), torch.no_grad():
             # Functions are told apart by their values: each pass looks them up anew.
@@ -69,132 +144,142 @@ class Smooth(Dual):
             for known, table in _TABLES:
                 if known == key and (law is table.law or law == table.law):
                     return table
-            table = self._tabulate(*ends, law)
+            table = self._tabulate(*(math.sqrt(q) for q in ends), law)
         _TABLES[:] = [(key, table), *_TABLES[: _HELD - 1]]
         return table
 
-    def _derivative(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.clone().requires_grad_()
-            return torch.autograd.grad(self.function(x).sum(), x)[0]
-
-    def _tabulate(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
-        low, high = math.sqrt(q_min), math.sqrt(q_max)
-        nodes, exact, error = self._integrate(high, law)
-        count, missing = self._count_terms(high, law)
-        self._check(max(error, missing), q_max, law)
-        averages = Averages(self._series(low, high, nodes, count), nodes)
-        table = self._table(low, high, law, averages)
-        error = max(error, _difference(_on_diagonal(table, q_max), exact))
-        self._check(error, q_max, law, warn=True)
+    def _tabulate(self, low: float, high: float, law: Law | None) -> Tabulated:
+        """Return a table with nodes and terms enough to agree with direct integration, if any."""
+        ladder = [Nodes.of(law, count, width / high) for count, width in _NODES]
+        known = [self._moments(high, nodes, 4 * _TERMS[-1]) for nodes in ladder]
+        exact = known[-1]
+        if not exact.isfinite().all():
+            raise ValueError(
+                f"{self.name} is not finite, or grows too fast, for the arguments that a variance "
+                f"of {high**2:.3g} needs with {law}. Scale the inputs or the weights down."
+            )
+        errors = [_difference(found, exact) for found in known[:-1]]
+        fine = next((i for i, error in enumerate(errors) if error < _AIM), len(errors))
+        nodes, terms, missing = ladder[fine], 0, math.inf
+        for terms in _TERMS:
+            sums = torch.stack(
+                [x.sum() for x in self._series(_number(high), None, nodes, terms)[1:]]
+            )
+            missing = float(((sums - exact[1:3]).abs() / exact[1:3].clamp(min=1e-300)).max())
+            if missing < _AIM:
+                break
+        error = errors[min(fine, len(errors) - 1)]
+        self._judge(max(error, missing), high**2, law)
+        table = self._build(low, high, law, nodes, terms)
+        error = max(error, _difference(_on_diagonal(table), exact))
+        self._judge(error, high**2, law, warn=True)
         return table
 
-    def _table(
-        self, low: float, high: float, law: Law | None, averages: Averages, *, within: bool = True
-    ) -> Tabulated:
-        axis, edge = Axis(low, high, averages.nodes.spread or 1.0), averages.nodes.edge(high)
-        first, inside = averages.within(axis, edge) if within else (axis, ())
-        other, between = averages.between(axis, edge) if tells_apart(law) else (first, inside[:3])
-        axis = axis.resize(max(first.count, other.count))
-        return Tabulated(self, law, axis, inside, between, edge)
-
-    def _check(self, error: float, q_max: float, law: Law | None, *, warn: bool = False) -> None:
+    def _judge(self, error: float, q_max: float, law: Law | None, *, warn: bool = False) -> None:
+        where = f"expectations of {self.name} for variances up to {q_max:.3g} with {law}"
         if not error < _WORST:
-            reached = f"{error:.1g}" if error < 1 else "no digit at all"
             raise ValueError(
-                f"expectations of {self.name} for variances up to {q_max:.3g} with {law} must be "
-                f"accurate to {_WORST:g} at least; reached was {reached}. Standardise the inputs "
-                "or use a smaller weight_std; for an activation with a kink, or a very steep one, "
-                "register a dual of your own."
+                f"{where} must be accurate to {_WORST:g} at least; reached was {error:.1g}. "
+                "Standardise the inputs or use a smaller weight_std; for an activation with a "
+                "kink, or a very steep one, register a dual of your own."
             )
         if warn and not error < ACCURACY:
             warnings.warn(
-                f"expectations of {self.name} for variances up to {q_max:.3g} with {law} are "
-                f"accurate to {error:.1g} only, not {ACCURACY:g}. Either it has a kink or is very "
-                "steep, for which the series here is not made (register a dual of your own), or "
-                "variances are large (scale the inputs or the weights down).",
+                f"{where} are accurate to {error:.1g} only, not {ACCURACY:g}. Either it has a kink "
+                "or is very steep, for which the series here is not made (register a dual of your "
+                "own), or variances are large (scale the inputs or the weights down).",
                 RuntimeWarning,
                 stacklevel=5,
             )
 
-    def _integrate(self, root: float, law: Law | None) -> tuple[Nodes, Tensor, float]:
-        """Return nodes for v that suffice at this root, the values at ρ = 1, and their error."""
-        coarse = Nodes.of(law, STEPS[0][0])
-        exact, error = self._moments(root, coarse, STEPS[0][1]), math.inf
-        for count, fineness in STEPS[1:]:
-            nodes, last = Nodes.of(law, count), exact
-            exact = self._moments(root, nodes, fineness)
-            if not exact.isfinite().all():
-                raise ValueError(
-                    f"{self.name} is not finite, or grows too fast, for arguments up to "
-                    f"{nodes.size.max() * root * REACH:.3g}, which a variance of "
-                    f"{root**2:.3g} needs with {law}. Scale the inputs or the weights down."
-                )
-            error = _difference(last, exact)
-            if error < AIM:
-                break
-            coarse = nodes
-        return coarse, exact, error
+    def _sides(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the function at x and at -x, and its derivative there."""
+        with torch.enable_grad():
+            leaf = torch.stack([x, -x]).requires_grad_()
+            values = self.function(leaf)
+            (slopes,) = torch.autograd.grad(values.sum(), leaf)
+        return list(values.detach()), list(slopes)
 
     def _moments(self, root: float, nodes: Nodes, fineness: int) -> Tensor:
         """Return F, G, H/q, and F, G between members, at ρ = 1 by direct integration."""
-        points, weights = normal_grid(fineness)
-        size = nodes.size[:, None]
-        sums = points.new_zeros(3)
-        averages = points.new_zeros(2, 2, len(points))  # of φ(vz) and vφ'(vz), at z and at -z
-        for sign in (0, 1):
-            arguments = (1 - 2 * sign) * root * size * points
-            value, slope = self.function(arguments), self._derivative(arguments)
-            terms = (value, size * slope, points * slope)
-            sums += torch.stack([nodes.both @ term**2 @ weights for term in terms])
-            averages[0, sign] += nodes.plus @ value
-            averages[0, 1 - sign] += nodes.minus @ value
-            averages[1, sign] += nodes.plus @ (size * slope)
-            averages[1, 1 - sign] -= nodes.minus @ (size * slope)
-        return torch.cat([sums, (averages**2).sum(1) @ weights])
-
-    def _count_terms(self, root: float, law: Law | None) -> tuple[int, float]:
-        """Return how many coefficients carry F, G and H at ρ = 1 (Parseval), and what they miss."""
-        nodes = Nodes.of(law, STEPS[0][0])
-        count, missing = 0, math.inf
-        for tier in TIERS:
-            count = tier - 1
-            exact = self._moments(root, nodes, tier)[:3, None]
-            a, b, d = self._coefficients(root * nodes.size, count)
-            n = torch.arange(1, count + 1, dtype=torch.float64)
-            f, g = nodes.steep @ b**2 * (root**2 / n), nodes.steep @ b**2
-            f[0] += nodes.both @ a**2
-            sums = torch.stack([f, g, nodes.both @ d**2]).cumsum(1)
-            errors = ((sums - exact).abs() / exact.clamp(min=1e-300)).amax(0)
-            missing = float(errors[-1])
-            enough = errors <= AIM
-            if enough.any():
-                return int(enough.int().argmax()) + 1, 0.0
-        return count, missing
-
-    def _coefficients(self, scales: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the first coefficient of φ(sg), and those of φ'(sg) and gφ'(sg)."""
-        points, weights = normal_grid(max(count, TIERS[0]))
-        arguments = scales[:, None] * points
-        a = (self.function(arguments) + self.function(-arguments)) @ weights
-        b = to_hermite(self._derivative, scales, count + 1)
-        n = torch.arange(1, count + 1, dtype=torch.float64).sqrt()
-        d = n * b[:, 1:]
-        d[:, 1:] += n[:-1] * b[:, : count - 1]
-        return a, b[:, :count], d
-
-    def _series(self, low: float, high: float, nodes: Nodes, count: int) -> Mehler:
-        least, most = float(nodes.size.min()) * low, float(nodes.size.max()) * high
-        some = min(count, TIERS[0] - 1)
-        axis = Axis(least, most or 1.0, 1.0).refine(
-            lambda scales: torch.cat(self._coefficients(scales, some)[1:], 1)
+        points, weights = _grid(fineness)
+        values, slopes = self._sides(root * nodes.size[:, None] * points)
+        flat, steep = nodes.both, nodes.both * nodes.size**2
+        terms = (
+            (values, flat, weights),
+            (slopes, steep, weights),
+            (slopes, flat, weights * points**2),
         )
-        return Mehler(axis, *self._coefficients(axis.nodes(), count))
+        within = [sum(v @ side**2 @ w for side in sides) for sides, v, w in terms]
+        between = nodes.average(values), nodes.average(slopes, slope=True)
+        return torch.stack([*within, *(sum(x**2 @ weights for x in pair) for pair in between)])  # type: ignore[list-item]
+
+    def _build(
+        self, low: float, high: float, law: Law | None, nodes: Nodes, terms: int
+    ) -> Tabulated:
+        deviation = math.sqrt(float(nodes.both @ nodes.size**2))
+        largest = min(7 * deviation, float(nodes.size.max())) * high
+        edge = 1 / (1 + 4 * largest**2)  # singularities at |v| r ρ of size 1 and beyond
+        kinds = (False, True) if tells_apart(law) else (False,)
+        top, few = _number(high), _TERMS[0]
+
+        def against_top(roots: Tensor) -> Tensor:
+            found = [x for means in kinds for x in self._series(roots, top, nodes, few, means)[1:]]
+            return torch.cat([x[..., 0].T for x in found], 1)
+
+        axis, found = Axis(low, high, deviation or 1.0).refine(against_top), []
+        for means in kinds:
+            start, *series = self._series(axis.nodes(), None, nodes, terms, means)
+            f = Expansion.of_powers(series[0], edge, integrated=True)
+            start = Expansion.of(start[None], cut=1e-16)  # F is small where roots are
+            found.append((start, f, *(Expansion.of_powers(x, edge) for x in series)))
+        return Tabulated(self, law, axis, found[0], found[-1], edge)
+
+    def _series(
+        self, left: Tensor, right: Tensor | None, nodes: Nodes, terms: int, means: bool = False
+    ) -> list[Tensor]:
+        """Return a a, then b b and d d as ``(n, left, right)``, averaged over v.
+
+        ``means``: a a and b b of averages over v.
+        """
+        total: list[Tensor] = []
+        size = len(nodes.size) if means else max(1, _NUMBERS // (terms * len(left)))
+        for part in zip(*(x.split(size) for x in nodes), strict=True):
+            some = Nodes(*part)
+            first = self._coefficients(left, some, terms, means)
+            second = first if right is None else self._coefficients(right, some, terms, means)
+            weights = [1.0] * 2 if means else [some.both, some.both * some.size**2, some.both]
+            found = [(x * w) @ y.mT for x, y, w in zip(first, second, weights, strict=True)]
+            total = [x + y for x, y in zip(total, found, strict=True)] if total else found
+        return total
+
+    def _coefficients(self, roots: Tensor, nodes: Nodes, terms: int, means: bool) -> list[Tensor]:
+        """Return a ``(root, v)`` and, of φ' alone, b and d ``(n, root, v)``; or means over v."""
+        points, weights = _grid(terms)
+        values, slopes = self._sides(roots[:, None, None] * nodes.size[:, None] * points)
+        if means:
+            values, slopes = nodes.average(values), nodes.average(slopes, slope=True)
+            values, slopes = ([x[:, None] for x in pair] for pair in (values, slopes))
+        a, (right, left) = (values[0] + values[1]) @ weights, slopes
+        b = a.new_empty(terms, *a.shape)
+        for parity, side in enumerate((right + left, right - left)):
+            b[parity::2] = (_hermite(terms)[parity::2] @ side.flatten(0, 1).T).unflatten(1, a.shape)
+        if means:
+            return [a, b[:-1]]
+        n = torch.arange(1, terms, dtype=torch.float64).sqrt()[:, None, None]
+        d = n * b[1:]
+        d[1:] += n[:-1] * b[:-2]
+        return [a, b[:-1], d]
 
 
-def _on_diagonal(table: Tabulated, q: float) -> Tensor:
+def _number(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64)
+
+
+def _on_diagonal(table: Tabulated) -> Tensor:
     """Return what ``_moments`` does, from a table."""
-    variance = torch.tensor([q], dtype=torch.float64)
+    q = table.axis.high**2
+    variance = _number(q)
     f, g, h = table.same(variance, variance, variance, table.law)
     assert h is not None
     return torch.cat([f, g, h / q, *table.cross(variance, variance, variance, table.law)])
@@ -204,6 +289,31 @@ def _difference(found: Tensor, exact: Tensor) -> float:
     """Return the largest error relative to F, G, H within a member."""
     scale = exact[[0, 1, 2, 0, 1]].clamp(min=1e-300)
     return float(((found - exact).abs() / scale).max())
+
+
+def _grid(count: int) -> tuple[Tensor, Tensor]:
+    """Return points :math:`g ≥ 0` and weights, fine enough for this many Hermite polynomials.
+
+    The weights are those of the normal density, and 0 counts half: it is there for both signs.
+    """
+    steps = math.ceil(_REACH * max(8.0, math.sqrt(count)) / 2.5)
+    points = torch.linspace(0, _REACH, steps + 1, dtype=torch.float64, device="cpu")
+    weights = torch.exp(-(points**2) / 2) * (_REACH / steps / math.sqrt(2 * math.pi))
+    weights[0] /= 2
+    return points, weights
+
+
+@lru_cache(maxsize=len(_TERMS))
+def _hermite(count: int) -> Tensor:
+    """Return orthonormal Hermite polynomials ``(n, point)`` times the weights of the grid."""
+    points, weights = _grid(count)
+    result = points.new_empty(count, len(points))
+    result[0] = torch.exp(-(points**2) / 4)
+    result[1] = points * result[0]
+    for n in range(1, count - 1):
+        torch.mul(points, result[n], out=result[n + 1])
+        result[n + 1].sub_(result[n - 1], alpha=math.sqrt(n)).div_(math.sqrt(n + 1))
+    return result.mul_(weights * torch.exp(points**2 / 4))
 
 
 def round_out(q_min: float, q_max: float) -> tuple[float, float]:

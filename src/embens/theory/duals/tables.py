@@ -3,22 +3,104 @@ r"""Tables: expectations of a smooth activation for one law and a range of varia
 A table holds Chebyshev coefficients in three variables: in each root of a variance, mapped by
 :math:`\log(1 + \kappa r)`, and in the correlation. Rows of a kernel share one root and columns the
 other, so those two sums are matrix products, and each entry then sums a series in its correlation.
-All of it is differentiable, forward and backward.
+All of it is differentiable, forward and backward, and in torch, since kernels may be on a GPU.
+
+Nodes of a Chebyshev series are :math:`x_j = \cos(\pi j / (n - 1))`, which include both ends.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from embens.laws import Law
-from embens.theory.duals.expectations import Dual, roots
-from embens.theory.duals.series import Axis, clenshaw
+from embens.theory.duals.expectations import Dual, is_differentiated, roots
 
 _NUMBERS = 2**19  # coefficients held at once
+_SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # of axes
+_DEGREES = (33, 65, 129, 257, 513, 1025)  # in the correlation
+
+
+def chebyshev_nodes(count: int) -> Tensor:
+    """Return nodes in [-1, 1], from 1 to -1, symmetric to the last bit."""
+    half = torch.arange(count - 1, -count, -2, dtype=torch.float64) * (math.pi / 2 / (count - 1))
+    return torch.sin(half)
+
+
+@lru_cache(maxsize=32)
+def to_chebyshev(count: int) -> Tensor:
+    """Return the matrix that takes values at the nodes to coefficients."""
+    index = torch.arange(count, dtype=torch.int64)
+    phase = ((index[:, None] * index) % (2 * (count - 1))).double()
+    matrix = torch.cos(phase * (math.pi / (count - 1))) * (2 / (count - 1))
+    matrix[[0, -1]] /= 2
+    matrix[:, [0, -1]] /= 2
+    return matrix
+
+
+def chebyshev_basis(x: Tensor, count: int) -> Tensor:
+    """Return the polynomials :math:`T_0, T_1, …` at these points, on a new last axis."""
+    values = [torch.ones_like(x), x]
+    for _ in range(count - 2):
+        values.append(2 * x * values[-1] - values[-2])
+    return torch.stack(values[:count], dim=-1)
+
+
+def clenshaw(coefficients: Tensor, x: Tensor) -> Tensor:
+    """Sum a Chebyshev series, whose coefficients ``(degree, *points)`` vary from point to point."""
+    if len(coefficients) == 1:
+        return coefficients[0] + torch.zeros_like(x)
+    twice, value, ahead = 2 * x, coefficients[-1] + torch.zeros_like(x), torch.zeros_like(x)
+    in_place = not is_differentiated(coefficients, x)
+    for coefficient in reversed(coefficients[1:-1].unbind()):
+        if in_place:
+            torch.sub(coefficient, ahead, out=ahead).addcmul_(value, twice)
+            value, ahead = ahead, value
+        else:
+            value, ahead = coefficient - ahead + value * twice, value
+    return torch.addcmul(coefficients[0] - ahead, value, x)
+
+
+@dataclass(frozen=True)
+class Axis:
+    r"""Interval of roots :math:`r` of variances, mapped by :math:`\log(1 + \kappa r)`."""
+
+    low: float
+    high: float
+    scale: float
+    count: int = 0
+
+    def nodes(self) -> Tensor:
+        start, width = self._ends()
+        mapped = start + (chebyshev_nodes(self.count) + 1) / 2 * width
+        return (torch.expm1(mapped) / self.scale).clamp(self.low, self.high)
+
+    def basis(self, root: Tensor) -> Tensor:
+        """Return the polynomials at these roots, on a new last axis."""
+        start, width = self._ends()
+        return chebyshev_basis(2 * (torch.log1p(self.scale * root) - start) / width - 1, self.count)
+
+    def refine(self, function: Callable[[Tensor], Tensor]) -> Axis:
+        """Return the axis with nodes enough to interpolate a function of the roots."""
+        middle = replace(self, count=16).nodes()
+        middle = (middle[1:] + middle[:-1]) / 2
+        expected = function(middle)
+        scale, axis = expected.abs().max().clamp(min=1e-300), self
+        for count in _SIZES:
+            axis = replace(self, count=count)
+            error = axis.basis(middle) @ (to_chebyshev(count) @ function(axis.nodes())) - expected
+            if float((error.abs() / scale).max()) < 1e-13:
+                break
+        return axis
+
+    def _ends(self) -> tuple[float, float]:
+        start = math.log1p(self.scale * self.low)
+        return start, math.log1p(self.scale * self.high) - start
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,14 +115,38 @@ class Expansion:
     mix: Tensor
 
     @classmethod
-    def of(cls, coefficients: Tensor, cut: float = 1e-13) -> Expansion:
-        """Return the expansion with coefficients ``(degree, m, m)``, up to a relative error."""
+    def of(cls, values: Tensor, cut: float = 1e-13) -> Expansion:
+        """Return that of values at the nodes of both roots, ``(degree, m, m)``, to an error."""
+        matrix = to_chebyshev(values.shape[-1])
+        coefficients = matrix @ values @ matrix.T
         least = cut * coefficients.abs().max()
         rest = coefficients.abs().amax((1, 2)).flip(0).cumsum(0).flip(0)
         kept = coefficients[: max(1, int((rest > least).sum()))]
-        _, values, mix = torch.linalg.svd(kept.flatten(0, 1), full_matrices=False)
-        mix = mix[: max(1, int((values > least).sum()))].T
+        _, sizes, mix = torch.linalg.svd(kept.flatten(0, 1), full_matrices=False)
+        mix = mix[: max(1, int((sizes > least).sum()))].T
         return cls(kept @ mix, mix)
+
+    @classmethod
+    def of_powers(cls, series: Tensor, edge: float, *, integrated: bool = False) -> Expansion:
+        r"""Return that of :math:`\sum_n s_n \rho^n`, given ``(n, m, m)``, or of its integral."""
+        n = torch.arange(len(series), dtype=torch.float64)
+        first, second = torch.triu_indices(*series.shape[1:])  # the others are the same
+        halves = [series[parity::2, first, second] for parity in (0, 1)]
+        coefficients = torch.empty(0)
+        for count in _DEGREES:
+            rho = gather(chebyshev_nodes(count)[: count // 2 + 1], edge)[:, None]
+            powers = rho ** (n + 1) / (n + 1) if integrated else rho**n
+            even, odd = (powers[:, p::2] @ half for p, half in enumerate(halves))
+            ahead, behind = even + odd, (odd - even if integrated else even - odd)
+            values = torch.cat([ahead, behind[:-1].flip(0)])
+            coefficients = to_chebyshev(count) @ values
+            size = coefficients.abs().amax(1)
+            if float(size[-4:].max()) <= 1e-13 * float(size.max()):
+                break
+        whole = coefficients.new_empty(len(coefficients), *series.shape[1:])
+        whole[:, first, second] = coefficients
+        whole[:, second, first] = coefficients
+        return cls.of(whole)
 
     def __call__(self, basis1: Tensor, basis2: Tensor, correlation: Tensor) -> Tensor:
         """Sum at all entries of a kernel, from the polynomials at its roots."""
@@ -48,7 +154,7 @@ class Expansion:
         if not (table.any() and correlation.numel()):
             return torch.zeros_like(correlation)
         missing = (None,) * (correlation.dim() + 1)
-        left, right = (x[(*missing[x.dim() :], ..., slice(len(mix)))] for x in (basis1, basis2))
+        left, right = (x[(*missing[x.dim() :], ...)] for x in (basis1, basis2))
         return _sum(table, left, right @ mix, correlation)
 
 
@@ -74,14 +180,14 @@ class Tabulated(Dual):
     source: Dual
     law: Law | None
     axis: Axis  # roots of variances
-    within: tuple[Expansion, ...]  # F₀, F̃, G, H̃ in one member
+    within: tuple[Expansion, ...]  # F₀, F̃, G, H̃ in one member; see ``smooth``
     between: tuple[Expansion, ...]  # F₀, F̃, G between members
     edge: float  # how far beyond ±1 the correlation is smooth
 
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not (self.within and self._covers(*span(q1, q2), law)):
+        if not self._covers(*span(q1, q2), law):
             return self.source.same(q1, q2, c, law, with_h=with_h)
         f, g, *h = self._evaluate(self.within if with_h else self.within[:3], q1, q2, c)
         return f, g, h[0] if h else None
@@ -89,7 +195,7 @@ class Tabulated(Dual):
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
         if not self._covers(*span(q1, q2), law):
             return self.source.cross(q1, q2, c, law)
-        f, g = self._evaluate(self.between, q1, q2, c)
+        f, g = self._evaluate(self.between[:3], q1, q2, c)
         return f, g
 
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
@@ -123,10 +229,9 @@ def spread(correlation: Tensor, edge: float) -> Tensor:
     return torch.atanh(correlation / (1 + edge)) / math.atanh(1 / (1 + edge))
 
 
-def gather(variable: list[float], edge: float) -> tuple[float, ...]:
+def gather(variable: Tensor, edge: float) -> Tensor:
     """Return the correlations for which :func:`spread` gives these numbers."""
-    mapped = torch.tensor(variable, dtype=torch.float64) * math.atanh(1 / (1 + edge))
-    return tuple(((1 + edge) * torch.tanh(mapped)).clamp(-1, 1).tolist())
+    return ((1 + edge) * torch.tanh(variable * math.atanh(1 / (1 + edge)))).clamp(-1, 1)
 
 
 def span(q1: Tensor, q2: Tensor) -> tuple[float, float]:

@@ -36,18 +36,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FlowSettings:
-    """How an ensemble trains in the limit.
-
-    Attributes:
-        shared_rate: rate of the shared parameters, relative to that of training.
-        individual_rate: rate of the modulations.
-        jitter: added to the diagonal of the train data's kernel in both modes, a ridge; nothing
-            is ever added unless asked for.
-    """
+    """How an ensemble trains in the limit: rates relative to that of training, and a ridge."""
 
     shared_rate: float = 1.0
-    individual_rate: float = 1.0
-    jitter: float = 0.0
+    individual_rate: float = 1.0  # of the modulations
+    jitter: float = 0.0  # added to the diagonal of the train data's kernel in both modes
 
 
 DEFAULT = FlowSettings()
@@ -68,22 +61,14 @@ class GradientFlow:
     Wherever a time ``t`` is taken (of :func:`gradient_descent`: a number of steps), it may be 0,
     infinite, or a vector of times, which come first in the result. Then come the test samples; only
     means have the outputs of the targets after them.
-
-    Attributes:
-        modes: the dynamics of mean and deviations.
-        schedule: flow, or descent with its rate.
-        targets: in the shape that they were given in.
-        members: how many.
-        gamma: the gradient scale that was used.
-        jitter: what was added to the diagonal of both modes' kernels on the train data.
     """
 
-    modes: PerMode[Mode]
-    schedule: Schedule
+    modes: PerMode[Mode]  # the dynamics of mean and deviations
+    schedule: Schedule  # flow, or descent with its rate
     targets: Float[Tensor, "n ..."]
     members: int
-    gamma: float
-    jitter: float
+    gamma: float  # the gradient scale that was used
+    jitter: float  # what was added to the diagonal of both modes' kernels on the train data
 
     def mean(self, t: float | Tensor) -> Tensor:
         """Return the expected output of a member, which is that of the ensemble."""
@@ -162,11 +147,6 @@ class GradientFlow:
         """Ranks of the modes' kernels on the train data, as rounding lets them be told."""
         return PerMode(*(mode.rank for mode in self.modes))
 
-    @property
-    def condition(self) -> PerMode[float]:
-        """Condition numbers of the modes' kernels on the train data, jitter included."""
-        return PerMode(*(mode.condition for mode in self.modes))
-
     def _variances(self, t: float | Tensor, what: str) -> Float[Tensor, "2 ... test"]:
         self._require_prior(what)
         shares = (1.0, 1 - 1 / self.members)
@@ -194,12 +174,8 @@ class GradientFlow:
             )
 
     def _at(self, t: float | Tensor, of_gains: Callable[[PerMode[Tensor]], Tensor]) -> Tensor:
-        if hasattr(t, "__len__") and not isinstance(t, (str, Tensor)):
-            t = torch.as_tensor(t, dtype=torch.float64)
         if not isinstance(t, Tensor) or not t.dim():
             return of_gains(self._gains(t))
-        if t.dim() > 1:
-            raise ValueError(f"t must be a time or a vector of them; got shape {tuple(t.shape)}.")
         return torch.stack([of_gains(self._gains(one)) for one in t.tolist()])
 
     def _gains(self, t: float | Tensor) -> PerMode[Tensor]:

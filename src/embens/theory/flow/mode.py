@@ -133,12 +133,6 @@ class Mode:
         return int((self.eigenvalues != 0).sum())
 
     @property
-    def condition(self) -> float:
-        sizes = self.eigenvalues.abs()
-        least = sizes.min().item()
-        return sizes.max().item() / least if least else math.inf
-
-    @property
     def indefinite(self) -> bool:
         """Whether the kernel is none: some eigenvalue is clearly negative."""
         return self.least < -INDEFINITE * self.eigenvalues.abs().max().item()

@@ -45,16 +45,7 @@ _RECORD_NUMBERS = 2**22  # in one kernel, in the pass of every input with itself
 
 
 class Limit:
-    """An infinitely wide network or ensemble on some inputs; see :func:`embens.theory.kernels`.
-
-    Attributes:
-        conditional: whether kernels have member axes; see :class:`~embens.theory.MemberKernel`.
-        separate: whether members are networks of their own, which share nothing.
-        shape: ``(n1, n2)``.
-        steps: the first layer and all modules that follow, by name.
-        x1: the inputs as that layer takes them, in ``dtype``.
-        symmetric: whether ``x2`` is ``x1``.
-    """
+    """An infinitely wide network or ensemble on some inputs; see :func:`embens.theory.kernels`."""
 
     def __init__(
         self,
@@ -69,7 +60,8 @@ class Limit:
         _check_inputs("x1", x1)
         if x2 is not None:
             _check_inputs("x2", x2)
-        self.dtype, self.separate, network = dtype, False, ensemble
+        self.dtype, network = dtype, ensemble
+        self.separate = False  # whether members are networks of their own, which share nothing
         if isinstance(ensemble, EmbeddedEnsemble):
             self.separate = ensemble.plan.separate
             ensemble.plan.require_embedded("the limit")
@@ -86,7 +78,7 @@ class Limit:
             network = ensemble.member(0) if self.separate else ensemble.network
         self._whole = isinstance(network, NTKGP)  # outputs have the whole tangent kernel
         network = network.held[0] if isinstance(network, NTKGP) else network
-        self._before, self.steps = _split(network)
+        self._before, self.steps = _split(network)  # the first layer and all that follows
         self._poolings = count_poolings(nn.ModuleList([m for _, m in self.steps]))
         self.symmetric = x2 is None or x2 is x1 or (x2.shape == x1.shape and torch.equal(x1, x2))
         self.x1 = self._prepare(x1, "x1")
@@ -100,7 +92,7 @@ class Limit:
         first, last = self.steps[0][1], self.steps[-1][1]
         self._input_post = first.post if isinstance(first, Modulated) else None
         self._output_pre = last.pre if isinstance(last, Modulated) else None
-        self.conditional = self._input_post is not None or self._output_pre is not None
+        self.conditional = self._input_post is not None or self._output_pre is not None  # on draws
         self._members = int(self._input_post is not None)  # member axes while propagating
         with torch.no_grad():
             record1 = self._record(self._modulated(self.x1))
@@ -309,12 +301,9 @@ def _pixel_axes(layer: nn.Module) -> int:
 
 
 def _check_inputs(name: str, x: Any) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name} must be a tensor; got {type(x).__name__}. Use torch.as_tensor({name})."
-        )
-    if x.is_complex():
-        raise TypeError(f"{name} must be real; got {x.dtype}.")
+    if not isinstance(x, Tensor) or x.is_complex():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be a real tensor; got {got}. Use torch.as_tensor({name}).")
     if x.dim() < 2 or not x.numel():
         hint = f" For one input pass {name}[None]." if x.dim() == 1 and x.numel() else ""
         raise ValueError(
