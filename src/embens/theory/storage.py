@@ -33,7 +33,13 @@ from embens.theory.limit.limit import Limit
 if TYPE_CHECKING:
     import numpy as np
 
-NAMES = ("nngp_same", "nngp_cross", "ntk_shared_same", "ntk_shared_cross", "ntk_individual_same")
+NAMES: tuple[str, ...] = (
+    "nngp_same",
+    "nngp_cross",
+    "ntk_shared_same",
+    "ntk_shared_cross",
+    "ntk_individual_same",
+)
 SUFFIXES = (".npz", ".zarr")
 FORMAT, PART = Format("embens kernels", 1), Format("part of embens kernels", 1)
 _HEADER = "embens.json"

@@ -40,7 +40,7 @@ class TestIntegrate:
         start = randn(members, TRAIN, 2, seed=1), randn(members, TEST, 2, seed=2)
         ntks = [k.ntk(members, 2.0) for k in parts[:2]]
         times = [0.0, 0.5, 7.0, 40.0]
-        outputs = integrate(*ntks, lambda f: f - y, start, times, error=1e-10)
+        outputs = integrate(*ntks, lambda f: f - y, start, times, accuracy=1e-10)
         flow = gradient_flow(*parts[:2], None, y, members, gamma=2.0)
         torch.testing.assert_close(
             outputs, flow.evolve(torch.tensor(times), *start), rtol=1e-8, atol=1e-8

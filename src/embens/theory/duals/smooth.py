@@ -144,7 +144,7 @@ class Smooth(Dual):
             for known, table in _TABLES:
                 if known == key and (law is table.law or law == table.law):
                     return table
-            table = self._tabulate(*(math.sqrt(q) for q in ends), law)
+            table = self._tabulate(math.sqrt(ends[0]), math.sqrt(ends[1]), law)
         _TABLES[:] = [(key, table), *_TABLES[: _HELD - 1]]
         return table
 

@@ -101,7 +101,7 @@ def integrate(
     residual: Callable[[Tensor], Tensor],
     start: tuple[Float[Tensor, "member n k"], Float[Tensor, "member test k"]],
     times: Sequence[float],
-    error: float = 1e-6,
+    accuracy: float = 1e-6,
 ) -> Float[Tensor, "time member test k"]:
     """Return the test outputs at some times, for any loss by its ``residual`` of train outputs.
 
@@ -126,7 +126,7 @@ def integrate(
 
     nothing = torch.zeros(train.numel(), dtype=train.dtype).numpy()
     end = max(times[-1], 1e-300)  # the solver needs some time
-    options = {"method": "DOP853", "t_eval": times, "rtol": error, "atol": error / 100}
+    options = {"method": "DOP853", "t_eval": times, "rtol": accuracy, "atol": accuracy / 100}
     solution = solve_ivp(slope, (0.0, end), nothing, **options)
     if not solution.success:
         raise RuntimeError(
