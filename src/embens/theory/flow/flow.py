@@ -174,8 +174,12 @@ class GradientFlow:
             )
 
     def _at(self, t: float | Tensor, of_gains: Callable[[PerMode[Tensor]], Tensor]) -> Tensor:
+        if hasattr(t, "__len__") and not isinstance(t, str | Tensor):
+            t = torch.as_tensor(t, dtype=torch.float64)
         if not isinstance(t, Tensor) or not t.dim():
             return of_gains(self._gains(t))
+        if t.dim() > 1:
+            raise ValueError(f"t must be a time or a vector of them; got shape {tuple(t.shape)}.")
         return torch.stack([of_gains(self._gains(one)) for one in t.tolist()])
 
     def _gains(self, t: float | Tensor) -> PerMode[Tensor]:
