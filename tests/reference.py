@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from embens import EmbeddedEnsemble
-from embens.ensemble.attention import ModulatedAttention
 from embens.ensemble.layers import Modulated, Modulation
 
 
@@ -24,10 +23,6 @@ def modulations(ensemble: EmbeddedEnsemble) -> dict[tuple[str, str], Modulation]
                 for kind in ("pre", "post")
                 if getattr(module, kind) is not None
             }
-        elif isinstance(module, ModulatedAttention):
-            for key, modulation in module.modulations.items():
-                projection, _, kind = key.rpartition("_")
-                found[f"{name}.{projection}".lstrip("."), kind] = modulation
     return found
 
 

@@ -404,20 +404,18 @@ class TestYourOwnLaw:
         assert laws.known()["Spread"] is Spread
         assert "Discrete" not in laws.known()
         assert laws.from_dict({"law": "Spread", "width": 3.0}) == Spread(3.0)
-        with pytest.raises(ValueError, match=r"'Spraed'.* did you mean 'Spread'.*laws=\[Spraed\]"):
+        with pytest.raises(ValueError, match=r"did you mean 'Spread'.*import the module"):
             laws.from_dict({"law": "Spraed"})
         with pytest.raises(TypeError, match="height"):
             laws.from_dict({"law": "Spread", "height": 3.0})
 
-    def test_must_be_meant_where_two_have_its_name(self):
+    def test_is_not_written_where_two_have_its_name(self):
         def make():
             return dataclass(frozen=True)(type("Twin", (Discrete,), {"atoms": ((1.0, 1.0),)}))
 
-        first, second = make(), make()
-        second.__qualname__ = "Other.Twin"
-        with pytest.raises(ValueError, match=r"several have that name: .*Other\.Twin.*Twin; pass"):
-            laws.from_dict({"law": "Twin"})
-        assert type(laws.from_dict({"law": "Twin"}, [first])) is first
+        first, _ = make(), make()
+        with pytest.raises(ValueError, match="two are called Twin"):
+            first().to_dict()
 
     def test_is_written_to_a_file_only_with_fields_and_a_name_of_its_own(self):
         with pytest.raises(TypeError, match=r"Share has no fields .* frozen dataclass"):
@@ -427,7 +425,7 @@ class TestYourOwnLaw:
         class Ternary(Discrete):
             atoms = ((1.0, 1.0),)
 
-        with pytest.raises(ValueError, match="embens has one that is called Ternary too"):
+        with pytest.raises(ValueError, match="two are called Ternary"):
             Ternary().to_dict()
         assert laws.from_dict({"law": "Ternary", "zero": 0.5}) == laws.Ternary(0.5)
 

@@ -16,7 +16,11 @@ from torch import Tensor
 
 from embens import metrics
 
-FUNCTIONS = [getattr(metrics, name) for name in metrics.__all__ if name != "Reliability"]
+FUNCTIONS = [
+    function
+    for name, function in inspect.getmembers(metrics, inspect.isfunction)
+    if function.__module__ == "embens.metrics" and not name.startswith("_")
+]
 PAIRS = (metrics.correctness_correlation, metrics.disagreement)
 LABELLED = [
     metrics.brier,
@@ -137,8 +141,8 @@ def test_says_what_is_wrong_with_outputs(metric, spoil, error, message):
         (lambda y: y.bool(), TypeError, "got torch.bool"),
         (lambda y: y[:, None], ValueError, r"got shape \(20, 1\); squeeze a column"),
         (lambda y: y[1:], ValueError, r"got shape \(19,\)"),
-        (lambda y: y + 1, ValueError, "got indices from 1 to 2; .* an output for every class"),
-        (lambda y: -100 * y, ValueError, "got indices from -100 to 0; leave out samples"),
+        (lambda y: y + 1, ValueError, "got indices from 1 to 2"),
+        (lambda y: -100 * y, ValueError, "got indices from -100 to 0"),
     ],
 )
 def test_says_what_is_wrong_with_the_target(metric, spoil, error, message):
@@ -388,15 +392,14 @@ def test_bins_must_be_a_positive_integer(case, bins):
 
 def test_entropies_are_those_of_torch_distributions(case):
     outputs, _ = case
-    members = torch.distributions.Categorical(logits=outputs)
     mean = torch.distributions.Categorical(probs=outputs.softmax(-1).mean(0))
     torch.testing.assert_close(metrics.predictive_entropy(outputs), mean.entropy())
-    torch.testing.assert_close(metrics.expected_entropy(outputs), members.entropy().mean(0))
 
 
 def test_mutual_information_is_total_minus_expected_entropy(case):
     outputs, _ = case
-    difference = metrics.predictive_entropy(outputs) - metrics.expected_entropy(outputs)
+    members = torch.distributions.Categorical(logits=outputs).entropy().mean(0)
+    difference = metrics.predictive_entropy(outputs) - members
     torch.testing.assert_close(metrics.mutual_information(outputs), difference)
 
 
@@ -410,7 +413,6 @@ def test_mutual_information_of_equal_members_is_zero():
 def test_mutual_information_of_sure_and_different_members_is_the_log_of_their_number():
     outputs = 1e4 * torch.eye(5)[:, None, :]
     torch.testing.assert_close(metrics.mutual_information(outputs), torch.tensor([math.log(5)]))
-    assert metrics.expected_entropy(outputs).item() == 0
 
 
 def test_least_confidence_keeps_the_order_of_sure_samples():
@@ -469,7 +471,7 @@ def test_ood_auroc_is_zero_or_one_when_scores_are_apart():
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        ([0, 1], TypeError, "target: .* got list; convert with torch.as_tensor"),
+        ([0, 1], TypeError, "target: expected a tensor, got list"),
         (torch.tensor([0, 1, 1]), ValueError, r"target: expected 2 marks, .* got shape \(3,\)"),
         (torch.tensor([1, 1]), ValueError, r"got the values \[1\]; pass samples of both kinds"),
         (torch.tensor([0, 2]), ValueError, r"got the values \[0, 2\]"),
@@ -485,9 +487,8 @@ def test_ood_auroc_says_what_is_wrong_with_its_target(target, error, message):
 @pytest.mark.parametrize(
     ("score", "message"),
     [
-        (lambda f: f.mean(0), r"one value per sample, shape \(2,\), got \(2, 2\)"),
-        (lambda f: 1.0, "got float"),
-        (lambda f: f[0, :, 0] * torch.nan, "expected numbers, got NaN"),
+        (lambda f: f.mean(0), r"one number per sample, \(2,\), got shape \(2, 2\)"),
+        (lambda f: f[0, :, 0] * torch.nan, "one number per sample.* got NaN"),
     ],
 )
 def test_ood_auroc_says_what_is_wrong_with_a_score(score, message):

@@ -256,7 +256,7 @@ class TestActivations:
 
     def test_of_leaky_relu_take_a_slope(self):
         assert mlp(4, 8, activation="leaky_relu", activation_slope=0.2)[1].negative_slope == 0.2
-        with pytest.raises(ValueError, match=r"activation_slope belongs to leaky_relu.*'relu'"):
+        with pytest.raises(ValueError, match=r"activation_slope=0.2 belongs to leaky_relu.*'relu'"):
             mlp(4, 8, activation_slope=0.2)
 
     def test_can_be_modules_which_are_copied(self):
@@ -273,7 +273,7 @@ class TestActivations:
             cnn(activation="🦆")
 
     def test_must_be_instances(self):
-        with pytest.raises(TypeError, match=r"a name or a module; got .*Mish.*Give an instance"):
+        with pytest.raises(TypeError, match=r"a module such as .*, or a name; got .*Mish"):
             mlp(activation=nn.Mish)
 
 

@@ -34,7 +34,7 @@ from embens import laws
 from embens.reading.state import find_state
 
 REFUSALS = (  # whatever else is raised is a bug
-    r"has no hidden site|leaves none for the given laws",
+    r"has no hidden site|leaves none",
     r"no reset_parameters\(\)",
     r"reads the weight of .* without calling the layer",
     r"reads the \w+ of a modulated",
@@ -493,7 +493,7 @@ FAMILIES: dict[str, Callable[..., embens.EmbeddedEnsemble]] = {
     "all": lambda r, m, **o: embens.embed(r, m, sites="all", **o),
     "mc_dropout": embens.mc_dropout,
     "last_layer_dropout": embens.last_layer_dropout,
-    "affine": lambda r, m, **o: embens.batch_ensemble(r, m, norm_affine="member", **o),
+    "affine": lambda r, m, **o: embens.embed(r, m, norm_affine="member", **o),
     "independent": lambda r, m, example_input=None, **o: embens.independent(r, m, **o),
 }
 

@@ -32,9 +32,7 @@ LONG_BY_PROMISE = {
 """Signatures that the public promise fixes."""
 
 LONG = {
-    "embens.embedding.families.batch_ensemble",
     "embens.embedding.families.low_rank",
-    "embens.embedding.families.mc_dropout",
     "embens.finite.diagnosis.diagnose.diagnose",
 }
 """Signatures of more than eight parameters that are still to become shorter."""

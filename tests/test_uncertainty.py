@@ -96,22 +96,6 @@ class TestConformal:
         inside = found.sets[torch.arange(200), target[200:]]
         assert found.covered(target[200:]) == pytest.approx(inside.double().mean())
 
-    @pytest.mark.parametrize("task", ["regression", "gaussian"])
-    def test_intervals_hold_the_promised_share_of_numbers_one_by_one(self, task):
-        generator = GENERATOR.manual_seed(0)
-        size = 0.1 + torch.rand(2000, generator=generator)
-        outputs = size * torch.randn(4, 2000, generator=generator)
-        target = size * torch.randn(2000, generator=generator)
-        if task == "gaussian":
-            outputs = torch.stack([outputs, (size**2).log().expand(4, -1)], -1)
-        both = Prediction(outputs[:, :1000], task), Prediction(outputs[:, 1000:], task)
-        low, high = both[1].conformal_intervals(both[0], target[:1000], 0.8).unbind(-1)
-        mean, std = both[0].mean, both[0].variance.sqrt()
-        factor = conformal_quantile((target[:1000] - mean).abs() / std, 0.8)
-        torch.testing.assert_close((high - low) / 2, factor * both[1].variance.sqrt())
-        inside = ((low <= target[1000:]) & (target[1000:] <= high)).double().mean()
-        assert inside == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / 500))
-
 
 class TestTemperature:
     def test_the_best_one_undoes_one_that_was_put_in(self):
@@ -173,8 +157,7 @@ class TestRisk:
         torch.testing.assert_close(curve.risk, expected, atol=0.03, rtol=0)
         assert curve.risk[-1] == pytest.approx(losses.mean())
         assert curve.area == pytest.approx(float(curve.risk.mean()))
-        assert risk_coverage(losses, losses).excess == pytest.approx(0)
-        assert curve.excess > 0
+        assert risk_coverage(losses, losses).area < curve.area
 
     def test_rows_that_all_tie_have_the_risk_of_all(self):
         curve = risk_coverage(torch.tensor([0.0, 1.0, 1.0]), torch.zeros(3))
@@ -216,18 +199,6 @@ def test_false_alarms_are_at_most_as_frequent_as_asked_and_others_are_found():
     assert torch.equal(alone.flag(alone).scores, alone.entropy)
 
 
-def test_intervals_of_one_member_are_equally_wide_and_cover_as_promised():
-    mean = torch.randn(1, 4000, 1, generator=GENERATOR.manual_seed(0)).half()
-    target = mean[0, :, 0].float() + 300 * torch.randn(4000, generator=GENERATOR)
-    held, new = (
-        Prediction(mean[:, rows], "regression") for rows in (slice(2000), slice(2000, None))
-    )
-    low, high = new.conformal_intervals(held, target[:2000], 0.8)[:, 0].unbind(-1)
-    assert float((high - low).min()) > 0
-    inside = (low <= target[2000:]) & (target[2000:] <= high)
-    assert float(inside.double().mean()) == pytest.approx(0.8, abs=4 * 0.0127)
-
-
 def test_every_decision_has_a_picture(tmp_path):
     outputs, target = problem(200)
     prediction = Prediction(outputs)
@@ -251,17 +222,14 @@ def test_every_decision_has_a_picture(tmp_path):
             lambda p, y: p.risk_coverage(y.tolist()),
             "expected a tensor of the 100 rows predicted; got list",
         ),
-        (lambda p, y: p.conformal_intervals(p, y), "defined for 'regression' and 'gaussian'"),
         (lambda p, y: p.conformal_sets(p, y, 0.999), "needs at least 999 held-out rows"),
         (lambda p, y: p.flag(Prediction(p.members[..., :3])), "expected a prediction like this"),
         (lambda p, y: p.risk_coverage(y - 1), "got indices from -1 to"),
         (lambda p, y: p.conformal_sets(p, y[:, None]), r"got shape \(100, 1\)"),
         (lambda p, y: Prediction(p.members / 0).conformal_sets(p, y), "NaN or infinite"),
         (lambda p, y: p.conformal_sets(p, y).covered(y[:5]), "a class for each of 100 rows"),
-        (lambda p, y: numbers(p).conformal_intervals(numbers(p), 0 * y / 0), "is NaN; leave"),
         (lambda p, y: numbers(p).flag(Prediction(0 * numbers(p).members / 0, "regression")), "NaN"),
         (lambda p, y: Prediction(p.members[:1, :, 0], "regression").reject(0.1), "agree on all"),
-        (lambda p, y: p.flag(p.members), "held_out: expected a Prediction; got Tensor"),
         (
             lambda p, y: Prediction(p.members, "regression").reject(0.1),
             "one uncertainty for each",

@@ -67,13 +67,6 @@ def write_atomically(
     given: one with another name in the same folder, synced to the disk and renamed at the end. The
     new file has the permissions of the old one; if ``path`` is a link, what it leads to is
     replaced. If anything fails, the old file stays as it was and nothing else is left.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "note.txt"
-        >>> write_atomically(path, "whole")
-        >>> path.read_text()
-        'whole'
     """
     path = Path(os.path.realpath(path))
     temporary, old = _beside(path), _beside(path)

@@ -17,7 +17,7 @@ import dataclasses
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, final
@@ -130,19 +130,38 @@ class Law(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the law's name and its parameters, for :func:`from_dict`."""
-        kind, name = type(self), type(self).__name__
+        name = type(self).__name__
         if not dataclasses.is_dataclass(self):
             message = f"the law {name} has no fields to write to a file; make it a frozen dataclass"
             raise TypeError(message)
-        if (own := known()[name]).__module__ == __name__ and own is not kind:
-            raise ValueError(
-                "a file knows a law by its name, and embens has one that is called "
-                f"{name} too; give {_place(kind)} another name"
-            )
+        if known()[name] is not type(self):
+            raise ValueError(f"a file knows a law by its name, and two are called {name}")
         return {"law": name, **dataclasses.asdict(self)}
 
 
-class Discrete(Law):
+class _Drawn(Law):
+    """Laws of embens, drawn by torch.rand or torch.randn where the generator is."""
+
+    _source = staticmethod(torch.rand)
+
+    def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
+        dtype = dtype or torch.get_default_dtype()
+        if not dtype.is_floating_point:
+            raise TypeError(f"sample needs a floating dtype, such as torch.float32; got {dtype}.")
+        place = self._place(device) if generator is None else generator.device
+        working = torch.promote_types(dtype, torch.float32)
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        noise = self._source(shape, generator=generator, dtype=working, device=place)
+        return self._from(noise).to(dtype=dtype, device=device)
+
+    def _place(self, device: Any) -> Any:
+        return device
+
+    @abstractmethod
+    def _from(self, noise: Tensor) -> Tensor: ...
+
+
+class Discrete(_Drawn):
     """Law on finitely many values.
 
     Example:
@@ -165,13 +184,12 @@ class Discrete(Law):
     def second_moment(self) -> float:
         return math.fsum(p * value**2 for value, p in self._support())
 
-    def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
-        uniform = _noise(torch.rand, shape, generator, dtype, device)
+    def _from(self, noise: Tensor) -> Tensor:
         values, probabilities = zip(*self._support(), strict=True)
-        result = torch.full_like(uniform, values[0])
+        result = torch.full_like(noise, values[0])
         for value, start in zip(values[1:], accumulate(probabilities), strict=False):
-            result = torch.where(uniform >= start, value, result)
-        return result.to(dtype=dtype or torch.get_default_dtype(), device=device)
+            result = torch.where(noise >= start, value, result)
+        return result
 
     def half_moment(self, k: int, sign: int) -> float:
         _check_half_moment(k, sign)
@@ -191,8 +209,9 @@ class Discrete(Law):
         return [(float(value), float(p)) for value, p in self.atoms if p > 0]
 
 
-class _Gaussian(Law):
+class _Gaussian(_Drawn):
     std: float  # may be 0
+    _source = staticmethod(torch.randn)
 
     @property
     def second_moment(self) -> float:
@@ -207,9 +226,8 @@ class _Gaussian(Law):
         share = self.overlap  # mean² of the second moment
         return 3 - 2 * share**2
 
-    def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
-        values = self.mean + self.std * _noise(torch.randn, shape, generator, dtype, device)
-        return values.to(dtype=dtype or torch.get_default_dtype(), device=device)
+    def _from(self, noise: Tensor) -> Tensor:
+        return self.mean + self.std * noise
 
     def half_moment(self, k: int, sign: int) -> float:
         _check_half_moment(k, sign)
@@ -293,7 +311,7 @@ class Bernoulli(Discrete):
 
 @final
 @dataclass(frozen=True)
-class Uniform(Law):
+class Uniform(_Drawn):
     """Uniform law from ``low`` to ``high``, by default with mean 0 and second moment 1."""
 
     low: float = _number("a finite number", default=-math.sqrt(3))
@@ -312,10 +330,8 @@ class Uniform(Law):
     def second_moment(self) -> float:
         return self.half_moment(2, 1) + self.half_moment(2, -1)
 
-    def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
-        noise = _noise(torch.rand, shape, generator, dtype, device)
-        values = self.low + (self.high - self.low) * noise
-        return values.to(dtype=dtype or torch.get_default_dtype(), device=device)
+    def _from(self, noise: Tensor) -> Tensor:
+        return self.low + (self.high - self.low) * noise
 
     def half_moment(self, k: int, sign: int) -> float:
         _check_half_moment(k, sign)
@@ -368,7 +384,7 @@ class Signs(_Unit, Discrete):
         return [(-1.0, (1 - self.p) / 2), (1.0, (1 + self.p) / 2)]
 
 
-class Joint(Law):
+class Joint(_Drawn):
     r"""Law of the numbers of one unit in all members at once, which are exchangeable.
 
     The first axis of a sample is that of the members. :math:`E u^2 = 1`, so ``overlap`` is
@@ -376,6 +392,7 @@ class Joint(Law):
     """
 
     second_moment = 1.0  # pyright: ignore
+    _source = staticmethod(torch.randn)
 
     @property
     def mean(self) -> float:
@@ -400,13 +417,13 @@ class Joint(Law):
             "relatives, or measure finite networks (embens.finite.nngp and ntk)."
         )
 
-    def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
-        place = "cpu" if device is not None and torch.device(device).type == "meta" else device
-        noise = _noise(torch.randn, shape, generator, dtype, place)
+    def _place(self, device: Any) -> Any:  # masks are arranged by values, which meta has none of
+        return "cpu" if device is not None and torch.device(device).type == "meta" else device
+
+    def _from(self, noise: Tensor) -> Tensor:
         rows = torch.atleast_1d(noise)
         values = self._arrange(rows.reshape(len(rows), -1)) if noise.numel() else noise
-        values = values.reshape(noise.shape)
-        return values.to(dtype=dtype or torch.get_default_dtype(), device=device)
+        return values.reshape(noise.shape)
 
     @abstractmethod
     def _arrange(self, noise: Tensor) -> Tensor:
@@ -512,58 +529,25 @@ def known() -> dict[str, type[Law]]:
 
     Of two classes with one name, embens' own is taken, else the one that was defined last.
     """
-    return {kind.__name__: kind for kind in _concrete()}
-
-
-def from_dict(data: dict[str, Any], others: Iterable[type[Law]] = ()) -> Law:
-    """Return the law that :meth:`Law.to_dict` described; nothing is imported or executed.
-
-    ``others`` are classes to look at before the :func:`known` ones.
-
-    Example:
-        >>> from_dict(Shifted(0.5).to_dict())
-        Shifted(p=0.5)
-    """
-    given = {kind.__name__: kind for kind in others}
-    kinds, fields = known() | given, dict(data)
-    name = fields.pop("law")
-    if name not in kinds:
-        raise ValueError(
-            f"the file uses a law {name!r} that is not known here{closest(name, kinds)}. If it is "
-            f"your own, import the module that defines it, or pass its class: laws=[{name}]"
-        )
-    places = {_place(kind) for kind in _concrete() if kind.__name__ == name}
-    if len(places) > 1 and name not in given and kinds[name].__module__ != __name__:
-        raise ValueError(
-            f"the file uses a law {name!r}, and several have that name: {', '.join(sorted(places))}"
-            f"; pass the class that is meant: laws=[{name}]"
-        )
-    return kinds[name](**fields)
-
-
-def _concrete() -> list[type[Law]]:
     found: list[type[Law]] = [Law]
     for kind in found:  # grows as it is read
         found += kind.__subclasses__()
     found.sort(key=lambda kind: kind.__module__ == __name__)
-    return [kind for kind in found if not inspect.isabstract(kind)]
+    return {kind.__name__: kind for kind in found if not inspect.isabstract(kind)}
 
 
-def _place(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def from_dict(data: dict[str, Any]) -> Law:
+    """Return the law that :meth:`Law.to_dict` described; nothing is imported or executed."""
+    kinds, fields = known(), dict(data)
+    name = fields.pop("law")
+    if name not in kinds:
+        raise ValueError(
+            f"the file uses a law {name!r} that is not known here{closest(name, kinds)}. If it is "
+            "your own, import the module that defines it."
+        )
+    return kinds[name](**fields)
 
 
 def _check_half_moment(k: int, sign: int):
     if k not in (0, 1, 2) or sign not in (1, -1):
         raise ValueError(f"half_moment takes k in (0, 1, 2), sign in (1, -1); got {k}, {sign}.")
-
-
-def _noise(source, shape, generator, dtype, device) -> Tensor:
-    """Draw from torch.rand or torch.randn where the generator is, in float32 or better."""
-    dtype = dtype or torch.get_default_dtype()
-    if not dtype.is_floating_point:
-        raise TypeError(f"sample needs a floating dtype, such as torch.float32; got {dtype}.")
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    device = device if generator is None else generator.device
-    working = torch.promote_types(dtype, torch.float32)
-    return source(shape, generator=generator, dtype=working, device=device)

@@ -30,15 +30,8 @@ PARAMETRIZATIONS = ("ntk", "standard", "xavier")
 class Parametrized(nn.Module):
     """What the layers of this module share: the law of their parameters.
 
-    ``fan_in`` is the number of inputs that one output sees.
-
-    Args:
-        *sizes: those of torch's layer, such as the numbers of inputs and outputs.
-        weight_std: :math:`σ_w`.
-        bias_std: :math:`σ_b`; 0 for a layer without biases.
-        parametrization: ``"ntk"``, ``"standard"`` or ``"xavier"``.
-        generator: source of the parameters.
-        **options: other options of torch's layer, such as ``padding``.
+    Sizes and options are those of torch's layer. ``weight_std`` is :math:`σ_w`, ``bias_std``
+    :math:`σ_b`, 0 for a layer without biases; ``fan_in`` the number of inputs that one output sees.
     """
 
     weight: Tensor
@@ -96,14 +89,7 @@ class Parametrized(nn.Module):
 
 
 class Linear(Parametrized, nn.Linear):
-    """Linear layer in one of the parametrizations.
-
-    Example:
-        >>> layer = Linear(4, 1, weight_std=2.0)
-        >>> _ = nn.init.ones_(layer.weight)
-        >>> layer(torch.ones(4)).item()  # 2 / sqrt(4) times 4
-        4.0
-    """
+    """Linear layer in one of the parametrizations."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, *self.effective_parameters())
@@ -116,32 +102,27 @@ class Conv2d(Parametrized, nn.Conv2d):
         return self._conv_forward(input, *self.effective_parameters())
 
 
-class Abs(nn.Module):
+class _Function(nn.Module):
+    """A method of tensors that has the name of the class."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return getattr(input, type(self).__name__.lower())()
+
+
+class Abs(_Function):
     """Absolute value."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return input.abs()
 
-
-class Erf(nn.Module):
+class Erf(_Function):
     """Error function."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return input.erf()
 
-
-class Sin(nn.Module):
+class Sin(_Function):
     """Sine."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return input.sin()
 
-
-class Cos(nn.Module):
+class Cos(_Function):
     """Cosine."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input.cos()
 
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -179,11 +160,6 @@ def mlp(
     ``activation_slope`` is the slope of ``"leaky_relu"`` for negative inputs. A ``weight_std`` of
     sqrt(2) keeps the size of a signal under ReLU; with ``bias_std=0`` there are no biases. The
     parametrization is ``"ntk"``, ``"standard"`` or ``"xavier"``.
-
-    Example:
-        >>> network = mlp(inputs=8, width=16, depth=2, outputs=3)
-        >>> network(torch.zeros(5, 8)).shape
-        torch.Size([5, 3])
     """
     sizes = {"inputs": inputs, "width": width, "depth": depth, "outputs": outputs}
     for name, size in sizes.items():
@@ -217,11 +193,6 @@ def cnn(
     is ``"average"`` or ``"max"``. The readout is the ``"mean"`` over pixels, or ``"flatten"``, with
     weights of their own for each pixel; only then ``image``, the height and width of an image,
     matters. Everything else is as in :func:`mlp`.
-
-    Example:
-        >>> network = cnn(width=1 / 16, outputs=10)
-        >>> network(torch.zeros(2, 3, 32, 32)).shape
-        torch.Size([2, 10])
     """
     if not channels:
         raise ValueError("channels must hold one number per convolution; got none. Try (64, 128).")
@@ -260,17 +231,13 @@ def make_activation(activation: str | nn.Module, slope: float = 0.01) -> nn.Modu
         return copy.deepcopy(activation)
     if not isinstance(activation, str):
         raise TypeError(
-            f"activation must be a name or a module; got {activation!r}. "
-            "Give an instance such as torch.nn.Mish(), or one of " + ", ".join(ACTIVATIONS) + "."
+            f"activation must be a module such as torch.nn.Mish(), or a name; got {activation!r}"
         )
     check_choice("activation", activation, ACTIVATIONS)
     if activation == "leaky_relu":
         return nn.LeakyReLU(slope)
     if slope != 0.01:
-        raise ValueError(
-            f"activation_slope belongs to leaky_relu; got activation={activation!r} with "
-            f"activation_slope={slope}. Leave one of them out."
-        )
+        raise ValueError(f"activation_slope={slope} belongs to leaky_relu, not to {activation!r}")
     return ACTIVATIONS[activation]()
 
 

@@ -45,8 +45,7 @@ def objective(
     """Return the sum of the members' losses.
 
     Args:
-        outputs: of an ensemble, ``(member, batch, …)``; a criterion of your own may take a dict or
-            a tuple of such tensors.
+        outputs: of an ensemble, ``(member, batch, …)``, or a dict or a tuple of such tensors.
         target: passed to the criterion with each member's outputs.
         criterion: a function of ``(outputs, target)`` of one member; a vector of losses is
             averaged. None: of the outputs, or of the ``logits`` among them, cross-entropy for whole
@@ -93,28 +92,21 @@ def member_losses(
 
     Members without rows in a split batch are left out.
     """
-    check_choice("batch", batch, OPTIONS["batch"])
-    check_choice("of", of, OPTIONS["of"])
+    for name, value in (("batch", batch), ("of", of)):
+        check_choice(name, value, OPTIONS[name])
     length = len(outputs) if isinstance(outputs, Tensor) else len(tree_leaves(outputs)[0])
     if batch == "split" and members is None:
         raise TypeError(
-            "the outputs of a split batch don't say how many members there are; pass members=, or "
-            "call ensemble.objective(outputs, target, batch='split')"
+            "the outputs of a split batch don't say how many members there are; pass members="
         )
     if batch != "split" and members not in (None, length):
-        raise ValueError(
-            f"expected the outputs of {members} members, ({members}, batch, …); their first axis "
-            f"has {length}"
-        )
+        raise ValueError(f"expected outputs ({members}, batch, …); their first axis has {length}")
     if criterion is None:
         outputs = logits_of(outputs)
         criterion = default_criterion(outputs, target, batch, of)
     if of != "members":
         if batch != "same":
-            raise ValueError(
-                f"of={of!r} needs outputs of all members on the same rows; got batch={batch!r}. "
-                "Use batch='same', or of='members'."
-            )
+            raise ValueError(f"of={of!r} needs members on the same rows; got batch={batch!r}")
         joint = _moments if of == "moments" else lambda o: o.mean(0)
         outputs = tree_map(lambda o: joint(o)[None], outputs)
         return member_losses(outputs, target, criterion).expand(length)
@@ -129,17 +121,15 @@ def member_losses(
         if getattr(criterion, "over_members", False):
             losses = criterion(outputs, target)
             if losses.dim() < 2 or len(losses) != length:
-                raise ValueError(
-                    "a criterion with over_members=True returns losses (member, batch, …) for the "
-                    f"outputs of {length} members; got shape {tuple(losses.shape)}."
-                )
+                shape = tuple(losses.shape)
+                raise ValueError(f"criterion: expected losses ({length}, batch, …); got {shape}")
             return losses.flatten(1).mean(1)
     elif batch == "own":
         for leaf in tree_leaves(target):
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != length:
                 raise ValueError(
-                    f"batch='own' expects a target of shape ({length}, batch, …), one for each "
-                    f"member; got {tuple(leaf.shape)}. For one target of all use batch='same'."
+                    f"batch='own' expects a target of shape ({length}, batch, …); got "
+                    f"{tuple(leaf.shape)}. For one target of all members use batch='same'."
                 )
     mine: Iterable[int | slice] = range(length)
     if batch == "split":
@@ -148,12 +138,9 @@ def member_losses(
     if criterion is F.cross_entropy:
         return torch.cat([_cross_entropies(o[None], t) for o, t in pairs])
     losses = [criterion(o, _aligned(criterion, o, t)) for o, t in pairs]
-    for loss in losses:
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                "criterion: expected a tensor, one member's loss or a vector of losses; got "
-                f"{type(loss).__name__}. Return the loss alone."
-            )
+    if not all(isinstance(loss, Tensor) for loss in losses):
+        kind = type(losses[0]).__name__
+        raise TypeError(f"criterion: expected a tensor, the loss alone; got {kind}")
     return torch.stack([loss.mean() if loss.dim() else loss for loss in losses])
 
 
@@ -181,10 +168,7 @@ def default_criterion(
         soft = ((target.detach().sum(-1) - 1).abs() < 1e-3).all()
         return F.cross_entropy if soft else squared_error
     if target.dtype == torch.bool or target.is_complex():
-        raise TypeError(
-            f"criterion: there is no default for targets of {target.dtype}. Pass target.long() for "
-            "classes, target.float() for numbers, or a criterion."
-        )
+        raise TypeError(f"criterion: none for targets of {target.dtype}; pass target.long()")
     return F.cross_entropy
 
 
@@ -192,8 +176,8 @@ def _check_tensors(outputs: Any, target: Any) -> None:
     if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
         kind = type(outputs if not isinstance(outputs, Tensor) else target).__name__
         raise TypeError(
-            f"criterion: cross-entropy, squared error and the default are for tensors; got a "
-            f"{kind}. Pass a function of (outputs, target) of one member."
+            f"criterion: the default is for tensors; got a {kind}. Pass a function of (outputs, "
+            "target) of one member."
         )
 
 
@@ -214,9 +198,8 @@ def check_labels(name: str, target: Any, classes: int, ignored: int = IGNORED) -
     if bad.any():
         found = ", ".join(map(str, target[bad].unique().tolist()[:5]))
         raise ValueError(
-            f"{name}: expected classes from 0 to {classes - 1}, as the network has {classes} "
-            f"outputs; got {found} in {name_rows(bad)}. Number the classes from 0, or give the "
-            f"network more outputs; {ignored} marks labels to leave out."
+            f"{name}: expected classes from 0 to {classes - 1}, one for each output; got {found} "
+            f"in {name_rows(bad)}. {ignored} marks labels to leave out."
         )
 
 
@@ -224,16 +207,14 @@ def _check_classes(shape: torch.Size, target: Tensor) -> None:
     """Refuse what has no cross-entropy: one member's outputs of a shape, and their target."""
     if len(shape) < 2 or shape[1] < 2:
         raise ValueError(
-            "criterion: whole numbers are classes, and members' outputs of shape "
-            f"{tuple(shape)} have fewer than two of them. Pass target.float() for squared error, "
-            "or a criterion."
+            f"criterion: whole numbers are classes, of which members' outputs {tuple(shape)} have "
+            "fewer than two. Pass target.float() for squared error, or a criterion."
         )
     expected = shape if target.is_floating_point() else (shape[0], *shape[2:])
     if target.shape != expected:
         raise ValueError(
-            f"cross-entropy: for members' outputs of shape {tuple(shape)} expected targets of "
-            f"{'probabilities' if target.is_floating_point() else 'classes'}, shape "
-            f"{tuple(expected)}; got {tuple(target.shape)}. Squeeze a column of classes."
+            f"cross-entropy: expected targets of shape {tuple(expected)} for members' outputs "
+            f"{tuple(shape)}; got {tuple(target.shape)}. Squeeze a column of classes."
         )
 
 
@@ -263,10 +244,8 @@ def _moments(outputs: Tensor) -> Tensor:
 
 def _split(outputs: Tensor) -> tuple[Tensor, Tensor]:
     if outputs.shape[-1] != 2:
-        raise ValueError(
-            "expected outputs (…, 2), a mean and the logarithm of a variance; the last axis of "
-            f"{tuple(outputs.shape)} has {outputs.shape[-1]}"
-        )
+        shape = tuple(outputs.shape)
+        raise ValueError(f"expected outputs (…, 2), a mean and a log-variance; got {shape}")
     return outputs[..., 0], outputs[..., 1]
 
 

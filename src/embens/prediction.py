@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -42,8 +42,7 @@ from embens.objective import logits_of
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-Score = Callable[[Tensor], Tensor]
-"""An uncertainty of each row, a function of all members' outputs such as those of metrics."""
+Score = Callable[[Tensor], Tensor]  # an uncertainty of each row, of all members' outputs
 Task = Literal["classification", "regression", "gaussian"]
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
@@ -115,10 +114,7 @@ class Prediction:
     # Decisions, by the prediction of held-out rows and what happened there
 
     def risk_coverage(self, target: Tensor, score: Score | None = None) -> uncertainty.RiskCoverage:
-        """Return the share of errors, or the squared error, if the most certain rows are answered.
-
-        ``score`` is the uncertainty to go by, as for :meth:`reject`.
-        """
+        """Return the share of errors, or the squared error, of the most certain rows."""
         target = self._check(self, target)
         if self.task == "classification":
             losses = self.probabilities.argmax(-1) != target
@@ -129,8 +125,7 @@ class Prediction:
     def reject(self, fraction: float, score: Score | None = None) -> Bool[Tensor, " batch"]:
         """Return which rows are the least certain fraction, to be left to somebody else.
 
-        ``score`` is the uncertainty to go by. None: the probability of all classes but the
-        predicted one (:func:`embens.metrics.least_confidence`), or the variance.
+        ``score`` is the uncertainty to go by; None: ``metrics.least_confidence``, or the variance.
         """
         check_number("fraction", fraction, "a number from 0 to 1", lambda f: 0 <= f <= 1)
         scores = self._scores(score)
@@ -174,24 +169,6 @@ class Prediction:
         threshold = -uncertainty.conformal_quantile(-right, coverage)  # 1 − p, without rounding
         return uncertainty.ConformalSets(self.probabilities >= threshold, coverage, threshold)
 
-    def conformal_intervals(
-        self, held_out: Prediction, target: Tensor, coverage: float = 0.9
-    ) -> Float[Tensor, "*batch 2"]:
-        """Return intervals that hold a number with a chance of at least ``coverage``.
-
-        As wide as the standard deviation of the mixture says, times a factor from held-out rows; of
-        one member, which has none, all equally wide. Of several outputs each has its own guarantee.
-        """
-        self._outputs("conformal_intervals", "regression", "gaussian")
-        error = self._check(held_out, target).view_as(held_out.mean).double() - held_out.mean
-        mine, held = (  # where members agree, alike in both: else the factor would mean nothing
-            p.variance.double().sqrt().clamp(min=1e-12) for p in (self, held_out)
-        )
-        columns = (error.abs() / held).reshape(len(error), -1).T
-        factors = [uncertainty.conformal_quantile(column, coverage) for column in columns]
-        half = mine.new_tensor(factors).view(mine.shape[1:]) * mine
-        return torch.stack([self.mean - half, self.mean + half], -1).to(self.mean.dtype)
-
     def plot_reliability(self, target: Tensor, path: uncertainty.File) -> None:
         """Draw accuracy against confidence; the diagonal is calibrated."""
         outputs = self._outputs("plot_reliability", "classification")
@@ -219,8 +196,6 @@ class Prediction:
 
     def _check(self, held_out: Prediction, target: Any = None) -> Any:
         """Return the target of a prediction that is like this one, on its device."""
-        if not isinstance(held_out, Prediction):
-            raise TypeError(f"held_out: expected a Prediction; got {type(held_out).__name__}")
         mine, other = ((p.task, *p.mean.shape[1:]) for p in (self, held_out))
         if mine != other:
             raise ValueError(f"held_out: expected a prediction like this, {mine}; got {other}")
@@ -255,14 +230,6 @@ class StoredPrediction:
     """A prediction in an Arrow file, to be gone through one batch after another.
 
     A row of the file is a sample: the outputs of all its members, ``(member, *output)``.
-
-    Example:
-        >>> import tempfile, embens
-        >>> ensemble = embens.batch_ensemble(embens.networks.mlp(4, 8, 2, outputs=3), 5)
-        >>> path = tempfile.mkdtemp() + "/outputs.arrow"
-        >>> stored = predict(ensemble, (torch.ones(2, 4) for _ in range(3)), to=path)
-        >>> len(stored), [part.entropy.shape for part in StoredPrediction(path)]
-        (6, [torch.Size([2]), torch.Size([2]), torch.Size([2])])
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -320,27 +287,6 @@ class StoredPrediction:
         return cls(path)
 
 
-@overload
-def predict(
-    ensemble: EmbeddedEnsemble,
-    x: Inputs,
-    *,
-    batch_size: int = ...,
-    members: int | None = ...,
-    task: Task = ...,
-    generator: torch.Generator | None = ...,
-) -> Prediction: ...
-@overload
-def predict(
-    ensemble: EmbeddedEnsemble,
-    x: Inputs | Iterable[Inputs],
-    *,
-    batch_size: int = ...,
-    members: int | None = ...,
-    task: Task = ...,
-    generator: torch.Generator | None = ...,
-    to: str | os.PathLike[str],
-) -> StoredPrediction: ...
 @suggest()
 def predict(
     ensemble: EmbeddedEnsemble,
@@ -351,15 +297,14 @@ def predict(
     task: Task = "classification",
     generator: torch.Generator | None = None,
     to: str | os.PathLike[str] | None = None,
-) -> Prediction | StoredPrediction:
+) -> Prediction | Any:
     """Run an ensemble on data, batch by batch, in evaluation mode and without gradients.
 
     Args:
         ensemble: its mode is restored afterwards.
-        x: inputs ``(batch, …)``, a tuple of them for references that take several, or a dict by
-            their names; moved to the ensemble's device batch by batch, while the outputs come back
-            to that of ``x``. Rows that are not finite are refused if outputs are not either. With
-            ``to`` also an iterator, or a loader, of such batches.
+        x: inputs ``(batch, …)``, a tuple of them, or a dict by their names; moved to the ensemble's
+            device batch by batch, while the outputs come back to that of ``x``. With ``to`` also an
+            iterator, or a loader, of such batches.
         batch_size: how many samples at a time.
         members: how many masks to draw, where they are fresh at each pass (one mask for all
             samples); None: as many as the ensemble has members.
@@ -427,7 +372,7 @@ def _run(
         raise ValueError(f"{gaps}, and so have the outputs. Leave these rows out, or fill them in.")
     if task == "gaussian" and isinstance(result, Tensor) and result.shape[-1] != 2:
         raise ValueError(
-            "task='gaussian' expects outputs (…, 2), a mean and the logarithm of a variance; got "
+            f"task='gaussian' expects outputs (…, 2), a mean and a log-variance; got "
             f"{tuple(result.shape[1:])}. For point predictions use task='regression'."
         )
     return tree_map(lambda v: v[:count].to(home.device) if isinstance(v, Tensor) else v, result)

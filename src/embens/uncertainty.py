@@ -10,8 +10,7 @@ errors would be 0; to the rows of a regressor thirty that are exactly as far off
 :math:`Q` with a chance of at least :math:`c` (and at most :math:`c + 1/(n+1)` if scores don't tie),
 whatever the model, as long as rows are exchangeable (Vovk et al., 2005): over rows and calibration
 sets, not for each :math:`x`. From the score :math:`1 - \bar p_y` come sets of classes (Sadinle et
-al., 2019), from :math:`|y - \mu| / \sigma` intervals (Lei et al., 2018), from an uncertainty the
-flag of what is not like the rest.
+al., 2019), from an uncertainty the flag of what is not like the rest.
 
 **Risk and coverage.** The mean loss of the rows that are kept if the least certain ones are not
 answered, by the share that is kept (Geifman and El-Yaniv, 2017).
@@ -40,13 +39,7 @@ ADDED = 30  # rows that are added where a factor of standard deviations is chose
 
 
 def best_scale(loss: Callable[[float], Tensor]) -> float:
-    """Return the positive number that minimises a loss; 1 if nothing is better by a hair.
-
-    Example:
-        >>> import torch
-        >>> round(best_scale(lambda t: torch.tensor(t).log().sub(1.0) ** 2), 3)
-        2.718
-    """
+    """Return the positive number that minimises a loss; 1 if nothing is better by a hair."""
     from scipy.optimize import minimize_scalar
 
     found = minimize_scalar(
@@ -70,13 +63,7 @@ def best_temperature(outputs: Tensor, target: Tensor) -> float:
 
 
 def conformal_quantile(scores: Tensor, coverage: float) -> float:
-    """Return what a new row's score is at most, with a chance of at least ``coverage``.
-
-    Example:
-        >>> import torch
-        >>> conformal_quantile(torch.arange(1.0, 20.0), 0.9)  # the 18th of 19
-        18.0
-    """
+    """Return what a new row's score is at most, with a chance of at least ``coverage``."""
     if not 0 < coverage < 1:
         raise ValueError(f"coverage: expected a number between 0 and 1; got {coverage}")
     rank = math.ceil((len(scores) + 1) * coverage - 1e-9)
@@ -117,63 +104,42 @@ def picture(path: File, **labels: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """The mean loss of the rows that are kept (``risk``), by their share (``coverage``).
-
-    ``best`` is the risk if rows were kept in the order of their losses.
-    """
+    """The mean loss of the rows that are kept (``risk``), by their share (``coverage``)."""
 
     coverage: Float[Tensor, " batch"]
     risk: Float[Tensor, " batch"]
-    best: Float[Tensor, " batch"]
 
     @property
     def area(self) -> float:
         """Mean risk over all shares (AURC); the smaller, the better."""
         return float(self.risk.mean())
 
-    @property
-    def excess(self) -> float:
-        """What the area has more than the best order of rows would (E-AURC)."""
-        return float((self.risk - self.best).mean())
-
     def plot(self, path: File) -> None:
-        """Draw both curves, and the risk of rows that are kept at random."""
-        kept, risk, best = (v.tolist() for v in (self.coverage, self.risk, self.best))
+        """Draw the curve, and the risk of rows that are kept at random."""
+        kept, risk = self.coverage.tolist(), self.risk.tolist()
         labels = {"xlabel": "share of rows that is kept", "ylabel": "mean loss of these"}
         with picture(path, **labels) as axes:
             axes.plot(kept, risk, label=f"least certain left out, area {self.area:.3f}")
-            axes.plot(kept, best, "k:", label=f"best order, {self.area - self.excess:.3f}")
             axes.axhline(risk[-1], color="grey", ls="--", label="at random")
 
 
 def risk_coverage(losses: Float[Tensor, " batch"], scores: Float[Tensor, " batch"]) -> RiskCoverage:
-    """Return the risk of keeping the most certain rows; rows that tie are kept in a random order.
-
-    Example:
-        >>> curve = risk_coverage(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([1.0, 2.0, 3.0]))
-        >>> curve.risk.tolist(), round(curve.area, 3), round(curve.excess, 3)
-        ([0.0, 0.5, 0.333...], 0.278, 0.167)
-    """
+    """Return the risk of keeping the most certain rows; of those that tie, any are kept first."""
     losses, (_, group) = losses.double(), scores.unique(return_inverse=True)
     sums = losses.new_zeros(2, int(group.max()) + 1)  # ties have their mean loss
     sums.index_add_(1, group, torch.stack([losses, torch.ones_like(losses)]))
     kept = torch.arange(1, len(losses) + 1).to(losses)
     expected = (sums[0] / sums[1])[group[scores.argsort()]].cumsum(0) / kept
-    return RiskCoverage(kept / len(losses), expected, losses.sort().values.cumsum(0) / kept)
+    return RiskCoverage(kept / len(losses), expected)
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Rows that are less certain than held-out ones almost ever are.
+    """Rows that are less certain than held-out ones almost ever are."""
 
-    Attributes:
-        scores: how uncertain rows are; ``held_out``: those that are as they should be.
-        rate: of false alarms, at most.
-    """
-
-    scores: Float[Tensor, " batch"]
-    held_out: Float[Tensor, " row"]
-    rate: float
+    scores: Float[Tensor, " batch"]  # how uncertain rows are
+    held_out: Float[Tensor, " row"]  # and those that are as they should be
+    rate: float  # of false alarms, at most
 
     @property
     def threshold(self) -> float:
@@ -197,16 +163,11 @@ class Flags:
 
 @dataclass(frozen=True)
 class ConformalSets:
-    """Sets of classes that hold the true one with a chance of at least ``coverage``.
+    """Sets of classes that hold the true one with a chance of at least ``coverage``."""
 
-    Attributes:
-        sets: which classes are in the set of each row; a row may have none, if it is like no other.
-        threshold: the probability that a class in a set has at least.
-    """
-
-    sets: Bool[Tensor, "batch class"]
+    sets: Bool[Tensor, "batch class"]  # a row may have none, if it is like no other
     coverage: float
-    threshold: float
+    threshold: float  # the probability that a class in a set has at least
 
     @property
     def sizes(self) -> Tensor:

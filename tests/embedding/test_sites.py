@@ -131,8 +131,8 @@ def test_a_bad_choice_is_refused_and_the_reference_stays_as_it_was(kwargs, error
         (nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), ValueError, "without a shape yet"),
         (embens.batch_ensemble(mlp(), 2), TypeError, "an ensemble; pass a plain network"),
         (nn.Sequential(embens.batch_ensemble(mlp(), 2)), TypeError, "contains, an ensemble"),
-        (lambda: torch.compile(mlp()), TypeError, "before torch.compile"),
-        (nn.DataParallel(mlp()), TypeError, "the module inside DataParallel"),
+        (lambda: torch.compile(mlp()), TypeError, "inside the OptimizedModule"),
+        (nn.DataParallel(mlp()), TypeError, "the module inside the DataParallel"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.compile's own imports

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import embens
-from embens.ensemble.card import CARD, FILE
+from embens.ensemble.storage import CARD, FILE
 
 
 def reference(seed: int = 0) -> nn.Sequential:

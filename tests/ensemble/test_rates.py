@@ -206,7 +206,7 @@ def test_layers_of_the_members_own_have_the_ordinary_rate_and_decay():
     (group,) = separate.parameter_groups(0.2, 0.5, 1e-3, gamma=2, modulation_weight_decay=0.7)
     assert (group["lr"], group["weight_decay"]) == (0.2, 1e-3)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
-    ensemble = embens.batch_ensemble(net, 3, norm_affine="member")
+    ensemble = embens.embed(net, 3, norm_affine="member")
     groups = ensemble.parameter_groups(0.2, 0.5, 1e-3)
     assert [(g["lr"], g["weight_decay"]) for g in groups[1:]] == [(0.5, 0.0), (0.2, 1e-3)]
     assert sum(p.numel() for p in groups[2]["params"]) == 3 * (4 + 4)

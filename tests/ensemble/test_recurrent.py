@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import embens
-from embens.ensemble.recurrent import ModulatedRecurrent
+from embens.ensemble.layers import Modulated
 
 OPTIONS = {
     "time first": {},
@@ -41,13 +41,6 @@ def by_hand(reference: Both, ensemble, a: int, x: Tensor):
     numbers = {name: module.values[a] for name, module in ensemble.individuals.items()}
     hidden = torch.tanh(numbers["input.pre"] * reference.input(x))
     output, state = reference.core(numbers["core.post"] * hidden)
-    v, ways = numbers["core.pre"], 1 + reference.core.bidirectional
-    parts = list(state) if isinstance(state, tuple) else [state]
-    parts[0] = parts[0].clone()
-    for way, part in enumerate(v.chunk(ways)):
-        parts[0][way - ways] = parts[0][way - ways] * part
-    output = output * v
-    state = tuple(parts) if isinstance(state, tuple) else parts[0]
     return reference.output(numbers["output.post"] * output), output, state
 
 
@@ -65,18 +58,17 @@ def test_members_are_networks_modulated_by_hand(kind, options):
         assert not torch.allclose(outputs[1][0], outputs[1][1])
 
 
-def test_projections_have_their_own_size():
-    options = {"proj_size": 2, "num_layers": 2, "bidirectional": True, "batch_first": True}
-    reference = Both(nn.LSTM, **options).double()
-    ensemble, x = embens.batch_ensemble(reference, 2), torch.randn(3, 7, 4).double()
-    mine = torch.utils._pytree.tree_map(lambda t: t[1], ensemble(x))
-    torch.testing.assert_close(mine, by_hand(reference, ensemble, 1, x))
-
-
-def test_a_member_without_modulated_output_is_torchs_own_layer():
-    ensemble = embens.mc_dropout(Both(nn.GRU), 2)
-    assert isinstance(ensemble.network.core, ModulatedRecurrent)
+def test_a_member_has_torchs_own_layer():
+    ensemble = embens.batch_ensemble(Both(nn.GRU), 2)
+    assert isinstance(ensemble.network.core, Modulated)
     assert type(ensemble.member(0).core) is nn.GRU
+
+
+def test_the_output_is_modulated_by_the_layer_that_takes_it_alone():
+    sites = {(s.layer, s.kind) for s in embens.batch_ensemble(Both(nn.GRU), 2).plan.sites}
+    assert sites == {("input", "pre"), ("core", "post"), ("output", "post")}
+    with pytest.raises(ValueError, match="'core' matches none of the selected pre sites"):
+        embens.embed(Both(nn.GRU), 2, pre={"core": embens.laws.Normal()})
 
 
 def test_members_run_one_after_another_and_the_ensemble_says_why():
@@ -87,11 +79,8 @@ def test_members_run_one_after_another_and_the_ensemble_says_why():
         torch.testing.assert_close(ensemble(x, chunk=chunk)[0], ensemble(x)[0])
 
 
-def test_a_mean_network_exists_for_the_output_but_not_for_the_input():
+def test_no_mean_network_exists():
     net = nn.Sequential(nn.Linear(4, 6), Output(nn.LSTM(6, 5)))
-    x = torch.randn(7, 3, 4)
-    by_output = embens.embed(net, 3, post=None, sites=["1.core"])
-    torch.testing.assert_close(by_output.collapse()(x), by_output(x).mean(0))
     with pytest.raises(ValueError, match="no mean weight"):
         embens.embed(net, 3, pre=None, sites=["1.core"]).collapse()
     with pytest.raises(ValueError, match="not linear in the output of '0'"):
@@ -140,7 +129,7 @@ def test_packed_sequences_are_modulated_like_others():
     x, lengths = torch.randn(3, 7, 4), torch.tensor([7, 2, 5])
     ensemble = embens.batch_ensemble(Packed(), 2, example_input=(x, lengths))
     assert {(s.layer, s.kind) for s in ensemble.plan.sites} == {
-        *(("input", "pre"), ("core", "pre"), ("core", "post"), ("output", "post"))
+        *(("input", "pre"), ("core", "post"), ("output", "post"))
     }
     outputs = ensemble(x, lengths)
     torch.testing.assert_close(outputs[1], ensemble.member(1)(x, lengths))

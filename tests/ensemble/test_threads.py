@@ -27,7 +27,7 @@ REFERENCES = {
 FAMILIES = {
     "batch ensemble": lambda r: embens.batch_ensemble(r, 4),
     "last-layer dropout": lambda r: embens.last_layer_dropout(r, 4),
-    "own norms": lambda r: embens.batch_ensemble(r, 4, norm_affine="member"),
+    "own norms": lambda r: embens.embed(r, 4, norm_affine="member"),
     "independent": lambda r: embens.independent(r, 4),
     **{name: partial(family, members=4) for name, family in cases.FAMILIES.items()},
 }

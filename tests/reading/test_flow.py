@@ -8,20 +8,19 @@ from cases import ARCHITECTURES
 from torch import nn
 
 from embens import reading
-from embens.reading.symbolic import read_symbolically
-from embens.reading.watched import read_from_run
+from embens.reading.readers import read_from_run, read_symbolically
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
 def test_first_and_last_layers_are_those_of_the_architecture(case):
-    flow = reading.read(case.build())
+    flow = reading.read(reading.opened(case.build()))
     assert flow.first == case.first
     assert flow.last == case.last
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
 def test_code_and_an_example_are_read_alike(case):
-    reference = case.build()
+    reference = reading.opened(case.build())
     symbolic = read_symbolically(reference)
     watched = read_from_run(reference, case.inputs(torch.Generator().manual_seed(0)))
     assert watched.first == case.first

@@ -71,7 +71,7 @@ def test_gpt2s_layer_is_known_by_its_name():
         pass
 
     Conv1D.__module__, Conv1D.__qualname__ = "transformers.pytorch_utils", "Conv1D"
-    assert kinds.channels("h", Conv1D(3, 4)) == (3, 4)
+    assert kinds.channels(Conv1D(3, 4)) == (3, 4)
 
 
 def test_a_wrong_registration_is_refused():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from embens.reading import opened
 from embens.reading.samples import is_row_by_row, module_is_row_by_row, time_first
 
 X = torch.rand(4, 6, 6) + 0.1
@@ -65,9 +66,9 @@ def test_modules_of_torch_are_known_by_their_types():
         nn.GLU(0),
     ):
         assert not module_is_row_by_row(module)
-    encoder = nn.TransformerEncoderLayer(4, 2, batch_first=True)
+    encoder = opened(nn.TransformerEncoderLayer(4, 2, batch_first=True))
     assert module_is_row_by_row(encoder)
-    late = nn.TransformerEncoderLayer(4, 2)
+    late = opened(nn.TransformerEncoderLayer(4, 2))
     assert not module_is_row_by_row(late)
     assert time_first(late) is late.self_attn
     assert time_first(encoder) is None

@@ -42,12 +42,12 @@ from embens.ensemble.own import Own, OwnState
 from embens.ensemble.plan import Folding, Heads, LowRankSite, OwnTensors, Plan, Site
 from embens.ensemble.surgery import operate
 from embens.laws import Law
-from embens.reading import Flow, read
+from embens.reading import Flow, opened, read
 from embens.reading.flow import left_over
 
 _NORMAL = laws.Normal()
-NEAR = 0.9
-"""How alike members that begin near a trained network are: the overlap of all their laws."""
+NEAR = 0.9  # how alike members near a trained network begin: the overlap of all their laws
+CONCENTRATION = 2.0  # of the members' shares in MixMo
 
 
 @suggest()
@@ -66,7 +66,6 @@ def embed(
     fresh: bool = False,
     norm_statistics: str = "member",
     norm_affine: str = "shared",
-    recompute: bool | None = None,
     family: str = "embed",
 ) -> EmbeddedEnsemble:
     r"""Embed an ensemble into a reference network.
@@ -95,7 +94,6 @@ def embed(
         norm_statistics: "member" or "shared" running statistics of norm layers; every member
             updates shared ones in turn.
         norm_affine: "shared" or "member" scale and shift of norm layers.
-        recompute: whether the reference uses activation checkpointing. None: looked up in its code.
         generator: draws the modulations and the members' own layers.
         family: the name of the family, for ``repr`` and saving.
 
@@ -105,35 +103,54 @@ def embed(
         >>> ensemble(torch.zeros(2, 4)).shape
         torch.Size([5, 2, 3])
     """
-    layers, flow = _read(reference, members, example_input)
-    check_choice("norm_statistics", norm_statistics, ("member", "shared"))
-    check_choice("norm_affine", norm_affine, ("member", "shared"))
+    known = _read(reference, members, example_input)
+    for name, value in (("norm_statistics", norm_statistics), ("norm_affine", norm_affine)):
+        check_choice(name, value, ("member", "shared"))
     if not callable(own_weights):
         check_choice("own_weights", own_weights, ("drawn", "copied"))
-    apart, drawn = choose_own(own, reference, layers, flow), own_weights != "copied"
-    chosen = choose_sites(layers, flow, pre, post, sites, trainable, fresh, apart)
-    norms = (norm_statistics, norm_affine)
-    sharing = Sharing(reference, flow, chosen, apart, drawn=drawn, norms=norms)
-    plan = sharing.plan(family, members, recompute)
+    apart = choose_own(own, *known)
+    chosen = choose_sites(*known[1:], pre, post, sites, trainable, fresh, apart)
+    begin = {"initialise": own_weights if callable(own_weights) else None, "generator": generator}
+    norms, drawn = (norm_statistics, norm_affine), own_weights != "copied"
+    ensemble = _embed(family, members, known, chosen, apart, drawn=drawn, norms=norms, **begin)
     cancel = all(not s.trainable and 1 + (members - 1) * s.law.overlap < 1e-9 for s in chosen)
-    biased = any(getattr(layers[n], "bias", None) is not None for n in flow.last)
-    if chosen and cancel and not biased and not plan.not_collapsible:
+    biased = any(getattr(known[1][n], "bias", None) is not None for n in known[2].last)
+    if chosen and cancel and not biased and not ensemble.plan.not_collapsible:
         warnings.warn(
             "the mean of the members is 0 for ever: their frozen modulations of the last layer sum "
             "to 0, and no bias follows. Use a rho above -1/(M - 1), or trainable=True.",
             stacklevel=2,
         )
-    initialise = own_weights if callable(own_weights) else None
-    return _build(reference, plan, apart if drawn else (), initialise, generator)
+    return ensemble
 
 
-def _read(
-    reference: nn.Module, members: int, example_input: Any
-) -> tuple[dict[str, nn.Module], Flow]:
-    """Return the parameter layers of a reference and its data flow."""
-    layers = check_reference(reference)
+_Known = tuple[nn.Module, dict[str, nn.Module], Flow]
+"""A reference with attentions opened, its parameter layers and its data flow."""
+
+
+def _read(reference: nn.Module, members: int, example_input: Any) -> _Known:
+    reference, layers = check_reference(reference)
     check_members(members)
-    return layers, read(reference, example_input)
+    return reference, layers, read(reference, example_input)
+
+
+def _embed(
+    family: str,
+    members: int,
+    known: _Known,
+    sites: Iterable[Site | LowRankSite],
+    own: tuple[str, ...] = (),
+    *,
+    drawn: bool = True,
+    norms: tuple[str, str] = ("member", "shared"),
+    initialise: Callable[[nn.Module], None] | None = None,
+    generator: torch.Generator | None = None,
+    **more: Any,
+) -> EmbeddedEnsemble:
+    """Make an ensemble whose members differ at sites and have some layers for themselves."""
+    reference, _, flow = known
+    plan = Sharing(reference, flow, sites, own, drawn=drawn, norms=norms).plan(family, members)
+    return _build(reference, replace(plan, **more), own if drawn else (), initialise, generator)
 
 
 def _build(
@@ -172,8 +189,6 @@ def batch_ensemble(
     own: str | Iterable[str] = (),
     example_input: Any = None,
     generator: torch.Generator | None = None,
-    norm_statistics: str = "member",
-    norm_affine: str = "shared",
 ) -> EmbeddedEnsemble:
     """Embed a BatchEnsemble: trainable modulations, by default at the hidden sites.
 
@@ -197,8 +212,6 @@ def mc_dropout(
     own: str | Iterable[str] = (),
     example_input: Any = None,
     generator: torch.Generator | None = None,
-    norm_statistics: str = "member",
-    norm_affine: str = "shared",
 ) -> EmbeddedEnsemble:
     """Embed an MC-dropout ensemble: frozen masks on the inputs of all but the first layers.
 
@@ -218,8 +231,6 @@ def masksembles(
     sites: Sites = "hidden",
     example_input: Any = None,
     generator: torch.Generator | None = None,
-    norm_statistics: str = "member",
-    norm_affine: str = "shared",
 ) -> EmbeddedEnsemble:
     """Embed Masksembles: frozen masks that have a share ``overlap`` of their ones in common.
 
@@ -273,12 +284,12 @@ def rank1(
         >>> bool((ensemble(x) == ensemble(x)).all()), bool(ensemble.kl() > 0)
         (False, True)
     """
-    layers, flow = _read(reference, members, example_input)
+    known = _read(reference, members, example_input)
     check_number("prior_std", prior_std, "finite and positive", lambda std: std > 0)
     law = laws.Normal(1.0, prior_std)
-    chosen = choose_sites(layers, flow, law, law, sites, trainable=True, fresh=False)
-    chosen = tuple(replace(site, prior_std=prior_std) for site in chosen)
-    return operate(reference, Sharing(reference, flow, chosen).plan("rank1", members), generator)
+    chosen = choose_sites(*known[1:], law, law, sites, trainable=True, fresh=False)
+    chosen = [replace(site, prior_std=prior_std) for site in chosen]
+    return _embed("rank1", members, known, chosen, generator=generator)
 
 
 @suggest()
@@ -297,23 +308,16 @@ def low_rank(
 ) -> EmbeddedEnsemble:
     r"""Embed members whose weights differ by matrices of low rank; biases are shared.
 
-    Args:
-        reference: any module; copied, never changed, its weights are kept.
-        members: how many.
-        rank: of the matrices; at most the size of the smallest layer among the sites. None: 4, or
-            the full rank of layers that are smaller.
-        kind: "multiplicative": :math:`W_a = W \circ (1 + B_a A_a)`, which holds BatchEnsemble;
-            "additive": :math:`W_a = W + B_a A_a`, as in LoRA, with :math:`\alpha = r` (another
-            :math:`\alpha / r` is another ``modulation_lr``).
-        shared: "frozen": only the members' numbers are trained.
-        scale: the standard deviation of :math:`B_a A_a` at the start, for the additive kind
-            relative to the root mean square of :math:`W`. 0: :math:`B_a` is 0, and members begin as
-            the reference and part in training, because :math:`A_a` is drawn for each. None: 0.5,
-            and 0 for the additive kind.
-        sites: the layers, as for :func:`embed`, without those of the members' own.
-        own: layers of which every member has its own copy, drawn anew, as for :func:`embed`.
-        example_input: as for :func:`embed`.
-        generator: draws the matrices.
+    The ``kind`` is "multiplicative", :math:`W_a = W \circ (1 + B_a A_a)`, which has BatchEnsemble
+    in it, or "additive", :math:`W_a = W + B_a A_a`, as in LoRA with :math:`\alpha = r` (another
+    :math:`\alpha / r` is another ``modulation_lr``). The ``rank`` is at most the size of the
+    smallest layer among the sites; None: 4, or the full rank of layers that are smaller. With
+    ``shared="frozen"`` only the members' numbers are trained.
+
+    ``scale`` is the standard deviation of :math:`B_a A_a` at the start, for the additive kind
+    relative to the root mean square of :math:`W`. 0: :math:`B_a` is 0, and members begin as the
+    reference and part in training, because :math:`A_a` is drawn for each. None: 0.5, and 0 for the
+    additive kind. For the other arguments see :func:`embed`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -321,7 +325,7 @@ def low_rank(
         >>> ensemble(torch.zeros(2, 4)).shape, len(list(ensemble.individual_parameters()))
         (torch.Size([5, 2, 3]), 4)
     """
-    layers, flow = _read(reference, members, example_input)
+    known = _read(reference, members, example_input)
     check_choice("kind", kind, ("multiplicative", "additive"))
     check_choice("shared", shared, ("trained", "frozen"))
     if scale is None:
@@ -329,10 +333,10 @@ def low_rank(
     check_number("scale", scale, "finite and not negative", lambda std: std >= 0)
     if rank is not None:
         check_whole("rank", rank, 1)
-    apart = choose_own(own, reference, layers, flow)
-    chosen = choose_low_rank(layers, flow, sites, rank, LowRankSite("", 4, kind, scale), apart)
-    plan = Sharing(reference, flow, chosen, apart).plan("low_rank", members)
-    return _build(reference, replace(plan, frozen=shared == "frozen"), apart, None, generator)
+    apart, like = choose_own(own, *known), LowRankSite("", 4, kind, scale)
+    chosen = choose_low_rank(*known[1:], sites, rank, like, apart)
+    more = {"frozen": shared == "frozen", "generator": generator}
+    return _embed("low_rank", members, known, chosen, apart, **more)
 
 
 @suggest()
@@ -345,14 +349,11 @@ def independent(
 ) -> EmbeddedEnsemble:
     """Make M separate networks behind the same interface, each drawn anew.
 
-    Args:
-        reference: the architecture; its weights are not used.
-        members: how many networks.
-        initialise: called with every module that has parameters of its own and redraws them in
-            place; by default the module's ``reset_parameters``.
-        generator: seeds the draws.
+    The weights of the reference are not used. ``initialise`` is called with every module that has
+    parameters of its own and redraws them in place; by default the module's ``reset_parameters``.
     """
-    return _build(reference, _separate(reference, members), [""], initialise, generator)
+    reference, plan = _separate(reference, members)
+    return _build(reference, plan, [""], initialise, generator)
 
 
 @suggest()
@@ -369,43 +370,29 @@ def bayesian(
               + \frac12 |\theta - \theta^0|^2,
 
     whose last term is ``ensemble.kl()``, which ``fit`` adds, it ends, at infinite width, as a draw
-    of ``embens.theory.posterior``. There is no other weight decay.
-
-    Args:
-        reference: layers of ``embens.networks`` in the NTK parametrization; weights are not used.
-        members: how many networks.
-        generator: seeds the draws.
+    of ``embens.theory.posterior``. There is no other weight decay. The reference is made of layers
+    of ``embens.networks`` in the NTK parametrization; its weights are not used.
     """
-    network = NTKGP(reference)
-    return _build(network, _separate(network, members, "bayesian"), [""], None, generator)
+    network, plan = _separate(NTKGP(reference), members, "bayesian")
+    return _build(network, plan, [""], None, generator)
 
 
 def join(networks: Sequence[nn.Module]) -> EmbeddedEnsemble:
-    """Make an ensemble of networks that one already has, behind the same interface.
-
-    Args:
-        networks: modules of one architecture, which are copied; one may come repeatedly.
-
-    Example:
-        >>> networks = [nn.Linear(4, 3), nn.Linear(4, 3)]
-        >>> ensemble, x = join(networks), torch.ones(2, 4)
-        >>> torch.equal(ensemble(x), torch.stack([network(x) for network in networks]))
-        True
-    """
+    """Make an ensemble of networks that one already has, copied; one may come repeatedly."""
     if not isinstance(networks, Sequence) or not networks:
         raise TypeError(f"join expects a list of networks; got {networks!r:.80}")
-    plan = _separate(networks[0], len(networks), drawn=False)
-    first = _architecture(networks[0])
+    reference, plan = _separate(networks[0], len(networks), drawn=False)
+    networks = [reference, *map(opened, networks[1:])]
+    first = _architecture(reference)
     for a, network in enumerate(networks):
         other = _architecture(network)
         different = [n for n in {**first, **other} if first.get(n) != other.get(n)]
         for name in (n for n in different if n not in plan.state):
             raise ValueError(
                 f"networks[{a}] is of another architecture than networks[0]: {name or 'it'!r} is "
-                f"{other.get(name)} there, not {first.get(name)}. Members of an ensemble differ in "
-                "their tensors alone."
+                f"{other.get(name)} there, not {first.get(name)}."
             )
-    ensemble = operate(networks[0], plan)
+    ensemble = operate(reference, plan)
     _take_over_(ensemble, networks)
     for a, network in enumerate(networks):
         places = [place.rpartition(".") for place in plan.state]
@@ -427,14 +414,15 @@ def _architecture(network: nn.Module) -> dict[str, Any]:
 
 def _separate(
     reference: nn.Module, members: int, family: str = "independent", *, drawn: bool = True
-) -> Plan:
-    """Return the plan of members that share nothing."""
+) -> tuple[nn.Module, Plan]:
+    """Return a reference with attentions opened, and the plan of members that share nothing."""
     if not isinstance(reference, nn.Module):
         raise TypeError(f"the reference must be a torch.nn.Module; got {type(reference).__name__}")
     if not any(True for _ in reference.parameters()):
         raise ValueError("the reference has no parameters, so its members could not differ")
-    flow = read(reference)
-    return Sharing(reference, flow, separate=True, drawn=drawn).plan(family, check_members(members))
+    reference = opened(reference)
+    sharing = Sharing(reference, read(reference), separate=True, drawn=drawn)
+    return reference, sharing.plan(family, check_members(members))
 
 
 @suggest()
@@ -444,8 +432,6 @@ def mimo(
     repetition: float = 0.0,
     mix: str | None = None,
     *,
-    alpha: float = 2.0,
-    initialise: Callable[[nn.Module], None] | None = None,
     example_input: Any = None,
     generator: torch.Generator | None = None,
 ) -> EmbeddedEnsemble:
@@ -456,23 +442,17 @@ def mimo(
     First layers have a block of weights for every member, and one bias; their sum goes through one
     trunk to a last layer for every member. ``ensemble(x)`` costs one pass: the blocks are summed.
     In training every member has rows of its own, ``ensemble(x, batch="own")``, and ``fit`` draws
-    them. All else is shared by all members in one pass, so that its gradient is that of the sum of
-    the losses: :math:`\gamma^* = M`.
+    them, a fraction ``repetition`` the same for all. All else is shared by all members in one pass,
+    so that its gradient is that of the sum of the losses: :math:`\gamma^* = M`.
 
-    Args:
-        reference: a network of one input and one output; its trunk and the bias of its first layers
-            are kept. First and last layers are drawn anew, the blocks of first ones at
-            :math:`1/\sqrt M` of their scale; of one member, which is the reference, nothing is.
-        members: how many.
-        repetition: the fraction of rows that are the same for all members in ``fit``.
-        mix: "linear": in training, members' shares in the sum are drawn at every pass,
-            :math:`s_a = M \lambda_a` with :math:`\lambda` from a Dirichlet law (of two members,
-            Beta; one draw for all rows), and the gradients of their losses have weights
-            proportional to :math:`\lambda_a^{1/3}`, of mean 1, as in the paper.
-        alpha: the concentration of these shares.
-        initialise: redraws one module in place; by default its ``reset_parameters``.
-        example_input: see :func:`embed`.
-        generator: seeds the draws.
+    The reference has one input and one output; its trunk and the bias of its first layers are kept.
+    First and last layers are drawn anew, the blocks of first ones at :math:`1/\sqrt M` of their
+    scale; of one member, which is the reference, nothing is.
+
+    With ``mix="linear"`` members' shares in the sum are drawn at every pass in training,
+    :math:`s_a = M \lambda_a` with :math:`\lambda` from a Dirichlet law of concentration 2 (one draw
+    for all rows), and the gradients of their losses have weights proportional to
+    :math:`\lambda_a^{1/3}`, of mean 1, as in the paper.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -480,13 +460,13 @@ def mimo(
         >>> ensemble(torch.zeros(2, 4)).shape, ensemble(torch.zeros(3, 2, 4), batch="own").shape
         (torch.Size([3, 2, 3]), torch.Size([3, 2, 3]))
     """
-    layers, flow = _read(reference, members, example_input)
+    reference, layers, flow = _read(reference, members, example_input)
     check_number("repetition", repetition, "a fraction from 0 to 1", lambda rho: 0 <= rho <= 1)
-    check_number("alpha", alpha, "a number above 0", lambda a: a > 0)
     check_choice("mix", mix, (None, "linear"))
     first = choose_first(reference, layers, flow, example_input)
     for call in flow.calls:  # whatever is random is drawn once for all members
-        call.upstream, call.result = map(_certain, (call.upstream, call.result))
+        random = {n for n in call.upstream | call.result if n.startswith("random")}
+        call.upstream, call.result = call.upstream - random, call.result - random
     last = choose_own("last", reference, layers, flow)
     plan = Sharing(reference, flow, own=last).plan("mimo", members)
     if plan.state:
@@ -497,7 +477,7 @@ def mimo(
     behind = {c.name for c in flow.calls if c.upstream & flow.last}
     own = [o for o in plan.own if o.module in behind or is_within(o.module, last)]
     own += [OwnTensors(name, ("weight",), drawn=True) for name in first]
-    heads = Heads(first, float(repetition), float(alpha) if mix else None)
+    heads = Heads(first, float(repetition), CONCENTRATION if mix else None)
     after = {s.operation for s in flow.steps if any(layers & flow.last for layers in s.before)}
     plan = replace(
         plan,
@@ -507,15 +487,11 @@ def mimo(
         folding=Folding("", tuple(sorted(after)), ("the trunk",), shares=True, border=last),
     )
     drawn = (*first, *last) if members > 1 else ()
-    ensemble = _build(reference, plan, drawn, initialise, generator)
+    ensemble = _build(reference, plan, drawn, None, generator)
     with torch.no_grad():
         for name in first:
             ensemble.individuals[name].tensors()["weight"].mul_(members**-0.5)
     return ensemble
-
-
-def _certain(names: frozenset[str]) -> frozenset[str]:
-    return frozenset(name for name in names if not name.startswith("random"))
 
 
 @torch.no_grad()
@@ -565,39 +541,24 @@ def adapt(
     by: Literal["low_rank", "modulations", "head"] = "low_rank",
     trunk: Literal["frozen", "trained"] = "frozen",
     head: Literal["drawn", "copied", "shared"] = "drawn",
-    spread: float | None = None,
     example_input: Any = None,
     generator: torch.Generator | None = None,
 ) -> EmbeddedEnsemble:
     r"""Embed an ensemble into a trained network, to fine-tune it: members begin near the network.
 
-    **When.** For a network that was trained: its function is kept at the start. The centred laws of
-    :func:`embed` and :func:`batch_ensemble` make members independent, and forget what the network
-    has learnt; they are for training from scratch.
+    **When.** For a network that was trained, with the last layer for the new task: its function is
+    kept at the start. The centred laws of :func:`embed` and :func:`batch_ensemble` make members
+    independent, and forget what the network has learnt; they are for training from scratch.
 
-    Args:
-        reference: a trained network with the last layer for the new task; copied, never changed.
-        members: how many.
-        by: how members differ below their last layers. "low_rank": :math:`W + B_a A_a` with
-            :math:`B_a = 0` at first, as :func:`low_rank`; "modulations": :math:`u, v \sim
-            N(1, \varepsilon^2)` at the hidden sites; "head": in their last layers alone.
-        trunk: "frozen": what members share is not trained, and the members' numbers are all that
-            has to be kept (``save_pretrained``); "trained": everything is.
-        head: last layers of the members' own, "drawn" anew (for a new task) or "copied" (for one
-            that the network knows); "shared": of all members together.
-        spread: :math:`\varepsilon`. None: the smallest with which members are not one model,
-            :math:`(1 + \varepsilon^2)^{-L} = r` for :math:`L` modulated inputs, with
-            :math:`r` = ``NEAR``.
-        example_input: as for :func:`embed`.
-        generator: draws the members.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3))
-        >>> ensemble, x = adapt(net, members=5, head="copied"), torch.ones(2, 4)
-        >>> bool((ensemble(x) - net(x)).abs().max() < 1e-5)  # as the network, until it is trained
-        True
+    Below their last layers members differ ``by`` "low_rank", :math:`W + B_a A_a` with
+    :math:`B_a = 0` at first, as :func:`low_rank`; by "modulations", :math:`u, v \sim N(1,
+    \varepsilon^2)` at the hidden sites, with the smallest spread for which they are not one model:
+    :math:`(1 + \varepsilon^2)^{-L} = r` for :math:`L` modulated inputs, with :math:`r` = ``NEAR``;
+    or not at all, "head". A ``trunk`` that is "frozen" is not trained, and the members' numbers are
+    all that has to be kept (``save_pretrained``). Last layers are the members' own, "drawn" anew
+    (for a new task) or "copied" (for one that the network knows), or "shared" by all.
     """
-    layers, flow = _read(reference, members, example_input)
+    known = _read(reference, members, example_input)
     check_choice("by", by, ("modulations", "low_rank", "head"))
     check_choice("trunk", trunk, ("trained", "frozen"))
     check_choice("head", head, ("drawn", "copied", "shared"))
@@ -606,24 +567,17 @@ def adapt(
             f"by='head' with head={head!r}: members would begin equal and stay so. Use "
             "head='drawn', or by='modulations' or 'low_rank'."
         )
-    if spread is not None and (by != "modulations" or not 0 < spread < math.inf):
-        raise ValueError(
-            f"spread: expected a positive number, for by='modulations'; got {spread} for by={by!r}"
-        )
-    apart = choose_own("last" if head != "shared" else (), reference, layers, flow)
-    differing: tuple[Site | LowRankSite, ...] = ()
+    apart = choose_own("last" if head != "shared" else (), *known)
+    differing: Sequence[Site | LowRankSite] = ()
     if by == "low_rank":
-        differing = choose_low_rank(
-            layers, flow, "all", None, LowRankSite("", 4, "additive"), apart
-        )
+        like = LowRankSite("", 4, "additive")
+        differing = choose_low_rank(*known[1:], "all", None, like, apart)
     elif by == "modulations":
-        law = laws.Normal(1.0, 1.0 if spread is None else spread)
-        chosen = choose_sites(layers, flow, law, law, "hidden", True, False, apart)
-        if spread is None:
-            inputs = max(1, sum(site.kind == "post" for site in chosen))
-            law = laws.Normal(1.0, math.sqrt(NEAR ** (-1 / inputs) - 1))
-        differing = tuple(replace(site, law=law) for site in chosen)
-    drawn = head == "drawn"
-    plan = Sharing(reference, flow, differing, apart, drawn=drawn).plan("adapt", members)
-    plan = replace(plan, frozen=trunk == "frozen", pretrained=True)
-    return _build(reference, plan, apart if drawn else (), None, generator)
+        law = laws.Normal(1.0)
+        chosen = choose_sites(*known[1:], law, law, "hidden", True, False, apart)
+        inputs = max(1, sum(site.kind == "post" for site in chosen))
+        law = laws.Normal(1.0, math.sqrt(NEAR ** (-1 / inputs) - 1))
+        differing = [replace(site, law=law) for site in chosen]
+    more: dict[str, Any] = {"frozen": trunk == "frozen", "drawn": head == "drawn"}
+    more |= {"pretrained": True, "generator": generator}
+    return _embed("adapt", members, known, differing, apart, **more)

@@ -17,17 +17,9 @@ from torch import nn
 
 from embens.embedding.sites import is_within
 from embens.ensemble.layers import is_linear_in_parameters
-from embens.ensemble.plan import (
-    Folding,
-    LowRankSite,
-    OwnTensors,
-    Plan,
-    SharedModule,
-    Site,
-    site_module,
-)
+from embens.ensemble.plan import Folding, LowRankSite, OwnTensors, Plan, SharedModule, Site
 from embens.reading.flow import Call, Flow, mentions
-from embens.reading.layers import NORMS, channels, is_attention, parameter_layers, unknown_layers
+from embens.reading.layers import NORMS, channels, parameter_layers, unknown_layers
 from embens.reading.samples import is_in_place, time_first
 
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -56,17 +48,15 @@ class Sharing:
         self.layers = parameter_layers(reference)
         self.modules = dict(reference.named_modules())
         self.separate, chosen = separate, [""] if separate else list(own)
-        carriers = [(s, site_module(s.layer, self.layers)) for s in self.sites]
-        self.carriers = {name for _, name in carriers}
-        self.post = {name for s, name in carriers if s.kind != "pre"}
-        self.weights = {name for s, name in carriers if isinstance(s, LowRankSite)}
+        self.carriers = {s.layer for s in self.sites}
+        self.post = {s.layer for s in self.sites if s.kind != "pre"}
+        self.weights = {s.layer for s in self.sites if isinstance(s, LowRankSite)}
         self.own: dict[str, OwnTensors] = {}
         for name, module in ((n, m) for n, m in self.modules.items() if is_within(n, chosen)):
             items = (*module._parameters.items(), *module._buffers.items())
             if tensors := tuple(k for k, t in items if t is not None):
                 self.own[name] = OwnTensors(name, tensors, drawn)
-        self.tokens = {s.layer for s in self.sites}
-        self.tokens |= {n for n in self.layers if is_within(n, self.own)}
+        self.tokens = self.carriers | {n for n in self.layers if is_within(n, self.own)}
         self.own_last = drawn and all(is_within(n, chosen) for n in flow.last)
         self.kept: tuple[str, ...] = ()
         self.own = self._own_running(*norms) | self.own
@@ -76,15 +66,11 @@ class Sharing:
         outermost = [n for n in shareable if not is_within(n.rpartition(".")[0], shareable)]
         self.once = {} if separate else {n: shareable[n] for n in outermost}
 
-    def plan(self, family: str, members: int, recompute: bool | None = None) -> Plan:
-        """Return the plan for so many members, and warn of what is not as it should be.
-
-        Whether the code recomputes activations is looked up in it where that is not said.
-        """
+    def plan(self, family: str, members: int) -> Plan:
+        """Return the plan for so many members, and warn of what is not as it should be."""
         for text in self._worries():
             warnings.warn(text, stacklevel=7)
-        if recompute is None:
-            recompute = mentions(self.reference, _is_checkpointing) and not self.separate
+        recompute = mentions(self.reference, _is_checkpointing) and not self.separate
         copies = any(is_in_place(step.name) for step in self.flow.steps) or bool(self.flow.opaque)
         copies = copies or any(getattr(m, "inplace", False) for m in self.modules.values())
         widths, input_channels = self._widths()
@@ -128,7 +114,7 @@ class Sharing:
         if own & {"", *(self.flow.calls[outer].name for outer in call.inside)}:
             return False  # code around it may use what each member has of its own
         differing = {n for n in self.carriers | own if is_within(n, [call.name])}
-        if call.name in self.carriers - self.post and not is_attention(self.modules[call.name]):
+        if call.name in self.carriers - self.post:
             differing.discard(call.name)  # only its output is multiplied
         return not differing
 
@@ -188,7 +174,7 @@ class Sharing:
 
     def _is_border_aware(self, name: str) -> bool:
         """Return whether a module itself can go from common rows to rows for each member."""
-        return name in self.own or (name in self.carriers and not is_attention(self.modules[name]))
+        return name in self.own or name in self.carriers
 
     def folding(self) -> Folding:
         """Return how several members run as one larger batch."""
@@ -212,9 +198,6 @@ class Sharing:
                 unclear.add(f"a hook of {name!r}")
         unclear |= {o for o in self.flow.opaque if not is_within(o, self.once)}
         unclear |= {f"a buffer of {n!r}" for n, _ in self.flow.state.buffers if n in self.own}
-        modulated = self.carriers - self.weights
-        attentions = [n for n in dependent if is_attention(self.modules[n]) and n not in modulated]
-        unclear |= {f"the attention {n!r}" for n in attentions}
         if any(step.reduces for step in outside):
             unclear |= {step.operation for step in outside if step.joins}
         if any(trail.rows not in ("input", "result") for trail in self.flow.outputs):
@@ -269,12 +252,12 @@ class Sharing:
         """Return ``Plan.widths`` and ``Plan.input_channels``."""
         rows = positions = 1
         for name in self.flow.upstream if self.separate else self.tokens:
-            width = max(s or 1 for s in channels(name, self.layers[name]))
+            width = max(s or 1 for s in channels(self.layers[name]))
             if name in self.flow.repeat:
                 rows = max(rows, width)
             else:
                 positions = max(positions, width)
-        takes = [channels(n, self.layers[n])[0] or 1 for n in self.flow.first]
+        takes = [channels(self.layers[n])[0] or 1 for n in self.flow.first]
         return (rows, positions), min(takes, default=1)
 
     def _why_not_collapsible(self) -> str:

@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from embens.checks import check_choice, closest
 from embens.ensemble.layers import is_linear_in_parameters
-from embens.ensemble.lowrank import layer_weight
-from embens.ensemble.plan import LowRankSite, Side, Site, site_module
+from embens.ensemble.plan import LowRankSite, Side, Site
 from embens.laws import Law
-from embens.reading.flow import Flow
-from embens.reading.layers import NORMS, channels, is_attention, parameter_layers
+from embens.reading.attention import Attention
+from embens.reading.flow import Flow, opened
+from embens.reading.layers import NORMS, channels, parameter_layers
 
 Laws = Law | Mapping[str, Law | None] | None
 Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -28,20 +28,16 @@ SIDES: tuple[Side, Side] = ("pre", "post")
 Trainable = bool | Mapping[str, "bool | Mapping[str, bool]"]
 
 
-def check_reference(reference: Any) -> dict[str, nn.Module]:
-    """Return the parameter layers of a reference, or say why it can't be embedded."""
+def check_reference(reference: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """Return a reference with attentions opened and its layers, or why it can't be embedded."""
     if not isinstance(reference, nn.Module):
         raise TypeError(
             f"the reference must be a torch.nn.Module; got {type(reference).__name__}"
             + (". Pass an instance, not the class." if isinstance(reference, type) else "")
         )
-    kind = type(reference).__name__
-    if kind in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
-        raise TypeError(f"embed the module inside {kind} (its .module), then wrap the ensemble")
-    if kind == "OptimizedModule":
-        raise TypeError("embed the module before torch.compile, then compile the ensemble")
-    if any(type(m).__name__.endswith("ScriptModule") for m in reference.modules()):
-        raise TypeError("a TorchScript module can't be embedded; pass the nn.Module it came from")
+    ends = ("DataParallel", "OptimizedModule", "ScriptModule")
+    for kind in (k for m in reference.modules() if (k := type(m).__name__).endswith(ends)):
+        raise TypeError(f"embed the module inside the {kind}, then wrap or compile the ensemble")
     if any(hasattr(m, "shared_parameters") for m in reference.modules()):
         raise TypeError("the reference is, or contains, an ensemble; pass a plain network")
     lazy = [n for n, p in reference.named_parameters() if nn.parameter.is_lazy(p)]
@@ -50,13 +46,14 @@ def check_reference(reference: Any) -> dict[str, nn.Module]:
             f"the reference has parameters without a shape yet ({lazy[0]!r}); call it once on a "
             "batch before embed"
         )
+    reference = opened(reference)
     layers = parameter_layers(reference)
     if not layers:
         raise ValueError(
             "the reference has no parameter layer (Linear, Conv*, ConvTranspose*, Embedding or "
             "attention), so there is nothing to modulate"
         )
-    return layers
+    return reference, layers
 
 
 def is_within(name: str, outer: Iterable[str]) -> bool:
@@ -84,7 +81,7 @@ def _select(
     if isinstance(sites, str) and sites in selections:
         return selections[sites], hidden
     if callable(sites):
-        chosen = {n for n in called if sites(n, _module_of(n, layers))}
+        chosen = {n for n in called if sites(n, layers[n])}
         empty = "the predicate for sites is true of no parameter layer"
     else:
         chosen, empty = set(), "sites is empty: name at least one layer"
@@ -109,13 +106,6 @@ def _select(
 def _listed(given: Any) -> list[Any]:
     """Return one thing, or several, as a list."""
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-
-
-def _module_of(name: str, layers: dict[str, nn.Module]) -> nn.Module:
-    module = layers[name]
-    if is_attention(module) and name.endswith("out_proj"):
-        return module.out_proj  # type: ignore[return-value]
-    return module
 
 
 def _per_site(given: Any, kind: Side, names: list[str], what: str, expected: str) -> dict:
@@ -172,8 +162,8 @@ def choose_sites(
         check_choice("trainable", key, SIDES)
     result = []
     for kind, law in zip(SIDES, (pre, post), strict=True):
-        every = {n: channels(n, layers[n])[kind == "pre"] for n in layers if (n, kind) in selected}
-        sizes = {n: size for n, size in every.items() if size is not None}  # else it takes indices
+        every = {n: channels(layers[n])[kind == "pre"] for n in layers if (n, kind) in selected}
+        sizes = {n: size for n, size in every.items() if size is not None}  # else none
         possible = list(sizes)
         laws = _per_site(law, kind, possible, kind, "a law or None")
         named = [n for n in possible if laws.get(n) is not None]
@@ -187,10 +177,7 @@ def choose_sites(
     if not result and not own:
         why = "pre and post are both None"
         if pre is not None or post is not None:
-            why = (
-                f"sites={sites!r} leaves none for the given laws. The layers are "
-                f"{', '.join(map(repr, layers))}; a network of one layer has no hidden site"
-            )
+            why = f"sites={sites!r} leaves none. A network of one layer has no hidden site"
         raise ValueError(f"no site is modulated: {why}")
     _refuse_bypassed({s.layer for s in result} | mine, layers, flow)
     order = {name: i for i, name in enumerate(layers)}
@@ -221,28 +208,21 @@ def choose_low_rank(
     """
     names = {name for name, _ in _select(sites, layers, flow)[0] if not is_within(name, own)}
     _refuse_bypassed(names, layers, flow)
-    shapes: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in (n for n in layers if n in names):
         layer = layers[name]
-        projection = name.rpartition(".")[2] if is_attention(layer) else ""
-        held = is_attention(layer) or isinstance(layer._parameters.get("weight"), Tensor)
-        if not held or getattr(layer, "max_norm", None) is not None:
+        weight = layer._parameters.get("weight")
+        if weight is None or getattr(layer, "max_norm", None) is not None:
             raise ValueError(
                 f"{name!r} ({type(layer).__name__}) has no weight that a matrix of low rank could "
                 "change (a parametrization? max_norm?); choose sites without it"
             )
-        rows, columns = layer_weight(layer, projection).flatten(1).shape
-        shapes[name] = rows, columns
-    if rank is not None:
-        large = [n for n, shape in shapes.items() if rank <= min(shape)]
-        for name, (rows, columns) in shapes.items():
-            if name not in large:
-                leave_out = f", or leave smaller layers out: sites={large}" if large else ""
-                raise ValueError(
-                    f"rank: {rank} is above the size of {name!r}, a weight of {rows} × {columns}, "
-                    f"which has a rank of at most {min(rows, columns)}. Take a rank of at most "
-                    f"{min(map(min, shapes.values()))} for all these layers{leave_out}."
-                )
+        shapes[name] = tuple(weight.flatten(1).shape)
+        if rank is not None and rank > min(shapes[name]):
+            raise ValueError(
+                f"rank: {rank} is above the size of {name!r}, a weight of {shapes[name]}. Take a "
+                "smaller rank, or choose sites without it."
+            )
     wanted = like.rank if rank is None else rank
     return tuple(replace(like, layer=n, rank=min(wanted, *shape)) for n, shape in shapes.items())
 
@@ -251,8 +231,10 @@ def choose_own(
     own: str | Iterable[str], reference: nn.Module, layers: dict[str, nn.Module], flow: Flow
 ) -> tuple[str, ...]:
     """Return the layers and norm layers that ``own`` stands for, by the names of their modules."""
-    called = {site_module(n, layers) for n in layers if n in flow.upstream}
     modules = dict(reference.named_modules())
+    attentions = [n for n, m in modules.items() if isinstance(m, Attention)]
+    called = {n for n in layers if n in flow.upstream}
+    called |= {n for n in attentions if f"{n}.out_proj".lstrip(".") in called}
     known = [n for n, m in modules.items() if n in called or isinstance(m, NORMS)]
     holders = [n for n in modules if n and any(is_within(k, [n]) for k in known)]
     chosen: set[str] = set()
@@ -260,7 +242,7 @@ def choose_own(
         if not isinstance(pattern, str):
             raise TypeError(f"own must be 'last', or names or wildcards of layers; got {pattern!r}")
         if pattern == "last" and pattern not in modules:
-            chosen.update(site_module(n, layers) for n in flow.last)
+            chosen.update(flow.last)
             continue
         found = [n for n in known if is_within(n, [pattern])] if pattern in holders else []
         found = found or fnmatch.filter(known, pattern)
@@ -280,7 +262,7 @@ def choose_own(
         chosen.update(found)
     for name in chosen:
         inside = [m for m in modules[name].modules() if m is not modules[name]]
-        if inside and not is_attention(modules[name]):
+        if inside and name not in attentions:
             raise ValueError(
                 f"own: {name!r} has a parametrization, so that a member can't have its own; take "
                 "it off with torch.nn.utils.parametrize.remove_parametrizations"
@@ -325,12 +307,12 @@ def choose_first(
         for name in first:
             if calls.count(name) > 1:
                 yield f"its first layer {name!r} is called several times"
-            if is_attention(layers[name]) or not is_linear_in_parameters(layers[name]):
+            if not is_linear_in_parameters(layers[name]):
                 kind = type(layers[name]).__name__
                 yield f"the weights of its first layer {name!r} ({kind}) have no plain sum"
         for name in (*first, *flow.last):
             tied = [h for p in layers[name].parameters() for h in holders[id(p)] if h != name]
-            if not is_attention(layers[name]) and (tied or name in flow.bypassed):
+            if tied or name in flow.bypassed:
                 yield f"{name!r} has its weight in common with {(tied or ['other code'])[0]!r}"
 
     for why in objections():

@@ -51,28 +51,16 @@ def to_onnx(
     path: str | os.PathLike[str],
     example: Any,
     *,
-    batch_axis: int = 0,
     notes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a network to an ONNX file that takes any number of rows, checked with onnxruntime.
 
-    Inputs have the names of the network's arguments. The output is called ``output``; several are
-    ``output_0``, …, or have the keys of a dict.
-
-    Args:
-        network: an ensemble, a member, a collapsed network or any other; exported in evaluation
-            mode, and left as it was.
-        path: the file. If anything fails it is as it was before.
-        example: a batch, a tuple of arguments, or a mapping from the names of arguments.
-        batch_axis: the axis of the rows. Inputs that have as many as the first take any number.
-        notes: what goes into the file's metadata, as JSON.
-
-    Example:
-        >>> import tempfile, embens
-        >>> ensemble = embens.batch_ensemble(embens.networks.mlp(4, 8, 2), members=3)
-        >>> path = Path(tempfile.mkdtemp()) / "member.onnx"
-        >>> embens.to_onnx(ensemble.member(0), path, torch.randn(5, 4)).name
-        'member.onnx'
+    The network is an ensemble, a member, a collapsed network or any other; it is exported in
+    evaluation mode, and left as it was. The example is a batch, a tuple of arguments, or a mapping
+    from their names; tensors with as many rows as the first take any number. Inputs have the names
+    of the arguments. The output is called ``output``; several are ``output_0``, …, or have the keys
+    of a dict. ``notes`` go into the file's metadata, as JSON. If anything fails, the file is as it
+    was before.
     """
     for library in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(library) is None:
@@ -89,14 +77,12 @@ def to_onnx(
         )
     sites = [site for ensemble in ensembles for site in ensemble.plan.sites if site.random]
     if sites:
-        stochastic = sites[0].prior_std is not None
-        instead = "the members at their means, embens.join([ensemble.member(a) for a in range(M)])"
+        means = "Export the means: embens.join([ensemble.member(a) for a in range(M)])."
         raise ValueError(
             "numbers that are drawn anew at each pass can't be exported: a file would keep one "
-            f"draw. {'Export ' + instead if stochastic else 'Use fresh=False for fixed masks'}, or "
-            "export ensemble.member(a)."
+            f"draw. {means if sites[0].prior_std else 'Use fresh=False for fixed masks.'}"
         )
-    between = _BetweenTensors(network, example, batch_axis)
+    between = _BetweenTensors(network, example)
     batches, errors = list(between.batches()), []
     with evaluating(network), torch.no_grad(), _quiet(), ExitStack() as afterwards:
         for ensemble in ensembles:
@@ -115,12 +101,9 @@ def to_onnx(
                 errors.append(error)
             for ensemble in ensembles:
                 ensemble.chunk = 1  # a larger graph, which asks less of the code
-    cause = errors[0]
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
     raise ValueError(
         f"this {type(network).__name__} could not be written as an ONNX file for any number of "
-        "rows: " + str(cause).strip().split("\n\n")[0]
+        "rows: " + str(errors[0].__cause__ or errors[0]).strip().split("\n\n")[0]
     ) from errors[0]
 
 
@@ -130,19 +113,19 @@ class _BetweenTensors(nn.Module):
     What else is in the example stays as it is; what else the network returns is left out.
     """
 
-    def __init__(self, network: nn.Module, example: Any, axis: int):
+    def __init__(self, network: nn.Module, example: Any):
         super().__init__()
-        self.network, self.axis = network, axis
+        self.network = network
         named = isinstance(example, Mapping)
         args = () if named else example if isinstance(example, tuple) else (example,)
         self.signature = _signature(network)
         bound = self.signature.bind(*args, **(example if named else {}))
         self.leaves, self.tree = tree_flatten_with_path(dict(bound.arguments))
         self.tensors = {_name(keys): x for keys, x in self.leaves if isinstance(x, Tensor)}
-        sizes = [x.shape[axis] if x.dim() > axis else 0 for x in self.tensors.values()]
+        sizes = [x.shape[0] if x.dim() else 0 for x in self.tensors.values()]
         if not sizes or not sizes[0]:
             shapes = {name: tuple(x.shape) for name, x in self.tensors.items()}
-            raise ValueError(f"example: expected a row or more along axis {axis}; got {shapes}")
+            raise ValueError(f"example: expected a row or more; got {shapes}")
         self.count, self.is_batch = sizes[0], [size == sizes[0] for size in sizes]
         self.names: list[str] = []
 
@@ -162,13 +145,13 @@ class _BetweenTensors(nn.Module):
         for size in (max(2, self.count), 2 * self.count + 1, 1):
             index = torch.arange(size) % self.count
             yield tuple(
-                x.index_select(self.axis, index.to(x.device)) if mine else x
+                x[index.to(x.device)] if mine else x
                 for x, mine in zip(self.tensors.values(), self.is_batch, strict=True)
             )
 
     def convert(self, batch: tuple[Tensor, ...], rows: Any) -> ModelProto:
         """Return the ONNX model, in which the axis of the rows is dynamic."""
-        shapes = tuple({self.axis: rows} if mine else None for mine in self.is_batch)
+        shapes = tuple({0: rows} if mine else None for mine in self.is_batch)
         program = torch.onnx.export(
             torch.export.export(self, batch, dynamic_shapes=(shapes,)),
             input_names=list(self.tensors),
@@ -177,14 +160,7 @@ class _BetweenTensors(nn.Module):
             verbose=False,
         )
         assert program is not None
-        model = program.model_proto
-        graph = model.graph
-        symbol = graph.input[0].type.tensor_type.shape.dim[self.axis].dim_param
-        for value in (*graph.input, *graph.output, *graph.value_info):
-            for size in value.type.tensor_type.shape.dim:
-                if symbol and size.dim_param:
-                    size.dim_param = re.sub(rf"\b{symbol}\b", "batch", size.dim_param)
-        return model
+        return program.model_proto
 
 
 def _signature(network: nn.Module) -> inspect.Signature:

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from embens.ensemble.layers import Modulation, Once
-from embens.ensemble.run import Run, Unfoldable, Way
+from embens.ensemble.run import Run, Way
+from embens.reading.attention import Unfoldable
 from embens.reading.flow import RANDOM
 from embens.reading.samples import is_in_place, is_row_by_row
 from embens.reading.state import find_state
@@ -28,10 +29,8 @@ from embens.reading.state import find_state
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
 
-TRIALS = 16
-"""After so many shapes of one mode, those between the smallest and the largest are trusted."""
-MODES = 64
-"""With more kinds of arguments than this, members run one after another."""
+TRIALS = 16  # after so many shapes of one mode, those between the extremes are trusted
+MODES = 64  # with more kinds of arguments than this, members run one after another
 LOOKING = frozenset(
     "__bool__ __int__ __float__ __index__ item tolist numpy nonzero unique unique_consecutive "
     "masked_select argwhere equal allclose is_nonzero".split()
@@ -175,19 +174,13 @@ class FoldingChoice:
         trial = Run(ensemble, inputs, run.kwargs, batch=run.batch, chunk=run.chunk)
         still = _Still(0.37 + 0.36 * seed, (inputs, run.kwargs))
         count = min(run.chunk, run.members)
+        each = way is Way.EACH
         devices = {p.device for p in ensemble.parameters() if p.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)), still, trial:
             torch.manual_seed(seed)  # the same fresh masks each time
-            if run.batch == "split":
-                outputs = trial.split_each() if way is Way.EACH else trial.split_folded()
-            elif way is Way.EACH:
-                outputs = trial.each(0, count)
-            else:
-                outputs = trial.folded(0, count, way)
+            outputs = trial.each(0, count) if each else trial.folded(0, count, way)
         self.asks = self.asks or still.asked
-        if (
-            still.looked and way is Way.EACH
-        ):  # no trial can tell what the code does with other values
+        if still.looked and each:  # no trial can tell what the code does with other values
             self.reason = f"the code looks at values ({', '.join(sorted(still.looked))})"
         return outputs, list(ensemble.buffers())
 
@@ -271,10 +264,8 @@ def _agree(each: tuple[Any, list], together: tuple[Any, list]) -> bool | None:
 class _Still(TorchFunctionMode):
     """Takes the chance out of random functions, so that two passes can be compared.
 
-    Attributes:
-        looked: how the code has looked at the values of a tensor, to branch on them perhaps.
-        asked: whether it has only asked if all, or any, numbers of an input are so, which are the
-            same numbers in a batch that repeats its rows.
+    The code may have ``looked`` at the values of a tensor, to branch on them perhaps, or only have
+    ``asked`` if all, or any, numbers of an input are so, the same in a batch that repeats its rows.
     """
 
     _IDENTITIES = frozenset(
@@ -290,8 +281,8 @@ class _Still(TorchFunctionMode):
         self.value, self.asked = value, False
         self.looked: set[str] = set()
         given = [v for v in tree_leaves(inputs) if isinstance(v, Tensor)]
+        # What is made of inputs alone. Of sums: how many numbers; of answers: True.
         self.made: dict[int, tuple[Tensor, Any]] = {id(v): (v, None) for v in given}
-        """What is made of inputs alone. Of sums: how many numbers; of answers: True."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -301,8 +292,6 @@ class _Still(TorchFunctionMode):
             self.looked |= set() if answer else {name}
         if name in self._IDENTITIES:
             return args[0] if args else kwargs["input"]
-        if name == "multi_head_attention_forward":
-            args = (*args[:10], 0.0, *args[11:])  # its probability of dropout
         if name == "scaled_dot_product_attention":
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embens.ensemble.own import Own, call_with
+from embens.reading.layers import spatial_axes
 
 ROOT = 3
 """A member's loss has a weight proportional to this root of its share, as in the paper."""
@@ -52,15 +53,16 @@ class InputHeads(Own):
         """Whether it is the same layer on inputs that are joined along their channels."""
         kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         grouped = getattr(self.module, "groups", 1) != 1
-        return self._batched and isinstance(self.module, kinds) and not grouped
+        return self._plain and isinstance(self.module, kinds) and not grouped
 
     def _join(self, inputs: list[Tensor], blocks: Tensor) -> Tensor:
         layer: Any = self.module
-        x = torch.cat(inputs, -1 - self._spatial)
+        spatial = spatial_axes(layer)
+        x = torch.cat(inputs, -1 - spatial)
         weight, bias = blocks.transpose(0, 1).flatten(1, 2), layer.bias  # (out, member · in, …)
         if hasattr(layer, "effective_parameters"):
             weight, bias = layer.effective_parameters(weight, bias)
-        return (layer._conv_forward if self._spatial else F.linear)(x, weight, bias)
+        return (layer._conv_forward if spatial else F.linear)(x, weight, bias)
 
     def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of the layer with the sum of all blocks, which every member has."""

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
 from embens.ensemble.plan import SharedModule, Site
 from embens.ensemble.run import Run, is_exporting, repeat_rows, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
+from embens.reading.attention import Unfoldable
 from embens.reading.flow import left_over
 from embens.reading.layers import kind_of, modulate_weight, spatial_axes
 
@@ -64,7 +66,7 @@ class Modulation(Individual):
 
     def now(self, run: Run) -> Tensor:
         """Return the numbers of the members that run now, ``(member, feature)``."""
-        if self.fresh or run.given is not None or run.index is not None:
+        if self.fresh or run.given is not None:
             numbers = run.of(self)[""]
         else:  # the usual case, made short
             values = self._parameters.get("values")
@@ -202,12 +204,17 @@ class Modulated(Wrapper):
         if post is not None:
             if self._convolution and self._weights_are_cheaper(run, x):
                 return self._through_weights(run, x)
-            if self._linear and run.count > 1 and run.index is None and x.dim() == 2:
+            if self._linear and run.count > 1 and x.dim() == 2:
                 if not common and not torch.compiler.is_compiling():
                     return self._stacked(run, x)
                 if common and self._heads_are_cheaper(x):
                     return self._through_heads(run, x)
-            x = run.scale(x, post.now(run), self._spatial, common=common)  # type: ignore[operator]
+            if isinstance(x, PackedSequence):
+                if run.count > 1:
+                    raise Unfoldable("a packed sequence has no batch axis")
+                x = x._replace(data=run.scale(x.data, post.now(run), 0, common=False))  # type: ignore[operator]
+            else:
+                x = run.scale(x, post.now(run), self._spatial, common=common)  # type: ignore[operator]
             common = False
         x = layer(x, *args, **kwargs)  # type: ignore[misc]
         if pre is None:
@@ -229,7 +236,7 @@ class Modulated(Wrapper):
 
     def _weights_are_cheaper(self, run: Run, x: Tensor) -> bool:
         weight = self.layer._parameters.get("weight")  # to read a computed one may change it
-        if run.count > 1 or run.index is not None or is_exporting() or weight is None:
+        if run.count > 1 or is_exporting() or weight is None:
             return False
         large = 2 * weight.numel() < x.numel() and x.dtype == weight.dtype
         return large and is_linear_in_parameters(self.layer)
@@ -282,9 +289,14 @@ class Modulated(Wrapper):
             if member is None:
                 raise ValueError(
                     f"a {type(layer).__name__} with hooks, a parametrization or a forward of its "
-                    "own has no mean weight"
+                    "own, or a recurrent one, has no mean weight"
                 )
-            return Scaled(layer, pre, post)
+            if not isinstance(layer, nn.RNNBase):
+                return Scaled(layer, pre, post)
+            for name, weight in layer.named_parameters():
+                if name.startswith("weight_ih_l0"):
+                    weight.data.mul_(post)
+            return layer
         with torch.no_grad():
             weight: Any = modulate_weight(layer, layer.weight, pre, post)  # type: ignore[arg-type]
             bias = getattr(layer, "bias", None)

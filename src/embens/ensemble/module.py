@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from embens.checks import Gamma, check_choice, check_number, check_whole, suggest
 from embens.ensemble import rates, storage
-from embens.ensemble.card import CARD, FILE, card
 from embens.ensemble.export import to_onnx
 from embens.ensemble.folding import FoldingChoice
 from embens.ensemble.heads import InputHeads, draw_shares, weigh
@@ -29,10 +28,11 @@ from embens.ensemble.layers import Modulation, Stochastic
 from embens.ensemble.ntkgp import NTKGP
 from embens.ensemble.own import Own, OwnState, iterates
 from embens.ensemble.plan import Plan
-from embens.ensemble.run import Current, Run, gather
+from embens.ensemble.run import Current, Run
 from embens.ensemble.wrapping import Individual, Wrapper, plain, walk
 from embens.files import write_tensors
 from embens.objective import MOVED, OPTIONS, BatchKind, Criterion, Of, objective
+from embens.reading.attention import Attention
 from embens.reading.flow import left_over
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
@@ -59,7 +59,7 @@ class EmbeddedEnsemble(nn.Module):
         self.individuals: dict[str, Individual] = {}
         slot = 0
         for name, module in walk(network):
-            if isinstance(module, Individual | Wrapper):
+            if isinstance(module, Individual | Wrapper | Attention):
                 module.current = self.current
             if isinstance(module, Individual):
                 self.individuals[name], module.slot = module, slot
@@ -108,19 +108,14 @@ class EmbeddedEnsemble(nn.Module):
     ) -> list[dict[str, Any]]:
         r"""Return the groups for a torch optimizer: shared parameters, modulations, own layers.
 
-        With them one step on :func:`embens.objective` is the paper's; see
-        :mod:`embens.ensemble.rates`.
+        With them one step on :func:`embens.objective` is the paper's (``embens.ensemble.rates``).
 
-        Args:
-            lr: rate :math:`\eta`. That of the shared parameters is multiplied by
-                :math:`\gamma(M)/M`, for optimizers of the Adam kind by :math:`\gamma/\gamma^*`.
-            modulation_lr: rate of the modulations; None: the same.
-            weight_decay: of the shared parameters and of layers of the members' own, in units of
-                ``lr``: what a step takes away does not depend on gamma.
-            gamma: a number (0: nothing shared moves), a function of the number of members, or
-                None for the natural value.
-            optimizer: what the groups are for: a class, or a function from groups to an optimizer.
-            modulation_weight_decay: of the modulations; decay would pull them to the same point.
+        The rate of the shared parameters is ``lr`` times :math:`\gamma(M)/M`, for optimizers of the
+        Adam kind times :math:`\gamma/\gamma^*`; that of modulations is ``modulation_lr`` (None: the
+        same). ``weight_decay`` is of shared parameters and of layers of the members' own, in units
+        of ``lr``: what a step takes away does not depend on gamma. ``gamma`` is a number (0:
+        nothing shared moves), a function of the number of members, or None for the natural value.
+        ``optimizer`` is what the groups are for, a class or a function from groups to an optimizer.
         """
         modulation_lr = lr if modulation_lr is None else modulation_lr
         for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
@@ -176,8 +171,7 @@ class EmbeddedEnsemble(nn.Module):
         with self.run(inputs, kwargs, batch=batch, chunk=chunk) as run:
             if batch == "split":
                 return run.split()
-            chunks = list(run.chunks())
-            outputs = chunks[0] if len(chunks) == 1 else gather(chunks, torch.cat)
+            outputs = run.outputs()
             return outputs if run.shares is None else weigh(outputs, run.shares)
 
     def run(
@@ -189,15 +183,7 @@ class EmbeddedEnsemble(nn.Module):
         chunk: int | None = None,
         cut: bool = False,
     ) -> Run:
-        """Return a pass that is about to begin, for those who look at single members.
-
-        Example:
-            >>> import embens
-            >>> ensemble = embens.batch_ensemble(embens.networks.mlp(4, 8, 2), members=3)
-            >>> with ensemble.run((torch.ones(5, 4),)) as run:
-            ...     run.member(2).shape
-            torch.Size([5, 1])
-        """
+        """Return a pass that is about to begin, for those who look at single members."""
         self._check_batch(inputs, kwargs, batch)
         size = self.chunk_size(inputs or (kwargs,), chunk)
         run = Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
@@ -230,8 +216,8 @@ class EmbeddedEnsemble(nn.Module):
         if self.plan.heads is not None:
             if batch == "split":
                 raise ValueError(
-                    "batch='split' has no meaning here: every row of this network takes an input "
-                    "of each member. Use batch='own' with inputs (member, batch, …)."
+                    "batch='split' has no meaning here: every row takes an input of each member. "
+                    "Use batch='own' with inputs (member, batch, …)."
                 )
             if sum(isinstance(x, Tensor) for x in tree_leaves((inputs, kwargs))) != 1:
                 raise ValueError("a network with a block for each member takes one tensor")
@@ -241,18 +227,14 @@ class EmbeddedEnsemble(nn.Module):
         shapes = [tuple(x.shape) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
         if not shapes:
             raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs")
-        other = [shape for shape in shapes if shape[:1] != (self.members,)]
-        if batch == "own" and other:
+        firsts = {shape[:1] for shape in shapes}
+        if batch == "own" and firsts != {(self.members,)}:
             raise ValueError(
-                f"batch='own' expects inputs of shape ({self.members}, batch, …), one batch for "
-                f"each member; got {other[0]}. For one batch that all members see use "
-                "batch='same', for one that they split 'split'."
+                f"batch='own' expects inputs of shape ({self.members}, batch, …), a batch for each "
+                f"member; got {shapes}. For one batch of all members use batch='same' or 'split'."
             )
-        if batch == "split" and len({s[:1] for s in shapes}) > 1:
-            raise ValueError(
-                "batch='split' expects all tensors to have the same number of rows; got shapes "
-                + ", ".join(map(str, shapes))
-            )
+        if len(firsts) > 1:
+            raise ValueError(f"batch='split' expects the same number of rows; got shapes {shapes}")
 
     # Training
 
@@ -298,15 +280,8 @@ class EmbeddedEnsemble(nn.Module):
         Gives the gradients of ``self.objective(self(x), target).backward()`` with the memory of one
         chunk: what members share is backpropagated once, at the end.
 
-        Args:
-            *inputs_and_target: the reference's inputs, then the target; a tuple or a dict in the
-                place of the inputs has several of them, as for :func:`embens.fit`.
-            criterion: see :func:`embens.objective`.
-            chunk: how many members at a time.
-            **kwargs: passed to the reference.
-
-        Returns:
-            The objective, the sum of the members' losses, detached.
+        Takes the reference's inputs, then the target; a tuple or a dict in the place of the inputs
+        has several of them, as for :func:`embens.fit`. Returns the objective, detached.
         """
         *inputs, target = inputs_and_target
         args, named = self.bind(inputs[0] if len(inputs) == 1 else inputs)
@@ -385,19 +360,8 @@ class EmbeddedEnsemble(nn.Module):
     def subset(self, members: Iterable[int]) -> EmbeddedEnsemble:
         """Return an ensemble of some of the members, which shares no tensor with this one.
 
-        Args:
-            members: which, in their new order. One that comes twice has twice the weight in means.
-                ``plan.subset`` keeps them, as members of the ensemble that was first embedded.
-
-        Example:
-            >>> import embens
-            >>> ensemble = embens.batch_ensemble(embens.networks.mlp(4, 8, 2), members=5)
-            >>> some, x = ensemble.subset([0, 3, -1]), torch.ones(2, 4)
-            >>> torch.allclose(some(x), ensemble(x)[[0, 3, 4]])
-            True
+        They are in the order that is given; one that comes twice has twice the weight in means.
         """
-        if isinstance(members, str) or not isinstance(members, Iterable):
-            raise TypeError(f"members: expected some whole numbers, like [0, 3]; got {members!r}")
         chosen = [self._find(a) for a in members]
         if not chosen:
             raise ValueError("members: expected at least one member; got none")
@@ -421,10 +385,7 @@ class EmbeddedEnsemble(nn.Module):
         return ensemble
 
     def collapse(self) -> nn.Module:
-        """Return one plain network whose output is the mean of the members' outputs.
-
-        Exists where the output is affine in all modulations together: last-layer dropout.
-        """
+        """Return one plain network whose output is the mean of the members' outputs."""
         if self.plan.not_collapsible:
             raise ValueError(
                 f"this ensemble can't be collapsed: {self.plan.not_collapsible}. Only where the "
@@ -433,9 +394,9 @@ class EmbeddedEnsemble(nn.Module):
             )
         return plain(self.network, None)
 
-    def to_onnx(self, path: str | os.PathLike[str], example: Any, *, batch_axis: int = 0) -> Path:
+    def to_onnx(self, path: str | os.PathLike[str], example: Any) -> Path:
         """Write all members to one ONNX file, outputs as here; see :func:`embens.to_onnx`."""
-        return to_onnx(self, path, example, batch_axis=batch_axis)
+        return to_onnx(self, path, example)
 
     def save(self, path: str | os.PathLike[str], *, shared: bool = True) -> None:
         """Write the ensemble to one file, masks and laws included; see :func:`embens.load`.
@@ -464,8 +425,8 @@ class EmbeddedEnsemble(nn.Module):
         shared = not self.plan.frozen if shared is None else shared
         base = base or getattr(getattr(self.network, "config", None), "_name_or_path", "")
         (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
-        self.save(folder / FILE, shared=shared)
-        (folder / CARD).write_text(card(self, base, results or {}, shared))
+        self.save(folder / storage.FILE, shared=shared)
+        (folder / storage.CARD).write_text(storage.card(self, base, results or {}, shared))
 
     def state_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the shared parameters in the state, and everything else in it."""

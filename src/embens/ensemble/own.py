@@ -17,18 +17,17 @@ from torch.utils._pytree import tree_map
 
 from embens.ensemble.layers import is_stock
 from embens.ensemble.plan import OwnTensors
-from embens.ensemble.run import Run, Unfoldable, gather, interleave, together
+from embens.ensemble.run import Run, gather, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
-from embens.reading.layers import spatial_axes
+from embens.reading.attention import Unfoldable
 
 
 class MemberLayer(Wrapper, Individual):
     """A module some of whose tensors depend on the member: a subclass says how.
 
-    A call uses the running members'. Several members of one of torch's own layers run as one
-    batched product (Linear), one grouped convolution, or one lookup (Embedding); anything else
-    runs one member after another. The ``names`` of tensors that depend on the member may lead into
-    modules inside; at the ``border`` the input is still the same for all members.
+    Several members of a Linear layer run as one batched product, of an Embedding as one lookup;
+    anything else runs one member after another. ``names`` are the tensors that depend on the
+    member; at the ``border`` the input is still the same for all members.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str], *, border: bool = False):
@@ -37,12 +36,11 @@ class MemberLayer(Wrapper, Individual):
         self.names = tuple(names)
         self.border = border
         hooked = module._forward_hooks or module._forward_pre_hooks
-        plain = "weight" in self.names and is_stock(module) and not hooked
+        self._plain = "weight" in self.names and is_stock(module) and not hooked
+        self._batched = self._plain and isinstance(module, (nn.Linear, nn.Embedding))
         if isinstance(module, nn.Embedding):
-            plain = plain and module.padding_idx is None and module.max_norm is None
-            plain = plain and not (module.sparse or module.scale_grad_by_freq)
-        self._batched = plain
-        self._spatial = spatial_axes(module)
+            options = (module.max_norm, module.padding_idx, module.sparse or None)
+            self._batched &= options == (None,) * 3 and not module.scale_grad_by_freq
         self.train(module.training)
 
     def inner(self) -> nn.Module:
@@ -55,26 +53,18 @@ class MemberLayer(Wrapper, Individual):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the running members' tensors."""
         run = self.current.run or self.current.get()
-        if run.index is None:
-            if run.count == 1:
-                return self._alone(run, args, kwargs)
-            if self._batched and not kwargs and len(args) == 1 and self._has_rows(args[0]):
-                return self._together(run, args[0])
+        if run.count == 1:
+            return self._alone(run, args, kwargs)
+        least = 1 + isinstance(self.module, nn.Linear)
+        if self._batched and not kwargs and len(args) == 1 and args[0].dim() >= least:
+            return self._together(run, args[0])
         common = self.border and run.common
-        present = run.count if run.index is None else min(run.members, len(run.index))
         outputs = []
-        for a in range(present):
+        for a in range(run.count):
             mine = tree_map(lambda x, a=a: run.rows_of(x, a, common=common), (args, kwargs))
             with run.only(a):
                 outputs.append(self._alone(run, *mine))
-        if run.index is None:
-            return gather(outputs, torch.cat)
-        return gather(outputs, lambda parts: interleave(parts, run.index))  # type: ignore[arg-type]
-
-    def _has_rows(self, x: Tensor) -> bool:
-        if isinstance(self.module, nn.Embedding):
-            return x.dim() > 0
-        return x.dim() == 2 + self._spatial if self._spatial else x.dim() > 1
+        return gather(outputs, torch.cat)
 
     def _alone(self, run: Run, args: tuple, kwargs: dict, method: str = "__call__") -> Any:
         """Call the module, or a method of it, for the one member that runs."""
@@ -96,35 +86,14 @@ class MemberLayer(Wrapper, Individual):
             x = x.expand(run.count, *x.shape) if common else run.apart(x)
             x = x + first.view(-1, *(1,) * (x.dim() - 1))
             return together(F.embedding(x, weight.flatten(0, 1)))
-        if bias is not None:
-            bias = bias.expand(run.count, bias.shape[-1])
-        if self._spatial:
-            return self._convolve(run, x, weight, bias, common=common)
         axes = x.shape[1:-1]
         x = x.flatten(0, -2).expand(run.count, -1, -1) if common else run.apart(x).flatten(1, -2)
         products = torch.bmm(x, weight.mT)  # (member, row, out)
         if bias is not None:
+            bias = bias.expand(run.count, bias.shape[-1])
             products = products + bias.unsqueeze(1).to(products.dtype)
         products = together(products)
         return products.unflatten(0, (-1, *axes)) if axes else products
-
-    def _convolve(
-        self, run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, *, common: bool
-    ) -> Tensor:
-        """Return the outputs of a convolution; the members are its groups."""
-        module: Any = self.module
-        apart = x.expand(run.count, *x.shape) if common else run.apart(x)
-        x, padding = apart.transpose(0, 1).flatten(1, 2), module.padding
-        if module.padding_mode != "zeros" or isinstance(padding, str):
-            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-            x = F.pad(x, module._reversed_padding_repeated_twice, mode)
-            padding = (0,) * self._spatial
-        y = torch.convolution(
-            *(x, weight.flatten(0, 1), None if bias is None else bias.flatten()),
-            *(module.stride, padding, module.dilation),
-            *(module.transposed, module.output_padding, run.count * module.groups),
-        )
-        return together(y.unflatten(1, (run.count, -1)).transpose(0, 1))
 
     def _inner_attribute(self, name: str) -> Any:
         value = getattr(self.module, name)
@@ -132,7 +101,7 @@ class MemberLayer(Wrapper, Individual):
         run = self.current.run if name in self.names or method else None
         if run is None or not run.open:
             return value
-        if run.count > 1 or run.index is not None:
+        if run.count > 1:
             why = Unfoldable(f"the code reads {name!r}, of which every member has its own")
             with run.only(0):
                 return Sealed(torch.empty(0) if method else self.now(run)[name][0], why)
@@ -226,7 +195,7 @@ def call_with(
     """Call a module, or a method of it, with other tensors in place of some of its own.
 
     Unlike ``torch.func.functional_call`` it does not touch the tensors of the module, which other
-    threads may be running; names may lead into modules inside it. What the code assigns stays.
+    threads may be running. What the code assigns stays.
     """
     if torch.compiler.is_compiling() and method == "__call__":
         left = dict(tensors)
@@ -235,9 +204,13 @@ def call_with(
         lent = dict(tensors)
         if not type(module).__module__.startswith("torch."):  # a change of one member's is not
             lent |= {n: t.clone() for n, t in tensors.items() if n in module._buffers}  # all's
-        twin = _twin(module, lent)
+        twin, tables = object.__new__(type(module)), ("_parameters", "_buffers")
+        vars(twin).update(vars(module))
+        for table in tables:
+            mine = getattr(module, table)
+            vars(twin)[table] = {**mine, **{n: t for n, t in lent.items() if n in mine}}
         result = getattr(twin, method)(*args, **kwargs)
-        left, tables = twin._buffers, ("_parameters", "_buffers", "_modules")
+        left = twin._buffers
         vars(module).update({k: v for k, v in vars(twin).items() if k not in tables})
     for name, given in tensors.items():
         new = left.get(name)
@@ -252,21 +225,3 @@ def call_with(
         with torch.no_grad():
             given.copy_(new)
     return result
-
-
-def _twin(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
-    """Return a module that is another but for some tensors."""
-    twin = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
-    parameters, buffers = dict(module._parameters), dict(module._buffers)
-    inside: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        child, _, rest = name.partition(".")
-        if rest:
-            inside.setdefault(child, {})[rest] = tensor
-        else:
-            (parameters if name in parameters else buffers)[name] = tensor  # type: ignore[assignment]
-    children = {n: _twin(module.get_submodule(n), inside[n]) for n in inside}
-    modules = {**module._modules, **children}
-    twin.__dict__.update(_parameters=parameters, _buffers=buffers, _modules=modules)
-    return twin

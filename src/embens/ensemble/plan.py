@@ -16,28 +16,24 @@ from torch import nn
 
 from embens.checks import check_members, closest
 from embens.laws import Law, from_dict
-from embens.reading.layers import PROJECTIONS, channels, is_attention, parameter_layers
+from embens.reading.layers import channels, parameter_layers
 
 Side = Literal["pre", "post"]
 
 
 @dataclass(frozen=True)
 class Site:
-    """One site: where, and what multiplies there.
-
-    ``hidden`` says whether it is one of the paper's hidden sites. With a ``prior_std`` the numbers
-    are drawn around trainable means at every pass; their law is that of the means at the start.
-    """
+    """One site: where, and what multiplies there."""
 
     layer: str
     kind: Side
-    law: Law
+    law: Law  # with a prior_std that of the means at the start
     size: int
     repeat: int = 1
     trainable: bool = True
     fresh: bool = False
-    hidden: bool = True
-    prior_std: float | None = None
+    hidden: bool = True  # whether it is one of the paper's hidden sites
+    prior_std: float | None = None  # of numbers that every pass draws around trainable means
 
     @property
     def random(self) -> bool:
@@ -50,83 +46,51 @@ class OwnTensors:
     """A module of which every member has some tensors of its own.
 
     A norm layer without any is here as well: its batch statistics are those of one member.
-    ``drawn`` says whether they began as draws of their own, rather than as copies.
     """
 
     module: str
     tensors: tuple[str, ...] = ()
-    drawn: bool = False
+    drawn: bool = False  # whether they began as draws of their own, rather than as copies
 
 
 @dataclass(frozen=True)
 class LowRankSite:
-    """A layer whose weights differ between members by a matrix of low rank.
-
-    Attributes:
-        layer: its name.
-        rank: of the matrix.
-        kind: whether it multiplies the weight, entry by entry and added to 1, or is added to it.
-        scale: the size of the members' deviations at the start, relative to the weights.
-    """
+    """A layer whose weights differ between members by a matrix of low rank."""
 
     layer: str
     rank: int
     kind: Literal["multiplicative", "additive"]
-    scale: float = 0.0
+    scale: float = 0.0  # of the members' deviations at the start, relative to the weights
 
 
 @dataclass(frozen=True)
 class SharedModule:
-    """A module whose output is the same for all members and computed once.
-
-    Attributes:
-        module: its name.
-        random: whether something random comes before it or lies in it, so that in training mode
-            members differ after all.
-        keep: whether anything but other shared modules uses its output.
-        repeat: whether code that runs for all members at once uses its output, which is then
-            repeated for each of them.
-    """
+    """A module whose output is the same for all members and computed once."""
 
     module: str
-    random: bool = False
-    keep: bool = True
-    repeat: bool = False
+    random: bool = False  # something random is before or in it: members differ in training mode
+    keep: bool = True  # whether anything but other shared modules uses its output
+    repeat: bool = False  # code that runs for all members at once uses it, so it is repeated
 
 
 @dataclass(frozen=True)
 class Folding:
-    """How several members can run as one larger batch.
+    """How several members can run as one larger batch."""
 
-    Attributes:
-        impossible: why they can't; empty where they can.
-        unclear: the operations that may mix samples; empty where it is known that none does.
-        unclear_before: the same among what members share, if it is repeated for each of them.
-        shares: whether what members share can stay as it is up to the first modulations, the
-            ``border``; otherwise the inputs are repeated for each member.
-        border: the modules whose input is still the same for all members.
-    """
-
-    impossible: str = ""
-    unclear: tuple[str, ...] = ()
-    unclear_before: tuple[str, ...] = ()
-    shares: bool = False
-    border: tuple[str, ...] = ()
+    impossible: str = ""  # why they can't
+    unclear: tuple[str, ...] = ()  # the operations that may mix samples
+    unclear_before: tuple[str, ...] = ()  # the same among what members share, if it is repeated
+    shares: bool = False  # what members share can stay as it is up to the first modulations:
+    border: tuple[str, ...] = ()  # the modules whose input is still the same for all members
 
 
 @dataclass(frozen=True)
 class Heads:
-    """How a network takes an input of each member at once; its last layers are members' own.
+    """How a network takes an input of each member at once; its last layers are members' own."""
 
-    Attributes:
-        first: the layers with a block of weights for every member.
-        repetition: the fraction of rows in training that are the same for all members.
-        mix: the concentration of the members' shares in training; None: all are 1.
-    """
-
-    first: tuple[str, ...]
-    repetition: float = 0.0
-    mix: float | None = None
+    first: tuple[str, ...]  # the layers with a block of weights for every member
+    repetition: float = 0.0  # the fraction of rows in training that are the same for all members
+    mix: float | None = None  # the concentration of members' shares in training; None: all are 1
 
 
 @dataclass(frozen=True)
@@ -139,52 +103,28 @@ class Subset:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that makes an ensemble out of a reference network.
+    """Everything that makes an ensemble out of a reference network."""
 
-    Attributes:
-        family: the function that made it.
-        members: how many.
-        sites: where they differ.
-        low_rank: layers in which they differ by matrices of low rank.
-        frozen: whether what they share is not trained.
-        pretrained: whether the reference was trained before, and members begin near it.
-        own: modules with tensors of each member's own.
-        own_last: whether all last layers are, drawn for each member.
-        shared: modules computed once for all members.
-        state: attributes that the code keeps from one call to the next, for each member.
-        separate: whether members share nothing: they are networks of their own.
-        folding: how several members run at once.
-        random: whether code draws random numbers before the first modulation.
-        copies: whether code may change what members share in place, so that each gets a copy.
-        not_collapsible: why the ensemble mean is not one plain network; empty where it is.
-        recompute: whether the reference recomputes activations in the backward pass.
-        widths: the widest modulated input or output that has one row for each sample, and the
-            widest that has one for each position (pixel, time) of the input.
-        input_channels: numbers at one position of the input.
-        heads: how members' inputs are summed, in networks that run once for all of them.
-        subset: of which members of another ensemble it was made; None: its members were drawn.
-    """
-
-    family: str
+    family: str  # the function that made it
     members: int
     sites: tuple[Site, ...] = ()
     low_rank: tuple[LowRankSite, ...] = ()
-    frozen: bool = False
-    pretrained: bool = False
+    frozen: bool = False  # whether what members share is not trained
+    pretrained: bool = False  # the reference was trained before, and members begin near it
     own: tuple[OwnTensors, ...] = ()
-    own_last: bool = False
+    own_last: bool = False  # whether all last layers are members' own, drawn for each
     shared: tuple[SharedModule, ...] = ()
-    state: tuple[str, ...] = ()
-    separate: bool = False
+    state: tuple[str, ...] = ()  # attributes that the code keeps from call to call, for each member
+    separate: bool = False  # whether members are networks of their own
     folding: Folding = Folding()
-    random: bool = False
-    copies: bool = False
-    not_collapsible: str = ""
-    recompute: bool = False
-    widths: tuple[int, int] = (0, 0)
-    input_channels: int = 1
+    random: bool = False  # whether code draws random numbers before the first modulation
+    copies: bool = False  # code may change what members share in place, so that each gets a copy
+    not_collapsible: str = ""  # why the ensemble mean is not one plain network
+    recompute: bool = False  # whether activations are recomputed in the backward pass
+    widths: tuple[int, int] = (0, 0)  # the widest layer by samples, and the widest by positions
+    input_channels: int = 1  # numbers at one position of the input
     heads: Heads | None = None
-    subset: Subset | None = None
+    subset: Subset | None = None  # of which members of another ensemble it was made
 
     @property
     def drawn(self) -> int:
@@ -224,12 +164,12 @@ class Plan:
         return {**asdict(self), "sites": sites}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], laws: Iterable[type[Law]] = ()) -> Plan:
-        """Return the plan that :meth:`to_dict` gave; ``laws`` are those that can't be found."""
-        data = {key: value for key, value in data.items() if key != "overwriting"}  # no longer
-        data["sites"] = [Site(**{**s, "law": from_dict(s["law"], laws)}) for s in data["sites"]]
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """Return the plan that :meth:`to_dict` gave."""
+        data = dict(data)
+        data["sites"] = [Site(**{**s, "law": from_dict(s["law"])}) for s in data["sites"]]
         data["own"] = [OwnTensors(**_with_tuples(o)) for o in data["own"]]
-        data["low_rank"] = [LowRankSite(**s) for s in data.get("low_rank", ())]
+        data["low_rank"] = [LowRankSite(**s) for s in data["low_rank"]]
         data["shared"] = [SharedModule(**s) for s in data["shared"]]
         data["folding"] = Folding(**_with_tuples(data["folding"]))
         for name, kind in (("heads", Heads), ("subset", Subset)):
@@ -262,20 +202,13 @@ class Plan:
                 )
         each = sum(site.size for site in self.sites if not site.fresh)
         for site in self.sites:
-            takes, gives = channels(site.layer, layers[site.layer])
-            expected = {"pre": gives, "post": takes}.get(site.kind)
-            if not isinstance(site.law, Law) or site.size * site.repeat != expected:
+            expected = channels(layers[site.layer])[site.kind == "pre"]
+            if site.size * site.repeat != expected:
                 raise ValueError(
-                    f"the header's {site.kind!r} site of {site.layer!r} has {site.size} × "
-                    f"{site.repeat} numbers; the reference's layer needs {expected}, which is "
-                    "another shape"
+                    f"the {site.kind} site of {site.layer!r} has {site.size} × {site.repeat} "
+                    f"numbers; the reference's layer needs {expected}, which is another shape"
                 )
-        for name, tensors in ((o.module, o.tensors) for o in self.own):
-            present = {**modules[name]._parameters, **modules[name]._buffers}
-            for tensor in tensors:
-                if tensor not in present:
-                    raise ValueError(f"{name!r} in the reference has no tensor {tensor!r}")
-                each += present[tensor].numel()
+        each += sum(getattr(modules[o.module], t).numel() for o in self.own for t in o.tensors)
         if self.members * max(each, 1) > numbers:
             raise ValueError(
                 f"header and tensors disagree on the number of members: {self.members} have "
@@ -285,11 +218,3 @@ class Plan:
 
 def _with_tuples(data: dict[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-
-
-def site_module(name: str, layers: dict[str, nn.Module]) -> str:
-    """Return the name of the module that carries a site: an attention for its projections."""
-    owner, _, projection = name.rpartition(".")
-    if is_attention(layers[name]) and projection in PROJECTIONS:
-        return owner
-    return name

@@ -10,20 +10,16 @@ is plain gradient descent with the rate :math:`\eta\gamma/M` and the decay :math
 for the shared parameters, with any momentum.
 
 **Optimizers of the Adam kind** take the same step for a gradient and for any multiple of it, so
-their rate can't be :math:`\eta\gamma/M`: that would be :math:`1/M` of the pace for the mean
-gradient. Where the members' gradients :math:`g_a` have the same size and the pairwise cosine
-:math:`r`, a step of SGD changes a member's loss by
+their rate can't be :math:`\eta\gamma/M`. Where the members' gradients :math:`g_a` have one size and
+the pairwise cosine :math:`r`, a step of SGD changes a member's loss by
 
 .. math::
     -\eta \frac{\gamma}{M} \Big\langle g_a, \sum_b g_b \Big\rangle
     = -\eta \frac{\gamma}{\gamma^*} |g|^2, \qquad \gamma^* = \frac{M}{1 + (M-1) r} ,
 
 so :math:`\gamma` is the pace :math:`\gamma/\gamma^*` relative to the natural one, and so it is for
-them with the rate :math:`\eta\gamma/\gamma^*`. A step of given size serves all members at once, so
-each still learns more slowly than the reference would, by a factor between
-:math:`1/\sqrt{\gamma^*}` and 1. Their decay: AdamW multiplies it by the rate, so it is
-:math:`\lambda\gamma^*/\gamma`; Adam adds it to the gradient, so that it is
-:math:`\lambda M/\gamma`, the ratio to the summed gradient that SGD has.
+them with the rate :math:`\eta\gamma/\gamma^*`. AdamW multiplies its decay by the rate, so it is
+:math:`\lambda\gamma^*/\gamma`; Adam adds it to the gradient, so it is :math:`\lambda M/\gamma`.
 
 Every group has its factor of the rate as ``gamma_factor``, for code that sets rates itself.
 """
@@ -65,16 +61,10 @@ def shared_factors(
 
 
 class Kind(NamedTuple):
-    """What an optimizer does with the size of a gradient, and with decay.
+    """What an optimizer does with the size of a gradient, and with decay."""
 
-    Attributes:
-        scale_free: it takes the same steps for a gradient and for any multiple of it.
-        decoupled: its decay is multiplied by the rate alone, not added to the gradient; said of
-            scale-free ones, because for the others it is the same.
-    """
-
-    scale_free: bool
-    decoupled: bool
+    scale_free: bool  # it takes the same steps for a gradient and for any multiple of it
+    decoupled: bool  # of these: its decay is multiplied by the rate, not added to the gradient
 
 
 def kind_of(optimizer: MakeOptimizer) -> Kind:

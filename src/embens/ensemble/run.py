@@ -24,14 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from embens.ensemble.shared import SharedResults
 from embens.objective import BatchKind
+from embens.reading.attention import Unfoldable
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
     from embens.ensemble.wrapping import Individual
-
-
-class Unfoldable(RuntimeError):
-    """Several members can't run as one batch here; they can one by one."""
 
 
 class Entered(Exception):
@@ -58,9 +55,8 @@ class Current(threading.local):
         if self.run is None:
             raise RuntimeError(
                 "a modulated layer was called outside a pass of its ensemble, so there is no "
-                "member to run it for. Call the ensemble, or take ensemble.member(a). If the "
-                "reference recomputes activations (torch.utils.checkpoint), pass "
-                "recompute=True to embed."
+                "member to run it for. Call the ensemble, or take ensemble.member(a). Where "
+                "activations are recomputed, let the code of a module call torch.utils.checkpoint."
             )
         return self.run
 
@@ -94,7 +90,6 @@ class Run:
         self.chunk, self.cut, self.open = chunk, cut, False
         self.start, self.count = 0, 1  # the first member that runs now, and how many
         self.rows = 0  # how many samples a member has in a folded chunk
-        self.index: Tensor | None = None  # the member of each row, in a batch that members split
         self.common = False  # rows are the input's up to the first modulations, not each member's
         self.given: Sequence[Tensor] | None = None  # numbers in the place of a member's own
         self.fresh: dict[int, Tensor] = {}  # numbers that this pass has drawn, by slot
@@ -180,32 +175,21 @@ class Run:
         return stacks
 
     def of(self, module: Individual) -> dict[str, Tensor]:
-        """Return a module's tensors by name for the members that run now, ``(member, …)``.
-
-        In a batch that members split: one for each row.
-        """
+        """Return a module's tensors by name for the members that run now, ``(member, …)``."""
         if self.given is not None:
             return dict(zip(module.tensors(), self.given[module.slot :], strict=False))
         stacks = self._stacks(module)
-        if self.index is not None:
-            return {name: stack.index_select(0, self.index) for name, stack in stacks.items()}
         if self.count == self.members:
             return stacks
         return {name: stack.narrow(0, self.start, self.count) for name, stack in stacks.items()}
 
     def scale(self, x: Tensor, numbers: Tensor, spatial: int, *, common: bool) -> Tensor:
-        """Multiply every member's rows by its numbers; they never change the dtype.
+        """Multiply every member's rows by its numbers, ``(member, feature)``; the dtype stays.
 
-        Args:
-            x: features after the batch, at the end but for ``spatial`` axes.
-            numbers: ``(member, feature)``, of the members that run now.
-            spatial: how many axes follow the features.
-            common: whether the rows of x are the same for all members, in this pass.
+        ``spatial`` axes of x follow its features; ``common`` rows are the same for all members.
         """
         if numbers.dtype is not x.dtype:
             numbers = numbers.to(x.dtype)
-        if self.index is not None:
-            return x * self._by_row(x, numbers, spatial)
         axes = x.dim()
         if self.count == 1:
             if spatial or axes == 1:
@@ -222,14 +206,6 @@ class Run:
             return together(x * numbers)
         return together(self.apart(x) * numbers)
 
-    def _by_row(self, x: Tensor, numbers: Tensor, spatial: int) -> Tensor:
-        rows, features = numbers.shape
-        if x.dim() < 2 + spatial or len(x) % rows:
-            raise Unfoldable("an input has no batch axis")
-        if len(x) != rows:
-            numbers = numbers.repeat_interleave(len(x) // rows, 0)
-        return numbers.view(len(x), *(1,) * (x.dim() - 2 - spatial), features, *(1,) * spatial)
-
     def apart(self, x: Tensor) -> Tensor:
         """Return ``(member, row, …)`` for the rows of all members that run now.
 
@@ -243,21 +219,19 @@ class Run:
         """Return the rows of one of the members that run now, of a tensor."""
         if not isinstance(value, Tensor) or not value.dim() or common:
             return value
-        groups = self.count if self.index is None else len(self.index)
-        if value.shape[0] % groups:
+        if value.shape[0] % self.count:
             raise Unfoldable("a module of each member's own takes a tensor without rows")
-        apart = value.unflatten(0, (groups, -1))
-        return apart.select(0, a) if self.index is None else apart[a :: self.members].flatten(0, 1)
+        return value.unflatten(0, (self.count, -1)).select(0, a)
 
     @contextmanager
     def only(self, a: int) -> Iterator[None]:
         """Let one of the members that run now run alone."""
-        start, count, index = self.start, self.count, self.index
-        self.start, self.count, self.index = (a if index is not None else start + a), 1, None
+        start, count = self.start, self.count
+        self.start, self.count = start + a, 1
         try:
             yield
         finally:
-            self.start, self.count, self.index = start, count, index
+            self.start, self.count = start, count
 
     # Members
 
@@ -332,33 +306,19 @@ class Run:
         single = isinstance(outputs, Tensor)
         return unfold(outputs) if single else tree_map_only(Tensor, unfold, outputs)
 
+    def outputs(self) -> Any:
+        """Return the outputs of all members, members first."""
+        chunks = list(self.chunks())
+        return chunks[0] if len(chunks) == 1 else gather(chunks, torch.cat)
+
     def split(self) -> Any:
         """Return the outputs of a batch whose row i belongs to member i mod M."""
-        alone = self.members == 1 or batch_size(self.inputs) == 0
-        if alone or self.ensemble.folding.choose(self) is Way.EACH:
-            return self.split_each()
-        try:
-            return self.split_folded()
-        except (RuntimeError, ValueError, TypeError) as error:
-            if torch.compiler.is_compiling():
-                raise
-            outputs = self.split_each()
-            self.ensemble.folding.refuse(error)
-            return outputs
-
-    def split_folded(self) -> Any:
-        """Run the rows of all members together, each with its member's numbers."""
-        x = next(v for v in tree_leaves(self.inputs) if isinstance(v, Tensor))
-        self.index = torch.arange(len(x), device=x.device).remainder(self.members)
-        self.count = self.members
-        try:
-            return self._call(self.inputs, self.kwargs)
-        finally:
-            self.index = None
-
-    def split_each(self) -> Any:
-        """Run the rows of one member after another."""
         members, rows = self.members, batch_size(self.inputs)
+        named = any(isinstance(x, Tensor) for x in tree_leaves(self.kwargs))
+        if rows and rows % members == 0 and not named:  # members have as many rows each
+            self.batch, deal = "own", lambda x: x.unflatten(0, (-1, members)).transpose(0, 1)
+            self.inputs = tree_map_only(Tensor, deal, self.inputs)
+            return tree_map_only(Tensor, lambda x: together(x.transpose(0, 1)), self.outputs())
 
         def alone(a: int) -> Any:
             mine = tree_map_only(
@@ -368,9 +328,12 @@ class Run:
             )
             return self._alone(a, *mine)
 
-        outputs = [alone(a) for a in range(max(1, min(members, rows)))]
-        index = torch.arange(rows).remainder(members)
-        return gather(outputs, lambda parts: interleave(parts, index.to(parts[0].device)))
+        def interleave(parts: list[Tensor]) -> Tensor:
+            order = torch.arange(rows).remainder(members).argsort(stable=True).argsort()
+            joined = torch.cat(parts).unflatten(0, (rows, -1)) if rows else parts[0][:, None]
+            return joined.index_select(0, order.to(joined.device)).flatten(0, 1)
+
+        return gather([alone(a) for a in range(max(1, min(members, rows)))], interleave)
 
     def _call(self, inputs: tuple, kwargs: dict) -> Any:
         if self.results is not None:
@@ -420,9 +383,11 @@ class Run:
 
         What members share is computed in the first chunk and, with ``cut``, backpropagated last.
         """
+        known = 0
         for outputs in self.chunks():
-            loss = loss_of(outputs)
-            loss.backward(retain_graph=self.results is not None and self.results.meet(loss))
+            cuts = [] if self.results is None else self.results.cuts
+            loss_of(outputs).backward(retain_graph=len(cuts) > known)  # what is behind new cuts
+            known = len(cuts)
         if self.results is not None:
             self.results.backward()
 
@@ -467,12 +432,3 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
     if isinstance(outputs[0], Tensor):
         return join(list(outputs))
     return tree_map(lambda x, *more: join([x, *more]) if isinstance(x, Tensor) else x, *outputs)
-
-
-def interleave(parts: list[Tensor], index: Tensor) -> Tensor:
-    """Put the rows of members, one member after another, back where they were in the batch."""
-    order = index.argsort(stable=True).argsort()
-    rows = torch.cat(parts)
-    if len(rows) == len(index):
-        return rows.index_select(0, order)
-    return rows.unflatten(0, (len(index), -1)).index_select(0, order).flatten(0, 1)

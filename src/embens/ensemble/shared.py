@@ -25,8 +25,7 @@ class SharedResults:
         self.copies = copies
         self.found: dict[tuple[int, int], Any] = {}
         self.counts: dict[int, int] = {}
-        self.edges: list[tuple[Tensor, Tensor]] = []
-        self.met = 0
+        self.cuts: list[list[tuple[Tensor, Tensor]]] = []  # results, and the leaves in their place
 
     def restart(self) -> None:
         """Begin the next chunk."""
@@ -42,53 +41,29 @@ class SharedResults:
             if not once.keep:
                 self.found[key] = None
                 return result
-            self.found[key] = tree_map_only(Tensor, self._leaf, result) if self.cut else result
+            self.found[key] = self._cut(result) if self.cut else result
         elif not once.keep:  # used by shared modules only, which won't look at it
             return next(v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))
         result = self.found[key]
         return tree_map_only(Tensor, Tensor.clone, result) if self.copies else result
 
-    def _leaf(self, value: Tensor) -> Tensor:
-        if not value.requires_grad:
-            return value
-        leaf = value.detach().requires_grad_()
-        self.edges.append((value, leaf))
-        return leaf
+    def _cut(self, result: Any) -> Any:
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def leaf(value: Tensor) -> Tensor:
+            if not value.requires_grad:
+                return value
+            pairs.append((value, value.detach().requires_grad_()))
+            return pairs[-1][1]
+
+        result = tree_map_only(Tensor, leaf, result)
+        self.cuts.append(pairs)
+        return result
 
     def backward(self) -> None:
-        """Backpropagate what the chunks left at the cuts, each part of the graph once."""
-        needs = {
-            id(leaf): {id(n.variable) for n in _nodes_before(value) if hasattr(n, "variable")}
-            for value, leaf in self.edges
-        }  # the leaves that each value was computed from
-        waiting = list(self.edges)
-        while waiting:
-            later = {n for _, leaf in waiting for n in needs[id(leaf)]}
-            ready = [edge for edge in waiting if id(edge[1]) not in later]
-            waiting = [edge for edge in waiting if id(edge[1]) in later]
-            ready = [(value, leaf.grad) for value, leaf in ready if leaf.grad is not None]
-            if ready:
+        """Backpropagate what the chunks left at the cuts, later results before earlier ones."""
+        for cut in reversed(self.cuts):
+            ready = [(value, leaf.grad) for value, leaf in cut if leaf.grad is not None]
+            if ready:  # code outside of shared modules may lie behind several of the cuts
                 values, gradients = zip(*ready, strict=True)
-                # Code outside of shared modules may lie behind several of the cuts.
-                torch.autograd.backward(values, gradients, retain_graph=bool(waiting))
-
-    def meet(self, losses: Tensor) -> bool:
-        """Return whether losses and new cut results share a part of the graph that is freed."""
-        if len(self.edges) == self.met:
-            return False
-        self.met = len(self.edges)
-        common = set().union(*(_nodes_before(value) for value, _ in self.edges))
-        common &= _nodes_before(losses)
-        return any(not node.name().endswith("AccumulateGrad") for node in common)
-
-
-def _nodes_before(value: Tensor) -> set[Any]:
-    """Return the nodes of the graph behind a value."""
-    seen: set[Any] = set()
-    nodes = [value.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes.extend(parent for parent, _ in node.next_functions)
-    return seen
+                torch.autograd.backward(values, gradients, retain_graph=True)

@@ -9,14 +9,20 @@ reference's weights as well.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from embens.files import Format, Refused, checksum
 
+if TYPE_CHECKING:
+    from embens.ensemble.module import EmbeddedEnsemble
+
 FORMAT = Format("embens ensemble", 3)
+FILE, CARD = "ensemble.safetensors", "README.md"
 
 
 def check_shared(name: str, found: dict[str, str], shared: Mapping[str, Tensor]) -> None:
@@ -43,18 +49,44 @@ def check_tensors(name: str, found: Mapping[str, Tensor], expected: Mapping[str,
     for extra in found.keys() - expected.keys():
         raise Refused(f"{name} has a tensor {extra!r}, which the reference has no place for")
     for key, tensor in expected.items():
-        mine, theirs = ((tuple(t.shape), t.dtype) for t in (tensor, found[key]))
-        if mine[0] != theirs[0]:
+        mine, theirs = tuple(tensor.shape), tuple(found[key].shape)
+        if mine != theirs:
             raise Refused(
-                f"{name}: {key!r} has shape {theirs[0]}, the reference needs {mine[0]}; pass a "
-                "reference of the architecture that was saved"
+                f"{name}: {key!r} has shape {theirs}, the reference needs {mine}; pass a reference "
+                "of the architecture that was saved"
             )
-        if mine[1] != theirs[1]:
+        if (kind := found[key].dtype) != tensor.dtype:
             raise Refused(
-                f"{name}: {key!r} is of {theirs[1]}, in the reference it is of {mine[1]}; pass the "
-                f"reference in the type that was saved, as by reference.to({theirs[1]}), and "
-                "convert the ensemble afterwards"
+                f"{name}: {key!r} is of {kind}, in the reference it is of {tensor.dtype}; pass "
+                f"reference.to({kind}), and convert the ensemble afterwards"
             )
     broken = [key for key, tensor in found.items() if tensor.isnan().any()]
     if broken:
         warnings.warn(f"{name} was saved with NaN in {', '.join(broken[:5])}", stacklevel=3)
+
+
+def card(ensemble: EmbeddedEnsemble, base: str, results: Mapping[str, float], whole: bool) -> str:
+    """Return what an ensemble in a folder is, for people and for hubs; is its file ``whole``?"""
+    plan, network = ensemble.plan, type(ensemble.network).__name__
+    kinds = [repr(s.law) for s in plan.sites] + [f"rank {s.rank}, {s.kind}" for s in plan.low_rank]
+    kinds += [f"own {o.module!r}" for o in plan.own]
+    own, common = (
+        sum(p.numel() for p in parameters)
+        for parameters in (ensemble.individual_parameters(), ensemble.shared_parameters())
+    )
+    where = "in the file" if whole else f"not in the file: those of {base or 'the reference'}"
+    rows = {"family": plan.family, "members differ by": ", ".join(dict.fromkeys(kinds))}
+    rows |= {"their own numbers": f"{own:,}", "shared parameters": f"{common:,}, {where}"}
+    return "\n".join(
+        [
+            *("---", "library_name: embens", f"tags: [ensemble, uncertainty, {plan.family}]"),
+            *([f"base_model: {json.dumps(base)}"] if base else []),
+            *("---", "", f"# {plan.members} members in one {network}", "", "| | |", "|---|---|"),
+            *(f"| {name} | {value} |" for name, value in {**rows, **results}.items()),
+            *("", "```python", "import embens", ""),
+            f"reference = ...  # a {network}"
+            + ("" if whole else f" with the weights of {base or 'the trained network'}"),
+            "ensemble = embens.load(folder, reference)  # this folder",
+            *("prediction = embens.predict(ensemble, inputs)", "```", ""),
+        ]
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from embens.ensemble import storage
-from embens.ensemble.attention import ModulatedAttention
-from embens.ensemble.card import FILE
 from embens.ensemble.heads import InputHeads
 from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.ntkgp import NTKGP
 from embens.ensemble.own import Own
-from embens.ensemble.plan import LowRankSite, Plan, site_module
-from embens.ensemble.recurrent import ModulatedRecurrent
+from embens.ensemble.plan import Plan
 from embens.files import read_tensors, refusing
-from embens.laws import Law
-from embens.reading.flow import disable_fast_paths, left_over
+from embens.reading.flow import left_over, opened
 from embens.reading.layers import parameter_layers
 
 
@@ -37,18 +32,13 @@ def operate(
 ) -> EmbeddedEnsemble:
     """Return the ensemble that a plan makes of a reference, which is not changed."""
     modules, layers = dict(reference.named_modules()), parameter_layers(reference)
-    modulations: dict[str, dict[str, Modulation]] = {}  # by module, then by projection and side
-    low_rank: dict[str, dict[str, LowRankSite]] = {}
-    for site in (*plan.sites, *plan.low_rank):
-        owner = site_module(site.layer, layers)
-        projection = site.layer[len(owner) :].lstrip(".")
-        if isinstance(site, LowRankSite):
-            low_rank.setdefault(owner, {})[projection] = site
-            continue
+    modulations: dict[str, dict[str, Modulation]] = {}  # by layer, then by side
+    low_rank = {site.layer: site for site in plan.low_rank}
+    for site in plan.sites:
         kind = Modulation if site.prior_std is None else Stochastic
         drawn = kind(site, plan.members, next(layers[site.layer].parameters()), generator)
         drawn.drawn = plan.drawn
-        modulations.setdefault(owner, {})[f"{projection}_{site.kind}".lstrip("_")] = drawn
+        modulations.setdefault(site.layer, {})[site.kind] = drawn
     own = {o.module: o for o in plan.own}
     shared = {s.module: s for s in plan.shared}
     border = set(plan.folding.border)
@@ -67,43 +57,28 @@ def operate(
             copied = LowRank(copied, low_rank[name], plan.members, **place)
         if name in shared:
             copied = Once(copied, shared[name])
-        if mine and isinstance(module, nn.MultiheadAttention):
-            copied = ModulatedAttention(copied, mine)  # type: ignore[arg-type]
-        elif mine:
-            kind = ModulatedRecurrent if isinstance(module, nn.RNNBase) else Modulated
-            copied = kind(copied, mine.get("pre"), mine.get("post"), border=name in border)
+        if mine:
+            copied = Modulated(copied, mine.get("pre"), mine.get("post"), border=name in border)
         memo[id(module)] = copied
     network = copy.deepcopy(reference, memo)
-    disable_fast_paths(network)
     ensemble = EmbeddedEnsemble(network, plan)
     for parameter in ensemble.shared_parameters() if plan.frozen else ():
         parameter.requires_grad_(False)
     return ensemble
 
 
-def load(
-    path: str | os.PathLike[str],
-    reference: nn.Module,
-    *,
-    laws: Iterable[type[Law]] = (),
-) -> EmbeddedEnsemble:
-    """Read an ensemble that :meth:`EmbeddedEnsemble.save` wrote.
+def load(path: str | os.PathLike[str], reference: nn.Module) -> EmbeddedEnsemble:
+    """Read an ensemble from a file, or from a folder of :meth:`EmbeddedEnsemble.save_pretrained`.
 
-    A file with another checksum, or of other shapes or types than the reference's, is refused; NaN
-    in it is warned of.
-
-    Args:
-        path: the file, or the folder that :meth:`EmbeddedEnsemble.save_pretrained` wrote.
-        reference: a network of the same architecture and type, which is not changed. Its weights
-            are used where the file was written with ``shared=False``, and have to be the same then.
-        laws: classes of laws that are defined nowhere yet, or that share a name with others.
+    The reference is a network of the same architecture and type, which is not changed; its weights
+    are used where the file was written with ``shared=False``, and have to be the same then. A file
+    with another checksum, or of other shapes or types, is refused; NaN in it is warned of.
     """
-    path = Path(path) / FILE if Path(path).is_dir() else path
+    path = Path(path) / storage.FILE if Path(path).is_dir() else path
     header, tensors = read_tensors(path, storage.FORMAT)
     with refusing(path):
-        plan = Plan.from_dict(header["plan"], laws)
-        if plan.family == "bayesian":
-            reference = NTKGP(reference)
+        plan = Plan.from_dict(header["plan"])
+        reference = NTKGP(reference) if plan.family == "bayesian" else opened(reference)
         plan.check(reference, sum(t.numel() for t in tensors.values()))
         ensemble = operate(reference, plan)
         if "shared" in header:

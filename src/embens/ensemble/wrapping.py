@@ -13,21 +13,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from embens.ensemble.run import Current
-from embens.reading.flow import left_over
+from embens.reading.attention import Attention
+from embens.reading.flow import copy_structure, left_over
 
 
 class Individual(nn.Module):
-    """A module with numbers of its own for every member.
+    """A module with numbers of its own for every member."""
 
-    Attributes:
-        current: the ensemble's; where the running pass is found.
-        slot: the place of its first tensor among all individual tensors of the ensemble.
-        redrawn: whether every pass has a new one of the last of its tensors, from :meth:`draw`.
-    """
-
-    current: Current
-    slot: int
-    redrawn: bool = False
+    current: Current  # the ensemble's; where the running pass is found
+    slot: int  # the place of its first tensor among all individual tensors of the ensemble
+    redrawn: bool = False  # whether every pass draws the last of its tensors anew
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by name, members first; "" is the name of an only one."""
@@ -38,13 +33,9 @@ class Individual(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """A module around another that looks like it from outside.
+    """A module around another, whose attributes it has where it has none itself."""
 
-    Attributes that it does not have itself are those of the module inside. ``current`` is the
-    ensemble's.
-    """
-
-    current: Current
+    current: Current  # the ensemble's
 
     def inner(self) -> nn.Module:
         raise NotImplementedError
@@ -93,10 +84,7 @@ class Sealed:
     def _refuse(self, *arguments: Any, **options: Any) -> Any:
         raise self._error
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
-    __array__ = __call__ = _refuse
+    __getitem__ = __iter__ = __len__ = __float__ = __array__ = __call__ = __neg__ = _refuse
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,13 +107,11 @@ def plain(network: nn.Module, member: int | None) -> nn.Module:
     for module in reversed(list(network.modules())):
         if isinstance(module, Wrapper):
             memo[id(module)] = module.plain(member, memo)
-    network = copy.deepcopy(network, memo)
-    for module in network.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):  # torch's code for its fast path
-            kinds = ((nn.functional.relu, nn.ReLU), (nn.functional.gelu, nn.GELU))
-            known = [module.activation is f or isinstance(module.activation, m) for f, m in kinds]
-            module.activation_relu_or_gelu = known.index(True) + 1 if any(known) else 0
-    return network
+        elif isinstance(module, Attention):
+            attention = copy.deepcopy(module, memo)
+            linear = all(isinstance(part, nn.Linear) for part in attention.children())
+            memo[id(module)] = attention.plain() if linear else attention
+    return copy.deepcopy(network, memo)
 
 
 def without_members(network: nn.Module) -> nn.Module:
@@ -133,8 +119,8 @@ def without_members(network: nn.Module) -> nn.Module:
 
     Parameters are not copied; where members have tensors of their own, these stay stacked.
     """
-    memo: dict[int, object] = {**left_over(network), **{id(p): p for p in network.parameters()}}
+    replaced: dict[int, Any] = {}
     for module in reversed(list(network.modules())):
         if isinstance(module, Wrapper):
-            memo[id(module)] = copy.deepcopy(module.inner(), memo)
-    return copy.deepcopy(network, memo)
+            replaced[id(module)] = copy_structure(module.inner(), replaced)
+    return copy_structure(network, replaced)

@@ -4,9 +4,8 @@ Sites are defined by the data flow (a *first* layer has no parameter layer befor
 none after it), and so is what members can share (whatever no modulation lies before). Two readers
 find it: :func:`read_symbolically` traces the module with torch.fx and needs no input;
 :func:`read_from_run` watches one real call and takes any Python code. Both only *read*: the module
-that runs is always the user's own code, so that nothing decided while reading (``self.training``,
-a branch) is baked in. Where neither works, :func:`read_registration` takes the order in which
-layers were registered, and says so.
+that runs is the user's own code, and no branch is baked in. Where neither works,
+:func:`read_registration` takes the order in which layers were registered, and says so.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from embens.reading.flow import Flow, Reader, Step, Trail
-from embens.reading.layers import is_attention, is_layer, parameter_layers, register_layer
-from embens.reading.symbolic import read_symbolically
-from embens.reading.watched import read_from_run
+from embens.reading.attention import Attention
+from embens.reading.flow import Flow, Reader, Step, Trail, opened
+from embens.reading.layers import is_layer, parameter_layers, register_layer
+from embens.reading.readers import read_from_run, read_symbolically
 
-__all__ = ["Flow", "parameter_layers", "read", "register_layer"]
+__all__ = ["Flow", "opened", "parameter_layers", "read", "register_layer"]
 
 
 def read_registration(reference: nn.Module) -> Flow:
@@ -32,7 +31,7 @@ def read_registration(reference: nn.Module) -> Flow:
 
 def read(reference: nn.Module, example_input: Any = None) -> Flow:
     """Read the data flow by the best means there is."""
-    if is_layer(reference) or is_attention(reference):
+    if is_layer(reference) or isinstance(reference, Attention):
         return read_registration(reference)
     if example_input is None:
         return read_symbolically(reference) or read_registration(reference)

@@ -7,7 +7,7 @@ layers' outputs it is still affine. A :class:`Flow` is the result for the whole 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,14 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
-from embens.reading.layers import (
-    NORMS,
-    PROJECTIONS,
-    channels,
-    is_attention,
-    is_layer,
-    parameter_layers,
-)
+from embens.reading.attention import PROJECTIONS, Attention
+from embens.reading.layers import NORMS, channels, is_layer, parameter_layers
 from embens.reading.samples import (
     ALONG_AXES,
     CHANNELWISE_MODULES,
@@ -71,70 +65,45 @@ def mentions(module: nn.Module, found: Callable[[str], bool]) -> bool:
 
 @dataclass(frozen=True)
 class Trail:
-    """What is known of one value in the network.
+    """What is known of one value in the network."""
 
-    Attributes:
-        upstream: the parameter layers (and random modules) it depends on.
-        affine: those among ``upstream`` in whose output it is affine.
-        channels: the size of axis 1, where that axis is known to be channels of an image.
-        flat: the number of channels, where channels and positions were flattened into one axis.
-        producer: the index of the module call whose very output it is, if any.
-        rows: what its first axis is made of: "" (a constant), "input" (an input of the network, or
-            made of inputs by functions alone), "result" (made of a module's output), or "size" (a
-            number that was read off a shape).
-    """
-
-    upstream: frozenset[str] = frozenset()
-    affine: frozenset[str] = frozenset()
-    channels: int | None = None
-    flat: int | None = None
-    producer: int | None = None
+    upstream: frozenset[str] = frozenset()  # the layers (and random modules) that it depends on
+    affine: frozenset[str] = frozenset()  # those among them in whose output it is affine
+    channels: int | None = None  # the size of axis 1, where it is known to be channels of an image
+    flat: int | None = None  # the channels, where they were flattened with positions into one axis
+    producer: int | None = None  # the index of the module call whose very output it is
     rows: str = ""
+    """What its first axis is made of: "" (a constant), "input" (inputs of the network, by functions
+    alone), "result" (a module's output), or "size" (a number that was read off a shape)."""
 
 
 @dataclass
 class Call:
-    """One call of one module: what its inputs and its output depend on, and who uses the output.
-
-    A consumer is the chain of calls (by index) inside which the output is used, outermost first.
-    ``visible`` says whether any value was seen among the inputs; ``parents`` are the calls whose
-    outputs they are. ``aliases``: the output is one of the inputs (a module that works in place,
-    in a run), so that which of the two is used later can't be told. ``loose`` are the ``rows`` of
-    those inputs that are no module's very output. ``inside``: the calls around it, outermost first.
-    ``leaf``: it is not looked into.
-    """
+    """One call of one module: what its inputs and its output depend on, and who uses the output."""
 
     name: str
     upstream: frozenset[str]
-    visible: bool = True
-    parents: frozenset[int] = frozenset()
-    aliases: bool = False
+    visible: bool = True  # whether any value was seen among the inputs
+    parents: frozenset[int] = frozenset()  # the calls whose very outputs are inputs
+    aliases: bool = False  # an output is an input, so which of them is used later can't be told
     result: frozenset[str] = frozenset()
-    loose: frozenset[str] = frozenset()
-    inside: tuple[int, ...] = ()
-    leaf: bool = False
+    loose: frozenset[str] = frozenset()  # the rows of inputs that are no module's very output
+    inside: tuple[int, ...] = ()  # the calls around it, outermost first
+    leaf: bool = False  # it is not looked into
     consumers: set[tuple[int, ...]] = field(default_factory=set)
+    """The chains of calls, outermost first, inside which the output is used."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of the code, or one module that is not looked into.
+    """One operation of the code, or one module that is not looked into."""
 
-    Attributes:
-        name: of the function, or of the module's class.
-        around: the modules inside which it is, outermost first.
-        clear: whether it is known to keep samples to themselves.
-        joins: whether it takes several values.
-        rows: those of the values that it takes.
-        before: the layers before each of the values that are made of inputs.
-    """
-
-    name: str
-    around: tuple[str, ...] = ()
-    clear: bool = True
-    joins: bool = False
-    rows: frozenset[str] = frozenset()
-    before: frozenset[frozenset[str]] = frozenset()
+    name: str  # of the function, or of the module's class
+    around: tuple[str, ...] = ()  # the modules inside which it is, outermost first
+    clear: bool = True  # whether it is known to keep samples to themselves
+    joins: bool = False  # whether it takes several values
+    rows: frozenset[str] = frozenset()  # those of the values that it takes
+    before: frozenset[frozenset[str]] = frozenset()  # the layers before those made of inputs
 
     @property
     def operation(self) -> str:
@@ -149,29 +118,17 @@ class Step:
 
 @dataclass
 class Flow:
-    """The data flow of a reference network.
+    """The data flow of a reference network."""
 
-    Attributes:
-        upstream: for every parameter layer that is called, the layers before it.
-        repeat: for a Linear whose input was flattened, how many features make one channel.
-        calls: every module call in order; empty where the flow was not read from the code.
-        outputs: the trails of the outputs; empty where unknown.
-        steps: all operations and modules in the code.
-        opaque: modules whose code could not be read.
-        bypassed: layers whose weight the code reads without calling them.
-        guesses: what had to be guessed, in words; empty where the flow is exact.
-        state: what the code keeps from one call to the next.
-    """
-
-    upstream: dict[str, set[str]] = field(default_factory=dict)
-    repeat: dict[str, int] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
-    outputs: list[Trail] = field(default_factory=list)
+    upstream: dict[str, set[str]] = field(default_factory=dict)  # the layers before each layer
+    repeat: dict[str, int] = field(default_factory=dict)  # features of a channel, after a Flatten
+    calls: list[Call] = field(default_factory=list)  # in order; none where code was not read
+    outputs: list[Trail] = field(default_factory=list)  # empty where unknown
     steps: set[Step] = field(default_factory=set)
-    opaque: set[str] = field(default_factory=set)
-    bypassed: set[str] = field(default_factory=set)
-    guesses: list[str] = field(default_factory=list)
-    state: State = field(default_factory=State)
+    opaque: set[str] = field(default_factory=set)  # modules whose code could not be read
+    bypassed: set[str] = field(default_factory=set)  # layers whose weight the code reads uncalled
+    guesses: list[str] = field(default_factory=list)  # what had to be guessed, in words
+    state: State = field(default_factory=State)  # what the code keeps from call to call
 
     @property
     def first(self) -> set[str]:
@@ -193,16 +150,11 @@ class Reader:
         self.names: dict[int, str] = {id(m): n for n, m in reversed(list(root.named_modules()))}
         self.layers = parameter_layers(root)
         self.layer_names = {id(layer): name for name, layer in reversed(self.layers.items())}
-        self.channels = {name: channels(name, layer) for name, layer in self.layers.items()}
+        self.channels = {name: channels(layer) for name, layer in self.layers.items()}
         self.flow = Flow(state=find_state(root))
         self.stateful = {name for name, _ in self.flow.state.buffers | self.flow.state.kept}
         self.stack: list[int] = []
-        self.weights = {
-            id(p): name
-            for name, layer in self.layers.items()
-            if not is_attention(layer)
-            for p in layer.parameters()
-        }
+        self.weights = {id(p): n for n, layer in self.layers.items() for p in layer.parameters()}
 
     @property
     def around(self) -> tuple[str, ...]:
@@ -235,19 +187,13 @@ class Reader:
         upstream = frozenset().union(*(t.upstream for t in trails))
         if operation in _RANDOM_FUNCTIONS:
             upstream |= {"random"}
-        keeps = (
-            operation in _AFFINE
-            or (operation in ("mul", "imul", "rmul") and sum(bool(t.upstream) for t in trails) <= 1)
-            or (
-                operation in ("div", "truediv", "itruediv")
-                and all(isinstance(a, (int, float)) for a in arguments)
-            )
-        )
-        affine = frozenset(
-            layer
-            for layer in upstream
-            if keeps and all(layer in t.affine or layer not in t.upstream for t in trails)
-        )
+        keeps = operation in _AFFINE
+        if operation in ("mul", "imul", "rmul"):
+            keeps = sum(bool(t.upstream) for t in trails) <= 1
+        elif operation in ("div", "truediv", "itruediv"):
+            keeps = all(isinstance(a, (int, float)) for a in arguments)
+        bent = [t.upstream - t.affine for t in trails]
+        affine = upstream.difference(*bent) if keeps else frozenset()
         channels = flat = None
         known = [t for t in trails if t.channels is not None or t.flat is not None]
         if operation in _CHANNELWISE:
@@ -265,18 +211,13 @@ class Reader:
         return Trail(upstream, affine, channels, flat, rows=rows)
 
     def enter(self, name: str, trails: list[Trail], *, leaf: bool) -> int:
-        """Record that a module is called on values with these trails; return the call's index.
-
-        Only a leaf, which is not looked into, uses the values itself.
-        """
+        """Record that a module is called on values with these trails; return the call's index."""
         index = len(self.flow.calls)
         upstream = frozenset().union(*(t.upstream for t in trails))
         parents = frozenset(t.producer for t in trails if t.producer is not None)
         loose = frozenset(t.rows for t in trails if t.producer is None) - {""}
-        call = Call(
-            name, upstream, bool(trails), parents, loose=loose, inside=tuple(self.stack), leaf=leaf
-        )
-        self.flow.calls.append(call)
+        place = {"loose": loose, "inside": tuple(self.stack), "leaf": leaf}
+        self.flow.calls.append(Call(name, upstream, bool(trails), parents, **place))
         self.stack.append(index)
         if leaf:
             self.use(trails)
@@ -340,7 +281,7 @@ class Reader:
         joint = replace(joint, rows=joint.rows and "result")
         if is_layer(module) and len(trails) == 1:
             joint = trails[0]
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, Attention):
             *inner, out = (f"{name}.{projection}".lstrip(".") for projection in PROJECTIONS)
             for projection, trail in zip(inner, trails * 3, strict=False):
                 self._pass_layer(projection, trail)
@@ -356,8 +297,9 @@ class Reader:
 
     def _pass_black_box(self, module: nn.Module, name: str, trail: Trail) -> Trail:
         """Take the layers inside a module in the order of registration."""
-        projections = {id(m.out_proj) for m in module.modules() if is_attention(m)}
-        layers = [m for m in module.modules() if is_layer(m) or is_attention(m)]
+        attentions = [m for m in module.modules() if isinstance(m, Attention)]
+        projections = {id(part) for m in attentions for part in m.children()}
+        layers = [m for m in module.modules() if is_layer(m) or isinstance(m, Attention)]
         inside = [m for m in layers if id(m) not in projections]
         if len(inside) > 1 and not type(module).__module__.startswith("torch.nn"):
             self.flow.guesses.append(f"the order of the layers inside {name or 'the reference'!r}")
@@ -373,21 +315,28 @@ class Reader:
         return replace(trail, upstream=trail.upstream | randoms)
 
 
-def copy_structure(module: nn.Module) -> nn.Module:
-    """Return a deep copy that shares the parameters (so it costs no memory) but nothing else."""
-    return copy.deepcopy(module, {**left_over(module), **{id(p): p for p in module.parameters()}})
+def copy_structure(module: nn.Module, replaced: Mapping[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy that shares the parameters (so it costs no memory) but nothing else.
+
+    Some objects are ``replaced``, by their id.
+    """
+    memo = {id(p): p for p in module.parameters()}
+    return copy.deepcopy(module, {**left_over(module), **memo, **(replaced or {})})
+
+
+def opened(root: nn.Module) -> nn.Module:
+    """Return a module whose attentions call their projections; parameters are not copied."""
+    found = [m for m in root.modules() if isinstance(m, nn.MultiheadAttention)]
+    if not found:
+        return root
+    root = copy_structure(root, {id(m): Attention(m) for m in found})
+    for module in root.modules():
+        if isinstance(module, nn.TransformerEncoder):  # else it looks for weights to go past them
+            module.use_nested_tensor = False
+    return root
 
 
 def left_over(root: nn.Module) -> dict[int, Any]:
     """Return a memo for a deep copy in which results that modules have kept leave their graph."""
     values = (v for m in root.modules() for v in tree_leaves(vars(m)) if isinstance(v, Tensor))
     return {id(v): v.detach().clone() for v in values if not v.is_leaf}
-
-
-def disable_fast_paths(root: nn.Module) -> None:
-    """Keep torch's transformer modules from reading weights past the layers that hold them."""
-    for module in root.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False

@@ -1,7 +1,7 @@
 """Parameter layers: what can be modulated, and how each kind holds its weight.
 
-Known are Linear, Conv*, ConvTranspose*, Embedding, the projections of ``nn.MultiheadAttention``,
-RNN, LSTM and GRU, each as a whole, and what :func:`register_layer` adds::
+Known are Linear (also as a projection of an attention), Conv*, ConvTranspose*, Embedding, the
+input of RNN, LSTM and GRU, and what :func:`register_layer` adds::
 
     embens.register_layer(MyLinear, lambda layer: (layer.n_in, layer.n_out))
 """
@@ -17,24 +17,20 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from embens.checks import closest
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-Channels = Callable[[Any], tuple[int | None, int]]
+Channels = Callable[[Any], tuple[int | None, int | None]]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How layers of one kind hold their channels.
-
-    Attributes:
-        channels: gives the channels that a layer takes (None: indices) and gives.
-        weight: the axes of its weight: "out in", "in out", or "" where the weight can't be scaled
-            to have the effect of modulations.
-    """
+    """How layers of one kind hold their channels."""
 
     channels: Channels
+    """Gives the channels that a layer takes (None: indices) and gives (None: a recurrent layer's,
+    whose output is its state as well and has no modulation)."""
     weight: str = ""
+    """The axes of its weight: "out in", "in out", or "" where scaling it is no modulation."""
 
 
 _KINDS: dict[type | str, Kind] = {
@@ -42,24 +38,19 @@ _KINDS: dict[type | str, Kind] = {
     _ConvTransposeNd: Kind(lambda m: (m.in_channels, m.out_channels), "in out"),
     _ConvNd: Kind(lambda m: (m.in_channels, m.out_channels), "out in"),
     nn.Embedding: Kind(lambda m: (None, m.embedding_dim), "in out"),
-    nn.RNNBase: Kind(
-        lambda m: (m.input_size, (m.proj_size or m.hidden_size) * (1 + m.bidirectional))
-    ),
+    nn.RNNBase: Kind(lambda m: (m.input_size, None)),
     "transformers.pytorch_utils.Conv1D": Kind(lambda m: tuple(m.weight.shape), "in out"),
 }
 """By class, or by the full name of a class of a library that need not be installed."""
 
 
 def register_layer(kind: type | str, channels: Channels, *, weight: str = "") -> None:
-    """Make layers of a class known, so that they can be modulated.
+    """Make layers of a class, or of a full name ("package.module.Class"), known.
 
-    Args:
-        kind: the class, or its full name ("package.module.Class").
-        channels: a function of a layer that returns how many channels it takes and gives. They are
-            the last axis of its input and output.
-        weight: where the output is linear in ``layer.weight`` and ``layer.bias``: the order of the
-            weight's axes, "out in" or "in out". Members taken out of an ensemble are then plain
-            layers; without it they keep a small wrapper.
+    ``channels`` is a function of a layer that returns how many channels it takes and gives, the
+    last axis of its input and output. Where the output is linear in ``layer.weight`` and
+    ``layer.bias``, ``weight`` is the order of the weight's axes, "out in" or "in out": members
+    taken out of an ensemble are then plain layers; without it they keep a small wrapper.
 
     Example:
         >>> class Swapped(nn.Module):  # x @ weight, as in GPT-2
@@ -93,30 +84,14 @@ def is_layer(module: nn.Module) -> bool:
     return kind_of(module) is not None
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Return whether a module holds four projections that are sites of their own."""
-    return isinstance(module, nn.MultiheadAttention)
-
-
 def parameter_layers(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the parameter layers by name, in the order of registration, each once.
-
-    The projections of an ``nn.MultiheadAttention`` named ``attn`` are ``attn.q_proj`` … and
-    ``attn.out_proj``; they stand for the attention module itself.
-    """
-    found: dict[str, nn.Module] = {}
-    for name, module in root.named_modules():
-        if is_attention(module):
-            found.update({f"{name}.{p}".lstrip("."): module for p in PROJECTIONS})
-        elif name not in found and is_layer(module):
-            found[name] = module
-    return found
+    """Return the parameter layers by name, in the order of registration, each once."""
+    return {name: module for name, module in root.named_modules() if is_layer(module)}
 
 
 def unknown_layers(root: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that hold a weight of two axes or more, but are no known layers."""
     known = {id(m) for m in root.modules() if is_layer(m) or isinstance(m, NORMS)}
-    known |= {id(part) for m in root.modules() if is_attention(m) for part in m.modules()}
 
     def weighs(module: nn.Module) -> bool:
         items = module._parameters.items()
@@ -125,12 +100,8 @@ def unknown_layers(root: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in root.named_modules() if id(m) not in known and weighs(m)}
 
 
-def channels(name: str, layer: nn.Module) -> tuple[int | None, int]:
-    """Return the channels that a layer takes and gives; ``name`` tells projections apart."""
-    if isinstance(layer, nn.MultiheadAttention):
-        projection = name.rpartition(".")[2]
-        takes = {"k_proj": layer.kdim, "v_proj": layer.vdim}.get(projection, layer.embed_dim)
-        return takes, layer.embed_dim
+def channels(layer: nn.Module) -> tuple[int | None, int | None]:
+    """Return the channels that a layer takes and gives."""
     kind = kind_of(layer)
     if kind is None:
         raise TypeError(f"{type(layer).__name__} is not a parameter layer")
@@ -145,10 +116,9 @@ def spatial_axes(layer: nn.Module) -> int:
 def modulate_weight(
     layer: nn.Module, weight: Tensor, pre: Tensor | None, post: Tensor | None
 ) -> Tensor:
-    r"""Return :math:`v u^\top \circ W` for the weight of any layer but attention.
+    r"""Return :math:`v u^\top \circ W`, from ``pre``, ``(…, out)``, and ``post``, ``(…, in)``.
 
-    ``pre`` is :math:`v`, ``(…, out)``, ``post`` is :math:`u`, ``(…, in)``; leading axes, those of
-    several members, become leading axes of the result.
+    Leading axes, those of several members, become leading axes of the result.
     """
     kind = kind_of(layer)
     assert kind is not None

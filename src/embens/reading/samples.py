@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from embens.reading.attention import Attention
+
 ELEMENTWISE = frozenset(
     "relu leaky_relu elu selu celu gelu silu mish softplus hardtanh hardswish hardsigmoid relu6 "
     "tanh sigmoid logsigmoid abs erf sin cos exp log sqrt rsqrt square pow clamp clamp_min "
@@ -36,7 +38,7 @@ _MODULES = (
     *(*CHANNELWISE_MODULES, *nn.modules.normalization.__all__, *nn.modules.conv.__all__),
     *("Linear", "Embedding", "PixelShuffle", "PixelUnshuffle", "ChannelShuffle"),
 )
-_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+_ATTENTION = (Attention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 def is_in_place(operation: str) -> bool:
@@ -58,6 +60,8 @@ def is_row_by_row(operation: str, arguments: tuple) -> bool:
 
 def module_is_row_by_row(module: nn.Module) -> bool:
     """Return whether a module of torch that is not looked into keeps samples to themselves."""
+    if isinstance(module, _ATTENTION):
+        return time_first(module) is None
     if not type(module).__module__.startswith("torch.nn"):
         return False
     if isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmin)):
@@ -66,8 +70,6 @@ def module_is_row_by_row(module: nn.Module) -> bool:
         return module.dim != 0
     if isinstance(module, nn.Flatten):
         return module.start_dim > 0
-    if isinstance(module, _ATTENTION):
-        return time_first(module) is None
     if isinstance(module, nn.Sequential):
         return all(map(module_is_row_by_row, module))
     return type(module).__name__ in _MODULES
@@ -75,5 +77,5 @@ def module_is_row_by_row(module: nn.Module) -> bool:
 
 def time_first(module: nn.Module) -> nn.Module | None:
     """Return the first part of a module whose batch is not the first axis, if there is one."""
-    kinds = (nn.MultiheadAttention, nn.RNNBase)
+    kinds = (Attention, nn.RNNBase)
     return next((m for m in module.modules() if isinstance(m, kinds) and not m.batch_first), None)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from embens import reading
-from embens.ensemble.plan import site_module
 from embens.ensemble.wrapping import without_members
 from embens.laws import Joint
 from embens.networks import Parametrized
@@ -175,7 +174,7 @@ class Structure:
         posts = {s.layer: s.law for s in ensemble.plan.sites if s.kind == "post"}
         drawn = {o.module for o in ensemble.plan.own if o.drawn}
         last = [n for n in self.layers if n in self.flow.last]
-        self.last = {n: posts.get(n) for n in last if site_module(n, self.layers) not in drawn}
+        self.last = {n: posts.get(n) for n in last if n not in drawn}
         self.open = [n for n, law in self.last.items() if law is None or abs(law.overlap) > ZERO]
         joint = any(isinstance(law, Joint) for law in self.last.values())
         self.mean = "E[u_a u_b]" if joint else "E[u]"

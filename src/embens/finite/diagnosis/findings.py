@@ -267,7 +267,7 @@ def output_biases(ensemble: EmbeddedEnsemble, structure: Structure) -> dict[str,
     shared, found = {id(p) for p in ensemble.shared_parameters() if p.requires_grad}, {}
     for name in structure.last:
         layer = structure.layers[name]
-        bias = getattr(getattr(layer, "out_proj", layer), "bias", None)  # attention has the former
+        bias = getattr(layer, "bias", None)
         if isinstance(bias, Tensor) and id(bias) in shared:
             found[name] = bias
     return found

@@ -29,7 +29,6 @@ from embens import networks
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation
 from embens.ensemble.lowrank import LowRank
-from embens.ensemble.recurrent import ModulatedRecurrent
 from embens.finite.empirical.contraction import (
     Affine,
     Gradients,
@@ -125,7 +124,7 @@ class Recorder:
         layers = [m for m in modules if id(m) not in built and _is_known(m)]  # before our hooks
         with ExitStack() as stack:
             for module in modules:
-                if isinstance(module, Modulated) and not isinstance(module, ModulatedRecurrent):
+                if isinstance(module, Modulated) and not isinstance(module.inner(), nn.RNNBase):
                     for handle in self._watch_modulated(module):
                         stack.callback(handle.remove)
             for module in layers:

@@ -11,6 +11,7 @@ from torch import nn
 
 import embens
 from embens import laws
+from embens.reading.attention import Attention
 
 ROWS, TIMES, SOURCES, WIDTH, HEADS = 3, 4, 5, 8, 2
 
@@ -114,3 +115,35 @@ def test_dropout_of_attention_draws_for_each_member():
     assert not torch.equal(first, second)
     (first, second), _ = ensemble.eval()(x, x, chunk=2, need_weights=False)
     torch.testing.assert_close(first, second)
+
+
+def test_sequences_without_a_batch_are_right_and_never_folded():
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 12, 0.0, batch_first=True)
+    ensemble = embens.embed(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), 3)
+    x = torch.randn(TIMES, WIDTH)
+    for a, output in enumerate(ensemble(x)):
+        torch.testing.assert_close(output, ensemble.member(a)(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 5}, {"add_bias_kv": True}])
+def test_members_are_drawn_by_the_law_of_torchs_attention_and_are_one(options):
+    attention = nn.MultiheadAttention(WIDTH, HEADS, **options)
+    opened = Attention(attention)
+    torch.manual_seed(3)
+    opened.reset_parameters()
+    torch.manual_seed(3)
+    drawn = nn.MultiheadAttention(WIDTH, HEADS, **options).state_dict()
+    back = opened.plain()
+    assert type(back) is nn.MultiheadAttention
+    assert back.state_dict().keys() == drawn.keys()
+    for name, tensor in back.state_dict().items():
+        torch.testing.assert_close(tensor, drawn[name], rtol=0, atol=0)
+
+
+def test_an_attention_of_another_kind_is_refused_with_what_to_do():
+    class Mine(nn.MultiheadAttention):
+        def forward(self, x):
+            return super().forward(x, x, x)[0]
+
+    with pytest.raises(TypeError, match=r"a Mine with a forward .* four Linear layers"):
+        embens.batch_ensemble(nn.Sequential(nn.Linear(8, 8), Mine(8, 2), nn.Linear(8, 2)), 3)
