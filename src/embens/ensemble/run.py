@@ -383,11 +383,9 @@ class Run:
 
         What members share is computed in the first chunk and, with ``cut``, backpropagated last.
         """
-        known = 0
         for outputs in self.chunks():
-            cuts = [] if self.results is None else self.results.cuts
-            loss_of(outputs).backward(retain_graph=len(cuts) > known)  # what is behind new cuts
-            known = len(cuts)
+            loss = loss_of(outputs)
+            loss.backward(retain_graph=self.results is not None and self.results.meet(loss))
         if self.results is not None:
             self.results.backward()
 

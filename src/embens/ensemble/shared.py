@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ class SharedResults:
         self.found: dict[tuple[int, int], Any] = {}
         self.counts: dict[int, int] = {}
         self.cuts: list[list[tuple[Tensor, Tensor]]] = []  # results, and the leaves in their place
+        self.met = 0
 
     def restart(self) -> None:
         """Begin the next chunk."""
@@ -62,8 +64,26 @@ class SharedResults:
 
     def backward(self) -> None:
         """Backpropagate what the chunks left at the cuts, later results before earlier ones."""
-        for cut in reversed(self.cuts):
+        for later, cut in reversed(list(enumerate(self.cuts))):
             ready = [(value, leaf.grad) for value, leaf in cut if leaf.grad is not None]
             if ready:  # code outside of shared modules may lie behind several of the cuts
                 values, gradients = zip(*ready, strict=True)
-                torch.autograd.backward(values, gradients, retain_graph=True)
+                torch.autograd.backward(values, gradients, retain_graph=later > 0)
+
+    def meet(self, loss: Tensor) -> bool:
+        """Return whether a loss and new cut results share a part of the graph that is freed."""
+        new, self.met = self.cuts[self.met :], len(self.cuts)
+        common = _nodes_before(value for cut in new for value, _ in cut)
+        common &= _nodes_before([loss]) if common else set()
+        return any(not node.name().endswith("AccumulateGrad") for node in common)
+
+
+def _nodes_before(values: Iterable[Tensor]) -> set[Any]:
+    """Return the nodes of the graph behind some values."""
+    seen, nodes = set(), [value.grad_fn for value in values]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.extend(parent for parent, _ in node.next_functions)
+    return seen
