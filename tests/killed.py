@@ -48,15 +48,15 @@ def grid(folder: Path) -> None:
     from experiments import problem as cells
 
     from embens.experiments import grid as grids
-    from embens.experiments import table
-    from embens.experiments.engines import Inline
+    from embens.experiments import results as table
+    from embens.experiments.engines import inline
     from embens.experiments.results import Results
     from embens.report import page
 
     run = folder.with_name(f"run-{folder.name}")
     table.draw = lambda _, path: write_atomically(path, b"a picture takes a second")
     results = Results(run)
-    grids.run("transition", cells.cells(3), results=results, engine=Inline())
+    grids.run("transition", cells.cells(3), results, inline)
     table.write(
         results, "transition", cells.SETTING, table.tidy(results, "transition", cells.SETTING)
     )

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pandas as pd
 from pages import ROOT, blocks, check_references, run
 
-from embens.experiments.contract import Experiment, describe
+from embens.experiments.claims import judge
+from embens.experiments.contract import describe
 
 PAGE = ROOT / "CONTRIBUTING.md"
 
 
 def test_the_recipes_run():
     names = run(PAGE)
-    assert {name for name in vars(Experiment) if not name.startswith("_")} <= set(names)
+    assert {"SWEEP", "measure", "CLAIMS", "plot"} <= set(names)
     about = "How members differ at initialisation."
     assert describe(names["__doc__"]) == {"title": "Levels", "label": "ours", "about": about}
     table = pd.DataFrame(names["rows"])
-    (claim,) = names["claims"](table)
+    (claim,) = judge(names["CLAIMS"], table)
     assert claim.verdict == "holds"
     (panel,) = names["plot"](table).panels
     assert panel.curves[0].x == [0.1, 0.5]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import subprocess
+import sys
 
 import pandas
 import pytest
 from experiments import problem
+from filelock import FileLock
+from rich.console import Console
+
+from embens.cli.reproduce import watched
+from embens.experiments.grid import Done, make_job
 
 SMALL = "--epochs 1 --workers 0 --seeds 2 --members 1 2 4 --only p=0,0.9".split()
 
@@ -52,7 +60,7 @@ def test_a_dry_run_counts_and_estimates_and_writes_nothing(tmp_path, capsys):
     assert problem.reproduce("widths", "--out", tmp_path / "out", "--dry-run") == 0
     printed = capsys.readouterr().out
     assert re.search(r"widths \(quick\): 140 cells, 140 to do; about .* each", printed)
-    assert "with" in printed
+    assert re.search(r"\d:\d\d:\d\d on \d+ workers", printed)
     assert not (tmp_path / "out").exists()
 
 
@@ -143,27 +151,11 @@ def test_a_disk_that_is_full_at_the_end_or_a_folder_that_is_none_is_told(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("embens.experiments.table.write_atomically", full)
+        patch.setattr("embens.experiments.results.write_atomically", full)
         assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 1
     assert "Results that were written are safe" in capsys.readouterr().out
     assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 0
     assert "0 cells measured" in capsys.readouterr().out
-
-
-def test_the_table_has_what_another_run_wrote_in_the_meantime(tmp_path):
-    from rich.console import Console
-
-    from embens.cli.reproduce import summarise
-    from embens.experiments import grid
-    from embens.experiments.engines import Inline
-    from embens.experiments.results import Results
-
-    mine, theirs = Results(tmp_path), Results(tmp_path)
-    for results, cells in ((mine, problem.cells(2)), (theirs, problem.cells(4)[2:])):
-        grid.run("transition", cells, results=results, engine=Inline())
-    assert len(mine.records) == 2
-    summarise("transition", problem.SETTING, mine, Console(quiet=True))
-    assert list(pandas.read_csv(tmp_path / "table.csv")["members"]) == [1, 2, 3, 4]
 
 
 def test_results_with_other_epochs_are_kept_apart(tmp_path, capsys):
@@ -176,3 +168,48 @@ def test_results_with_other_epochs_are_kept_apart(tmp_path, capsys):
     problem.reproduce("transition", "--out", tmp_path, *SMALL)
     assert "0 cells measured" in capsys.readouterr().out
     assert len(pandas.read_csv(folder / "table.csv")) == 16 + 8
+
+
+def test_a_second_run_on_a_folder_waits_and_has_nothing_to_do(tmp_path):
+    command = [sys.executable, "-m", "embens.cli", "reproduce", "transition", *SMALL]
+    command += ["--out", str(tmp_path)]
+    folder = tmp_path / "transition" / "quick"
+    folder.mkdir(parents=True)
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    with FileLock(folder / ".results.lock"):
+        runs = [subprocess.Popen(command, **pipes) for _ in range(2)]
+        for run in runs:
+            assert "another run is at work here" in run.stdout.readline()
+        assert not (folder / "results.jsonl").exists()
+    counts = [re.search(r"(\d+) cells measured", run.communicate()[0])[1] for run in runs]
+    assert sorted(counts) == ["0", "18"]
+    assert [run.returncode for run in runs] == [0, 0]
+
+
+def show(cells, console, error=None):
+    """Let an engine that pretends be watched on a console; return what is shown."""
+
+    def engine(jobs):
+        for job in jobs:
+            yield Done(job.key, None if error else [{"accuracy": 0.5}], error, 1.0)
+
+    jobs = [make_job("transition", cell) for cell in cells]
+    assert [done.key for done in watched(engine, console, "transition")(jobs)] == [
+        job.key for job in jobs
+    ]
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_lines_tell_count_time_left_and_the_latest_result():
+    lines = show(problem.cells(4), Console(file=io.StringIO(), width=200)).splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("transition 1/4, 0:00:0")
+    assert "left: p=0.5 members=1 gamma=M seed=0: accuracy 0.5" in lines[0]
+    assert len(show(problem.cells(100), Console(file=io.StringIO())).splitlines()) == 10
+
+
+def test_on_a_narrow_terminal_a_bar_shows_count_time_left_and_the_latest_result():
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    text = show(problem.cells(2), console, "Traceback\n[/] ValueError: " + "no " * 50)
+    _, second = text[text.rindex("2/2 (2 failed), 0:00:00 left") :].splitlines()[:2]
+    assert "members=2 gamma=M seed=0: failed, [/] ValueError" in second

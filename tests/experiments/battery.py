@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from embens.experiments import claims, contract
-from embens.experiments.claims import FAILS, HOLDS, UNDECIDED
+from embens.experiments.claims import FAILS, HOLDS, UNDECIDED, judge
 from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, draw
-from embens.experiments.job import make_job, perform
+from embens.experiments.grid import make_job, perform
 from embens.experiments.setting import PRESETS, fingerprint
 
 
@@ -122,7 +122,7 @@ class Battery:
 
     def claims(self, kind, seeds=6):
         made = table(self.name, self.rows, kind, seeds)
-        return contract.load(self.name).claims(made)
+        return judge(contract.load(self.name).CLAIMS, made)
 
     def test_claims_hold_of_a_table_that_the_paper_would_recognise(self):
         for claim in self.claims("true"):
@@ -143,7 +143,7 @@ class Battery:
 
     def test_a_claim_whose_cells_are_missing_says_so(self):
         made = table(self.name, self.rows, "true", 2)
-        for claim in contract.load(self.name).claims(made.head(1)):
+        for claim in judge(contract.load(self.name).CLAIMS, made.head(1)):
             assert claim.verdict == UNDECIDED, claim
             assert claim.note, claim
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy
 import pandas
@@ -14,13 +15,14 @@ from embens.experiments.claims import (
     FAILS,
     HOLDS,
     UNDECIDED,
-    Judge,
+    Claim,
     Missing,
     Rows,
     bootstrap,
     growth_of_best,
     interval,
     inverted_u,
+    judge,
     trend,
     verdict,
 )
@@ -127,8 +129,8 @@ def test_what_is_measured_is_said_by_the_statistic():
         """
         return rows.mean("y")
 
-    assert Judge(seeds(1.0, 1.1))(gain).measure == "Gain of the mean"
-    assert Judge(seeds(1.0, 1.1))(gain).says("s", measure="other").measure == "other"
+    assert Claim(gain).says("s").measure == "Gain of the mean"
+    assert Claim(gain).says("s", measure="other").measure == "other"
     words = [trend(Rows, "y", "members").__doc__, trend(Rows, "y_z", "p", log_x=False).__doc__]
     assert words == ["slope of y per doubling of M", "slope of y z in p"]
     assert trend(Rows, "y", "width", log_y=True).__doc__ == "exponent of y in width"
@@ -136,10 +138,11 @@ def test_what_is_measured_is_said_by_the_statistic():
 
 def test_a_statistic_that_jumps_is_judged_by_the_bootstrap():
     table = made_up(numpy.random.default_rng(2), PEAKED)
-    found = Judge(table)(inverted_u(lambda rows: rows), jumps=True)
+    claim = Claim(inverted_u(lambda rows: rows))
+    found, plain = judge([replace(claim, jumps=True), claim], table)
     drawn = interval(table, lambda t: t.rise_and_fall("members"), draws=bootstrap(table))
     assert (found.value, found.low, found.high, found.seeds) == drawn
-    assert found.low != Judge(table)(inverted_u(lambda rows: rows)).low
+    assert found.low != plain.low
 
 
 def test_all_cells_of_a_seed_are_left_out_together():
@@ -167,16 +170,16 @@ def test_a_verdict_follows_from_interval_and_region(low, high, above, below, exp
 
 
 def test_a_claim_says_why_it_is_undecided():
-    one = Judge(seeds(1.0))(lambda t: t["y"].mean(), above=0)
+    one = Claim(lambda t: t["y"].mean(), above=0).judge(seeds(1.0))
     assert (one.verdict, one.note) == (UNDECIDED, "1 seed has no interval")
-    none = Judge(seeds(1.0, 2.0))(lambda t: t.where(y=7.0)["y"].mean(), above=0)
+    none = Claim(lambda t: t.where(y=7.0)["y"].mean(), above=0).judge(seeds(1.0, 2.0))
     assert (none.verdict, none.note) == (UNDECIDED, "missing: cells with y=7.0")
-    undefined = Judge(seeds(1.0, math.nan))(lambda t: math.nan, above=0)
+    undefined = Claim(lambda t: math.nan, above=0).judge(seeds(1.0, math.nan))
     assert undefined.note == "the statistic is not defined on this table"
 
 
 def test_a_claim_gets_its_words():
-    claim = Judge(seeds(1.0, 1.1))(lambda t: 1.0, above=0)
+    claim = Claim(lambda t: 1.0, above=0).judge(seeds(1.0, 1.1))
     assert claim.says("s").paper == "–"  # the paper says nothing of it
     said = claim.says("s", "p", "other")
     assert (said.statement, said.paper, said.measure) == ("s", "p", "other")
@@ -184,12 +187,12 @@ def test_a_claim_gets_its_words():
 
 
 def test_a_claim_becomes_plain_values():
-    claim = Judge(seeds(1.0, 1.1))(lambda t: t["y"].mean(), above=0)
+    claim = Claim(lambda t: t["y"].mean(), above=0).judge(seeds(1.0, 1.1))
     values = claim.to_dict()
     assert values["below"] is None
     assert values["region"] == "above 0"
-    assert Judge(seeds(1.0))(lambda t: 1.0, below=2).region == "below 2"
-    assert Judge(seeds(1.0))(lambda t: 1.0, above=1, below=2).region == "from 1 to 2"
+    assert Claim(lambda t: 1.0, below=2).region == "below 2"
+    assert Claim(lambda t: 1.0, above=1, below=2).region == "from 1 to 2"
 
 
 def test_slopes_are_those_of_least_squares():
@@ -260,4 +263,3 @@ def test_select_finds_floats_and_sets():
     assert len(Rows(table).where(k=["a", "b"]).frame) == 2
     with pytest.raises(Missing, match="cells with k=c"):
         Rows(table).where(k="c")
-    assert Rows(seeds(1.0, 3.0)).per_seed(lambda t: t["y"].max()) == 2.0

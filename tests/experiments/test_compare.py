@@ -8,7 +8,7 @@ import pytest
 import torch
 from experiments.battery import Battery
 
-from embens.experiments import compare
+from embens.experiments import compare, contract
 from embens.experiments.figure import Curve
 from embens.experiments.setting import PRESETS
 
@@ -33,7 +33,7 @@ class TestCompare(Battery):
     timed = ("training", "tuning", "inference")
 
 
-SETTING = compare.cells(PRESETS["quick"])[0].setting
+SETTING = contract.cells("compare", PRESETS["quick"], [0])[0].setting
 
 
 def test_classes_that_are_left_out_are_in_no_train_or_test_row():

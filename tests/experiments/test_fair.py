@@ -10,12 +10,12 @@ import pytest
 from experiments import problem
 from experiments.battery import check
 
-from embens.experiments import ablation, fair, grid, table, transition
-from embens.experiments.claims import HOLDS, Rows
-from embens.experiments.engines import Inline
+from embens.experiments import ablation, contract, fair, grid
+from embens.experiments.claims import HOLDS, Rows, judge
+from embens.experiments.engines import inline
 from embens.experiments.fair import Fair
-from embens.experiments.job import make_job
-from embens.experiments.results import Results
+from embens.experiments.grid import make_job
+from embens.experiments.results import Results, count_others, tidy
 
 SMALL = Fair(setting=problem.SETTING, width=0.5, networks=8)
 
@@ -66,26 +66,26 @@ def test_a_rate_at_which_networks_diverge_is_not_chosen(monkeypatch):
 def test_what_one_experiment_measured_the_others_take_over(tmp_path, monkeypatch):
     assert make_job("transition", SMALL) == make_job("ablation", SMALL)
     folders = {name: tmp_path / name / "quick" for name in ("transition", "ablation")}
-    first = grid.run("transition", [SMALL], results=Results(folders["transition"]), engine=Inline())
+    first = grid.run("transition", [SMALL], Results(folders["transition"]), inline)
     results = Results(folders["ablation"])
-    second = grid.run("ablation", [SMALL], results=results, engine=Inline())
+    second = grid.run("ablation", [SMALL], results, inline)
     assert (first.measured, second.measured, second.known) == (1, 0, 1)
-    monkeypatch.setattr(ablation, "cells", lambda setting: [SMALL])
-    assert len(table.tidy(results, "ablation", problem.SETTING)) == 4
-    assert table.count_others(results, "ablation") == 0
+    monkeypatch.setattr(ablation, "SWEEP", [lambda setting: [SMALL]])
+    assert len(tidy(results, "ablation", problem.SETTING)) == 4
+    assert count_others(results, "ablation") == 0
 
 
 def test_the_columns_of_an_experiment_come_before_those_of_fair_lines(tmp_path):
     results = Results(tmp_path / "transition" / "quick")
     cells = [replace(SMALL, width=1.0), *problem.cells(1)]
-    grid.run("transition", cells, results=results, engine=Inline())
-    found = table.tidy(results, "transition", problem.SETTING)
+    grid.run("transition", cells, results, inline)
+    found = tidy(results, "transition", problem.SETTING)
     assert list(found)[:4] == ["p", "members", "gamma", "seed"]
     assert len(found) == 5
 
 
 def test_narrowing_a_sweep_keeps_its_fair_lines():
-    cells = transition.cells(problem.SETTING)
+    cells = contract.cells("transition", problem.SETTING, [0])
     found = grid.narrow(cells, p=[0.9], members=[2])
     assert [type(cell).__name__ for cell in found] == ["Cell", "Cell", "Fair"]
 
@@ -116,7 +116,7 @@ def test_lines_are_one_network_for_all_m_and_separate_ones():
 
 
 def test_eight_members_are_compared_with_networks_of_their_width():
-    better, as_good = fair.claims(made_up(), lambda rows: fair.without(rows).where(p=0.0))
+    better, as_good = judge(fair.claims(lambda rows: fair.without(rows).where(p=0.0)), made_up())
     assert (better.value, better.verdict) == (pytest.approx(0.10), HOLDS)
     assert as_good.value == pytest.approx(0.03)
     assert len(fair.without(Rows(made_up())).frame) + len(fair.only(Rows(made_up())).frame) == 40

@@ -8,7 +8,7 @@ import pandas
 from experiments.battery import Battery
 
 from embens.experiments import gradients
-from embens.experiments.claims import FAILS, HOLDS
+from embens.experiments.claims import FAILS, HOLDS, judge
 
 
 def rows(c, true, noise):
@@ -46,6 +46,6 @@ def test_the_paper_s_exponent_can_hold_instead_of_the_theory_s():
         for w in (1.0, 2.0, 4.0)
         for s in range(3)
     ]
-    found = {c.statement: c.verdict for c in gradients.claims(pandas.DataFrame(table))}
+    found = {c.statement: c.verdict for c in judge(gradients.CLAIMS, pandas.DataFrame(table))}
     assert found["|cos| ∝ 1/width, as the paper says"] == HOLDS
     assert found["|cos| ∝ width^−1/2, as the theory says"] == FAILS

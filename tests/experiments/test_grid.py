@@ -1,36 +1,31 @@
-"""Cells are measured once, whatever happens."""
+"""Cells are measured once, whatever happens; a key is of all that the numbers depend on."""
 
 from __future__ import annotations
 
-import threading
-import time
+import inspect
+from dataclasses import replace
 
 import pytest
+import torch
 from experiments import problem
 
-from embens.experiments import grid
-from embens.experiments.engines import Inline
-from embens.experiments.job import Done, make_job
+from embens import laws
+from embens.experiments import NAMES, contract, grid, mc_dropout, setting, transition
+from embens.experiments.engines import inline
+from embens.experiments.grid import Done, make_job, perform
 from embens.experiments.results import Results
-from embens.experiments.table import tidy
-
-
-class Counting(Inline):
-    """Remembers what it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def submit(self, job):
-        self.seen.append(job.key)
-        super().submit(job)
 
 
 def run(cells, folder, **options):
-    engine = Counting()
-    outcome = grid.run("transition", cells, results=Results(folder), engine=engine, **options)
-    return outcome, engine.seen
+    """Run cells in this process; return what became of them, and the cells in their order."""
+    seen = []
+
+    def counting(jobs):
+        for done in inline(jobs):
+            seen.append(next(job.cell for job in jobs if job.key == done.key))
+            yield done
+
+    return grid.run("transition", cells, Results(folder), counting, **options), seen
 
 
 def test_a_second_run_has_nothing_to_do(tmp_path):
@@ -41,20 +36,43 @@ def test_a_second_run_has_nothing_to_do(tmp_path):
 
 
 def test_a_run_that_is_interrupted_goes_on_where_it_was(tmp_path):
-    class Stopping(Inline):
-        def wait(self, seconds):
-            if self.count == 2:
-                raise KeyboardInterrupt
-            self.count += 1
-            return super().wait(seconds)
+    closed = []
 
-    engine = Stopping()
-    engine.count = 0
+    def stopping(jobs):
+        try:
+            yield from inline(jobs[:2])
+            raise KeyboardInterrupt
+        finally:
+            closed.append(True)
+
     with pytest.raises(KeyboardInterrupt):
-        grid.run("transition", problem.cells(4), results=Results(tmp_path), engine=engine)
+        grid.run("transition", problem.cells(4), Results(tmp_path), stopping)
+    assert closed
     outcome, _ = run(problem.cells(4), tmp_path)
     assert (outcome.measured, outcome.known) == (2, 2)
-    assert not (tmp_path / "claims").exists()
+
+
+def test_an_engine_is_closed_if_a_result_cannot_be_kept(tmp_path, monkeypatch):
+    closed = []
+
+    def engine(jobs):
+        try:
+            yield from inline(jobs)
+        finally:
+            closed.append(True)
+
+    def add(self, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Results, "add", add)
+    with pytest.raises(OSError, match="No space left"):
+        grid.run("transition", problem.cells(2), Results(tmp_path), engine)
+    assert closed
+
+
+def test_large_cells_come_first(tmp_path):
+    _, seen = run(problem.cells(3), tmp_path)
+    assert [cell.members for cell in seen] == [3, 2, 1]
 
 
 def test_a_failed_cell_is_kept_with_its_error_and_the_rest_goes_on(tmp_path):
@@ -71,54 +89,6 @@ def test_a_failed_cell_is_kept_with_its_error_and_the_rest_goes_on(tmp_path):
     assert (retried.measured, len(seen), len(retried.failed)) == (1, 1, 1)
 
 
-def test_large_cells_come_first(tmp_path):
-    order = []
-
-    class Watcher(grid.Watcher):
-        def start(self, *numbers):
-            self.numbers = numbers
-
-        def update(self, job, done):
-            order.append((job.cell.members, job.cell.weight))
-
-    watcher = Watcher()
-    grid.run(
-        "transition", problem.cells(3), results=Results(tmp_path), engine=Inline(), watcher=watcher
-    )
-    assert [members for members, _ in order] == [3, 2, 1]
-    assert watcher.numbers[0] == pytest.approx(sum(weight for _, weight in order))
-
-
-class Pretending(Counting):
-    """Returns made-up rows, since tracing modules in two threads is not safe in torch.fx."""
-
-    def wait(self, seconds):
-        time.sleep(0.01)
-        jobs, self._jobs = self._jobs, []
-        return [Done(j.key, [{"accuracy": j.cell.members / 100}], None, 0.01) for j in jobs]
-
-
-def test_two_runs_on_one_folder_share_the_work(tmp_path):
-    outcomes, seen = [], []
-
-    def work():
-        engine = Pretending()
-        cells = problem.cells(30)
-        outcomes.append(grid.run("transition", cells, results=Results(tmp_path), engine=engine))
-        seen.extend(engine.seen)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(seen) == sorted(set(seen))
-    assert [o.measured + o.known for o in outcomes] == [30, 30]
-    assert sum(o.measured for o in outcomes) == 30
-    assert min(o.measured for o in outcomes) > 0
-    assert len(tidy(Results(tmp_path), "transition", problem.SETTING)) == 30
-
-
 def test_narrowing_says_what_there_is():
     cells = problem.cells(4)
     assert [c.members for c in grid.narrow(cells, members=["1", 3])] == [1, 3]
@@ -129,27 +99,110 @@ def test_narrowing_says_what_there_is():
         grid.narrow(cells, width=[1.0])
 
 
-def test_the_cells_of_another_run_count_as_progress(tmp_path):
-    class Watcher(grid.Watcher):
-        seen = ()
+def test_the_key_is_of_everything_in_the_cell():
+    cell = problem.cells(1)[0]
+    keys = {
+        make_job("transition", changed).key
+        for changed in (
+            cell,
+            replace(cell, p=0.6),
+            replace(cell, seed=1),
+            replace(cell, members=2),
+            replace(cell, setting=replace(cell.setting, threads=2)),
+            replace(cell, setting=replace(cell.setting, lr=0.02)),
+            replace(cell, setting=replace(cell.setting, device="cuda")),
+            replace(cell, setting=replace(cell.setting, records="abc")),
+        )
+    }
+    assert len(keys) == 8
+    assert make_job("transition", cell).key == make_job("transition", replace(cell)).key
 
-        def start(self, total, done, cells, finished):
-            other = Results(tmp_path)  # it is faster than this run
-            for cell in problem.cells(2):
-                job = make_job("transition", cell)
-                other.add({"key": job.key, "rows": [{"accuracy": 0.5}]})
-            self.seen = []
 
-        def update(self, job, done):
-            self.seen.append("own")
+def test_the_threads_of_a_cell_are_set_and_put_back():
+    before = torch.get_num_threads()
+    cell = problem.cells(1)[0]
+    done = perform(make_job("transition", replace(cell, setting=replace(cell.setting, threads=2))))
+    assert done.error is None
+    assert torch.get_num_threads() == before
 
-        def skip(self, weight):
-            assert weight > 0
-            self.seen.append("other's")
 
-    watcher = Watcher()
-    outcome = grid.run(
-        "transition", problem.cells(3), results=Results(tmp_path), engine=Inline(), watcher=watcher
-    )
-    assert sorted(watcher.seen) == ["other's", "other's", "own"]
-    assert (outcome.measured, outcome.known) == (1, 2)
+def test_a_measurement_that_raises_gives_its_text():
+    done = perform(make_job("transition", problem.bad()))
+    assert isinstance(done, Done)
+    assert done.rows is None
+    assert "Traceback" in (done.error or "")
+
+
+@pytest.fixture
+def version_with(monkeypatch):
+    """Return the code version of ``transition`` if something in a module were another."""
+
+    def version_of(module, old, new):
+        original = inspect.getsource
+        assert old in original(module)
+
+        def getsource(item):
+            text = original(item)
+            return text.replace(old, new) if item.__module__ == module.__name__ else text
+
+        with monkeypatch.context() as patch:
+            patch.setattr(grid.inspect, "getsource", getsource)
+            return grid.code_version.__wrapped__("transition")
+
+    return version_of
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (transition, "a distinctive inverted U", "other words"),
+        (transition, "return gaps[0] - gaps[1]", "return gaps[0]"),  # a statistic
+        (transition, "some[1:]", "some[2:]"),  # a sweep
+        (transition, '"""Train one ensemble."""', '"""Other words."""'),
+        (transition, "# it depends on p alone", "# other words"),
+        (setting, "_read(setting)\n    for part", "_read(setting)\n    for other"),  # fingerprint
+    ],
+)
+def test_the_key_does_not_change_with_what_changes_no_number(version_with, module, old, new):
+    assert version_with(module, old, new) == grid.code_version.__wrapped__("transition")
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (transition, 'if cell.gamma == "M" else 1.0', 'if cell.gamma == "M" else 2.0'),
+        (transition, "    members: int\n    gamma: str", "    members: int = 2\n    gamma: str"),
+        (contract, "manual_seed(self.seed)", "manual_seed(self.seed + 1)"),
+        (setting, "_read(setting).standardise()", "_read(setting)"),
+        (setting, "lr: float = 0.003", "lr: float = 0.004"),
+        (contract, 'keep="last"', 'keep="best"'),
+        (contract, "isfinite().all(-1, keepdim=True)", "isfinite()"),
+    ],
+)
+def test_the_key_changes_with_the_code_that_measures(version_with, module, old, new):
+    assert version_with(module, old, new) != grid.code_version.__wrapped__("transition")
+
+
+def test_the_key_changes_with_constants_that_measure_uses_and_with_versions(monkeypatch):
+    def version(name):
+        return grid.code_version.__wrapped__(name)
+
+    before = {name: version(name) for name in ("transition", "mc-dropout")}
+    monkeypatch.setattr(transition, "SHIFTS", {"quick": (0.0,)})
+    assert version("transition") == before["transition"]
+    monkeypatch.setattr(mc_dropout, "KINDS", {"fresh shifted": laws.Normal(1.0, 0.2)})
+    assert version("mc-dropout") != before["mc-dropout"]
+    monkeypatch.setattr(grid.torch, "__version__", "1.0")
+    assert version("transition") != before["transition"]
+
+
+@pytest.mark.parametrize("constant", [object(), {"a": lambda x: x}, setting])
+def test_what_has_no_hash_is_refused(monkeypatch, constant):
+    monkeypatch.setattr(transition, "regime", constant)
+    with pytest.raises(TypeError, match="regime: code that measures may use functions, classes"):
+        grid.code_version.__wrapped__("transition")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_experiment_has_a_key(name):
+    assert len(grid.code_version.__wrapped__(name)) == 16

@@ -9,7 +9,7 @@ import pytest
 import torch
 from experiments.battery import Battery, table
 
-from embens.experiments import laws
+from embens.experiments import contract, laws
 from embens.experiments.claims import Rows
 from embens.experiments.setting import PRESETS, data_set
 from embens.finite import forecast
@@ -54,7 +54,7 @@ def test_n_one_half_is_the_usual_one():
 
 
 def test_cells_modulate_what_they_say():
-    for cell in laws.cells(PRESETS["quick"])[::3]:
+    for cell in contract.cells("laws", PRESETS["quick"], [0])[::3]:
         kinds = {site.kind for site in laws.make(cell).plan.sites}
         expected = {"u": {"post"}, "v": {"pre"}, "none": set(), laws.BOTH: {"pre", "post"}}
         if cell.law == "Masksembles":
@@ -73,7 +73,11 @@ def test_two_laws_of_one_effective_width_are_two_points_however_it_is_rounded():
 
 
 def test_what_is_known_before_training_is_that_of_the_law_and_of_the_forecast():
-    cell = next(c for c in laws.cells(PRESETS["quick"]) if c.law == "N(0, 1)" and c.width == 4)
+    cell = next(
+        c
+        for c in contract.cells("laws", PRESETS["quick"], [0])
+        if c.law == "N(0, 1)" and c.width == 4
+    )
     ensemble, setting = laws.make(cell), cell.setting
     before = [p.clone() for p in ensemble.parameters()]
     known = laws.foresee(cell, ensemble)

@@ -10,7 +10,8 @@ import pytest
 from experiments.battery import check_figure
 
 from embens.experiments import NAMES, contract
-from embens.report import markdown
+from embens.experiments.claims import judge
+from embens.report import page
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reproduction"
 PUBLISHED = sorted(path.parent for path in FOLDER.rglob("manifest.json"))
@@ -25,7 +26,7 @@ def test_the_verdicts_follow_from_the_table(folder):
     pandas = pytest.importorskip("pandas")
     table = pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
     written = json.loads((folder / "claims.json").read_text())
-    found = [claim.to_dict() for claim in contract.load(folder.parent.name).claims(table)]
+    found = [c.to_dict() for c in judge(contract.load(folder.parent.name).CLAIMS, table)]
     statements = [claim["statement"] for claim in found]
     assert statements == [claim["statement"] for claim in written]
     for ours, theirs in zip(found, written, strict=True):
@@ -49,7 +50,7 @@ def test_the_figure_is_that_of_the_table(folder):
 
 
 def test_the_page_of_claims_is_the_one_that_the_results_give():
-    assert (FOLDER / "claims.md").read_text() == markdown.text(FOLDER, FOLDER)
+    assert (FOLDER / "claims.md").read_text() == page.markdown(page.collect(FOLDER), ".")
 
 
 def test_tables_are_small_and_name_no_machine():

@@ -1,16 +1,21 @@
-"""Results survive crashes, full disks and company."""
+"""Results survive crashes and full disks; tables hold what belongs together."""
 
 from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import signal
+import subprocess
+from dataclasses import replace
 
 import pytest
+from experiments import problem
 
-from embens.experiments.results import Results
+from embens.experiments import grid
+from embens.experiments import results as module
+from embens.experiments.engines import inline
+from embens.experiments.results import Results, tidy
 
 try:
     import resource
@@ -63,10 +68,6 @@ def test_a_device_that_is_really_full_raises(tmp_path):
     (tmp_path / "results.jsonl").symlink_to("/dev/full")
     results = Results.__new__(Results)
     results.__dict__.update(folder=tmp_path, path=tmp_path / "results.jsonl", records={})
-    results._position, results._claims = 0, {}
-    from filelock import FileLock
-
-    results._lock = FileLock(tmp_path / ".lock")
     with pytest.raises(OSError, match="No space left"):
         results.add(record("a"))
     assert results.records == {}
@@ -83,63 +84,6 @@ def test_a_success_is_never_replaced_by_a_failure(tmp_path):
         assert "error" not in seen.records["a"]
 
 
-def write_many(folder, name, count):
-    results = Results(folder)
-    for k in range(count):
-        results.add(record(f"{name}-{k}", text="x" * 5000))
-
-
-def test_writers_in_several_processes_do_not_mix_their_lines(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    writers = [context.Process(target=write_many, args=(tmp_path, n, 25)) for n in "abc"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    lines = (tmp_path / "results.jsonl").read_text().splitlines()
-    assert len(lines) == 75
-    assert len({json.loads(line)["key"] for line in lines}) == 75
-
-
-def test_what_others_add_is_seen_after_a_refresh(tmp_path):
-    one, other = Results(tmp_path), Results(tmp_path)
-    one.add(record("a"))
-    assert "a" not in other.records
-    other.refresh()
-    assert "a" in other.records
-
-
-def test_a_claimed_cell_is_taken_until_it_is_released(tmp_path):
-    one, other = Results(tmp_path), Results(tmp_path)
-    assert one.claim("a")
-    assert not other.claim("a")
-    assert other.claim("b")
-    one.release("a")
-    assert other.claim("a")
-    other.release_all()
-    assert not (tmp_path / "claims").exists()
-
-
-def hold(folder, ready, key):
-    results = Results(folder)
-    ready.send(results.claim(key))
-    ready.recv()
-
-
-def test_the_claims_of_a_run_that_was_killed_are_free_again(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=hold, args=(tmp_path, theirs, "a"))
-    process.start()
-    assert mine.recv()
-    results = Results(tmp_path)
-    assert not results.claim("a")
-    process.kill()
-    process.join()
-    assert results.claim("a")
-
-
 def test_lines_that_are_no_records_are_skipped(tmp_path):
     odd = [b"\xff\x00", b"[1]", b'{"key": ["a"], "rows": []}', b'{"key": "b"}', b'{"rows": []}']
     (tmp_path / "results.jsonl").write_bytes(b"\n".join([*odd, b""]))
@@ -147,18 +91,6 @@ def test_lines_that_are_no_records_are_skipped(tmp_path):
     assert results.records == {}
     results.add(record("a"))
     assert set(Results(tmp_path).records) == {"a"}
-
-
-def test_what_another_run_took_back_does_not_hide_what_comes_after_it(tmp_path):
-    writer, reader = Results(tmp_path), Results(tmp_path)
-    writer.add(record("a"))
-    size = writer.path.stat().st_size
-    writer.add(record("b", text="x" * 100))
-    reader.refresh()
-    os.truncate(writer.path, size)
-    writer.add(record("c"))
-    reader.refresh()
-    assert "c" in reader.records
 
 
 @pytest.mark.skipif(resource is None, reason="there are no limits on files here")
@@ -176,3 +108,42 @@ def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert results.path.read_bytes() == before
+
+
+def measure(cells, folder):
+    grid.run("transition", cells, Results(folder), inline)
+
+
+def test_the_table_holds_what_the_present_code_measured(tmp_path):
+    measure(problem.cells(2), tmp_path)
+    results = Results(tmp_path)
+    results.add({**next(iter(results.records.values())), "key": "old", "code": "another"})
+    found = tidy(results, "transition", problem.SETTING)
+    assert list(found["members"]) == [1, 2]
+    assert set(found) >= {"p", "gamma", "seed", "accuracy", "seconds"}
+    assert not len(tidy(results, "transition", replace(problem.SETTING, records="other data")))
+    assert module.count_others(results, "transition") == 1
+
+
+def test_results_with_other_epochs_stay_out_of_the_table(tmp_path):
+    longer = replace(problem.SETTING, epochs=2)
+    measure(problem.cells(3), tmp_path)
+    measure(problem.cells(2, longer), tmp_path)
+    results = Results(tmp_path)
+    assert list(tidy(results, "transition", problem.SETTING)["members"]) == [1, 2, 3]
+    assert list(tidy(results, "transition", longer)["members"]) == [1, 2]
+    module.write(results, "transition", longer, tidy(results, "transition", longer))
+    assert json.loads((tmp_path / "manifest.json").read_text())["cells"] == 2
+
+
+def test_the_commit_is_not_that_of_a_repository_in_which_the_library_is_installed(
+    tmp_path, monkeypatch
+):
+    site = tmp_path / "venv" / "lib" / "embens" / "experiments"
+    site.mkdir(parents=True)
+    (site / "results.py").write_text("installed")
+    for arguments in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *author, *arguments], cwd=tmp_path, check=True)
+    monkeypatch.setattr(module, "__file__", str(site / "results.py"))
+    assert module.commit() is None

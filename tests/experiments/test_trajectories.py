@@ -7,7 +7,7 @@ import math
 from experiments.battery import Battery, table
 
 from embens.experiments import trajectories
-from embens.experiments.claims import FAILS, HOLDS
+from embens.experiments.claims import FAILS, HOLDS, judge
 
 
 def rows(c, true, noise):
@@ -38,7 +38,7 @@ class TestTrajectories(Battery):
 def test_curves_that_coincide_do_so_for_one_gamma_alone():
     # What was claimed before, a departure of early losses below 15 %, held of γ=1 as well.
     together, _, _ = TestTrajectories().claims("true")
-    apart, slower, _ = trajectories.claims(exchanged(table("trajectories", rows, "true")))
+    apart, slower, _ = judge(trajectories.CLAIMS, exchanged(table("trajectories", rows, "true")))
     assert together.verdict == HOLDS
     assert apart.verdict == slower.verdict == FAILS
 

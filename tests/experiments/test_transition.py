@@ -9,7 +9,7 @@ import pytest
 from experiments.battery import Battery, bump
 
 from embens.experiments import transition
-from embens.experiments.claims import Rows
+from embens.experiments.claims import Rows, judge
 from embens.experiments.transition import halfway
 
 
@@ -59,7 +59,7 @@ def test_the_transition_is_half_way_to_one_whatever_the_largest_p_is():
 
 def test_above_is_above_the_measured_transition():
     def growth(found):
-        claims = {c.statement: c for c in transition.claims(table(found))}
+        claims = {c.statement: c for c in judge(transition.CLAIMS, table(found))}
         return claims["above the transition correlation grows with p"]
 
     # 0.7 and 0.8 lie below a transition at 0.88; above it correlation falls from 0.9 to 0.95.

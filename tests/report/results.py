@@ -6,9 +6,8 @@ import importlib
 
 from experiments import battery
 
-from embens.experiments.results import Results, folder_of
+from embens.experiments.results import Results, folder_of, write
 from embens.experiments.setting import PRESETS
-from embens.experiments.table import write
 
 
 def make(out, *names, kind="mixed"):

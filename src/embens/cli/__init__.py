@@ -4,8 +4,6 @@ Each command is a module with ``add_arguments(parser)`` and ``run(options) -> ex
 imported when it is called for. Errors of these kinds end as a message, without a traceback.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

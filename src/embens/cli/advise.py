@@ -1,18 +1,11 @@
 """``embens advise``: which ensemble to make of a network, for these data and this budget."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
 from dataclasses import asdict
 
-from embens.cli.specification import (
-    NETWORK_HELP,
-    parse_reference,
-    parse_widths,
-    read_training_data,
-)
+from embens.cli.specification import NETWORK_HELP, parse_reference, parse_widths, read_training_data
 from embens.finite import advise
 
 _BUDGET = {"parameters": "numbers", "time": "a pass", "memory": "a step"}
@@ -26,9 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("data", nargs="?", default="digits", help="digits (default), or an .npz file with x and y")
     for name, what in _BUDGET.items():
         add(f"--{name}", type=float, default=math.inf, help=f"{what}, in multiples of one network")
-    add(
-        "--widths", type=float, nargs="+", default=[1.0], help="relative ones, of mlp(…) and cnn(…)"
-    )
+    add("--widths", type=float, nargs="+", default=[1.0], help="relative, of mlp(…) and cnn(…)")
     add("--members", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers to choose from")
     add("--epochs", type=int, default=30, help="of the training that is planned (default 30)")
     add("--lr", type=float, default=0.01, help="its rate (default 0.01)")

@@ -1,12 +1,7 @@
 """``embens diagnose``: the diagnosis of a saved ensemble.
 
-A file holds tensors and laws but no code, so the reference's architecture is given beside it: one
-of embens' own networks as it is written in Python, ``"mlp(inputs=64, width=32, outputs=10)"``
-(read, not executed: names and plain values only), or a function of yours that returns the module,
-``package.module:function`` or ``file.py:function``.
+A file holds tensors and laws but no code, so the reference's architecture is given beside it.
 """
-
-from __future__ import annotations
 
 import argparse
 import json

@@ -1,7 +1,5 @@
 """``embens explore``: one page with dials on which the infinitely wide ensemble answers."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

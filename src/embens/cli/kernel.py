@@ -1,7 +1,5 @@
 """``embens kernel``: kernels of an infinitely wide ensemble, written to a file."""
 
-from __future__ import annotations
-
 import argparse
 
 import torch
@@ -54,10 +52,9 @@ def run(options: argparse.Namespace) -> int:
     generator = torch.Generator().manual_seed(options.seed)
     given = {"sites": options.sites, "trainable": not options.frozen, "generator": generator}
     ensemble = embed(reference, options.members, pre=pre, post=post, **given)
-    dtype = torch.float32 if options.float32 else torch.float64
+    how = {"dtype": torch.float32 if options.float32 else torch.float64, "block": options.block}
     progress = False if options.quiet else None
-    given = {"dtype": dtype, "block": options.block, "progress": progress}
-    path = write_kernels(options.out, ensemble, x1, x2, **given)
+    path = write_kernels(options.out, ensemble, x1, x2, progress=progress, **how)
     print(f"{path}: {', '.join(NAMES)}; {len(x1)} × {len(x1 if x2 is None else x2)} inputs")
     print(f"regime: {regime(ensemble)}")
     if x2 is None and len(x1) <= 2000:

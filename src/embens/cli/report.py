@@ -1,19 +1,17 @@
 """``embens report``: one page of the results in a folder."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
-from embens.experiments.table import redraw
-from embens.report import markdown, page
+from embens.experiments.results import redraw
+from embens.report import page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens report``."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="where embens reproduce wrote")
-    page = "the page (default: DIR/report.html); one that ends in .md has the claims alone"
-    parser.add_argument("--out", type=Path, help=page)
+    where = "the page (default: DIR/report.html); one that ends in .md has the claims alone"
+    parser.add_argument("--out", type=Path, help=where)
     anew = "judge and draw the tables there anew first, with the claims and figures of this version"
     parser.add_argument("--redraw", action="store_true", help=anew)
 
@@ -22,6 +20,5 @@ def run(options: argparse.Namespace) -> int:
     """Run ``embens report``; return its exit code."""
     for path in sorted(options.folder.rglob("manifest.json")) if options.redraw else ():
         redraw(path.parent)
-    write = markdown.write if options.out and options.out.suffix == ".md" else page.write
-    print(f"page: {write(options.folder, options.out)}")
+    print(f"page: {page.write(options.folder, options.out)}")
     return 0

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-from contextlib import closing
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embens.experiments import NAMES, contract, grid, table
-from embens.experiments.engines import Engine, Inline
+from filelock import FileLock, Timeout
+
+from embens.checks import closest
+from embens.experiments import NAMES, contract, engines, grid, results
+from embens.experiments.contract import CellBase
+from embens.experiments.grid import Done, Engine, Job, make_job, perform
 from embens.experiments.results import Results, folder_of
 from embens.experiments.setting import PRESETS, Setting, fingerprint
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from embens.experiments.claims import Claim
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,20 +68,15 @@ def run(options: argparse.Namespace) -> int:
     for item in options.only:
         if item.partition("=")[0] not in swept:
             raise ValueError(f"--only {item}: nothing sweeps it; there are {sorted(swept)}")
-    if options.dry_run:
-        for sweep in sweeps.items():
-            _estimate(console, options, *sweep)
-        return 0
-    with closing(_engine(options)) as engine:
-        failed = [_reproduce(console, options, *s, setting, engine) for s in sweeps.items()]
-    return int(any(failed))
+    work = _estimate if options.dry_run else _reproduce
+    return min(1, sum(work(console, options, setting, *sweep) for sweep in sweeps.items()))
 
 
 def _check(options: argparse.Namespace) -> list[str]:
     if options.all == (options.name is not None):
         raise ValueError("give the NAME of an experiment, or --all; there are: " + ", ".join(NAMES))
-    if options.name is not None:
-        contract.load(options.name)
+    if options.name not in (None, *NAMES):
+        raise ValueError(f"unknown experiment {options.name!r}{closest(options.name, NAMES)}")
     for name, least in {"seeds": 1, "epochs": 1, "workers": 0, "first_seed": 0}.items():
         value = getattr(options, name)
         if value is not None and value < least:
@@ -119,38 +120,27 @@ def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any
 
 def _engine(options: argparse.Namespace) -> Engine:
     if options.engine == "ray":
-        from embens.experiments.engines.ray import Ray
-
-        return Ray(options.address, options.workers, options.gpus_per_cell)
-    from embens.experiments.engines.local import Local
-
-    return Inline() if options.workers == 0 else Local(options.workers or os.cpu_count() or 1)
+        cluster = {"address": options.address, "gpus_per_cell": options.gpus_per_cell}
+        return partial(engines.ray, workers=options.workers, **cluster)
+    workers = os.cpu_count() or 1 if options.workers is None else options.workers
+    return partial(engines.local, workers=workers) if workers else engines.inline
 
 
 def _reproduce(
-    console: Console,
-    options: argparse.Namespace,
-    name: str,
-    cells: list[Any],
-    setting: Setting,
-    engine: Engine,
+    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Any]
 ) -> int:
-    from embens.experiments.progress import Progress, duration
-
     folder = folder_of(options.out, name, setting.preset)
     try:
-        results = Results(folder)
-        try:
-            with Progress(console, name) as progress:
-                outcome = grid.run(
-                    *(name, cells), results=results, engine=engine, watcher=progress,
-                    retry_failed=options.retry_failed,
-                )  # fmt: skip
-        except KeyboardInterrupt:
-            summarise(name, setting, results, console)
-            console.print(f"{name}: stopped; the same command goes on from here.")
-            raise
-        summarise(name, setting, results, console, seconds=outcome.seconds)
+        with _alone(console, folder):
+            found = Results(folder)
+            try:
+                engine, retry = watched(_engine(options), console, name), options.retry_failed
+                outcome = grid.run(name, cells, found, engine, retry_failed=retry)
+            except KeyboardInterrupt:
+                _summarise(console, name, setting, found)
+                console.print(f"{name}: stopped; the same command goes on from here.")
+                raise
+            _summarise(console, name, setting, found, outcome.seconds)
     except OSError as problem:
         console.print(
             f"{name}: could not write to {folder} ({problem}). Results that were written are safe; "
@@ -160,16 +150,16 @@ def _reproduce(
         )
         return 1
     console.print(
-        f"{name}: {outcome.measured} cells measured in {duration(outcome.seconds)}, "
+        f"{name}: {outcome.measured} cells measured in {_time(outcome.seconds)}, "
         f"{outcome.known} known before; results in {folder}"
     )
-    if others := table.count_others(results, name):
+    if others := results.count_others(found, name):
         console.print(
             f"{name}: {others} results in this folder are of other code, or another version of "
             "embens or torch; they are kept, and left out"
         )
     for key in outcome.failed[:5]:
-        record = results.records[key]
+        record = found.records[key]
         swept = {k: v for k, v in record["cell"].items() if k != "setting"}
         last = record["error"].strip().splitlines()[-1]
         console.print(f"failed: {swept}: {last}", style="red", markup=False)
@@ -178,25 +168,79 @@ def _reproduce(
     return len(outcome.failed)
 
 
-def summarise(
-    name: str, setting: Setting, results: Results, console: Console, *, seconds: float | None = None
+@contextmanager
+def _alone(console: Console, folder: Path) -> Iterator[None]:
+    """Wait until no other run works in a folder, and keep it for this one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".results.lock")
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        console.print(f"{folder}: another run is at work here; this one waits for it to end")
+        held = lock.acquire()
+    with held:
+        yield
+
+
+def watched(engine: Engine, console: Console, title: str) -> Engine:
+    """Return the engine with its progress shown: a bar and the latest result, or ten lines.
+
+    The time left goes by the weights of cells, since large ones cost more than small ones.
+    """
+    from rich import progress
+    from rich.text import Text
+
+    class Bar(progress.Progress):
+        latest = ""
+
+        def get_renderables(self) -> Iterator[Any]:
+            yield self.make_tasks_table(self.tasks)
+            yield Text(self.latest, no_wrap=True, overflow="ellipsis", style="dim")
+
+    def show(jobs: Sequence[Job]) -> Generator[Done]:
+        cells, failed, began = {job.key: job.cell for job in jobs}, 0, time.perf_counter()
+        total, passed = sum(cell.weight for cell in cells.values()), 0.0
+        columns = (progress.BarColumn(20), "{task.fields[state]}", progress.TimeElapsedColumn())
+        bar = Bar(f"[bold]{title}[/]", *columns, console=console, transient=True)
+        bar.disable = not console.is_terminal
+        task = bar.add_task("", total=total, state="")
+        with bar, closing(engine(jobs)) as found:
+            for number, done in enumerate(found, 1):
+                passed, failed = passed + cells[done.key].weight, failed + (done.rows is None)
+                left = (time.perf_counter() - began) * (total / passed - 1)
+                state = f"{number}/{len(jobs)}" + f" ({failed} failed)" * bool(failed)
+                state += f", {_time(left)} left"
+                bar.latest = describe(cells[done.key], done)
+                bar.update(task, completed=passed, state=state)
+                if bar.disable and 10 * number // len(jobs) > 10 * (number - 1) // len(jobs):
+                    console.print(f"{title} {state}: {bar.latest}", markup=False)
+                yield done
+
+    return show
+
+
+def describe(cell: CellBase, done: Done) -> str:
+    """Return a cell and its result in a few words."""
+    swept = {name: value for name, value in cell.swept().items() if value is not None}
+    words = " ".join(f"{name}={value}" for name, value in swept.items())
+    if done.rows is None:
+        return f"{words}: failed, {(done.error or '').strip().splitlines()[-1][:80]}"
+    numbers = list((done.rows[-1] if done.rows else {}).items())[:3]
+    return f"{words}: " + ", ".join(f"{name} {value:.3g}" for name, value in numbers)
+
+
+def _summarise(
+    console: Console, name: str, setting: Setting, found: Results, seconds: float | None = None
 ) -> None:
     """Write table, picture, claims and manifest of what is there; print the claims."""
-    with results.alone():  # so that the last of several runs writes what all have measured
-        results.refresh()
-        rows = table.tidy(results, name, setting)
-        if len(rows):
-            claims = table.write(results, name, setting, rows, seconds)
-            _show(console, name, claims, rows["seed"].nunique())
-
-
-def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
     from rich.markup import escape
 
+    table = results.tidy(found, name, setting)
+    if not len(table):
+        return
     styles = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
-    many = f"{seeds} seed" + "s" * (seeds != 1)
-    console.print(f"\n[bold]{name}[/]: claims of the paper, {many}")
-    for claim in claims:
+    console.print(f"\n[bold]{name}[/]: claims of the paper, seeds: {table['seed'].nunique()}")
+    for claim in results.write(found, name, setting, table, seconds):
         number = f"{claim.value:.3g}, 95 % [{claim.low:.3g}, {claim.high:.3g}]"
         number = escape(claim.note or f"{number}, holds if {claim.region}")
         console.print(
@@ -206,27 +250,29 @@ def _show(console: Console, name: str, claims: list[Claim], seeds: int) -> None:
         )
 
 
-def _estimate(console: Console, options: argparse.Namespace, name: str, cells: list[Any]) -> None:
-    from embens.experiments.job import make_job, perform
-    from embens.experiments.progress import duration
-
-    folder, known = folder_of(options.out, name, options.preset), set()
+def _estimate(
+    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Any]
+) -> int:
+    folder, jobs = folder_of(options.out, name, options.preset), [make_job(name, c) for c in cells]
+    left = jobs
     if folder.exists():
-        records = Results(folder).records.items()
-        known = {key for key, r in records if "rows" in r or not options.retry_failed}
-    left = [cell for cell in cells if make_job(name, cell).key not in known]
-    trial = min(cells, key=lambda cell: cell.weight).shortened()
-    perform(make_job(name, trial))  # loads data, warms up
-    result = perform(make_job(name, trial))
+        left = grid.unknown(jobs, Results(folder), retry_failed=options.retry_failed)
+    trial = make_job(name, min(cells, key=lambda cell: cell.weight).shortened())
+    perform(trial)  # loads data, warms up
+    result = perform(trial)
     if result.error:
         raise RuntimeError(f"{name}: the cell that was timed failed:\n{result.error}")
-    unit = result.seconds / trial.weight
-    costs, todo = ([unit * cell.weight for cell in some] for some in (cells, left))
-    workers = max(1, options.workers if options.workers is not None else os.cpu_count() or 1)
+    unit = result.seconds / trial.cell.weight
+    costs, todo = ([unit * job.cell.weight for job in some] for some in (jobs, left))
+    workers = max(1, os.cpu_count() or 1 if options.workers is None else options.workers)
     wall = max(sum(todo) / workers, *todo, 0.0)
     console.print(
         f"{name} ({options.preset}): {len(cells)} cells, {len(left)} to do; about "
-        f"{duration(min(costs))} to {duration(max(costs))} each (from a timed one), "
-        f"{duration(sum(todo))} of work, {duration(wall)} with {workers} "
-        + ("worker" if workers == 1 else "workers")
+        f"{min(costs):.3g} to {max(costs):.3g} s each (from a timed one), "
+        f"{_time(sum(todo))} of work, {_time(wall)} on {workers} workers (hours:minutes:seconds)"
     )
+    return 0
+
+
+def _time(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))

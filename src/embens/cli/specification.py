@@ -4,16 +4,14 @@ Nothing here evaluates code from its arguments: calls are read as a name and lit
 only a function that the user names in a file or module of theirs is run.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib
 import inspect
 import runpy
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,15 +69,22 @@ def parse_law(text: str) -> Law | None:
 
 
 def parse_reference(text: str) -> nn.Module:
-    """Return a reference network.
+    """Return a network: ``mlp(inputs=64, width=32)`` or ``cnn(…)`` of :mod:`embens.networks`.
 
-    It is written as ``mlp(inputs=64, width=32)`` or ``cnn(…)`` of :mod:`embens.networks`, or as
-    ``file.py:function`` or ``package.module:function``, a function of no arguments.
+    Or what a function of no arguments returns: ``file.py:function``, ``package.module:function``.
     """
     place, colon, name = text.rpartition(":")
     if not colon:
         return parse_call(text, NETWORKS, "network")
-    make = getattr(_module(place), name, None)
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ValueError(f"there is no file {place}")
+        make = runpy.run_path(place).get(name)
+    else:
+        try:
+            make = getattr(importlib.import_module(place), name, None)
+        except ImportError as error:
+            raise ValueError(f"{place} can't be imported: {error}") from None
     if make is None:
         raise ValueError(f"{place} has no {name!r}; expected a function that returns a network.")
     network = make() if not isinstance(make, nn.Module) else make
@@ -90,33 +95,23 @@ def parse_reference(text: str) -> nn.Module:
 
 def parse_widths(text: str) -> nn.Module | Callable[[float], nn.Module]:
     """Return a reference; of ``mlp(…)`` and ``cnn(…)``, which have a width, a function of it."""
+    if ":" in text:
+        return parse_reference(text)
 
     def build(factor: float) -> nn.Module:
-        def scaled(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-            def call(*args: Any, **options: Any) -> nn.Module:
-                given = inspect.signature(make).bind(*args, **options)
-                given.apply_defaults()
-                width = factor * given.arguments["width"]
-                whole = isinstance(given.arguments["width"], int)
-                given.arguments["width"] = max(1, round(width)) if whole else width
-                return make(*given.args, **given.kwargs)
+        known = {name: partial(_scaled, make, factor) for name, make in NETWORKS.items()}
+        return parse_call(text, known, "network")
 
-            return call
-
-        return parse_call(text, {name: scaled(make) for name, make in NETWORKS.items()}, "network")
-
-    return parse_reference(text) if ":" in text else build
+    return build
 
 
-def _module(place: str) -> Any:
-    if not place.endswith(".py"):
-        try:
-            return importlib.import_module(place)
-        except ImportError as error:
-            raise ValueError(f"{place} can't be imported: {error}") from None
-    if not Path(place).is_file():
-        raise ValueError(f"there is no file {place}")
-    return SimpleNamespace(**runpy.run_path(place))
+def _scaled(make: Callable[..., nn.Module], factor: float, *args: Any, **options: Any) -> nn.Module:
+    given = inspect.signature(make).bind(*args, **options)
+    given.apply_defaults()
+    width = given.arguments["width"]
+    scaled = max(1, round(factor * width)) if isinstance(width, int) else factor * width
+    given.arguments["width"] = scaled
+    return make(*given.args, **given.kwargs)
 
 
 def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -130,9 +125,8 @@ def read_data(text: str, reference: nn.Module) -> tuple[Tensor, Tensor | None]:
         return (digits.flatten() if isinstance(first, nn.Linear) else digits).train
     import numpy as np
 
-    path = Path(text)
+    path, expected = Path(text), "'digits', a .npz file with x (and y), or a .npy file"
     if path.suffix not in (".npz", ".npy"):
-        expected = "'digits', a .npz file with x (and y), or a .npy file"
         raise ValueError(f"data is {expected}; got {text!r}.")
     if not path.is_file():
         raise ValueError(f"there is no file {text}")

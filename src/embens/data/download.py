@@ -5,8 +5,6 @@ is cut, also by the end of the process, the next attempt asks the server for the
 this is not left to a library (pooch begins again). A terminal shows how far it is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import os
@@ -42,16 +40,15 @@ def fetch(
     if path.is_file() and _md5(path) == md5:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    most, failures = _size(part), 0
-    while True:
+    part, failures, complete = path.with_name(path.name + ".part"), 0, False
+    most = _size(part)
+    while not complete:
         start = _size(part)
         try:
             _receive(url, part, timeout)
         except _NETWORK_ERRORS as error:
             failures = 0 if _size(part) > most else failures + 1
-            most = max(most, _size(part))
-            code = getattr(error, "code", 500)
+            most, code = max(most, _size(part)), getattr(error, "code", 500)
             if failures >= attempts or (code < 500 and code not in _PASSING):
                 raise ConnectionError(
                     f"{url}: expected a file, got {error!r} after {most} bytes; see that the "
@@ -61,15 +58,16 @@ def fetch(
             time.sleep(min(pause * 2 ** max(failures - 1, 0), 30))
             continue
         found = _md5(part)
-        if found == md5:
-            os.replace(part, path)
-            return path
-        part.unlink()
-        if not start:
-            raise ValueError(
-                f"{url}: expected a file with md5 {md5}, got {found}; it was discarded: try "
-                f"again, or put the right file at {path} yourself"
-            )
+        complete = found == md5
+        if not complete:
+            part.unlink()
+            if not start:
+                raise ValueError(
+                    f"{url}: expected a file with md5 {md5}, got {found}; it was discarded: try "
+                    f"again, or put the right file at {path} yourself"
+                )
+    os.replace(part, path)
+    return path
 
 
 def _receive(url: str, part: Path, timeout: float) -> None:
@@ -106,10 +104,8 @@ def unpack(archive: Path, folder: Path, names: Collection[str]) -> None:
     Nothing else is taken, no path is followed, and the folder appears when it is complete.
     """
     if folder.exists():
-        raise FileExistsError(
-            f"{folder}: expected no such folder, got one without all the files wanted; "
-            "move it away or complete it"
-        )
+        lacking = "got one without all the files wanted; move it away or complete it"
+        raise FileExistsError(f"{folder}: expected no such folder, {lacking}")
     wanted = {f"{folder.name}/{name}": name for name in sorted(names)}
     missing = wanted.copy()
 
@@ -122,17 +118,14 @@ def unpack(archive: Path, folder: Path, names: Collection[str]) -> None:
                     with source, (whole / missing.pop(member.name)).open("wb") as file:
                         shutil.copyfileobj(source, file)
         if missing:
-            raise ValueError(
-                f"{archive}: expected {', '.join(wanted)}, got none of "
-                f"{', '.join(missing.values())}; it is another archive: replace it"
-            )
+            got = f"none of {', '.join(missing.values())}; it is another archive: replace it"
+            raise ValueError(f"{archive}: expected {', '.join(wanted)}, got {got}")
 
     try:
         write_atomically(folder, fill)
     except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"{archive}: expected a whole tar.gz archive, got {error}; delete it and try again"
-        ) from error
+        got = f"got {error}; delete it and try again"
+        raise ValueError(f"{archive}: expected a whole tar.gz archive, {got}") from error
 
 
 def _size(path: Path) -> int:

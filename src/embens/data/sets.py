@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
@@ -41,19 +42,15 @@ _IDX_FILES = tuple(
 )
 _IDX_MOST = 2**27  # bytes; MNIST has 47 million
 _MNIST = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist/",
-    "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-    "d53e105ee54ea40749a09fcbcd1e9432",
-    "9fb629c4189551a2d022fa330f9573f3",
-    "ec29112dd5afa0611ce80d1b7f02629c",
-)
+    "https://ossci-datasets.s3.amazonaws.com/mnist/ "
+    "f68b3c2dcbeaaa9fbdd348bbdeb94873 d53e105ee54ea40749a09fcbcd1e9432 "
+    "9fb629c4189551a2d022fa330f9573f3 ec29112dd5afa0611ce80d1b7f02629c"
+).split()
 _FASHION_MNIST = (
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-    "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-    "25c81989df183df01b3e8a0aad5dffbe",
-    "bef4ecab320f06d8554ea6380940ec79",
-    "bb300cfdad3c16e7a12a480ee83cd310",
-)
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/ "
+    "8d4fb7e6c68d591d4c3dfef9ec88bf0d 25c81989df183df01b3e8a0aad5dffbe "
+    "bef4ecab320f06d8554ea6380940ec79 bb300cfdad3c16e7a12a480ee83cd310"
+).split()
 
 
 class Part(NamedTuple):
@@ -98,33 +95,23 @@ class DataSet:
         return replace(self, train=train, validation=held)
 
     def subset(
-        self,
-        *,
-        train: int | None = None,
-        validation: int | None = None,
-        test: int | None = None,
-        generator: torch.Generator | None = None,
+        self, *, train: int | None = None, validation: int | None = None, test: int | None = None
     ) -> DataSet:
-        """Keep so many samples of each part: the first ones, or drawn if there is a generator."""
-        sizes, parts = {"train": train, "validation": validation, "test": test}, {}
-        for name, size in sizes.items():
+        """Keep the first samples of each part, so many of them."""
+        parts = {}
+        for name, size in {"train": train, "validation": validation, "test": test}.items():
+            part: Part | None = getattr(self, name)
             if size is None:
                 continue
-            part: Part | None = getattr(self, name)
-            count = 0 if part is None else len(part.targets)
-            if part is None or not 0 < size <= count:
+            if part is None or not 0 < size <= len(part.targets):
+                count = 0 if part is None else len(part.targets)
                 has = f"the {count} samples that the {name} part of {self.name} has"
                 raise ValueError(f"{name}: expected at most {has}, and at least 1, got {size}")
-            drawn = generator is not None
-            order = torch.randperm(count, generator=generator) if drawn else torch.arange(count)
-            parts[name] = part.take(order[:size])
+            parts[name] = Part(part.inputs[:size], part.targets[:size])
         return replace(self, **parts)
 
     def standardise(self) -> DataSet:
-        """Shift and scale channels or features to mean 0 and variance 1 over the train part.
-
-        Constant ones are only shifted.
-        """
+        """Shift and scale channels or features to mean 0 and variance 1 (or 0) in train."""
         axes = [axis for axis in range(self.train.inputs.ndim) if axis != 1]
         variance, mean = torch.var_mean(self.train.inputs, axes, correction=0, keepdim=True)
         scale = torch.where(variance > 0, variance, 1).sqrt()
@@ -134,26 +121,23 @@ class DataSet:
         """Average images over areas, to this height and width."""
         shape = tuple(self.train.inputs.shape)
         if len(shape) != 4 or not 0 < size <= min(shape[2:]):
-            raise ValueError(
-                f"size: expected images (sample, channel, height, width) of at least {size} pixels "
-                f"a side, got shape {shape}; downsample before flattening, and only to fewer pixels"
-            )
+            images = f"images (sample, channel, height, width) of at least {size} pixels a side"
+            advice = "downsample before flattening, and only to fewer pixels"
+            raise ValueError(f"size: expected {images}, got shape {shape}; {advice}")
         return self._map(lambda inputs: adaptive_avg_pool2d(inputs, size))
 
     def flatten(self) -> DataSet:
         """Make each input a vector."""
         return self._map(lambda inputs: inputs.flatten(1))
 
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> DataSet:
-        """Move inputs and targets to a device, and inputs to a floating type."""
-        return self._map(lambda x: x.to(device=device, dtype=dtype), lambda y: y.to(device=device))
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        """Return it with inputs and targets on a device, and inputs of a floating type."""
+        return self._map(lambda x: x.to(device=device, dtype=dtype), device)
 
-    def _map(self, inputs, targets=lambda targets: targets) -> DataSet:
+    def _map(self, change: Callable[[Tensor], Tensor], device=None) -> DataSet:
         parts = {"train": self.train, "validation": self.validation, "test": self.test}
         for name, part in parts.items():
-            parts[name] = part and Part(inputs(part.inputs), targets(part.targets))
+            parts[name] = part and Part(change(part.inputs), part.targets.to(device=device))
         return replace(self, **parts)
 
 
@@ -174,8 +158,8 @@ def digits(*, test: int = 450, generator: torch.Generator | None = None) -> Data
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        message = "digits come with scikit-learn; install it with: pip install 'embens[data]'"
-        raise ImportError(message) from error
+        needed = "digits come with scikit-learn; install it with: pip install 'embens[data]'"
+        raise ImportError(needed) from error
     pixels, targets = load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).float().div_(16).unflatten(1, (1, 8, 8))
     whole = Part(inputs, torch.from_numpy(targets).long())
@@ -232,8 +216,6 @@ def _find(
             f"{name}: expected the files {', '.join(files)} in {root} or {folder}, "
             "got not all in either; pass the folder that has them as root, or download=True"
         )
-    from filelock import FileLock  # a requirement of torch
-
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / f".{name}.lock"):
         if not all(_path(folder, file) for file in files):
@@ -256,10 +238,7 @@ def _fetch_cifar100(folder: Path) -> None:
 def _read_cifar100(path: Path, labels: str) -> Part:
     size = path.stat().st_size
     if not size or size % _CIFAR100_RECORD:
-        raise ValueError(
-            f"{path}: expected records of {_CIFAR100_RECORD} bytes, got {size} bytes; the file is "
-            "cut or of another version: replace it by that of the official binary archive"
-        )
+        _refuse(path, f"records of {_CIFAR100_RECORD} bytes", f"{size} bytes")
     content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     records = content.view(-1, _CIFAR100_RECORD)
     targets = records[:, list(_CIFAR100_CLASSES).index(labels)]
@@ -279,10 +258,8 @@ def _load_idx(name: str, root: str | Path | None, source: tuple[str, ...] | None
     for images, labels in (_IDX_FILES[:2], _IDX_FILES[2:]):
         pixels, targets = _read_idx(folder, images, 3), _read_idx(folder, labels, 1)
         if len(pixels) != len(targets):
-            raise ValueError(
-                f"{folder}: expected a label for each image, got {len(pixels)} images in {images} "
-                f"and {len(targets)} labels in {labels}; replace both by the official files"
-            )
+            got = f"{len(pixels)} images in {images} and {len(targets)} labels in {labels}"
+            _refuse(folder, "a label for each image", got)
         targets = _check_targets(folder / labels, targets, 10)
         parts.append(Part(pixels.float().div_(255).unsqueeze(1), targets))
     return DataSet(parts[0], None, parts[1], classes=10, name=name)
@@ -298,23 +275,20 @@ def _read_idx(folder: Path, file: str, axes: int) -> Tensor:
             expected = start + math.prod(shape)
             content += opened.read(min(expected - start, _IDX_MOST) + 1)  # gzip may hold anything
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"{path}: expected a whole gzip file, got {error}; delete it and download it again"
-        ) from error
+        _refuse(path, "a whole gzip file", str(error))
     begin = bytes((0, 0, 8, axes))
     if content[:4] != begin or len(content) != expected or 0 in shape:
-        raise ValueError(
-            f"{path}: expected IDX bytes that begin {begin!r} and {expected} bytes for shape "
-            f"{tuple(shape)}, got {bytes(content[:4])!r} and {len(content)} bytes; the file is "
-            "cut or another one: delete it and download it again"
-        )
+        bytes_of = f"IDX bytes that begin {begin!r} and {expected} bytes for shape {tuple(shape)}"
+        _refuse(path, bytes_of, f"{bytes(content[:4])!r} and {len(content)} bytes")
     return torch.frombuffer(content, dtype=torch.uint8, offset=start).view(shape)
 
 
 def _check_targets(path: Path, targets: Tensor, classes: int) -> Tensor:
     if int(targets.max()) >= classes:
-        raise ValueError(
-            f"{path}: expected labels from 0 to {classes - 1}, got {int(targets.max())}; "
-            "the file is corrupt or another one: replace it by the official one"
-        )
+        _refuse(path, f"labels from 0 to {classes - 1}", str(int(targets.max())))
     return targets.long()
+
+
+def _refuse(path: Path, expected: str, got: str) -> NoReturn:
+    cut = "it is cut, damaged or another one: replace it by the official one, or download it again"
+    raise ValueError(f"{path}: expected {expected}, got {got}; {cut}")

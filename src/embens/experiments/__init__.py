@@ -1,29 +1,16 @@
 """The paper's experiments: one file for each figure, the grid that runs them, their claims.
 
-An experiment is a module that reads top to bottom: a frozen ``Cell`` (all that determines one
-result, seed included), ``cells(setting)``, ``measure(cell)``, ``claims(table)``, ``plot(table)``.
-:mod:`embens.experiments.contract` says what each of them is for. A new one is a file here, its name
-below, and a test file with a table made up for it.
+An experiment is a module that reads top to bottom: a docstring for its page
+(:func:`embens.experiments.contract.describe`); a frozen ``Cell``, all that determines one result,
+seed included; ``SWEEP``, functions of a setting that return cells, for one seed; ``measure(cell)``,
+which returns a row of numbers or several (one for each epoch, say); ``CLAIMS``, the paper's; and
+``plot(table)``, its panels. It may have ``SEEDS``, their number for each preset, and ``QUICK``:
+what is otherwise in that preset's setting. A new one is a file here, its name below, and a test
+file with a table made up for it.
 """
 
-from __future__ import annotations
-
-NAMES = (
-    "transition",
-    "widths",
-    "trajectories",
-    "lld-rates",
-    "gradients",
-    "ablation",
-    "ntk-at-init",
-    "mc-dropout",
-    "lld",
-    "cost",
-    "theorems",
-    "parametrization",
-    "gain",
-    "richness",
-    "compare",
-    "laws",
+NAMES = tuple(
+    "transition widths trajectories lld-rates gradients ablation ntk-at-init mc-dropout lld cost "
+    "theorems parametrization gain richness compare laws".split()
 )
 """In the order of the paper; the module of ``lld-rates`` is ``lld_rates``."""

@@ -8,8 +8,6 @@ The caption's shifted variant has a *standard deviation* of 1/√2, not a varian
 the second moment at 1.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +18,11 @@ from embens import laws
 from embens.embedding.families import embed, last_layer_dropout
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments import fair
-from embens.experiments.claims import Claim, Frame, Judge, Rows, where
-from embens.experiments.contract import MEMBERS, CellBase, Row, product
+from embens.experiments.claims import Claim, Frame, Rows, where
+from embens.experiments.contract import MEMBERS, CellBase, Row, product, train
+from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, curves, panels
-from embens.experiments.setting import Setting, data_set
-from embens.experiments.training import train
+from embens.experiments.setting import data_set
 from embens.finite import gradient_norms
 
 LAST, ENDS, FAST = "last layer, trainable", "input and output", "modulation rate ×5"
@@ -49,10 +47,7 @@ class Cell(CellBase):
     members: int
 
 
-def cells(setting: Setting) -> list[CellBase]:
-    """Return the sweep over variants and members, and fair lines."""
-    sweep = product(Cell, setting, variant=VARIANTS, members=MEMBERS[setting.preset])
-    return [*sweep, *fair.cells(setting)]
+SWEEP = [product(Cell, variant=list(VARIANTS), members=MEMBERS), product(Fair, width=1.0)]
 
 
 def make(cell: Cell) -> EmbeddedEnsemble:
@@ -98,45 +93,43 @@ def _several(rows: Rows, variant: str, column: str) -> float:
     return rows.between("members", 4).where(variant=variant).mean(column)
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return the paper's observations on this figure."""
-    test = Judge(table)
-    dependent = "more dependent models: larger correlation and smaller accuracy"
-    same = "roughly the same as for the baseline"
-    compared = (
-        ("post only", "accuracy", -0.01, 0.01, "as accurate as the baseline (to 1 %)", same),
-        ("post only", "correlation", -0.05, 0.05, "as correlated as the baseline (to 0.05)", same),
-        ("pre only", "correlation", 0.0, math.inf, "more correlated", dependent),
-        ("pre only", "accuracy", -math.inf, 0.0, "less accurate", dependent),
-        ("shifted", "correlation", 0.0, math.inf, "more correlated", dependent),
-        ("shifted", "accuracy", -math.inf, 0.0, "less accurate", dependent),
-        (LAST, "accuracy", -math.inf, 0.0, "less accurate", "low ensemble accuracy"),
-        (ENDS, "accuracy", -math.inf, -0.02, "much worse (by 2 %)", "a severe drop"),
-        ("gamma=1", "accuracy", -0.03, 0.0, "worse, but by less than 3 %", "just slightly worse"),
-        (FAST, "accuracy", 0.0, math.inf, "better", "better by about 1 %"),
-    )
-    found = [
-        test(
-            lambda t, v=variant, c=column: _several(t, v, c) - _several(t, "baseline", c),
-            above=above,
-            below=below,
-        ).says(f"{variant}: {text}", paper, f"{column} less the baseline's, mean over M ≥ 4")
-        for variant, column, above, below, text, paper in compared
-    ]
-    return [
-        *found,
-        test(lambda t: _several(t, LAST, "correlation"), above=0.95).says(
-            "members with a trainable last-layer modulation alone end up the same",
-            "≈100 % correlation: they converge to the same minimum",
-            "correlation, mean over M ≥ 4",
-        ),
-        test(lambda t: t.where(variant="baseline").mean("gradient_ratio"), below=0.5).says(
-            "gradients of modulations are much smaller than those of weights",
-            "significantly lower",
-            "ratio of norms at initialisation, baseline",
-        ),
-        *fair.claims(table, where(variant="baseline")),
-    ]
+def _less(rows: Rows, variant: str, column: str) -> float:
+    return _several(rows, variant, column) - _several(rows, "baseline", column)
+
+
+_DEPENDENT = "more dependent models: larger correlation and smaller accuracy"
+_SAME = "roughly the same as for the baseline"
+_COMPARED = (
+    ("post only", "accuracy", -0.01, 0.01, "as accurate as the baseline (to 1 %)", _SAME),
+    ("post only", "correlation", -0.05, 0.05, "as correlated as the baseline (to 0.05)", _SAME),
+    ("pre only", "correlation", 0.0, math.inf, "more correlated", _DEPENDENT),
+    ("pre only", "accuracy", -math.inf, 0.0, "less accurate", _DEPENDENT),
+    ("shifted", "correlation", 0.0, math.inf, "more correlated", _DEPENDENT),
+    ("shifted", "accuracy", -math.inf, 0.0, "less accurate", _DEPENDENT),
+    (LAST, "accuracy", -math.inf, 0.0, "less accurate", "low ensemble accuracy"),
+    (ENDS, "accuracy", -math.inf, -0.02, "much worse (by 2 %)", "a severe drop"),
+    ("gamma=1", "accuracy", -0.03, 0.0, "worse, but by less than 3 %", "just slightly worse"),
+    (FAST, "accuracy", 0.0, math.inf, "better", "better by about 1 %"),
+)
+CLAIMS = [
+    *(
+        Claim(partial(_less, variant=variant, column=column), above, below).says(
+            f"{variant}: {text}", paper, f"{column} less the baseline's, mean over M ≥ 4"
+        )
+        for variant, column, above, below, text, paper in _COMPARED
+    ),
+    Claim(lambda t: _several(t, LAST, "correlation"), above=0.95).says(
+        "members with a trainable last-layer modulation alone end up the same",
+        "≈100 % correlation: they converge to the same minimum",
+        "correlation, mean over M ≥ 4",
+    ),
+    Claim(lambda t: t.where(variant="baseline").mean("gradient_ratio"), below=0.5).says(
+        "gradients of modulations are much smaller than those of weights",
+        "significantly lower",
+        "ratio of norms at initialisation, baseline",
+    ),
+    *fair.claims(where(variant="baseline")),
+]
 
 
 def plot(table: Frame) -> Figure:

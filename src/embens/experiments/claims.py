@@ -6,26 +6,22 @@ interval is Student's over the jackknife pseudo-values of the seeds,
 .. math::
     T_i = n T - (n - 1) T_{-i}, \qquad \bar T_i \pm t_{n-1} \, s(T_i) / \sqrt{n} ,
 
-where :math:`T_{-i}` leaves all cells of seed :math:`i` out. Where :math:`T` is a mean of one number
-per seed this is exactly Student's interval of a mean. Of a statistic that jumps from one point of a
-curve to another (a minimum, a maximum, the best M) pseudo-values say little: leaving one seed out
-either moves nothing or moves it by a whole step, times :math:`n - 1`. Such a statistic gets draws
-of seeds (:func:`bootstrap`), and with their standard deviation :math:`s_B` the interval
+where :math:`T_{-i}` leaves all cells of seed :math:`i` out. A statistic that jumps from one point
+of a curve to another (a minimum, the best M) has draws of seeds (:func:`bootstrap`) instead, and
+with their standard deviation :math:`s_B` the interval
 
 .. math::
     T \pm t_{n-1} \, s_B \sqrt{n / (n - 1)} .
 
-Percentiles of draws of few seeds would be too narrow; this is Student's interval where :math:`T` is
-a mean.
+Both are Student's interval where :math:`T` is a mean of one number per seed.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
@@ -42,14 +38,7 @@ class Missing(LookupError):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a table: what statistics are made of. It is equal to itself alone.
-
-    Example:
-        >>> import pandas
-        >>> rows = Rows(pandas.DataFrame({"width": [1, 2, 4, 8], "cosine": [1.0, 0.5, 0.25, 9.0]}))
-        >>> rows.between("width", high=4).slope("width", "cosine", log_y=True)
-        -1.0
-    """
+    """Some rows of a table: what statistics are made of. It is equal to itself alone."""
 
     frame: Frame
 
@@ -92,10 +81,6 @@ class Rows:
         """Return each value of a column with its rows."""
         return [(value, Rows(rows)) for value, rows in self.frame.groupby(column)]
 
-    def per_seed(self, statistic: Statistic) -> float:
-        """Return the mean over seeds of a statistic of one seed's rows."""
-        return statistics.fmean(float(statistic(rows)) for _, rows in self.by("seed"))
-
     def mean(self, y: str) -> float:
         """Return the mean of a column."""
         return float(self[y].mean())
@@ -108,16 +93,14 @@ class Rows:
         return [float(v) for v in means.index], [float(v) for v in means]
 
     def slope(self, x: str, y: str, *, log_x: bool = True, log_y: bool = False) -> float:
-        """Return the least-squares slope of the mean of ``y``; by default per factor 2 of ``x``.
-
-        With ``log_y`` as well it is the exponent of a power law.
-        """
+        """Return the slope of the mean of ``y``, per factor 2 of ``x``, or the power of a law."""
         xs, ys = self.curve(x, y)
         if log_y and min(ys) <= 0:
             return math.nan
-        return line(
-            *(list(map(math.log2, v)) if log else v for v, log in ((xs, log_x), (ys, log_y)))
+        xs, ys = (
+            [math.log2(v) if log else v for v in vs] for vs, log in ((xs, log_x), (ys, log_y))
         )
+        return line(xs, ys)
 
     def best(self, x: str, y: str = "accuracy") -> float:
         """Return the ``x`` whose mean ``y`` is largest, the smallest of several."""
@@ -139,10 +122,7 @@ class Rows:
         return xs[k - 1] + step * (xs[k] - xs[k - 1])
 
     def rise_and_fall(self, x: str, y: str = "accuracy") -> float:
-        """Return how much of an inverted U a curve is: the smaller of its rise and its fall.
-
-        Rise: from the first point to the best one; fall: from there to the last one.
-        """
+        """Return the smaller of a curve's rise to its best point and its fall from there."""
         _, ys = self.curve(x, y)
         return max(ys) - max(ys[0], ys[-1])
 
@@ -188,7 +168,7 @@ def growth_of_best(some: Some, x: str = "members") -> Statistic:
 
     def growth(rows: Rows) -> float:
         """Exponent of best M in width, mean over seeds."""
-        return some(rows).per_seed(of_seed)
+        return statistics.fmean(of_seed(mine) for _, mine in some(rows).by("seed"))
 
     return growth
 
@@ -202,23 +182,50 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, and what we measured of it."""
+    """A statement of the paper: a statistic, the region in which it is true, and what we measured.
 
-    value: float  # of the statistic; NaN if it could not be computed
-    low: float  # ends of its interval
-    high: float
-    above: float  # the statement is true for values above this
-    below: float  # and below this
-    seeds: int
-    verdict: str  # "holds", "does not hold" or "undecided"
-    note: str = ""  # why it is undecided, where that is not the interval
-    measure: str = ""  # what the number is
+    Example:
+        >>> import pandas
+        >>> table = pandas.DataFrame({"seed": [0, 1, 2], "gain": [1.0, 1.1, 0.9]})
+        >>> claim = Claim(lambda rows: rows.mean("gain"), above=0).says("it gains").judge(table)
+        >>> claim.verdict, round(claim.low, 3)
+        ('holds', 0.752)
+    """
+
+    statistic: Statistic
+    above: float = -math.inf  # the statement is true for values above this
+    below: float = math.inf  # and below this
+    jumps: bool = False  # from one point of a curve to another, so that it has a bootstrap
     statement: str = ""  # what is tested, in words, which are its name
-    paper: str = ""  # what the paper saw
+    paper: str = "–"  # what the paper saw
+    measure: str = ""  # what the number is
+    value: float = math.nan  # of the statistic; NaN if it could not be computed
+    low: float = math.nan  # ends of its interval
+    high: float = math.nan
+    seeds: int = 0
+    verdict: str = UNDECIDED  # or "holds", "does not hold"
+    note: str = ""  # why it is undecided, where that is not the interval
 
     def says(self, statement: str, paper: str = "–", measure: str = "") -> Claim:
-        """Return the claim with its words; what is measured may be said by the statistic."""
-        return replace(self, statement=statement, paper=paper, measure=measure or self.measure)
+        """Return the claim with its words; the measure's may be the statistic's docstring."""
+        words = getattr(self.statistic, "func", self.statistic).__doc__ or ""  # a partial's own
+        measure = measure or words.partition("\n")[0].rstrip(".")
+        return replace(self, statement=statement, paper=paper, measure=measure)
+
+    def judge(self, table: Frame, draws: Sequence[Rows] = ()) -> Claim:
+        """Return the claim with what a table says of it."""
+        try:
+            value, low, high, seeds = interval(table, self.statistic, draws=draws)
+        except Missing as error:
+            return replace(self, note=f"missing: {error}")
+        note = ""
+        if math.isnan(value):
+            note = "the statistic is not defined on this table"
+        elif math.isnan(low):
+            note = f"{seeds} seed has no interval" if seeds == 1 else "no interval"
+        found = verdict(low, high, self.above, self.below)
+        measured = {"value": value, "low": low, "high": high, "seeds": seeds}
+        return replace(self, **measured, verdict=found, note=note)
 
     @property
     def region(self) -> str:
@@ -231,7 +238,14 @@ class Claim:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; what is infinite or NaN becomes None."""
-        return plain({**asdict(self), "region": self.region})
+        values = {k: v for k, v in vars(self).items() if k not in ("statistic", "jumps")}
+        return plain({**values, "region": self.region})
+
+
+def judge(claims: Sequence[Claim], table: Frame) -> list[Claim]:
+    """Return the claims with what a table says of each."""
+    draws = bootstrap(table) if any(claim.jumps for claim in claims) else ()
+    return [claim.judge(table, draws if claim.jumps else ()) for claim in claims]
 
 
 def plain(value: Any) -> Any:
@@ -241,51 +255,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class Judge:
-    """Tests whether statistics of a table lie in a region; :meth:`Claim.says` adds the words.
-
-    Example:
-        >>> import pandas
-        >>> table = pandas.DataFrame({"seed": [0, 1, 2], "gain": [1.0, 1.1, 0.9]})
-        >>> claim = Judge(table)(lambda rows: rows.mean("gain"), above=0)
-        >>> claim.verdict, round(claim.low, 3)
-        ('holds', 0.752)
-    """
-
-    def __init__(self, table: Frame):
-        self.table = table
-
-    def __call__(
-        self,
-        statistic: Statistic,
-        *,
-        above: float = -math.inf,
-        below: float = math.inf,
-        jumps: bool = False,
-    ) -> Claim:
-        """Return the claim that the statistic lies between these; one that jumps has a bootstrap.
-
-        What is measured is the first line of the statistic's docstring, if no words say it.
-        """
-        value, low, high, seeds, note = math.nan, math.nan, math.nan, 0, ""
-        try:
-            draws = self.draws if jumps else ()
-            value, low, high, seeds = interval(self.table, statistic, draws=draws)
-        except Missing as error:
-            note = f"missing: {error}"
-        if not note and math.isnan(value):
-            note = "the statistic is not defined on this table"
-        elif not note and math.isnan(low):
-            note = f"{seeds} seed has no interval" if seeds == 1 else "no interval"
-        words = getattr(statistic, "func", statistic).__doc__ or ""  # through functools.partial
-        measure, found = words.partition("\n")[0].rstrip("."), verdict(low, high, above, below)
-        return Claim(value, low, high, above, below, seeds, found, note, measure)
-
-    @functools.cached_property
-    def draws(self) -> list[Rows]:
-        return bootstrap(self.table)
 
 
 def verdict(low: float, high: float, above: float, below: float) -> str:

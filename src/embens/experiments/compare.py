@@ -5,13 +5,10 @@ fifth of the classes, which are the unknown inputs. Training costs include the c
 which is made for every system alike (the column tuning). Not here: bayesian, whose networks are for
 squared errors of noisy targets, in the NTK parametrization.
 
-The paper names most of these systems, and compares few. Every one gets the same reference network,
-data and epochs, and a rate of its own: the best of the same few by log loss on held-out rows, with
-which it is then trained on all rows. An ensemble that knows what it does not know is less sure of
-classes that it never saw. Test images are also disturbed: by noise, blur, and less contrast.
+Every system gets the same reference network, data and epochs, and a rate of its own: the best of
+the same few by log loss on held-out rows, with which it is then trained on all rows. Test images
+are also disturbed: by noise, blur, and less contrast.
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -29,11 +26,20 @@ from embens import laws, metrics
 from embens.data import DataSet, Part
 from embens.embedding import families
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Judge, Rows
-from embens.experiments.contract import CellBase, Row, batch_ensemble, product
+from embens.experiments.claims import Claim, Frame, Rows
+from embens.experiments.contract import (
+    CellBase,
+    Row,
+    Training,
+    batch_ensemble,
+    count_parameters,
+    product,
+    run,
+    score,
+    train,
+)
 from embens.experiments.figure import PALETTE, Curve, Figure, Panel
 from embens.experiments.setting import Setting, data_set, reference
-from embens.experiments.training import Training, count_parameters, run, score, train
 from embens.training.snapshots import snapshots
 from embens.training.trainer import Divergence
 
@@ -42,7 +48,7 @@ FRESH = "MC dropout, fresh"
 PATHS = {"snapshots": "cosine", "fast geometric": "triangular", "SWAG": "swag"}
 """Systems that are one run of one network; the last two begin with half the epochs as usual."""
 RATES = (1.0, 4.0, 16.0)  # times the preset's
-TRAIN = {"quick": 500, "cpu": 1000, "paper": 40_000}  # all digits would be too easy
+QUICK = {"train": 500}  # all digits would be too easy
 WIDTH = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}
 MEMBERS = {"quick": 4, "cpu": 4, "paper": 4}
 SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
@@ -104,11 +110,7 @@ class Cell(CellBase):
         return super().weight / (self.members if self.system in (ONE, FRESH) else 1)
 
 
-def cells(setting: Setting) -> list[Cell]:
-    """Return the systems."""
-    preset = setting.preset
-    setting = replace(setting, train=min(setting.train, TRAIN[preset]))
-    return product(Cell, setting, system=SYSTEMS, members=[MEMBERS[preset]], width=[WIDTH[preset]])
+SWEEP = [product(Cell, system=SYSTEMS, members=MEMBERS, width=WIDTH)]
 
 
 def make(cell: Cell) -> EmbeddedEnsemble:
@@ -118,11 +120,9 @@ def make(cell: Cell) -> EmbeddedEnsemble:
         network = _widened(cell, cell.members * count_parameters(network), generator)
     if cell.setting.network == "mlp":
         network = nn.Sequential(nn.Flatten(), network)
-    (family,) = (
-        kind[cell.system] for kind in systems(cell.members).values() if cell.system in kind
-    )
+    known = {name: make for kind in systems(cell.members).values() for name, make in kind.items()}
     members = 1 if cell.system in (ONE, WIDE, FRESH) else cell.members
-    return family(network, members, generator=generator)
+    return known[cell.system](network, members, generator=generator)
 
 
 def _widened(cell: Cell, parameters: int, generator: torch.Generator) -> nn.Module:
@@ -168,15 +168,8 @@ def measure(cell: Cell) -> Row:
     data, unknown = problem(cell.setting)
     generator = torch.Generator().manual_seed(cell.seed)
     held = data.split(len(data.train.targets) // 5, generator=generator)
-    assert held.validation is not None
-    losses, tuning = {}, 0.0
-    for rate in RATES:
-        tried, seconds = _timed(partial(fit_system, cell, held, rate))
-        tuning += seconds
-        outputs = predict_system(tried, held.validation.inputs, cell)
-        loss = float(metrics.nll(outputs, held.validation.targets))
-        losses[rate] = math.inf if tried.diverged else loss
-    best = min(losses, key=losses.__getitem__)
+    tried = {rate: _timed(partial(fit_system, cell, held, rate)) for rate in RATES}
+    best = min(RATES, key=lambda rate: _held_out_loss(cell, held, tried[rate][0]))
     trained, seconds = _timed(partial(fit_system, cell, data, best))
     single = replace(cell, system=ONE)
     one, alone = _timed(partial(fit_system, single, data, best))
@@ -201,30 +194,29 @@ def measure(cell: Cell) -> Row:
         "shifted_nll": sum(float(metrics.nll(o, target)) for o in shifted) / len(shifted),
         "parameters": count_parameters(trained.ensemble) / count_parameters(one.ensemble),
         "training": seconds / alone,
-        "tuning": tuning / alone,
+        "tuning": sum(taken for _, taken in tried.values()) / alone,
         "inference": passing / passing_alone,
         "rate": best * cell.setting.lr,
         "diverged": float(trained.diverged),
     }
 
 
+def _held_out_loss(cell: Cell, held: DataSet, tried: Training) -> float:
+    assert held.validation is not None
+    outputs = predict_system(tried, held.validation.inputs, cell)
+    return math.inf if tried.diverged else float(metrics.nll(outputs, held.validation.targets))
+
+
 def fit_system(cell: Cell, data: DataSet, rate: float) -> Training:
-    """Train a system on the train part."""
-    lr = rate * cell.setting.lr
-    if cell.system in PATHS:
-        return _follow(cell, data, lr)
-    ensemble = make(cell)
-    gamma = ensemble.natural_gamma
-    return train(ensemble, cell.setting, data=data, seed=cell.seed, gamma=gamma, lr=lr)
-
-
-def _follow(cell: Cell, data: DataSet, lr: float) -> Training:
-    """Train one network, and keep networks on its way."""
-    setting, schedule = cell.setting, PATHS[cell.system]
-    begun = make(replace(cell, system=ONE))
+    """Train a system on the train part; some are one network and what it was on its way."""
+    setting, lr, schedule = cell.setting, rate * cell.setting.lr, PATHS.get(cell.system)
+    begun = make(replace(cell, system=ONE) if schedule else cell)
+    fit = partial(train, begun, data=data, seed=cell.seed, lr=lr)
+    if schedule is None:
+        return fit(setting, gamma=begun.natural_gamma)
     if schedule != "cosine":
         setting = replace(setting, epochs=max(1, setting.epochs // 2))
-        trained = train(begun, setting, data=data, seed=cell.seed, lr=lr)
+        trained = fit(setting)
         if trained.diverged:
             return trained
     try:
@@ -259,52 +251,48 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.process_time() - started or time.perf_counter() - on_the_wall
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return what the paper promises of embedded ensembles, for the independent regime."""
-    test = Judge(table)
-    shifted = "difference of log losses, mean over kinds and strengths"
-    area = "difference of areas under the ROC curve"
+def _less(rows: Rows, column: str, other: str) -> float:
+    """Difference of log losses, each at its best rate."""
+    mine = rows.where(system="BatchEnsemble p=0")
+    return mine.mean(column) - rows.where(system=other).mean(column)
 
-    def less(rows: Rows, column: str, other: str) -> float:
-        """Difference of log losses, each at its best rate."""
-        mine = rows.where(system="BatchEnsemble p=0")
-        return mine.mean(column) - rows.where(system=other).mean(column)
 
-    return [
-        test(partial(less, column="nll", other=ONE), below=0.0).says(
-            "a BatchEnsemble in the independent regime beats the network it is made of",
-            "embedded ensembles improve on a single model",
-        ),
-        test(partial(less, column="nll", other=WIDE), below=0.0).says(
-            "it also beats one network with as many parameters as separate networks have"
-        ),
-        test(partial(less, column="nll", other=SEPARATE), below=0.01).says(
-            "it is as good as separate networks, to 0.01 nats",
-            "the independent regime behaves as an ensemble of independent models",
-        ),
-        test(partial(less, column="auroc", other=ONE), above=0.0).says(
-            "it tells classes that it never saw better than one network does", measure=area
-        ),
-        test(partial(less, column="shifted_nll", other=ONE), below=0.0).says(
-            "it loses less on disturbed images than one network does", measure=shifted
-        ),
-    ]
+CLAIMS = [
+    Claim(partial(_less, column="nll", other=ONE), below=0.0).says(
+        "a BatchEnsemble in the independent regime beats the network it is made of",
+        "embedded ensembles improve on a single model",
+    ),
+    Claim(partial(_less, column="nll", other=WIDE), below=0.0).says(
+        "it also beats one network with as many parameters as separate networks have"
+    ),
+    Claim(partial(_less, column="nll", other=SEPARATE), below=0.01).says(
+        "it is as good as separate networks, to 0.01 nats", "it behaves as independent models do"
+    ),
+    Claim(partial(_less, column="auroc", other=ONE), above=0.0).says(
+        "it tells classes that it never saw better than one network does",
+        measure="difference of areas under the ROC curve",
+    ),
+    Claim(partial(_less, column="shifted_nll", other=ONE), below=0.0).says(
+        "it loses less on disturbed images than one network does",
+        measure="difference of log losses, mean over kinds and strengths",
+    ),
+]
 
 
 def plot(table: Frame) -> Figure:
     """Return quality against the cost of training and of inference, with the Pareto fronts."""
     table = table.assign(training=table["training"] + table["tuning"])
     groups = table.groupby("system")
-    means, errors = (getattr(groups, name)(numeric_only=True) for name in ("mean", "sem"))
+    means, errors = groups.mean(numeric_only=True), groups.sem(numeric_only=True)
     panels = []
     for column, images in (("nll", ""), ("shifted_nll", ", disturbed images")):
         for cost, unit in COSTS.items():
             points = []
             for (kind, members), colour in zip(systems().items(), PALETTE, strict=False):
                 shown = [system for system in members if system in means.index]
-                x, y = (list(means.loc[shown, name]) for name in (cost, column))
-                error = list(errors.loc[shown, column])
-                points.append(Curve(kind, x, y, error, colour, style="points", names=shown))
+                x, y, error = means[cost][shown], means[column][shown], errors[column][shown]
+                values = (list(x), list(y), list(error))
+                points.append(Curve(kind, *values, colour, style="points", names=shown))
             title, label = f"best for its {cost}{images}", f"log loss{images}"
             drawn = [*points, front(points)]
             panels.append(Panel(title, f"{cost}, {unit}", label, drawn, y_log=10))
@@ -313,11 +301,11 @@ def plot(table: Frame) -> Figure:
 
 def front(points: list[Curve]) -> Curve:
     """Return the systems that no other beats in both cost and loss."""
-    best, kept = math.inf, []
-    found = [point for curve in points for point in zip(curve.x, curve.y, curve.names, strict=True)]
-    for x, y, name in sorted(found):
-        if y < best:
-            best = y
-            kept.append((x, y, name))
+    kept: list[tuple[float, float, str]] = []
+    for point in sorted(
+        p for curve in points for p in zip(curve.x, curve.y, curve.names, strict=True)
+    ):
+        if not kept or point[1] < kept[-1][1]:
+            kept.append(point)
     x, y, names = map(list, zip(*kept, strict=True))
     return Curve("Pareto front", x, y, colour="#333333", style="dash", names=names)

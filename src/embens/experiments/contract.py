@@ -1,4 +1,4 @@
-"""What an experiment is: the names that its module must have, and what all cells have in common.
+"""What an experiment is: what all cells have in common, and how the ensemble of one is trained.
 
 A cell is all that one measurement depends on: a preset's setting, what is swept, and a seed.
 """
@@ -8,22 +8,23 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from embens import laws
-from embens.checks import closest
+from embens import laws, metrics
+from embens.data import DataSet
 from embens.embedding import families
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments import NAMES
-from embens.experiments.claims import Claim, Frame
-from embens.experiments.figure import Figure
-from embens.experiments.setting import Setting, reference
+from embens.experiments.setting import Setting, data_set, reference
+from embens.prediction import predict
+from embens.training.loop import fit
+from embens.training.trainer import Divergence
 
 Row = dict[str, float]
 # By preset, for experiments that have no reason for others.
@@ -77,27 +78,21 @@ class CellBase:
         return family(network, members, generator=generator, **options)
 
 
-AnyCell = TypeVar("AnyCell", bound=CellBase)
+def product(cell: type[CellBase], **axes: Any) -> Callable[[Setting], list[Any]]:
+    """Return a sweep: of a setting, a cell for each combination of the values of its fields.
 
-
-def product(cell: type[AnyCell], setting: Setting, **axes: Iterable[Any]) -> list[AnyCell]:
-    """Return a cell for each combination of the values of its fields."""
-    combinations = itertools.product(*axes.values())
-    return [cell(setting=setting, **dict(zip(axes, c, strict=True))) for c in combinations]
-
-
-class Experiment(Protocol):
-    """A module of this package, with the docstring that :func:`describe` reads.
-
-    It may also have ``SEEDS``, their number for each preset.
+    A field has one value, or several; a mapping from presets has those of the setting's.
     """
 
-    # The cells of a preset's sweep for one seed; the numbers of a cell, in one row or several (one
-    # for each epoch, say); the paper's claims with their verdicts; the paper's panels.
-    def cells(self, setting: Setting) -> list[Any]: ...
-    def measure(self, cell: Any) -> Row | list[Row]: ...
-    def claims(self, table: Frame) -> list[Claim]: ...
-    def plot(self, table: Frame) -> Figure: ...
+    def cells(setting: Setting) -> list[Any]:
+        values = []
+        for axis in axes.values():
+            some = axis[setting.preset] if isinstance(axis, dict) else axis
+            values.append([some] if isinstance(some, (str, int, float)) else some)
+        combinations = itertools.product(*values)
+        return [cell(setting=setting, **dict(zip(axes, c, strict=True))) for c in combinations]
+
+    return cells
 
 
 def describe(text: str | None) -> dict[str, str]:
@@ -115,27 +110,116 @@ def describe(text: str | None) -> dict[str, str]:
     return {"title": title, "label": label, "about": " ".join(about.split())}
 
 
-def load(name: str) -> Experiment:
-    """Return the experiment of this name.
+def load(name: str) -> Any:
+    """Return the module of an experiment, or of cells that several of them have.
 
     Example:
-        >>> load("transition").__name__
-        'embens.experiments.transition'
+        >>> load("lld-rates").__name__
+        'embens.experiments.lld_rates'
     """
-    if name not in NAMES:
-        raise ValueError(f"unknown experiment {name!r}{closest(name, NAMES)}")
-    return module(name)
-
-
-def module(name: str) -> Any:
-    """Return the module of an experiment, or of cells that several of them have."""
     return importlib.import_module(f"embens.experiments.{name.replace('-', '_')}")
 
 
 def cells(name: str, setting: Setting, seeds: Iterable[int] | None = None) -> list[Any]:
     """Return all cells of an experiment: its sweep for each of these seeds, or the preset's."""
     experiment = load(name)
-    sweep = experiment.cells(setting)
-    if seeds is None:
-        seeds = range(getattr(experiment, "SEEDS", SEEDS)[setting.preset])
+    if setting.preset == "quick":
+        setting = replace(setting, **getattr(experiment, "QUICK", {}))
+    sweep = [cell for part in experiment.SWEEP for cell in part(setting)]
+    seeds = range(getattr(experiment, "SEEDS", SEEDS)[setting.preset]) if seeds is None else seeds
     return [replace(cell, seed=seed) for seed in seeds for cell in sweep]
+
+
+@dataclass(frozen=True)
+class Training:
+    """An ensemble that was trained."""
+
+    ensemble: EmbeddedEnsemble  # with its last weights
+    data: DataSet
+    diverged: bool  # the run ended before its time
+    trace: list[Row]  # of each epoch: members' mean loss and, if asked for, their test accuracy
+
+    def evaluate(self) -> Row:
+        """Return the paper's four measures, and what goes with them."""
+        outputs = run(self.ensemble, self.data.test.inputs)
+        fitted, target = run(self.ensemble, self.data.train.inputs), self.data.train.targets
+        return {
+            **score(outputs, self.data.test.targets),
+            "member_train_accuracy": float(metrics.member_accuracy(fitted, target).mean()),
+            "train_accuracy": float(metrics.ensemble_accuracy(fitted, target)),
+            "train_loss": float(metrics.member_nll(fitted, target).mean()),
+            "parameters": float(count_parameters(self.ensemble)),
+            "diverged": float(self.diverged),
+        }
+
+
+def train(
+    ensemble: EmbeddedEnsemble,
+    setting: Setting,
+    *,
+    data: DataSet | None = None,
+    seed: int,
+    gamma: float | None = None,
+    lr: float | None = None,
+    modulation_lr: float | None = None,
+    test_each_epoch: bool = False,
+) -> Training:
+    """Train in place, as the paper does: momentum 0.9, rate constant, then linearly to 1 %.
+
+    ``seed`` is of the order of samples and of fresh masks, ``gamma`` is :math:`M` by default, and
+    ``lr`` the setting's; so are the data. A run that diverges is a result: it is marked, and
+    measured with its last finite weights.
+    """
+    data = data_set(setting) if data is None else data
+    try:
+        history = fit(
+            ensemble,
+            tuple(data.train),
+            tuple(data.test) if test_each_epoch else None,
+            epochs=setting.epochs,
+            batch_size=setting.batch_size,
+            lr=setting.lr if lr is None else lr,
+            modulation_lr=modulation_lr,
+            weight_decay=setting.weight_decay,
+            gamma=float(ensemble.members) if gamma is None else gamma,
+            keep="last",
+            seed=seed,
+            progress=False,
+        )
+        diverged = False
+    except Divergence as error:
+        history, diverged = error.history, True
+    trace = [{"epoch": row["epoch"], "loss": row["loss"]} for row in history.epochs]
+    if test_each_epoch:
+        for row in trace:
+            mine = [m["validation_accuracy"] for m in history.members if m["epoch"] == row["epoch"]]
+            row["member_accuracy"] = sum(mine) / len(mine)
+    return Training(ensemble, data, diverged, trace)
+
+
+def run(ensemble: EmbeddedEnsemble, inputs: Tensor, draws: int | None = None) -> Tensor:
+    """Return the outputs in evaluation mode, ``(member, batch, class)``.
+
+    ``draws`` is how many masks to draw, where they are fresh. Outputs that overflow, though weights
+    are finite, say nothing: all classes become equal.
+    """
+    outputs = predict(ensemble, inputs, members=draws).members
+    return outputs.where(outputs.isfinite().all(-1, keepdim=True), 0.0)
+
+
+def score(outputs: Tensor, target: Tensor) -> Row:
+    """Return accuracy of ensemble and members, correlation and likelihood on test data."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # one member, or members always right
+        correlation = float(metrics.correctness_correlation(outputs, target))
+    return {
+        "accuracy": float(metrics.ensemble_accuracy(outputs, target)),
+        "member_accuracy": float(metrics.member_accuracy(outputs, target).mean()),
+        "correlation": correlation,
+        "nll": float(metrics.nll(outputs, target)),
+    }
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Return how many numbers a module trains."""
+    return sum(p.numel() for p in module.parameters())

@@ -8,8 +8,6 @@ which other work on the machine disturbs least. Last-layer dropout is timed at i
 ``collapse`` leaves it, one network with the mean output.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -21,11 +19,10 @@ from torch import Tensor, nn
 
 from embens import laws
 from embens.embedding.families import independent, last_layer_dropout, mc_dropout
-from embens.experiments.claims import Claim, Frame, Judge, Rows, trend, where
-from embens.experiments.contract import CellBase, Row, batch_ensemble
+from embens.experiments.claims import Claim, Frame, Rows, trend, where
+from embens.experiments.contract import CellBase, Row, batch_ensemble, count_parameters, product
 from embens.experiments.figure import Figure, curves, panels
-from embens.experiments.setting import PRESETS, Setting
-from embens.experiments.training import count_parameters
+from embens.experiments.setting import PRESETS
 
 LLD = "last-layer dropout"
 COLOURS = {
@@ -61,14 +58,11 @@ class Cell(CellBase):
         return (2 + folded) * self.turns
 
 
-def cells(setting: Setting) -> list[Cell]:
-    """Return families and members."""
-    preset = setting.preset
-    return [
-        Cell(family, members, 1.0, BATCH[preset], TURNS[preset], setting=setting)
-        for family in COLOURS
-        for members in (MOST if family == LLD else MEMBERS)[preset]
-    ]
+_SAME = {"width": 1.0, "batch": BATCH, "turns": TURNS}
+SWEEP = [
+    product(Cell, family=[name for name in COLOURS if name != LLD], members=MEMBERS, **_SAME),
+    product(Cell, family=LLD, members=MOST, **_SAME),
+]
 
 
 def measure(cell: Cell) -> Row:
@@ -151,33 +145,29 @@ def _most_common(rows: Rows) -> Rows:
     return rows.where(family="BatchEnsemble", members=common)
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return the paper's statement, and what it rests on."""
-    test, cheap = Judge(table), "about 10 % more computation time at M=50"
-    at_fifty = where(family=LLD, members=50)
-    exponent = trend(where(family="BatchEnsemble"), "step", log_y=True)
-    return [
-        test(lambda t: at_fifty(t).mean("step"), below=1.1).says(
-            "a training step costs at most 1.1 × that of one network at M=50",
-            cheap,
-            "last-layer dropout, ratio of times",
-        ),
-        test(lambda t: at_fifty(t).mean("inference"), below=1.1).says(
-            "inference costs at most 1.1 × that of one network at M=50",
-            cheap,
-            "last-layer dropout, ratio of times, collapsed",
-        ),
-        test(lambda t: _most_common(t).mean("parameters"), below=1.1).says(
-            "a BatchEnsemble has hardly more parameters than one network (1.1 ×)",
-            "approximately the same as in the reference model",
-            "ratio of parameters at the largest M that all families have",
-        ),
-        test(exponent, above=0.7, below=1.2).says(
-            "the time of a BatchEnsemble's step grows in proportion to M",
-            "computations are reused only if modulations are in the last layers",
-            "exponent of the time in M",
-        ),
-    ]
+_CHEAP, _at_fifty = "about 10 % more computation time at M=50", where(family=LLD, members=50)
+CLAIMS = [
+    Claim(lambda t: _at_fifty(t).mean("step"), below=1.1).says(
+        "a training step costs at most 1.1 × that of one network at M=50",
+        _CHEAP,
+        "last-layer dropout, ratio of times",
+    ),
+    Claim(lambda t: _at_fifty(t).mean("inference"), below=1.1).says(
+        "inference costs at most 1.1 × that of one network at M=50",
+        _CHEAP,
+        "last-layer dropout, ratio of times, collapsed",
+    ),
+    Claim(lambda t: _most_common(t).mean("parameters"), below=1.1).says(
+        "a BatchEnsemble has hardly more parameters than one network (1.1 ×)",
+        "approximately the same as in the reference model",
+        "ratio of parameters at the largest M that all families have",
+    ),
+    Claim(trend(where(family="BatchEnsemble"), "step", log_y=True), above=0.7, below=1.2).says(
+        "the time of a BatchEnsemble's step grows in proportion to M",
+        "computations are reused only if modulations are in the last layers",
+        "exponent of the time in M",
+    ),
+]
 
 
 def plot(table: Frame) -> Figure:

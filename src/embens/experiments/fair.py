@@ -6,10 +6,8 @@ networks are then trained on all rows. A cell of this kind belongs to no experim
 them has measured, the others in the same results folder take over.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -19,15 +17,14 @@ import torch
 from embens import metrics
 from embens.data import DataSet
 from embens.embedding.families import independent
-from embens.experiments.claims import Claim, Frame, Judge, Rows
-from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.claims import Claim, Frame, Rows, Some
+from embens.experiments.contract import CellBase, Row, Training, run, train
 from embens.experiments.figure import Curve, curves
-from embens.experiments.setting import Setting, data_set
-from embens.experiments.training import Training, run, train
+from embens.experiments.setting import data_set
 
 FACTORS = (1.0, 4.0, 16.0)  # of the preset's rate
 TRIED = 2  # networks for each of them
-ONE, SEPARATE = "one network", "separate networks"
+ONE, SEPARATE, GREY = "one network", "separate networks", "#7f7f7f"
 
 
 @dataclass(frozen=True)
@@ -43,11 +40,6 @@ class Fair(CellBase):
         return self.cost(self.networks + TRIED * len(FACTORS), self.width)
 
 
-def cells(setting: Setting, widths: Iterable[float] = (1.0,)) -> list[Fair]:
-    """Return a cell for each width; an experiment adds them to its own."""
-    return product(Fair, setting, width=widths)
-
-
 def measure(cell: Fair) -> list[Row]:
     """Choose the rate, train separate networks with it; return a row for each number of them."""
     data = data_set(cell.setting)
@@ -56,11 +48,11 @@ def measure(cell: Fair) -> list[Row]:
     held = data if data.validation else data.split(fifth, generator=generator)
     factor = min(FACTORS, key=partial(_held_out_loss, cell, held))
     trained = train_separate(cell, cell.networks, factor, data)
-    rows = []
-    for members in (1, 2, 4, cell.networks):
-        some = replace(trained, ensemble=trained.ensemble.subset(range(members)))
-        rows.append({"members": members, "factor": factor, **some.evaluate()})
-    return rows
+    several = {m: trained.ensemble.subset(range(m)) for m in (1, 2, 4, cell.networks)}
+    return [
+        {"members": members, "factor": factor, **replace(trained, ensemble=some).evaluate()}
+        for members, some in several.items()
+    ]
 
 
 def train_separate(cell: Fair, networks: int, factor: float, data: DataSet) -> Training:
@@ -80,16 +72,12 @@ def _held_out_loss(cell: Fair, held: DataSet, factor: float) -> float:
 
 def only(rows: Rows) -> Rows:
     """Return the rows of fair cells, which alone have a number of networks."""
-    return Rows(rows.frame[_are_fair(rows)])
+    return Rows(rows.frame[rows.frame.reindex(columns=["networks"])["networks"].notna()])
 
 
 def without(rows: Rows) -> Rows:
     """Return the other rows."""
-    return Rows(rows.frame[~_are_fair(rows)])
-
-
-def _are_fair(rows: Rows) -> Frame:
-    return rows.frame.reindex(columns=["networks"])["networks"].notna()
+    return Rows(rows.frame.drop(only(rows).frame.index))
 
 
 def lines(table: Frame, column: str, *, width: float = 1.0) -> list[Curve]:
@@ -97,25 +85,21 @@ def lines(table: Frame, column: str, *, width: float = 1.0) -> list[Curve]:
     rows = only(Rows(table)).frame
     rows = rows[rows["width"] == width] if len(rows) else rows
     most, few = float(table["members"].max()), rows["members"].max()
-    one = curves(rows[rows["members"] == 1], "members", column, label=ONE)
-    flat = {"error": [], "colour": "#000000", "style": "dash"}
-    style = {"colours": "#7f7f7f", "style": "dash"}
-    several = curves(rows[rows["members"] > 1], "members", column, label=SEPARATE, **style)
+    one = curves(rows[rows["members"] == 1], "members", column, label=ONE, colours="#000000")
+    separate = curves(rows[rows["members"] > 1], "members", column, label=SEPARATE, colours=GREY)
     ends = f"{few:g} were trained" if few < most else ""
     return [
-        *(replace(c, x=[1.0, most], y=c.y * 2, **flat) for c in one),
-        *(replace(c, ends=ends) for c in several),
+        *(replace(c, x=[1.0, most], y=c.y * 2, error=[], style="dash") for c in one),
+        *(replace(c, ends=ends, style="dash") for c in separate),
     ]
 
 
-def beside(
-    draw: Callable[..., list[Curve]], table: Frame, *, width: float = 1.0
-) -> Callable[[str], list[Curve]]:
+def beside(draw: Callable[..., list[Curve]], table: Frame, width: float = 1.0) -> Callable:
     """Return how to draw a column, with fair lines beside the curves of ``draw(y=column)``."""
     return lambda column: [*draw(y=column), *lines(table, column, width=width)]
 
 
-def claims(table: Frame, some: Callable[[Rows], Rows]) -> list[Claim]:
+def claims(some: Some) -> list[Claim]:
     """Return how eight of some members compare with one network, and with eight separate ones.
 
     Networks are as wide as those members', which are of width 1 if nothing is said of it.
@@ -128,14 +112,13 @@ def claims(table: Frame, some: Callable[[Rows], Rows]) -> list[Claim]:
         others = only(rows).where(width=float(widths.max()), members=networks)
         return mine.mean("accuracy") - others.mean("accuracy")
 
-    test = Judge(table)
     return [
-        test(partial(less, networks=1), above=0.0).says(
+        Claim(partial(less, networks=1), above=0.0).says(
             "eight members are more accurate than one network at its own best rate",
             "ensembles improve on a single model",
         ),
-        test(partial(less, networks=8), above=-0.01).says(
+        Claim(partial(less, networks=8), above=-0.01).says(
             "eight members are as accurate as eight separate networks (to 1 %)",
-            "members of the independent regime behave as if they were trained separately",
+            "as if trained apart",
         ),
     ]

@@ -5,8 +5,6 @@ means and standard errors over seeds, in :func:`curves`. A panel's title says wh
 axes what is drawn; a colour and a style mean one thing in a figure.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 from collections.abc import Callable, Iterable, Sequence

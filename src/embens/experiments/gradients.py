@@ -8,18 +8,16 @@ The paper reads |cos| ∝ 1/width from its plot; the theory has the exponents �
 inner layers and −1 for cos², because the first and the last layer's gradients overlap more.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from embens.experiments.claims import Claim, Frame, Judge, Rows, line, trend, where
+from embens.experiments.claims import Claim, Frame, Rows, line, trend, where
 from embens.experiments.contract import CellBase, Row, batch_ensemble, product
 from embens.experiments.figure import Curve, Figure, Panel, curves
-from embens.experiments.setting import Setting, data_set
+from embens.experiments.setting import data_set
 from embens.finite import gradient_cosines, gradient_norms
 
 KINDS = {"centred": 0.0, "shifted": math.sqrt(0.5), "input and output": 0.0}
@@ -47,13 +45,10 @@ class Cell(CellBase):
         return 1 + self.width**2 / 16
 
 
-def cells(setting: Setting) -> list[Cell]:
-    """Return initialisations of both laws at all widths, and with modulated inputs at width 1."""
-    both = {"members": [8], "samples": [64]}
-    return [
-        *product(Cell, setting, kind=["centred", "shifted"], width=WIDTHS[setting.preset], **both),
-        *product(Cell, setting, kind=["input and output"], width=[1.0], **both),
-    ]
+SWEEP = [
+    product(Cell, kind=["centred", "shifted"], width=WIDTHS, members=8, samples=64),
+    product(Cell, kind="input and output", width=1.0, members=8, samples=64),
+]
 
 
 def some_samples(cell: Cell, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -101,54 +96,47 @@ def _exponent_of_deviation(rows: Rows) -> float:
     return line([math.log2(w) for w in widths], [math.log2(d) for d in deviations])
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return the paper's observations, and the theory's exponents beside them."""
-    test, power = Judge(table), "falls as 1/width"
-    inverse, root = "|cos| ∝ 1/width", "|cos| ∝ width^−1/2"
-    total, low, high = "cos_total", -math.inf, math.inf
-    exponents = (
-        ("centred", total, low, -0.25, "|cos| falls as a power of width when centred", power),
-        ("shifted", total, -0.15, high, "|cos| stays when shifted", "not orthogonal in general"),
-        ("centred", total, -1.2, -0.8, f"{inverse}, as the paper says", power),
-        ("centred", total, -0.7, -0.3, f"{root}, as the theory says", power),
-        ("centred", "cos_inner", -1.2, -0.8, f"{inverse} in inner layers (theory)", power),
-        ("centred", "cos_first", -0.7, -0.3, f"{root} in the first layer (theory)", power),
-        ("centred", "cos_last", -0.7, -0.3, f"{root} in the last layer (theory)", power),
-        ("centred", "cos2_total", -1.3, -0.7, "cos² ∝ 1/width (theory)", power),
-    )
-    found = [
-        test(trend(where(kind=kind), column, "width", log_y=True), above=low, below=high).says(
-            statement, paper, f"exponent in the width, {kind} modulations"
+_POWER, _INVERSE, _ROOT = "falls as 1/width", "|cos| ∝ 1/width", "|cos| ∝ width^−1/2"
+_EXPONENTS = (
+    ("centred", "cos_total", -math.inf, -0.25, "|cos| falls as a power of width when centred"),
+    ("shifted", "cos_total", -0.15, math.inf, "|cos| stays when shifted"),
+    ("centred", "cos_total", -1.2, -0.8, f"{_INVERSE}, as the paper says"),
+    ("centred", "cos_total", -0.7, -0.3, f"{_ROOT}, as the theory says"),
+    ("centred", "cos_inner", -1.2, -0.8, f"{_INVERSE} in inner layers (theory)"),
+    ("centred", "cos_first", -0.7, -0.3, f"{_ROOT} in the first layer (theory)"),
+    ("centred", "cos_last", -0.7, -0.3, f"{_ROOT} in the last layer (theory)"),
+    ("centred", "cos2_total", -1.3, -0.7, "cos² ∝ 1/width (theory)"),
+)
+CLAIMS = [
+    Claim(lambda t: _spread(t, "input and output") - _spread(t, "centred"), above=1.0).says(
+        "input and output modulations spread gradient norms by an order of magnitude",
+        "increase of the spread by several orders of magnitude",
+        "decades from the 5 % to the 95 % quantile, difference",
+    ),
+    *(
+        Claim(trend(where(kind=kind), column, "width", log_y=True), low, high).says(
+            statement,
+            "not orthogonal in general" if kind == "shifted" else _POWER,
+            f"exponent in the width, {kind} modulations",
         )
-        for kind, column, low, high, statement, paper in exponents
-    ]
-    return [
-        test(lambda t: _spread(t, "input and output") - _spread(t, "centred"), above=1.0).says(
-            "input and output modulations spread gradient norms by an order of magnitude",
-            "increase of the spread by several orders of magnitude",
-            "decades from the 5 % to the 95 % quantile, difference",
-        ),
-        *found,
-        test(_exponent_of_deviation, below=-0.25).says(
-            "the standard deviation of |cos| falls as well", power
-        ),
-    ]
-
-
-def _histogram(table: Frame, kind: str, colour: str) -> Curve:
-    import numpy
-
-    norms = numpy.log10(table[(table["kind"] == kind) & (table["width"] == 1.0)]["norm"])
-    counts, edges = numpy.histogram(norms, bins=30, range=(-4, 3))
-    centres = (edges[1:] + edges[:-1]) / 2
-    part = (counts / max(1, len(norms))).tolist()
-    return Curve(f"{kind}: norms", centres.tolist(), part, [], colour, "bars")
+        for kind, column, low, high, statement in _EXPONENTS
+    ),
+    Claim(_exponent_of_deviation, below=-0.25).says(
+        "the standard deviation of |cos| falls as well", _POWER
+    ),
+]
 
 
 def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
-    colours = {"centred": "#8c564b", "input and output": "#bcbd22"}
-    bars = [_histogram(table, kind, colour) for kind, colour in colours.items()]
+    import numpy
+
+    bars = []
+    for kind, colour in {"centred": "#8c564b", "input and output": "#bcbd22"}.items():
+        norms = numpy.log10(table[(table["kind"] == kind) & (table["width"] == 1.0)]["norm"])
+        counts, edges = numpy.histogram(norms, bins=30, range=(-4, 3))
+        x, y = (edges[1:] + edges[:-1]) / 2, counts / max(1, len(norms))
+        bars.append(Curve(f"{kind}: norms", x.tolist(), y.tolist(), [], colour, "bars"))
     wide = "wider with inputs and outputs modulated?"
     panels = [Panel(wide, "log10 of the gradient's norm, width 1", "part of members", bars)]
     for kind, see in (("centred", "falls with width"), ("shifted", "stays?")):

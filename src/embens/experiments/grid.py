@@ -1,134 +1,179 @@
 """The grid: run the cells of an experiment that have no result yet, and keep what comes.
 
-A result is written as it comes; whatever stops a run loses the cells in flight, and running again
-goes on with the rest. A cell that fails is kept with its error and is not tried again unless asked
-for. Cells that another run on the same folder works on are left to it.
+A worker knows no grid and no engine; it imports the experiment by name, sets the threads that the
+cell asks for, and measures. A cell's key is a hash of all that its numbers depend on: the cell, the
+versions of embens and torch, and the code that measures. A result is written as it comes; whatever
+stops a run loses the cells in flight, and running again goes on with the rest. A cell that fails is
+kept with its error and is not tried again unless asked for.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import sys
+import textwrap
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from embens.experiments import contract
 from embens.experiments.contract import CellBase
-from embens.experiments.engines import Engine
-from embens.experiments.job import Done, Job, code_version, make_job
-from embens.experiments.results import Record, Results
 
-_PATIENCE = 0.5  # seconds between looks at what other runs do
+if TYPE_CHECKING:
+    from embens.experiments.results import Results
+
+_PACKAGE = "embens.experiments"
 
 
-class Watcher:
-    """Is told about a run; this one says nothing."""
+@dataclass(frozen=True)
+class Job:
+    """A cell of an experiment, and its key."""
 
-    def start(self, total: float, done: float, cells: int, finished: int) -> None:
-        """Hear the weights and numbers of all cells and of those that are done."""
+    experiment: str
+    cell: Any
+    key: str
 
-    def update(self, job: Job, done: Done) -> None:
-        """Hear of a cell that was measured."""
 
-    def skip(self, weight: float) -> None:
-        """Hear of a cell that another run has measured meanwhile."""
+@dataclass(frozen=True)
+class Done:
+    """What became of a job: rows, or the text of an error."""
+
+    key: str
+    rows: list[dict[str, Any]] | None
+    error: str | None
+    seconds: float
+
+
+Engine = Callable[[Sequence[Job]], Generator[Done]]
+"""Runs jobs, and yields what became of each as it comes; see :mod:`embens.experiments.engines`."""
+
+
+def make_job(name: str, cell: Any) -> Job:
+    """Return the job of a cell; one that several experiments have is the same in all of them."""
+    name = cell.owner or name
+    identity = {"experiment": name, "cell": dataclasses.asdict(cell), "code": code_version(name)}
+    text = json.dumps(identity, sort_keys=True)
+    return Job(name, cell, hashlib.sha256(text.encode()).hexdigest()[:24])
+
+
+@functools.cache
+def code_version(name: str) -> str:
+    """Return a hash of the versions of embens and torch, and of the code that measures."""
+    parts = [version("embens"), torch.__version__, measuring_code(contract.load(name).measure)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def measuring_code(measure: Any) -> str:
+    """Return a function's code and that of everything in this package that it uses.
+
+    Functions and classes are followed by the names in their code; constants count by their values.
+    Comments, docstrings and what is not used (sweeps, claims, figures) change no number.
+    """
+    found: dict[str, str] = {}
+    todo = [inspect.unwrap(measure)]
+    while todo:
+        item = todo.pop()
+        name = f"{item.__module__}.{item.__qualname__}"
+        if name in found:
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(item)))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+                node.body[0] = ast.Pass()
+        found[name] = ast.unparse(tree)
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        known = vars(sys.modules[item.__module__])
+        for used in names & known.keys():
+            value = inspect.unwrap(known[used])
+            if inspect.isfunction(value) or inspect.isclass(value):
+                todo += [value] if value.__module__.startswith(_PACKAGE) else []
+            elif not callable(value):
+                found[f"{item.__module__}.{used}"] = _text_of(value, used)
+        if inspect.isclass(item):
+            todo += [base for base in item.__bases__ if base.__module__.startswith(_PACKAGE)]
+    return "\n".join(f"{name}: {found[name]}" for name in sorted(found))
+
+
+def _text_of(constant: Any, name: str) -> str:
+    text = constant.__name__ if isinstance(constant, types.ModuleType) else repr(constant)
+    if text.startswith(_PACKAGE) or " at 0x" in text:
+        raise TypeError(
+            f"{name}: code that measures may use functions, classes and plain values of "
+            f"{_PACKAGE}, each imported by its own name; got {text}. Results are kept under a hash "
+            "of that code, which cannot be taken of this."
+        )
+    return text
+
+
+def perform(job: Job) -> Done:
+    """Measure a cell; an exception becomes the text of it."""
+    started, before = time.perf_counter(), torch.get_num_threads()
+    rows = error = None
+    try:
+        torch.set_num_threads(job.cell.setting.threads)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows = contract.load(job.experiment).measure(job.cell)
+        rows = [rows] if isinstance(rows, dict) else list(rows)
+    except Exception:
+        error = traceback.format_exc()
+    finally:
+        torch.set_num_threads(before)
+    return Done(job.key, rows, error, time.perf_counter() - started)
 
 
 @dataclass
 class Outcome:
     """What a run did."""
 
-    measured: int = 0
-    known: int = 0  # before, or measured by another run
-    failed: list[str] = field(default_factory=list)  # keys of cells that have an error
-    seconds: float = 0.0
+    measured: int
+    known: int  # before
+    failed: list[str]  # keys of cells that have an error
+    seconds: float
 
 
 def run(
     name: str,
     cells: Sequence[CellBase],
-    *,
     results: Results,
     engine: Engine,
-    watcher: Watcher | None = None,
+    *,
     retry_failed: bool = False,
 ) -> Outcome:
-    """Measure the cells that have no result, longest first; the engine is not closed."""
-    started, watcher = time.perf_counter(), watcher or Watcher()
+    """Measure the cells that have no result, longest first."""
+    started, records = time.perf_counter(), results.records
     jobs = {job.key: job for job in (make_job(name, cell) for cell in cells)}
-    results.refresh()
     results.borrow({job.key for job in jobs.values() if job.experiment != name})
-    retried = {k for k, r in results.records.items() if retry_failed and "error" in r}
-
-    def is_known(key: str) -> bool:
-        record = results.records.get(key)
-        return record is not None and ("rows" in record or key not in retried)
-
-    todo = [job for job in jobs.values() if not is_known(job.key)]
-    pending = deque(sorted(todo, key=lambda job: -job.cell.weight))
-    outcome = Outcome(known=len(jobs) - len(todo))
-    total = sum(job.cell.weight for job in jobs.values())
-    left = sum(job.cell.weight for job in todo)
-    watcher.start(total, total - left, len(jobs), outcome.known)
-    flying: dict[str, Job] = {}
-    try:
-        while pending or flying:
-            for job in _fill(engine, results, pending, flying, is_known):
-                outcome.known += 1
-                watcher.skip(job.cell.weight)
-            for done in engine.wait(_PATIENCE) if flying else []:
-                job = flying.pop(done.key, None)
-                if job is None:
-                    continue  # of a run before this one, which ended early
-                retried.discard(job.key)
-                results.add(_record(job, done))
-                results.release(job.key)
-                outcome.measured += 1
-                watcher.update(job, done)
-            if pending and not flying:
-                time.sleep(_PATIENCE)  # all that is left is with another run
-    finally:
-        results.release_all()
-    outcome.failed = [k for k in jobs if "error" in results.records.get(k, {})]
-    outcome.seconds = time.perf_counter() - started
-    return outcome
+    todo = unknown(jobs.values(), results, retry_failed=retry_failed)
+    with closing(engine(todo)) as measured:
+        for done in measured:
+            job = jobs[done.key]
+            cell = {"setting": dataclasses.asdict(job.cell.setting), **job.cell.swept()}
+            found = {"error": done.error} if done.rows is None else {"rows": done.rows}
+            record = {"key": job.key, "code": code_version(job.experiment), "cell": cell}
+            results.add({**record, "seconds": round(done.seconds, 4), **found})
+    failed = [key for key in jobs if "error" in records.get(key, {})]
+    return Outcome(len(todo), len(jobs) - len(todo), failed, time.perf_counter() - started)
 
 
-def _fill(
-    engine: Engine,
-    results: Results,
-    pending: deque[Job],
-    flying: dict[str, Job],
-    is_known: Callable[[str], bool],
-) -> list[Job]:
-    """Give the engine as much as it takes; return what another run has done in the meantime."""
-    found: list[Job] = []
-    for _ in range(len(pending)):
-        if len(flying) >= engine.slots:
-            break
-        job = pending.popleft()
-        mine = results.claim(job.key)
-        results.refresh()
-        if is_known(job.key):
-            results.release(job.key)
-            found.append(job)
-        elif mine:
-            flying[job.key] = job
-            engine.submit(job)
-        else:
-            pending.append(job)  # another run is at it
-    return found
-
-
-def _record(job: Job, done: Done) -> Record:
-    return {
-        "key": job.key,
-        "code": code_version(job.experiment),
-        "cell": {"setting": dataclasses.asdict(job.cell.setting), **job.cell.swept()},
-        "seconds": round(done.seconds, 4),
-        **({"error": done.error} if done.rows is None else {"rows": done.rows}),
-    }
+def unknown(jobs: Iterable[Job], results: Results, *, retry_failed: bool) -> list[Job]:
+    """Return the jobs that have no result, or only an error that is to be tried again."""
+    wanted = ("rows",) if retry_failed else ("rows", "error")
+    found = [job for job in jobs if not any(k in results.records.get(job.key, {}) for k in wanted)]
+    return sorted(found, key=lambda job: -job.cell.weight)
 
 
 def narrow(cells: Sequence[CellBase], **wanted: Sequence[Any]) -> list[CellBase]:

@@ -10,10 +10,8 @@ use. In the limit only the two moments of u count; what tails cost at finite wid
 ``docs/theory.md``. Every ensemble is trained alike, with γ=M.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -21,11 +19,10 @@ from typing import Any
 from embens import metrics
 from embens.embedding.families import embed, independent, masksembles
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows, line
-from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.claims import Claim, Frame, Missing, Rows, line
+from embens.experiments.contract import CellBase, Row, product, run, train
 from embens.experiments.figure import Curve, Figure, Panel, curves, panels, shades
-from embens.experiments.setting import Setting, data_set
-from embens.experiments.training import run, train
+from embens.experiments.setting import data_set
 from embens.finite import forecast
 from embens.laws import Bernoulli, Correlated, Normal, Shifted, Signs, Ternary, Uniform
 from embens.theory import effective_width, regime
@@ -52,6 +49,8 @@ BOTH = "u and v"
 FORECAST = {f"forecast_{name}": name for name in ("correlation", "gain", "nll")}
 WIDTHS = {"quick": (2.0, 4.0, 8.0), "cpu": (0.5, 1.0, 2.0), "paper": (0.5, 1.0, 2.0)}
 MEMBERS = {"quick": 8, "cpu": 4, "paper": 8}
+SOME = list(CENTRED)[:2]
+QUICK = {"train": 500}  # all digits would be too easy
 EXPECTED = {
     "signs have a lower log loss than normal modulations": ("nll", "±1", "N(0, 1)", 0.0),
     "so have they with the mean √½": ("nll", "±1, mean √½", "N(√½, ½)", 0.0),
@@ -76,17 +75,12 @@ class Cell(CellBase):
     members: int
 
 
-def cells(setting: Setting) -> list[Cell]:
-    """Return the references and the laws, the most important ones first."""
-    preset = setting.preset
-    if preset == "quick":
-        setting = replace(setting, train=500)  # all digits would be too easy
-    some = list(CENTRED)[: None if preset == "quick" else 2]
-    sweep = partial(product, Cell, setting, width=WIDTHS[preset])
-    alone = sweep(law=(ONE, FASTER), sites=["none"], members=[1])
-    several = partial(sweep, members=[MEMBERS[preset]])
-    parts = several(law=some, sites=("u", "v"))
-    return [*alone, *several(law=ORDER, sites=[BOTH]), *parts]
+_several = partial(product, Cell, width=WIDTHS, members=MEMBERS)
+SWEEP = [  # the most important ones first
+    product(Cell, law=(ONE, FASTER), sites="none", width=WIDTHS, members=1),
+    _several(law=ORDER, sites=BOTH),
+    _several(law={"quick": CENTRED, "cpu": SOME, "paper": SOME}, sites=("u", "v")),
+]
 
 
 def make(cell: Cell) -> EmbeddedEnsemble:
@@ -153,38 +147,34 @@ def _errors(rows: Rows) -> tuple[float, float]:
     return (found - forecast).abs().mean(), (found - constant).abs().mean()
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return what theory leads one to expect of tails, and what is said of initialisations."""
-    test = Judge(table)
+def _less(rows: Rows, column: str, law: str, other: str) -> float:
+    others = rows.where(law=other, sites=[BOTH, "none"])
+    return rows.where(law=law, sites=BOTH).mean(column) - others.mean(column)
 
-    def less(rows: Rows, column: str, law: str, other: str) -> float:
-        others = rows.where(law=other, sites=[BOTH, "none"])
-        return rows.where(law=law, sites=BOTH).mean(column) - others.mean(column)
 
-    found = [
-        test(partial(less, column=column, law=law, other=other), below=most).says(
+_PER_HALF = "change per halving of the effective width, centred laws for u and v"
+CLAIMS = [
+    *(
+        Claim(partial(_less, column=column, law=law, other=other), below=most).says(
             statement, measure=f"{column}: {law} less {other}, mean over widths"
         )
         for statement, (column, law, other, most) in EXPECTED.items()
-    ]
-    measure = "change per halving of the effective width, centred laws for u and v"
-    return [
-        *found,
-        test(lambda t: _cost(t, "member_accuracy"), below=0.0).says(
-            "the more width tails cost, the worse is a member", measure=measure
-        ),
-        test(lambda t: _cost(t, "nll"), above=0.0).says(
-            "the more width tails cost, the larger is the log loss", measure=measure
-        ),
-        test(lambda t: _errors(t)[0], below=0.1, jumps=True).says(
-            "the correlation of members is known before training (to 0.1)",
-            measure="mean absolute error of the forecast, over laws and widths",
-        ),
-        test(lambda t: _errors(t)[0] / _errors(t)[1], below=0.5, jumps=True).says(
-            "and twice as well as if all laws were alike",
-            measure="error of the forecast, relative to that of the best constant",
-        ),
-    ]
+    ),
+    Claim(lambda t: _cost(t, "member_accuracy"), below=0.0).says(
+        "the more width tails cost, the worse is a member", measure=_PER_HALF
+    ),
+    Claim(lambda t: _cost(t, "nll"), above=0.0).says(
+        "the more width tails cost, the larger is the log loss", measure=_PER_HALF
+    ),
+    Claim(lambda t: _errors(t)[0], below=0.1, jumps=True).says(
+        "the correlation of members is known before training (to 0.1)",
+        measure="mean absolute error of the forecast, over laws and widths",
+    ),
+    Claim(lambda t: _errors(t)[0] / _errors(t)[1], below=0.5, jumps=True).says(
+        "and twice as well as if all laws were alike",
+        measure="error of the forecast, relative to that of the best constant",
+    ),
+]
 
 
 def plot(table: Frame) -> Figure:

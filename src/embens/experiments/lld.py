@@ -4,8 +4,6 @@ Frozen masks N(p, 1−p²) on the inputs of the last layer, γ=M; a colour for e
 width of the network. Dashed: one network and separate ones, at the best rate for one.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -13,17 +11,12 @@ from functools import partial
 from embens import laws
 from embens.embedding.families import last_layer_dropout
 from embens.experiments import fair
-from embens.experiments.claims import Claim, Frame, Judge, Rows, growth_of_best, line, trend, where
-from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.claims import Claim, Frame, Rows, growth_of_best, line, trend, where
+from embens.experiments.contract import CellBase, Row, product, train
+from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, curves, panels, shades
-from embens.experiments.setting import Setting
-from embens.experiments.training import train
 
-SHIFTS = {
-    "quick": (0.0, 0.3, 0.6, 0.9),
-    "cpu": (0.0, 0.5, 0.9),
-    "paper": (0.0, 0.25, 0.5, 0.75, 0.9),
-}
+SHIFTS = {"quick": (0.0, 0.3, 0.6, 0.9), "cpu": (0.0, 0.5, 0.9), "paper": (0, 0.25, 0.5, 0.75, 0.9)}
 WIDTHS = (0.5, 1.0, 2.0)
 MEMBERS = {
     "quick": (1, 2, 4, 8, 16, 32),
@@ -41,11 +34,7 @@ class Cell(CellBase):
     members: int
 
 
-def cells(setting: Setting) -> list[CellBase]:
-    """Return the sweep over p, width and M, and fair lines."""
-    p, members = SHIFTS[setting.preset], MEMBERS[setting.preset]
-    sweep = product(Cell, setting, p=p, width=WIDTHS, members=members)
-    return [*sweep, *fair.cells(setting, WIDTHS)]
+SWEEP = [product(Cell, p=SHIFTS, width=WIDTHS, members=MEMBERS), product(Fair, width=WIDTHS)]
 
 
 def measure(cell: Cell) -> Row:
@@ -54,7 +43,7 @@ def measure(cell: Cell) -> Row:
     return train(ensemble, cell.setting, seed=cell.seed).evaluate()
 
 
-_centred = where(p=0.0)
+_centred, _several = where(p=0.0), partial(Rows.between, column="members", low=4)
 
 
 def _inverted_u(rows: Rows) -> float:
@@ -86,38 +75,30 @@ def _suffering(rows: Rows) -> float:
     return slope(rows.last("p")) - slope(_centred(rows))
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return the paper's observations on this figure."""
-    test = Judge(table)
-    alike = trend(lambda t: t.between("members", 4), "correlation", "p", log_x=False)
-    return [
-        test(_inverted_u, above=0.0, jumps=True).says(
-            "at p=0 ensemble accuracy rises with M and falls again", "a clear maximum at some M > 1"
-        ),
-        test(growth_of_best(_centred), above=0.0).says(
-            "at p=0 the best M moves right with width",
-            "width moves the point of optimal performance to the right",
-        ),
-        test(trend(_centred, "correlation", "width"), below=0.0).says(
-            "at p=0 wider networks have less correlated members",
-            "correlation is lower for the wider network",
-        ),
-        test(_gain, below=0.0, jumps=True).says(
-            "at p=0 the relative gain of ensembling is smaller in wider networks",
-            "relative gain is lower for wider networks",
-        ),
-        test(_flattening, below=0.0, jumps=True).says(
-            "curves flatten as p grows", "increasing p flattens all curves"
-        ),
-        test(_suffering, above=0.0).says(
-            "at large p members suffer less from M than at p=0",
-            "no detrimental effect on individual accuracy",
-        ),
-        test(alike, above=0.0).says(
-            "correlation grows with p", "mean correlation increases with p"
-        ),
-        *fair.claims(table, lambda t: _centred(t).last("width")),
-    ]
+CLAIMS = [
+    Claim(_inverted_u, above=0.0, jumps=True).says(
+        "at p=0 ensemble accuracy rises with M and falls again", "a clear maximum at some M > 1"
+    ),
+    Claim(growth_of_best(_centred), above=0.0).says(
+        "at p=0 the best M moves right with width", "the optimum moves to the right"
+    ),
+    Claim(trend(_centred, "correlation", "width"), below=0.0).says(
+        "at p=0 wider networks have less correlated members", "correlation is lower there"
+    ),
+    Claim(_gain, below=0.0, jumps=True).says(
+        "at p=0 the relative gain of ensembling is smaller in wider networks", "it is lower there"
+    ),
+    Claim(_flattening, below=0.0, jumps=True).says(
+        "curves flatten as p grows", "increasing p flattens all curves"
+    ),
+    Claim(_suffering, above=0.0).says(
+        "at large p members suffer less from M than at p=0", "no effect on members' accuracy"
+    ),
+    Claim(trend(_several, "correlation", "p", log_x=False), above=0.0).says(
+        "correlation grows with p", "mean correlation increases with p"
+    ),
+    *fair.claims(lambda t: _centred(t).last("width")),
+]
 
 
 def plot(table: Frame) -> Figure:
@@ -130,5 +111,5 @@ def plot(table: Frame) -> Figure:
             "member_accuracy": f"width ×{width:g}: what M costs a member",
             "correlation": f"width ×{width:g}: members alike at large p",
         }
-        found += panels(fair.beside(partial(draw, rows), rows, width=width), titles)
+        found += panels(fair.beside(partial(draw, rows), rows, width), titles)
     return Figure(found, columns=3)

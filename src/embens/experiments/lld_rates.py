@@ -2,13 +2,8 @@
 
 Frozen masks N(0, 1) on the inputs of the last layer, γ=M, with the rate η(M) chosen in five ways,
 on the mean over seeds; right, γ(M)/M = η(M)/η(1). Black and grey: one network and separate ones, at
-the best rate for one network.
-
-A way to choose the rate η(M) amounts to a gradient scale γ(M) = M η(M) / η(1). Ensembles with
-modulations at all layers, at the preset's rate, are there to compare the gain with.
+the best rate for one network. Ensembles with modulations at all layers have the preset's rate.
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -17,11 +12,11 @@ from functools import partial
 
 from embens.embedding.families import embed, last_layer_dropout
 from embens.experiments import fair
-from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows
-from embens.experiments.contract import CellBase, Row, product
-from embens.experiments.figure import Curve, Figure, Panel, panels
-from embens.experiments.setting import Setting
-from embens.experiments.training import train
+from embens.experiments.claims import Claim, Frame, Missing, Rows, inverted_u
+from embens.experiments.contract import CellBase, Row, product, train
+from embens.experiments.fair import Fair
+from embens.experiments.figure import Figure, Panel, curves, panels
+from embens.experiments.setting import PRESETS
 
 BASIC = 0.01
 EPOCH = 10  # of the early criterion
@@ -33,7 +28,9 @@ CHOICES = {
     "best loss at epoch 10": "#9467bd",
 }
 
-RATES = tuple(round(10 ** (k / 3), 6) for k in range(-9, 4))
+_ALL = {round(10 ** (k / 3), 6) for k in range(-9, 4)}
+RATES = {"quick": _ALL, "cpu": sorted(_ALL)[1:-1:2], "paper": _ALL}
+RATES = {k: sorted({*some, BASIC, PRESETS[k].lr}) for k, some in RATES.items()}
 MEMBERS = {
     "quick": (1, 2, 5, 10, 20, 49),
     "cpu": (1, 3, 10, 30),
@@ -51,15 +48,11 @@ class Cell(CellBase):
     lr: float
 
 
-def cells(setting: Setting) -> list[CellBase]:
-    """Return the sweep over rates and members, and fair lines."""
-    rates = RATES if setting.preset != "cpu" else RATES[1:-1:2]
-    rates, members = sorted({*rates, BASIC, setting.lr}), MEMBERS[setting.preset]
-    return [
-        *product(Cell, setting, family=["lld"], members=members, lr=rates),
-        *product(Cell, setting, family=["all"], members=members, lr=[setting.lr]),
-        *fair.cells(setting),
-    ]
+SWEEP = [
+    product(Cell, family="lld", members=MEMBERS, lr=RATES),
+    product(Cell, family="all", members=MEMBERS, lr={k: PRESETS[k].lr for k in PRESETS}),
+    product(Fair, width=1.0),
+]
 
 
 def measure(cell: Cell) -> Row:
@@ -91,117 +84,82 @@ def choose(rows: Rows) -> Frame:
     single = float(top(alone, alone["accuracy"])["lr"].iloc[0])
     found = []
     for _, mine in means.groupby("members"):
-        chosen = (
-            mine[(mine["lr"] - BASIC).abs() < 1e-9],
-            mine[(mine["lr"] - single).abs() < 1e-9],
-            top(mine, mine["accuracy"]),
-            top(mine, mine["member_train_accuracy"]),
-            top(mine, -mine["early_loss"]),
-        )
+        chosen = [mine[(mine["lr"] - rate).abs() < 1e-9] for rate in (BASIC, single)]
+        merits = (mine["accuracy"], mine["member_train_accuracy"], -mine["early_loss"])
+        chosen += [top(mine, merit) for merit in merits]
         found += [row.assign(choice=name) for name, row in zip(CHOICES, chosen, strict=True)]
-    return pandas.concat(found).set_index("members").sort_index()
+    return pandas.concat(found, ignore_index=True)
 
 
-def _chosen(rows: Rows, name: str, column: str = "accuracy") -> Frame:
-    """Return a column at the rates chosen in some way, by members."""
-    return Rows(choose(rows)).where(choice=name)[column]
-
-
-def _all_layers(rows: Rows) -> Frame:
-    return rows.where(family="all").frame.groupby("members")["accuracy"].mean()
+def _chosen(rows: Rows, name: str = "best test") -> Rows:
+    """Return the rows, one for each M, at the rates chosen in some way."""
+    return Rows(choose(rows)).where(choice=name)
 
 
 def _correction(rows: Rows, name: str) -> float:
     """Largest |log(γ(M)/M)| / log 3."""
-    rates = _chosen(rows, name, "lr")
-    some = rates[(rates.index > 1) & (rates.index < 50)]
-    if not len(some) or 1 not in rates.index:
-        raise Missing("M=1 and others below 50")
-    return max(abs(math.log(rate / rates[1])) for rate in some) / math.log(3)
+    chosen = _chosen(rows, name)
+    alone = chosen.where(members=1).mean("lr")
+    some = chosen.between("members", 2, 49)["lr"]
+    return max(abs(math.log(rate / alone)) for rate in some) / math.log(3)
 
 
-def _gain(values: Frame) -> float:
-    if 1 not in values.index or len(values) < 2:
-        raise Missing("M=1 and another M")
-    return float(values.max() - values[1])
+def _gain(rows: Rows) -> float:
+    return max(rows.curve("members", "accuracy")[1]) - rows.where(members=1).mean("accuracy")
+
+
+def _less_gain(rows: Rows) -> float:
+    """Difference of gains over M=1."""
+    return _gain(rows.where(family="all")) - _gain(_chosen(rows))
 
 
 def _less_than_best(rows: Rows, name: str) -> float:
     """Difference of accuracies, mean over M."""
-    found = (_chosen(rows, "best test") - _chosen(rows, name)).dropna()
-    if not len(found):
-        raise Missing(f"members with both best test and {name}")
-    return float(found.mean())
+    mine = _chosen(rows, name)
+    return _chosen(rows).where(members=set(mine["members"])).mean("accuracy") - mine.mean(
+        "accuracy"
+    )
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return the paper's observations on this figure."""
-    test = partial(Judge(table), jumps=True)  # all of them choose a rate
-
-    def inverted_u(rows: Rows) -> float:
-        """Smaller of rise to the best M and fall to the largest."""
-        values = _chosen(rows, "best test")
-        return float(values.max() - max(values.iloc[0], values.iloc[-1]))
-
-    def less_gain(rows: Rows) -> float:
-        """Difference of gains over M=1."""
-        return _gain(_all_layers(rows)) - _gain(_chosen(rows, "best test"))
-
-    moderate = [
-        test(partial(_correction, name=name), below=1.0).says(
-            f"|log(γ(M)/M)| < log 3 for M < 50, with {name}",
-            "moderate corrections, |log(γ(M)/M)| < log 3",
+_claim = partial(Claim, jumps=True)  # all of them choose a rate
+CLAIMS = [
+    *(
+        _claim(partial(_correction, name=name), below=1.0).says(
+            f"|log(γ(M)/M)| < log 3 for M < 50, with {name}", "moderate corrections"
         )
         for name in ("best test", "best train", "best loss at epoch 10")
-    ]
-    return [
-        *moderate,
-        test(inverted_u, above=0.0).says(
-            "ensemble accuracy at the best rate rises with M and falls again",
-            "an optimal number of models",
-        ),
-        test(lambda t: float(_chosen(t, "best test").idxmax()), above=4.0, below=25.0).says(
-            "the best number of members is near 10", "M≈10", "best M at the best rate"
-        ),
-        test(less_gain, above=0.0).says(
-            "the gain is smaller than with modulations at all layers", "2 % against 5 %"
-        ),
-        test(partial(_less_than_best, name="constant .01"), above=0.005).says(
-            "a tuned rate is clearly (0.5 %) better than 0.01", "significant increase of accuracy"
-        ),
-        test(partial(_less_than_best, name="best test, M=1"), below=0.01).says(
-            "the rate tuned for a single model is almost (to 1 %) as good as the best",
-            "almost optimal performance",
-        ),
-    ]
+    ),
+    _claim(inverted_u(_chosen), above=0.0).says(
+        "ensemble accuracy at the best rate rises with M and falls again", "an optimal number"
+    ),
+    _claim(lambda t: _chosen(t).best("members"), above=4.0, below=25.0).says(
+        "the best number of members is near 10", "M≈10", "best M at the best rate"
+    ),
+    _claim(_less_gain, above=0.0).says(
+        "the gain is smaller than with modulations at all layers", "2 % against 5 %"
+    ),
+    _claim(partial(_less_than_best, name="constant .01"), above=0.005).says(
+        "a tuned rate is clearly (0.5 %) better than 0.01", "significant increase of accuracy"
+    ),
+    _claim(partial(_less_than_best, name="best test, M=1"), below=0.01).says(
+        "the rate tuned for a single model is almost (to 1 %) as good as the best", "almost optimal"
+    ),
+]
 
 
 def plot(table: Frame) -> Figure:
     """Return the measures for each way to choose the rate, and the gradient scale."""
-    rows, most = choose(Rows(table)), table["members"].max()
-    chosen = {name: rows[rows["choice"] == name] for name in CHOICES}
-
-    def curve(name: str, values: Frame, colour: str) -> Curve:
-        x, y = [*map(float, values.index)], [*map(float, values)]
-        ends = "diverges beyond" if x and x[-1] < most else ""
-        return Curve(name, x, y, [], colour, ends=ends)
-
-    def draw(column: str) -> list[Curve]:
-        own = [curve(k, chosen[k][column], colour) for k, colour in CHOICES.items()]
-        return [*own, *fair.lines(table, column)]
-
+    rows = choose(Rows(table)).assign(seed=0)
+    alone = rows[rows["members"] == 1].set_index("choice")["lr"]
+    rows = rows.assign(scale=rows["lr"] / rows["choice"].map(alone))
+    draw = partial(curves, rows, "members", by="choice", colours=CHOICES, ends="diverges beyond")
     titles = {
         "accuracy": "is there a best M at the best rate?",
         "member_accuracy": "what M costs a member",
         "member_train_accuracy": "do members still fit the train data?",
     }
-    found = panels(draw, titles)
-    if "all" in set(table["family"]):
-        found[0].curves.append(curve("all layers", _all_layers(Rows(table)), "#ff7f0e"))
-    scales = [
-        curve(name, mine["lr"] / mine["lr"][1], CHOICES[name])
-        for name, mine in chosen.items()
-        if 1 in mine.index
-    ]
-    scale = Panel("does the best γ stay near M?", "members M", "γ(M)/M", scales, 2, 10)
-    return Figure([*found, scale])
+    found, everywhere = panels(fair.beside(draw, table), titles), table[table["family"] == "all"]
+    all_layers = curves(everywhere, "members", "accuracy", label="all layers", colours="#ff7f0e")
+    found[0].curves.extend(all_layers)
+    see = "does the best γ stay near M?"
+    return Figure([*found, Panel(see, "members M", "γ(M)/M", draw("scale"), 2, 10)])

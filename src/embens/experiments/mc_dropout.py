@@ -4,13 +4,9 @@ Masks N(1, 0.1²) drawn afresh at every pass; N(0, 1) drawn afresh; N(0, 1) as a
 several widths. For fresh masks M counts the masks at test time. Dashed: one network and separate
 ones, at the best rate for one network.
 
-Also fig:gaussian_mc_dropout_no_shift and fig:MC-Dropout-zero-centred. Masks are on the inputs of
-all but the first layers, and never trained. Drawn afresh at every pass they make no members: a
-network is trained once and M is the number of masks that it is tested with. A fixed set of M masks
-is an ensemble like any other, with γ = M.
+Also fig:gaussian_mc_dropout_no_shift and fig:MC-Dropout-zero-centred. Masks drawn afresh at every
+pass make no members: a network is trained once and M is the number of masks that it is tested with.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +16,10 @@ import torch
 from embens import laws
 from embens.embedding.families import mc_dropout
 from embens.experiments import fair
-from embens.experiments.claims import Claim, Frame, Judge, Rows, growth_of_best, inverted_u, trend
-from embens.experiments.contract import MEMBERS, CellBase, Row, product
+from embens.experiments.claims import Claim, Frame, Rows, growth_of_best, inverted_u, trend, where
+from embens.experiments.contract import MEMBERS, CellBase, Row, product, score, train
+from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, curves, panels, shades
-from embens.experiments.setting import Setting
-from embens.experiments.training import score, train
 from embens.prediction import predict
 
 KINDS = {
@@ -44,14 +39,11 @@ class Cell(CellBase):
     members: int
 
 
-def cells(setting: Setting) -> list[CellBase]:
-    """Return fresh masks at width 1, fixed ones at all widths, and fair lines at width 1."""
-    fresh, fixed = ["fresh shifted", "fresh centred"], ["fixed centred"]
-    return [
-        *product(Cell, setting, kind=fresh, width=[1.0], members=[1]),
-        *product(Cell, setting, kind=fixed, width=WIDTHS, members=MEMBERS[setting.preset]),
-        *fair.cells(setting),
-    ]
+SWEEP = [
+    product(Cell, kind=["fresh shifted", "fresh centred"], width=1.0, members=1),
+    product(Cell, kind="fixed centred", width=WIDTHS, members=MEMBERS),
+    product(Fair, width=1.0),
+]
 
 
 def measure(cell: Cell) -> list[Row]:
@@ -66,7 +58,8 @@ def measure(cell: Cell) -> list[Row]:
     return [{"masks": m, **score(found.members[:m], target), **diverged} for m in masks]
 
 
-_fresh, _fixed = (partial(Rows.where, kind=kind) for kind in ("fresh shifted", "fixed centred"))
+_fresh, _fixed = (where(kind=kind) for kind in ("fresh shifted", "fixed centred"))
+_normal = where(kind="fixed centred", width=1.0)
 
 
 def _saturation(rows: Rows) -> float:
@@ -86,47 +79,37 @@ def _correlation(rows: Rows) -> float:
     return rows.between("masks", 4).mean("correlation")
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return the paper's observations on these figures."""
-    test = Judge(table)
-    return [
-        test(trend(_fresh, "accuracy", "masks"), above=0.0).says(
-            "with fresh shifted masks accuracy approaches its limit from below",
-            "almost monotonic, modest increase to a limit",
-        ),
-        test(_saturation, above=0.0).says(
-            "most of that gain comes with the first masks", "asymptotically approaches some limit"
-        ),
-        test(trend(_fresh, "member_accuracy", "masks"), above=-0.002).says(
-            "members do not suffer (slope above −0.2 % per doubling)",
-            "individual accuracy does not suffer from ensemble size",
-        ),
-        test(lambda t: _correlation(_fresh(t)), above=0.8).says(
-            "fresh shifted masks are highly correlated (collective)",
-            "highly correlated",
-            "correlation, mean over M ≥ 4",
-        ),
-        test(_learns, below=0.5).says(
-            "with fresh centred masks the network hardly learns (half the accuracy)",
-            "does not learn",
-        ),
-        test(
-            lambda t: _correlation(_fresh(t)) - _correlation(_fixed(t).where(width=1.0)), above=0.1
-        ).says(
-            "fixed centred masks are much less correlated (independent; by 0.1)",
-            "models are not correlated",
-            "correlation of fresh shifted less fixed centred masks, M ≥ 4, width 1",
-        ),
-        test(inverted_u(lambda t: _fixed(t).first("width"), "masks"), above=0.0, jumps=True).says(
-            "fixed centred masks have a best M (at the smallest width)",
-            "an optimal number of models for each width",
-        ),
-        test(growth_of_best(_fixed, "masks"), above=0.0).says(
-            "the best M grows with width",
-            "an optimal finite ratio of the number of models to the width",
-        ),
-        *fair.claims(table, lambda t: _fixed(t).where(width=1.0)),
-    ]
+CLAIMS = [
+    Claim(trend(_fresh, "accuracy", "masks"), above=0.0).says(
+        "with fresh shifted masks accuracy approaches its limit from below", "increases to a limit"
+    ),
+    Claim(_saturation, above=0.0).says(
+        "most of that gain comes with the first masks", "asymptotically approaches some limit"
+    ),
+    Claim(trend(_fresh, "member_accuracy", "masks"), above=-0.002).says(
+        "members do not suffer (slope above −0.2 % per doubling)", "members do not suffer from M"
+    ),
+    Claim(lambda t: _correlation(_fresh(t)), above=0.8).says(
+        "fresh shifted masks are highly correlated (collective)",
+        "highly correlated",
+        "correlation, mean over M ≥ 4",
+    ),
+    Claim(_learns, below=0.5).says(
+        "with fresh centred masks the network hardly learns (half the accuracy)", "does not learn"
+    ),
+    Claim(lambda t: _correlation(_fresh(t)) - _correlation(_normal(t)), above=0.1).says(
+        "fixed centred masks are much less correlated (independent; by 0.1)",
+        "models are not correlated",
+        "correlation of fresh shifted less fixed centred masks, M ≥ 4, width 1",
+    ),
+    Claim(inverted_u(lambda t: _fixed(t).first("width"), "masks"), above=0.0, jumps=True).says(
+        "fixed centred masks have a best M (at the smallest width)", "an optimum for each width"
+    ),
+    Claim(growth_of_best(_fixed, "masks"), above=0.0).says(
+        "the best M grows with width", "an optimal ratio of the number of models to the width"
+    ),
+    *fair.claims(_normal),
+]
 
 
 def plot(table: Frame) -> Figure:

@@ -9,8 +9,6 @@ that the first measure can be normalised by the limit as well: the measured kern
 has heavy tails at small width, which flatten the paper's ratio.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
@@ -18,11 +16,10 @@ from functools import partial
 from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Judge, Rows, trend
+from embens.experiments.claims import Claim, Frame, Rows, trend
 from embens.experiments.contract import Row, batch_ensemble, product
-from embens.experiments.figure import Figure, Panel, curves, shades
+from embens.experiments.figure import Figure, Panel, curves, panels, shades
 from embens.experiments.gradients import WIDTHS, Cell, some_samples
-from embens.experiments.setting import Setting
 from embens.finite import ntk, ntk_ratio, other_members_weight
 from embens.theory import kernels
 
@@ -32,10 +29,7 @@ SAMPLES = {"quick": 20, "cpu": 12, "paper": 16}
 OTHERS = (1, 2, 4, 7, 14)
 
 
-def cells(setting: Setting) -> list[Cell]:
-    """Return initialisations of both laws at all widths."""
-    widths, samples = WIDTHS[setting.preset], [SAMPLES[setting.preset]]
-    return product(Cell, setting, kind=KINDS, width=widths, members=[15], samples=samples)
+SWEEP = [product(Cell, kind=list(KINDS), width=WIDTHS, members=15, samples=SAMPLES)]
 
 
 def measure(cell: Cell) -> list[Row]:
@@ -67,61 +61,45 @@ def limit_of(ensemble: EmbeddedEnsemble, x: Tensor, y: Tensor) -> Tensor:
     return same * (y[:, None] == y[None]).to(same)  # outputs of different classes are independent
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return the paper's observations on this figure."""
+def _some(rows: Rows, kind: str, x: str, y: str) -> Rows:
+    rows = rows.where(kind=kind)
+    if x == "others":
+        return rows.last("width")
+    return rows.first("others") if y.startswith("ratio") else rows.last("others")
 
-    def some(rows: Rows, kind: str, x: str, y: str) -> Rows:
-        rows = rows.where(kind=kind)
-        if x == "others":
-            return rows.last("width")
-        return rows.first("others") if y.startswith("ratio") else rows.last("others")
 
-    ratio, limit = "the ratio falls as 1/width when centred", "ratio_to_limit"
-    exponents = [
-        ("centred", "width", limit, -1.3, -0.7, f"{ratio} (by the limit)", "∝ 1/width"),
-        ("centred", "width", "ratio", -1.3, -0.7, f"{ratio} (by the measured kernel)", "∝ 1/width"),
-        ("shifted", "width", limit, -0.7, 0.3, "the ratio stays when shifted", "constant"),
+_RATIO, _LIMIT = "the ratio falls as 1/width when centred", "ratio_to_limit"
+_EXPONENTS = [
+    ("centred", "width", _LIMIT, -1.3, -0.7, f"{_RATIO} (by the limit)", "∝ 1/width"),
+    ("centred", "width", "ratio", -1.3, -0.7, f"{_RATIO} (by the measured kernel)", "∝ 1/width"),
+    ("shifted", "width", _LIMIT, -0.7, 0.3, "the ratio stays when shifted", "constant"),
+]
+for _y in ("nll", "target"):
+    _fall = f"{_y} falls with width (centred)"
+    _EXPONENTS += [
+        ("centred", "others", _y, 0.7, 1.3, f"{_y} grows as m when centred", "∝ m/width"),
+        ("shifted", "others", _y, 1.7, 2.3, f"{_y} grows as m² when shifted", "∝ m²"),
+        ("centred", "width", _y, -math.inf, -0.4, _fall, "∝ m/width"),
+        ("shifted", "width", _y, -0.3, 0.3, f"{_y} does not depend on width (shifted)", "∝ m²"),
     ]
-    for y in ("nll", "target"):
-        exponents += [
-            ("centred", "others", y, 0.7, 1.3, f"{y} grows as m when centred", "∝ m/width"),
-            ("shifted", "others", y, 1.7, 2.3, f"{y} grows as m² when shifted", "∝ m²"),
-            (
-                "centred",
-                "width",
-                y,
-                -math.inf,
-                -0.4,
-                f"{y} falls with width (centred)",
-                "∝ m/width",
-            ),
-            ("shifted", "width", y, -0.3, 0.3, f"{y} does not depend on width (shifted)", "∝ m²"),
-        ]
-    test = Judge(table)
-    return [
-        test(
-            trend(partial(some, kind=kind, x=x, y=y), y, x, log_y=True), above=low, below=high
-        ).says(statement, paper)
-        for kind, x, y, low, high, statement, paper in exponents
-    ]
+CLAIMS = [
+    Claim(trend(partial(_some, kind=kind, x=x, y=y), y, x, log_y=True), low, high).says(text, paper)
+    for kind, x, y, low, high, text, paper in _EXPONENTS
+]
 
 
 def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
-    ratios = []
-    for kind, colour in (("centred", "#1f77b4"), ("shifted", "#d62728")):
-        rows = table[(table["kind"] == kind) & (table["others"] == 1)]
-        draw = partial(curves, rows, "width", colours=colour)
+    ratios, weights = [], {"nll": [], "target": []}
+    for kind, colour in {"centred": "#1f77b4", "shifted": "#d62728"}.items():
+        rows, shade = table[table["kind"] == kind], "winter" if kind == "centred" else "autumn"
+        draw = partial(curves, rows[rows["others"] == 1], "width", colours=colour)
         ratios += draw(y="ratio_to_limit", label=f"{kind}, by the limit")
         ratios += draw(y="ratio", label=f"{kind}, by the measured", style="dash")
+        by_width = {"by": "width", "label": kind + " ×{}", "colours": shades(rows["width"], shade)}
+        for column, found in weights.items():
+            found += curves(rows, "others", column, **by_width)
     title, of = "centred: vanishes with width", "between over within, squares"
-    panels = [Panel(title, "relative width", of, ratios, 10, 10)]
-    for column, what in (("nll", "loss"), ("target", "target output")):
-        found = []
-        for kind, shade in (("centred", "winter"), ("shifted", "autumn")):
-            rows = table[table["kind"] == kind]
-            some = shades(rows["width"], shade)
-            found += curves(rows, "others", column, by="width", label=kind + " ×{}", colours=some)
-        title = f"{what}: as m if centred, as m² if shifted"
-        panels.append(Panel(title, "other members m", "weight of others", found, 10, 10))
-    return Figure(panels, columns=3)
+    titles = {y: f"{y}: as m if centred, as m² if shifted" for y in weights}
+    others = panels(weights.__getitem__, titles, "other members m", x_log=10, y_log=10)
+    return Figure([Panel(title, "relative width", of, ratios, 10, 10), *others], columns=3)

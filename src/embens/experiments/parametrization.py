@@ -7,18 +7,15 @@ The same functions at initialisation, other gradients: in the NTK parametrizatio
 gradient is smaller by its scale, and the rate that trains it is larger.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows
-from embens.experiments.contract import CellBase, Row, batch_ensemble
-from embens.experiments.figure import Figure, Panel, curves
-from embens.experiments.setting import Setting
-from embens.experiments.training import train
+from embens.experiments.claims import Claim, Frame, Missing, Rows
+from embens.experiments.contract import CellBase, Row, batch_ensemble, product, train
+from embens.experiments.figure import LABELS, Figure, Panel, curves
 
+MEMBER = "member_accuracy"
 COLOURS = {"standard": "#1f77b4", "ntk": "#d62728"}
 FACTORS = {"standard": (0.5, 1.0, 2.0), "ntk": (1.0, 4.0, 16.0, 64.0)}
 MEMBERS = {"quick": 8, "cpu": 4, "paper": 7}
@@ -33,13 +30,7 @@ class Cell(CellBase):
     members: int
 
 
-def cells(setting: Setting) -> list[Cell]:
-    """Return both parametrizations and their rates."""
-    return [
-        Cell(name, factor, MEMBERS[setting.preset], setting=setting)
-        for name, factors in FACTORS.items()
-        for factor in factors
-    ]
+SWEEP = [product(Cell, parametrization=n, factor=f, members=MEMBERS) for n, f in FACTORS.items()]
 
 
 def measure(cell: Cell) -> list[Row]:
@@ -47,17 +38,13 @@ def measure(cell: Cell) -> list[Row]:
     setting = cell.setting
     if cell.parametrization == "ntk":
         setting = replace(setting, parametrization="ntk", weight_std=math.sqrt(2))
-    training = train(
-        replace(cell, setting=setting).make(batch_ensemble),
-        setting,
-        seed=cell.seed,
-        lr=cell.factor * setting.lr,
-        modulation_lr=setting.lr,  # the modulations are the same in both and keep their rate
-        test_each_epoch=True,
-    )
+    ensemble = replace(cell, setting=setting).make(batch_ensemble)
+    # The modulations are the same in both and keep their rate.
+    rates = {"lr": cell.factor * setting.lr, "modulation_lr": setting.lr}
+    training = train(ensemble, setting, seed=cell.seed, **rates, test_each_epoch=True)
     final = training.evaluate()
-    end = {f"final_{name}": final[name] for name in ("accuracy", "member_accuracy")}
-    rows = training.trace or [{"epoch": 0, "loss": math.nan, "member_accuracy": math.nan}]
+    end = {f"final_{name}": final[name] for name in ("accuracy", MEMBER)}
+    rows = training.trace or [{"epoch": 0, "loss": math.nan, MEMBER: math.nan}]
     return [{**row, **end, "diverged": final["diverged"]} for row in rows]
 
 
@@ -89,36 +76,28 @@ def _slower(rows: Rows) -> float:
     return logs["ntk"] - logs["standard"]
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return the paper's statement."""
-    test = partial(Judge(table), jumps=True)  # the best rate may be another one
-    return [
-        test(_accuracy, above=-0.015, below=0.015).says(
-            "both end with a similar ensemble accuracy (to 1.5 %)",
-            "found their accuracy to be similar",
-        ),
-        test(_slower, above=0.0).says(
-            "the standard parametrization converges faster",
-            "convergence faster in the standard case",
-        ),
-    ]
+CLAIMS = [  # the best rate may be another one
+    Claim(_accuracy, above=-0.015, below=0.015, jumps=True).says(
+        "both end with a similar ensemble accuracy (to 1.5 %)", "found their accuracy to be similar"
+    ),
+    Claim(_slower, above=0.0, jumps=True).says(
+        "the standard parametrization converges faster", "convergence faster in the standard case"
+    ),
+]
 
 
 def plot(table: Frame) -> Figure:
     """Return loss and accuracy against epochs at the best rates, and accuracy against rates."""
-    losses, accuracies = [], []
-    for name, colour in COLOURS.items():
-        if name in set(table["parametrization"]):
-            rows = at_best(Rows(table), name).frame
-            label = f"{name}, rate ×{rows['factor'].iloc[0]:g}"
-            draw = partial(curves, rows, "epoch", label=label, colours=colour)
-            losses += draw(y="loss")
-            accuracies += draw(y="member_accuracy")
-    by = {"by": "parametrization", "colours": COLOURS, "style": "dash"}
-    rates = curves(table, "factor", "final_accuracy", **by)
+    import pandas
+
+    names = [name for name in COLOURS if name in set(table["parametrization"])]
+    best = pandas.concat(at_best(Rows(table), name).frame for name in names)
+    style = {"by": "parametrization", "colours": COLOURS}
+    draw = partial(curves, best, "epoch", **style)
+    rates = curves(table, "factor", "final_accuracy", label="{}, by rate", style="dash", **style)
     panels = [
-        Panel("who learns faster?", "epoch", "mean member loss, train", losses, y_log=10),
-        Panel("who is better in the end?", "epoch", "mean member accuracy, test", accuracies),
-        Panel("the best rates", "factor of the rate", "ensemble accuracy, test", rates, x_log=10),
+        Panel("who learns faster?", "epoch", "mean member loss, train", draw("loss"), y_log=10),
+        Panel("who is better in the end?", "epoch", LABELS[MEMBER], draw(MEMBER)),
+        Panel("the best rates", "factor of the rate", LABELS["accuracy"], rates, x_log=10),
     ]
     return Figure(panels, columns=3)

@@ -1,30 +1,38 @@
-"""Results on disk: one line of JSON for each finished cell, in an append-only file.
+"""Results on disk, and the tables and files that are made of them.
 
-A line is written at once, under a lock, and synced; it has a checksum, so that what a crash or a
-full disk leaves of one is skipped, and the next writer starts a new line. Several runs may work in
-one folder: each takes a lock on a cell before it starts it (:func:`embens.files.locked`), and reads
-what others have added in the meantime.
+A finished cell is one line of JSON in an append-only file, written at once and synced; it has a
+checksum, so that what a crash or a full disk leaves of one is skipped. A table has a row for each
+row of a cell, with the cell's swept values and what was measured. It holds every result in the
+folder that was measured with the present code and setting, whichever run made it. Results with
+another number of epochs, of other data or on another device are of another setting: they stay in
+the folder and out of the table.
 """
 
-from __future__ import annotations
-
 import contextlib
+import dataclasses
 import json
 import os
+import platform
+import subprocess
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+import torch
 
-from embens.files import locked, seal, unseal
+from embens.experiments import contract
+from embens.experiments.claims import Claim, Frame, judge, plain
+from embens.experiments.figure import draw
+from embens.experiments.grid import code_version
+from embens.experiments.setting import Setting
+from embens.files import checksum, seal, unseal, write_atomically
 
 Record = dict[str, Any]
 
 
 class Results:
-    """The results of one experiment in one folder, which is made if missing.
+    """The results of one experiment in one folder, which is made if missing; one run writes there.
 
     Example:
         >>> import tempfile
@@ -39,23 +47,7 @@ class Results:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "results.jsonl"
         self.records: dict[str, Record] = {}
-        self._position = 0
-        self._lock = FileLock(self.folder / ".results.lock")
-        self._claims: dict[str, AbstractContextManager[None]] = {}
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read what was added since the last time, by anyone."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._position:
-                self._position = 0  # someone took back what a full disk did not hold
-            file.seek(self._position)
-            content = file.read()
-        whole = content.rfind(b"\n") + 1
-        self._position += whole
-        for record in _parse(content[:whole]):
+        for record in _read(self.path):
             self._keep(record)
 
     def _keep(self, record: Record) -> None:
@@ -66,13 +58,10 @@ class Results:
 
     def add(self, record: Record) -> None:
         """Write a record; it is on the disk when this returns, or an ``OSError`` is raised."""
-        line = json.dumps(seal(record)).encode() + b"\n"
-        with self._lock, self.path.open("ab+", buffering=0) as file:  # no rest to write at closing
-            start = end = file.seek(0, os.SEEK_END)
-            if end:
-                file.seek(end - 1)
-                if file.read(1) != b"\n":
-                    line = b"\n" + line
+        # What a crash left of the line before is ended first.
+        line = b"\n" + json.dumps(seal(record)).encode() + b"\n"
+        with self.path.open("ab", buffering=0) as file:  # no rest to write at closing
+            start = file.tell()
             try:
                 while line:
                     line = line[file.write(line) or 0 :]
@@ -87,38 +76,10 @@ class Results:
         """Take over what other experiments in the same folder have measured of these cells."""
         missing = {key for key in keys if "rows" not in self.records.get(key, {})}
         others = self.folder.parent.parent.glob(f"*/{self.folder.name}/{self.path.name}")
-        for path in others if missing else ():
-            for record in _parse(path.read_bytes()):
-                if record["key"] in missing and "rows" in record:
-                    missing.discard(record["key"])
-                    self.add(record)
-
-    def alone(self) -> AbstractContextManager[Any]:
-        """Return a context in which no other run writes here."""
-        return self._lock
-
-    def claim(self, key: str) -> bool:
-        """Take a cell for this run; False if another run has it."""
-        lock = locked(self.folder / "claims" / f"{key}.lock", f"the cell {key}")
-        try:
-            (self.folder / "claims").mkdir(exist_ok=True)
-            lock.__enter__()
-        except (BlockingIOError, FileNotFoundError):  # or a run that ended removed the folder
-            return False
-        self._claims[key] = lock
-        return True
-
-    def release(self, key: str) -> None:
-        """Give a cell back."""
-        if key in self._claims:
-            self._claims.pop(key).__exit__(None, None, None)
-
-    def release_all(self) -> None:
-        """Give all cells back."""
-        for key in list(self._claims):
-            self.release(key)
-        with contextlib.suppress(OSError):  # missing, or in use by another run
-            (self.folder / "claims").rmdir()
+        for record in (r for path in others if missing for r in _read(path)):
+            if record["key"] in missing and "rows" in record:
+                missing.discard(record["key"])
+                self.add(record)
 
 
 def folder_of(out: str | Path, name: str, preset: str) -> Path:
@@ -126,13 +87,139 @@ def folder_of(out: str | Path, name: str, preset: str) -> Path:
     return Path(out) / name / preset
 
 
-def _parse(content: bytes) -> Iterator[Record]:
-    for line in content.splitlines():
+def _read(path: Path) -> Iterator[Record]:
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             record = unseal("the line", json.loads(line))
         except (ValueError, RecursionError, AttributeError, TypeError):
             continue
-        if not isinstance(record.get("key"), str):
-            continue
-        if isinstance(record.get("rows"), list) or isinstance(record.get("error"), str):
+        found = isinstance(record.get("rows"), list) or isinstance(record.get("error"), str)
+        if found and isinstance(record.get("key"), str):
             yield record
+
+
+def tidy(results: Results, name: str, setting: Setting) -> Frame:
+    """Return the table of an experiment, sorted by what is swept."""
+    import pandas
+
+    rows, swept = [], {}
+    for record in records(results, name, setting):
+        if "rows" in record:
+            cell = {k: v for k, v in record["cell"].items() if k != "setting"}
+            swept |= cell
+            rows += [{**cell, **row, "seconds": record["seconds"]} for row in record["rows"]]
+    table = pandas.DataFrame(rows)
+    if not rows:
+        return table
+    order = [*swept, "epoch"] if "epoch" in table else [*swept]
+    return table.sort_values(order, kind="stable", ignore_index=True)
+
+
+def records(results: Results, name: str, setting: Setting) -> list[Record]:
+    """Return the records of the present code with a setting of the sweep, its own cells first."""
+    settings = {cell.setting for cell in contract.cells(name, setting, [0])}
+    wanted = [json.loads(json.dumps(dataclasses.asdict(one))) for one in settings]
+    found = [
+        record
+        for record in results.records.values()
+        if record.get("code") in _codes(name)
+        and {"cell", "seconds"} <= record.keys()
+        and record["cell"]["setting"] in wanted
+    ]
+    return sorted(found, key=lambda record: record["code"] != code_version(name))
+
+
+def count_others(results: Results, name: str) -> int:
+    """Return how many results are of other code, or of another version of embens or torch."""
+    return sum(r.get("code") not in _codes(name) for r in results.records.values())
+
+
+def _codes(name: str) -> set[str]:
+    return {code_version(name), code_version("fair")}
+
+
+def write(
+    results: Results, name: str, setting: Setting, table: Frame, seconds: float | None = None
+) -> list[Claim]:
+    """Write a table beside its results, its claims, its figure and where it comes from.
+
+    Returns the claims. ``table`` is as :func:`tidy` gives it, ``seconds`` what the run took.
+    """
+    mine = records(results, name, setting)
+    manifest = {
+        "experiment": name,
+        "preset": setting.preset,
+        "setting": dataclasses.asdict(setting),
+        "code": code_version(name),
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(),
+        "rows": len(table),
+        "cells": sum("rows" in r for r in mine),
+        "failed": sum("error" in r for r in mine),
+        "cell_seconds": round(sum(r["seconds"] for r in mine), 1),
+        "run_seconds": seconds and round(seconds, 1),
+    }
+    text = table.to_csv(index=False, float_format="%.6g")
+    return _write(results.folder, manifest, table, {"table.csv": text})
+
+
+def redraw(folder: Path) -> list[Claim]:
+    """Judge and draw a table that was written before, with the claims and figures of today.
+
+    The table stays as it is, and so does what the manifest says of its measurement.
+    """
+    import pandas
+
+    manifest = unseal("manifest.json", json.loads((folder / "manifest.json").read_bytes()))
+    table = pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
+    return _write(folder, manifest, table, {"table.csv": (folder / "table.csv").read_text()})
+
+
+def _write(
+    folder: Path, manifest: dict[str, Any], table: Frame, texts: dict[str, str]
+) -> list[Claim]:
+    experiment = contract.load(manifest["experiment"])
+    words = contract.describe(experiment.__doc__)
+    claims = judge(experiment.CLAIMS, table)
+    figure = dataclasses.replace(experiment.plot(table), title=words["title"])
+    texts["claims.json"] = json.dumps([claim.to_dict() for claim in claims], indent=1)
+    texts["figure.json"] = json.dumps(plain(dataclasses.asdict(figure)))
+    manifest |= {**words, "files": {file: checksum(text, {}) for file, text in texts.items()}}
+    texts["manifest.json"] = json.dumps(seal(manifest), indent=1)
+    for file, text in texts.items():
+        write_atomically(folder / file, text)
+    draw(figure, folder / "figure.png")
+    return claims
+
+
+def commit() -> str | None:
+    """Return the commit of the code, marked if it was changed since; None if it is installed."""
+    here, found = Path(__file__), ""
+    for words in (
+        ["ls-files", "--error-unmatch", here.name],
+        ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"],
+    ):
+        command = {"cwd": here.parent, "capture_output": True, "text": True, "timeout": 20}
+        try:
+            found = subprocess.run(["git", *words], check=True, **command).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes."""
+    packages = ("embens", "torch", "numpy", "scikit-learn", "pandas")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def machine() -> dict[str, Any]:
+    """Return what the machine is, without its name."""
+    processor = platform.processor()
+    with contextlib.suppress(OSError, IndexError):
+        named = Path("/proc/cpuinfo").read_text().split("model name", 1)[1]
+        processor = named.partition("\n")[0].strip("\t :")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found = {"system": f"{platform.system()} {platform.machine()}", "processor": processor}
+    return found | {"cores": os.cpu_count()} | ({"gpus": gpus} if gpus else {})

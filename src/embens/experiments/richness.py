@@ -4,33 +4,29 @@ Modulations N(p, 1−p²), four members, outputs α(f−f₀) with a scale α th
 (large) or rich (small), measured at the same train losses. The collective part is the correlation
 above that of separate networks, as a part of what is left to 1.
 
-The larger the scale α, the less weights have to move to fit the data, down to the lazy training of
-the limit, which has no feature learning. The coupling of members at initialisation depends on p and
-the width, and not on α. A run is measured whenever the members' train loss has fallen to one of a
-few values, so that what is compared has the same train loss. Separate networks, trained in the same
-way, say how alike members are that share nothing: with correlation :math:`\rho_s` the collective
-part is :math:`c = (\rho - \rho_s) / (1 - \rho_s)`.
+The larger the scale α, the less weights have to move to fit the data. The coupling of members at
+initialisation depends on p and the width, and not on α. A run is measured whenever the members'
+train loss has fallen to one of a few values. With the correlation :math:`\rho_s` of separate
+networks, trained alike, the collective part is :math:`c = (\rho - \rho_s) / (1 - \rho_s)`.
 """
-
-from __future__ import annotations
 
 import functools
 import math
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from embens import laws, metrics
 from embens.embedding.families import embed, independent
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows
-from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.claims import Claim, Frame, Missing, Rows
+from embens.experiments.contract import CellBase, Row, product, run, score
 from embens.experiments.figure import Figure, Panel, curves, shades
-from embens.experiments.setting import Setting, data_set
-from embens.experiments.training import run, score
+from embens.experiments.setting import data_set
 from embens.finite import ntk
 
 SHIFTS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
@@ -38,7 +34,7 @@ WIDTHS = {"quick": (2.0, 4.0, 8.0), "cpu": (0.5, 1.0, 2.0), "paper": (0.25, 0.5,
 SCALES = (0.5, 2.0, 8.0)
 LOSSES = (0.5, 0.1)
 KEYS = ["width", "scale", "loss"]
-TRAIN = 500  # rows; all digits would leave too few errors to correlate
+QUICK = {"train": 500}  # all digits would leave too few errors to correlate
 PATIENCE = 7  # times the preset's epochs are the most
 SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
 
@@ -54,14 +50,10 @@ class Cell(CellBase):
     members: int = 4
 
 
-def cells(setting: Setting) -> list[Cell]:
-    """Return the sweep over p, width and scale, and separate networks for each of the last two."""
-    few = replace(setting, train=min(TRAIN, setting.train)) if setting.network == "mlp" else setting
-    both = {"width": WIDTHS[setting.preset], "scale": SCALES}
-    return [
-        *product(Cell, few, family=["embedded"], p=SHIFTS, **both),
-        *product(Cell, few, family=["separate"], p=[0.0], **both),
-    ]
+SWEEP = [
+    product(Cell, family="embedded", p=SHIFTS, width=WIDTHS, scale=SCALES),
+    product(Cell, family="separate", p=0.0, width=WIDTHS, scale=SCALES),
+]
 
 
 def measure(cell: Cell) -> list[Row]:
@@ -97,9 +89,8 @@ def measure(cell: Cell) -> list[Row]:
             outputs = cell.scale * (ensemble(inputs[some]) - first[:, some])
             ensemble.objective(outputs, target[some]).backward()
             optimizer.step()
-        loss = float(
-            metrics.member_nll(cell.scale * (run(ensemble, inputs) - first), target).mean()
-        )
+        outputs = cell.scale * (run(ensemble, inputs) - first)
+        loss = float(metrics.member_nll(outputs, target).mean())
         reached = [level for level in LOSSES[len(rows) :] if loss <= level]
         rows += [{"loss": level, **look(loss, epoch)} for level in reached]
         if len(rows) == len(LOSSES):
@@ -116,22 +107,9 @@ def features_of(ensemble: EmbeddedEnsemble, inputs: Tensor) -> Tensor:
 
 
 def alignment(one: Tensor, other: Tensor) -> float:
-    r"""Return the centred alignment of members' kernels of features, mean over members.
-
-    .. math::
-        \frac{\langle K, K' \rangle}{|K| \, |K'|}, \qquad K = H H^\top
-        \text{ with } H \text{ less its mean over inputs}
-
-    Example:
-        >>> features = torch.eye(4)[None]
-        >>> alignment(features, -2 * features)
-        1.0
-    """
-    kernels = [
-        (h - h.mean(1, keepdim=True)) @ (h - h.mean(1, keepdim=True)).mT for h in (one, other)
-    ]
-    product_of, sizes = kernels[0] * kernels[1], [k.square().sum((1, 2)) for k in kernels]
-    return float((product_of.sum((1, 2)) / (sizes[0] * sizes[1]).sqrt()).mean())
+    r"""Return the cosine of kernels :math:`H H^\top` of centred features, mean over members."""
+    centred = [features - features.mean(1, keepdim=True) for features in (one, other)]
+    return float(F.cosine_similarity(*((h @ h.mT).flatten(1) for h in centred)).mean())
 
 
 def measured_coupling(ensemble: EmbeddedEnsemble, inputs: Tensor) -> float:
@@ -187,32 +165,28 @@ def _lazy(rows: Rows) -> float:
     return Rows(points).last("width").last("scale").mean("halfway")
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return what decides whether the transition can be known before training."""
-    test, part = Judge(table), {"c": "collective part", "change": "change"}
-    slopes = (
-        ("change", "scale", "features change less the larger the scale of outputs"),
-        ("c", "scale", "at one coupling and train loss, who learns features is more alike"),
-        ("c", "loss", "members grow more alike while they are trained"),
-        ("c", "width", "at the same scale, members of wider networks are less alike"),
-    )
-    found = [
-        test(partial(_slope, y=y, x=x), below=0.0).says(
-            statement, measure=f"slope of {part[y]} per doubling of {x}, p ≥ 0.9"
+_PART = {"c": "collective part", "change": "change"}
+_SLOPES = (
+    ("change", "scale", "features change less the larger the scale of outputs"),
+    ("c", "scale", "at one coupling and train loss, who learns features is more alike"),
+    ("c", "loss", "members grow more alike while they are trained"),
+    ("c", "width", "at the same scale, members of wider networks are less alike"),
+)
+CLAIMS = [
+    *(
+        Claim(partial(_slope, y=y, x=x), below=0.0).says(
+            statement, measure=f"slope of {_PART[y]} per doubling of {x}, p ≥ 0.9"
         )
-        for y, x, statement in slopes
-    ]
-    return [
-        *found,
-        test(_unknown, below=0.03, jumps=True).says(
-            "the law and the width decide where the transition is (to 0.03 in p)",
-            "the law of modulations decides",
-        ),
-        test(_lazy, above=0.95).says(
-            "lazy members of the widest networks are apart up to p=0.95 (the limit: about 0.99)",
-            "dynamics are those of the limit",
-        ),
-    ]
+        for y, x, statement in _SLOPES
+    ),
+    Claim(_unknown, below=0.03, jumps=True).says(
+        "the law and the width decide where the transition is (to 0.03 in p)", "the law decides"
+    ),
+    Claim(_lazy, above=0.95).says(
+        "lazy members of the widest networks are apart up to p=0.95 (the limit: about 0.99)",
+        "dynamics are those of the limit",
+    ),
+]
 
 
 def plot(table: Frame) -> Figure:

@@ -6,8 +6,6 @@ so that the hash of a cell is the hash of all that determines it. Where the file
 folder comes from ``EMBENS_DATA`` (:func:`embens.data.cache_folder`).
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

@@ -4,15 +4,10 @@ Perceptrons in the NTK parametrization against their infinite-width limit, as th
 errors of kernels, coupling of members, kurtosis of outputs, change of the kernel in training, and
 the limit's predictions of trained outputs.
 
-*Kernels*: the empirical covariance and tangent kernel, within and between members, against their
-limits; and for which laws the part between members vanishes. *Outputs*: how far from Gaussian they
-are. *Training*: how much the tangent kernel changes in gradient descent on the squared loss, and
-how well the limit predicts each network's outputs from its own initial ones. *Classification*:
-whether target-class components of the kernel rule the late stages of training on cross-entropy, as
-the paper argues.
+*Kernels*: for which laws the part between members vanishes. *Training*: gradient descent on the
+squared loss; the limit predicts each network's outputs from its own initial ones. *Classification*:
+whether target-class components of the kernel rule the late stages of training on cross-entropy.
 """
-
-from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
@@ -25,11 +20,10 @@ from torch import Tensor
 from embens import laws, networks
 from embens.embedding.families import embed
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Judge, Rows, Some, trend, where
-from embens.experiments.contract import CellBase, Row, batch_ensemble, product
-from embens.experiments.figure import Figure, Panel, curves, panels, shades
-from embens.experiments.setting import Setting, data_set
-from embens.experiments.training import train
+from embens.experiments.claims import Claim, Frame, Rows, Some, trend, where
+from embens.experiments.contract import CellBase, Row, batch_ensemble, product, train
+from embens.experiments.figure import PALETTE, Figure, Panel, curves, panels, shades
+from embens.experiments.setting import data_set
 from embens.finite import nngp, ntk, ntk_drift
 from embens.theory import gradient_descent, kernels
 
@@ -72,25 +66,17 @@ class Cell(CellBase):
         return part * (1 + self.units / 256)
 
 
-def cells(setting: Setting) -> list[Cell]:
-    """Return all parts at all widths."""
-    units = UNITS[setting.preset]
-    widths = {"outputs": units[:4], "training": units, "classification": units[:1]}
-    found = product(Cell, setting, part=["kernels"], case=LAWS, units=units)
-    for part, some in widths.items():
-        found += product(Cell, setting, part=[part], case=["centred"], units=some)
-    return found
+_WIDTHS = {"outputs": slice(4), "training": slice(None), "classification": slice(1)}
+SWEEP = [product(Cell, part="kernels", case=list(LAWS), units=UNITS)]
+for _part, _some in _WIDTHS.items():
+    _units = {preset: units[_some] for preset, units in UNITS.items()}
+    SWEEP.append(product(Cell, part=_part, case="centred", units=_units))
 
 
 def measure(cell: Cell) -> Row | list[Row]:
     """Measure one part."""
-    parts = {
-        "kernels": _measure_kernels,
-        "outputs": _measure_outputs,
-        "training": _measure_training,
-        "classification": _measure_classification,
-    }
-    return parts[cell.part](cell)
+    by_part = {"kernels": _kernels, "outputs": _outputs, "training": _training}
+    return by_part.get(cell.part, _classification)(cell)
 
 
 def _ensemble(
@@ -113,7 +99,7 @@ def _inputs(cell: Cell, count: int) -> Tensor:
     return flat / flat.square().mean(1, keepdim=True).sqrt()
 
 
-def _measure_kernels(cell: Cell) -> Row:
+def _kernels(cell: Cell) -> Row:
     """Return errors of both kernels, and how much of them is between members."""
     ensemble = _ensemble(cell, 8, torch.Generator().manual_seed(cell.seed))
     x = _inputs(cell, 10)
@@ -135,7 +121,7 @@ def _measure_kernels(cell: Cell) -> Row:
 
 
 @torch.no_grad()
-def _measure_outputs(cell: Cell) -> Row:
+def _outputs(cell: Cell) -> Row:
     """Return the excess kurtosis of outputs over many networks, at one input."""
     generator = torch.Generator().manual_seed(cell.seed)
     x = _inputs(cell, 1)
@@ -144,7 +130,7 @@ def _measure_outputs(cell: Cell) -> Row:
     return {"kurtosis": float(values.pow(4).mean() / values.square().mean().square() - 3)}
 
 
-def _measure_training(cell: Cell) -> list[Row]:
+def _training(cell: Cell) -> list[Row]:
     """Descend on the squared loss with γ=M; return a row for each of some times."""
     ensemble = _ensemble(cell, 4, torch.Generator().manual_seed(cell.seed), depth=2)
     x = _inputs(cell, 24)
@@ -177,7 +163,7 @@ def _half_square(outputs: Tensor, target: Tensor) -> Tensor:
     return (outputs - target).square().mean() / 2
 
 
-def _measure_classification(cell: Cell) -> list[Row]:
+def _classification(cell: Cell) -> list[Row]:
     """Return the part of target-class components in the change of the loss, before and after."""
     shape = {"network": "mlp", "channels": (cell.units,) * 3, "weight_std": math.sqrt(2)}
     setting = replace(cell.setting, parametrization="standard", **shape)
@@ -216,95 +202,79 @@ def _target_class(rows: Rows) -> float:
     return late.mean("target_part") - early.mean("target_part")
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return what the theorems and assumptions say."""
-    test = Judge(table)
+def _coupling(rows: Rows, case: str) -> float:
+    """Cross relative to same, at the largest width."""
+    return rows.where(part="kernels", case=case).last("units").mean("ntk_coupling")
 
-    def exponent(rows: Some, column: str, low: float, high: float) -> Claim:
-        return test(trend(rows, column, "units", log_y=True), above=low, below=high)
 
-    def coupling(rows: Rows, case: str) -> float:
-        """Cross relative to same, at the largest width."""
-        return rows.where(part="kernels", case=case).last("units").mean("ntk_coupling")
+def _exponent(rows: Some, column: str, low: float, high: float) -> Claim:
+    return Claim(trend(rows, column, "units", log_y=True), low, high)
 
-    errors = [
-        exponent(where(part="kernels", case=case), column, -1.5, -0.5).says(
+
+_COUPLINGS = (
+    ("centred", -0.02, 0.02, "vanishes if all modulations are centred"),
+    ("last centred", -0.02, 0.02, "vanishes if only u of the last layer is centred"),
+    ("last shifted", 0.02, math.inf, "does not vanish if u of the last layer is not"),
+    ("output bias", 0.02, math.inf, "does not vanish with a shared output bias (an erratum)"),
+)
+CLAIMS = [
+    *(
+        _exponent(where(part="kernels", case=case), column, -1.5, -0.5).says(
             f"{case}: the squared error of the {text} falls as 1/width",
             "kernels converge to their limit",
             "exponent of the relative mean square error in the width",
         )
         for case in ("centred", "shifted")
         for column, text in ERRORS.items()
-    ]
-    vanishes, stays = (-0.02, 0.02), (0.02, math.inf)
-    between = [
-        test(partial(coupling, case=case), above=low, below=high).says(
+    ),
+    *(
+        Claim(partial(_coupling, case=case), low, high).says(
             f"the tangent kernel between members {text}", "zero if and only if E[u^L]=0"
         )
-        for case, (low, high), text in (
-            ("centred", vanishes, "vanishes if all modulations are centred"),
-            ("last centred", vanishes, "vanishes if only u of the last layer is centred"),
-            ("last shifted", stays, "does not vanish if u of the last layer is not"),
-            ("output bias", stays, "does not vanish with a shared output bias (an erratum)"),
-        )
-    ]
-    return [
-        *(*errors, *between),
-        exponent(where(part="outputs"), "kurtosis", -1.6, -0.5).says(
-            "outputs become Gaussian: excess kurtosis falls as 1/width (A1)",
-            "outputs are Gaussian in the limit",
-        ),
-        exponent(_late, "drift", -1.3, -0.5).says(
-            "the change of the tangent kernel in training falls as 1/width (A3)",
-            "deviation bounded as O(1/N)",
-            "exponent of |ΔΘ|/|Θ| at the last step in the width",
-        ),
-        test(_not_uniform, above=0.0).says(
-            "the change grows with time", "the bound is not uniform in time"
-        ),
-        exponent(_late, "prediction_error", -math.inf, -0.25).says(
-            "the limit predicts trained outputs better as the width grows",
-            "the dynamics are those of the limit",
-            "exponent of the relative error at the last step in the width",
-        ),
-        test(_target_class, above=0.0).says(
-            "target-class components matter more late in training than at first",
-            "they dominate in the late stages if classes are many",
-        ),
-    ]
+        for case, low, high, text in _COUPLINGS
+    ),
+    _exponent(where(part="outputs"), "kurtosis", -1.6, -0.5).says(
+        "outputs become Gaussian: excess kurtosis falls as 1/width (A1)", "Gaussian in the limit"
+    ),
+    _exponent(_late, "drift", -1.3, -0.5).says(
+        "the change of the tangent kernel in training falls as 1/width (A3)",
+        "deviation bounded as O(1/N)",
+        "exponent of |ΔΘ|/|Θ| at the last step in the width",
+    ),
+    Claim(_not_uniform, above=0.0).says(
+        "the change grows with time", "the bound is not uniform in time"
+    ),
+    _exponent(_late, "prediction_error", -math.inf, -0.25).says(
+        "the limit predicts trained outputs better as the width grows",
+        "the dynamics are those of the limit",
+        "exponent of the relative error at the last step in the width",
+    ),
+    Claim(_target_class, above=0.0).says(
+        "target-class components matter more late in training than at first", "they dominate late"
+    ),
+]
 
 
 def plot(table: Frame) -> Figure:
     """Return errors, coupling, kurtosis, drift and predictions against width."""
-    rows, outputs, training, late = (
-        table[table["part"] == part]
-        for part in ("kernels", "outputs", "training", "classification")
-    )
-    paints = ("#1f77b4", "#17becf", "#d62728", "#ff7f0e")
-    colours: dict[Any, str] = dict(zip(ERRORS.values(), paints, strict=True))
-    found = []
-    for case in ("centred", "shifted"):
-        each = rows[rows["case"] == case].rename(columns=ERRORS)
-        each = each.melt(["units", "seed"], list(colours), "kernel", "error")
-        errors = curves(each, "units", "error", by="kernel", colours=colours)
-        title = f"{case}: kernels near their limit"
-        found.append(Panel(title, "units", "relative mean square error", errors, 10, 10))
-    paints = ("#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22")
-    cases: dict[Any, str] = dict(zip(LAWS, paints, strict=True))
-    by_case = partial(curves, rows, "units", by="case", colours=cases)
-    both = [
-        *by_case("ntk_coupling"),
-        *by_case("ntk_coupling_limit", label="{}, limit", style="dash"),
-    ]
-    found.append(Panel("apart only if u^L is centred", "units", "cross/same", both, 10))
-    drawn = curves(outputs, "units", "kurtosis", label="excess kurtosis", colours="#000000")
-    found.append(Panel("outputs become Gaussian (A1)", "units", "excess kurtosis", drawn, 10, 10))
-    by_step = partial(curves, training, "units", by="step", label="step {}", colours=shades(STEPS))
-    titles = {
+    cases: dict[Any, str] = dict(zip(LAWS, PALETTE, strict=False))
+    by_case = partial(curves, table, "units", by="case", colours=cases)
+    by_step = partial(curves, table, "units", by="step", label="step {}", colours=shades(STEPS))
+    near = {column: f"{text}: error" for column, text in ERRORS.items()}
+    steps = {
         "drift": "the kernel moves less the wider (A3)",
         "prediction_error": "the limit predicts trained outputs",
     }
-    found += panels(lambda y: by_step(y=y), titles, "units", x_log=10, y_log=10)
-    part = curves(late, "stage", "target_part", label="target class", colours="#7f7f7f")
-    see = "target classes matter more late?"
-    return Figure([*found, Panel(see, "0: start, 1: end", "part of the change of the loss", part)])
+    limit = by_case("ntk_coupling_limit", label="{}, limit", style="dash")
+    both, logs = [*by_case("ntk_coupling"), *limit], {"x_log": 10, "y_log": 10}
+    late = curves(table, "stage", "target_part", label="target class", colours="#7f7f7f")
+    see, part = "target classes matter more late?", "part of the change of the loss"
+    return Figure(
+        [
+            *panels(by_case, near, "units", **logs),
+            Panel("apart only if u^L is centred", "units", "cross/same", both, 10),
+            *panels(by_case, {"kurtosis": "outputs become Gaussian (A1)"}, "units", **logs),
+            *panels(by_step, steps, "units", **logs),
+            Panel(see, "0: start, 1: end", part, late),
+        ]
+    )

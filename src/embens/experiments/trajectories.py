@@ -9,18 +9,14 @@ In the independent regime a member of an infinitely wide ensemble learns as if i
 longer in a wider network.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial
 
 from embens.embedding.families import embed
-from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows, line
-from embens.experiments.contract import MEMBERS, CellBase, Row
+from embens.experiments.claims import Claim, Frame, Missing, Rows, line
+from embens.experiments.contract import MEMBERS, CellBase, Row, product, train
 from embens.experiments.figure import Figure, curves, panels, shades
-from embens.experiments.setting import Setting
-from embens.experiments.training import train
 
 SCHEMES = (("1", 1.0), ("M", 1.0), ("M", 4.0))
 APART = 0.2  # relative difference of losses at which curves are apart
@@ -35,13 +31,7 @@ class Cell(CellBase):
     members: int
 
 
-def cells(setting: Setting) -> list[Cell]:
-    """Return the sweep over schemes and members."""
-    return [
-        Cell(gamma, width, members, setting=setting)
-        for gamma, width in SCHEMES
-        for members in MEMBERS[setting.preset]
-    ]
+SWEEP = [product(Cell, gamma=gamma, width=w, members=MEMBERS) for gamma, w in SCHEMES]
 
 
 def measure(cell: Cell) -> list[Row]:
@@ -93,23 +83,18 @@ def _longer(rows: Rows) -> float:
     return wide - narrow
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return the paper's observations on this figure."""
-    test = partial(Judge(table), jumps=True)
-    return [
-        test(partial(_slowdown, gamma="M"), above=-0.2, below=0.2).says(
-            "with γ=M members learn as fast whatever M is (exponent 0, to 0.2)",
-            "almost identical in the early epochs for all M",
-        ),
-        test(partial(_slowdown, gamma="1"), above=0.2).says(
-            "with γ=1 they learn more slowly the more there are (exponent above 0.2)",
-            "γ=1 trains more slowly the more members there are",
-        ),
-        test(_longer, above=0.0).says(
-            "curves coincide for longer in the wider network",
-            "the time of independent training increases with width",
-        ),
-    ]
+CLAIMS = [
+    Claim(partial(_slowdown, gamma="M"), above=-0.2, below=0.2, jumps=True).says(
+        "with γ=M members learn as fast whatever M is (exponent 0, to 0.2)",
+        "almost identical early",
+    ),
+    Claim(partial(_slowdown, gamma="1"), above=0.2, jumps=True).says(
+        "with γ=1 they learn more slowly the more there are (exponent above 0.2)", "γ=1 is slower"
+    ),
+    Claim(_longer, above=0.0, jumps=True).says(
+        "curves coincide for longer in the wider network", "this time increases with width"
+    ),
+]
 
 
 def plot(table: Frame) -> Figure:

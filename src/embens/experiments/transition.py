@@ -5,14 +5,11 @@ p. Black and grey: one network and separate ones, at the best rate for one netwo
 against p: the correlation, and the coupling of the infinitely wide ensemble's kernels, which
 changes smoothly.
 
-The paper sees two groups of curves, apart already at p = 0.55 and 0.65. Here the transition is
-where it is measured: the p at which the correlation of members is half-way from its value at p = 0
-to 1, which it has at p = 1, where members are the same model. The same cells with γ = 1 at large p
-check the paper's explanation of why members get better with M there: γ = M raises the effective
-rate.
+The transition is where it is measured: the p at which the correlation of members is half-way from
+its value at p = 0 to 1, which it has at p = 1, where members are the same model. Cells with γ = 1
+at large p check the paper's explanation of why members get better with M there: γ = M raises the
+effective rate.
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -22,11 +19,11 @@ from functools import partial
 from embens import laws
 from embens.embedding.families import embed
 from embens.experiments import fair
-from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows, inverted_u, trend
-from embens.experiments.contract import CellBase, Row, product
+from embens.experiments.claims import Claim, Frame, Missing, Rows, inverted_u, trend, where
+from embens.experiments.contract import CellBase, Row, product, train
+from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, Panel, curves, panels, shades
-from embens.experiments.setting import Setting, data_set
-from embens.experiments.training import train
+from embens.experiments.setting import data_set
 from embens.theory import regime
 
 NEAR = 0.1  # distance from the transition in p
@@ -55,14 +52,11 @@ class Cell(CellBase):
     gamma: str
 
 
-def cells(setting: Setting) -> list[CellBase]:
-    """Return the sweep over p and M, over some of it with γ=1, and fair lines."""
-    shifts, slow, members = (axis[setting.preset] for axis in (SHIFTS, SLOW, MEMBERS))
-    return [
-        *product(Cell, setting, gamma=["M"], p=shifts, members=members),
-        *product(Cell, setting, gamma=["1"], p=slow, members=members[1:]),
-        *fair.cells(setting),
-    ]
+SWEEP = [
+    product(Cell, gamma="M", p=SHIFTS, members=MEMBERS),
+    product(Cell, gamma="1", p=SLOW, members={k: some[1:] for k, some in MEMBERS.items()}),
+    product(Fair, width=1.0),
+]
 
 
 def measure(cell: Cell) -> Row:
@@ -78,12 +72,7 @@ def measure(cell: Cell) -> Row:
     return {**training.evaluate(), "coupling": coupling}
 
 
-def _scaled(rows: Rows) -> Rows:
-    return rows.where(gamma="M")
-
-
-def _several(rows: Rows) -> Rows:
-    return rows.between("members", 4)
+_scaled, _several = where(gamma="M"), partial(Rows.between, column="members", low=4)
 
 
 @functools.lru_cache(maxsize=256)
@@ -123,7 +112,10 @@ def _effect_of_gamma(rows: Rows) -> float:
 
 
 def _gap(rows: Rows) -> float:
-    return _several(rows).mean(FIT) - _several(rows).mean("member_accuracy")
+    """Gap between members' train and test accuracy, above the transition less below (M ≥ 4)."""
+    above, below = (_several(some(rows)) for some in (_above, _below))
+    gaps = [some.mean(FIT) - some.mean("member_accuracy") for some in (above, below)]
+    return gaps[0] - gaps[1]
 
 
 def _switch(rows: Rows) -> float:
@@ -135,68 +127,59 @@ def _switch(rows: Rows) -> float:
     return (many.mean("correlation") - few.mean("correlation")) / (1 - start)
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return the paper's observations on this figure, and how fair lines compare."""
-    test = Judge(table)
-    beside = partial(test, jumps=True)  # which p's are above depends on where it is
-    correlation = trend(lambda t: _several(_above(t)), "correlation", "p", log_x=False)
-    return [
-        test(halfway, above=0.5, below=0.7).says(
-            "the two groups of curves part near p=0.6", "transition at p≈0.6"
-        ),
-        test(lambda t: _growth(t, NEAR) - _growth(t, -NEAR), above=0.5).says(
-            "most of the change happens near the transition, wherever it is",
-            "p=0.55 and p=0.65 already show the behaviour of their regimes",
-            "part of the growth of correlation that lies within 0.1 of the transition in p",
-        ),
-        test(lambda t: _growth(t, -NEAR), below=0.25).says(
-            "below the transition correlation hardly depends on p",
-            "almost constant for the whole range of p in the independent regime",
-            "part of the growth of correlation up to 0.1 before the transition",
-        ),
-        beside(correlation, above=0.0).says(
-            "above the transition correlation grows with p", "grows with p in the collective regime"
-        ),
-        beside(inverted_u(_around_the_best), above=0.0).says(
-            "below, ensemble accuracy rises with M and falls again", "a distinctive inverted U"
-        ),
-        beside(lambda t: _around_the_best(t).best("members"), above=3.5, below=14.0).says(
-            "the best number of members is near 7",
-            "best accuracy at M=7",
-            "best M of the mean over seeds and p",
-        ),
-        beside(trend(_above, "accuracy"), above=0.0).says(
-            "above, ensemble accuracy grows with M", "monotonically grows on average"
-        ),
-        beside(lambda t: min(_above(t).curve("members", FIT)[1]), above=0.98).says(
-            "above, members fit the train data whatever M is",
-            "maximal for all sizes in the collective regime",
-            "lowest member train accuracy over M",
-        ),
-        beside(trend(_below, FIT), below=0.0).says(
-            "below, member train accuracy falls with M", "decreases monotonically and significantly"
-        ),
-        beside(trend(_above, "member_accuracy"), above=0.0).says(
-            "above, member test accuracy rises with M", "increases in the collective regime"
-        ),
-        test(_effect_of_gamma, above=0.0).says(
-            "above, members gain more from M with γ=M than with γ=1",
-            "an artifact of γ=M, an effectively higher rate",
-        ),
-        beside(trend(_below, "member_accuracy"), below=0.0).says(
-            "below, member test accuracy falls with M", "decreases in the independent regime"
-        ),
-        beside(lambda t: _gap(_above(t)) - _gap(_below(t)), above=0.0).says(
-            "the gap between train and test accuracy of members is smaller below",
-            "small difference between train and test accuracy in the independent regime",
-            "gap between members' train and test accuracy, above less below (M ≥ 4)",
-        ),
-        beside(_switch, above=0.5).says(
-            "at the transition the regime changes with M, near M=10",
-            "at the transition point it is driven by M and happens at M≈10",
-        ),
-        *fair.claims(table, _below),
-    ]
+_beside = partial(Claim, jumps=True)  # which p's are above depends on where it is
+CLAIMS = [
+    Claim(halfway, above=0.5, below=0.7).says(
+        "the two groups of curves part near p=0.6", "transition at p≈0.6"
+    ),
+    Claim(lambda t: _growth(t, NEAR) - _growth(t, -NEAR), above=0.5).says(
+        "most of the change happens near the transition, wherever it is",
+        "p=0.55 and p=0.65 already show the behaviour of their regimes",
+        "part of the growth of correlation that lies within 0.1 of the transition in p",
+    ),
+    Claim(lambda t: _growth(t, -NEAR), below=0.25).says(
+        "below the transition correlation hardly depends on p",
+        "almost constant for the whole range of p in the independent regime",
+        "part of the growth of correlation up to 0.1 before the transition",
+    ),
+    _beside(trend(lambda t: _several(_above(t)), "correlation", "p", log_x=False), above=0.0).says(
+        "above the transition correlation grows with p", "grows with p in the collective regime"
+    ),
+    _beside(inverted_u(_around_the_best), above=0.0).says(
+        "below, ensemble accuracy rises with M and falls again", "a distinctive inverted U"
+    ),
+    _beside(lambda t: _around_the_best(t).best("members"), above=3.5, below=14.0).says(
+        "the best number of members is near 7", "best accuracy at M=7", "best M, mean over p"
+    ),
+    _beside(trend(_above, "accuracy"), above=0.0).says(
+        "above, ensemble accuracy grows with M", "monotonically grows on average"
+    ),
+    _beside(lambda t: min(_above(t).curve("members", FIT)[1]), above=0.98).says(
+        "above, members fit the train data whatever M is",
+        "maximal for all sizes in the collective regime",
+        "lowest member train accuracy over M",
+    ),
+    _beside(trend(_below, FIT), below=0.0).says(
+        "below, member train accuracy falls with M", "decreases monotonically and significantly"
+    ),
+    _beside(trend(_above, "member_accuracy"), above=0.0).says(
+        "above, member test accuracy rises with M", "increases in the collective regime"
+    ),
+    Claim(_effect_of_gamma, above=0.0).says(
+        "above, members gain more from M with γ=M than with γ=1",
+        "γ=M is an effectively higher rate",
+    ),
+    _beside(trend(_below, "member_accuracy"), below=0.0).says(
+        "below, member test accuracy falls with M", "decreases in the independent regime"
+    ),
+    _beside(_gap, above=0.0).says(
+        "the gap between train and test accuracy of members is smaller below", "a small difference"
+    ),
+    _beside(_switch, above=0.5).says(
+        "at the transition the regime changes with M, near M=10", "it is driven by M, at M≈10"
+    ),
+    *fair.claims(_below),
+]
 
 
 def plot(table: Frame) -> Figure:

@@ -4,19 +4,17 @@ Modulations N(0, 1), γ=M, against M; a curve for each relative width. Dashed: s
 the best rate for one. The last panel has all against their number of parameters.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import partial
 
 from embens.embedding.families import embed
-from embens.experiments import fair, transition
-from embens.experiments.claims import Claim, Frame, Judge, Missing, Rows, growth_of_best
-from embens.experiments.contract import CellBase, Row, product
-from embens.experiments.figure import Curve, Figure, Panel, curves, panels, shades
-from embens.experiments.setting import Setting
-from embens.experiments.training import train
+from embens.experiments import fair
+from embens.experiments.claims import Claim, Frame, Missing, Rows, growth_of_best
+from embens.experiments.contract import CellBase, Row, product, train
+from embens.experiments.fair import Fair
+from embens.experiments.figure import LABELS, Curve, Figure, Panel, curves, panels, shades
+from embens.experiments.transition import MEMBERS
 
 WIDTHS = {
     "quick": (0.5, 1.0, 2.0, 4.0),
@@ -33,15 +31,18 @@ class Cell(CellBase):
     members: int
 
 
-def cells(setting: Setting) -> list[CellBase]:
-    """Return the sweep over widths and members, and separate networks of each width."""
-    widths, members = WIDTHS[setting.preset], transition.MEMBERS[setting.preset]
-    return [*product(Cell, setting, width=widths, members=members), *fair.cells(setting, widths)]
+SWEEP = [product(Cell, width=WIDTHS, members=MEMBERS), product(Fair, width=WIDTHS)]
 
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble."""
     return train(cell.make(embed), cell.setting, seed=cell.seed).evaluate()
+
+
+def _fall(rows: Rows) -> float:
+    """Accuracy at the best M less that at the largest."""
+    _, values = fair.without(rows).first("width").curve("members", "accuracy")
+    return max(values) - values[-1]
 
 
 def _advantage(rows: Rows) -> float:
@@ -53,8 +54,7 @@ def _advantage(rows: Rows) -> float:
     ensembles = fair.only(rows).frame.groupby(["width", "members"])
     means = ensembles[["parameters", "accuracy"]].mean().sort_values("parameters", kind="stable")
     envelope = means[means["accuracy"] > means["accuracy"].cummax().shift(fill_value=-math.inf)]
-    sizes = numpy.log(envelope["parameters"])
-    gains = []
+    sizes, gains = numpy.log(envelope["parameters"]), []
     for _, mine in fair.without(rows).by("width"):
         chosen = mine.where(members=int(mine.best("members")))
         size = math.log(chosen.mean("parameters"))
@@ -66,56 +66,41 @@ def _advantage(rows: Rows) -> float:
     return sum(gains) / len(gains)
 
 
-def claims(table: Frame) -> list[Claim]:
-    """Return the paper's observations on this figure."""
-    test = Judge(table)
-
-    def fall(rows: Rows) -> float:
-        """Accuracy at the best M less that at the largest."""
-        _, values = fair.without(rows).first("width").curve("members", "accuracy")
-        return max(values) - values[-1]
-
-    return [
-        test(growth_of_best(fair.without), above=0.0).says(
-            "the best number of members grows with the width",
-            "the optimal size increases with the network width",
-        ),
-        test(fall, above=0.0, jumps=True).says(
-            "at the smallest width the largest M is worse than the best",
-            "an optimal number of models at finite width",
-        ),
-        test(_advantage, above=-0.005, jumps=True).says(
-            "at equal numbers of parameters the best embedded ensemble is at least as "
-            "good as separate networks at their best rate (to 0.5 %)",
-            "slightly outperforms at any fixed number of parameters",
-        ),
-        *fair.claims(table, lambda rows: fair.without(rows).last("width")),
-    ]
+CLAIMS = [
+    Claim(growth_of_best(fair.without), above=0.0).says(
+        "the best number of members grows with the width", "it increases with the width"
+    ),
+    Claim(_fall, above=0.0, jumps=True).says(
+        "at the smallest width the largest M is worse than the best", "an optimum at finite width"
+    ),
+    Claim(_advantage, above=-0.005, jumps=True).says(
+        "at equal numbers of parameters the best embedded ensemble is at least as "
+        "good as separate networks at their best rate (to 0.5 %)",
+        "slightly outperforms at any fixed number of parameters",
+    ),
+    *fair.claims(lambda rows: fair.without(rows).last("width")),
+]
 
 
 def plot(table: Frame) -> Figure:
     """Return the paper's four panels."""
-    colours, most = shades(table["width"], "plasma"), fair.Fair.networks
+    embedded, separate = (some(Rows(table)).frame for some in (fair.without, fair.only))
+    colours, trained = shades(table["width"], "plasma"), f"{Fair.networks} were trained"
 
-    def both(x: str, y: str, style: str = "line") -> list[Curve]:
+    def both(x: str, y: str, style: str = "line", ends: str = "") -> list[Curve]:
         draw = partial(curves, x=x, y=y, by="width", colours=colours)
-        ends = f"{most} were trained" if x == "members" else ""
-        separate = draw(fair.only(Rows(table)).frame, label="×{}, separate", style="dash")
-        return [
-            *draw(fair.without(Rows(table)).frame, label="×{}", style=style),
-            *(replace(curve, ends=ends) for curve in separate),
-        ]
+        others = draw(separate, label="×{}, separate", style="dash")
+        own = draw(embedded, label="×{}", style=style)
+        return [*own, *(replace(curve, ends=ends) for curve in others)]
 
     titles = {
         "accuracy": "(a) does the best M grow with width?",
         "member_accuracy": "(b) narrow members suffer most",
         "correlation": "(c) wider members err more apart?",
     }
-    scatter = both("parameters", "accuracy", "points")
-    size = "(d) who is better at equal parameters?"
-    return Figure(
-        [
-            *panels(partial(both, "members"), titles),
-            Panel(size, "parameters", "ensemble accuracy, test", scatter, 10),
-        ]
+    found = panels(partial(both, "members", ends=trained), titles)
+    scatter, see = (
+        both("parameters", "accuracy", "points"),
+        "(d) who is better at equal parameters?",
     )
+    return Figure([*found, Panel(see, "parameters", LABELS["accuracy"], scatter, 10)])

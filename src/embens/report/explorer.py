@@ -6,8 +6,6 @@ in its arc cosine, through four neighbours) and draws; of the theory it computes
 reads its numbers in a browser, and compares them with the theory at values of :math:`p` in between.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math
@@ -62,12 +60,7 @@ def target(angles: Tensor) -> Tensor:
 
 
 def numbers(ensemble: EmbeddedEnsemble, normals: Tensor) -> dict[str, Any]:
-    """Return all that the page shows at one position of the dials.
-
-    Args:
-        ensemble: made by :func:`ensemble_of`.
-        normals: standard normal numbers, ``(1 + DRAWN, POINTS)``, of which samples are made.
-    """
+    """Return what the page shows of an ensemble; samples are of normals ``(1 + DRAWN, POINTS)``."""
     angles = torch.linspace(0, math.pi, ANGLES).double()
     k = kernels(ensemble, circle(angles, 0), circle(angles[:1], 0))
     blocks = (k.nngp.same, k.nngp.cross, k.ntk_shared.same, k.ntk_shared.cross)
@@ -112,16 +105,13 @@ def _root(matrix: Tensor) -> Tensor:
     return vectors * values.clamp(min=0).sqrt() @ vectors.mT
 
 
-def arcs() -> list[float]:
-    """Return the arc cosines of the values of ``p``, from p = 0 to p = 1."""
-    return [math.pi / 2 * (1 - k / STEPS) for k in range(STEPS + 1)]
+ARCS = [math.pi / 2 * (1 - k / STEPS) for k in range(STEPS + 1)]
+"""The arc cosines of the values of ``p``, from p = 0 to p = 1."""
 
 
 def positions() -> list[tuple[str, str, int, float]]:
     """Return all positions of the dials, ``p`` changing fastest."""
-    return list(
-        product(FAMILIES, ACTIVATIONS, DEPTHS, [round(math.cos(arc), 12) for arc in arcs()])
-    )
+    return [*product(FAMILIES, ACTIVATIONS, DEPTHS, [round(math.cos(arc), 12) for arc in ARCS])]
 
 
 def render(progress: Callable[[list], Iterable] = iter) -> str:
@@ -134,7 +124,7 @@ def render(progress: Callable[[list], Iterable] = iter) -> str:
         "activations": list(ACTIVATIONS),
         "depths": DEPTHS,
         "members": MEMBERS,
-        "arcs": arcs(),
+        "arcs": ARCS,
         "points": DATA.tolist(),
         "targets": target(DATA)[:, 0].tolist(),
         "rows": rows,

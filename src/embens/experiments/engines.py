@@ -1,0 +1,174 @@
+"""Engines: where jobs run. They know nothing of experiments, and change no number.
+
+An engine is a generator that takes jobs and yields what became of each, as it comes. To close it is
+to end its workers, and to drop what is not done.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Generator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from embens.experiments.grid import Done, Job, perform
+
+ATTEMPTS = 2  # of a job whose worker dies
+RETRIES = 3  # of a job whose worker or node is lost, on Ray
+_PASSED_ON = ("EMBENS_DATA", "PYTHONPATH")
+_PRELOAD = ["embens.experiments.contract", "sklearn.datasets"]
+"""Imported once, in the process that workers are forked from; what is missing is skipped."""
+
+
+def inline(jobs: Sequence[Job]) -> Generator[Done]:
+    """Run jobs in this process, one after another; for debugging and for tests."""
+    yield from map(perform, jobs)
+
+
+def local(jobs: Sequence[Job], *, workers: int) -> Generator[Done]:
+    """Run jobs in processes on this machine, one thread each unless a cell says otherwise.
+
+    A worker is a process of its own with a pipe. If it dies (out of memory, killed) only its job is
+    touched: it is tried once more in a new worker, then it counts as failed. (The pools of
+    ``concurrent.futures`` and ``multiprocessing`` give up all jobs, or wait for ever.) If this
+    process dies the workers end as well.
+    """
+    waiting, deaths, idle = deque(jobs), Counter[str](), list[_Worker]()
+    busy: dict[Any, _Worker] = {}
+    try:
+        done: list[Done] = []
+        while waiting or busy or done:
+            while waiting and len(busy) < workers:  # before anyone looks at what is done
+                worker = idle.pop() if idle else _Worker()
+                worker.give(waiting.popleft())
+                busy[worker.pipe] = worker
+            yield from done
+            done = []
+            for pipe in wait(list(busy)) if busy else ():
+                worker = busy.pop(pipe)
+                try:
+                    done.append(worker.pipe.recv())
+                    idle.append(worker)
+                except (EOFError, OSError):
+                    job, code = worker.job, worker.end()
+                    deaths[job.key] += 1
+                    text = f"the worker died with exit code {code}, {deaths[job.key]} times"
+                    text += " (killed, out of memory, or a crash)"
+                    if deaths[job.key] < ATTEMPTS:
+                        waiting.appendleft(job)
+                    else:
+                        passed = time.perf_counter() - worker.started
+                        done.append(Done(job.key, None, text, passed))
+    finally:
+        for worker in (*idle, *busy.values()):
+            worker.end()
+
+
+class _Worker:
+    def __init__(self) -> None:
+        method = "spawn" if sys.platform == "win32" else "forkserver"
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(_PRELOAD)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, _environment()), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def give(self, job: Job) -> None:
+        self.job, self.started = job, time.perf_counter()
+        with contextlib.suppress(OSError):  # it is dead, which is seen when its pipe is read
+            self.pipe.send(job)
+
+    def end(self) -> int | None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        return self.process.exitcode
+
+
+def _environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+
+
+def _work(pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # the process that forks may be older than these
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.send(perform(pipe.recv()))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
+
+
+def ray(
+    jobs: Sequence[Job],
+    *,
+    address: str | None = None,
+    workers: int | None = None,
+    gpus_per_cell: float = 1.0,
+) -> Generator[Done]:
+    """Run jobs on a Ray cluster.
+
+    A job asks for the CPUs and the GPU of its cell. Ray runs it again where its worker or its node
+    is lost; an error inside a measurement is a result like any other. Results come back to this
+    process, so that nodes need no common disk, save for the data: ``EMBENS_DATA`` is passed on and
+    must mean a folder on every node.
+
+    Args:
+        jobs: to run.
+        address: of a cluster, as for ``ray.init``; None: one that is started here.
+        workers: how many CPUs one that is started here offers; None: all.
+        gpus_per_cell: the part of a GPU that a cell on a GPU takes.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray
+
+        here = {} if address else {"num_cpus": workers, "include_dashboard": False}
+        ray.init(
+            address=address or "local",
+            runtime_env={"env_vars": {**_environment(), "OMP_NUM_THREADS": "1"}},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            ignore_reinit_error=True,
+            **here,
+        )
+    waiting, flying = deque(jobs), dict[Any, tuple[Job, float]]()
+    remote = ray.remote(max_retries=RETRIES)(perform)
+    try:
+        while waiting or flying:
+            # Twice the CPUs there are now, so that no node waits; clusters grow and shrink.
+            room = max(2, 2 * int(ray.cluster_resources().get("CPU", 1)))
+            while waiting and len(flying) < room:
+                job = waiting.popleft()
+                setting, started = job.cell.setting, time.perf_counter()
+                gpus = gpus_per_cell * setting.device.startswith("cuda")
+                task = remote.options(num_cpus=setting.threads, num_gpus=gpus)
+                flying[task.remote(job)] = (job, started)
+            ready, _ = ray.wait(list(flying), timeout=0.5)
+            for reference in ready:
+                job, started = flying.pop(reference)
+                try:
+                    yield ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    text = f"Ray gave up after {RETRIES + 1} attempts: {error}"
+                    yield Done(job.key, None, text, time.perf_counter() - started)
+    finally:
+        for reference in flying:
+            ray.cancel(reference, force=True)
+        ray.shutdown()
