@@ -9,8 +9,7 @@ import pytest
 import torch
 from experiments import problem
 
-from embens import laws
-from embens.experiments import NAMES, contract, grid, mc_dropout, setting, transition
+from embens.experiments import NAMES, contract, gain, grid, setting, transition
 from embens.experiments.engines import inline
 from embens.experiments.grid import Done, make_job, perform
 from embens.experiments.results import Results
@@ -187,11 +186,11 @@ def test_the_key_changes_with_constants_that_measure_uses_and_with_versions(monk
     def version(name):
         return grid.code_version.__wrapped__(name)
 
-    before = {name: version(name) for name in ("transition", "mc-dropout")}
+    before = {name: version(name) for name in ("transition", "gain")}
     monkeypatch.setattr(transition, "SHIFTS", {"quick": (0.0,)})
     assert version("transition") == before["transition"]
-    monkeypatch.setattr(mc_dropout, "KINDS", {"fresh shifted": laws.Normal(1.0, 0.2)})
-    assert version("mc-dropout") != before["mc-dropout"]
+    monkeypatch.setattr(gain, "RATE", {"quick": 2.0})
+    assert version("gain") != before["gain"]
     monkeypatch.setattr(grid.torch, "__version__", "1.0")
     assert version("transition") != before["transition"]
 

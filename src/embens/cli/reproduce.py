@@ -134,8 +134,8 @@ def _reproduce(
         with _alone(console, folder):
             found = Results(folder)
             try:
-                engine, retry = watched(_engine(options), console, name), options.retry_failed
-                outcome = grid.run(name, cells, found, engine, retry_failed=retry)
+                engine = watched(_engine(options), console, name)
+                outcome = grid.run(name, cells, found, engine, options.retry_failed)
             except KeyboardInterrupt:
                 _summarise(console, name, setting, found)
                 console.print(f"{name}: stopped; the same command goes on from here.")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from filelock import FileLock
@@ -202,9 +202,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get(name) or Path.home() / usual) / "embens"
 
 
-def _find(
-    root: str | Path | None, name: str, files: Sequence[str], fetch_into: Callable | None
-) -> Path:
+def _find(root: str | Path | None, name: str, files: Sequence[str], fetch_into: Any) -> Path:
     """Return the folder with the files, after fetching them if there is none."""
     root = cache_folder() if root is None else Path(root).expanduser()
     for folder in (root / name, root):

@@ -97,10 +97,8 @@ class Rows:
         xs, ys = self.curve(x, y)
         if log_y and min(ys) <= 0:
             return math.nan
-        xs, ys = (
-            [math.log2(v) if log else v for v in vs] for vs, log in ((xs, log_x), (ys, log_y))
-        )
-        return line(xs, ys)
+        both = ((xs, log_x), (ys, log_y))
+        return line(*([math.log2(v) if log else v for v in values] for values, log in both))
 
     def best(self, x: str, y: str = "accuracy") -> float:
         """Return the ``x`` whose mean ``y`` is largest, the smallest of several."""
@@ -182,15 +180,7 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper: a statistic, the region in which it is true, and what we measured.
-
-    Example:
-        >>> import pandas
-        >>> table = pandas.DataFrame({"seed": [0, 1, 2], "gain": [1.0, 1.1, 0.9]})
-        >>> claim = Claim(lambda rows: rows.mean("gain"), above=0).says("it gains").judge(table)
-        >>> claim.verdict, round(claim.low, 3)
-        ('holds', 0.752)
-    """
+    """A statement of the paper: a statistic, the region in which it is true, what we measured."""
 
     statistic: Statistic
     above: float = -math.inf  # the statement is true for values above this
@@ -258,12 +248,7 @@ def plain(value: Any) -> Any:
 
 
 def verdict(low: float, high: float, above: float, below: float) -> str:
-    """Return the verdict of an interval on a region: whether all, none or some of it lies there.
-
-    Example:
-        >>> [verdict(low, low + 1, 0.0, 5.0) for low in (2.0, -0.5, -3.0)]
-        ['holds', 'undecided', 'does not hold']
-    """
+    """Return the verdict of an interval on a region: whether all, none or some of it lies there."""
     if math.isnan(low) or math.isnan(high):
         return UNDECIDED
     if above < low and high < below:

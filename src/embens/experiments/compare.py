@@ -11,6 +11,7 @@ are also disturbed: by noise, blur, and less contrast.
 """
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -51,7 +52,6 @@ RATES = (1.0, 4.0, 16.0)  # times the preset's
 QUICK = {"train": 500}  # all digits would be too easy
 WIDTH = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}
 MEMBERS = {"quick": 4, "cpu": 4, "paper": 4}
-SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
 COSTS = {
     "training": "times one run of one network",
     "inference": "times one network",
@@ -301,10 +301,8 @@ def plot(table: Frame) -> Figure:
 
 def front(points: list[Curve]) -> Curve:
     """Return the systems that no other beats in both cost and loss."""
-    kept: list[tuple[float, float, str]] = []
-    for point in sorted(
-        p for curve in points for p in zip(curve.x, curve.y, curve.names, strict=True)
-    ):
+    kept, each = [], [zip(c.x, c.y, c.names, strict=True) for c in points]
+    for point in sorted(itertools.chain(*each)):
         if not kept or point[1] < kept[-1][1]:
             kept.append(point)
     x, y, names = map(list, zip(*kept, strict=True))

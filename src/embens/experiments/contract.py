@@ -96,14 +96,9 @@ def product(cell: type[CellBase], **axes: Any) -> Callable[[Setting], list[Any]]
 
 
 def describe(text: str | None) -> dict[str, str]:
-    r"""Return an experiment's title, its label in the paper, and what it is about.
+    """Return an experiment's title and its label in the paper (first line), and what it is about.
 
-    The first line of its docstring has the first two, the next paragraph is the third, for readers
-    of its page; what comes after that is for readers of the code.
-
-    Example:
-        >>> describe("Widths (fig:widths).\n\nAll of them.\n\nHow they are made.")
-        {'title': 'Widths', 'label': 'fig:widths', 'about': 'All of them.'}
+    That is the second paragraph, for readers of its page; what follows is for readers of the code.
     """
     first, about, *_ = inspect.cleandoc(text or "").split("\n\n")
     title, _, label = first.removesuffix(".").removesuffix(")").rpartition(" (")
@@ -111,12 +106,7 @@ def describe(text: str | None) -> dict[str, str]:
 
 
 def load(name: str) -> Any:
-    """Return the module of an experiment, or of cells that several of them have.
-
-    Example:
-        >>> load("lld-rates").__name__
-        'embens.experiments.lld_rates'
-    """
+    """Return the module of an experiment, or of cells that several of them have."""
     return importlib.import_module(f"embens.experiments.{name.replace('-', '_')}")
 
 

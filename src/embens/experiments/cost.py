@@ -24,19 +24,10 @@ from embens.experiments.contract import CellBase, Row, batch_ensemble, count_par
 from embens.experiments.figure import Figure, curves, panels
 from embens.experiments.setting import PRESETS
 
-LLD = "last-layer dropout"
-COLOURS = {
-    "BatchEnsemble": "#1f77b4",
-    "MC dropout": "#2ca02c",
-    LLD: "#d62728",
-    "independent": "#7f7f7f",
-}
+LLD, SEPARATE = "last-layer dropout", "independent"
+COLOURS = {"BatchEnsemble": "#1f77b4", "MC dropout": "#2ca02c", LLD: "#d62728", SEPARATE: "#7f7f7f"}
 MEMBERS = {"quick": (1, 2, 4), "cpu": (1, 2, 4, 8, 16), "paper": (1, 2, 5, 10, 20, 50)}
-MOST = {  # for last-layer dropout
-    "quick": (1, 2, 4, 8, 20, 50),
-    "cpu": (1, 2, 4, 8, 16, 50),
-    "paper": (1, 2, 5, 10, 20, 50),
-}
+MOST = {**MEMBERS, "quick": (1, 2, 4, 8, 20, 50), "cpu": (1, 2, 4, 8, 16, 50)}  # of the last layer
 BATCH = {"quick": 32, "cpu": 32, "paper": 128}
 TURNS = {"quick": 3, "cpu": 5, "paper": 10}
 SEEDS = {"quick": 4, "cpu": 5, "paper": 5}
@@ -74,7 +65,7 @@ def measure(cell: Cell) -> Row:
         "BatchEnsemble": batch_ensemble,
         "MC dropout": partial(mc_dropout, law=laws.Normal()),
         LLD: last_layer_dropout,
-        "independent": independent,
+        SEPARATE: independent,
     }[cell.family]
     ensemble = make(network, cell.members, generator=generator).to(device)
     inputs = torch.randn(cell.batch, 3, 32, 32, generator=generator).to(device)
@@ -108,16 +99,14 @@ def _step(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], object]
     return step
 
 
-def _ratio(
-    one: Callable[[], object], other: Callable[[], object], turns: int, device: str
-) -> float:
+def _ratio(one: Callable[[], object], other: Callable[[], object], turns: int, on: str) -> float:
     """Return how many times longer the second takes, from the fastest of some turns of each."""
     fastest = [math.inf, math.inf]
     for turn in range(turns + 1):
         for k, function in enumerate((one, other)):
             started = time.perf_counter()
             function()
-            if device.startswith("cuda"):
+            if on.startswith("cuda"):
                 torch.cuda.synchronize()
             if turn:  # the first one warms up
                 fastest[k] = min(fastest[k], time.perf_counter() - started)
@@ -179,4 +168,4 @@ def plot(table: Frame) -> Figure:
         "parameters": "parameters: all but separate networks share",
         "memory": "memory in training, times one network",
     }
-    return Figure(panels(lambda y: draw(y=y), titles, y_log=10))
+    return Figure(panels(draw, titles, y_log=10))

@@ -121,18 +121,12 @@ def ray(
     workers: int | None = None,
     gpus_per_cell: float = 1.0,
 ) -> Generator[Done]:
-    """Run jobs on a Ray cluster.
+    """Run jobs on the Ray cluster of an address, or on one that is started here, with some CPUs.
 
-    A job asks for the CPUs and the GPU of its cell. Ray runs it again where its worker or its node
-    is lost; an error inside a measurement is a result like any other. Results come back to this
-    process, so that nodes need no common disk, save for the data: ``EMBENS_DATA`` is passed on and
-    must mean a folder on every node.
-
-    Args:
-        jobs: to run.
-        address: of a cluster, as for ``ray.init``; None: one that is started here.
-        workers: how many CPUs one that is started here offers; None: all.
-        gpus_per_cell: the part of a GPU that a cell on a GPU takes.
+    A job asks for the CPUs and the part of a GPU of its cell. Ray runs it again where its worker or
+    its node is lost; an error inside a measurement is a result like any other. Results come back to
+    this process, so that nodes need no common disk, save for the data: ``EMBENS_DATA`` is passed on
+    and must mean a folder on every node.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with warnings.catch_warnings():

@@ -79,9 +79,8 @@ def curves(
 ) -> list[Curve]:
     """Return a curve of means over seeds, with standard errors, for each value of ``by``.
 
-    In ``label`` ``{}`` stands for that value. ``colours`` is one for all, one for each value in the
-    order of curves (others are left out), or some to choose from in turn. ``ends`` says why a curve
-    ends, if it does so before others.
+    That is ``{}`` in ``label``. ``colours`` is one for all, one for each value in the order of
+    curves (others are left out), or some in turn. ``ends`` says why a curve ends before others.
     """
     if y not in table or not len(table):
         return []

@@ -19,13 +19,12 @@ import sys
 import textwrap
 import time
 import traceback
-import types
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -101,21 +100,15 @@ def measuring_code(measure: Any) -> str:
             if inspect.isfunction(value) or inspect.isclass(value):
                 todo += [value] if value.__module__.startswith(_PACKAGE) else []
             elif not callable(value):
-                found[f"{item.__module__}.{used}"] = _text_of(value, used)
-        if inspect.isclass(item):
-            todo += [base for base in item.__bases__ if base.__module__.startswith(_PACKAGE)]
+                text = value.__name__ if inspect.ismodule(value) else repr(value)
+                if text.startswith(_PACKAGE) or " at 0x" in text:
+                    raise TypeError(
+                        f"{used}: code that measures may use functions, classes and plain values "
+                        f"of {_PACKAGE}, each imported by its own name; got {text}, of which no "
+                        "hash can be taken to keep results under."
+                    )
+                found[f"{item.__module__}.{used}"] = text
     return "\n".join(f"{name}: {found[name]}" for name in sorted(found))
-
-
-def _text_of(constant: Any, name: str) -> str:
-    text = constant.__name__ if isinstance(constant, types.ModuleType) else repr(constant)
-    if text.startswith(_PACKAGE) or " at 0x" in text:
-        raise TypeError(
-            f"{name}: code that measures may use functions, classes and plain values of "
-            f"{_PACKAGE}, each imported by its own name; got {text}. Results are kept under a hash "
-            "of that code, which cannot be taken of this."
-        )
-    return text
 
 
 def perform(job: Job) -> Done:
@@ -135,8 +128,7 @@ def perform(job: Job) -> Done:
     return Done(job.key, rows, error, time.perf_counter() - started)
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """What a run did."""
 
     measured: int
@@ -150,7 +142,6 @@ def run(
     cells: Sequence[CellBase],
     results: Results,
     engine: Engine,
-    *,
     retry_failed: bool = False,
 ) -> Outcome:
     """Measure the cells that have no result, longest first."""

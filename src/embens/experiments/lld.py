@@ -10,7 +10,7 @@ from functools import partial
 
 from embens import laws
 from embens.embedding.families import last_layer_dropout
-from embens.experiments import fair
+from embens.experiments import contract, fair
 from embens.experiments.claims import Claim, Frame, Rows, growth_of_best, line, trend, where
 from embens.experiments.contract import CellBase, Row, product, train
 from embens.experiments.fair import Fair
@@ -18,11 +18,7 @@ from embens.experiments.figure import Figure, curves, panels, shades
 
 SHIFTS = {"quick": (0.0, 0.3, 0.6, 0.9), "cpu": (0.0, 0.5, 0.9), "paper": (0, 0.25, 0.5, 0.75, 0.9)}
 WIDTHS = (0.5, 1.0, 2.0)
-MEMBERS = {
-    "quick": (1, 2, 4, 8, 16, 32),
-    "cpu": (1, 2, 5, 10, 20, 40),
-    "paper": (1, 2, 5, 10, 20, 30, 50),
-}
+MEMBERS = {**contract.MEMBERS, "cpu": (1, 2, 5, 10, 20, 40), "paper": (1, 2, 5, 10, 20, 30, 50)}
 
 
 @dataclass(frozen=True)

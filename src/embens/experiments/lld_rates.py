@@ -31,11 +31,8 @@ CHOICES = {
 _ALL = {round(10 ** (k / 3), 6) for k in range(-9, 4)}
 RATES = {"quick": _ALL, "cpu": sorted(_ALL)[1:-1:2], "paper": _ALL}
 RATES = {k: sorted({*some, BASIC, PRESETS[k].lr}) for k, some in RATES.items()}
-MEMBERS = {
-    "quick": (1, 2, 5, 10, 20, 49),
-    "cpu": (1, 3, 10, 30),
-    "paper": (1, 2, 5, 10, 20, 30, 49),
-}
+_FEW = (1, 2, 5, 10, 20)
+MEMBERS = {"quick": (*_FEW, 49), "cpu": (1, 3, 10, 30), "paper": (*_FEW, 30, 49)}
 SEEDS = {"quick": 4, "cpu": 3, "paper": 3}
 
 
@@ -116,9 +113,8 @@ def _less_gain(rows: Rows) -> float:
 def _less_than_best(rows: Rows, name: str) -> float:
     """Difference of accuracies, mean over M."""
     mine = _chosen(rows, name)
-    return _chosen(rows).where(members=set(mine["members"])).mean("accuracy") - mine.mean(
-        "accuracy"
-    )
+    best = _chosen(rows).where(members=set(mine["members"]))
+    return best.mean("accuracy") - mine.mean("accuracy")
 
 
 _claim = partial(Claim, jumps=True)  # all of them choose a rate

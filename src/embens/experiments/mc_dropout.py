@@ -22,11 +22,6 @@ from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, curves, panels, shades
 from embens.prediction import predict
 
-KINDS = {
-    "fresh shifted": laws.Normal(1.0, 0.1),
-    "fresh centred": laws.Normal(),
-    "fixed centred": laws.Normal(),
-}
 WIDTHS = (0.5, 1.0, 2.0)
 
 
@@ -49,7 +44,8 @@ SWEEP = [
 def measure(cell: Cell) -> list[Row]:
     """Train one ensemble; with fresh masks, test it with several numbers of them."""
     fresh = cell.kind.startswith("fresh")
-    ensemble = cell.make(mc_dropout, law=KINDS[cell.kind], fresh=fresh)
+    law = laws.Normal(1.0, 0.1) if cell.kind == "fresh shifted" else laws.Normal()
+    ensemble = cell.make(mc_dropout, law=law, fresh=fresh)
     training = train(ensemble, cell.setting, seed=cell.seed)
     masks = MEMBERS[cell.setting.preset] if fresh else (cell.members,)
     draws, (inputs, target) = torch.Generator().manual_seed(cell.seed + 1), training.data.test

@@ -18,7 +18,7 @@ from torch import Tensor
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Rows, trend
 from embens.experiments.contract import Row, batch_ensemble, product
-from embens.experiments.figure import Figure, Panel, curves, panels, shades
+from embens.experiments.figure import Figure, Panel, curves, shades
 from embens.experiments.gradients import WIDTHS, Cell, some_samples
 from embens.finite import ntk, ntk_ratio, other_members_weight
 from embens.theory import kernels
@@ -99,7 +99,9 @@ def plot(table: Frame) -> Figure:
         by_width = {"by": "width", "label": kind + " ×{}", "colours": shades(rows["width"], shade)}
         for column, found in weights.items():
             found += curves(rows, "others", column, **by_width)
-    title, of = "centred: vanishes with width", "between over within, squares"
-    titles = {y: f"{y}: as m if centred, as m² if shifted" for y in weights}
-    others = panels(weights.__getitem__, titles, "other members m", x_log=10, y_log=10)
-    return Figure([Panel(title, "relative width", of, ratios, 10, 10), *others], columns=3)
+    see, of = "centred: vanishes with width", "between over within, squares"
+    panels = [Panel(see, "relative width", of, ratios, 10, 10)]
+    for what, found in zip(("loss", "target output"), weights.values(), strict=True):
+        see = f"{what}: as m if centred, as m² if shifted"
+        panels.append(Panel(see, "other members m", "weight of others", found, 10, 10))
+    return Figure(panels, columns=3)

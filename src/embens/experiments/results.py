@@ -1,11 +1,9 @@
 """Results on disk, and the tables and files that are made of them.
 
 A finished cell is one line of JSON in an append-only file, written at once and synced; it has a
-checksum, so that what a crash or a full disk leaves of one is skipped. A table has a row for each
-row of a cell, with the cell's swept values and what was measured. It holds every result in the
-folder that was measured with the present code and setting, whichever run made it. Results with
-another number of epochs, of other data or on another device are of another setting: they stay in
-the folder and out of the table.
+checksum, so that what a crash or a full disk leaves of one is skipped. A table has every result in
+the folder that was measured with the present code and setting. Results with another number of
+epochs, of other data or on another device stay in the folder and out of the table.
 """
 
 import contextlib
@@ -32,15 +30,7 @@ Record = dict[str, Any]
 
 
 class Results:
-    """The results of one experiment in one folder, which is made if missing; one run writes there.
-
-    Example:
-        >>> import tempfile
-        >>> results = Results(tempfile.mkdtemp())
-        >>> results.add({"key": "a", "rows": [{"accuracy": 0.5}]})
-        >>> Results(results.folder).records["a"]["rows"]
-        [{'accuracy': 0.5}]
-    """
+    """The results of one experiment in a folder, which is made if missing; one run writes."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -141,10 +131,7 @@ def _codes(name: str) -> set[str]:
 def write(
     results: Results, name: str, setting: Setting, table: Frame, seconds: float | None = None
 ) -> list[Claim]:
-    """Write a table beside its results, its claims, its figure and where it comes from.
-
-    Returns the claims. ``table`` is as :func:`tidy` gives it, ``seconds`` what the run took.
-    """
+    """Write a table of :func:`tidy`, its claims, figure and origin; return the claims."""
     mine = records(results, name, setting)
     manifest = {
         "experiment": name,
@@ -165,10 +152,7 @@ def write(
 
 
 def redraw(folder: Path) -> list[Claim]:
-    """Judge and draw a table that was written before, with the claims and figures of today.
-
-    The table stays as it is, and so does what the manifest says of its measurement.
-    """
+    """Judge and draw a table that was written before, with the claims and figures of today."""
     import pandas
 
     manifest = unseal("manifest.json", json.loads((folder / "manifest.json").read_bytes()))
@@ -176,9 +160,7 @@ def redraw(folder: Path) -> list[Claim]:
     return _write(folder, manifest, table, {"table.csv": (folder / "table.csv").read_text()})
 
 
-def _write(
-    folder: Path, manifest: dict[str, Any], table: Frame, texts: dict[str, str]
-) -> list[Claim]:
+def _write(folder: Path, manifest: dict, table: Frame, texts: dict[str, str]) -> list[Claim]:
     experiment = contract.load(manifest["experiment"])
     words = contract.describe(experiment.__doc__)
     claims = judge(experiment.CLAIMS, table)

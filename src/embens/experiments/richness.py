@@ -36,7 +36,6 @@ LOSSES = (0.5, 0.1)
 KEYS = ["width", "scale", "loss"]
 QUICK = {"train": 500}  # all digits would leave too few errors to correlate
 PATIENCE = 7  # times the preset's epochs are the most
-SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """The set-up that all cells of a run share: data, reference network, training.
 
 A preset is a :class:`Setting`; an experiment sweeps what its cells add to it. Everything that can
-change a number is in it, down to the threads, the device and a fingerprint of the data's records,
-so that the hash of a cell is the hash of all that determines it. Where the files are is not: the
-folder comes from ``EMBENS_DATA`` (:func:`embens.data.cache_folder`).
+change a number is in it, down to the threads, the device and a fingerprint of the data's records.
+Where the files are is not: the folder comes from ``EMBENS_DATA``.
 """
 
 import functools
@@ -11,6 +10,7 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,16 +84,8 @@ PRESETS = {
 _CLASSES = {"fine": 100, "coarse": 20}
 
 
-def reference(
-    setting: Setting, width: float = 1.0, *, generator: torch.Generator | None = None
-) -> nn.Module:
-    """Return the reference network at a relative width.
-
-    Example:
-        >>> network = reference(Setting(), width=2.0)
-        >>> network(torch.zeros(3, 64)).shape, network[0].out_features
-        (torch.Size([3, 10]), 32)
-    """
+def reference(setting: Setting, width: float = 1.0, *, generator: Any = None) -> nn.Module:
+    """Return the reference network at a relative width."""
     channels, image = setting.channels, setting.image
     inputs, outputs = (1, 10) if setting.data == "digits" else (3, _CLASSES[setting.labels])
     law = {"weight_std": setting.weight_std, "parametrization": setting.parametrization}

@@ -85,9 +85,8 @@ def _ensemble(
     inputs, std = _inputs(cell, 1).shape[1], math.sqrt(2)
     network = networks.mlp(inputs, cell.units, depth, outputs, weight_std=std, generator=generator)
     if cell.case == "output bias":
-        network[-1] = networks.Linear(
-            cell.units, outputs, weight_std=std, bias_std=1.0, generator=generator
-        )
+        biased = {"weight_std": std, "bias_std": 1.0, "generator": generator}
+        network[-1] = networks.Linear(cell.units, outputs, **biased)
     pre, inner, outer = LAWS[cell.case]
     post = {str(2 * k): outer if k == depth else inner for k in range(1, depth + 1)}
     return embed(network.double(), members, pre=pre, post=post, generator=generator)
@@ -260,7 +259,11 @@ def plot(table: Frame) -> Figure:
     cases: dict[Any, str] = dict(zip(LAWS, PALETTE, strict=False))
     by_case = partial(curves, table, "units", by="case", colours=cases)
     by_step = partial(curves, table, "units", by="step", label="step {}", colours=shades(STEPS))
-    near = {column: f"{text}: error" for column, text in ERRORS.items()}
+    error = "relative mean square error"
+    near = [
+        Panel(f"{text}: near its limit", "units", error, by_case(column), 10, 10)
+        for column, text in ERRORS.items()
+    ]
     steps = {
         "drift": "the kernel moves less the wider (A3)",
         "prediction_error": "the limit predicts trained outputs",
@@ -271,7 +274,7 @@ def plot(table: Frame) -> Figure:
     see, part = "target classes matter more late?", "part of the change of the loss"
     return Figure(
         [
-            *panels(by_case, near, "units", **logs),
+            *near,
             Panel("apart only if u^L is centred", "units", "cross/same", both, 10),
             *panels(by_case, {"kurtosis": "outputs become Gaussian (A1)"}, "units", **logs),
             *panels(by_step, steps, "units", **logs),

@@ -18,7 +18,7 @@ from functools import partial
 
 from embens import laws
 from embens.embedding.families import embed
-from embens.experiments import fair
+from embens.experiments import contract, fair
 from embens.experiments.claims import Claim, Frame, Missing, Rows, inverted_u, trend, where
 from embens.experiments.contract import CellBase, Row, product, train
 from embens.experiments.fair import Fair
@@ -35,11 +35,7 @@ SHIFTS = {
     "paper": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 0.95, 1.0),
 }
 SLOW = {"quick": (0.8, 0.9), "cpu": (0.9,), "paper": (0.8, 0.9)}  # also with gamma = 1
-MEMBERS = {
-    "quick": (1, 2, 4, 8, 16, 32),
-    "cpu": (1, 2, 4, 8, 16),
-    "paper": (1, 2, 3, 5, 7, 10, 14, 20, 28, 40),
-}
+MEMBERS = {**contract.MEMBERS, "paper": (1, 2, 3, 5, 7, 10, 14, 20, 28, 40)}
 SEEDS = {"quick": 4, "cpu": 5, "paper": 3}
 
 
@@ -98,10 +94,9 @@ def _growth(rows: Rows, distance: float) -> float:
 
 
 def _around_the_best(rows: Rows) -> Rows:
-    rows = _below(rows)
     if rows["members"].min() > 3 or rows["members"].max() < 14:
         raise Missing("numbers of members from 3 or fewer to 14 or more")
-    return rows
+    return _below(rows)
 
 
 def _effect_of_gamma(rows: Rows) -> float:

@@ -99,8 +99,5 @@ def plot(table: Frame) -> Figure:
         "correlation": "(c) wider members err more apart?",
     }
     found = panels(partial(both, "members", ends=trained), titles)
-    scatter, see = (
-        both("parameters", "accuracy", "points"),
-        "(d) who is better at equal parameters?",
-    )
+    see, scatter = "(d) who is better for its size?", both("parameters", "accuracy", "points")
     return Figure([*found, Panel(see, "parameters", LABELS["accuracy"], scatter, 10)])

@@ -96,18 +96,12 @@ def markdown(entries: list[dict[str, Any]], folder: str) -> str:
         picture = f"{folder}/{name.replace(' ', '/')}/figure.png"
         sections += ["", f"## {name}", "", manifest["about"], ""]
         sections += [f"![{manifest['title']}]({picture})", ""]
-        sections += [
-            _row("verdict", "statement", "measured", "true if", "the paper"),
-            _row(*"-----"),
-        ]
+        sections += [_row(*_COLUMNS), _row(*"-----")]
         for c in claims:
-            number, low, high = (
-                "?" if c[k] is None else f"{c[k]:.3g}" for k in ("value", "low", "high")
-            )
-            measured = f"{c['measure']}: {c['note'] or f'{number} [{low}, {high}]'}"
-            sections.append(
-                _row(f"**{c['verdict']}**", c["statement"], measured, c["region"], c["paper"])
-            )
+            ends = ["?" if c[k] is None else f"{c[k]:.3g}" for k in ("value", "low", "high")]
+            measured = f"{c['measure']}: {c['note'] or '{} [{}, {}]'.format(*ends)}"
+            cells = (f"**{c['verdict']}**", c["statement"], measured, c["region"], c["paper"])
+            sections.append(_row(*cells))
     head = [
         "# Claims of the paper, as measured\n\nWritten by `embens report`; not edited by hand.",
         "\nOne square for each claim: 🟩 holds, 🟥 does not hold, 🟨 undecided.\n",
