@@ -244,13 +244,13 @@ def _read_cifar100(path: Path, labels: str) -> Part:
     return Part(inputs, _check_targets(path, targets, _CIFAR100_CLASSES[labels]))
 
 
-def _fetch_idx(source: tuple[str, ...], folder: Path) -> None:
+def _fetch_idx(source: Sequence[str], folder: Path) -> None:
     for file, md5 in zip(_IDX_FILES, source[1:], strict=True):
         if not _path(folder, file):
             fetch(f"{source[0]}{file}.gz", folder / f"{file}.gz", md5=md5)
 
 
-def _load_idx(name: str, root: str | Path | None, source: tuple[str, ...] | None) -> DataSet:
+def _load_idx(name: str, root: str | Path | None, source: Sequence[str] | None) -> DataSet:
     folder = _find(root, name, _IDX_FILES, partial(_fetch_idx, source) if source else None)
     parts = []
     for images, labels in (_IDX_FILES[:2], _IDX_FILES[2:]):

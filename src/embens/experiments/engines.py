@@ -132,6 +132,7 @@ def ray(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ray
+        from ray.exceptions import RayError
 
         here = {} if address else {"num_cpus": workers, "include_dashboard": False}
         ray.init(
@@ -159,7 +160,7 @@ def ray(
                 job, started = flying.pop(reference)
                 try:
                     yield ray.get(reference)
-                except ray.exceptions.RayError as error:
+                except RayError as error:
                     text = f"Ray gave up after {RETRIES + 1} attempts: {error}"
                     yield Done(job.key, None, text, time.perf_counter() - started)
     finally:

@@ -119,8 +119,8 @@ def perform(job: Job) -> Done:
         torch.set_num_threads(job.cell.setting.threads)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            rows = contract.load(job.experiment).measure(job.cell)
-        rows = [rows] if isinstance(rows, dict) else list(rows)
+            found = contract.load(job.experiment).measure(job.cell)
+        rows = [found] if isinstance(found, dict) else list(found)
     except Exception:
         error = traceback.format_exc()
     finally:

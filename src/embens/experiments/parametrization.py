@@ -40,8 +40,8 @@ def measure(cell: Cell) -> list[Row]:
         setting = replace(setting, parametrization="ntk", weight_std=math.sqrt(2))
     ensemble = replace(cell, setting=setting).make(batch_ensemble)
     # The modulations are the same in both and keep their rate.
-    rates = {"lr": cell.factor * setting.lr, "modulation_lr": setting.lr}
-    training = train(ensemble, setting, seed=cell.seed, **rates, test_each_epoch=True)
+    fit = partial(train, lr=cell.factor * setting.lr, modulation_lr=setting.lr)
+    training = fit(ensemble, setting, seed=cell.seed, test_each_epoch=True)
     final = training.evaluate()
     end = {f"final_{name}": final[name] for name in ("accuracy", MEMBER)}
     rows = training.trace or [{"epoch": 0, "loss": math.nan, MEMBER: math.nan}]

@@ -107,8 +107,9 @@ def features_of(ensemble: EmbeddedEnsemble, inputs: Tensor) -> Tensor:
 
 def alignment(one: Tensor, other: Tensor) -> float:
     r"""Return the cosine of kernels :math:`H H^\top` of centred features, mean over members."""
-    centred = [features - features.mean(1, keepdim=True) for features in (one, other)]
-    return float(F.cosine_similarity(*((h @ h.mT).flatten(1) for h in centred)).mean())
+    one, other = (features - features.mean(1, keepdim=True) for features in (one, other))
+    kernels = (one @ one.mT).flatten(1), (other @ other.mT).flatten(1)
+    return float(F.cosine_similarity(kernels[0], kernels[1]).mean())
 
 
 def measured_coupling(ensemble: EmbeddedEnsemble, inputs: Tensor) -> float:
