@@ -201,22 +201,24 @@ class TestRay:
     def test_a_node_that_is_lost_in_the_middle_is_made_up_for(self, tmp_path):
         from ray.cluster_utils import Cluster
 
-        mark = tmp_path / "started"
+        mark, done = tmp_path / "started", {}
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
         node = cluster.add_node(num_cpus=1)
+        cells = problem.stuck(mark, node.node_id)
 
-        def lose():
+        def work():
+            for found in engines.ray(map(job_of, cells), address=cluster.address):
+                done[found.key] = found
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        try:
             wait_for(mark.exists, 600)  # until a cell is on the node that will be lost
             cluster.add_node(num_cpus=1)  # nodes may join as well
             cluster.remove_node(node, allow_graceful=False)
-
-        loser = threading.Thread(target=lose)
-        loser.start()
-        cells = problem.stuck(mark, node.node_id)
-        try:
-            done = {d.key: d for d in engines.ray(map(job_of, cells), address=cluster.address)}
+            worker.join(300)
+            assert not worker.is_alive()
         finally:
-            loser.join()
             cluster.shutdown()
         for cell in cells:
             found = done[job_of(cell).key]

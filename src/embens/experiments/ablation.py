@@ -20,7 +20,6 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.experiments import fair
 from embens.experiments.claims import Claim, Frame, Rows, where
 from embens.experiments.contract import MEMBERS, CellBase, Row, product, train
-from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, curves, panels
 from embens.experiments.setting import data_set
 from embens.finite import gradient_norms
@@ -47,7 +46,7 @@ class Cell(CellBase):
     members: int
 
 
-SWEEP = [product(Cell, variant=list(VARIANTS), members=MEMBERS), product(Fair, width=1.0)]
+SWEEP = [product(Cell, variant=list(VARIANTS), members=MEMBERS), product(fair.Fair, width=1.0)]
 
 
 def make(cell: Cell) -> EmbeddedEnsemble:

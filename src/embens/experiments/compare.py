@@ -52,11 +52,7 @@ RATES = (1.0, 4.0, 16.0)  # times the preset's
 QUICK = {"train": 500}  # all digits would be too easy
 WIDTH = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}
 MEMBERS = {"quick": 4, "cpu": 4, "paper": 4}
-COSTS = {
-    "training": "times one run of one network",
-    "inference": "times one network",
-    "parameters": "times one network",
-}
+COSTS = ("training", "inference", "parameters")  # in those of one network
 STRENGTHS = (0.25, 0.5, 1.0)
 TURNS = 5  # the fastest pass counts
 
@@ -286,7 +282,7 @@ def plot(table: Frame) -> Figure:
     means, errors = groups.mean(numeric_only=True), groups.sem(numeric_only=True)
     panels = []
     for column, images in (("nll", ""), ("shifted_nll", ", disturbed images")):
-        for cost, unit in COSTS.items():
+        for cost in COSTS:
             points = []
             for (kind, members), colour in zip(systems().items(), PALETTE, strict=False):
                 shown = [system for system in members if system in means.index]
@@ -295,7 +291,7 @@ def plot(table: Frame) -> Figure:
                 points.append(Curve(kind, *values, colour, style="points", names=shown))
             title, label = f"best for its {cost}{images}", f"log loss{images}"
             drawn = [*points, front(points)]
-            panels.append(Panel(title, f"{cost}, {unit}", label, drawn, y_log=10))
+            panels.append(Panel(title, f"{cost}, times one network", label, drawn, y_log=10))
     return Figure(panels, columns=3)
 
 

@@ -6,8 +6,7 @@ axes what is drawn; a colour and a style mean one thing in a figure.
 """
 
 import io
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ from typing import Any
 from embens.experiments.claims import Frame
 from embens.files import write_atomically
 
-PALETTE = (
-    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"),
-    *("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
-)
+_FIRST = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
+PALETTE = (*_FIRST, "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 LABELS = {
     "accuracy": "ensemble accuracy, test",
     "member_accuracy": "mean member accuracy, test",
@@ -73,25 +70,23 @@ def curves(
     *,
     by: str | None = None,
     label: str = "{}",
-    colours: str | dict[Any, str] | Sequence[str] = PALETTE,
+    colours: str | dict[Any, str] = PALETTE[0],
     style: str = "line",
     ends: str = "",
 ) -> list[Curve]:
     """Return a curve of means over seeds, with standard errors, for each value of ``by``.
 
-    That is ``{}`` in ``label``. ``colours`` is one for all, one for each value in the order of
-    curves (others are left out), or some in turn. ``ends`` says why a curve ends before others.
+    That is ``{}`` in ``label``. ``colours`` is one for all, or one for each value in the order of
+    curves (others are left out). ``ends`` says why a curve ends before others.
     """
     if y not in table or not len(table):
         return []
     groups = {None: table} if by is None else dict(list(table.groupby(by)))
-    if isinstance(colours, dict):
-        chosen = {value: colours[value] for value in colours if value in groups}
-    else:
-        several = [colours] if isinstance(colours, str) else colours
-        chosen = dict(zip(groups, itertools.cycle(several), strict=False))
+    chosen = colours if isinstance(colours, dict) else dict.fromkeys(groups, colours)
     found = []
     for value, colour in chosen.items():
+        if value not in groups:
+            continue
         each = groups[value].groupby([x, "seed"])[y].mean().reset_index()  # a seed is one number
         points = each.groupby(x)[y].agg(["mean", "sem"]).dropna(subset=["mean"])
         if len(points):

@@ -17,7 +17,6 @@ from embens.embedding.families import embed
 from embens.experiments import fair
 from embens.experiments.claims import Claim, Frame, Rows
 from embens.experiments.contract import CellBase, Row, product, train
-from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, Panel, curves, panels, shades
 
 SHIFTS = (0.0, 0.5, 0.9, 1.0)
@@ -37,7 +36,7 @@ class Cell(CellBase):
     width: float
 
 
-SWEEP = [product(Cell, p=SHIFTS, members=MEMBERS, width=WIDTH), product(Fair, width=WIDTH)]
+SWEEP = [product(Cell, p=SHIFTS, members=MEMBERS, width=WIDTH), product(fair.Fair, width=WIDTH)]
 
 
 def measure(cell: Cell) -> Row:

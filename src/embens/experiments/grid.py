@@ -180,10 +180,8 @@ def narrow(cells: Sequence[CellBase], **wanted: Sequence[Any]) -> list[CellBase]
         present = sorted({getattr(c, name) for c in found})
         found = [c for c in found if any(_same(getattr(c, name), v) for v in values)]
         if not found:
-            raise ValueError(
-                f"{name}: expected some of {', '.join(map(str, present))}; got "
-                f"{', '.join(map(str, values))}"
-            )
+            some, got = (", ".join(map(str, each)) for each in (present, values))
+            raise ValueError(f"{name}: expected some of {some}; got {got}")
     seeds = {cell.seed for cell in found}
     return [*found, *(cell for cell in cells if cell.owner and cell.seed in seeds)]
 

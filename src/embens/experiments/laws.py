@@ -19,9 +19,9 @@ from typing import Any
 from embens import metrics
 from embens.embedding.families import embed, independent, masksembles
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Missing, Rows, line
+from embens.experiments.claims import Claim, Frame, Rows, line
 from embens.experiments.contract import CellBase, Row, product, run, train
-from embens.experiments.figure import Curve, Figure, Panel, curves, panels, shades
+from embens.experiments.figure import LABELS, Curve, Figure, Panel, curves, panels, shades
 from embens.experiments.setting import data_set
 from embens.finite import forecast
 from embens.laws import Bernoulli, Correlated, Normal, Shifted, Signs, Ternary, Uniform
@@ -140,10 +140,8 @@ def _cost(rows: Rows, column: str) -> float:
 def _errors(rows: Rows) -> tuple[float, float]:
     """Return the mean errors of forecast correlations, and of the constant that is best of all."""
     means = rows.where(sites=BOTH).frame.groupby(["law", "width"]).mean(numeric_only=True)
-    if "forecast_correlation" not in means:
-        raise Missing("forecasts")
-    found = means["correlation"]
-    forecast, constant = means["forecast_correlation"], found.median()
+    found, forecast = means["correlation"], means["forecast_correlation"]
+    constant = found.median()
     return (found - forecast).abs().mean(), (found - constant).abs().mean()
 
 
@@ -194,15 +192,14 @@ def plot(table: Frame) -> Figure:
     for sites in ("u", "v"):
         see = {"nll": f"{sites} alone: lower is better"}
         found += panels(lambda y, sites=sites: draw(parts[sites], y=y), see, "width")
-    both = table[table["sites"] == BOTH]
-    if "forecast_correlation" in both:
-        means = both.groupby(["law", "width"])[["forecast_correlation", "correlation"]].mean()
-        points = [
-            Curve(law, *means.loc[law].T.values.tolist(), colour=colour, style="points")
-            for law, colour in names.items()
-            if law in means.index
-        ]
-        line = Curve("as forecast", [0.2, 1.0], [0.2, 1.0], colour="#000000", style="dash")
-        axes = ("forecast before training", "correlation of errors, test")
-        found.append(Panel("is correlation known before training?", *axes, [*points, line]))
-    return Figure(found)
+    groups = table[table["sites"] == BOTH].groupby(["law", "width"])
+    means = groups[["forecast_correlation", "correlation"]].mean()
+    points = [
+        Curve(law, *means.loc[law].T.values.tolist(), colour=colour, style="points")
+        for law, colour in names.items()
+        if law in means.index
+    ]
+    line = Curve("as forecast", [0.2, 1.0], [0.2, 1.0], colour="#000000", style="dash")
+    axes = ("forecast before training", LABELS["correlation"])
+    see = "is correlation known before training?"
+    return Figure([*found, Panel(see, *axes, [*points, line])])

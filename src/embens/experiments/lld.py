@@ -13,7 +13,6 @@ from embens.embedding.families import last_layer_dropout
 from embens.experiments import contract, fair
 from embens.experiments.claims import Claim, Frame, Rows, growth_of_best, line, trend, where
 from embens.experiments.contract import CellBase, Row, product, train
-from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, curves, panels, shades
 
 SHIFTS = {"quick": (0.0, 0.3, 0.6, 0.9), "cpu": (0.0, 0.5, 0.9), "paper": (0, 0.25, 0.5, 0.75, 0.9)}
@@ -30,7 +29,7 @@ class Cell(CellBase):
     members: int
 
 
-SWEEP = [product(Cell, p=SHIFTS, width=WIDTHS, members=MEMBERS), product(Fair, width=WIDTHS)]
+SWEEP = [product(Cell, p=SHIFTS, width=WIDTHS, members=MEMBERS), product(fair.Fair, width=WIDTHS)]
 
 
 def measure(cell: Cell) -> Row:

@@ -14,7 +14,6 @@ from embens.embedding.families import embed, last_layer_dropout
 from embens.experiments import fair
 from embens.experiments.claims import Claim, Frame, Missing, Rows, inverted_u
 from embens.experiments.contract import CellBase, Row, product, train
-from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, Panel, curves, panels
 from embens.experiments.setting import PRESETS
 
@@ -48,7 +47,7 @@ class Cell(CellBase):
 SWEEP = [
     product(Cell, family="lld", members=MEMBERS, lr=RATES),
     product(Cell, family="all", members=MEMBERS, lr={k: PRESETS[k].lr for k in PRESETS}),
-    product(Fair, width=1.0),
+    product(fair.Fair, width=1.0),
 ]
 
 

@@ -18,7 +18,6 @@ from embens.embedding.families import mc_dropout
 from embens.experiments import fair
 from embens.experiments.claims import Claim, Frame, Rows, growth_of_best, inverted_u, trend, where
 from embens.experiments.contract import MEMBERS, CellBase, Row, product, score, train
-from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, curves, panels, shades
 from embens.prediction import predict
 
@@ -37,7 +36,7 @@ class Cell(CellBase):
 SWEEP = [
     product(Cell, kind=["fresh shifted", "fresh centred"], width=1.0, members=1),
     product(Cell, kind="fixed centred", width=WIDTHS, members=MEMBERS),
-    product(Fair, width=1.0),
+    product(fair.Fair, width=1.0),
 ]
 
 

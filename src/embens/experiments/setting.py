@@ -114,10 +114,8 @@ def _read(setting: Setting) -> DataSet:
     if setting.validation:
         held = min(setting.validation, len(found.train.targets) // 5)
         found = found.split(held, generator=torch.Generator().manual_seed(0))
-    found = found.subset(
-        train=min(setting.train, len(found.train.targets)),
-        test=min(setting.test, len(found.test.targets)),
-    )
+    train, test = len(found.train.targets), len(found.test.targets)
+    found = found.subset(train=min(setting.train, train), test=min(setting.test, test))
     smaller = setting.image < found.train.inputs.shape[-1]
     return found.downsample(setting.image) if smaller else found
 

@@ -48,6 +48,11 @@ def _losses(rows: Rows) -> Frame:
     return losses
 
 
+def _first(events: Frame, otherwise: float) -> list[float]:
+    """Return the first epoch at which something happens, for each M."""
+    return list(events.idxmax(axis=1).where(events.any(axis=1), otherwise))
+
+
 def _slowdown(rows: Rows, gamma: str) -> float:
     """Exponent in M of the time until half of what one network gains has been gained.
 
@@ -56,12 +61,8 @@ def _slowdown(rows: Rows, gamma: str) -> float:
     """
     losses = _losses(rows.where(gamma=gamma, width=1.0))
     alone = losses.loc[1]
-    middle, end = (alone.iloc[0] + alone.iloc[-1]) / 2, losses.columns.max()
-    points = []
-    for members, curve in losses.iterrows():
-        below = curve.index[curve <= middle]
-        points.append((math.log2(members), math.log2(below[0] if len(below) else end)))
-    return line(*zip(*points, strict=True))
+    times = _first(losses <= (alone.iloc[0] + alone.iloc[-1]) / 2, losses.columns.max())
+    return line([math.log2(m) for m in losses.index], [math.log2(time) for time in times])
 
 
 def _duration(rows: Rows, width: float) -> float:
@@ -70,9 +71,7 @@ def _duration(rows: Rows, width: float) -> float:
 
     losses = _losses(rows.where(gamma="M", width=width))
     apart = numpy.log(losses.drop(index=1) / losses.loc[1]).abs() > APART
-    end = apart.columns.max() + 1
-    first = [next((e for e in apart.columns if row[e]), end) for _, row in apart.iterrows()]
-    return sum(map(math.log, first)) / len(first)
+    return float(numpy.log(_first(apart, apart.columns.max() + 1)).mean())
 
 
 def _longer(rows: Rows) -> float:

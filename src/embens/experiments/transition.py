@@ -21,7 +21,6 @@ from embens.embedding.families import embed
 from embens.experiments import contract, fair
 from embens.experiments.claims import Claim, Frame, Missing, Rows, inverted_u, trend, where
 from embens.experiments.contract import CellBase, Row, product, train
-from embens.experiments.fair import Fair
 from embens.experiments.figure import Figure, Panel, curves, panels, shades
 from embens.experiments.setting import data_set
 from embens.theory import regime
@@ -51,7 +50,7 @@ class Cell(CellBase):
 SWEEP = [
     product(Cell, gamma="M", p=SHIFTS, members=MEMBERS),
     product(Cell, gamma="1", p=SLOW, members={k: some[1:] for k, some in MEMBERS.items()}),
-    product(Fair, width=1.0),
+    product(fair.Fair, width=1.0),
 ]
 
 

@@ -12,7 +12,6 @@ from embens.embedding.families import embed
 from embens.experiments import fair
 from embens.experiments.claims import Claim, Frame, Missing, Rows, growth_of_best
 from embens.experiments.contract import CellBase, Row, product, train
-from embens.experiments.fair import Fair
 from embens.experiments.figure import LABELS, Curve, Figure, Panel, curves, panels, shades
 from embens.experiments.transition import MEMBERS
 
@@ -31,7 +30,7 @@ class Cell(CellBase):
     members: int
 
 
-SWEEP = [product(Cell, width=WIDTHS, members=MEMBERS), product(Fair, width=WIDTHS)]
+SWEEP = [product(Cell, width=WIDTHS, members=MEMBERS), product(fair.Fair, width=WIDTHS)]
 
 
 def measure(cell: Cell) -> Row:
@@ -85,7 +84,7 @@ CLAIMS = [
 def plot(table: Frame) -> Figure:
     """Return the paper's four panels."""
     embedded, separate = (some(Rows(table)).frame for some in (fair.without, fair.only))
-    colours, trained = shades(table["width"], "plasma"), f"{Fair.networks} were trained"
+    colours, trained = shades(table["width"], "plasma"), f"{fair.Fair.networks} were trained"
 
     def both(x: str, y: str, style: str = "line", ends: str = "") -> list[Curve]:
         draw = partial(curves, x=x, y=y, by="width", colours=colours)
