@@ -62,7 +62,7 @@ def test_a_split_is_decided_by_its_generator():
 
 def test_a_split_with_a_generator_leaves_the_global_one_alone():
     before = torch.get_rng_state()
-    numbered().split(7, generator=seeded()).subset(train=3)
+    numbered().split(7, generator=seeded()).subset(train=3, generator=seeded())
     data.digits()
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -83,6 +83,14 @@ def test_a_subset_is_the_first_samples():
     assert len(subset.train.targets) == 5
     assert len(subset.validation.targets) == 2
     assert torch.equal(subset.test.targets, torch.arange(3))
+
+
+def test_a_subset_by_a_generator_is_drawn_without_repetition():
+    subset = numbered().subset(train=12, generator=seeded())
+    assert len(subset.train.targets.unique()) == 12
+    assert subset.train.targets.max() > 12
+    assert_rows_match(subset.train)
+    assert len(subset.test.targets) == 10
 
 
 @pytest.mark.parametrize("sizes", [{"train": 31}, {"test": 0}, {"validation": 1}])

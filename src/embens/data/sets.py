@@ -95,19 +95,25 @@ class DataSet:
         return replace(self, train=train, validation=held)
 
     def subset(
-        self, *, train: int | None = None, validation: int | None = None, test: int | None = None
+        self,
+        *,
+        train: int | None = None,
+        validation: int | None = None,
+        test: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> DataSet:
-        """Keep the first samples of each part, so many of them."""
+        """Keep so many samples of each part: the first ones, or drawn if there is a generator."""
         parts = {}
         for name, size in {"train": train, "validation": validation, "test": test}.items():
             part: Part | None = getattr(self, name)
-            if size is None:
-                continue
-            if part is None or not 0 < size <= len(part.targets):
-                count = 0 if part is None else len(part.targets)
-                has = f"the {count} samples that the {name} part of {self.name} has"
-                raise ValueError(f"{name}: expected at most {has}, and at least 1, got {size}")
-            parts[name] = Part(part.inputs[:size], part.targets[:size])
+            count = 0 if part is None else len(part.targets)
+            if size is not None:
+                if part is None or not 0 < size <= count:
+                    has = f"the {count} samples that the {name} part of {self.name} has"
+                    raise ValueError(f"{name}: expected at most {has}, and at least 1, got {size}")
+                drawn = generator is not None
+                order = torch.randperm(count, generator=generator) if drawn else torch.arange(count)
+                parts[name] = part.take(order[:size])
         return replace(self, **parts)
 
     def standardise(self) -> DataSet:
