@@ -20,7 +20,7 @@ import embens
 from benchmarks.timing import Result, Row, quartiles, write
 from embens import networks
 from embens.training import fit
-from embens.training.batches import training_batches
+from embens.training.batches import batches_of
 
 BATCH = 128
 
@@ -29,7 +29,7 @@ def bare(ensemble, x, y, epochs):
     optimizer = torch.optim.SGD(ensemble.parameter_groups(), momentum=0.9, fused=True)
     ensemble.train()
     for epoch in range(epochs):
-        order = training_batches((x, y), BATCH, seed=0).order(epoch)
+        order = batches_of((x, y), BATCH, seed=0).order(epoch)
         for index in order.split(BATCH):
             optimizer.zero_grad()
             embens.objective(ensemble(x[index]), y[index]).backward()

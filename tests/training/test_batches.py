@@ -14,7 +14,7 @@ from training import problem
 import embens
 from embens import data, metrics
 from embens.training import batches, fit, linear_decay
-from embens.training.batches import training_batches
+from embens.training.batches import batches_of
 
 
 class Stream(IterableDataset):
@@ -109,7 +109,7 @@ def test_batches_can_be_common_own_or_split(batch):
 
 
 def test_own_batches_are_different_orders_of_the_same_rows():
-    own = training_batches(problem.data(), 16, seed=0, own=3)
+    own = batches_of(problem.data(), 16, seed=0, own=3)
     orders = own.order(0)
     assert orders.shape == (3, problem.ROWS)
     assert all(torch.equal(o.sort().values, torch.arange(problem.ROWS)) for o in orders)
@@ -139,7 +139,7 @@ def test_networks_with_an_input_for_each_member_get_rows_in_another_order_for_ea
     x, y = problem.data()
     data = (x, y) if source == "tensors" else DataLoader(TensorDataset(x, y), 16)
     for repetition in (0.0, 0.5):
-        own = training_batches(data, 16, seed=0, own=3, repetition=repetition)
+        own = batches_of(data, 16, seed=0, own=3, repetition=repetition)
         for (inputs,), target, rows, *_ in own.epoch(0):
             assert inputs.shape == (3, rows, 4)
             assert target.shape == (3, rows)
@@ -153,8 +153,8 @@ def test_networks_with_an_input_for_each_member_get_rows_in_another_order_for_ea
 @pytest.mark.parametrize("start", [0, 1, 5])
 def test_tensors_and_data_sets_give_the_same_batches(start):
     x, y = problem.data()
-    whole = list(training_batches((x, y), 7, seed=3).epoch(2, start))
-    single = list(training_batches(problem.Pairs(x, y), 7, seed=3).epoch(2, start))
+    whole = list(batches_of((x, y), 7, seed=3).epoch(2, start))
+    single = list(batches_of(problem.Pairs(x, y), 7, seed=3).epoch(2, start))
     assert len(whole) == len(single) == 9 - start
     for first, second in zip(whole, single, strict=True):
         assert torch.equal(first.inputs[0], second.inputs[0])
@@ -207,7 +207,7 @@ def test_inputs_outputs_and_targets_may_be_trees(inputs, target, batch, chunk):
     scheduler = linear_decay(2)(optimizer)
     own = 3 if batch == "own" else None
     for epoch in range(2):
-        order = training_batches((x, y), 16, seed=0, own=own).order(epoch)
+        order = batches_of((x, y), 16, seed=0, own=own).order(epoch)
         for rows in order.split(16, -1):
             optimizer.zero_grad()
             outputs = theirs(x[rows], z[rows], batch=batch)
@@ -288,7 +288,7 @@ def test_nothing_to_train_or_validate_on_is_said(where, empty):
 
 
 def test_an_iterator_that_is_used_up_is_said():
-    with pytest.raises(ValueError, match=r"the loader gave none\. An iterator can be used once"):
+    with pytest.raises(ValueError, match=r"it gave none\. An iterator can be used once"):
         fit(problem.ensemble(), iter(DataLoader(TensorDataset(x, y), 16)), epochs=2)
 
 

@@ -62,21 +62,20 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("each", ["epoch", "step"])
 @pytest.mark.parametrize("every", [None, 3])
 @pytest.mark.parametrize("moment", [5, 31])
-def test_a_table_of_a_run_that_was_stopped_has_every_row_once(each, every, moment, tmp_path):
+def test_a_table_of_a_run_that_was_stopped_has_every_row_once(every, moment, tmp_path):
     path, whole = tmp_path / "log.csv", tmp_path / "whole.csv"
     options = {"checkpoint": tmp_path / "run", "every": every}
     stopped = SETTINGS | {"criterion": stopping(moment)}
     with pytest.raises(Stop):
-        fit(make(), problem.data(), **stopped, **options, callbacks=[CSV(path, each)])
+        fit(make(), problem.data(), **stopped, **options, callbacks=[CSV(path)])
     if path.exists():
         path.write_text(path.read_text() + "1,2,half a ro")
-    fit(make(), problem.data(), **SETTINGS, **options, callbacks=[CSV(path, each)])
-    fit(make(), problem.data(), **SETTINGS, callbacks=[CSV(whole, each)])
+    fit(make(), problem.data(), **SETTINGS, **options, callbacks=[CSV(path)])
+    fit(make(), problem.data(), **SETTINGS, callbacks=[CSV(whole)])
     found, expected = rows_of(path), rows_of(whole)
-    assert len(found) == (4 if each == "epoch" else 16)
+    assert len(found) == 4
     for row in found + expected:
         row.pop("seconds", None)
     assert found == expected
@@ -107,11 +106,11 @@ def test_any_logger_gets_the_records():
             self.seen.append((name, value, step))
 
     logger, writer = Logger(), Writer()
-    callbacks = [Log(logger), Log(writer, each="step")]
+    callbacks = [Log(logger), Log(writer)]
     history = fit(make(), problem.data(), **SETTINGS, callbacks=callbacks)
     assert repr(logger.seen) == repr(history.epochs)
     losses = [entry for entry in writer.seen if entry[0] == "loss"]
-    assert [step for *_, step in losses] == list(range(1, 17))
+    assert [step for *_, step in losses] == [1, 2, 3, 4]
     with pytest.raises(TypeError, match=r"log\(dict\) or add_scalar; got list"):
         Log([])
 

@@ -87,24 +87,15 @@ def test_modulations_decay_by_their_members_number_and_what_is_shared_as_before(
 
 
 class Dropping(nn.Module):
-    """Dropout as a module, as a function, before the first layer, and inside an attention."""
+    """Dropout before the first layer, and behind it."""
 
     def __init__(self, rate: float):
         super().__init__()
-        self.rate, self.drop = rate, nn.Dropout(rate)
-        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-        self.attention = nn.MultiheadAttention(8, 2, dropout=rate, batch_first=True)
-        self.recurrent = nn.LSTM(8, 4, 2, dropout=rate, batch_first=True)
+        self.drop, self.more = nn.Dropout(rate), nn.AlphaDropout(rate)
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
 
     def forward(self, x):
-        x = F.relu(self.a(self.drop(x)))
-        x = F.dropout(F.relu(self.b(x)), self.rate, self.training)
-        x = x.unflatten(1, (1, 8)) * torch.linspace(0.5, 1, 3)[:, None]
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        x = x + F.pad(self.recurrent(x)[0], (0, 4))
-        q = x.unsqueeze(1)
-        x = F.scaled_dot_product_attention(q, q, q, None, self.rate if self.training else 0.0)
-        return self.c(torch.dropout(x.mean((1, 2)), self.rate, self.training))
+        return self.b(self.more(F.relu(self.a(self.drop(x)))))
 
 
 def dropping(rate: float, family) -> embens.EmbeddedEnsemble:
@@ -261,21 +252,25 @@ class NotProportional(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("each", "options", "message"),
     [
-        (EachMember(rates=[1.0, 2.0]), {}, "rates of 3 members; got those of 2"),
-        (EachMember(rates=[1.0, -2.0, 1.0]), {}, "rates must be from 0 to inf"),
-        (EachMember(label_smoothing=[0.0, 2.0, 0.0]), {}, "from 0 to 1"),
-        (EachMember(weights=torch.ones(3, 59)), {}, r"weights \(3, 60\); got \(3, 59\)"),
-        (EachMember(weights=-torch.ones(3, 60)), {}, "no weight below 0"),
-        (EachMember(targets=torch.ones(3, 59, 2)), {}, r"targets \(3, 60, …\)"),
+        (EachMember(rates=[1.0, 2.0]), {}, r"rates of shape \(3,\); got \(2,\)"),
+        (EachMember(rates=[1.0, -2.0, 1.0]), {}, "rates must be finite, and from 0 to inf"),
+        (EachMember(label_smoothing=[0.0, 2.0, 0.0]), {}, "finite, and from 0 to 1"),
+        (EachMember(weights=torch.ones(3, 59)), {}, r"weights of shape \(3, 60\); got \(3, 59\)"),
+        (EachMember(weights=-torch.ones(3, 60)), {}, "weights must be finite, and from 0"),
+        (EachMember(targets=torch.ones(3, 59, 2)), {}, r"targets of shape \(3, 60\)"),
         (EachMember(label_smoothing=[0.1] * 3), {"criterion": nn.MSELoss()}, "default criterion"),
         (EachMember(weights=torch.ones(3, 60)), {"criterion": nn.CrossEntropyLoss()}, "each row"),
         (EachMember(rates=[1, 1, 2]), {"chunk": 1}, "all members at once"),
         (EachMember(rates=[1, 1, 2]), {"batch": "split"}, "all members at once"),
         (EachMember(rates=[1, 1, 2]), {"optimizer": NotProportional}, "not proportional"),
-        (EachMember(weight_decay=[0, 0, -0.1]), {}, "weight_decay must be from 0 to inf"),
+        (
+            EachMember(weight_decay=[0, 0, -0.1]),
+            {},
+            "weight_decay must be finite, and from 0 to inf",
+        ),
         (EachMember(weight_decay=[0, 1, 2]), {"optimizer": NotProportional}, "is not known"),
-        (EachMember(dropout=[0, 0, 1.5]), {}, "dropout must be from 0 to 1"),
-        (EachMember(dropout=[0, 0, 0.5]), {}, "none at a rate above 0"),
+        (EachMember(dropout=[0, 0, 1.5]), {}, "dropout must be finite, and from 0 to 1"),
+        (EachMember(dropout=[0, 0, 0.5]), {}, "no nn.Dropout at a rate above 0"),
         (EachMember(dropout=[0, 0, 0.5]), {"compile": True}, "can't be compiled"),
     ],
 )
@@ -290,3 +285,6 @@ def test_members_that_run_as_one_network_have_no_dropout_or_decay_of_their_own()
         fit(embens.mimo(reference, 3), batch="own", each=EachMember(dropout=[0, 0, 0.5]))
     with pytest.raises(ValueError, match="no trainable parameters of their own"):
         fit(embens.mc_dropout(reference, 3), each=EachMember(weight_decay=[0, 0, 0.5]))
+    attention = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    with pytest.raises(ValueError, match="inside attention or recurrent layers"):
+        fit(embens.batch_ensemble(attention, 3), each=EachMember(dropout=[0, 0, 0.5]))

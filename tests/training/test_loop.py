@@ -14,7 +14,7 @@ from training import problem
 import embens
 from embens import data, laws
 from embens.training import fit, linear_decay
-from embens.training.batches import training_batches
+from embens.training.batches import batches_of
 
 WHOLE = data.DataSet(
     data.Part(*problem.data()), None, data.Part(*problem.data()), classes=3, name="toy"
@@ -27,7 +27,7 @@ def bare_loop(ensemble, x, y, *, epochs, batch_size, lr=0.01, gamma=None, member
     optimizer = torch.optim.SGD(groups, momentum=0.9, fused=True)
     scheduler = linear_decay(epochs)(optimizer)
     for epoch in range(epochs):
-        order = training_batches((x, y), batch_size, seed=0).order(epoch)
+        order = batches_of((x, y), batch_size, seed=0).order(epoch)
         for index in order.split(batch_size):
             optimizer.zero_grad()
             embens.objective(ensemble(x[index]), y[index]).backward()
@@ -106,7 +106,7 @@ def test_a_step_of_networks_with_an_input_for_each_member_is_that_of_the_loop():
     optimizer = torch.optim.SGD(groups, momentum=0.9, fused=True)
     scheduler = linear_decay(2)(optimizer)
     for epoch in range(2):
-        order = training_batches((x, y), 16, seed=0, own=2, repetition=0.5).order(epoch)
+        order = batches_of((x, y), 16, seed=0, own=2, repetition=0.5).order(epoch)
         for index in order.split(16, 1):
             optimizer.zero_grad()
             outputs = theirs(x[index], batch="own")
@@ -128,7 +128,7 @@ def test_independent_networks_train_as_each_would_alone():
         optimizer = torch.optim.SGD(network.parameters(), 0.05, 0.9, weight_decay=5e-4)
         scheduler = linear_decay(2)(optimizer)
         for epoch in range(2):
-            for index in training_batches((x, y), 16, seed=0).order(epoch).split(16):
+            for index in batches_of((x, y), 16, seed=0).order(epoch).split(16):
                 optimizer.zero_grad()
                 F.cross_entropy(network(x[index]), y[index]).backward()
                 optimizer.step()
@@ -161,7 +161,7 @@ def test_no_epochs_change_nothing():
         ({"patience": 3}, ValueError, "patience: early stopping needs validation data"),
         ({"keep": "bets"}, ValueError, "keep: unknown 'bets'; did you mean 'best'"),
         ({"batch": "spilt"}, ValueError, "batch: unknown 'spilt'; did you mean 'split'"),
-        ({"chunk": 2, "batch": "own"}, ValueError, "Leave chunk out"),
+        ({"chunk": 2, "batch": "own"}, ValueError, "chunk= needs batch=.same."),
         ({"of": "mean", "batch": "own"}, ValueError, "of='mean' needs batch='same'"),
         ({"lr": -1.0}, ValueError, "lr must be finite and not negative"),
         ({"optimiser": torch.optim.Adam}, TypeError, "'optimiser'; did you mean 'optimizer'"),

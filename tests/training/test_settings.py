@@ -23,7 +23,7 @@ def test_metrics_have_their_directions():
         history = fit(problem.ensemble(), train, validation, epochs=5, lr=0.1, metric=metric)
         values = [row["metric"] for row in history.epochs]
         assert history.best_epoch == values.index(best(values)) + 1
-    with pytest.raises(ValueError, match="pass maximise=True or maximise=False"):
+    with pytest.raises(ValueError, match="pass maximise=True or False"):
         fit(problem.ensemble(), train, validation, epochs=1, metric=lambda o, t: 0.0)
     with pytest.raises(ValueError, match="metric: unknown 'acuracy'; did you mean 'accuracy'"):
         fit(problem.ensemble(), train, validation, epochs=1, metric="acuracy")

@@ -44,26 +44,17 @@ class Minibatch(NamedTuple):
 
 @dataclass
 class Batches:
-    """Batches of some data.
-
-    Attributes:
-        data: tensors ``(inputs, target)``, a data set or a loader.
-        batch_size: rows of a batch, in all processes together; a loader has its own.
-        seed: of the orders, which the number of the epoch changes; None: the rows as they are.
-        own: another order, and an axis, for each of so many members.
-        world: the processes that share each batch.
-        repetition: with ``own``, the fraction of rows that is the same for all members. None: the
-            batches of a loader have the members first already; else their rows are dealt out.
-        name: for messages.
-    """
+    """Batches of some data: tensors ``(inputs, target)``, a data set or a loader."""
 
     data: Any
-    batch_size: int
-    seed: int | None = 0
-    own: int | None = None
-    world: World = ALONE
+    batch_size: int  # rows of a batch, in all processes together; a loader has its own
+    seed: int | None = 0  # of the orders, which the epoch changes; None: the rows as they are
+    own: int | None = None  # another order, and an axis, for each of so many members
+    world: World = ALONE  # the processes that share each batch
     repetition: float | None = None
-    name: str = "train"
+    """With ``own``, the fraction of rows that is the same for all members. None: the batches of a
+    loader have the members first already; else their rows are dealt out."""
+    name: str = "train"  # for messages
     count = 0  # rows, or batches of a loader; 0: not known
     tensors = None  # all inputs and targets, where the data are tensors
     generators = ()  # that a loader draws from
@@ -160,26 +151,19 @@ class Loaded(Batches):
     def _check_count(self, batches: int) -> None:
         if batches == 0:
             once = "" if isinstance(self.data, DataLoader) else ". An iterator can be used once"
-            raise ValueError(
-                f"{self.name}: expected at least one batch; the loader gave none{once}"
-            )
+            raise ValueError(f"{self.name}: expected at least one batch; it gave none{once}")
 
 
 AnyBatches = Shuffled | Loaded
 
 
-def training_batches(data: Any, batch_size: int, **options: Any) -> AnyBatches:
+def batches_of(data: Any, batch_size: int, **options: Any) -> AnyBatches:
     """Return the batches of any kind of data; the options are those of :class:`Batches`."""
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size)
     iterable = isinstance(data, Iterable) and not hasattr(data, "__getitem__")
     kind = Loaded if iterable or isinstance(data, DataLoader) else Shuffled
     return kind(data, batch_size, **options)
-
-
-def validation_batches(data: Any, batch_size: int) -> AnyBatches:
-    """Return batches of all rows, in their order."""
-    return training_batches(data, batch_size, seed=None, name="validation")
 
 
 def deal(
@@ -201,9 +185,7 @@ def parts_of(values: Any, expected: str) -> tuple[Any, Any]:
         return {name: value for name, value in values.items() if name != "labels"}, values["labels"]
     if not isinstance(values, Sequence) or len(values) < 2:
         got = f"a dict of {list(values)}" if isinstance(values, Mapping) else type(values).__name__
-        raise TypeError(
-            f"{expected}, or dicts with 'labels'; got {got}. Wrap the data to give these."
-        )
+        raise TypeError(f"{expected}, or dicts with 'labels'; got {got}. Wrap the data.")
     *inputs, target = values
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
         return dict(inputs[0]), target

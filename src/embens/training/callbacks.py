@@ -14,14 +14,14 @@ import csv
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from embens.checks import check_choice, closest
+from embens.checks import closest
 from embens.files import write_atomically
 
 MOMENTS = ("on_step", "on_epoch", "on_end")
@@ -32,7 +32,6 @@ _SHOWN = {
     "validation_loss": "validation loss",
     "validation_ensemble_accuracy": "validation accuracy",
 }
-_EACH: tuple[Literal["epoch", "step"], ...] = ("epoch", "step")
 
 
 def by_moment(callbacks: Sequence[Any]) -> dict[str, list[Callable]]:
@@ -57,51 +56,45 @@ def by_moment(callbacks: Sequence[Any]) -> dict[str, list[Callable]]:
 
 
 class CSV:
-    """Append a row for each epoch, or for each step, to a file.
+    """Append a row for each epoch to a file.
 
     A run that goes on from a checkpoint goes on with its file: rows after the checkpoint are
     written again, not twice. A run that starts anew starts the file anew.
     """
 
-    def __init__(self, path: str | os.PathLike[str], each: Literal["epoch", "step"] = "epoch"):
-        self.path, self.each, self._last = Path(path), check_choice("each", each, _EACH), -1
-        setattr(self, f"on_{each}", self.write)
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path, self._last = Path(path), -1
 
-    def write(self, ensemble: Any, record: dict[str, Any]) -> None:
-        if self._last < 0 or record[self.each] <= self._last:
-            self._begin(list(record), record[self.each])
+    def on_epoch(self, ensemble: Any, record: dict[str, Any]) -> None:
+        epoch, columns = record["epoch"], list(record)
+        if self._last < 0 or epoch <= self._last:  # keep the whole rows before this one
+            lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+            header, column = ",".join(columns) + "\n", columns.index("epoch")
+            if lines[:1] not in ([], [header]):
+                raise ValueError(f"{self.path} has other columns than this run; use another file")
+            rows = [line for line in lines[1:] if line.endswith("\n")]
+            rows = [line for line in rows if int(line.split(",")[column]) < epoch]
+            write_atomically(self.path, "".join([header, *rows]))
         with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, list(record), lineterminator="\n").writerow(record)
-        self._last = record[self.each]
-
-    def _begin(self, columns: list[str], first: int) -> None:
-        """Keep the header and the whole rows before the first that is going to be written."""
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        header, column = ",".join(columns) + "\n", columns.index(self.each)
-        if lines[:1] not in ([], [header]):
-            raise ValueError(f"{self.path} has other columns than this run; use another file")
-        rows = [line for line in lines[1:] if line.endswith("\n")]
-        rows = [line for line in rows if int(line.split(",")[column]) < first]
-        write_atomically(self.path, "".join([header, *rows]))
+            csv.DictWriter(file, columns, lineterminator="\n").writerow(record)
+        self._last = epoch
 
 
 class Log:
-    """Pass records on to a logger that has ``log(dict)`` or ``add_scalar(name, value, step)``."""
+    """Pass epochs on to a logger that has ``log(dict)`` or ``add_scalar(name, value, epoch)``."""
 
-    def __init__(self, logger: Any, each: Literal["epoch", "step"] = "epoch"):
-        self.logger, self.each = logger, check_choice("each", each, _EACH)
-        setattr(self, f"on_{each}", self.write)
+    def __init__(self, logger: Any):
+        self.logger = logger
         if not hasattr(logger, "log") and not hasattr(logger, "add_scalar"):
             kind = type(logger).__name__
             raise TypeError(f"logger: expected one with log(dict) or add_scalar; got {kind}")
 
-    def write(self, ensemble: Any, record: dict[str, Any]) -> None:
+    def on_epoch(self, ensemble: Any, record: dict[str, Any]) -> None:
         if not hasattr(self.logger, "add_scalar"):
             self.logger.log(dict(record))
             return
-        for name, value in record.items():
-            if name not in ("epoch", "step"):
-                self.logger.add_scalar(name, value, record[self.each])
+        for name in record.keys() - {"epoch"}:
+            self.logger.add_scalar(name, record[name], record["epoch"])
 
 
 class Progress:
@@ -114,18 +107,27 @@ class Progress:
     def __init__(self, wanted: bool | None, epochs: int, steps: int):
         terminal = sys.stderr is not None and sys.stderr.isatty()
         self.epochs, self.wanted = epochs, terminal if wanted is None else wanted
-        self.shown = 0.0
-        self.bar = _bar(steps * epochs) if self.wanted and terminal else None
+        self.shown: float = 0.0
+        self.bar: Any = None
+        if not (self.wanted and terminal):
+            return
+        try:
+            from rich import progress
+            from rich.console import Console
+        except ImportError:
+            return
+        self.bar = progress.Progress(
+            *(progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()),
+            *(progress.TimeRemainingColumn(), progress.TextColumn("{task.fields[text]}")),
+            console=Console(file=sys.stderr),
+        )
+        self.bar.add_task("", total=steps * epochs or None, text="")  # number 0
 
-    @contextmanager
-    def beginning(self, done: int) -> Iterator[None]:
-        """Show the bar meanwhile; so many steps were done before."""
+    def beginning(self, done: int) -> AbstractContextManager:
+        """Return a context in which the bar is shown; so many steps were done before."""
         self.done = self.before = done
         self.began = time.monotonic()
-        with self.bar or nullcontext():
-            yield
-            if self.bar:
-                self.bar.update(0, completed=self.done)
+        return self.bar or nullcontext()
 
     def step(self, loss: Tensor, members: int) -> None:
         """Move the bar, a few times a second; the loss is the sum of the members'."""
@@ -133,8 +135,9 @@ class Progress:
         if self.bar is None or (now := time.monotonic()) - self.shown <= _INTERVAL:
             return
         self.shown = now
-        rate = f"{(self.done - self.before) / max(now - self.began, 1e-9):.1f} steps/s"
-        self.bar.update(0, completed=self.done, loss=f"{float(loss) / members:.4g}", rate=rate)
+        rate = (self.done - self.before) / max(now - self.began, 1e-9)
+        text = f"{rate:.1f} steps/s, loss {float(loss) / members:.4g}"
+        self.bar.update(0, completed=self.done, text=text)
 
     def epoch(self, record: dict[str, Any]) -> None:
         values = ((name, record.get(key)) for key, name in _SHOWN.items())
@@ -142,22 +145,6 @@ class Progress:
         shown.append(f"{record['seconds']:.2g} s")
         text = f"epoch {record['epoch']}/{self.epochs}: {', '.join(shown)}"
         if self.bar:
-            self.bar.update(0, text=text)
+            self.bar.update(0, completed=self.done, text=text)
         elif self.wanted:
             print(text, file=sys.stderr)
-
-
-def _bar(steps: int) -> Any:
-    try:
-        from rich import progress
-        from rich.console import Console
-    except ImportError:
-        return None
-    fields = ("{task.fields[rate]}", "loss {task.fields[loss]}", "{task.fields[text]}")
-    bar = progress.Progress(
-        *(progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()),
-        *(progress.TimeRemainingColumn(), *map(progress.TextColumn, fields)),
-        console=Console(file=sys.stderr),
-    )
-    bar.add_task("", total=steps or None, loss="", text="", rate="")  # number 0
-    return bar

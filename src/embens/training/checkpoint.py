@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from embens.files import Format, Refused, locked, read_tensors, refusing, write_tensors
@@ -104,13 +103,10 @@ def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(tree, dict):
         kind = "counter" if isinstance(tree, Counter) else "dict"
         return {kind: [[pack(k, tensors), pack(v, tensors)] for k, v in tree.items()]}
-    if isinstance(tree, list) and all(type(v) in (int, float, str) for v in tree):
-        return tree
     if isinstance(tree, (list, tuple)):
-        kind = "list" if isinstance(tree, list) else "tuple"
-        return {kind: [pack(v, tensors) for v in tree]}
-    if isinstance(tree, torch.dtype):
-        return {"dtype": str(tree).removeprefix("torch.")}
+        if type(tree) is list and all(type(v) in (int, float, str) for v in tree):
+            return tree
+        return {"list" if isinstance(tree, list) else "tuple": [pack(v, tensors) for v in tree]}
     raise TypeError(
         f"a checkpoint holds tensors, numbers, strings, lists and dicts, no {type(tree).__name__} "
         f"({tree!r:.80}); it is in the state of the optimizer or of the schedule. Use others, or "
@@ -125,11 +121,7 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     ((kind, value),) = tree.items()
     if kind == "tensor":
         return tensors[value]
-    if kind in ("dict", "counter"):
-        items = {unpack(k, tensors): unpack(v, tensors) for k, v in value}
-        return Counter(items) if kind == "counter" else items
+    make = {"list": list, "tuple": tuple, "dict": dict, "counter": lambda v: Counter(dict(v))}[kind]
     if kind in ("list", "tuple"):
-        return {"list": list, "tuple": tuple}[kind](unpack(v, tensors) for v in value)
-    if kind == "dtype" and isinstance(dtype := getattr(torch, value, None), torch.dtype):
-        return dtype
-    raise KeyError(kind)
+        return make(unpack(v, tensors) for v in value)
+    return make([(unpack(k, tensors), unpack(v, tensors)) for k, v in value])

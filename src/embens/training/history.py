@@ -67,9 +67,9 @@ class History:
             axes = figure.add_subplot(1, len(pairs), place, xlabel="epoch", ylabel=own)
             for prefix, style, name in (("", "-", "training"), ("validation_", "--", "validation")):
                 values = [row.get(prefix + own, math.nan) for row in self.members]
-                for a in range(len(values) // max(len(epochs), 1)):
-                    mine = values[a :: len(values) // len(epochs)]
-                    axes.plot(epochs, mine, "C0" + style, lw=0.5, alpha=0.5)
+                members = len(values) // max(len(epochs), 1)
+                for a in range(members):
+                    axes.plot(epochs, values[a::members], "C0" + style, lw=0.5, alpha=0.5)
                 values = [row.get(prefix + joint, math.nan) for row in self.epochs]
                 axes.plot(epochs, values, "k" + style, label=name)
             if self.best_epoch is not None:

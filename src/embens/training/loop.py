@@ -108,7 +108,7 @@ def fit(
         keep: "best": with validation data, end with the weights of the best epoch; "last".
         seed: of the order of samples, and of whatever is random in the network and the data set.
         clip: the largest norm of a member's gradient, its own and γ/M times the shared one
-            (:mod:`embens.training.clipping`), so that it means the same for any M.
+            (:func:`embens.training.clip_gradients_`), so that it means the same for any M.
         accumulate: so many batches make a step, on the mean over their rows.
         autocast: ``torch.bfloat16``, or ``torch.float16`` with a gradient scaler, for the passes
             through the network; losses are computed in full precision.

@@ -67,12 +67,6 @@ def average_(
         count = torch.tensor([rows], device=loss.device)
         sum_(world, [count])
         total = int(count)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    values = [loss.clone().reshape(1), *gradients]
-    for kind in dict.fromkeys(value.dtype for value in values):
-        mine = [value for value in values if value.dtype == kind]
-        flat = torch.cat([value.flatten() for value in mine]).mul_(rows / total)
-        dist.all_reduce(flat)
-        for value, averaged in zip(mine, flat.split([v.numel() for v in mine]), strict=True):
-            value.copy_(averaged.view_as(value))
-    return values[0][0]
+    values = [loss.clone(), *(p.grad for p in parameters if p.grad is not None)]
+    sum_(world, [value.mul_(rows / total) for value in values])
+    return values[0]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from embens.checks import find_gaps
+from embens.checks import Gamma, check_number, find_gaps, gradient_factor
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
 from embens.objective import (
@@ -32,7 +32,6 @@ from embens.training.batches import AnyBatches, Loaded, Minibatch, Shuffled, map
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
     from embens.training.settings import Settings
-
 
 Result = tuple[Tensor, Any, Any, int]
 """What a batch gave: the losses of members, their outputs, the target and how many rows."""
@@ -123,9 +122,8 @@ class Passes:
             rows = batches.count if isinstance(batches, Shuffled) else len(batches.data.dataset)
         except (AttributeError, TypeError):
             raise TypeError(
-                "train: the objective of these members has their divergence from the prior, "
-                "divided by the number of rows, which this loader does not know; pass tensors or "
-                "a DataLoader of a data set with a length"
+                "train: the divergence from the prior is divided by the number of rows, which this "
+                "loader does not know; pass tensors, or a DataLoader of a data set with a length"
             ) from None
         return self.ensemble.kl() / rows
 
@@ -173,13 +171,14 @@ class Passes:
         return find_gaps("inputs", inputs) or find_gaps("targets", target)
 
     @torch.no_grad()
-    def check(self, validation: AnyBatches | None) -> None:
+    def check(self, validation: AnyBatches | None, first: bool) -> None:
         """Refuse, before anything is spent, tensors that would not do.
 
-        Where they are not finite the first epoch is rehearsed: their losses may be.
+        Where they are not finite the first epoch is rehearsed: their losses may be. Before the
+        first step, so is a last batch with few rows, which BatchNorm may refuse.
         """
-        settings, criterion, world = self.settings, self.criterion, self.batches.world
-        for name, batches in (("train", self.batches), ("validation", validation)):
+        settings, criterion, train = self.settings, self.criterion, self.batches
+        for name, batches in (("train", train), ("validation", validation)):
             if batches is None or batches.tensors is None:
                 continue
             if not (gaps := self._look(name, *batches.tensors)):
@@ -187,23 +186,22 @@ class Passes:
             kind = settings.batch if name == "train" else "same"
             with evaluating(self.ensemble), randomness.seeded(settings.seed):
                 for losses, *_ in self.evaluate(name, batches, kind):
-                    parallel.sum_(world, [loss := losses.sum()])
+                    parallel.sum_(train.world, [loss := losses.sum()])
                     _refuse(name, gaps, loss)
             self.criterion = criterion
-
-    @torch.no_grad()
-    def check_last_batch(self) -> None:
-        """Refuse data whose last batch has too few rows for BatchNorm."""
-        settings, batches = self.settings, self.batches
-        rows = (batches.count - 1) % settings.batch_size + 1
+        rows = (train.count - 1) % settings.batch_size + 1
         split = self.ensemble.members if settings.batch == "split" else 1
-        if isinstance(batches, Loaded) or rows >= 2 * batches.world.size * split:
+        if not first or isinstance(train, Loaded) or rows >= 2 * train.world.size * split:
             return
-        (last,) = batches.epoch(0, len(batches) - 1)
-        what = f"train: the last of {batches.count} rows in batches of {settings.batch_size}"
-        self.ensemble.train()
-        with _explaining(f"{what} are {rows}"), randomness.seeded(settings.seed):
-            self._outputs(self.ensemble, self._move(last.inputs), settings.batch)
+        (last,) = train.epoch(0, len(train) - 1)
+        what = f"train: the last of {train.count} rows in batches of {settings.batch_size}"
+        before = {k: v.clone() for k, v in self.ensemble.state_dict().items()}
+        try:
+            self.ensemble.train()
+            with _explaining(f"{what} are {rows}"), randomness.seeded(settings.seed):
+                self._outputs(self.ensemble, self._move(last.inputs), settings.batch)
+        finally:
+            self.ensemble.load_state_dict(before)
 
 
 def _full(value: Tensor) -> Tensor:
@@ -232,3 +230,40 @@ def _explaining(what: str) -> Iterator[None]:
             f"{what}, and BatchNorm needs at least two rows of each member in training. Choose "
             "another batch_size, or pass a DataLoader with drop_last=True."
         ) from error
+
+
+@torch.no_grad()
+def clip_gradients_(ensemble: EmbeddedEnsemble, bound: float, *, gamma: Gamma = None) -> Tensor:
+    r"""Clip the gradients of an ensemble in place; return the members' norms before, ``(member,)``.
+
+    To a member :math:`a` a step is one of its own network. Its gradient's norm :math:`n_a` and the
+    factor :math:`c_a` that clips it to :math:`C` are
+
+    .. math::
+        n_a^2 = \Big\| \frac{\gamma}{M} \sum_b \frac{\partial L_b}{\partial w} \Big\|^2
+              + \Big\| \frac{\partial L_a}{\partial u_a} \Big\|^2, \qquad
+        c_a = \min\Big(1, \frac{C}{n_a}\Big).
+
+    Individual gradients are multiplied by their member's :math:`c_a`, shared ones by the smallest,
+    so no member's norm exceeds :math:`C`, which means the same for any number of members.
+
+    Args:
+        ensemble: with the plain gradients of the objective, before the optimizer's step.
+        bound: the largest norm, :math:`C`.
+        gamma: as for :meth:`~embens.EmbeddedEnsemble.parameter_groups`.
+    """
+    check_number("clip", bound, "a number above 0", lambda value: value > 0)
+    factor = gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
+    shared = [p.grad for p in ensemble.shared_parameters() if p.grad is not None]
+    own = [p.grad for p in ensemble.individual_parameters() if p.grad is not None]
+    squares = [g.reshape(ensemble.members, -1).square().sum(1) for g in own]
+    if shared:
+        square = (factor * torch.nn.utils.get_total_norm(shared)).square()
+        squares.append(square.expand(ensemble.members))
+    norms = torch.stack(squares).sum(0).sqrt()
+    scales = (bound / norms).clamp(max=1.0)
+    for gradient in shared:
+        gradient.mul_(scales.min())
+    for gradient in own:
+        gradient.mul_(scales.view(-1, *(1,) * (gradient.dim() - 1)))
+    return norms

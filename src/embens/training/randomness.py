@@ -51,9 +51,8 @@ def seeded(seed: int) -> Iterator[None]:
 
 def combine(seed: int, *more: int) -> int:
     """Return one seed made of several numbers; different ones give unrelated seeds."""
-    words = [seed & 0xFFFFFFFF, seed >> 32 & 0x7FFFFFFF, *more]
     value = 0x9E3779B97F4A7C15
-    for word in words:  # splitmix64
+    for word in (seed & 0xFFFFFFFF, seed >> 32 & 0x7FFFFFFF, *more):  # splitmix64
         value = (value + word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         value = ((value ^ value >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from embens.checks import check_whole
 from embens.ensemble import EmbeddedEnsemble
 from embens.objective import default_criterion, logits_of, squared_error
 from embens.prediction import predict
-from embens.training.batches import validation_batches
+from embens.training.batches import batches_of
 from embens.training.settings import Metric, more_is_better
 
 
@@ -61,7 +60,9 @@ def select(
     more = more_is_better("loss" if metric is None else metric, maximise)
     outputs, target = _run(ensemble, data, check_whole("batch_size", batch_size))
     if metric is None or isinstance(metric, str):
-        metric = metrics.ensemble_accuracy if metric == "accuracy" else _loss(outputs, target)
+        numbers = default_criterion(outputs, target) is squared_error
+        loss = _squared if numbers else _log_loss
+        metric = metrics.ensemble_accuracy if metric == "accuracy" else loss
 
     def score(members: list[int]) -> float:
         value = float(metric(outputs[members], target))
@@ -82,7 +83,7 @@ def select(
 def _run(ensemble: EmbeddedEnsemble, data: Any, batch_size: int) -> tuple[Tensor, Tensor]:
     """Return the outputs of all members and the targets, in double precision."""
     outputs, targets = [], []
-    for batch in validation_batches(data, batch_size).epoch(0):
+    for batch in batches_of(data, batch_size, seed=None, name="data").epoch(0):
         outputs.append(logits_of(predict(ensemble, batch.inputs, batch_size=batch.rows).members))
         targets.append(batch.target)
     if not all(isinstance(v, Tensor) for v in (*outputs, *targets)):
@@ -91,13 +92,10 @@ def _run(ensemble: EmbeddedEnsemble, data: Any, batch_size: int) -> tuple[Tensor
     return torch.cat(outputs, 1).double(), target.double() if target.is_floating_point() else target
 
 
-def _loss(outputs: Tensor, target: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the loss of the mean prediction that the target asks for."""
-    if default_criterion(outputs, target) is squared_error:
-        return lambda outputs, target: squared_error(outputs.mean(0), target)
+def _squared(outputs: Tensor, target: Tensor) -> Tensor:
+    return squared_error(outputs.mean(0), target)
 
-    def log_loss(outputs: Tensor, target: Tensor) -> Tensor:
-        mean = outputs.log_softmax(2).logsumexp(0) - math.log(len(outputs))
-        return F.cross_entropy(mean, target)  # the logarithms of probabilities are logits
 
-    return log_loss
+def _log_loss(outputs: Tensor, target: Tensor) -> Tensor:
+    mean = outputs.log_softmax(2).logsumexp(0) - math.log(len(outputs))
+    return F.cross_entropy(mean, target)  # the logarithms of probabilities are logits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -43,16 +42,13 @@ class Settings(SimpleNamespace):
             check_number("clip", self.clip, "a number above 0", lambda bound: bound > 0)
         if self.compile and (self.chunk is not None or torch.__version__ < (2, 10)):  # type: ignore[operator]
             raise ValueError("compile=True needs torch 2.10, and all members at once: no chunk=")
-        together = self.chunk is None and self.batch != "split" and self.of == "members"
-        if self.each is not None and not together:
-            raise ValueError("each= needs all members at once: no chunk=, batch='split' or of=")
-        if self.each is not None and self.each.dropout is not None and self.compile:
-            raise ValueError("each: members with dropout of their own can't be compiled")
+        if self.each is not None:
+            if self.chunk is not None or self.batch == "split" or self.of != "members":
+                raise ValueError("each= needs all members at once: no chunk=, batch='split' or of=")
+            if self.each.dropout is not None and self.compile:
+                raise ValueError("each: members with dropout of their own can't be compiled")
         if self.chunk is not None and (self.batch != "same" or self.of != "members"):
-            raise ValueError(
-                "chunk= runs members one group after another on the same batch; it can't be "
-                f"combined with batch={self.batch!r}, of={self.of!r}. Leave chunk out."
-            )
+            raise ValueError("chunk= needs batch='same' and of='members'; leave it out")
         if self.of != "members" and self.batch != "same":
             raise ValueError(f"of={self.of!r} needs batch='same'; got batch={self.batch!r}")
         if self.patience is not None and not validation:
@@ -75,22 +71,21 @@ class Settings(SimpleNamespace):
         return make(groups)
 
     def gamma_of(self, ensemble: EmbeddedEnsemble) -> float:
-        members = ensemble.members
-        return members * gradient_factor(self.gamma, members, ensemble.natural_gamma)
+        factor = gradient_factor(self.gamma, ensemble.members, ensemble.natural_gamma)
+        return ensemble.members * factor
 
     def describe(
         self, ensemble: EmbeddedEnsemble, optimizer: Optimizer, rows: int
     ) -> dict[str, Any]:
         """Return what identifies a run, for its checkpoints."""
-        hidden = ("params", "lr", "initial_lr")
+        hidden, plan = ("params", "lr", "initial_lr"), ensemble.plan
         groups = optimizer.param_groups
         groups = [{k: describe(v) for k, v in g.items() if k not in hidden} for g in groups]
-        sites = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in ensemble.plan.sites]
         tensors = ensemble.state_dict().items()
         return {
-            "family": ensemble.plan.family + str(ensemble.plan.heads or ""),
+            "family": plan.family + str(plan.heads or ""),
             "members": ensemble.members,
-            "sites": sites,
+            "sites": [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in plan.sites],
             **{f"shape of {name}": [list(t.shape), str(t.dtype)] for name, t in tensors},
             **{name: describe(value) for name, value in vars(self).items()},
             "gamma": self.gamma_of(ensemble),
@@ -106,10 +101,7 @@ def more_is_better(metric: Metric, maximise: bool | None) -> bool:
     if maximise is not None:
         return maximise
     if metric not in MORE:
-        raise ValueError(
-            "metric: whether more or less is better can't be known of a function of your own; "
-            "pass maximise=True or maximise=False"
-        )
+        raise ValueError("metric: whether more is better is not known; pass maximise=True or False")
     return MORE[metric]
 
 
@@ -140,22 +132,18 @@ def linear_decay(epochs: int, *, hold: float = 0.5, final: float = 0.01) -> Make
 
 def describe(value: Any) -> Any:
     """Return JSON for a function, a module or a number that is the same in every process."""
+    if isinstance(value, EachMember):
+        value = list(vars(value).values())
+    elif isinstance(value, functools.partial):
+        value = [value.func, value.args, sorted(value.keywords.items())]
+    elif isinstance(value, nn.Module):
+        value = [repr(value), *value.state_dict().values()]
     if isinstance(value, (tuple, list)):
         return [describe(v) for v in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, torch.dtype):
-        return str(value)
-    if isinstance(value, float):
-        return str(value) if math.isnan(value) else value
-    if isinstance(value, EachMember):
-        return describe(list(vars(value).values()))
-    if isinstance(value, functools.partial):
-        return describe([value.func, value.args, sorted(value.keywords.items())])
     if isinstance(value, Tensor):
         return value.tolist() if value.numel() < 1000 else list(value.shape)
-    if isinstance(value, nn.Module):
-        return [repr(value), *map(describe, value.state_dict().values())]
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    return type(value).__name__
+    if value is None or (isinstance(value, (bool, int, str, float)) and value == value):
+        return value
+    if name := getattr(value, "__qualname__", ""):
+        return f"{value.__module__}.{name}"
+    return str(value) if isinstance(value, (torch.dtype, float)) else type(value).__name__

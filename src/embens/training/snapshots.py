@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import update_bn
 
 from embens.checks import check_choice, check_members, check_whole, suggest
 from embens.embedding.families import join
@@ -37,7 +37,7 @@ from embens.ensemble.export import evaluating
 from embens.ensemble.rates import MakeOptimizer
 from embens.objective import Criterion
 from embens.training import parallel, randomness
-from embens.training.batches import map_tensors, training_batches
+from embens.training.batches import batches_of, map_tensors
 from embens.training.loop import fit
 
 SCHEDULES = ("cosine", "triangular", "swag")
@@ -80,17 +80,16 @@ def snapshots(
         schedule: "cosine", "triangular" or "swag"; see :mod:`embens.training.snapshots`.
         rank: of "swag": :math:`K`, the deviations that are kept. The statistics of norm layers of
             its members are those of the train data.
-        batch_size: as for ``fit``, like all arguments that are not explained here.
+        batch_size: this and all that follow are as for ``fit``.
         lr: the largest rate.
         weight_decay: of all weights.
-        criterion: as for ``fit``.
-        optimizer: as for ``fit``.
-        callbacks: as for ``fit``.
+        criterion: a function of outputs and target.
+        optimizer: a function from parameter groups to an optimizer.
+        callbacks: of the run.
         seed: of the run and of the draws.
-        checkpoint: a folder; a run that was stopped goes on from there, members included, and ends
-            as if it had never stopped.
+        checkpoint: a folder; a run that was stopped goes on from there, members included.
         every: steps between checkpoints; None: one after each epoch.
-        progress: see ``fit``.
+        progress: show a bar.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -111,7 +110,7 @@ def snapshots(
     ensemble = join([reference])
     if parallel.join(next(ensemble.parameters()).device).size > 1:
         raise ValueError("snapshots keeps members in one process; run it without torchrun")
-    batches = training_batches(train, batch_size, seed=seed)
+    batches = batches_of(train, batch_size, seed=seed)
     steps = epochs * len(batches)
     if not swag and steps < 2 * members:
         raise ValueError(
@@ -119,7 +118,7 @@ def snapshots(
             "loader does not know its length). Take more epochs or smaller batches."
         )
     course = Course(schedule, steps, members, rank)
-    keeper = _Path(ensemble, course) if swag else _Passed(ensemble, course)
+    keeper = _Keeper(ensemble, course)
     fit(
         *(ensemble, train),
         scheduler=functools.partial(_follow, course=course),
@@ -131,7 +130,10 @@ def snapshots(
     joined = join([reference] * members)
     joined.load_state_dict({name: torch.cat([s[name] for s in states]) for name in states[0]})
     if swag:
-        _estimate_statistics_(joined, batches, seed)
+        device = next(joined.parameters()).device
+        moved = ([map_tensors(lambda v: v.to(device), b.inputs)] for b in batches.epoch(0))
+        with randomness.seeded(seed), evaluating(joined):  # to have their modes again at the end
+            update_bn(moved, _Bound(joined))
     return joined
 
 
@@ -163,20 +165,34 @@ def _follow(optimizer: torch.optim.Optimizer, course: Course) -> LambdaLR:
     return LambdaLR(optimizer, course.rate)
 
 
-def _copy(ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
-    return {name: tensor.to("cpu", copy=True) for name, tensor in ensemble.state_dict().items()}
+class _Keeper:
+    """A callback that keeps the network at the lowest rate of every cycle.
 
-
-class _Passed:
-    """A callback that keeps the network at the lowest rate of every cycle."""
+    For "swag" it keeps mean, variances (times their number) and deviations of the path instead.
+    """
 
     def __init__(self, ensemble: EmbeddedEnsemble, course: Course):
-        self.course, self.state = course, {"found": []}
+        self.course = course
+        self.state: dict[str, Any] = {"found": []}
+        if course.schedule == "swag":
+            start = parameters_to_vector(ensemble.parameters()).detach().cpu()
+            self.state = {"count": 1, "mean": start, "squares": 0 * start, "deviations": []}
 
     def on_step(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
         done, length = self.course.cycle(record["step"] - 1)
-        if done == (length if self.course.schedule == "cosine" else length // 2):
+        lowest = {"cosine": length, "triangular": length // 2}.get(self.course.schedule)
+        if done == lowest:
             self.state["found"].append(_copy(ensemble))
+
+    def on_epoch(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
+        if self.course.schedule != "swag":
+            return
+        state, latest = self.state, parameters_to_vector(ensemble.parameters()).detach().cpu()
+        state["count"] += 1
+        before = latest - state["mean"]
+        state["mean"] = state["mean"] + before / state["count"]
+        state["deviations"] = [*state["deviations"], latest - state["mean"]][-self.course.rank :]
+        state["squares"] = state["squares"] + before * state["deviations"][-1]
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -186,29 +202,8 @@ class _Passed:
 
     def states(self, ensemble: EmbeddedEnsemble, seed: int) -> list[dict[str, Tensor]]:
         """Return the states of ensembles of one member each."""
-        return self.state["found"]
-
-
-class _Path(_Passed):
-    """A callback that keeps mean, variances (times their number) and deviations of a path."""
-
-    def __init__(self, ensemble: EmbeddedEnsemble, course: Course):
-        start = parameters_to_vector(ensemble.parameters()).detach().cpu()
-        self.course = course
-        self.state = {"count": 1, "mean": start, "squares": 0 * start, "deviations": []}
-
-    def on_step(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
-        pass
-
-    def on_epoch(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
-        state, latest = self.state, parameters_to_vector(ensemble.parameters()).detach().cpu()
-        state["count"] += 1
-        before = latest - state["mean"]
-        state["mean"] = state["mean"] + before / state["count"]
-        state["deviations"] = [*state["deviations"], latest - state["mean"]][-self.course.rank :]
-        state["squares"] = state["squares"] + before * state["deviations"][-1]
-
-    def states(self, ensemble: EmbeddedEnsemble, seed: int) -> list[dict[str, Tensor]]:
+        if self.course.schedule != "swag":
+            return self.state["found"]
         mean, columns = self.state["mean"], torch.stack(self.state["deviations"])
         stds, drawn = (self.state["squares"] / self.state["count"]).clamp(min=0).sqrt(), []
         for a in range(self.course.members):
@@ -222,20 +217,17 @@ class _Path(_Passed):
         return drawn
 
 
-@torch.no_grad()
-def _estimate_statistics_(ensemble: EmbeddedEnsemble, batches: Any, seed: int) -> None:
-    """Give norm layers the mean statistics of one epoch."""
-    norms = [m for m in ensemble.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-    if not norms:
-        return
-    momenta, device = [norm.momentum for norm in norms], next(ensemble.parameters()).device
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a plain mean over batches
-    with randomness.seeded(seed), evaluating(ensemble):  # to have their modes again at the end
-        ensemble.train()
-        for batch in batches.epoch(0):
-            args, kwargs = ensemble.bind(map_tensors(lambda v: v.to(device), batch.inputs))
-            ensemble(*args, **kwargs)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
+def _copy(ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
+    return {name: tensor.to("cpu", copy=True) for name, tensor in ensemble.state_dict().items()}
+
+
+class _Bound(nn.Module):
+    """An ensemble that takes all inputs as one argument."""
+
+    def __init__(self, ensemble: EmbeddedEnsemble):
+        super().__init__()
+        self.ensemble = ensemble
+
+    def forward(self, inputs: Any) -> Any:
+        args, kwargs = self.ensemble.bind(inputs)
+        return self.ensemble(*args, **kwargs)

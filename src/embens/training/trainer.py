@@ -26,12 +26,11 @@ from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
 from embens.objective import gaussian_nll, squared_error
 from embens.training import parallel, randomness
-from embens.training.batches import AnyBatches, Minibatch, training_batches, validation_batches
+from embens.training.batches import AnyBatches, Minibatch, batches_of
 from embens.training.callbacks import Progress, by_moment
 from embens.training.checkpoint import Checkpoints
-from embens.training.clipping import clip_gradients_
 from embens.training.history import History, Tally, history_of
-from embens.training.passes import Passes
+from embens.training.passes import Passes, clip_gradients_
 from embens.training.settings import Settings, linear_decay, more_is_better
 
 if TYPE_CHECKING:
@@ -75,11 +74,8 @@ class Trainer:
             progress, callbacks, self.moments = False, (), by_moment(())
         self.stateful = [c for c in callbacks if hasattr(c, "state_dict")]
         if self.world.size > 1 and settings.batch == "split":
-            raise ValueError(
-                "batch='split' deals out the rows of one batch to members, which several processes "
-                "can't do for each other; use one process, or batch='same' or 'own'"
-            )
-        self.batches = training_batches(
+            raise ValueError("batch='split' needs one process; use batch='same' or 'own'")
+        self.batches = batches_of(
             *(train, settings.batch_size),
             seed=settings.seed,
             own=ensemble.members if settings.batch == "own" else None,
@@ -87,8 +83,9 @@ class Trainer:
             repetition=ensemble.plan.heads and ensemble.plan.heads.repetition,
         )
         self.validation = None
-        if validation is not None:
-            self.validation = validation_batches(validation, settings.batch_size)
+        if validation is not None:  # all rows, in their order
+            given = {"seed": None, "name": "validation"}
+            self.validation = batches_of(validation, settings.batch_size, **given)
         self.progress = Progress(progress, settings.epochs, len(self.batches))
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
@@ -103,13 +100,13 @@ class Trainer:
         if self.plateau and settings.schedule_by == "step":
             raise ValueError("ReduceLROnPlateau goes by a metric of epochs: schedule_by='epoch'")
         if settings.each is not None:
-            settings.each.attach(self.optimizer, settings.optimizer, self.individual)
+            settings.each.attach(self.optimizer, self.individual)
         self.passes = Passes(ensemble, settings, self.batches)
         self.scaler = self.passes.scaler
         self.epoch = self.steps = 0
         self.records: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] | None = None
-        self.best_value, self.best_epoch = math.nan, None
+        self.best_value, self.best_epoch, self.more = math.nan, None, False
         self.stopped = None if settings.epochs else "epochs"
         self._unchecked: list[Tensor] = []
         self._begin_epoch()
@@ -134,7 +131,7 @@ class Trainer:
             tensors = self.ensemble.state_dict().values()
             parallel.broadcast_(self.world, tensors)  # nobody starts before all have read
             if self.stopped is None:
-                self._check_data()
+                self.passes.check(self.validation, first=self.steps == 0)
             with self.progress.beginning(self.steps):
                 while self.stopped is None:
                     self._run_epoch(checkpoints, every if self.batches.resumable else None)
@@ -144,14 +141,6 @@ class Trainer:
         history = history_of(self.records, self.best_epoch, self.stopped)
         self._tell("on_end", history)
         return history
-
-    def _check_data(self) -> None:
-        self.passes.check(self.validation)
-        if self.steps == 0:
-            try:
-                self.passes.check_last_batch()
-            finally:
-                self.ensemble.load_state_dict(self.good)
 
     def _run_epoch(self, checkpoints: Checkpoints | None, every: int | None) -> None:
         self.ensemble.train()
@@ -171,39 +160,23 @@ class Trainer:
         """Make one step on the mean over the rows of some batches."""
         for parameter in self.parameters:
             parameter.grad = None
-        rows, totals = sum(b.rows for b in several), [b.total for b in several]
-        parts = [self._add_gradients(b, b.rows / rows if rows else 1.0) for b in several]
-        loss, members = reduce(torch.add, [loss for loss, _ in parts]), parts[0][1]
-        total = None if None in totals else sum(totals)  # type: ignore[arg-type]
-        loss = parallel.average_(self.world, loss, self.parameters, rows, total)
-        moved = self._update()
-        self.step += 1
-        self.steps += 1
-        self._unchecked.append(loss)
-        if self.step % _CHECK_EVERY == 0:
-            self._check_losses()
-        if self.moments["on_step"]:
-            record = {"epoch": self.epoch + 1, "step": self.steps, "loss": float(loss) / members}
-            self._tell("on_step", record | self._rates())
-        if moved and self.settings.schedule_by == "step":
-            self.scheduler.step()
-        self.progress.step(loss, members)
-
-    def _add_gradients(self, batch: Minibatch, weight: float) -> tuple[Tensor, int]:
-        """Add a batch's gradients, times a weight; return its objective and how many members."""
+        rows, totals, losses, result = sum(b.rows for b in several), [], [], ([],)
         try:
-            loss, result = self.passes.train(f"train: batch {self.step + 1}", batch, weight)
+            for batch in several:
+                weight = batch.rows / rows if rows else 1.0
+                loss, result = self.passes.train(f"train: batch {self.step + 1}", batch, weight)
+                losses.append(loss)
+                totals.append(batch.total)
+                if batch.rows:
+                    self.tally.add(*result)
         except (RuntimeError, ValueError):  # what is not finite may be refused somewhere
             if self.steps == 0:
                 self.ensemble.load_state_dict(self.good)
             self._check_losses()
             raise
-        if batch.rows:
-            self.tally.add(*result)
-        return loss, len(result[0])
-
-    def _update(self) -> bool:
-        """Change the weights by their gradients; return whether the scaler let it happen."""
+        total, members = None if None in totals else sum(totals), len(result[0])
+        loss = reduce(torch.add, losses)
+        loss = parallel.average_(self.world, loss, self.parameters, rows, total)
         self.scaler.unscale_(self.optimizer)
         if self.settings.clip is not None:
             clip_gradients_(self.ensemble, self.settings.clip, gamma=self.settings.gamma)
@@ -212,7 +185,17 @@ class Trainer:
         self.scaler.step(self.optimizer)
         scale = self.scaler.get_scale()
         self.scaler.update()
-        return self.scaler.get_scale() >= scale
+        self.step += 1
+        self.steps += 1
+        self._unchecked.append(loss)
+        if self.step % _CHECK_EVERY == 0:
+            self._check_losses()
+        if self.moments["on_step"]:
+            record = {"epoch": self.epoch + 1, "step": self.steps, "loss": float(loss) / members}
+            self._tell("on_step", record | self._rates())
+        if self.settings.schedule_by == "step" and self.scaler.get_scale() >= scale:
+            self.scheduler.step()  # unless the scaler skipped the step
+        self.progress.step(loss, members)
 
     def _check_losses(self) -> None:
         """Raise :class:`Divergence` if a loss since the last time is not finite."""
@@ -246,7 +229,13 @@ class Trainer:
         elif self.settings.schedule_by == "epoch":
             self.scheduler.step()
         self._keep_good()
-        self._compare(metric)
+        sign = -1 if self.more else 1
+        if not math.isnan(metric) and not sign * metric >= sign * self.best_value:  # NaN: the first
+            self.best_value, self.best_epoch = metric, self.epoch
+            self.best = self.good if self.settings.keep == "best" else None
+        patience = self.settings.patience or math.inf
+        if not math.isnan(metric) and self.epoch - (self.best_epoch or 0) >= patience:
+            self.stopped = "patience"
         if self.epoch == self.settings.epochs:
             self.stopped = "epochs"
         self._begin_epoch()
@@ -282,18 +271,6 @@ class Trainer:
         value = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
         parallel.broadcast_(self.world, [value])
         record["metric"], self.more = float(value), more_is_better(metric, self.settings.maximise)
-
-    def _compare(self, metric: float) -> None:
-        if math.isnan(metric):
-            return
-        better = metric > self.best_value if self.more else metric < self.best_value
-        if math.isnan(self.best_value) or better:
-            self.best_value, self.best_epoch = metric, self.epoch
-            if self.settings.keep == "best":
-                self.best = self.good
-        patience = self.settings.patience
-        if patience is not None and self.epoch - (self.best_epoch or 0) >= patience:
-            self.stopped = "patience"
 
     def _rates(self) -> dict[str, float]:
         found = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
