@@ -77,6 +77,7 @@ def stream(folder: Path) -> None:
     arguments = ("--target", "kind", "--stream", "--members", "2", "--epochs", "2", "--quiet")
     cli.main(["fit", str(data), *arguments, "--out", str(run)])
     assert {p.name for p in run.iterdir()} == {
+        "card.md",
         "model.safetensors",
         "scores.json",
         "predictions.csv",

@@ -153,7 +153,8 @@ def cifar(folder):
 
 def _table(folder, ending):
     pytest.importorskip("pyarrow")
-    from embens.estimators import EmbeddedEnsembleClassifier, files
+    from embens.estimators import files
+    from embens.estimators.tables import from_frame, read_target
 
     path = folder / f"table.{ending}"
     columns = {"a": list(range(40)), "b": [f"text {i}" for i in range(40)], "y": ["no", "yes"] * 20}
@@ -165,8 +166,9 @@ def _table(folder, ending):
         files.write([columns], path)
 
     def read():
-        source = files.Source(path, "y", None, seed=0, held=0.5)
-        files.prepare(source, EmbeddedEnsembleClassifier.head, EmbeddedEnsembleClassifier())
+        table = files.gather(files.read(files.open_dataset(path)))
+        from_frame(table.select(files.features(table.column_names, ["y"]))).check()
+        read_target(files.to_numpy(table.column("y")))
 
     return read, [path]
 

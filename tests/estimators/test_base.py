@@ -103,7 +103,7 @@ def test_every_input_of_the_network_has_a_name(embedding):
 def test_a_refit_sees_the_rows_that_were_held_out_and_keeps_intervals():
     X, target = mixed_table(300)
     plain, again = (regressor(refit=refit).fit(X, target) for refit in (False, True))
-    assert len(again.scores_) == len(plain.scores_)
+    assert len(again.head_.scores) == len(plain.head_.scores)
     assert np.abs(again.predict(X) - plain.predict(X)).max() > 1e-4
     assert again.score(X, target) > 0.5
 

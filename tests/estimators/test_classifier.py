@@ -106,7 +106,7 @@ class TestSetsOfClasses:
         assert sets.shape == (1500, 3)
 
     def test_without_held_out_rows_there_are_none(self):
-        with pytest.raises(ValueError, match="needs rows that were held out"):
+        with pytest.raises(ValueError, match="need rows that were held out"):
             classifier(max_epochs=1).fit(np.eye(20), np.arange(20) % 2).predict_set(np.eye(20))
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from estimators.problems import mixed_table, regressor
-from scipy import stats
+from scipy import integrate, stats
 
-from embens.estimators import gaussians, load, mixture, neg_crps, neg_nll
+from embens.estimators import gaussians, load, neg_crps, neg_nll
 from embens.estimators.gaussians import Gaussians
 from embens.estimators.network import Detached
 
@@ -23,7 +23,7 @@ LOSSES = ("likelihood", "squared", "quantile", "student")
 
 def test_the_metric_is_the_mixtures_density():
     found = Gaussians(1).metric(OUTPUTS, Y)
-    torch.testing.assert_close(found, -mixture.log_density(MEAN, STD, Y[:, 0]).mean())
+    torch.testing.assert_close(found, -gaussians.log_density(MEAN, STD, Y[:, 0]).mean())
 
 
 def test_losses_are_what_they_are_called():
@@ -78,7 +78,7 @@ def test_a_logarithm_is_transformed_back_to_the_moments_of_a_lognormal():
     np.testing.assert_allclose(found[1], law.std(), rtol=5e-2)
     parts = [p[:, :1, 0] for p in head.parts(outputs)]
     grid = torch.from_numpy(law.ppf((np.arange(500) + 0.5) / 500))
-    divergence = law.logpdf(grid) - mixture.log_density(*parts, grid).numpy()
+    divergence = law.logpdf(grid) - gaussians.log_density(*parts, grid).numpy()
     assert 0 < divergence.mean() < 0.02  # nats
 
 
@@ -125,5 +125,38 @@ def test_a_skewed_target_is_transformed_if_that_is_better_and_predicted_in_its_u
 
 def test_training_is_stopped_by_the_metric_of_the_loss_unless_another_is_given():
     for loss, metric in (("likelihood", "nll"), ("squared", "rmse"), ("quantile", "crps")):
-        assert Gaussians(1).configured(regressor(loss=loss)).stopping == metric
-        assert Gaussians(1).configured(regressor(loss=loss, metric="crps")).stopping == "crps"
+        assert Gaussians.learn(np.zeros(2), regressor(loss=loss)).stopping == metric
+        given = Gaussians.learn(np.zeros(2), regressor(loss=loss, metric="crps"))
+        assert given.stopping == "crps"
+
+
+def distribution(y, column):
+    parts = [stats.norm.cdf(y, m, s) for m, s in zip(MEAN[:, column], STD[:, column], strict=True)]
+    return np.mean(parts, 0)
+
+
+@pytest.mark.parametrize("column", [0, 1])
+class TestAMixture:
+    def test_has_the_density_that_is_its_distributions_slope(self, column):
+        y, step = 0.7, 1e-5
+        slope = (distribution(y + step, column) - distribution(y - step, column)) / (2 * step)
+        found = gaussians.log_density(MEAN[:, column], STD[:, column], torch.tensor(y)).exp()
+        assert found.item() == pytest.approx(slope, rel=1e-6)
+
+    @pytest.mark.parametrize("level", [0.01, 0.3, 0.5, 0.95])
+    def test_has_quantiles_that_its_distribution_undoes(self, column, level):
+        found = gaussians.quantile(MEAN, STD, level)[column].item()
+        assert distribution(found, column) == pytest.approx(level, abs=1e-9)
+
+    def test_has_the_score_that_the_integral_gives(self, column):
+        y = 0.4
+        expected = integrate.quad(
+            lambda t: (distribution(t, column) - (t >= y)) ** 2, -40, 60, points=[y], limit=400
+        )[0]
+        found = gaussians.crps(MEAN, STD, torch.full((2,), y, dtype=torch.float64))[column]
+        assert found.item() == pytest.approx(expected, abs=1e-7)
+
+
+def test_a_quantile_level_outside_is_an_error():
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        gaussians.quantile(MEAN, STD, 1.0)

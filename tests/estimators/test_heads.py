@@ -73,13 +73,6 @@ def test_the_criterion_of_all_members_is_that_of_each(head):
         torch.testing.assert_close(head.criterion(outputs, zero), by_hand)
 
 
-def test_any_class_is_the_metric_averaged_over_what_the_class_may_be():
-    head = Classes((THREE,))
-    outputs = torch.randn(4, 7, 3, generator=torch.Generator().manual_seed(0))
-    each = [head.metric(outputs, torch.full((7,), k)) for k in range(3)]
-    torch.testing.assert_close(head.any_class(outputs), torch.stack(each).mean())
-
-
 def test_a_few_held_out_rows_hardly_change_the_standard_deviations_and_many_do():
     rng = np.random.default_rng(0)
     factors = []

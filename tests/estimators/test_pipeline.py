@@ -8,7 +8,7 @@ import torch
 from estimators.problems import classes_of, classifier, mixed_table, regressor
 
 from embens import laws
-from embens.estimators import EmbeddedEnsembleClassifier, choices, pipeline
+from embens.estimators import EmbeddedEnsembleClassifier, choices
 from embens.training import randomness
 
 
@@ -16,13 +16,13 @@ def test_members_and_their_law_are_fixed_numbers_unless_they_are_given():
     X = torch.randn(100, 2, generator=torch.Generator().manual_seed(0)).numpy()
     small = {"width": 8, "max_epochs": 1, "tune": False, "random_state": 0}
     auto = EmbeddedEnsembleClassifier(**small).fit(X, X[:, 0] > 0)
-    assert (auto.p_, auto.ensemble_.members) == (0.0, 16)
+    assert (auto.sizes_.p, auto.ensemble_.members) == (0.0, 16)
     (site,) = auto.ensemble_.plan.sites  # what the first layer gives
     assert (site.kind, site.law) == ("pre", laws.Signs(0.0))
     assert auto.ensemble_.plan.own_last
     given = EmbeddedEnsembleClassifier(members=12, p=0.1, **small)
     given.fit(X, X[:, 0] > 0)
-    assert (given.p_, given.ensemble_.members) == (0.1, 12)
+    assert (given.sizes_.p, given.ensemble_.members) == (0.1, 12)
 
 
 def test_calibration_rows_are_used_for_nothing_else():
@@ -30,14 +30,15 @@ def test_calibration_rows_are_used_for_nothing_else():
 
     X, y = mixed_table(300)
     model = regressor(max_epochs=5)
-    seed = randomness.combine(pipeline.draw_seed(model.random_state), 1)
+    seed = np.random.RandomState(model.random_state).randint(2**31 - 1)
+    seed = randomness.combine(int(seed), 1)
     generator = torch.Generator().manual_seed(seed)
     parts = choices.split(300, "auto", apart=2, generator=generator)
     other = y.copy()
     other[parts.calibrate.numpy()] += 100.0
     first, second = model.fit(X, y).predict(X), regressor(max_epochs=5).fit(X, other)
     np.testing.assert_array_equal(first, second.predict(X))
-    assert second.scores_.min() > 10 * model.scores_.max()
+    assert second.head_.scores.min() > 10 * model.head_.scores.max()
 
 
 class TestAFit:

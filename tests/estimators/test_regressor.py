@@ -37,7 +37,7 @@ class TestTheRegressor:
         model = regressor(max_epochs=8).fit(X[:1000], y[:1000])
         interval = model.predict_interval(X[1000:], 0.9)
         covered = ((interval[:, 0] <= y[1000:]) & (y[1000:] <= interval[:, 1])).mean()
-        held = len(model.scores_)
+        held = len(model.head_.scores)
         assert held == 100
         error = math.sqrt(0.09 * (1 / 1000 + 1 / held))  # of test rows and of calibration rows
         assert covered > 0.9 - 4 * error

@@ -1,6 +1,8 @@
-"""Save and load, joblib: what is kept is what was fitted."""
+"""Save and load, joblib, ONNX: what is kept is what was fitted."""
 
 from __future__ import annotations
+
+import json
 
 import joblib
 import numpy as np
@@ -11,6 +13,7 @@ from embens import laws
 from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor, load
 from embens.estimators.choices import FAMILIES
 from embens.estimators.storage import FORMAT
+from embens.estimators.tables import from_frame
 from embens.files import Refused, read_tensors, write_tensors
 
 
@@ -147,3 +150,35 @@ def test_class_weights_keep_the_types_of_their_classes(several, tmp_path):
     again = load(tmp_path / "model")
     assert again.class_weight == weights
     np.testing.assert_array_equal(again.fit(X, y).predict(X), model.predict(X))
+
+
+class TestOnnx:
+    def run(self, model, X, path):
+        onnxruntime = pytest.importorskip("onnxruntime")
+        model.to_onnx(path)
+        session = onnxruntime.InferenceSession(path)
+        table = from_frame(X)
+        columns = zip(model.preprocessing_.numeric, model.preprocessing_.parts, strict=True)
+        feed = {"numbers": np.column_stack([table.numbers(*column) for column in columns])}
+        if model.preprocessing_.categorical:
+            feed["codes"] = model.preprocessing_.encode(table)[1].numpy()
+        return session, session.run(None, feed)
+
+    @pytest.mark.parametrize("family", ["batch_ensemble", "independent"])
+    def test_one_file_goes_from_raw_columns_to_probabilities(self, family, tmp_path):
+        model, X, _ = fitted("classifier", family)
+        session, (found,) = self.run(model, X, tmp_path / "model.onnx")
+        np.testing.assert_allclose(found, model.predict_proba(X), atol=1e-5)
+        notes = session.get_modelmeta().custom_metadata_map
+        assert json.loads(notes["classes"]) == [model.classes_.tolist()]
+        assert json.loads(notes["numeric"]) == ["size", "time"]
+
+    def test_numbers_alone_need_no_codes_and_any_number_of_rows_works(self, tmp_path):
+        X, target = mixed_table(100)
+        X = X[["size", "time"]].copy()
+        X.loc[3, "size"] = -1e300  # further than float32 can hold
+        model = regressor("last_layer_dropout", max_epochs=3).fit(X, target)
+        _, (mean, std) = self.run(model, X, tmp_path / "model.onnx")
+        expected = model.predict(X, return_std=True)
+        np.testing.assert_allclose(mean[:, 0], expected[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(std[:, 0], expected[1], rtol=1e-5)

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
+from pyarrow import compute, types
+from sklearn.base import is_classifier
 
 from embens import estimators
 from embens.cli.specification import share
-from embens.estimators import choices, files, mixture, pipeline, regressor, tables
+from embens.estimators import choices, files, gaussians, regressor, tables
 from embens.files import write_atomically
 
-if TYPE_CHECKING:
-    import numpy as np
-
 RESAMPLES = 400
-ENOUGH = 10_000  # distinct values of a target that are looked at
+CLASSES = 20  # whole numbers with at most so many values are taken for classes
+BLOCK = 65_536  # rows that are copied at a time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,37 +61,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run ``embens fit``; return its exit code."""
+    pc: Any = compute
     options.say = (lambda *text: None) if options.quiet else print
     options.out.mkdir(parents=True, exist_ok=True)  # before anything is spent
     dataset = files.open_dataset(options.data)
     ids, apart = set_apart(options, dataset.schema.names)
-    given = {"ignore": apart, "seed": pipeline.draw_seed(options.seed), "held": "auto"}
-    source, texts = (
-        files.Source(data, options.target, **given)
-        for data in (dataset, files.open_dataset(options.data, ids))
-    )
-    kind, values = dataset.schema.field(options.target).type, {}
-    if not files.is_number(kind) and not files.is_label(kind):
-        raise ValueError(f"the target's type is {kind}; expected numbers, text or truth values")
-    for part in files.read(dataset, options.data, columns=[options.target]):
-        found = part.column(0).unique().to_pylist()
-        values |= dict.fromkeys(v for v in found if not tables.is_missing(v))
-        if len(values) > ENOUGH:
-            break
-    task, why = files.choose_task(kind, [*values], source.rows, options.task)
-    options.say(f"{source.rows} rows, {len(source.columns)} columns; {task}: {why}")
-    estimator = make_estimator(options, task, kind)
-    if options.stream:
-        estimator.fit_files(dataset, options.target, ignore=apart)
-        held, kept, columns = source.held_out(), texts.held_out().select(ids), {}
-        where = "rows that the fit held out, and stopped and calibrated by"
-    else:
-        test = fit_in_memory(options, source, estimator)
-        held, kept = (s.dataset.take(test) for s in (source, texts))
-        columns, where = {"row": test}, "rows that were set aside"
-    columns |= dict(zip(ids, kept.select(ids).columns, strict=True))
-    y = files.to_numpy(held.column(options.target))
-    finish(options, estimator, held.select(source.columns), y, columns, where)
+    columns = files.features(dataset.schema.names, [options.target, *apart])
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        folder = place if options.stream else None
+        parts = files.read(dataset, columns=[*columns, options.target])
+        table = files.gather(parts, folder)
+        column, features = table.column(options.target), table.select(columns)
+        known = column.is_valid()
+        if pa.types.is_floating(column.type):
+            known = pc.and_(known, pc.fill_null(pc.is_finite(column), False))
+        rows = np.flatnonzero(known)
+        y = files.to_numpy(column.take(rows))
+        values, codes = np.unique(y, return_inverse=True)
+        task, why = choose_task(column.type, values.tolist(), table.num_rows, options.task)
+        options.say(f"{table.num_rows} rows, {len(columns)} columns; {task}: {why}")
+        estimator = make_estimator(options, task, column.type)
+        tables.from_frame(features).check()
+        if len(rows) < 10:
+            raise ValueError(f"{len(rows)} rows have a target; at least 10 are needed")
+        if lost := table.num_rows - len(rows):
+            options.say(f"note: {lost} rows without a (finite) target are left out")
+        generator = torch.Generator().manual_seed(options.seed)
+        groups = torch.from_numpy(codes) if task == "classification" else None
+        split = choices.split(len(rows), options.test_fraction, groups=groups, generator=generator)
+        train, test = split.train.numpy(), split.stop.numpy()
+        if folder is None:
+            estimator.fit(features.take(rows[train]), y[train])
+        else:
+            mine = (
+                table.take(rows[some]) for some in np.split(train, range(BLOCK, len(train), BLOCK))
+            )
+            estimator.fit_files(files.gather(mine, folder), options.target)
+        kept = files.open_dataset(options.data, ids).to_table(columns=ids).take(rows[test])
+        beside = {"row": rows[test], **dict(zip(ids, kept.columns, strict=True))}
+        finish(options, estimator, features.take(rows[test]), y[test], beside)
     return 0
 
 
@@ -124,8 +136,6 @@ def make_estimator(options: argparse.Namespace, task: str, kind: Any) -> Any:
 
 def class_weight(given: list[str] | None, kind: Any) -> Any:
     """Return "balanced", or a weight for each class as the target's type writes it."""
-    import pyarrow as pa
-
     if given is None or given == ["balanced"]:
         return given and "balanced"
     try:
@@ -137,35 +147,30 @@ def class_weight(given: list[str] | None, kind: Any) -> Any:
         raise ValueError(f"--class-weight: expected {expected}; got {given}: {error}") from None
 
 
-def fit_in_memory(options: argparse.Namespace, source: files.Source, estimator: Any) -> Any:
-    """Fit to rows that have a target, but for some to score with; return these rows' numbers."""
-    import numpy as np
-    import pyarrow as pa
-    from pyarrow import compute, types
-    from sklearn.base import is_classifier
-
-    pc: Any = compute
-    table = pa.concat_tables(files.read(source.dataset, options.data))
-    tables.from_frame(table.select(source.columns)).check()
-    column = table.column(options.target)
-    known = column.is_valid()
-    if types.is_floating(column.type):
-        known = pc.and_(known, pc.fill_null(pc.is_finite(column), False))
-    rows = np.flatnonzero(known)
-    if len(rows) < 10:
-        raise ValueError(f"{len(rows)} rows have a target; at least 10 are needed")
-    if lost := table.num_rows - len(rows):
-        options.say(f"note: {lost} rows without a (finite) target are left out")
-    y, groups = files.to_numpy(column.take(rows)), None
-    if is_classifier(estimator):
-        groups = torch.from_numpy(np.unique(y, return_inverse=True)[1])
-    generator = torch.Generator().manual_seed(options.seed)
-    train, test, _ = choices.split(
-        len(rows), options.test_fraction, groups=groups, generator=generator
-    )
-    train, test = train.numpy(), test.numpy()
-    estimator.fit(table.select(source.columns).take(rows[train]), y[train])
-    return rows[test]
+def choose_task(kind: Any, values: Sequence[Any], rows: int, task: str) -> tuple[str, str]:
+    """Return "classification" or "regression", and why, by the type and values of a target."""
+    number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+    if not number and (types.is_temporal(kind) or types.is_nested(kind) or types.is_binary(kind)):
+        raise ValueError(f"the target's type is {kind}; expected numbers, text or truth values")
+    why = "as asked for"
+    if task == "auto":
+        few = types.is_integer(kind) and len(values) <= CLASSES
+        task = "regression" if number and not few else "classification"
+        why = f"the target's type is {kind}, with {len(values)} values"
+    if task == "regression" and not number:
+        raise ValueError(
+            f"the target's type is {kind}: regression needs numbers. Pass --task classification, "
+            "or another --target"
+        )
+    if len(values) < 2:
+        only = repr(values[0]) if values else "missing"
+        raise ValueError(f"the target is {only} in every row: there is nothing to learn")
+    if task == "classification" and len(values) > rows / 2:
+        raise ValueError(
+            f"the target has {len(values)} classes in {rows} rows, which is hardly a class; "
+            "pass --task regression for numbers, or another --target"
+        )
+    return task, why
 
 
 def finish(
@@ -174,7 +179,6 @@ def finish(
     table: Any,
     y: np.ndarray,
     columns: dict[str, Any],
-    where: str,
 ) -> None:
     """Say what was found, and the scores; write model, scores and predictions."""
     for note in estimator.preprocessing_.notes:
@@ -187,7 +191,8 @@ def finish(
             options.say("note: too few rows were held out for intervals or sets of this coverage")
         scores = score(estimator, table, y, columns, options)
     width = max(map(len, scores), default=0)
-    options.say(f"on {where} (95 % interval):" if scores else "too few rows to score with")
+    where = "on rows that were set aside (95 % interval):"
+    options.say(where if scores else "too few rows to score with")
     for name, (value, low, high) in scores.items():
         options.say(f"  {name:<{width}}  {value:.4g}   {low:.4g} to {high:.4g}")
     if options.importances and len(y):
@@ -205,9 +210,6 @@ def score(
     estimator: Any, table: Any, y: np.ndarray, columns: dict[str, Any], options: argparse.Namespace
 ) -> dict[str, tuple[float, float, float]]:
     """Return scores with the ends of their intervals."""
-    import numpy as np
-    from sklearn.base import is_classifier
-
     if is_classifier(estimator):
         chance = np.stack([columns[f"p_{c}"] for c in estimator.classes_], 1)
         right = np.where(estimator.classes_ == y[:, None], chance, 0.0).sum(1)
@@ -223,8 +225,8 @@ def score(
         rows = {
             "RMSE": error**2,
             "MAE": np.abs(error),
-            "NLL": -regressor.score_rows(mixture.log_density, estimator, table, y),
-            "CRPS": regressor.score_rows(mixture.crps, estimator, table, y),
+            "NLL": -regressor.score_rows(gaussians.log_density, estimator, table, y),
+            "CRPS": regressor.score_rows(gaussians.crps, estimator, table, y),
         }
         if "lower" in columns:
             name = f"coverage of {100 * options.coverage:g} % intervals"

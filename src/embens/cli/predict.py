@@ -46,7 +46,7 @@ def predict(options: argparse.Namespace, estimator: Any) -> Iterator[dict[str, A
     ids = [n for n in known if n not in used] if options.id is None else options.id
     texts = files.open_dataset(options.data, ids)
     parts, beside = (
-        files.read(data, options.data, columns=columns, batch_size=pipeline.BLOCK)
+        files.read(data, columns=columns, batch_size=pipeline.BLOCK)
         for data, columns in ((dataset, names), (texts, ids))
     )
     for part, kept in zip(parts, beside, strict=True):

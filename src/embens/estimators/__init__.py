@@ -4,7 +4,10 @@
 ``load`` reads what they ``save``; ``neg_nll`` and ``neg_crps`` are scorers for ``scoring=``.
 """
 
-from embens.estimators.base import Uncertainty, load
+try:
+    from embens.estimators.base import Uncertainty, load
+except ModuleNotFoundError as error:  # pragma: no cover
+    raise ModuleNotFoundError(f"{error}. pip install 'embens[estimators]'") from None
 from embens.estimators.classifier import EmbeddedEnsembleClassifier
 from embens.estimators.regressor import EmbeddedEnsembleRegressor, neg_crps, neg_nll
 

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class Averaging:
         self.history.members.extend(rows)
         if self.judge is None or loss < self.loss or not self.history.best_epoch:
             self.loss, self.best = loss, [tensor.clone() for tensor in self.average]
-            self._note(best_epoch=epoch)
+            self.history = replace(self.history, best_epoch=epoch)
         elif epoch - self.history.best_epoch >= self.patience:
             self._end("patience")
 
@@ -107,9 +108,6 @@ class Averaging:
         for weight, tensor in zip(self.weights, tensors, strict=True):
             weight.copy_(tensor)
 
-    def _note(self, **what: Any) -> None:
-        self.history = History(**vars(self.history) | what)
-
-    def _end(self, why: str) -> None:
-        self._note(stopped=why)
+    def _end(self, why: Any) -> None:
+        self.history = replace(self.history, stopped=why)
         raise Enough(why)

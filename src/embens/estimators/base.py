@@ -7,33 +7,29 @@ predictions that these give.
 
 from __future__ import annotations
 
+import math
 import os
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
+import pandas
+import pyarrow as pa
 import torch
+from joblib import effective_n_jobs
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_consistent_length, check_random_state
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.estimators import cards, choices, files, onnx, pipeline, plots, storage, tables
-from embens.estimators.heads import Head
+from embens.estimators import choices, files, pipeline, showing, storage, tables
 from embens.estimators.preprocessing import Preprocessing
 from embens.training import History
-
-try:
-    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-except ModuleNotFoundError as error:  # pragma: no cover
-    raise ModuleNotFoundError(
-        f"{error}: embens.estimators needs scikit-learn. pip install 'embens[estimators]'"
-    ) from None
-
-if TYPE_CHECKING:
-    import numpy as np
-    import pandas
-
-__all__ = ["ClassifierMixin", "RegressorMixin", "TableEnsemble", "Uncertainty", "load", "looked_up"]
 
 
 class Uncertainty(NamedTuple):
@@ -48,8 +44,6 @@ def looked_up(path: str, doc: str) -> Any:
     """Return an attribute of an estimator that is a part of what was fitted."""
 
     def look_up(estimator: Any) -> Any:
-        from sklearn.utils.validation import check_is_fitted
-
         check_is_fitted(estimator, "fitted_")
         return attrgetter(path)(estimator.fitted_)
 
@@ -59,16 +53,12 @@ def looked_up(path: str, doc: str) -> Any:
 class TableEnsemble(choices.Options, BaseEstimator):
     """An embedded ensemble on a table; see the two estimators."""
 
-    head: ClassVar[type[Head]]
     scoring: ClassVar[Any]
     fitted_: pipeline.Fitted
 
     ensemble_: EmbeddedEnsemble = looked_up("ensemble", "The :class:`embens.EmbeddedEnsemble`.")
     gamma_: float = looked_up("ensemble.natural_gamma", "The gradient scale that suits members.")
-    p_: float = looked_up("sizes.p", "How alike members of a BatchEnsemble were at the start.")
-    width_: int = looked_up("sizes.width", "Of the hidden layers.")
-    dropout_: float = looked_up("sizes.dropout", "Rate behind hidden layers.")
-    weight_decay_: float = looked_up("sizes.weight_decay", "Of the shared parameters.")
+    sizes_: choices.Sizes = looked_up("sizes", "What every 'auto' has become.")
     preprocessing_: Preprocessing = looked_up("preprocessing", "What was learnt about the columns.")
     run_: History = looked_up("run", "The course of training, as :func:`embens.fit` returns it.")
     head_: Any = looked_up("head", "What is known of the target, and how outputs are read.")
@@ -94,23 +84,25 @@ class TableEnsemble(choices.Options, BaseEstimator):
         sample_weight: Any,
         previous: pipeline.Fitted | None,
         known: Any = None,
+        folder: str | None = None,
+        began: float | None = None,
     ) -> Self:
-        from sklearn.utils import check_consistent_length
-
-        deadline = choices.check(self)
+        began = time.monotonic() if began is None else began
+        choices.check(self)
         if y is None:
-            raise ValueError(
-                f"{type(self).__name__} requires y to be passed, but the target y is None"
-            )
+            name = type(self).__name__
+            raise ValueError(f"{name} requires y to be passed, but the target y is None")
         table = tables.read_table(self, X, reset=previous is None)
         check_consistent_length(X, y)
         weights = tables.read_weights(sample_weight, table.rows)
         target = self.head.read(y)
-        seed = pipeline.draw_seed(self.random_state)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        deadline = began + float(self.time_limit or math.inf)
+        table.folder = folder
         with threads(self.n_jobs):
-            head = previous.head if previous else self.head.begin(target, known)
-            rows = pipeline.prepare(table, target, weights, head, self, seed, previous)
-            self.fitted_ = pipeline.fit(rows, self, seed, previous, deadline)
+            order = (self, seed, deadline, previous, known)
+            rows = pipeline.prepare(table, target, weights, *order)
+            self.fitted_ = pipeline.fit(rows, previous)
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
@@ -126,41 +118,42 @@ class TableEnsemble(choices.Options, BaseEstimator):
         """
         return self._fit(X, y, sample_weight, getattr(self, "fitted_", None), classes)
 
-    def fit_files(
-        self, source: Any, target: Any, *, weight: str | None = None, ignore: Sequence[str] = ()
-    ) -> Self:
+    def fit_files(self, source: Any, target: Any, *, ignore: Sequence[str] = ()) -> Self:
         """Fit to files that need not fit into memory; see :mod:`embens.estimators.files`.
 
         Args:
             source: a Parquet, Arrow or CSV file, a list of them, or a dataset of pyarrow.
             target: the name of the target's column, or several names.
-            weight: the name of a column of weights.
             ignore: names of columns to leave out.
         """
-        from sklearn.utils.validation import validate_data
-
-        deadline = choices.check(self)
-        if self.refit:
-            raise ValueError("refit=True needs all rows in memory; leave it out with fit_files")
-        seed = pipeline.draw_seed(self.random_state)
-        held = self.validation_fraction
-        rows = files.Source(source, target, weight, ignore=ignore, seed=seed, held=held)
-        columns = rows.dataset.schema.empty_table().select(rows.columns)
-        validate_data(self, columns, skip_check_array=True)
-        with threads(self.n_jobs):
-            prepared = files.prepare(rows, self.head, self)
-            self.fitted_ = pipeline.fit(prepared, self, seed, deadline=deadline)
-        return self
+        choices.check(self)
+        began, targets = time.monotonic(), [target] if isinstance(target, str) else list(target)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            dataset = files.open_dataset(source)
+            columns = files.features(dataset.schema.names, [*targets, *ignore])
+            rows = source
+            if not isinstance(source, pa.Table):
+                rows = files.gather(files.read(dataset, columns=[*columns, *targets]), folder)
+            y = pandas.DataFrame({name: files.to_numpy(rows.column(name)) for name in targets})
+            y = y[target] if isinstance(target, str) else y
+            return self._fit(rows.select(columns), y, None, None, None, folder, began)
 
     def _read(
         self, X: Any, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
     ) -> list[Tensor]:
-        from sklearn.utils.validation import check_is_fitted
-
         check_is_fitted(self, "fitted_")
         table = tables.read_table(self, X, reset=False)
         with threads(self.n_jobs):
             return self.fitted_.read(table, summary, dim)
+
+    def conformal_scores(self) -> Tensor:
+        """Return the conformal scores of the calibration rows, ``(row, target)``."""
+        if self.head_.scores is None:
+            raise ValueError(
+                "sets and intervals need rows that were held out, and this fit held out none: the "
+                "table has less than 50 rows, or validation_fraction=0"
+            )
+        return self.head_.scores
 
     @property
     def history_(self) -> pandas.DataFrame:
@@ -170,8 +163,6 @@ class TableEnsemble(choices.Options, BaseEstimator):
     @property
     def members_(self) -> pandas.DataFrame:
         """The members: their loss on the held-out part, and in the best epoch of training."""
-        import pandas
-
         best, count = self.run_.best_epoch or len(self.run_.epochs), self.ensemble_.members
         rows = [row for row in self.run_.members if row["epoch"] == best][:count]
         frame = pandas.DataFrame(rows or None, range(count)).rename_axis("member")
@@ -187,33 +178,21 @@ class TableEnsemble(choices.Options, BaseEstimator):
     @property
     def feature_names_out_(self) -> np.ndarray:
         """The names of the network's inputs: what the columns have become."""
-        import numpy as np
-
         return np.array(self.preprocessing_.inputs(self.numerical_embedding), dtype=object)
-
-    def importances(
-        self, X: Any, y: Any, *, repeats: int = 5, scoring: Any = None, random_state: Any = 0
-    ) -> pandas.DataFrame:
-        """Return by how much a score falls when a column is shuffled: mean and deviation.
-
-        Of rows that were not fitted. The score is the log loss, or the CRPS, negative.
-        """
-        return plots.importances(
-            self, X, y, repeats=repeats, scoring=scoring or self.scoring, random_state=random_state
-        )
 
     def _html_repr(self) -> str:
         found = super()._html_repr()
-        return found + cards.to_html(self) if hasattr(self, "fitted_") else found
+        return found + showing.to_html(self) if hasattr(self, "fitted_") else found
 
-    summary = cards.summary
-    model_card = cards.model_card
-    plot_importances = plots.plot_importances
-    plot_history = plots.plot_history
-    plot_reliability = plots.plot_reliability
-    plot_members = plots.plot_members
+    summary = showing.summary
+    model_card = showing.model_card
+    importances = showing.importances
+    plot_importances = showing.plot_importances
+    plot_history = showing.plot_history
+    plot_reliability = showing.plot_reliability
+    plot_members = showing.plot_members
     save = storage.save
-    to_onnx = onnx.to_onnx
+    to_onnx = storage.to_onnx
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -236,8 +215,6 @@ def load(path: str | os.PathLike[str]) -> TableEnsemble:
 @contextmanager
 def threads(n_jobs: int | None) -> Iterator[None]:
     """Run with so many threads; None: as torch is set; -1: all, -2: all but one, …."""
-    from joblib import effective_n_jobs
-
     before = torch.get_num_threads()
     torch.set_num_threads(before if n_jobs is None else int(effective_n_jobs(n_jobs)))
     try:

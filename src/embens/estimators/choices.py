@@ -8,11 +8,11 @@ can be read, and changed, together. What they were chosen by is in ``docs/how-to
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import pandas
 import torch
 
 from embens.checks import check_choice
@@ -70,6 +70,7 @@ class Options:
     random_state: Any = None
     n_jobs: int | None = None
     verbose: int = 0
+    head: ClassVar[Any]
     class_weight = None  # arguments of classifiers alone
     label_smoothing = 0.0
     loss = "likelihood"  # and of regressors
@@ -94,8 +95,8 @@ _RANGES |= dict.fromkeys(("gamma", "lr", "modulation_lr", "weight_decay"), (0, m
 _RANGES |= dict.fromkeys(_COUNTS, (1, math.inf))
 
 
-def check(options: Options) -> float:
-    """Raise where an option has no meaning; return when a fit that begins now has to end."""
+def check(options: Options) -> None:
+    """Raise where an option has no meaning."""
     for name, allowed in CHOICES.items():
         check_choice(name, getattr(options, name), allowed)
     for name, (low, high) in _RANGES.items():
@@ -109,20 +110,19 @@ def check(options: Options) -> float:
             kind, expected = Integral, "a whole number of at least 1"
         if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
             raise ValueError(f"{name}: expected {expected}{auto}; got {value!r}")
-    given: Any = options.class_weight
-    given = [given] if isinstance(given, dict) else given if isinstance(given, list) else []
-    for label, weight in (pair for weights in given for pair in weights.items()):
-        if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
-            raise ValueError(f"class_weight: expected a number ≥ 0 of {label!r}; got {weight!r}")
+    several: Any = options.class_weight
+    for weights in several if isinstance(several, list) else [several]:
+        for label, weight in weights.items() if isinstance(weights, dict) else ():
+            if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
+                raise ValueError(
+                    f"class_weight: expected a number ≥ 0 of {label!r}; got {weight!r}"
+                )
     if options.law is not None and not isinstance(options.law, Law):
-        raise ValueError(
-            f"law: expected a law such as embens.laws.Bernoulli(0.9); got {options.law!r}"
-        )
+        raise ValueError(f"law: expected a law of embens.laws; got {options.law!r}")
     if options.law is not None and options.family == "independent":
         raise ValueError("law: separate networks have no modulations; choose another family")
     if options.refit and options.select:
         raise ValueError("refit leaves no rows to select members by; choose one of the two")
-    return time.monotonic() + float(options.time_limit or math.inf)
 
 
 class Parts(NamedTuple):
@@ -222,8 +222,6 @@ def split(
 
 def _by_turns(order: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """Return an order of which any beginning has the classes in proportion, and none whole."""
-    import pandas
-
     codes = pandas.Series(groups[order].numpy())
     classes = codes.groupby(codes)
     size = classes.transform("size")

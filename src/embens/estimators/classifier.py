@@ -8,17 +8,16 @@ entropy is what members agree to be unsure about plus what they disagree about:
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from sklearn.base import ClassifierMixin
 from torch import Tensor
 
-from embens.estimators.base import ClassifierMixin, TableEnsemble, Uncertainty, looked_up
+from embens.estimators.base import TableEnsemble, Uncertainty, looked_up
 from embens.estimators.heads import Classes
 from embens.uncertainty import conformal_quantile
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(eq=False, repr=False)
@@ -86,7 +85,6 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
     scoring = "neg_log_loss"
 
     classes_ = looked_up("head.classes", "The classes, or a list of them for several labels.")
-    multilabel_ = looked_up("head.multilabel", "Whether there are several labels of 0 and 1.")
     temperature_ = looked_up("head.temperature", "What logits are divided by.")
 
     def predict_proba(self, X: Any) -> Any:
@@ -94,25 +92,19 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
 
         Several labels of 0 and 1: the chance of 1, ``(row, label)``; other labels: a list.
         """
-        import numpy as np
-
         labels = [p.numpy() for p in self._read(X, Classes.summarise)]
         if self.head_.single:
             return labels[0]
-        return np.stack([p[:, 1] for p in labels], 1) if self.multilabel_ else labels
+        return np.stack([p[:, 1] for p in labels], 1) if self.head_.multilabel else labels
 
     def predict_log_proba(self, X: Any) -> Any:
         """Return the logarithms of :meth:`predict_proba`."""
-        import numpy as np
-
         found = self.predict_proba(X)
         with np.errstate(divide="ignore"):
             return [np.log(p) for p in found] if isinstance(found, list) else np.log(found)
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most probable classes."""
-        import numpy as np
-
         found = self._read(X, Classes.summarise)
         several = [self.classes_] if self.head_.single else self.classes_
         labels = [c[p.argmax(1).numpy()] for c, p in zip(several, found, strict=True)]
@@ -130,13 +122,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         rows, if rows are alike those that were fitted, however good the model; a row that is like
         no other may have none. Of several labels a list, each with its own guarantee.
         """
-        if self.head_.scores is None:
-            raise ValueError(
-                "predict_set needs rows that were held out, and this fit held out none: the table "
-                "has less than 50 rows, or validation_fraction=0"
-            )
-        scores = self.head_.scores.T
-        pairs = zip(self._read(X, Classes.summarise), scores, strict=True)
+        pairs = zip(self._read(X, Classes.summarise), self.conformal_scores().T, strict=True)
         sets = [(p >= -conformal_quantile(mine, coverage)).numpy() for p, mine in pairs]
         return sets[0] if self.head_.single else sets
 

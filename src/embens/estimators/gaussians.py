@@ -4,8 +4,15 @@ Members of the losses "likelihood" and "squared" have one each, by its mean and 
 variance. "student" has five of the same mean, whose scales are quantiles of those
 that make Student's t of :math:`\\nu = 4`. "quantile" learns nine quantiles; each is the centre of
 one. With a transform of the target every Gaussian becomes eight in the target's own units. So
-whatever the loss, all that is asked of the prediction is asked of a mixture
-(:mod:`embens.estimators.mixture`).
+whatever the loss, all that is asked of the prediction is asked of a mixture. With means
+:math:`\mu_a` and standard deviations :math:`\sigma_a` of its :math:`M` parts,
+
+.. math::
+    F(y) = \frac1M \sum_a \Phi\Big(\frac{y - \mu_a}{\sigma_a}\Big), \qquad
+    \mathrm{CRPS}(F, y) = \frac1M \sum_a A(y - \mu_a, \sigma_a^2)
+        - \frac1{2M^2} \sum_{ab} A(\mu_a - \mu_b, \sigma_a^2 + \sigma_b^2),
+
+with :math:`A(m, s^2) = m\,(2\Phi(m/s) - 1) + 2 s\,\varphi(m/s)` (Grimit et al., 2006).
 
 "likelihood" is the mixture's own for one member. "squared" fits the mean alone; the variance sees
 the last hidden layer, but does not change it.
@@ -14,20 +21,17 @@ the last hidden layer, but does not change it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from sklearn.utils.validation import check_array
 from torch import Tensor
 
-from embens.estimators import mixture
-from embens.estimators.heads import Head, check_count
+from embens.estimators.heads import Head, as_columns, log_mean
 from embens.estimators.tables import read_target
 from embens.uncertainty import ADDED, best_scale
-
-if TYPE_CHECKING:
-    import numpy as np
 
 LOG_VARIANCES = (-10.0, 10.0)  # bounds of a member's log-variance, of a target of variance 1
 KNOTS = 200  # of the transform by quantiles
@@ -67,35 +71,26 @@ class Gaussians(Head):
 
     @staticmethod
     def read(y: Any) -> np.ndarray:
-        from sklearn.utils.validation import check_array
-
         y = read_target(y)
         try:
             return check_array(y, ensure_2d=False, dtype="float64", input_name="y")
         except ValueError as error:
-            raise ValueError(
-                f"y: a regressor needs a column or table of numbers: {error}"
-            ) from None
+            raise ValueError(f"y: a regressor needs numbers: {error}") from None
 
     @classmethod
-    def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Gaussians:
-        return cls(len(columns), single=single)
-
-    def configured(self, options: Any) -> Gaussians:
+    def learn(cls, y: np.ndarray, options: Any, known: Any = None) -> Gaussians:
         usual = {"squared": "rmse", "quantile": "crps"}.get(options.loss, "nll")
         stopping = usual if options.metric == "auto" else options.metric
         transform = "none" if options.target_transform == "auto" else options.target_transform
-        return replace(self, loss=options.loss, stopping=stopping, transform=transform)
+        targets, single = y[:1].size, y.ndim == 1
+        return cls(targets, options.loss, stopping, transform, single=single)
 
     def scaled(self, values: Tensor, weights: Tensor) -> Gaussians:
         if len(values) < 2:
             raise ValueError("one sample (n_samples=1) to train on; a regressor needs two or more")
         size = values.abs().amax(0)
         if ((size > 1e150) | (size < 1e-150) & (size > 0)).any():
-            raise ValueError(
-                f"y: numbers of size {size.tolist()} can't be squared in float64; multiply them "
-                "by a constant"
-            )
+            raise ValueError(f"y: numbers of size {size.tolist()} can't be squared; rescale them")
         head = replace(self, knots=self._find_knots(values))
         values = head._forth(values)
         share = (weights / weights.sum())[:, None]
@@ -158,8 +153,8 @@ class Gaussians(Head):
     def outputs(self) -> int:
         return (len(LEVELS) if self.loss == "quantile" else 2) * self.targets
 
-    def values(self, columns: Sequence[np.ndarray]) -> Tensor:
-        check_count(columns, self.targets)
+    def values(self, y: np.ndarray) -> Tensor:
+        columns = as_columns(y, self.targets)
         return torch.stack([torch.tensor(c.astype("float64")) for c in columns], 1)
 
     def numbers(self, values: Tensor) -> Tensor:
@@ -245,10 +240,7 @@ class Gaussians(Head):
 
     def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
         mean, std = (x.flatten(0, 1) for x in self.standard(outputs))
-        return mixture.log_density(mean, self.temperature * std, target[:, : self.targets])
-
-    def at_temperature(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return self.metric(outputs, target)
+        return log_density(mean, self.temperature * std, target[:, : self.targets])
 
     def metric(self, outputs: Tensor, target: Tensor) -> Tensor:
         if self.stopping == "nll":
@@ -260,7 +252,7 @@ class Gaussians(Head):
 
     def crps(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the mean score of the mixture in the target's own units, summed over targets."""
-        rows = mixture.crps(*self.parts(outputs), self.values_of(target))
+        rows = crps(*self.parts(outputs), self.values_of(target))
         return self.average(rows.sum(-1), target)
 
     def tempered(self, outputs: Tensor, target: Tensor) -> Gaussians:
@@ -276,7 +268,7 @@ class Gaussians(Head):
         weights = target[:, -1].double() if self.weighted else torch.ones(len(target)).double()
 
         def loss(t: float) -> Tensor:
-            density = mixture.log_density(mean, t * std, target[:, k].double())
+            density = log_density(mean, t * std, target[:, k].double())
             mine = len(target) * (weights @ density) / weights.sum()
             added = -math.log(t) - 0.5 / t**2  # of a row that is one standard deviation off
             return -(mine + ADDED * added)
@@ -292,3 +284,43 @@ def _interpolate(values: Tensor, x: Tensor, y: Tensor) -> Tensor:
         slope = (b[i] - b[i - 1]) / (a[i] - a[i - 1])
         found.append(b[i - 1] + slope * (v - a[i - 1]))
     return torch.stack(found, -1)
+
+
+def log_density(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
+    """Return the logarithm of the mixture's density."""
+    logarithms = -0.5 * ((y - mean) / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)
+    return log_mean(logarithms)
+
+
+def quantile(mean: Tensor, std: Tensor, level: float) -> Tensor:
+    """Return a quantile of the mixture, by bisection between those of its members."""
+    if not 0 < level < 1:
+        raise ValueError(f"a quantile's level lies between 0 and 1; got {level}")
+    own = mean + torch.special.ndtri(torch.tensor(level, dtype=torch.float64)) * std
+    low, high = own.amin(0), own.amax(0)
+    for _ in range(60):
+        middle = (low + high) / 2
+        above = torch.special.ndtr((middle - mean) / std).mean(0) >= level
+        high = torch.where(above, middle, high)
+        low = torch.where(above, low, middle)
+    return (low + high) / 2
+
+
+def crps(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
+    """Return the continuous ranked probability score, in units of ``y``; lower is better.
+
+    Example:
+        >>> crps(torch.zeros(1), torch.ones(1), torch.tensor(0.0)).item()  # (√2 − 1) / √π
+        0.2336...
+    """
+    far = _absolute(y - mean, std).mean(0)
+    spread = torch.zeros_like(far)
+    for a in range(len(mean)):  # one member at a time: memory of M, not of M²
+        spread += _absolute(mean[a] - mean, (std[a] ** 2 + std**2).sqrt()).mean(0)
+    return far - spread / (2 * len(mean))
+
+
+def _absolute(mean: Tensor, std: Tensor) -> Tensor:
+    ratio = mean / std
+    density = (-(ratio**2) / 2).exp() / math.sqrt(2 * math.pi)
+    return mean * (2 * torch.special.ndtr(ratio) - 1) + 2 * std * density

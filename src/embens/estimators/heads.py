@@ -14,20 +14,19 @@ and have mean 1.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from sklearn.utils.multiclass import check_classification_targets
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from embens.estimators.mixture import log_mean
 from embens.estimators.tables import place, read_target
 from embens.uncertainty import best_scale
-
-if TYPE_CHECKING:
-    import numpy as np
 
 REFINED = 256  # held-out rows, at most, that the temperature of an epoch is chosen by
 
@@ -51,23 +50,8 @@ class Head(ABC):
 
     @classmethod
     @abstractmethod
-    def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Any:
-        """Return the head of a target, by values of its columns, among which are all classes."""
-
-    @classmethod
-    def begin(cls, y: np.ndarray, known: Any = None) -> Any:
-        """Return the head of a target, by its values and those that are known beforehand."""
-        import numpy as np
-
-        columns = [y] if y.ndim == 1 else list(y.T)
-        if known is not None:
-            several = [known] if y.ndim == 1 else known
-            columns = [np.concatenate(pair) for pair in zip(columns, several, strict=True)]
-        return cls.learn(columns, single=y.ndim == 1)
-
-    @abstractmethod
-    def configured(self, options: Any) -> Any:
-        """Return the head as an estimator's options want it."""
+    def learn(cls, y: np.ndarray, options: Any, known: Any = None) -> Any:
+        """Return the head of a target, by its values and classes that are known beforehand."""
 
     def scaled(self, values: Tensor, weights: Tensor) -> Any:
         """Return the head that knows the scale of the training part's values."""
@@ -79,7 +63,7 @@ class Head(ABC):
         """How many outputs the network needs."""
 
     @abstractmethod
-    def values(self, columns: Sequence[np.ndarray]) -> Tensor:
+    def values(self, y: np.ndarray) -> Tensor:
         """Return a target as numbers ``(row, target)``."""
 
     @abstractmethod
@@ -123,12 +107,7 @@ class Head(ABC):
         A network that has become too certain may still be the one that knows most (Berta et al.,
         2025). The temperature is that of some of the rows.
         """
-        some = self.tempered(outputs[:, :REFINED], target[:REFINED])
-        return some.at_temperature(outputs, target)
-
-    @abstractmethod
-    def at_temperature(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the metric with the temperature that the head has."""
+        return self.tempered(outputs[:, :REFINED], target[:REFINED]).metric(outputs, target)
 
     @abstractmethod
     def scored(self, outputs: Tensor, target: Tensor) -> Any:
@@ -139,10 +118,17 @@ class Head(ABC):
         """Return the prediction: probabilities of each label, or mean and standard deviation."""
 
 
-def check_count(columns: Sequence[Any], expected: int) -> None:
-    """Raise where a warm start has another number of targets."""
+def log_mean(logarithms: Tensor) -> Tensor:
+    """Return the logarithm of the mean over members."""
+    return logarithms.logsumexp(0) - math.log(len(logarithms))
+
+
+def as_columns(y: np.ndarray, expected: int) -> list[np.ndarray]:
+    """Return the targets one by one; a warm start must have as many as before."""
+    columns = [y] if y.ndim == 1 else list(y.T)
     if len(columns) != expected:
         raise ValueError(f"y: expected the first fit's {expected} targets; got {len(columns)}")
+    return columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,17 +143,18 @@ class Classes(Head):
 
     @staticmethod
     def read(y: Any) -> np.ndarray:
-        from sklearn.utils.multiclass import check_classification_targets
-
         y = read_target(y)
         check_classification_targets(y)
         return y
 
     @classmethod
-    def learn(cls, columns: Sequence[np.ndarray], *, single: bool) -> Classes:
-        import numpy as np
-
-        head = cls(tuple(np.unique(column) for column in columns), single=single)
+    def learn(cls, y: np.ndarray, options: Any, known: Any = None) -> Classes:
+        columns, single = ([y] if y.ndim == 1 else list(y.T)), y.ndim == 1
+        if known is not None:
+            several = [known] if single else known
+            columns = [np.concatenate(pair) for pair in zip(columns, several, strict=True)]
+        labels = tuple(np.unique(column) for column in columns)
+        head = cls(labels, single=single, smoothing=float(options.label_smoothing))
         if single and len(head.labels[0]) == 1:
             raise ValueError(
                 f"y has one class only, {head.labels[0].item()!r}: there is nothing to tell apart. "
@@ -175,10 +162,7 @@ class Classes(Head):
             )
         if not head.multilabel:
             return head
-        return cls(tuple(np.array([0, 1], dtype=c.dtype) for c in head.labels), single=single)
-
-    def configured(self, options: Any) -> Classes:
-        return replace(self, smoothing=float(options.label_smoothing))
+        return replace(head, labels=tuple(np.array([0, 1], dtype=c.dtype) for c in labels))
 
     @property
     def multilabel(self) -> bool:
@@ -196,11 +180,8 @@ class Classes(Head):
     def outputs(self) -> int:
         return sum(self.sizes)
 
-    def values(self, columns: Sequence[np.ndarray]) -> Tensor:
-        import numpy as np
-
-        codes = []
-        check_count(columns, len(self.labels))
+    def values(self, y: np.ndarray) -> Tensor:
+        codes, columns = [], as_columns(y, len(self.labels))
         for column, classes in zip(columns, self.labels, strict=True):
             if len(rows := np.flatnonzero(~np.isin(column, classes))):
                 raise ValueError(
@@ -211,8 +192,6 @@ class Classes(Head):
         return torch.from_numpy(np.stack(codes, 1))
 
     def numbers(self, values: Tensor) -> Tensor:
-        from torch.nn.functional import one_hot
-
         sizes = zip(values.long().T, self.sizes, strict=True)
         columns = [one_hot(codes, size)[:, size == 2 :] for codes, size in sizes]
         return torch.cat(columns, 1).double()
@@ -239,27 +218,20 @@ class Classes(Head):
     criterion.over_members = True  # type: ignore[attr-defined]
 
     def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return log_mean(self.log_likelihoods(outputs, target))
-
-    def any_class(self, outputs: Tensor) -> Tensor:
-        """Return what :meth:`metric` would be if every class were as likely as the others."""
-        labels = outputs.split(self.sizes, dim=-1)
-        return -torch.stack([log_mean(x.log_softmax(-1)).mean() for x in labels]).sum()
+        return log_mean(self.log_likelihoods(outputs / self.temperature, target))
 
     def tempered(self, outputs: Tensor, target: Tensor) -> Classes:
         outputs, rows = outputs.double(), outputs.shape[1]
 
-        def loss(t: float) -> Tensor:
-            return rows * self.metric(outputs / t, target) + self.any_class(outputs / t)
+        def loss(t: float) -> Tensor:  # with a row whose class may be any
+            labels = (outputs / t).split(self.sizes, dim=-1)
+            any_class = -torch.stack([log_mean(x.log_softmax(-1)).mean() for x in labels]).sum()
+            return rows * replace(self, temperature=t).metric(outputs, target) + any_class
 
         return replace(self, temperature=best_scale(loss))
 
-    def at_temperature(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return self.metric(outputs / self.temperature, target)
-
     def scored(self, outputs: Tensor, target: Tensor) -> Classes:
-        right = -self.log_mixture(outputs.double() / self.temperature, target).exp()
-        return replace(self, scores=right)
+        return replace(self, scores=-self.log_mixture(outputs.double(), target).exp())
 
     def probabilities(self, outputs: Tensor) -> list[Tensor]:
         """Return the members' probabilities of each label, ``(member, row, class)``."""

@@ -1,23 +1,22 @@
 """The pipeline: from a table to a fitted ensemble.
 
 :func:`prepare` deals out the rows and learns about the columns and the target; :func:`fit` embeds
-an ensemble (:func:`embed`), trains it (:func:`train`) and calibrates it (:func:`calibrate`). Tables
-that don't fit into memory are prepared by :mod:`embens.estimators.files`; all that follows is the
-same.
+an ensemble (:func:`embed`), trains it (:func:`train`) and calibrates it (:func:`calibrate`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from sklearn.utils.class_weight import compute_sample_weight
 from torch import Tensor
 
 import embens
@@ -32,64 +31,36 @@ from embens.estimators.tables import Table
 from embens.laws import Signs
 from embens.training import Divergence, History, randomness
 
-if TYPE_CHECKING:
-    import numpy as np
-
 BLOCK = 65_536  # rows that are predicted at a time
 Tensors = tuple[Tensor, ...]  # rows as the network sees them: numbers, codes of categories, target
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """What turns rows into tensors."""
+class Prepared:
+    """Rows that are ready for training, and what to do with them."""
 
+    options: Options
+    seed: int
+    deadline: float  # by the monotonic clock
     preprocessing: Preprocessing
     head: Head
-    dtype: torch.dtype = torch.float32
-    mean_weight: float = 1.0  # of the rows to train on
-
-    def __call__(
-        self,
-        table: Table,
-        values: Tensor,
-        weights: Tensor,
-        rows: Tensor | None = None,
-        folds: Tensor | None = None,
-    ) -> Tensors:
-        target = self.head.pack(values, weights / self.mean_weight, self.dtype)
-        inputs = self.preprocessing.encode(table, self.dtype, rows, folds)
-        return (*inputs, target if rows is None else target[rows])
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Rows that are ready for training."""
-
-    encoding: Encoding
-    rows: int  # to train on
-    train: Any  # tensors, or a loader of batches of them
+    train: Tensors
     stop: Tensors | None  # to stop training by
     calibrate: Tensors | None  # for conformal scores
 
     def transformed(self, transform: str) -> Prepared:
         """Return the same with another transform of the target."""
-        head, rows = self.encoding.head, self.train
+        head, target = self.head, self.train[-1]
         assert isinstance(head, Gaussians)
-        values = head.values_of(rows[-1])
-        weights = rows[-1][:, -1].double() if head.weighted else torch.ones(len(values)).double()
+        values = head.values_of(target)
+        weights = target[:, -1].double() if head.weighted else torch.ones(len(values)).double()
         other = replace(head, transform=transform).scaled(values, weights)
 
         def again(rows: Tensors | None) -> Any:
             return None if rows is None else (*rows[:-1], other.repacked(head, rows[-1]))
 
-        parts = map(again, (rows, self.stop, self.calibrate))
-        return Prepared(replace(self.encoding, head=other), self.rows, *parts)
-
-    def joined(self) -> Prepared:
-        """Return the same with the rows to stop by among those to train on."""
-        assert self.stop is not None
-        train = tuple(torch.cat(pair) for pair in zip(self.train, self.stop, strict=True))
-        return replace(self, rows=self.rows + len(self.stop[-1]), train=train, stop=None)
+        parts = map(again, (self.train, self.stop, self.calibrate))
+        return Prepared(self.options, self.seed, self.deadline, self.preprocessing, other, *parts)
 
 
 @dataclass(frozen=True)
@@ -128,106 +99,93 @@ def run_members(ensemble: EmbeddedEnsemble, inputs: Tensors) -> Tensor:
     return embens.predict(ensemble, inputs, task="regression", generator=generator).members
 
 
-def draw_seed(random_state: Any) -> int:
-    """Return the seed of a fit, from scikit-learn's ``random_state``."""
-    from sklearn.utils import check_random_state
-
-    return int(check_random_state(random_state).randint(2**31 - 1))
-
-
 def prepare(
     table: Table,
     y: np.ndarray,
     weights: Tensor,
-    head: Head,
     options: Options,
     seed: int,
+    deadline: float,
     previous: Fitted | None = None,
+    known: Any = None,
 ) -> Prepared:
     """Deal out the rows of a table, and learn from those to train on about columns and target.
 
-    Rows of weight 0 play no part. What a previous fit has learnt is taken from it.
+    Rows of weight 0 play no part. What a previous fit has learnt is taken from it. ``known`` are
+    all classes, if they are known beforehand.
     """
-    from sklearn.utils.class_weight import compute_sample_weight
-
-    columns = [y] if y.ndim == 1 else list(y.T)
-    values = head.values(columns)
+    head = previous.head if previous else options.head.learn(y, options, known)
+    values = head.values(y)
     if options.class_weight is not None:
         used = weights.nonzero().squeeze(1)
         weights[used] *= torch.tensor(compute_sample_weight(options.class_weight, y[used.numpy()]))
     if not weights.all():
         rows = weights.nonzero().squeeze(1)
         table, values, weights = table.take(rows.numpy()), values[rows], weights[rows]
-    learnt = head if previous else head.configured(options)
-    learnt = replace(learnt, weighted=bool((weights != weights[0]).any()))
+    learnt = replace(head, weighted=bool((weights != weights[0]).any()))
     drawing = torch.Generator().manual_seed(randomness.combine(seed, 1))  # of rows
     fraction, groups = options.validation_fraction, learnt.groups(values)
     parts = choices.split(
         table.rows, fraction, apart=learnt.apart, groups=groups, generator=drawing
     )
     if len(parts.train) == 0:
-        raise ValueError(
-            f"validation_fraction={fraction} of {table.rows} rows leaves none to train on"
-        )
+        raise ValueError(f"validation_fraction={fraction}: no row of {table.rows} is left to train")
     mine = weights[parts.train]
     folds = torch.randint(preprocessing.FOLDS, mine.shape, generator=drawing)
     if previous:
-        known, dtype = previous.preprocessing, previous.dtype
+        columns, dtype = previous.preprocessing, previous.dtype
     else:
         look = torch.randperm(len(mine), generator=drawing)[: choices.LOOK].sort().values
         learnt = learnt.scaled(values[parts.train], mine)
         target = learnt.numbers(values[parts.train[look]])
         sample = table.take(parts.train[look].numpy())
-        known = preprocessing.learn(sample, options, mine[look], target, folds[look])
+        columns = preprocessing.learn(sample, options, mine[look], target, folds[look])
         dtype = torch.float64 if table.rows < choices.TINY else torch.float32
-    encoding = Encoding(known, learnt, dtype, float(mine.mean()))
-    train = encoding(table, values, weights, parts.train, folds)
-    held = (encoding(table, values, weights, rows) if len(rows) else None for rows in parts[1:])
-    return Prepared(encoding, len(parts.train), train, *held)
+    target = learnt.pack(values, weights / float(mine.mean()), dtype)
+    tensors: list[Any] = [
+        (*columns.encode(table, dtype, rows, dealt), target[rows]) if len(rows) else None
+        for rows, dealt in zip(parts, (folds, None, None), strict=True)
+    ]
+    return Prepared(options, seed, deadline, columns, learnt, *tensors)
 
 
-def fit(
-    prepared: Prepared,
-    options: Options,
-    seed: int,
-    previous: Fitted | None = None,
-    deadline: float = math.inf,
-) -> Fitted:
+def fit(prepared: Prepared, previous: Fitted | None = None) -> Fitted:
     """Embed an ensemble, or go on with the previous one; train and calibrate it."""
-    sizes = choices.choose_sizes(prepared.rows, options)
+    options = prepared.options
+    sizes = choices.choose_sizes(len(prepared.train[-1]), options)
     if previous is None and options.tune and prepared.stop is not None:
-        prepared = choose_transform(prepared, sizes, options, seed, deadline)
-        sizes = race(prepared, sizes, options, seed, deadline)
-    ensemble = previous.ensemble if previous else embed(prepared.encoding, sizes, options, seed)
+        prepared = choose_transform(prepared, sizes)
+        sizes = race(prepared, sizes)
+    ensemble = previous.ensemble if previous else embed(prepared, sizes)
     again = options.refit and previous is None and prepared.stop is not None
-    run = train(ensemble, prepared, sizes, options, seed, deadline, share=0.5 if again else 0.95)
-    head, held_out = calibrate(ensemble, prepared, options)
+    run = train(ensemble, prepared, sizes, share=0.5 if again else 0.95)
+    head, held_out = calibrate(ensemble, prepared)
     if again:
-        prepared = prepared.joined()
-        ensemble = embed(prepared.encoding, sizes, options, seed)
+        assert prepared.stop is not None
+        pairs = zip(prepared.train, prepared.stop, strict=True)
+        prepared = replace(prepared, train=tuple(map(torch.cat, pairs)), stop=None)
+        ensemble = embed(prepared, sizes)
         same = sizes._replace(epochs=run.best_epoch or sizes.epochs)
-        train(ensemble, prepared, same, options, seed, deadline)
+        train(ensemble, prepared, same)
         if prepared.calibrate is not None:
-            head = head.scored(
-                run_members(ensemble, prepared.calibrate[:-1]), prepared.calibrate[-1]
-            )
+            outputs = run_members(ensemble, prepared.calibrate[:-1])
+            head = head.scored(outputs, prepared.calibrate[-1])
     if options.select is not None and prepared.stop is not None:
         rows = (prepared.stop[:-1], prepared.stop[-1])
         size = int(options.select)
-        ensemble = embens.select(ensemble, rows, size, metric=head.metric, maximise=False)
-        head, held_out = calibrate(ensemble, prepared, options)
+        metric = replace(head, temperature=1.0).metric
+        ensemble = embens.select(ensemble, rows, size, metric=metric, maximise=False)
+        head, held_out = calibrate(ensemble, prepared)
     built = previous.sizes if previous else sizes
-    return Fitted(prepared.encoding.preprocessing, head, ensemble, built, run, held_out)
+    return Fitted(prepared.preprocessing, head, ensemble, built, run, held_out)
 
 
-def choose_transform(
-    prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int, deadline: float
-) -> Prepared:
+def choose_transform(prepared: Prepared, sizes: choices.Sizes) -> Prepared:
     """Return the rows with the transform of a skewed target that has the best held-out CRPS."""
-    head, stop = prepared.encoding.head, prepared.stop
-    if not isinstance(head, Gaussians) or options.target_transform != "auto" or stop is None:
+    head = prepared.head
+    if not isinstance(head, Gaussians) or prepared.options.target_transform != "auto":
         return prepared
-    if not isinstance(prepared.train, tuple) or head.skewness(prepared.train[-1]) < SKEWED:
+    if head.skewness(prepared.train[-1]) < SKEWED:
         return prepared
     candidates = [prepared, prepared.transformed("quantile")]
     if (head.values_of(prepared.train[-1]) >= 0).all():
@@ -235,27 +193,24 @@ def choose_transform(
     short = choices.shortened(sizes)
     losses = []
     for mine in candidates:
-        ensemble = embed(mine.encoding, short, options, seed)
-        train(ensemble, mine, short, options, seed, deadline, 0.05, quiet=True)
+        ensemble = embed(mine, short)
+        train(ensemble, mine, short, 0.05, quiet=True)
         assert mine.stop is not None
-        found: Any = mine.encoding.head
+        found: Any = mine.head
         losses.append(float(found.crps(run_members(ensemble, mine.stop[:-1]), mine.stop[-1])))
     return candidates[losses.index(min(losses))]
 
 
-def race(
-    prepared: Prepared, sizes: choices.Sizes, options: Options, seed: int, deadline: float
-) -> choices.Sizes:
+def race(prepared: Prepared, sizes: choices.Sizes) -> choices.Sizes:
     """Return the best of the candidates on held-out rows: a few members, a short run, by halves."""
-    running = choices.candidates(sizes, options)
+    running = choices.candidates(sizes, prepared.options)
     epochs = choices.shortened(sizes).epochs
     share = 0.3 / (2 * len(running))
     while len(running) > 1:
         losses = []
         for mine in running:
             short = choices.shortened(mine)._replace(epochs=epochs, patience=epochs)
-            ensemble = embed(prepared.encoding, short, options, seed)
-            run = train(ensemble, prepared, short, options, seed, deadline, share, quiet=True)
+            run = train(embed(prepared, short), prepared, short, share, quiet=True)
             losses.append(min(row["metric"] for row in run.epochs))
         order = sorted(range(len(running)), key=losses.__getitem__)
         running = [running[i] for i in order[: len(running) // 2]]
@@ -263,13 +218,12 @@ def race(
     return running[0]
 
 
-def embed(
-    encoding: Encoding, sizes: choices.Sizes, options: Options, seed: int
-) -> EmbeddedEnsemble:
+def embed(prepared: Prepared, sizes: choices.Sizes) -> EmbeddedEnsemble:
     """Build the reference network and embed the members of the family in it."""
-    generator = torch.Generator().manual_seed(seed)
-    known, head = encoding.preprocessing, encoding.head
-    reference = network.build(known, head, options, sizes, generator).to(encoding.dtype)
+    generator = torch.Generator().manual_seed(prepared.seed)
+    options, head = prepared.options, prepared.head
+    reference = network.build(prepared.preprocessing, head, options, sizes, generator)
+    reference = reference.to(prepared.train[0].dtype)
     given: dict[str, Any] = {"members": sizes.members, "generator": generator}
     if options.family != "batch_ensemble":
         law = {} if options.family == "independent" else {"law": options.law}
@@ -287,20 +241,17 @@ def train(
     ensemble: EmbeddedEnsemble,
     prepared: Prepared,
     sizes: choices.Sizes,
-    options: Options,
-    seed: int,
-    deadline: float = math.inf,
     share: float = 0.95,
     *,
     quiet: bool = False,
 ) -> History:
     """Train an ensemble within a share of the time that is left; more carefully if it diverges."""
-    head, stop = replace(prepared.encoding.head, temperature=1.0), prepared.stop
+    options, head, stop = prepared.options, replace(prepared.head, temperature=1.0), prepared.stop
     lr = sizes.lr
     own = choices.given(options.modulation_lr, lr)
     start = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
     epochs = sizes.epochs if stop is not None else min(sizes.epochs, choices.BLIND)
-    half = head.half and prepared.encoding.dtype == torch.float32
+    half = head.half and prepared.train[0].dtype == torch.float32
     half = half and torch.cpu.get_capabilities().get("avx512_bf16", False)
 
     def judge() -> tuple[float, list[float]]:
@@ -309,14 +260,14 @@ def train(
         _, members = held_out_losses(head, outputs, stop[-1])
         return float(head.refined(outputs, stop[-1])), members
 
-    attempts = 4
-    while True:
+    attempt = 0
+    while attempt := attempt + 1:
         course = Averaging(
             *(ensemble, None if stop is None else judge),
-            steps=-(-prepared.rows // sizes.batch_size),
+            steps=-(-len(prepared.train[-1]) // sizes.batch_size),
             epochs=epochs,
             patience=sizes.patience,
-            seconds=share * (deadline - time.monotonic()),
+            seconds=share * (prepared.deadline - time.monotonic()),
         )
         history = None
         try:
@@ -336,14 +287,13 @@ def train(
                     schedule_by="step",
                     callbacks=[course],
                     autocast=torch.bfloat16 if half else None,
-                    seed=seed,
+                    seed=prepared.seed,
                     progress=bool(options.verbose) and not quiet,
                 )
             course.put(course.best)
             return course.history if history is None or stop is not None else history
         except Divergence as error:
-            attempts -= 1
-            if attempts == 0:
+            if attempt == 4:
                 raise
             lr, own = lr / 4, own / 4
             warnings.warn(f"{error} Trying again with lr={lr:g}.", stacklevel=4)
@@ -356,11 +306,9 @@ def held_out_losses(head: Head, outputs: Tensor, target: Tensor) -> tuple[float,
     return float(head.metric(outputs, target)), members
 
 
-def calibrate(
-    ensemble: EmbeddedEnsemble, prepared: Prepared, options: Options
-) -> tuple[Head, dict[str, Any] | None]:
+def calibrate(ensemble: EmbeddedEnsemble, prepared: Prepared) -> tuple[Head, dict[str, Any] | None]:
     """Return the calibrated head, and the losses on the rows that training was stopped by."""
-    head = replace(prepared.encoding.head, temperature=1.0, scores=None)
+    head = replace(prepared.head, temperature=1.0, scores=None)
     stop, other = (
         None if rows is None else (run_members(ensemble, rows[:-1]), rows[-1])
         for rows in (prepared.stop, prepared.calibrate)
@@ -368,6 +316,6 @@ def calibrate(
     if stop is None:
         return head, None
     ensemble_loss, members = held_out_losses(head, *stop)
-    head = head.tempered(*stop) if options.calibrate else head
+    head = head.tempered(*stop) if prepared.options.calibrate else head
     head = head.scored(*(other or stop))
     return head, {"ensemble": ensemble_loss, "members": members}

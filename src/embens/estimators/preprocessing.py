@@ -20,19 +20,21 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import secrets
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from scipy.special import ndtri
+from sklearn.tree import DecisionTreeRegressor
 from torch import Tensor
 
 from embens.estimators.choices import Options
 from embens.estimators.tables import Table, choose_categorical, is_missing, label
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ENCODED = 4096  # how many inputs of the network all bins, and all categories, may make together
 BLOCK = 65_536  # rows that are converted at a time
@@ -112,17 +114,24 @@ class Preprocessing:
     ) -> tuple[Tensor, Tensor]:
         """Return the numbers, scaled, ``(row, numeric)``, and the codes of categories.
 
-        After them come the places of the statistics; ``folds`` are those of rows to train on. A
-        block after another, so that of a large table there is never a second copy in float64.
+        After them come the places of the statistics. ``rows`` are numbers of some rows,
+        ``folds`` those of rows to train on. If the table has a folder, both tensors are files
+        there, mapped. A block after another: there is never a second copy of a large table.
         """
         count = table.rows if rows is None else len(rows)
-        numbers = torch.empty(count, len(self.numeric), dtype=dtype)
-        codes = torch.empty(count, len(self.categorical) + len(self.counted), dtype=torch.int64)
+        numbers = _empty(count, len(self.numeric), dtype, table.folder)
+        width = len(self.categorical) + len(self.counted)
+        codes = _empty(count, width, torch.int64, table.folder)
         for start in range(0, count, BLOCK):
             block = slice(start, start + BLOCK)
-            part = table.take(block if rows is None else rows[block].numpy())
-            raw = torch.from_numpy(part.block(self.numeric, self.parts))
-            numbers[block] = ((raw - self.centre) / self.scale).clamp(-FAR, FAR).to(dtype)
+            part = table.take(block)
+            if rows is not None:
+                mine = rows[block].numpy()
+                low, high = int(mine.min()), int(mine.max()) + 1
+                part = table.take(slice(low, high)).take(mine - low)
+            for j, place in enumerate(zip(self.numeric, self.parts, strict=True)):
+                scaled = (part.numbers(*place) - self.centre[j].item()) / self.scale[j].item()
+                numbers[block, j] = torch.from_numpy(scaled.clip(-FAR, FAR))
             for j, column in enumerate(self.categorical):
                 codes[block, j] = _codes(self.categories[j], part.values(column))
             for i, (j, labels, first) in enumerate(
@@ -133,6 +142,13 @@ class Preprocessing:
                 if folds is not None:
                     codes[block, i] += (1 + folds[block]) * (len(labels) + 2)
         return numbers, codes
+
+
+def _empty(rows: int, columns: int, dtype: torch.dtype, folder: str | None) -> Tensor:
+    if folder is None or columns == 0:
+        return torch.empty(rows, columns, dtype=dtype)
+    path, size = os.path.join(folder, secrets.token_hex(8)), rows * columns
+    return torch.from_file(path, shared=True, size=size, dtype=dtype).view(rows, columns)
 
 
 def _codes(labels: Sequence[str], values: list[Any]) -> Tensor:
@@ -154,8 +170,6 @@ def learn(
     A row whose weight is a whole number counts like as many equal rows. With a target, ``(row,
     number)``, columns of many categories have statistics, by the rows' folds.
     """
-    import numpy as np
-
     chosen = choose_categorical(table, options.categorical_features)
     masses = np.ones(table.rows) if weights is None else weights.numpy()
     numeric = [
@@ -250,15 +264,11 @@ def _is_text(table: Table, column: int, distinct: int) -> bool:
 
 
 def _quantiles(values: np.ndarray, weights: np.ndarray, levels: Any) -> np.ndarray:
-    import numpy as np
-
     return np.quantile(values, levels, weights=weights, method="inverted_cdf")
 
 
 def _centre_and_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     """Return the median, and a scale that outliers don't move: that of the middle half."""
-    import numpy as np
-
     low, middle, high = _quantiles(values, weights, [0.25, 0.5, 0.75])
     scale = (high - low) / 1.349 or float(np.average(np.abs(values - middle), weights=weights))
     return float(middle), scale if scale > 0 and math.isfinite(scale) else 1.0
@@ -268,14 +278,10 @@ def _edges(
     values: np.ndarray, weights: np.ndarray, bins: int, target: np.ndarray | None
 ) -> np.ndarray:
     """Return edges that are values of rows: ties, then quantiles or a tree's questions."""
-    import numpy as np
-
     distinct, place = np.unique(values, return_inverse=True)
     if len(distinct) <= bins + 1:
         return distinct
     if target is not None:
-        from sklearn.tree import DecisionTreeRegressor
-
         leaf = max(1, len(values) // (4 * bins))
         tree = DecisionTreeRegressor(max_leaf_nodes=bins, min_samples_leaf=leaf, random_state=0)
         tree.fit(values[:, None], target, sample_weight=weights)
@@ -292,9 +298,6 @@ def _edges(
 
 def _scores(values: np.ndarray, weights: np.ndarray, edges: np.ndarray, scaling: str) -> np.ndarray:
     """Return scores at the edges, standardised over rows."""
-    import numpy as np
-    from scipy.special import ndtri
-
     if scaling == "standard":
         scores = edges
     else:

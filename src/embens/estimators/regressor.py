@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from sklearn.base import RegressorMixin, is_regressor
+from sklearn.utils import check_consistent_length
 from torch import Tensor
 
-from embens.estimators import mixture
-from embens.estimators.base import RegressorMixin, TableEnsemble, Uncertainty, looked_up
+from embens.estimators import gaussians
+from embens.estimators.base import TableEnsemble, Uncertainty, looked_up
 from embens.estimators.gaussians import Gaussians
 from embens.uncertainty import conformal_quantile
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(eq=False, repr=False)
@@ -58,14 +58,10 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
     metric: str = "auto"
     head = Gaussians
 
-    single_ = looked_up("head.single", "Whether the target is one column.")
-    y_mean_ = looked_up("head.mean", "Of each target.")
-    y_std_ = looked_up("head.std", "Of each target.")
     temperature_ = looked_up("head.temperature", "Factors of members' standard deviations.")
-    scores_ = looked_up("head.scores", "Conformal scores of the calibration rows.")
 
     def _shaped(self, *found: Tensor) -> list[np.ndarray]:
-        return [(tensor[..., 0] if self.single_ else tensor).numpy() for tensor in found]
+        return [(tensor[..., 0] if self.head_.single else tensor).numpy() for tensor in found]
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Return the mean of the mixture; with ``return_std`` its standard deviation as well."""
@@ -106,7 +102,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
 
         def read(head: Gaussians, outputs: Tensor) -> list[Tensor]:
             mean, std = head.parts(outputs)
-            return [torch.stack([mixture.quantile(mean, std, level) for level in levels], 1)]
+            return [torch.stack([gaussians.quantile(mean, std, level) for level in levels], 1)]
 
         (found,) = self._shaped(*self._read(X, read))
         return found if isinstance(quantiles, Iterable) else found[:, 0]
@@ -118,13 +114,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
         rows are alike those that were fitted (exchangeable), however good the model. Of several
         targets ``(row, 2, target)``, each with its own guarantee.
         """
-        if self.scores_ is None:
-            raise ValueError(
-                "predict_interval needs rows that were held out, and this fit held out none: the "
-                "table has less than 50 rows, or validation_fraction=0. Pass "
-                "validation_fraction=0.3, or use predict_quantiles, which guarantees nothing."
-            )
-        factors = [conformal_quantile(column, coverage) for column in self.scores_.T]
+        factors = [conformal_quantile(column, coverage) for column in self.conformal_scores().T]
         factor = torch.tensor(factors, dtype=torch.float64)
         mean, std = self._read(X, Gaussians.summarise)
         (found,) = self._shaped(torch.stack([mean - factor * std, mean + factor * std], 1))
@@ -133,25 +123,18 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEnsemble):
 
 def neg_nll(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
     """Return the mean log-density of targets under the predicted mixture."""
-    import numpy as np
-
-    return float(np.average(score_rows(mixture.log_density, estimator, X, y), 0, sample_weight))
+    return float(np.average(score_rows(gaussians.log_density, estimator, X, y), 0, sample_weight))
 
 
 def neg_crps(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
     """Return the mean continuous ranked probability score, negative, in units of the target."""
-    import numpy as np
-
-    return -float(np.average(score_rows(mixture.crps, estimator, X, y), 0, sample_weight))
+    return -float(np.average(score_rows(gaussians.crps, estimator, X, y), 0, sample_weight))
 
 
 def score_rows(
     score: Callable[[Tensor, Tensor, Tensor], Tensor], estimator: Any, X: Any, y: Any
 ) -> np.ndarray:
     """Return a score of each row, the mean over targets, by members' means and deviations."""
-    from sklearn.base import is_regressor
-    from sklearn.utils import check_consistent_length
-
     if not is_regressor(estimator):
         raise TypeError(
             f"expected an EmbeddedEnsembleRegressor; got {type(estimator).__name__}. For a "

@@ -1,6 +1,6 @@
-"""Save and load estimators: one safetensors file with a JSON header, no pickle.
+"""Keep estimators: one safetensors file with a JSON header, no pickle; or one ONNX file.
 
-The file holds the ensemble, the preprocessing, the calibration, the arguments and the history;
+The former holds the ensemble, the preprocessing, the calibration, the arguments and the history;
 nothing in it is ever executed. ``joblib`` works as well, with pickle's usual risks.
 """
 
@@ -10,17 +10,22 @@ import dataclasses
 import json
 import os
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 
+from embens.ensemble import export
 from embens.ensemble.plan import Plan
 from embens.ensemble.storage import check_tensors
 from embens.ensemble.surgery import operate
 from embens.estimators import network
 from embens.estimators.choices import Sizes
+from embens.estimators.heads import Classes
 from embens.estimators.pipeline import Fitted
-from embens.estimators.preprocessing import Preprocessing
+from embens.estimators.preprocessing import FAR, Preprocessing
 from embens.files import Format, Refused, read_tensors, refusing, write_tensors
 from embens.laws import Law, from_dict
 from embens.training import History
@@ -70,8 +75,6 @@ def _to_json(value: Any) -> Any:
 
 def load(path: str | os.PathLike[str], *kinds: type) -> Any:
     """Read an estimator, of one of some classes, that :func:`save` wrote."""
-    import numpy as np
-
     header, tensors = read_tensors(path, FORMAT)
     with refusing(path):
         known = {kind.__name__: kind for kind in kinds}
@@ -115,3 +118,62 @@ def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], estimator: Any) 
     ensemble.load_state_dict(weights)
     history = History(**header["history"])
     return Fitted(known, head, ensemble, sizes, history, header["held_out"])
+
+
+class Raw(nn.Module):
+    """From raw columns to the prediction, by the names of its parts."""
+
+    def __init__(self, fitted: Fitted):
+        super().__init__()
+        self.centre = nn.Buffer(fitted.preprocessing.centre)
+        self.scale = nn.Buffer(fitted.preprocessing.scale)
+        self.ensemble = fitted.ensemble
+        self.head, self.dtype = fitted.head, fitted.dtype
+
+    def forward(self, numbers: Tensor, codes: Tensor | None = None) -> dict[str, Tensor]:
+        scaled = ((numbers - self.centre) / self.scale).clamp(-FAR, FAR).to(self.dtype)
+        if codes is None:
+            codes = torch.zeros(numbers.shape[0], 0, dtype=torch.int64)
+        found = self.head.summarise(self.ensemble(scaled, codes))
+        if not isinstance(self.head, Classes):
+            return dict(zip(("predicted_mean", "predicted_std"), found, strict=True))
+        several = len(found) > 1
+        return {
+            f"probabilities_{k}" if several else "probabilities": p for k, p in enumerate(found)
+        }
+
+
+def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
+    """Write one ONNX file from raw columns to the prediction, checked with onnxruntime.
+
+    Inputs: ``numbers``, float64 ``(row, column)``, the numeric columns as they were fitted, NaN
+    where one is missing (``when:month`` and the like are parts of dates, which are seconds); and,
+    if there are categorical columns, ``codes``, int64 ``(row, column)``, whose meaning is in the
+    file's metadata (``categories``: for each column a map from label to code; one that is not there
+    has the code after the last, missing one more; a column of many categories comes a second time).
+    Outputs: ``probabilities`` of a classifier (``probabilities_0``, … of several labels);
+    ``predicted_mean`` and ``predicted_std`` of a regressor.
+    """
+    fitted, known = estimator.fitted_, estimator.preprocessing_
+    if getattr(fitted.head, "transform", None) == "quantile":
+        raise ValueError("ONNX can't have target_transform='quantile'; fit with another one")
+    labels = [*known.categories, *known.labels]
+    columns = [*range(len(known.categorical)), *known.counted]
+    starts = [*[0] * len(known.categorical), *known.starts[:-1]]
+    notes: dict[str, list] = {
+        "numeric": known.inputs("none")[len(known.numeric) : 2 * len(known.numeric)],
+        "categorical": [known.names[known.categorical[j]] for j in columns],
+        "categories": [
+            {name: i for i, name in enumerate(names, first)}
+            for names, first in zip(labels, starts, strict=True)
+        ],
+    }
+    if isinstance(fitted.head, Classes):
+        notes["classes"] = [classes.tolist() for classes in fitted.head.labels]
+    steps = torch.linspace(-2, 2, 8, dtype=torch.float64)[:, None]
+    rows = {"numbers": known.centre + steps * known.scale}  # in the range of the training part
+    rows["numbers"][:1, :1] = float("nan")
+    if known.categorical:
+        codes = [torch.arange(8) % (len(names) + 2) for names in labels]
+        rows["codes"] = torch.stack(codes, 1) + torch.tensor(starts)
+    return export.to_onnx(Raw(fitted), path, rows, notes=notes)

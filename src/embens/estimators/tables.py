@@ -11,18 +11,20 @@ Not here: files (:mod:`embens.estimators.files`), and what becomes of the column
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import narwhals.stable.v2 as nw
+import numpy as np
+import pandas
 import torch
+from narwhals.dependencies import is_into_dataframe
+from sklearn.utils import column_or_1d
+from sklearn.utils.validation import _check_sample_weight, check_array, validate_data
 from torch import Tensor
 
 from embens.checks import closest
-
-if TYPE_CHECKING:
-    import numpy as np
 
 PARTS = ("month", "day", "weekday", "hour")
 """What is read from a date beside its seconds; months from 1, days from 1, Monday is 0."""
@@ -32,11 +34,12 @@ DENSE = 2**28  # numbers that a sparse matrix may become
 class Table:
     """Columns of a data frame, which is narwhals' view of it, to read by number.
 
-    ``first`` is the number of its first row where it is a part of something larger.
+    ``first`` is the number of its first row where it is a part of something larger; ``folder`` is
+    for what memory can't hold of it.
     """
 
-    def __init__(self, frame: Any, first: int = 0):
-        self.frame, self.rows, self.first = frame, len(frame), first
+    def __init__(self, frame: Any, first: int = 0, folder: str | None = None):
+        self.frame, self.rows, self.first, self.folder = frame, len(frame), first, folder
         self.columns = list(frame.columns)  # a frame makes this list anew each time
         self.names = [str(name) for name in self.columns]
 
@@ -45,8 +48,6 @@ class Table:
 
     def is_categorical(self, column: int) -> bool:
         """Return whether the type of a column makes it categorical."""
-        import narwhals.stable.v2 as nw
-
         dtype = self.column(column).dtype
         if dtype in (nw.Object, nw.Binary, nw.Unknown):
             return any(isinstance(v, (str, bytes, bool)) for v in self.values(column))
@@ -54,26 +55,25 @@ class Table:
 
     def parts(self, column: int) -> tuple[str, ...]:
         """Return what numbers a column has: itself (""), and the parts of a date."""
-        import narwhals.stable.v2 as nw
-
         return ("", *PARTS) if self.column(column).dtype in (nw.Datetime, nw.Date) else ("",)
 
     def numbers(self, column: int, part: str = "") -> np.ndarray:
         """Return a column as float64, NaN where a value is missing; infinite is an error."""
-        import narwhals.stable.v2 as nw
-        import numpy as np
-
         series, name = self.column(column), self.names[column]
         if series.dtype in (nw.Datetime, nw.Date, nw.Duration, nw.Time):
             raw = np.asarray(series.to_numpy())
             if raw.dtype.kind not in "mM":
                 raise TypeError(f"column {name!r}: can't read {series.dtype} as time")
-            return np.where(np.isnat(raw), math.nan, _of_time(raw, part))
-        found = None
-        if series.dtype.is_numeric() or series.dtype == nw.Boolean:
-            with contextlib.suppress(ValueError):  # Arrow's, of whole numbers beyond 2**53
-                found = np.asarray(series.cast(nw.Float64()).to_numpy(), dtype="float64")
-        if found is None:
+            if part:
+                name = part.replace("weekday", "day_of_week")
+                return np.asarray(getattr(pandas.DatetimeIndex(raw), name), dtype="float64")
+            seconds = raw.astype(raw.dtype.kind + "8[us]").astype("int64") / 1e6
+            return np.where(np.isnat(raw), math.nan, seconds)
+        try:
+            if not (series.dtype.is_numeric() or series.dtype == nw.Boolean):
+                raise ValueError
+            found = np.asarray(series.cast(nw.Float64()).to_numpy(), dtype="float64")
+        except ValueError:  # also Arrow's, of whole numbers beyond 2**53
             found = np.array([self._number(*cell, name) for cell in enumerate(series.to_list())])
         if len(rows := np.flatnonzero(np.isinf(found))):
             raise ValueError(
@@ -104,29 +104,7 @@ class Table:
         return self.column(column).to_list()
 
     def take(self, rows: Any) -> Table:
-        return Table(self.frame[rows])
-
-    def block(self, columns: Sequence[int], parts: Sequence[str]) -> np.ndarray:
-        """Return columns, or parts of them, as one float64 array."""
-        import numpy as np
-
-        if not columns:
-            return np.zeros((self.rows, 0))
-        return np.column_stack([self.numbers(*c) for c in zip(columns, parts, strict=True)])
-
-
-def _of_time(values: np.ndarray, part: str) -> np.ndarray:
-    """Return the seconds of numpy's times, or a part of its dates."""
-    if not part:
-        return values.astype(values.dtype.kind + "8[us]").astype("int64") / 1e6
-    months, days, hours = (values.astype(f"M8[{unit}]") for unit in "MDh")
-    found = {
-        "month": months.astype("int64") % 12 + 1,
-        "day": (days - months.astype("M8[D]")).astype("int64") + 1,
-        "weekday": (days.astype("int64") + 3) % 7,
-        "hour": (hours - days.astype("M8[h]")).astype("int64"),
-    }
-    return found[part].astype("float64")
+        return Table(self.frame[rows], folder=self.folder)
 
 
 def place(rows: Any, column: str | None = None, first: int = 0) -> str:
@@ -137,32 +115,19 @@ def place(rows: Any, column: str | None = None, first: int = 0) -> str:
 
 def from_frame(x: Any, first: int = 0) -> Table:
     """Return a data frame as a table."""
-    import narwhals.stable.v2 as nw
-
     return Table(nw.from_native(x, eager_only=True), first)
 
 
 def from_array(array: np.ndarray, names: Sequence[str] | None = None) -> Table:
     """Return a two-dimensional array of numbers, text or objects as a table."""
-    import pandas
-
     if array.dtype in ("float16", "longdouble"):  # not known to data frames
         array = array.astype("float64")
     names = names or [f"column {j}" for j in range(array.shape[1])]
     return from_frame(pandas.DataFrame(array, columns=list(names)))
 
 
-def is_frame(x: Any) -> bool:
-    """Return whether something is a data frame."""
-    from narwhals.dependencies import is_into_dataframe
-
-    return is_into_dataframe(x)
-
-
 def is_missing(value: Any) -> bool:
     """Return whether a value is None, NaN, NaT or pandas' NA."""
-    import pandas
-
     return pandas.isna(value) is True
 
 
@@ -180,11 +145,9 @@ def label(value: Any) -> str:
 
 def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
     """Return ``X`` as a table; remember its columns, or compare them with those remembered."""
-    from sklearn.utils.validation import check_array, validate_data
-
     if type(X).__name__ == "LazyFrame":
         raise TypeError("X: expected an array or a data frame; got a LazyFrame. Pass X.collect().")
-    if is_frame(X):
+    if is_into_dataframe(X):
         validate_data(estimator, X, skip_check_array=True, reset=reset)
         table = from_frame(X)
         if not all(shape := (table.rows, len(table.names))):
@@ -209,36 +172,28 @@ def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
     return from_array(X, names).check()
 
 
-def read_target(y: Any, name: str | None = None, first: int = 0) -> np.ndarray:
+def read_target(y: Any) -> np.ndarray:
     """Return a target as an array; one that is missing or infinite is an error that names its row.
 
-    A table of one column is a vector. ``first`` is the number of the first row.
+    A table of one column is a vector.
     """
-    import narwhals.stable.v2 as nw
-    import numpy as np
-    import pandas
-    from sklearn.utils import column_or_1d
-
-    if type(y).__module__.startswith("pyarrow") and not is_frame(y):
+    if type(y).__module__.startswith("pyarrow") and not is_into_dataframe(y):
         y = np.array(y.to_pylist())
     y = nw.from_native(y, allow_series=True, pass_through=True)
-    names = list(y.columns) if hasattr(y, "columns") else None
+    names = list(y.columns) if hasattr(y, "columns") else [getattr(y, "name", None)]
     y = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
     wrong, what = pandas.isna(y), "NaN: the target is missing"
     if not wrong.any() and y.dtype.kind in "fO":
         wrong, what = (y == math.inf) | (y == -math.inf), "infinity"
     if wrong.any():
         cells = np.argwhere(wrong)
-        where = place(cells[:, 0], str(names[cells[0, 1]]) if names else name, first)
+        where = place(cells[:, 0], names[cells[0, 1] if y.ndim == 2 and len(names) > 1 else 0])
         raise ValueError(f"Input y contains {what} in {where}. Leave such rows out.")
     return column_or_1d(y, warn=True) if y.ndim == 2 and y.shape[1] == 1 else y
 
 
 def read_weights(sample_weight: Any, rows: int) -> Tensor:
     """Return the weights of rows, float64; all are 1 if none are given."""
-    import numpy as np
-    from sklearn.utils.validation import _check_sample_weight
-
     weights = _check_sample_weight(
         sample_weight, np.empty((rows, 1)), dtype=np.float64, ensure_non_negative=True
     )
@@ -249,8 +204,6 @@ def read_weights(sample_weight: Any, rows: int) -> Tensor:
 
 def choose_categorical(table: Table, chosen: Any) -> list[int]:
     """Return the numbers of the categorical columns, as the option of that name chooses them."""
-    import numpy as np
-
     if isinstance(chosen, str):
         if chosen != "auto":
             raise ValueError(
@@ -260,12 +213,11 @@ def choose_categorical(table: Table, chosen: Any) -> list[int]:
         return [j for j in range(len(table.names)) if table.is_categorical(j)]
     numbers = {name: j for j, name in enumerate(table.names)}
     given = [] if chosen is None else list(chosen)
-    for name in given:
-        if isinstance(name, str) and name not in numbers:
-            hint = closest(name, table.names)
-            raise ValueError(f"categorical_features: no column {name!r}{hint}")
-    index = [numbers[v] if isinstance(v, str) else v for v in given]
+    if unknown := [n for n in given if isinstance(n, str) and n not in numbers]:
+        hint = closest(unknown[0], table.names)
+        raise ValueError(f"categorical_features: no column {unknown[0]!r}{hint}")
+    index = np.array([numbers[v] if isinstance(v, str) else v for v in given])
     try:
-        return np.unique(np.arange(len(numbers))[np.array(index)]).tolist() if index else []
+        return np.unique(np.arange(len(numbers))[index]).tolist() if given else []
     except IndexError as error:
         raise ValueError(f"categorical_features: {error}") from None
