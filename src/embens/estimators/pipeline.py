@@ -260,8 +260,9 @@ def train(
         _, members = held_out_losses(head, outputs, stop[-1])
         return float(head.refined(outputs, stop[-1])), members
 
-    attempt = 0
-    while attempt := attempt + 1:
+    attempts = 0
+    while True:
+        attempts += 1
         course = Averaging(
             *(ensemble, None if stop is None else judge),
             steps=-(-len(prepared.train[-1]) // sizes.batch_size),
@@ -293,7 +294,7 @@ def train(
             course.put(course.best)
             return course.history if history is None or stop is not None else history
         except Divergence as error:
-            if attempt == 4:
+            if attempts == 4:
                 raise
             lr, own = lr / 4, own / 4
             warnings.warn(f"{error} Trying again with lr={lr:g}.", stacklevel=4)
