@@ -181,7 +181,7 @@ class Modulated(Wrapper):
     ):
         super().__init__()
         self.layer, self.pre, self.post, self.border = layer, pre, post, border
-        plain = self.plain_layer
+        plain = self.inner()
         self._spatial = spatial_axes(plain)
         self._effective = getattr(plain, "effective_parameters", None) is not None
         known = is_stock(plain)
@@ -192,8 +192,6 @@ class Modulated(Wrapper):
     def inner(self) -> nn.Module:
         """Return the layer itself, without what computes it once for all members."""
         return self.layer.module if isinstance(self.layer, Once) else self.layer
-
-    plain_layer = property(inner)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output of the running members; input is the name in torch's own layers."""
@@ -270,7 +268,7 @@ class Modulated(Wrapper):
         return together(outputs)
 
     def _inner_attribute(self, name: str) -> Any:
-        layer = self.plain_layer
+        layer = self.inner()
         if name in layer._parameters and layer._parameters[name] is not None:
             error = AttributeError(
                 f"the code reads the {name} of a modulated {type(layer).__name__} without "
@@ -282,7 +280,7 @@ class Modulated(Wrapper):
 
     def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return a plain layer with one member's weights; None: the mean of all members'."""
-        layer = copy.deepcopy(self.plain_layer, left_over(self.plain_layer))
+        layer = copy.deepcopy(self.inner(), left_over(self.inner()))
         pre = None if self.pre is None else self.pre.of(member)
         post = None if self.post is None else self.post.of(member)
         if not is_linear_in_parameters(layer):

@@ -40,11 +40,6 @@ class Wrapper(nn.Module):
     def inner(self) -> nn.Module:
         raise NotImplementedError
 
-    def parts(self) -> list[tuple[str, nn.Module]]:
-        """Return what it holds, by name; the module inside has none."""
-        (_, inner), *others = self.named_children()
-        return [("", inner), *others]
-
     def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return what a plain network has in its place, of one member; None: the mean of all.
 
@@ -97,8 +92,9 @@ class Sealed:
 def walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield all modules of an ensemble's network by the names that they have in the reference."""
     yield name, module
-    for key, child in module.parts() if isinstance(module, Wrapper) else module.named_children():
-        yield from walk(child, f"{name}.{key}".strip("."))
+    for place, (key, child) in enumerate(module.named_children()):
+        inside = isinstance(module, Wrapper) and not place  # has the name of what is around it
+        yield from walk(child, name if inside else f"{name}.{key}".strip("."))
 
 
 def plain(network: nn.Module, member: int | None) -> nn.Module:

@@ -159,7 +159,7 @@ class Recorder:
             if id(numbers.values) not in self._structured:
                 return
             edge = torch.autograd.graph.get_gradient_edge(product)
-            shape = (numbers.size * numbers.repeat, *(1,) * spatial_axes(module.plain_layer))
+            shape = (numbers.size * numbers.repeat, *(1,) * spatial_axes(module.inner()))
             use = ({"weight": numbers.values}, value.detach(), edge, product.shape)
             self._calls.append((module, Scale(*use, shape, numbers.repeat)))  # type: ignore[union-attr, arg-type]
 
