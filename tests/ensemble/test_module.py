@@ -345,7 +345,7 @@ def test_a_subset_of_members_that_are_not_there_is_an_error():
         with pytest.raises(kind, match="member"):
             ensemble.subset(wrong)
     for wrong in ([True, False, True], "01", [0.0], 2):
-        with pytest.raises(TypeError, match="whole number|not iterable"):
+        with pytest.raises(TypeError, match=r"whole number|not iterable"):
             ensemble.subset(wrong)
     assert ensemble.subset(torch.tensor([0, 2])).members == 2
 
