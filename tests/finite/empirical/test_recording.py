@@ -128,14 +128,15 @@ def test_outputs_that_are_no_tensor_are_refused():
             function(ensemble, torch.randn(4, 3))
 
 
-def test_a_transformer_uses_terms_for_all_but_its_attention():
+def test_a_transformer_uses_terms_throughout():
     x = torch.randint(11, (3, 5))
     ensemble = embens.last_layer_dropout(Tokens(), 2, example_input=x).eval()
     recorder = Recorder(ensemble)
     with recorder.watching():
         recorder.survey((x[:2],))
     names = {id(p): name for name, p in ensemble.named_parameters()}
-    assert all("self_attn" in names[p] for p in recorder.general)
+    general = [names[p] for p in recorder.general]
+    assert all(name.endswith("k_proj.bias") for name in general), "which have no effect"
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

@@ -7,8 +7,8 @@ alone, to find
 - whether samples keep to themselves at all: batch statistics, a batch that is not the first axis
   or random layers make "the gradient of one sample" meaningless, and are an error;
 - which parameters are *structured*: their terms give the gradients that autograd gives. Everything
-  else (attention's projections, bare parameters, convolutions in groups, layers with a forward of
-  their own) is left to :mod:`embens.finite.empirical.samplewise`.
+  else (bare parameters, convolutions in groups, layers with a forward of their own) is left to
+  :mod:`embens.finite.empirical.samplewise`.
 """
 
 from __future__ import annotations
