@@ -79,7 +79,10 @@ class Sealed:
     def _refuse(self, *arguments: Any, **options: Any) -> Any:
         raise self._error
 
-    __getitem__ = __iter__ = __len__ = __float__ = __array__ = __call__ = __neg__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
+    __array__ = __call__ = _refuse
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
