@@ -37,8 +37,9 @@ def report(path: Path) -> None:
         title = f"## At most {rows:,} rows to fit: {len(fits)} fits, {len(ranked)} tables\n"
         texts.append("\n".join([title, *said, describe(means, boards), "\n### Bars\n\n"]))
         texts[-1] += "\n".join(f"- {line}" for line in bars(means, ranked, boards))
-        if boards:
-            draw(means, *boards[0], path.with_suffix(".png"), rows)
+        if boards:  # all contestants, if that leaves half of the tables
+            shown = [part for part in boards if 2 * len(part[0]) >= len(ranked)][-1]
+            draw(means, *shown, path.with_suffix(".png"), rows)
     text = "\n\n".join([*texts, machine()])
     print(text)
     path.with_suffix(".md").write_text(text + "\n")
@@ -266,17 +267,17 @@ def draw(means: pd.DataFrame, loss: pd.DataFrame, board: pd.DataFrame, path: Pat
         capsize=3,
     )
     left.set(xlabel=f"Elo by log loss or CRPS, {len(loss)} tables, ≤ {rows:,} rows to fit")
-    worse = loss.div(loss.min(axis=1), axis=0) - 1
+    worse = np.exp(np.log(loss.div(loss.min(axis=1), axis=0)).mean()) - 1
     seconds = _wide(means["fit_seconds"]).loc[loss.index]
     for name in loss:
         colour = "C3" if name.startswith("embens") else "C0"
-        x, y = np.exp(np.log(seconds[name]).mean()), 100 * worse[name].mean()
+        x, y = np.exp(np.log(seconds[name]).mean()), 100 * worse[name]
         right.scatter(x, y, color=colour)
         right.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
     right.set(
         xscale="log",
         xlabel="CPU seconds of a fit (geometric mean)",
-        ylabel="loss above the best of the table, %",
+        ylabel="loss above the best of a table, % (geometric mean)",
     )
     figure.savefig(path, dpi=110)
     plt.close(figure)
