@@ -195,24 +195,17 @@ def ood_auroc(
             )
         outputs = torch.cat([outputs, other.to(outputs.device)], 1)
         target = torch.arange(outputs.shape[1]) >= batch
-    scores, marks = score(outputs), _check_marks(target, outputs.shape[1]).to(outputs.device)
+    if target.shape != outputs.shape[1:2] or target.unique().tolist() != [0, 1]:
+        got = f"shape {tuple(target.shape)} and the values {target.unique().tolist()[:5]}"
+        expected = f"{outputs.shape[1]} marks, 1 where out of distribution, of both kinds"
+        raise ValueError(f"target: expected {expected}, got {got}")
+    scores, marks = score(outputs), target.bool().to(outputs.device)
     if scores.shape != marks.shape or scores.isnan().any():
         got = f"shape {tuple(scores.shape)}" if scores.shape != marks.shape else "NaN"
         raise ValueError(f"score: expected one number per sample, {tuple(marks.shape)}, got {got}")
     within, out = scores[~marks].detach().sort().values, scores[marks].detach()
     pairs = sum(int(torch.searchsorted(within, out, right=ties).sum()) for ties in (False, True))
     return outputs.new_tensor(pairs / (2 * len(within) * len(out)))
-
-
-def _check_marks(target: Tensor, samples: int) -> Tensor:
-    if target.shape != (samples,):
-        got = f"shape {tuple(target.shape)}; pass one mark per sample, or the logits themselves"
-    elif (values := target.unique().tolist()) != [0, 1]:
-        got = f"the values {values}; pass samples of both kinds, 0 and 1"
-    else:
-        return target.bool()
-    expected = f"target: expected {samples} marks, true or 1 where out of distribution"
-    raise ValueError(f"{expected}, got {got}")
 
 
 def _check_outputs(outputs: Tensor) -> Tensor:

@@ -84,7 +84,11 @@ def to_onnx(
         )
     between = _BetweenTensors(network, example)
     batches, errors = list(between.batches()), []
-    with evaluating(network), torch.no_grad(), _quiet(), ExitStack() as afterwards:
+    quiet = warnings.catch_warnings(action="ignore")  # the check tells what matters
+    with evaluating(network), torch.no_grad(), quiet, ExitStack() as afterwards:
+        logger = logging.getLogger("torch.onnx")
+        afterwards.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
         for ensemble in ensembles:
             afterwards.callback(setattr, ensemble, "chunk", ensemble.chunk)
         expected = [between(*batch) for batch in batches]
@@ -195,16 +199,3 @@ def _save(
             torch.testing.assert_close(
                 torch.from_numpy(theirs), ours.cpu(), rtol=close, atol=close * size, equal_nan=True
             )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what the exporter warns of from the user, whom the check tells what matters."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logger.setLevel(level)
