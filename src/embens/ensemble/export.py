@@ -164,13 +164,14 @@ class _BetweenTensors(nn.Module):
             verbose=False,
         )
         assert program is not None
-        graph = program.model_proto.graph
+        model = program.model_proto  # a new one each time
+        graph = model.graph
         symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
         for value in (*graph.input, *graph.output, *graph.value_info):
             for size in value.type.tensor_type.shape.dim:
                 if symbol and size.dim_param:
                     size.dim_param = re.sub(rf"\b{symbol}\b", "batch", size.dim_param)
-        return program.model_proto
+        return model
 
 
 def _signature(network: nn.Module) -> inspect.Signature:
