@@ -147,3 +147,22 @@ def test_an_attention_of_another_kind_is_refused_with_what_to_do():
 
     with pytest.raises(TypeError, match=r"a Mine with a forward .* four Linear layers"):
         embens.batch_ensemble(nn.Sequential(nn.Linear(8, 8), Mine(8, 2), nn.Linear(8, 2)), 3)
+
+
+def test_attentions_with_tied_projections_are_refused_and_one_that_is_called_twice_is_not():
+    class Twice(nn.Module):
+        def __init__(self, tied: bool):
+            super().__init__()
+            self.a, self.b = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+            self.b = self.b if tied else self.a
+            self.b.in_proj_weight, self.head = self.a.in_proj_weight, nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.a(x, x, x)[0]
+            return self.head(self.b(x, x, x)[0].mean(1))
+
+    with pytest.raises(ValueError, match="tied projections"):
+        embens.batch_ensemble(Twice(tied=True), 3)
+    ensemble, x = embens.batch_ensemble(Twice(tied=False), 3), torch.randn(2, 5, 8)
+    assert ensemble.network.a is ensemble.network.b
+    torch.testing.assert_close(ensemble(x)[1], ensemble.member(1)(x))

@@ -7,6 +7,7 @@ layers' outputs it is still affine. A :class:`Flow` is the result for the whole 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -329,6 +330,12 @@ def opened(root: nn.Module) -> nn.Module:
     found = [m for m in root.modules() if isinstance(m, nn.MultiheadAttention)]
     if not found:
         return root
+    held = Counter(id(p) for m in root.modules() for p in m._parameters.values())
+    if any(held[id(p)] > 1 for m in found for p in m._parameters.values() if p is not None):
+        raise ValueError(
+            "two attentions of the reference have tied projections, which would be taken apart; "
+            "call one and the same module twice"
+        )
     root = copy_structure(root, {id(m): Attention(m) for m in found})
     for module in root.modules():
         if isinstance(module, nn.TransformerEncoder):  # else it looks for weights to go past them
