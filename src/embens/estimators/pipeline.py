@@ -174,7 +174,7 @@ def fit(prepared: Prepared, previous: Fitted | None = None) -> Fitted:
         rows = (prepared.stop[:-1], prepared.stop[-1])
         size = int(options.select)
         metric = replace(head, temperature=1.0).metric
-        ensemble = embens.select(ensemble, rows, size, metric=metric, maximise=False)
+        ensemble = embens.select(ensemble, rows, size, metric=metric)
         head, held_out = calibrate(ensemble, prepared)
     built = previous.sizes if previous else sizes
     return Fitted(prepared.preprocessing, head, ensemble, built, run, held_out)

@@ -36,22 +36,21 @@ _SHOWN = {
 
 def by_moment(callbacks: Sequence[Any]) -> dict[str, list[Callable]]:
     """Return the functions to call at each moment; refuse objects that would not be called."""
-    found: dict[str, list[Callable]] = {moment: [] for moment in MOMENTS}
     if not isinstance(callbacks, Sequence):
         raise TypeError(f"callbacks: expected a list of them; got {type(callbacks).__name__}")
+    found: dict[str, list[Callable]] = {moment: [] for moment in MOMENTS}
     for callback in callbacks:
         kind, names = type(callback).__name__, [n for n in dir(callback) if n.startswith("on_")]
-        for name in names:
-            if name not in MOMENTS:
-                raise TypeError(f"callbacks: {kind} has an unknown {name}{closest(name, MOMENTS)}")
-            found[name].append(getattr(callback, name))
         if not names and not callable(callback):
             raise TypeError(
                 f"callbacks: expected functions, or objects with any of {', '.join(MOMENTS)}; got "
                 f"{kind}. A logger goes into embens.training.Log(logger)."
             )
-        if not names:
-            found["on_epoch"].append(callback)
+        if wrong := sorted({*names} - {*MOMENTS}):
+            hint = closest(wrong[0], MOMENTS)
+            raise TypeError(f"callbacks: {kind} has an unknown {wrong[0]}{hint}")
+        for name in names or ["on_epoch"]:
+            found[name].append(getattr(callback, name, callback))
     return found
 
 

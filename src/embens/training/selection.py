@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embens import metrics
 from embens.checks import check_whole
 from embens.ensemble import EmbeddedEnsemble
 from embens.objective import default_criterion, logits_of, squared_error
 from embens.prediction import predict
 from embens.training.batches import batches_of
-from embens.training.settings import Metric, more_is_better
+
+ROWS = 1024  # that run at a time; a loader has its own
 
 
 def select(
@@ -23,9 +24,7 @@ def select(
     data: Any,
     size: int = 8,
     *,
-    metric: Metric = None,
-    maximise: bool | None = None,
-    batch_size: int = 1024,
+    metric: Callable[[Tensor, Tensor], Any] | None = None,
 ) -> EmbeddedEnsemble:
     """Choose members one by one, each the best to add, with replacement.
 
@@ -36,13 +35,10 @@ def select(
 
     Args:
         ensemble: of any family with fixed members; not changed.
-        data: tensors ``(inputs, targets)``, a ``Dataset`` or a ``DataLoader``, as for
-            :func:`embens.fit`; rows that nothing was trained on.
+        data: as for :func:`embens.fit`; rows that nothing was trained on.
         size: how many members to choose; one that is chosen twice counts twice.
-        metric: "loss" (None: the same): log loss for classes, squared error for other targets;
-            "accuracy"; or a function of ``(outputs, target)`` such as ``embens.metrics.brier``.
-        maximise: whether more is better, for a function of your own.
-        batch_size: how many samples to run at a time; a loader has its own.
+        metric: a function of ``(outputs, target)`` such as ``embens.metrics.brier``, the less the
+            better; None: log loss for classes, squared error for other targets.
 
     Returns:
         ``ensemble.subset`` of the chosen; its ``plan.subset.members`` says which they were.
@@ -57,21 +53,21 @@ def select(
     check_whole("size", size)
     if any(site.fresh for site in ensemble.plan.sites):
         raise ValueError("masks are drawn anew at each pass: there are no members to choose from")
-    more = more_is_better("loss" if metric is None else metric, maximise)
-    outputs, target = _run(ensemble, data, check_whole("batch_size", batch_size))
-    if metric is None or isinstance(metric, str):
+    parts, targets = [], []
+    for batch in batches_of(data, ROWS, seed=None, name="data").epoch(0):
+        parts.append(logits_of(predict(ensemble, batch.inputs, batch_size=batch.rows).members))
+        targets.append(batch.target)
+    if not all(isinstance(v, Tensor) for v in (*parts, *targets)):
+        raise TypeError("select expects a network that returns one tensor, and one target of each")
+    outputs, target = torch.cat(parts, 1).double(), torch.cat(targets)
+    target = target.double() if target.is_floating_point() else target
+    if metric is None:
         numbers = default_criterion(outputs, target) is squared_error
-        loss = _squared if numbers else _log_loss
-        metric = metrics.ensemble_accuracy if metric == "accuracy" else loss
-
-    def score(members: list[int]) -> float:
-        value = float(metric(outputs[members], target))
-        return -value if more else value
-
+        metric = _squared_error if numbers else _log_loss
     path: list[tuple[float, list[int]]] = [(0.0, [])]
     for _ in range(size):
         candidates = [[*path[-1][1], a] for a in range(ensemble.members)]
-        scores = [score(members) for members in candidates]
+        scores = [float(metric(outputs[members], target)) for members in candidates]
         best = min((value for value in scores if not math.isnan(value)), default=None)
         if best is None:
             raise ValueError("the metric is NaN for every choice; are all outputs finite?")
@@ -80,19 +76,7 @@ def select(
     return ensemble.subset(last[1])
 
 
-def _run(ensemble: EmbeddedEnsemble, data: Any, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Return the outputs of all members and the targets, in double precision."""
-    outputs, targets = [], []
-    for batch in batches_of(data, batch_size, seed=None, name="data").epoch(0):
-        outputs.append(logits_of(predict(ensemble, batch.inputs, batch_size=batch.rows).members))
-        targets.append(batch.target)
-    if not all(isinstance(v, Tensor) for v in (*outputs, *targets)):
-        raise TypeError("select expects a network that returns one tensor, and one target of each")
-    target = torch.cat(targets)
-    return torch.cat(outputs, 1).double(), target.double() if target.is_floating_point() else target
-
-
-def _squared(outputs: Tensor, target: Tensor) -> Tensor:
+def _squared_error(outputs: Tensor, target: Tensor) -> Tensor:
     return squared_error(outputs.mean(0), target)
 
 
