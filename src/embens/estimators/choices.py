@@ -213,17 +213,12 @@ def split(
     count = usual if fraction == "auto" else round(fraction * rows)
     if count == 0:
         return Parts(torch.arange(rows), nothing, nothing)
-    if groups is not None:
-        order = _by_turns(order, groups)
+    if groups is not None:  # any beginning has the classes in proportion, and none whole
+        codes = pandas.Series(groups[order].numpy())
+        classes = codes.groupby(codes)
+        size = classes.transform("size")
+        position = ((classes.cumcount() + 0.5) / size).mask(size == 1, 1.0)
+        order = order[torch.tensor(position.to_numpy()).argsort(stable=True)]
     held, train = order[:count], order[count:].sort().values
     mine = torch.arange(count) % (apart or count + 1) == (apart or 0) - 1
     return Parts(train, held[~mine].sort().values, held[mine].sort().values)
-
-
-def _by_turns(order: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Return an order of which any beginning has the classes in proportion, and none whole."""
-    codes = pandas.Series(groups[order].numpy())
-    classes = codes.groupby(codes)
-    size = classes.transform("size")
-    position = ((classes.cumcount() + 0.5) / size).mask(size == 1, 1.0)
-    return order[torch.tensor(position.to_numpy()).argsort(stable=True)]

@@ -132,7 +132,14 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         Aleatoric is the members' mean entropy, epistemic the rest: what they disagree about. Of
         several labels ``(row, label)``.
         """
-        total, aleatoric = self._read(X, _entropies)
+
+        def entropies(head: Classes, outputs: Tensor) -> tuple[Tensor, Tensor]:
+            labels = head.probabilities(outputs)
+            total = [torch.special.entr(p.mean(0)).sum(-1) for p in labels]
+            members = [torch.special.entr(p).sum(-1).mean(0) for p in labels]
+            return torch.stack(total, 1), torch.stack(members, 1)
+
+        total, aleatoric = self._read(X, entropies)
         if self.head_.single:
             total, aleatoric = total[:, 0], aleatoric[:, 0]
         epistemic = (total - aleatoric).clamp(min=0)
@@ -142,10 +149,3 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_label = True
         return tags
-
-
-def _entropies(head: Classes, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    labels = head.probabilities(outputs)
-    total = [torch.special.entr(p.mean(0)).sum(-1) for p in labels]
-    members = [torch.special.entr(p).sum(-1).mean(0) for p in labels]
-    return torch.stack(total, 1), torch.stack(members, 1)

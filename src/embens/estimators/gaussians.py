@@ -128,17 +128,6 @@ class Gaussians(Head):
             return values.clamp(max=300.0).exp() - self.knots[0]
         return _interpolate(values, *self.knots.flip(0))
 
-    def skewness(self, target: Tensor) -> float:
-        """Return the largest skewness of targets as they are packed."""
-        values = target[:, : self.targets].double()
-        return float((values - values.mean(0)).pow(3).mean(0).abs().max())
-
-    def repacked(self, other: Gaussians, target: Tensor) -> Tensor:
-        """Return the target that another head packed, as this one does."""
-        values = other.values_of(target)
-        weights = target[:, -1].double() if self.weighted else None
-        return self.pack(values, weights, target.dtype)
-
     def values_of(self, target: Tensor) -> Tensor:
         """Return the values of a packed target, in their own units."""
         return self._back(self.mean + self.std * target[:, : self.targets].double())

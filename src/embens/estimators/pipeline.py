@@ -50,14 +50,18 @@ class Prepared:
 
     def transformed(self, transform: str) -> Prepared:
         """Return the same with another transform of the target."""
-        head, target = self.head, self.train[-1]
+        head, other = self.head, replace(self.head, transform=transform)
         assert isinstance(head, Gaussians)
-        values = head.values_of(target)
-        weights = target[:, -1].double() if head.weighted else torch.ones(len(values)).double()
-        other = replace(head, transform=transform).scaled(values, weights)
+
+        def unpacked(rows: Tensors) -> tuple[Tensor, Tensor]:
+            weights = rows[-1][:, -1] if head.weighted else torch.ones(len(rows[-1]))
+            return head.values_of(rows[-1]), weights.double()
 
         def again(rows: Tensors | None) -> Any:
-            return None if rows is None else (*rows[:-1], other.repacked(head, rows[-1]))
+            packed = rows and other.pack(*unpacked(rows), rows[-1].dtype)
+            return rows and (*rows[:-1], packed)
+
+        other = other.scaled(*unpacked(self.train))
 
         parts = map(again, (self.train, self.stop, self.calibrate))
         return Prepared(self.options, self.seed, self.deadline, self.preprocessing, other, *parts)
@@ -185,7 +189,8 @@ def choose_transform(prepared: Prepared, sizes: choices.Sizes) -> Prepared:
     head = prepared.head
     if not isinstance(head, Gaussians) or prepared.options.target_transform != "auto":
         return prepared
-    if head.skewness(prepared.train[-1]) < SKEWED:
+    values = prepared.train[-1][:, : head.targets].double()  # of mean 0 and variance 1
+    if (values - values.mean(0)).pow(3).mean(0).abs().max() < SKEWED:
         return prepared
     candidates = [prepared, prepared.transformed("quantile")]
     if (head.values_of(prepared.train[-1]) >= 0).all():

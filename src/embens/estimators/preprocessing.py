@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.special import ndtri
-from sklearn.tree import DecisionTreeRegressor
 from torch import Tensor
 
 from embens.estimators.choices import Options
@@ -282,6 +281,8 @@ def _edges(
     if len(distinct) <= bins + 1:
         return distinct
     if target is not None:
+        from sklearn.tree import DecisionTreeRegressor
+
         leaf = max(1, len(values) // (4 * bins))
         tree = DecisionTreeRegressor(max_leaf_nodes=bins, min_samples_leaf=leaf, random_state=0)
         tree.fit(values[:, None], target, sample_weight=weights)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import RegressorMixin, is_regressor
+from sklearn.base import RegressorMixin
 from sklearn.utils import check_consistent_length
 from torch import Tensor
 
@@ -135,11 +135,6 @@ def score_rows(
     score: Callable[[Tensor, Tensor, Tensor], Tensor], estimator: Any, X: Any, y: Any
 ) -> np.ndarray:
     """Return a score of each row, the mean over targets, by members' means and deviations."""
-    if not is_regressor(estimator):
-        raise TypeError(
-            f"expected an EmbeddedEnsembleRegressor; got {type(estimator).__name__}. For a "
-            "classifier use scoring='neg_log_loss'."
-        )
     y = Gaussians.read(y)
     check_consistent_length(X, y)
     mean, std = map(torch.from_numpy, estimator.predict_mixture(X))

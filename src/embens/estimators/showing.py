@@ -14,7 +14,6 @@ import numpy as np
 import pandas
 import torch
 from sklearn.base import is_classifier
-from sklearn.inspection import permutation_importance
 
 from embens.files import write_atomically
 from embens.metrics import reliability
@@ -166,6 +165,8 @@ def importances(
 
     Of rows that were not fitted. The score is the log loss, or the CRPS, negative.
     """
+    from sklearn.inspection import permutation_importance
+
     frame = nw.from_native(X, eager_only=True, pass_through=True)
     X = frame.to_pandas() if isinstance(frame, nw.DataFrame) else X
     options = {"scoring": scoring or estimator.scoring, "random_state": random_state}

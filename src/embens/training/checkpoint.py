@@ -61,7 +61,14 @@ class Checkpoints:
                 warnings.warn(f"checkpoint refused: {error}", stacklevel=5)
                 self.refused.add(path)
                 continue
-            self._check_run(path, content["run"])
+            for key in {**self.run, **content["run"]}:
+                values = content["run"].get(key), self.run.get(key)
+                if values[0] != values[1]:
+                    theirs, mine = (f"{json.dumps(v):.200}" for v in values)
+                    raise ValueError(
+                        f"{path} is of a different run: {key} was {theirs}, now it is {mine}. Use "
+                        "the same arguments to continue it, or another folder to start anew."
+                    )
             return content["state"]
         return None
 
@@ -71,16 +78,6 @@ class Checkpoints:
         ours = [(int(match[1]), p.stat().st_mtime_ns, p) for match, p in found if match]
         others = [p for match, p in found if every and not match]
         return [path for *_, path in sorted(ours, reverse=True)] + others
-
-    def _check_run(self, path: Path, run: dict[str, Any]) -> None:
-        for key in {**self.run, **run}:
-            values = run.get(key), self.run.get(key)
-            if values[0] != values[1]:
-                theirs, mine = (f"{json.dumps(v):.200}" for v in values)
-                raise ValueError(
-                    f"{path} is of a different run: {key} was {theirs}, now it is {mine}. Use the "
-                    "same arguments to continue it, or another folder to start anew."
-                )
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -61,6 +61,10 @@ class Passes:
         with _explaining(f"{name} has {batch.rows} rows"):
             backward = self._backward if self.settings.chunk is None else self._backward_in_chunks
             loss, losses, outputs = backward(inputs, target, weight, batch.numbers)
+        if self.ensemble.plan.has_prior:
+            kl = self._kl()
+            self._scaled(kl, weight).backward()
+            loss = loss + kl.detach()
         _refuse(name, gaps, loss)
         return loss if weight == 1 else weight * loss, (losses, outputs, target, batch.rows)
 
@@ -86,7 +90,7 @@ class Passes:
         else:
             criterion = self._choose_criterion(outputs, target, kind)
             losses = each.losses(outputs, target, criterion, kind, rows)
-        loss = losses.sum() + self._kl()
+        loss = losses.sum()
         self._scaled(loss, weight).backward()
         return loss.detach(), losses, outputs
 
@@ -107,16 +111,10 @@ class Passes:
         with run, self._autocast():
             run.backward(loss_of)
         outputs, losses = (gather(parts, torch.cat) for parts in zip(*seen, strict=True))
-        kl = self._kl()
-        if isinstance(kl, Tensor):
-            self._scaled(kl, weight).backward()
-            kl = kl.detach()
-        return losses.sum() + kl, losses, outputs
+        return losses.sum(), losses, outputs
 
-    def _kl(self) -> Tensor | float:
-        """Return the divergence from a prior for each row, of members that have one."""
-        if not self.ensemble.plan.has_prior:
-            return 0.0
+    def _kl(self) -> Tensor:
+        """Return the members' divergence from their prior, for each row."""
         batches = self.batches
         try:
             rows = batches.count if isinstance(batches, Shuffled) else len(batches.data.dataset)
@@ -142,7 +140,10 @@ class Passes:
     def _take(self, outputs: Any) -> Any:
         """Return outputs in full precision; the logits of several, if no criterion takes them."""
         outputs = logits_of(outputs) if self.settings.criterion is None else outputs
-        return outputs if self.settings.autocast is None else tree_map_only(Tensor, _full, outputs)
+        if self.settings.autocast is None:
+            return outputs
+        half = (torch.bfloat16, torch.float16)
+        return tree_map_only(Tensor, lambda v: v.float() if v.dtype in half else v, outputs)
 
     def _losses(self, outputs: Any, target: Any, batch: BatchKind = "same") -> Tensor:
         criterion = self._choose_criterion(outputs, target, batch)
@@ -202,11 +203,6 @@ class Passes:
                 self._outputs(self.ensemble, self._move(last.inputs), settings.batch)
         finally:
             self.ensemble.load_state_dict(before)
-
-
-def _full(value: Tensor) -> Tensor:
-    """Return numbers of half precision in single precision."""
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def _refuse(name: str, gaps: str, loss: Tensor) -> None:
