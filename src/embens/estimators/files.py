@@ -8,6 +8,7 @@ its minibatches from a disk, and is otherwise that of a table in memory, to the 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -85,7 +86,10 @@ def gather(parts: Iterable[Any], folder: str | os.PathLike[str] | None = None) -
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as writer:
         for part in itertools.chain([first], parts):
             writer.write_table(part)
-    return pa.ipc.open_stream(pa.memory_map(str(path))).read_all().unify_dictionaries()
+    table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+    with contextlib.suppress(OSError):  # elsewhere a file that is mapped can't be removed
+        path.unlink()  # it lasts as long as it is mapped: nobody has to tidy up
+    return table.unify_dictionaries()
 
 
 def features(names: Sequence[str], others: Iterable[str]) -> list[str]:

@@ -18,6 +18,7 @@ there: they are dealt out to folds, and each takes the statistics of the other f
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -147,7 +148,10 @@ def _empty(rows: int, columns: int, dtype: torch.dtype, folder: str | None) -> T
     if folder is None or columns == 0:
         return torch.empty(rows, columns, dtype=dtype)
     path, size = os.path.join(folder, secrets.token_hex(8)), rows * columns
-    return torch.from_file(path, shared=True, size=size, dtype=dtype).view(rows, columns)
+    tensor = torch.from_file(path, shared=True, size=size, dtype=dtype)
+    with contextlib.suppress(OSError):  # elsewhere a file that is mapped can't be removed
+        os.unlink(path)
+    return tensor.view(rows, columns)
 
 
 def _codes(labels: Sequence[str], values: list[Any]) -> Tensor:

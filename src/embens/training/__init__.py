@@ -4,10 +4,9 @@ from embens.objective import objective
 from embens.training.callbacks import CSV, Log
 from embens.training.each import EachMember
 from embens.training.history import History
-from embens.training.loop import fit
+from embens.training.loop import fit, linear_decay
 from embens.training.passes import clip_gradients_
 from embens.training.selection import select
-from embens.training.settings import linear_decay
 from embens.training.snapshots import snapshots
 from embens.training.trainer import Divergence
 

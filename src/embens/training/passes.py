@@ -31,7 +31,6 @@ from embens.training.batches import AnyBatches, Loaded, Minibatch, Shuffled, map
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
-    from embens.training.settings import Settings
 
 Result = tuple[Tensor, Any, Any, int]
 """What a batch gave: the losses of members, their outputs, the target and how many rows."""
@@ -40,7 +39,7 @@ Result = tuple[Tensor, Any, Any, int]
 class Passes:
     """Passes of an ensemble through batches; a criterion of None is chosen on the first one."""
 
-    def __init__(self, ensemble: EmbeddedEnsemble, settings: Settings, batches: AnyBatches):
+    def __init__(self, ensemble: EmbeddedEnsemble, settings: Any, batches: AnyBatches):
         self.ensemble, self.settings, self.batches = ensemble, settings, batches
         self.device = next(ensemble.parameters()).device
         self.criterion = settings.criterion

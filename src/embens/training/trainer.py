@@ -31,7 +31,6 @@ from embens.training.callbacks import Progress, by_moment
 from embens.training.checkpoint import Checkpoints
 from embens.training.history import History, Tally, history_of
 from embens.training.passes import Passes, clip_gradients_
-from embens.training.settings import Settings, linear_decay, more_is_better
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
@@ -51,7 +50,7 @@ class Divergence(ArithmeticError):
 
 
 class Trainer:
-    """A training run between two steps.
+    """A training run between two steps; its settings are :class:`embens.training.loop.Settings`.
 
     So many epochs are done (``epoch``), so many steps of the next one (``step``), and in all
     (``steps``).
@@ -62,7 +61,7 @@ class Trainer:
         ensemble: EmbeddedEnsemble,
         train: Any,
         validation: Any,
-        settings: Settings,
+        settings: Any,
         callbacks: Sequence[Any] = (),
         progress: bool | None = False,
     ):
@@ -95,7 +94,7 @@ class Trainer:
             settings.each.check(ensemble, rows, settings.optimizer)
         parallel.broadcast_(self.world, ensemble.state_dict().values())
         self.optimizer = settings.make_optimizer(ensemble)
-        self.scheduler = (settings.scheduler or linear_decay(settings.epochs))(self.optimizer)
+        self.scheduler = settings.make_scheduler(self.optimizer)
         self.plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         if self.plateau and settings.schedule_by == "step":
             raise ValueError("ReduceLROnPlateau goes by a metric of epochs: schedule_by='epoch'")
@@ -270,7 +269,7 @@ class Trainer:
             value = record[_METRICS[metric]]
         value = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
         parallel.broadcast_(self.world, [value])
-        record["metric"], self.more = float(value), more_is_better(metric, self.settings.maximise)
+        record["metric"], self.more = float(value), self.settings.more_is_better(metric)
 
     def _rates(self) -> dict[str, float]:
         found = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
