@@ -135,6 +135,8 @@ def score_rows(
     score: Callable[[Tensor, Tensor, Tensor], Tensor], estimator: Any, X: Any, y: Any
 ) -> np.ndarray:
     """Return a score of each row, the mean over targets, by members' means and deviations."""
+    if not hasattr(estimator, "predict_mixture"):
+        raise TypeError("this score is for regressors; classifiers have scoring='neg_log_loss'")
     y = Gaussians.read(y)
     check_consistent_length(X, y)
     mean, std = map(torch.from_numpy, estimator.predict_mixture(X))
