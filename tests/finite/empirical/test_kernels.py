@@ -33,8 +33,7 @@ def test_all_outputs_equal_a_naive_contraction(architecture, family):
 
 @pytest.mark.parametrize("outputs", ["trace", "target", "nll"])
 @pytest.mark.parametrize("name", ["mlp", "paper's cnn", "transformer", "reused", "grouped"])
-def test_reductions_equal_a_naive_contraction_for_two_sets_of_samples(name, outputs, monkeypatch):
-    monkeypatch.setattr(kernels, "CLASSES_AT_ONCE", 2)
+def test_reductions_equal_a_naive_contraction_for_two_sets_of_samples(name, outputs):
     architecture = next(a for a in ARCHITECTURES if a.name == name)
     ensemble, x = build(architecture, "batch_ensemble")
     x2 = x.flip(0)[:2] * 2 % 7  # tokens stay tokens
@@ -228,7 +227,7 @@ def test_memory_of_one_chunk_does_not_grow_with_the_samples(monkeypatch):
 
 
 @pytest.mark.parametrize("outputs", ["trace", "target", "nll"])
-def test_reductions_hold_no_more_classes_at_once_than_a_constant(outputs, monkeypatch):
+def test_reductions_hold_one_class_at_a_time(outputs, monkeypatch):
     held: list[int] = []
     sort = kernels.by_parameter
 
@@ -242,7 +241,7 @@ def test_reductions_hold_no_more_classes_at_once_than_a_constant(outputs, monkey
         ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, classes), 2)
         given = {} if outputs == "trace" else {"target": torch.tensor([0, 1])}
         finite.ntk(ensemble, torch.randn(2, 4), outputs=outputs, **given)
-        assert max(held) <= (1 if outputs != "trace" else kernels.CLASSES_AT_ONCE)
+        assert max(held) == 1
 
 
 def test_nll_takes_one_backward_pass_for_each_member_whatever_the_samples(monkeypatch):
@@ -258,7 +257,7 @@ def test_nll_takes_one_backward_pass_for_each_member_whatever_the_samples(monkey
         x, y = torch.randn(samples, 4), torch.arange(samples)
         finite.ntk(ensemble, x, outputs="nll", target=y)
         counts.append(len(calls))
-    survey = 3  # of two samples, apart and together
+    survey = 2  # of one sample, and of two together
     assert counts == [3 + survey] * 2
 
 
@@ -274,4 +273,4 @@ def test_a_trace_holds_no_square_of_the_number_of_classes(monkeypatch):
     monkeypatch.setattr(kernels.Blocks, "_cotangents", measuring)
     ensemble = embens.batch_ensemble(networks.mlp(4, 6, 1, 50), 2)
     finite.ntk(ensemble, torch.randn(2, 4), outputs="trace")
-    assert max(sizes) == kernels.CLASSES_AT_ONCE * 50
+    assert max(sizes) == 50

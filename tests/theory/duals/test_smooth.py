@@ -8,7 +8,7 @@ from theory.integrals import FEW, GEOMETRIES, SMOOTH, all_five, by_grid, functio
 from torch import nn
 
 from embens.laws import Bernoulli, Discrete, Law, Normal, Rademacher, Shifted
-from embens.networks import Erf
+from embens.networks import Cos, Erf, Sin
 from embens.theory.duals import dual, register
 from embens.theory.duals.smooth import Nodes, Smooth
 
@@ -118,6 +118,14 @@ class TestAccuracy:
             expected = all_five_of(dual(Erf()), law, q[:, None], q[None], c)
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
+    @pytest.mark.parametrize("module", [Cos(), Sin()], ids=repr)
+    def test_resolves_waves_and_agrees_with_their_closed_forms(self, module):
+        q1, q2 = number([6.0, 6.0, 5.0]), number([6.0, 4.0, 2.0])
+        c = torch.sqrt(q1 * q2) * number([1.0, -0.9, 0.6])
+        table = Smooth(dual(module).function, "wave").prepare(2.0, 6.0, Normal())
+        found, expected = (all_five_of(of, Normal(), q1, q2, c) for of in (table, dual(module)))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
     def test_is_the_same_in_blocks(self):
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(400, 3, generator=generator, dtype=torch.float64)
@@ -149,7 +157,7 @@ class TestAccuracy:
 class TestNodes:
     @pytest.mark.parametrize("law", [Normal(), Shifted(0.6), Normal(2.0, 0.1)])
     def test_for_singular_functions_integrate_moments(self, law):
-        nodes = Nodes.of(law, 0, width=0.3)
+        nodes = Nodes.of(law, 61, width=0.3)
         assert float(nodes.both.sum()) == pytest.approx(1, abs=1e-13)
         assert float(nodes.both @ nodes.size**2) == pytest.approx(law.second_moment, rel=1e-13)
         assert float((nodes.plus - nodes.minus) @ nodes.size) == pytest.approx(law.mean, abs=1e-13)

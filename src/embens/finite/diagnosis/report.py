@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from embens.finite.diagnosis.measurement import Rates
-from embens.finite.forecasting import Forecast, carry
+from embens.finite.forecasting import Forecast
 
 if TYPE_CHECKING:
     from embens.theory.regime import RegimeReport
@@ -160,40 +160,22 @@ class Diagnosis:
         return "; ".join(parts) or "not measured"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the cosines, the layers, and the log loss to expect by the number of members."""
+        """Draw the cosines of members' gradients, in all and by layer."""
         import matplotlib
 
         matplotlib.use("agg")
         from matplotlib import pyplot as plt
 
-        figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), constrained_layout=True)
+        figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), constrained_layout=True)
         image = axes[0].imshow(self.cosines.numpy(), vmin=-1, vmax=1, cmap="RdBu_r")
         figure.colorbar(image, ax=axes[0], shrink=0.8)
         axes[0].set(title="cosine of members' gradients", xlabel="member", ylabel="member")
-        names = list(self.overlap)
-        places = range(len(names))
-        axes[1].barh(places, [o.rms for o in self.overlap.values()], color="#1f77b4", label="size")
-        means = [o.mean for o in self.overlap.values()]
-        axes[1].plot(means, places, "k|", ms=12, label="mean")
-        axes[1].set_yticks(places, labels=names, fontsize=8 if len(names) < 12 else 5)
+        places = range(len(self.overlap))
+        axes[1].barh(places, [o.rms for o in self.overlap.values()], label="size")
+        axes[1].plot([o.mean for o in self.overlap.values()], places, "k|", ms=12, label="mean")
+        axes[1].set_yticks(places, labels=list(self.overlap), fontsize=8 if len(places) < 12 else 5)
         axes[1].invert_yaxis()
         axes[1].set(title="by layer", xlabel="cosine of two members")
-        if names:
-            axes[1].legend(fontsize=8)
-        if self.forecast is not None:
-            self._plot_losses(axes[2], self.forecast)
-        else:
-            axes[2].set_axis_off()
+        axes[1].legend(fontsize=8)
         figure.savefig(path, dpi=80)
         plt.close(figure)
-
-    def _plot_losses(self, axis: Any, forecast: Forecast) -> None:
-        counts = [1, 2, 4, 8, 16, 32]
-        found = [carry(forecast.probe, members) for members in counts]
-        axis.plot(counts, [f.nll.value for f in found], "o-", label="ensemble")
-        axis.plot(counts, [f.separate_nll.value for f in found], "s--", label="separate networks")
-        axis.axhline(forecast.reference_nll.value, color="grey", ls=":", label="one network")
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(counts, labels=counts)
-        axis.set(title="log loss to expect", xlabel="members M")
-        axis.legend(fontsize=8)

@@ -142,25 +142,21 @@ Uses = list[tuple[Term, Tensor]]  # terms of a parameter in a member's pass; cot
 
 @dataclass
 class Gradients:
-    """The gradients of some members on ``batch`` samples: the terms of every parameter, by member.
-
-    ``fold`` sums the scalar products of equal classes, instead of keeping all pairs.
-    """
+    """The gradients of some members on ``batch`` samples: each parameter's terms, by member."""
 
     batch: int
     uses: list[dict[Key, Uses]]
-    fold: bool
 
     def of(self, a: int) -> Gradients:
         """Return those of one member."""
-        return Gradients(self.batch, [self.uses[a]], self.fold)
+        return Gradients(self.batch, [self.uses[a]])
 
     def rows(self, key: Key) -> Tensor:
         """Return short gradients as they are, a row for each member, sample and class."""
         found = []
         for uses in self.uses:
             rows = sum(term.rows(key[0], c, self.batch) for term, c in uses[key])
-            found.append(rows.flatten(1) if self.fold else rows.flatten(0, 1))  # type: ignore[union-attr]
+            found.append(rows.flatten(0, 1))  # type: ignore[union-attr]
         return torch.cat(found)
 
     def inputs(self, key: Key) -> list[Tensor]:
@@ -178,11 +174,10 @@ class Gradients:
         return found * len(self.uses) if common else found
 
     def outputs(self, key: Key) -> list[Tensor]:
-        """Return the cotangents; classes that are summed over act like further channels."""
-        found = [
+        """Return the cotangents of each member."""
+        return [
             torch.cat([t.outputs(c, self.batch) for t, c in uses[key]], 2) for uses in self.uses
         ]
-        return [c.movedim(1, -2).flatten(-2).unsqueeze(1) for c in found] if self.fold else found
 
 
 def by_parameter(terms: Sequence[Term], cotangents: Sequence[Tensor]) -> dict[Key, Uses]:

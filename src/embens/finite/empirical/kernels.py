@@ -16,10 +16,9 @@ that fit into memory, recorded once for each pair; a symmetric kernel computes i
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 
 Outputs = Literal["all", "trace", "target", "nll"]
 PASS_BYTES = 2**29  # of the terms of one chunk of samples, of all members, if no chunk is given
-CLASSES_AT_ONCE = 8  # how many classes of a trace are in memory together
-SMALL = 2**16  # numbers in a backward pass below which classes go together, to save overhead
 
 
 @dataclass(frozen=True)
@@ -61,31 +58,18 @@ class FiniteKernel:
     def members(self) -> int:
         return len(self.shared)
 
-    @property
-    def same(self) -> Float[Tensor, "m n1 n2 *classes"]:
-        """The shared part of each member with itself."""
-        return self.shared[range(self.members), range(self.members)]
-
     def ntk(
         self,
         gamma: float | Callable[[int], float] | None = None,
-        *,
-        shared_rate: float = 1.0,
-        individual_rate: float = 1.0,
     ) -> Float[Tensor, "m m n1 n2 *classes"]:
-        r"""Return the kernel that training follows.
+        r"""Return :math:`\frac{\gamma}{M} \Theta^{com}_{ab} + \delta_{ab} \Theta^{ind}_a`.
 
-        .. math::
-            \Theta_{ab} = \eta_w \frac{\gamma}{M} \Theta^{com}_{ab}
-                + \delta_{ab}\, \eta_u \Theta^{ind}_a
-
-        ``gamma`` may be a function of the number of members; None: the ensemble's natural one. The
-        rates :math:`\eta_w, \eta_u` are relative to the training's learning rate.
+        Training follows this kernel. ``gamma`` may be a function of the number of members; None:
+        the ensemble's natural one.
         """
-        factor = gradient_factor(gamma, self.members, self.natural_gamma)
-        result = shared_rate * factor * self.shared
+        result = gradient_factor(gamma, self.members, self.natural_gamma) * self.shared
         a = range(self.members)
-        result[a, a] += individual_rate * self.individual
+        result[a, a] += self.individual
         return result
 
     def to(self, *args, **kwargs) -> FiniteKernel:
@@ -173,7 +157,6 @@ class Blocks:
     def __init__(self, ensemble: EmbeddedEnsemble, outputs: Outputs):
         self.ensemble, self.outputs = ensemble, outputs
         self.recorder = Recorder(ensemble)
-        self._batched = True
 
     def kernel(self, left: Samples, right: Samples | None, chunk: int | None) -> FiniteKernel:
         """Return the kernel between two sets of samples, or of one with itself."""
@@ -201,18 +184,13 @@ class Blocks:
     def _chunk_size(self, samples: Samples, chunk: int | None) -> int:
         """Return how many samples run at once, as given or as memory allows; plan the classes."""
         self._count = 1 if self.outputs in ("target", "nll") else self.recorder.classes
-        self._at_once = self._count if self.outputs == "all" else min(CLASSES_AT_ONCE, self._count)
+        self._at_once = self._count if self.outputs == "all" else 1
         members, general = self.ensemble.members, self.recorder.general
         terms = 8 * self.recorder.size * members
         # Rows without structure of both sides: as they are found, and joined for one parameter.
         largest = max((p.numel() * p.element_size() for p in general.values()), default=0)
-        row = 4 * largest * members
-        count = len(samples) if chunk is None else check_whole("chunk", chunk)
-        if self.outputs == "trace":
-            while self._at_once > 1 and count * (terms + row * self._at_once) > PASS_BYTES:
-                self._at_once //= 2
-        each = max(1, terms + row * self._at_once)
-        size = max(1, int(PASS_BYTES // each)) if chunk is None else chunk
+        each = max(1, terms + 4 * largest * members * self._at_once)
+        size = max(1, int(PASS_BYTES // each)) if chunk is None else check_whole("chunk", chunk)
         at_once = 4 * members * self._at_once * min(size, len(samples))
         self._samplewise = [
             Samplewise(self.ensemble, self.recorder.numbers, group)
@@ -257,31 +235,23 @@ class Blocks:
                 uses.append(
                     {("given", k): [(Term({}, r, None, r.shape), r)] for k, r in rows.items()}
                 )
-        return Gradients(len(samples), uses, fold=self.outputs == "trace")
+        return Gradients(len(samples), uses)
 
     def _backward(self, output: Tensor, terms: list[Term], cotangents: Tensor) -> list[Tensor]:
         """Return the cotangents at all terms, ``(class, …)``; zero where an output is constant."""
-
-        def gradients(cotangent: Tensor, **options: Any) -> list[Tensor]:
-            edges = [term.edge for term in terms]
-            options |= {"retain_graph": True, "allow_unused": True}
-            found = torch.autograd.grad(output, edges, cotangent, **options)
-            return [
-                output.new_zeros(*cotangent.shape[: -output.dim()], *term.shape) if g is None else g
-                for g, term in zip(found, terms, strict=True)
-            ]
-
-        small = sum(term.shape.numel() for term in terms) < SMALL
-        if len(cotangents) > 1 and small and self._batched:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # operations without a batching rule are slow
-                    return gradients(cotangents, is_grads_batched=True)
-            except (RuntimeError, NotImplementedError):
-                self._batched = False  # one class after another from now on
-        if len(cotangents) == 1:  # without a copy
-            return [gradient.unsqueeze(0) for gradient in gradients(cotangents[0])]
-        return [torch.stack(each) for each in zip(*map(gradients, cotangents), strict=True)]
+        edges, found = [term.edge for term in terms], []
+        for cotangent in cotangents:
+            options = {"retain_graph": True, "allow_unused": True}
+            gradients = torch.autograd.grad(output, edges, cotangent, **options)
+            found.append(
+                [
+                    output.new_zeros(term.shape) if g is None else g
+                    for g, term in zip(gradients, terms, strict=True)
+                ]
+            )
+        if len(found) == 1:  # without a copy
+            return [gradient.unsqueeze(0) for gradient in found[0]]
+        return [torch.stack(each) for each in zip(*found, strict=True)]
 
     def _cotangents(self, output: Tensor, target: Tensor | None, part: slice) -> Tensor:
         # ``(class, batch, …)``, what the outputs are contracted with

@@ -37,7 +37,6 @@ from embens.finite.empirical.contraction import (
     Term,
     by_parameter,
     contract,
-    gram,
 )
 from embens.reading.layers import NORMS, spatial_axes
 
@@ -210,44 +209,38 @@ class Recorder:
         batch = len(inputs[0])
         ((output, calls),) = self._run(inputs, [0])
         terms, self.classes = [term for _, term in calls], output[0].numel()
-        if batch > 1:
-            self._check_first(inputs, output)
+        first = output if batch == 1 else self._alone(inputs, output)
         if not output.requires_grad:
             return set(), terms
         chosen = torch.cos(1.0 + torch.arange(output.numel())).to(output).view_as(output)
         options = {"retain_graph": True, "allow_unused": True}
-
-        samples = (
-            torch.eye(batch).to(chosen).view(batch, batch, *(1,) * (output.dim() - 1)) * chosen
+        trained, edges = list(self.trainable.values()), [term.edge for term in terms]
+        expected = torch.autograd.grad(first, trained, chosen[:1], **options)
+        arrived = torch.autograd.grad(output, edges, chosen, **options) if terms else ()
+        uses = by_parameter(
+            terms,
+            [
+                torch.zeros(1, *term.shape).to(output) if g is None else g[None]
+                for term, g in zip(terms, arrived, strict=True)
+            ],
         )
-        trained = list(self.trainable.values())
-        one = [torch.autograd.grad(output, trained, c, **options) for c in samples]
-        edges = [term.edge for term in terms]
-        found = torch.autograd.grad(output, edges, chosen, **options) if terms else ()
-        arrived = [
-            torch.zeros(1, *term.shape).to(output) if g is None else g[None]
-            for term, g in zip(terms, found, strict=True)
-        ]
-        uses, general = by_parameter(terms, arrived), set()
-        both = Gradients(batch, [uses], fold=False)
-        for i, parameter in enumerate(self.trainable):
-            rows = [g[i].flatten() for g in one if g[i] is not None]  # type: ignore[union-attr]
-            if not rows:
-                continue  # not used at all
+        general = set()
+        for parameter, gradient in zip(self.trainable, expected, strict=True):
             keys = [key for key in uses if key[1] == parameter]
             kinds = {type(term) for key in keys for term, _ in uses[key]}
-            expected = gram(torch.stack(rows)) if len(rows) == batch else torch.zeros(())
-            known = len(keys) == len(kinds) == 1 and bool(expected.any())
+            if gradient is None:
+                continue  # not used at all
             try:
-                known = known and _is_close(contract(keys[0], both, None), expected)
+                known = len(keys) == len(kinds) == 1 and bool(gradient.any())
+                square = contract(keys[0], Gradients(batch, [uses]), None)[0, 0] if known else None
             except RuntimeError:  # a use without the batch
-                known = False
-            if not known:
+                square = None
+            if square is None or not _is_close(square, gradient.square().sum()):
                 general.add(parameter)
         return general, terms
 
-    def _check_first(self, inputs: Inputs, output: Tensor) -> None:
-        """Raise where the first sample alone has other outputs."""
+    def _alone(self, inputs: Inputs, output: Tensor) -> Tensor:
+        """Return the output of the first sample alone; raise where it is another one."""
         sample = tuple(x[:1] for x in inputs)
         try:
             ((first, _),) = self._run(sample, [0])
@@ -264,6 +257,7 @@ class Recorder:
                 "ensemble.eval() for Dropout and batch statistics, and let the batch be the "
                 "first axis of inputs and outputs."
             )
+        return first
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:

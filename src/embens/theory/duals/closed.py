@@ -185,7 +185,7 @@ class Closed(Smooth):
 
 
 def _nodes(q_max: float, law: Law | None) -> Nodes:
-    return Nodes.of(law, 181, 0.5 / math.sqrt(round_out(q_max, q_max)[1]))
+    return Nodes.of(law, 61, 0.5 / math.sqrt(round_out(q_max, q_max)[1]))
 
 
 @final

@@ -40,7 +40,7 @@ _WORST = 1e-4  # with a larger error nothing is returned
 _REACH = 12.0  # exp(-REACH² / 4) is below the rounding error
 _TERMS = (512, 4096, 16384)  # numbers of Hermite polynomials to try
 _NODES = ((61, 0.1), (121, 0.03), (241, 0.01))
-"""Numbers of nodes of a law to try, or for normal ones their width times the largest root."""
+"""Numbers of nodes of a law to try, and for normal ones their width times the largest root."""
 _TABLES: list[tuple[Any, Tabulated]] = []  # the last ones, with what tells them apart
 _HELD = 128
 _NUMBERS = 2**24  # coefficients held at once
@@ -57,7 +57,7 @@ class Nodes(NamedTuple):
     def of(cls, law: Law | None, count: int, width: float) -> Nodes:
         """Return those of a law, without the ones that have no weight."""
         if is_normal(law):
-            return cls._of_normal(law.mean, law.std, width)  # type: ignore[union-attr]
+            return cls._of_normal(law.mean, law.std, width, 61 / count)  # type: ignore[union-attr]
         one = torch.ones(1, dtype=torch.float64, device="cpu")
         v, weights = (one, one) if law is None else law.quadrature(count)
         kept = weights * (1 + v**4) > 1e-18
@@ -72,14 +72,14 @@ class Nodes(NamedTuple):
         return cls(size, *(torch.where(symmetric, both / 2, x) for x in (plus, minus)))
 
     @classmethod
-    def _of_normal(cls, mean: float, std: float, width: float) -> Nodes:
+    def _of_normal(cls, mean: float, std: float, width: float, fineness: float) -> Nodes:
         r"""Return those of a normal law, for functions singular at :math:`\pm i w` and beyond.
 
         With :math:`v = w \sinh t` singularities lie at :math:`\operatorname{Im} t = \pm \pi / 2`,
         wherever they were, and the trapezoid rule in :math:`t` needs few nodes.
         """
         width = min(width, std)
-        step = min(0.14, 0.45 * std / max(abs(mean), 1e-300))
+        step = fineness * min(0.14, 0.45 * std / max(abs(mean), 1e-300))
         far = abs(mean) + 9 * std
         t = step * (torch.arange(math.ceil(math.asinh(far / width) / step)).double() + 0.5)
         size = width * torch.sinh(t)
@@ -91,6 +91,10 @@ class Nodes(NamedTuple):
     @property
     def both(self) -> Tensor:
         return self.plus + self.minus
+
+    @property
+    def deviation(self) -> float:
+        return math.sqrt(float(self.both @ self.size**2))
 
     def average(self, sides: Sequence[Tensor], *, slope: bool = False) -> list[Tensor]:
         """Return the means over v of φ(vz) from φ(|v|z) and φ(-|v|z), at z and -z; of vφ'(vz)."""
@@ -150,29 +154,30 @@ class Smooth(Dual):
 
     def _tabulate(self, low: float, high: float, law: Law | None) -> Tabulated:
         """Return a table with nodes and terms enough to agree with direct integration, if any."""
+        top = _numbers(high)
         ladder = [Nodes.of(law, count, width / high) for count, width in _NODES]
-        known = [self._moments(high, nodes, 4 * _TERMS[-1]) for nodes in ladder]
-        exact = known[-1]
-        if not exact.isfinite().all():
+        known = [self._moments(top, top, nodes, 4 * _TERMS[-1]) for nodes in ladder]
+        if not known[-1].isfinite().all():
             raise ValueError(
                 f"{self.name} is not finite, or grows too fast, for the arguments that a variance "
                 f"of {high**2:.3g} needs with {law}. Scale the inputs or the weights down."
             )
-        errors = [_difference(found, exact) for found in known[:-1]]
+        scale = known[-1][:, [0, 1, 2, 0, 1]].clamp(min=1e-300)  # F, G, H within a member
+        errors = [float(((found - known[-1]) / scale).abs().max()) for found in known[:-1]]
         fine = next((i for i, error in enumerate(errors) if error < _AIM), len(errors))
         nodes, terms, missing = ladder[fine], 0, math.inf
         for terms in _TERMS:
-            sums = torch.stack(
-                [x.sum() for x in self._series(_number(high), None, nodes, terms)[1:]]
-            )
-            missing = float(((sums - exact[1:3]).abs() / exact[1:3].clamp(min=1e-300)).max())
+            sums = torch.cat([x.sum(0)[0] for x in self._series(top, nodes, terms)[1:]])
+            missing = float((sums / known[-1][0, 1:3].clamp(min=1e-300) - 1).abs().max())
             if missing < _AIM:
                 break
         error = errors[min(fine, len(errors) - 1)]
         self._judge(max(error, missing), high**2, law)
-        table = self._build(low, high, law, nodes, terms)
-        error = max(error, _difference(_on_diagonal(table), exact))
-        self._judge(error, high**2, law, warn=True)
+        table = self._build(Axis(low, high, nodes.deviation or 1.0), law, nodes, terms, scale)
+        roots = torch.linspace(max(low, high / 8), high, 9, dtype=torch.float64)
+        exact = self._moments(roots, top, ladder[-1], 4 * _TERMS[-1])
+        found = (_at_the_end(table, roots, top) - exact) / scale
+        self._judge(max(error, float(found.abs().max())), high**2, law, warn=True)
         return table
 
     def _judge(self, error: float, q_max: float, law: Law | None, *, warn: bool = False) -> None:
@@ -200,56 +205,50 @@ class Smooth(Dual):
             (slopes,) = torch.autograd.grad(values.sum(), leaf)
         return list(values.detach()), list(slopes)
 
-    def _moments(self, root: float, nodes: Nodes, fineness: int) -> Tensor:
-        """Return F, G, H/q, and F, G between members, at ρ = 1 by direct integration."""
+    def _moments(self, roots: Tensor, other: Tensor, nodes: Nodes, fineness: int) -> Tensor:
+        """Return F, G, H/rr', and F, G between members, at ρ = 1, by direct integration."""
         points, weights = _grid(fineness)
-        values, slopes = self._sides(root * nodes.size[:, None] * points)
-        flat, steep = nodes.both, nodes.both * nodes.size**2
-        terms = (
-            (values, flat, weights),
-            (slopes, steep, weights),
-            (slopes, flat, weights * points**2),
+        left, right = (
+            self._sides(x[:, None, None] * nodes.size[:, None] * points) for x in (roots, other)
         )
-        within = [sum(v @ side**2 @ w for side in sides) for sides, v, w in terms]
-        between = nodes.average(values), nodes.average(slopes, slope=True)
-        return torch.stack([*within, *(sum(x**2 @ weights for x in pair) for pair in between)])  # type: ignore[list-item]
+        flat, steep, curved = nodes.both, nodes.both * nodes.size**2, weights * points**2
+        within = [
+            sum((x * y) @ w @ v for x, y in zip(left[i], right[i], strict=True))
+            for i, v, w in ((0, flat, weights), (1, steep, weights), (1, flat, curved))
+        ]
+        sides = [[nodes.average(x[0]), nodes.average(x[1], slope=True)] for x in (left, right)]
+        between = [
+            sum((x * y) @ weights for x, y in zip(*pair, strict=True))
+            for pair in zip(*sides, strict=True)
+        ]
+        return torch.stack([*within, *between], dim=1)  # type: ignore[list-item]
 
     def _build(
-        self, low: float, high: float, law: Law | None, nodes: Nodes, terms: int
+        self, axis: Axis, law: Law | None, nodes: Nodes, terms: int, scale: Tensor
     ) -> Tabulated:
-        deviation = math.sqrt(float(nodes.both @ nodes.size**2))
-        largest = min(7 * deviation, float(nodes.size.max())) * high
+        largest = min(7 * nodes.deviation, float(nodes.size.max())) * axis.high
         edge = 1 / (1 + 4 * largest**2)  # singularities at |v| r ρ of size 1 and beyond
-        kinds = (False, True) if tells_apart(law) else (False,)
-        top, few = _number(high), _TERMS[0]
-
-        def against_top(roots: Tensor) -> Tensor:
-            found = [x for means in kinds for x in self._series(roots, top, nodes, few, means)[1:]]
-            return torch.cat([x[..., 0].T for x in found], 1)
-
-        axis, found = Axis(low, high, deviation or 1.0).refine(against_top), []
-        for means in kinds:
-            start, *series = self._series(axis.nodes(), None, nodes, terms, means)
+        top, found = _numbers(axis.high), []
+        axis = axis.refine(lambda roots: self._moments(roots, top, nodes, terms) / scale)
+        for means in (False, True) if tells_apart(law) else (False,):
+            start, *series = self._series(axis.nodes(), nodes, terms, means)
             f = Expansion.of_powers(series[0], edge, integrated=True)
             start = Expansion.of(start[None], cut=1e-16)  # F is small where roots are
             found.append((start, f, *(Expansion.of_powers(x, edge) for x in series)))
         return Tabulated(self, law, axis, found[0], found[-1], edge)
 
-    def _series(
-        self, left: Tensor, right: Tensor | None, nodes: Nodes, terms: int, means: bool = False
-    ) -> list[Tensor]:
-        """Return a a, then b b and d d as ``(n, left, right)``, averaged over v.
+    def _series(self, roots: Tensor, nodes: Nodes, terms: int, means: bool = False) -> list[Tensor]:
+        """Return a a, then b b and d d as ``(n, root, root)``, averaged over v.
 
         ``means``: a a and b b of averages over v.
         """
         total: list[Tensor] = []
-        size = len(nodes.size) if means else max(1, _NUMBERS // (terms * len(left)))
+        size = len(nodes.size) if means else max(1, _NUMBERS // (terms * len(roots)))
         for part in zip(*(x.split(size) for x in nodes), strict=True):
             some = Nodes(*part)
-            first = self._coefficients(left, some, terms, means)
-            second = first if right is None else self._coefficients(right, some, terms, means)
             weights = [1.0] * 2 if means else [some.both, some.both * some.size**2, some.both]
-            found = [(x * w) @ y.mT for x, y, w in zip(first, second, weights, strict=True)]
+            coefficients = self._coefficients(roots, some, terms, means)
+            found = [(x * w) @ x.mT for x, w in zip(coefficients, weights, strict=True)]
             total = [x + y for x, y in zip(total, found, strict=True)] if total else found
         return total
 
@@ -272,23 +271,16 @@ class Smooth(Dual):
         return [a, b[:-1], d]
 
 
-def _number(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float64)
+def _numbers(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
-def _on_diagonal(table: Tabulated) -> Tensor:
+def _at_the_end(table: Tabulated, roots: Tensor, top: Tensor) -> Tensor:
     """Return what ``_moments`` does, from a table."""
-    q = table.axis.high**2
-    variance = _number(q)
-    f, g, h = table.same(variance, variance, variance, table.law)
+    arguments = roots**2, top**2, roots * top, table.law
+    f, g, h = table.same(*arguments)
     assert h is not None
-    return torch.cat([f, g, h / q, *table.cross(variance, variance, variance, table.law)])
-
-
-def _difference(found: Tensor, exact: Tensor) -> float:
-    """Return the largest error relative to F, G, H within a member."""
-    scale = exact[[0, 1, 2, 0, 1]].clamp(min=1e-300)
-    return float(((found - exact).abs() / scale).max())
+    return torch.stack([f, g, h / (roots * top), *table.cross(*arguments)], dim=1)
 
 
 def _grid(count: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from embens.theory.duals.expectations import Dual, is_differentiated, roots
 _NUMBERS = 2**19  # coefficients held at once
 _SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # of axes
 _DEGREES = (33, 65, 129, 257, 513, 1025)  # in the correlation
+_STEEP = "standardise the inputs, or use a smaller weight_std."
 
 
 def chebyshev_nodes(count: int) -> Tensor:
@@ -86,15 +87,15 @@ class Axis:
         return chebyshev_basis(2 * (torch.log1p(self.scale * root) - start) / width - 1, self.count)
 
     def refine(self, function: Callable[[Tensor], Tensor]) -> Axis:
-        """Return the axis with nodes enough to interpolate a function of the roots."""
+        """Return the axis with nodes enough to interpolate a function of the roots, of size 1."""
         middle = replace(self, count=16).nodes()
         middle = (middle[1:] + middle[:-1]) / 2
         expected = function(middle)
-        scale, axis = expected.abs().max().clamp(min=1e-300), self
+        axis = self
         for count in _SIZES:
             axis = replace(self, count=count)
             error = axis.basis(middle) @ (to_chebyshev(count) @ function(axis.nodes())) - expected
-            if float((error.abs() / scale).max()) < 1e-13:
+            if float(error.abs().max()) < 1e-13:
                 break
         return axis
 
@@ -143,6 +144,8 @@ class Expansion:
             size = coefficients.abs().amax(1)
             if float(size[-4:].max()) <= 1e-13 * float(size.max()):
                 break
+        else:
+            raise ValueError("expectations change too fast with the correlation: " + _STEEP)
         whole = coefficients.new_empty(len(coefficients), *series.shape[1:])
         whole[:, first, second] = coefficients
         whole[:, second, first] = coefficients
