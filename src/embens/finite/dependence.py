@@ -6,8 +6,8 @@ All are functions of a tangent kernel :math:`\Theta_{ab}(x, x')` between all mem
 
 .. math:: \Theta_{ab} = \frac{\gamma}{M} \Theta^{com}_{ab} + \delta_{ab} \Theta^{ind}_a
 
-with the paper's :math:`\gamma = M` unless another number (or function of :math:`M`) is given; or a
-tensor (member, member, batch, batch) that already is.
+with the paper's :math:`\gamma = M`; or a tensor (member, member, batch, batch) that already is,
+such as ``kernel.ntk(gamma)``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from embens.checks import Gamma
 from embens.finite.empirical.kernels import FiniteKernel
 from embens.finite.gradients import off_diagonal
 
@@ -28,7 +27,7 @@ Kernel = FiniteKernel | Tensor
 
 
 def ntk_ratio(
-    kernel: Kernel, *, gamma: Gamma = None, same: Float[Tensor, "*m n1 n2"] | None = None
+    kernel: Kernel, *, same: Float[Tensor, "*m n1 n2"] | None = None
 ) -> Float[Tensor, ""]:
     r"""Return the mean squared kernel between members over that within members.
 
@@ -44,13 +43,13 @@ def ntk_ratio(
         >>> ntk_ratio(kernel).item()
         0.25
     """
-    theta = _dense(kernel, gamma)
+    theta = _dense(kernel)
     cross = off_diagonal(theta.square().mean((2, 3))).mean()
     return cross / (theta.diagonal() if same is None else same.to(theta)).square().mean()
 
 
 def other_members_weight(
-    kernel: Kernel, m: int, *, gamma: Gamma = None, same: Float[Tensor, "*m n1 n2"] | None = None
+    kernel: Kernel, m: int, *, same: Float[Tensor, "*m n1 n2"] | None = None
 ) -> Float[Tensor, ""]:
     r"""Return the weight of other members in :math:`\partial_t \log p`, relative to a member's own.
 
@@ -71,7 +70,7 @@ def other_members_weight(
         >>> other_members_weight(kernel, 3).item()
         9.0
     """
-    theta = _dense(kernel, gamma)
+    theta = _dense(kernel)
     others = len(theta) - 1
     if isinstance(m, bool) or not isinstance(m, int) or not 1 <= m <= others:
         raise ValueError(
@@ -86,7 +85,7 @@ def other_members_weight(
     return (m / others * (squares + together * pairs)).mean() / own.square().mean()
 
 
-def ntk_drift(before: Kernel, after: Kernel, *, gamma: Gamma = None) -> Float[Tensor, ""]:
+def ntk_drift(before: Kernel, after: Kernel) -> Float[Tensor, ""]:
     r"""Return how much the kernel of one network changed, :math:`|\Delta\Theta| / |\Theta|`.
 
     Of one seed: the mean of this over seeds is what falls with the width (the paper's A3), the
@@ -97,7 +96,7 @@ def ntk_drift(before: Kernel, after: Kernel, *, gamma: Gamma = None) -> Float[Te
         >>> ntk_drift(before, 1.5 * before).item()
         0.5
     """
-    first, second = (_dense(kernel, gamma, classes=True) for kernel in (before, after))
+    first, second = (_dense(kernel, classes=True) for kernel in (before, after))
     if first.shape != second.shape:
         raise ValueError(
             "the kernels before and after must be of the same members and samples; got shapes "
@@ -106,18 +105,10 @@ def ntk_drift(before: Kernel, after: Kernel, *, gamma: Gamma = None) -> Float[Te
     return (second - first).norm() / first.norm()
 
 
-def _dense(kernel: Kernel, gamma: Gamma, *, classes: bool = False) -> Tensor:
+def _dense(kernel: Kernel, *, classes: bool = False) -> Tensor:
     """Return the kernel between all members, in double precision."""
-    if isinstance(kernel, FiniteKernel):
-        scale = kernel.members if gamma is None else gamma
-        theta = kernel.to(torch.float64).ntk(scale)
-    elif gamma is not None:
-        raise ValueError(
-            "gamma belongs to a FiniteKernel, whose parts it combines; this kernel is a tensor, "
-            "which is taken as it is. Leave gamma out."
-        )
-    else:
-        theta = kernel.to(torch.float64)
+    theta = kernel.to(torch.float64)
+    theta = theta.ntk(theta.members) if isinstance(theta, FiniteKernel) else theta
     if theta.dim() != 4 and not (classes and theta.dim() == 6):
         raise ValueError(
             "expected a kernel (member, member, batch, batch); got shape "

@@ -45,7 +45,6 @@ def test_the_covariance_of_a_plain_linear_layer_uses_its_own_numbers():
     h = torch.stack(features)
     expected = torch.einsum("aif,bjf->abij", h, h) * head.weight.square().mean()
     torch.testing.assert_close(finite.nngp(ensemble, x), expected + head.bias.square().mean())
-    torch.testing.assert_close(finite.nngp(ensemble, x, x[:2]), finite.nngp(ensemble, x)[..., :2])
 
 
 def test_other_networks_average_over_outputs():

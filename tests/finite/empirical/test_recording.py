@@ -128,6 +128,18 @@ def test_outputs_that_are_no_tensor_are_refused():
             function(ensemble, torch.randn(4, 3))
 
 
+def test_gradients_that_vanish_at_the_start_are_structured_too():
+    reference = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    nn.init.zeros_(reference[2].weight)
+    ensemble, x = embens.embed(reference, 2), torch.randn(4, 3, dtype=torch.float64)
+    recorder = Recorder(ensemble)
+    with recorder.watching():
+        recorder.survey((x,))
+    assert recorder.general == {}
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+
+
 def test_a_transformer_uses_terms_throughout():
     x = torch.randint(11, (3, 5))
     ensemble = embens.last_layer_dropout(Tokens(), 2, example_input=x).eval()

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 KNOWN = (nn.Linear.forward, networks.Linear.forward)
 
 
-def nngp(
-    ensemble: EmbeddedEnsemble, x: Tensor | Inputs, x2: Tensor | Inputs | None = None
-) -> Float[Tensor, "m m n1 n2"]:
+def nngp(ensemble: EmbeddedEnsemble, x: Tensor | Inputs) -> Float[Tensor, "m m n n"]:
     r"""Return the empirical covariance of outputs that this one network stands for.
 
     Where the network ends in a Linear layer, it is the covariance over draws of that layer alone,
@@ -47,8 +45,8 @@ def nngp(
     was drawn for each have no covariance with others. Any other network: the mean over outputs of
     :math:`f_{ak}(x) f_{bk}(x')`, noisy where outputs are few.
 
-    Batch statistics and random layers need ``ensemble.eval()``. ``x`` and ``x2`` (None: the same)
-    are tensors, or tuples of them for a reference of several arguments.
+    Batch statistics and random layers need ``ensemble.eval()``. ``x`` is a tensor, or a tuple of
+    them for a reference of several arguments.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -59,18 +57,14 @@ def nngp(
         (torch.Size([3, 3, 5, 5]), True)
     """
     check_ensemble(ensemble)
-    for name, samples in (("x", x), ("x2", x2)):
-        if samples is not None:
-            check_inputs(samples, name)
+    check_inputs(x)
     check_modes(ensemble)
-    numbers: list[Tensor] = []
-    rows = _passes(ensemble, as_inputs(x, "x"), numbers)
-    columns = rows if x2 is None else _passes(ensemble, as_inputs(x2, "x2"), numbers)
-    heads = [[head for _, head in side if head is not None] for side in (rows, columns)]
-    if all(len(found) == ensemble.members for found in heads):
-        return _from_heads(ensemble, *heads)
-    left, right = (torch.stack([o for o, _ in side]).flatten(2) for side in (rows, columns))
-    return torch.einsum("aik,bjk->abij", left, right) / left.shape[2]
+    outputs, heads = _passes(ensemble, as_inputs(x, "x"))
+    known = [head for head in heads if head is not None]
+    if len(known) == ensemble.members:
+        return _from_heads(ensemble, known)
+    flat = torch.stack(outputs).flatten(2)
+    return torch.einsum("aik,bjk->abij", flat, flat) / flat.shape[2]
 
 
 class _Head(NamedTuple):
@@ -82,11 +76,9 @@ class _Head(NamedTuple):
     pre: Tensor | None
 
 
-def _passes(
-    ensemble: EmbeddedEnsemble, inputs: Inputs, numbers: list[Tensor]
-) -> list[tuple[Tensor, _Head | None]]:
+def _passes(ensemble: EmbeddedEnsemble, inputs: Inputs) -> tuple[list[Tensor], list[_Head | None]]:
     """Return the output of each member, and the Linear layer that it comes from, if it does."""
-    found, calls = [], []
+    outputs, heads, calls = [], [], []
 
     def keep(layer: nn.Module, now: nn.Module, args: tuple, output: Any) -> None:
         # ``now`` is the layer itself, or its copy with a member's weights.
@@ -101,18 +93,18 @@ def _passes(
             if linear or isinstance(module, Modulated):
                 stack.callback(module.register_forward_hook(partial(keep, module)).remove)
         run = stack.enter_context(ensemble.run(inputs, chunk=1))
-        numbers[:] = numbers or run.numbers  # fresh ones are drawn once
         for a in range(ensemble.members):
             calls.clear()
-            mine = [stacked[a] for stacked in numbers]
-            output = run.member(a, numbers=mine)
+            numbers = [stacked[a] for stacked in run.numbers]
+            output = run.member(a, numbers=numbers)
             if not isinstance(output, Tensor):
                 raise TypeError(
                     "a covariance needs a network whose output is one tensor; got "
                     f"{type(output).__name__}. Wrap the reference in a module that returns it."
                 )
-            found.append((output, _head(calls, output, mine)))
-    return found
+            outputs.append(output)
+            heads.append(_head(calls, output, numbers))
+    return outputs, heads
 
 
 def _head(calls: list[tuple], output: Tensor, numbers: list[Tensor]) -> _Head | None:
@@ -137,15 +129,15 @@ def _stds(layer: nn.Linear) -> tuple[float, float]:
     return layer.weight_std / math.sqrt(fan), layer.bias_std
 
 
-def _from_heads(ensemble: EmbeddedEnsemble, left: list[_Head], right: list[_Head]) -> Tensor:
-    rows, columns = (torch.stack([head.features for head in heads]) for heads in (left, right))
-    result = torch.einsum("aif,bjf->abij", rows, columns)
-    biases = torch.tensor([head.bias_std for head in left]).to(result)
+def _from_heads(ensemble: EmbeddedEnsemble, heads: list[_Head]) -> Tensor:
+    features = torch.stack([head.features for head in heads])
+    result = torch.einsum("aif,bjf->abij", features, features)
+    biases = torch.tensor([head.bias_std for head in heads]).to(result)
     result += torch.outer(biases, biases)[:, :, None, None]
-    if left[0].pre is not None:
-        pre = torch.stack([head.pre for head in left])  # type: ignore[arg-type]
+    if heads[0].pre is not None:
+        pre = torch.stack([head.pre for head in heads])  # type: ignore[arg-type]
         result *= (pre @ pre.mT / pre.shape[1])[:, :, None, None]
     drawn = [m for m in ensemble.individuals.values() if isinstance(m, Own) and m.drawn]
-    if any(own.module is left[0].layer for own in drawn):
-        result *= torch.eye(len(left)).to(result)[:, :, None, None]
+    if any(own.module is heads[0].layer for own in drawn):
+        result *= torch.eye(len(heads)).to(result)[:, :, None, None]
     return result

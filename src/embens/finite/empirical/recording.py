@@ -209,7 +209,7 @@ class Recorder:
         batch = len(inputs[0])
         ((output, calls),) = self._run(inputs, [0])
         terms, self.classes = [term for _, term in calls], output[0].numel()
-        first = output if batch == 1 else self._alone(inputs, output)
+        first, alone = (output, terms) if batch == 1 else self._alone(inputs, output)
         if not output.requires_grad:
             return set(), terms
         chosen = torch.cos(1.0 + torch.arange(output.numel())).to(output).view_as(output)
@@ -231,19 +231,27 @@ class Recorder:
             if gradient is None:
                 continue  # not used at all
             try:
-                known = len(keys) == len(kinds) == 1 and bool(gradient.any())
-                square = contract(keys[0], Gradients(batch, [uses]), None)[0, 0] if known else None
-            except RuntimeError:  # a use without the batch
-                square = None
-            if square is None or not _is_close(square, gradient.square().sum()):
+                known = len(keys) == len(kinds) == 1
+                if known and gradient.any():
+                    square = contract(keys[0], Gradients(batch, [uses]), None)[0, 0]
+                    known = _is_close(square, gradient.square().sum())
+                elif known:  # what is multiplied must do, sample after sample
+                    pairs = zip(terms, alone, strict=True)
+                    mine = [(t, s) for t, s in pairs if parameter in map(id, t.parameters.values())]
+                    known = all(len(t.value) == batch * len(s.value) for t, s in mine) and all(
+                        _is_close(t.value[: len(s.value)], s.value) for t, s in mine
+                    )
+            except (RuntimeError, ValueError):  # a use without the batch, or another number of uses
+                known = False
+            if not known:
                 general.add(parameter)
         return general, terms
 
-    def _alone(self, inputs: Inputs, output: Tensor) -> Tensor:
-        """Return the output of the first sample alone; raise where it is another one."""
+    def _alone(self, inputs: Inputs, output: Tensor) -> tuple[Tensor, list[Term]]:
+        """Return output and terms of the first sample alone; raise where the output is another."""
         sample = tuple(x[:1] for x in inputs)
         try:
-            ((first, _),) = self._run(sample, [0])
+            ((first, calls),) = self._run(sample, [0])
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 "the network can't run on a batch of one sample, of shape "
@@ -257,7 +265,7 @@ class Recorder:
                 "ensemble.eval() for Dropout and batch statistics, and let the batch be the "
                 "first axis of inputs and outputs."
             )
-        return first
+        return first, [term for _, term in calls]
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
