@@ -146,9 +146,7 @@ def test_a_transformer_uses_terms_throughout():
     recorder = Recorder(ensemble)
     with recorder.watching():
         recorder.survey((x[:2],))
-    names = {id(p): name for name, p in ensemble.named_parameters()}
-    general = [names[p] for p in recorder.general]
-    assert all(name.endswith("k_proj.bias") for name in general), "which have no effect"
+    assert not recorder.general  # nor biases of keys, which have no effect
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
