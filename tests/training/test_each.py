@@ -249,6 +249,9 @@ class NotProportional(torch.optim.SGD):
                 p.data.sub_(0.01 * p.grad.sign())
 
 
+UPWARD = partial(torch.optim.SGD, maximize=True)
+
+
 @pytest.mark.parametrize(
     ("each", "options", "message"),
     [
@@ -269,6 +272,7 @@ class NotProportional(torch.optim.SGD):
             "weight_decay must be finite, and from 0 to inf",
         ),
         (EachMember(weight_decay=[0, 1, 2]), {"optimizer": NotProportional}, "is not known"),
+        (EachMember(weight_decay=[0, 1, 2]), {"optimizer": UPWARD}, "is not known"),
         (EachMember(dropout=[0, 0, 1.5]), {}, "dropout must be finite, and from 0 to 1"),
         (EachMember(dropout=[0, 0, 0.5]), {}, "no nn.Dropout at a rate above 0"),
         (EachMember(dropout=[0, 0, 0.5]), {"compile": True}, "can't be compiled"),

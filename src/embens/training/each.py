@@ -114,8 +114,10 @@ class EachMember:
 
     def attach(self, optimizer: Optimizer, own: Sequence[Tensor]) -> None:
         """Let an optimizer step with the members' rates and decay, of their own parameters."""
-        apart = isinstance(optimizer, AdamW) or optimizer.defaults.get("decoupled_weight_decay")
-        if self.weight_decay is not None and type(optimizer) not in (SGD, Adam, AdamW):
+        usual = optimizer.defaults
+        apart = isinstance(optimizer, AdamW) or usual.get("decoupled_weight_decay")
+        known = type(optimizer) in (SGD, Adam, AdamW) and not usual.get("maximize")
+        if self.weight_decay is not None and not known:
             raise ValueError("each: this weight decay is not known; use SGD, Adam or AdamW")
         mine, before = {id(p) for p in own}, {}
         for group in optimizer.param_groups:  # all of it is members' own, or nothing
