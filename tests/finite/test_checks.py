@@ -18,7 +18,7 @@ WRONG = [
     (lambda: (batch_ensemble(), X, Y[:7]), ValueError, "same number of samples; got 60 and 7"),
     (lambda: (batch_ensemble(), X * math.nan, Y), ValueError, "expected finite numbers"),
     (lambda: (batch_ensemble(), X, Y + 9), ValueError, "expected classes from 0 to 3"),
-    (lambda: (batch_ensemble(), X, Y[:, None, None]), ValueError, "expected targets of classes"),
+    (lambda: (batch_ensemble(), X, Y[:, None, None]), ValueError, "expected targets of shape"),
 ]
 
 

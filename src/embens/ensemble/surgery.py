@@ -31,6 +31,7 @@ def operate(
     reference: nn.Module, plan: Plan, generator: torch.Generator | None = None
 ) -> EmbeddedEnsemble:
     """Return the ensemble that a plan makes of a reference, which is not changed."""
+    reference = opened(reference)
     modules, layers = dict(reference.named_modules()), parameter_layers(reference)
     modulations: dict[str, dict[str, Modulation]] = {}  # by layer, then by side
     low_rank = {site.layer: site for site in plan.low_rank}
