@@ -180,25 +180,19 @@ class Recorder:
     def survey(self, inputs: Inputs) -> None:
         """Find out which parameters are structured; raise where samples do not stand alone.
 
-        Two samples are run, as different as there are; where they are equal in places, again with
-        noise. Equal samples of whole numbers leave no way to find structure.
+        Two samples are run, as different as there are, with some noise. Equal samples of whole
+        numbers leave no way to find structure.
         """
         check_modes(self.ensemble)
-        pair, distinct = _different_pair(inputs)
+        pair = _different_pair(inputs)
+        probe = _with_noise(pair)
         try:
-            general, terms = self._unstructured(pair)
-        except RuntimeError:  # the network's code may need images to be contiguous
-            if not any(x.dim() == 4 for x in inputs):
-                raise
-            self._channels_last = False
-            general, terms = self._unstructured(pair)
-        if not distinct:
-            try:
-                general |= self._unstructured(_with_noise(pair))[0]
-            except (RuntimeError, IndexError):  # noise is not in the network's domain
-                general = set(self.trainable)
-            if all(torch.equal(x[0], x[1]) and not x.is_floating_point() for x in pair):
-                general = set(self.trainable)
+            general, terms = self._unstructured(probe)
+        except (RuntimeError, IndexError):  # the network takes no noise, or contiguous images only
+            probe, self._channels_last = pair, False
+            general, terms = self._unstructured(probe)
+        if len(pair[0]) > 1 and all(torch.equal(x[0], x[1]) for x in probe):
+            general = set(self.trainable)
         self.general = {k: p for k, p in self.trainable.items() if k in general}
         self._structured = {k: p for k, p in self.trainable.items() if k not in general}
         sizes = [2 * term.value.numel() for term in terms if self._wanted(term.parameters)]
@@ -209,6 +203,8 @@ class Recorder:
         batch = len(inputs[0])
         ((output, calls),) = self._run(inputs, [0])
         terms, self.classes = [term for _, term in calls], output[0].numel()
+        if not output.isfinite().all():
+            raise RuntimeError("outputs are not finite; check the inputs and the weights")
         first, alone = (output, terms) if batch == 1 else self._alone(inputs, output)
         if not output.requires_grad:
             return set(), terms
@@ -274,16 +270,13 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
     return bool(error <= TOLERANCE.get(expected.dtype, 0.05) * size)
 
 
-def _different_pair(inputs: Inputs) -> tuple[Inputs, bool]:
-    """Return the first sample and the one that differs from it in most numbers, and if in all."""
+def _different_pair(inputs: Inputs) -> Inputs:
+    """Return the first sample and the one that differs from it in most numbers."""
     if len(inputs[0]) < 2:
-        return inputs, True
+        return inputs
     few = [x[: 2 * PROBED] for x in inputs]
     differ = torch.cat([(x[1:] != x[:1]).flatten(1) for x in few], 1)
-    other = 1 + int(differ.sum(1).argmax())
-    varied = all(x[0].numel() < 2 or bool((x[0] != x[0].flatten()[0]).any()) for x in few)
-    distinct = varied and bool(differ[other - 1].all())
-    return tuple(x[[0, other]] for x in inputs), distinct
+    return tuple(x[[0, 1 + int(differ.sum(1).argmax())]] for x in inputs)
 
 
 def _with_noise(inputs: Inputs) -> Inputs:
