@@ -109,7 +109,7 @@ REFUSED = {
     "recurrent": (Recurrent(), r"Recurrent.*its forward.*holds 'lstm' \(LSTM\)"),
     "attention": (
         between(nn.TransformerEncoderLayer(5, 1, 5)),
-        r"'1' \(TransformerEncoderLayer\).*holds '1\.self_attn' \(Attention\)",
+        r"'1' \(TransformerEncoderLayer\).*holds '1\.self_attn' \((Multihead)?Attention\)",
     ),
     "embedding": (
         nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(10, 4), nn.Linear(4, 2)),

@@ -114,7 +114,7 @@ def unknown(module: nn.Module, path: str) -> TypeError:
 def _foreign(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return torch's own layers without a rule that a module holds."""
     layers = list(without_members(module).named_modules())[1:]
-    torchs = re.compile(r"torch\.nn\.modules\.(?!container)")
+    torchs = re.compile(r"torch\.nn\.modules\.(?!container)|embens\.reading\.attention")
     return [(n, m) for n, m in layers if not has_rule(m) and torchs.match(type(m).__module__)]
 
 
