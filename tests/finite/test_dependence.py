@@ -71,6 +71,7 @@ def test_drift_is_relative_to_the_kernel_before(kernel):
 def test_the_combined_kernel_has_gamma_on_the_shared_part_only(kernel):
     torch.testing.assert_close(kernel.ntk(), combined(kernel, 2.5))
     torch.testing.assert_close(kernel.ntk(4.0), combined(kernel, 4.0))
+    torch.testing.assert_close(kernel.same, kernel.shared[range(4), range(4)])
 
 
 def test_centred_members_grow_independent_with_width_and_shifted_ones_do_not():

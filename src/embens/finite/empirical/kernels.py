@@ -58,6 +58,11 @@ class FiniteKernel:
     def members(self) -> int:
         return len(self.shared)
 
+    @property
+    def same(self) -> Float[Tensor, "m n1 n2 *classes"]:
+        """The shared part of each member with itself."""
+        return self.shared[range(self.members), range(self.members)]
+
     def ntk(
         self,
         gamma: float | Callable[[int], float] | None = None,
