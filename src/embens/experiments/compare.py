@@ -101,10 +101,6 @@ class Cell(CellBase):
     members: int
     width: float
 
-    @property
-    def weight(self) -> float:
-        return super().weight / (self.members if self.system in (ONE, FRESH) else 1)
-
 
 SWEEP = [product(Cell, system=SYSTEMS, members=MEMBERS, width=WIDTH)]
 

@@ -3,8 +3,6 @@
 A cell is all that one measurement depends on: a preset's setting, what is swept, and a seed.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools

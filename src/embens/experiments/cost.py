@@ -78,7 +78,10 @@ def measure(cell: Cell) -> Row:
     def together() -> Tensor:
         return ensemble.objective(ensemble(inputs), target)
 
-    steps = (_step(network, single), _step(ensemble, together))
+    steps = (
+        partial(_step, torch.optim.SGD(module.parameters(), lr=1e-6, momentum=0.9), loss)
+        for module, loss in ((network, single), (ensemble, together))
+    )
     passes = (torch.no_grad()(lambda: network(inputs)), torch.no_grad()(lambda: served(inputs)))
     return {
         "step": _ratio(*steps, cell.turns, device),
@@ -88,15 +91,10 @@ def measure(cell: Cell) -> Row:
     }
 
 
-def _step(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], object]:
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-6, momentum=0.9)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-
-    return step
+def _step(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> None:
+    optimizer.zero_grad()
+    loss().backward()
+    optimizer.step()
 
 
 def _ratio(one: Callable[[], object], other: Callable[[], object], turns: int, on: str) -> float:

@@ -7,8 +7,6 @@ stops a run loses the cells in flight, and running again goes on with the rest. 
 kept with its error and is not tried again unless asked for.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools
@@ -140,7 +138,7 @@ class Outcome(NamedTuple):
 def run(
     name: str,
     cells: Sequence[CellBase],
-    results: Results,
+    results: "Results",
     engine: Engine,
     retry_failed: bool = False,
 ) -> Outcome:
@@ -160,7 +158,7 @@ def run(
     return Outcome(len(todo), len(jobs) - len(todo), failed, time.perf_counter() - started)
 
 
-def unknown(jobs: Iterable[Job], results: Results, *, retry_failed: bool) -> list[Job]:
+def unknown(jobs: Iterable[Job], results: "Results", *, retry_failed: bool) -> list[Job]:
     """Return the jobs that have no result, or only an error that is to be tried again."""
     wanted = ("rows",) if retry_failed else ("rows", "error")
     found = [job for job in jobs if not any(k in results.records.get(job.key, {}) for k in wanted)]

@@ -36,31 +36,16 @@ class Results:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "results.jsonl"
-        self.records: dict[str, Record] = {}
-        for record in _read(self.path):
-            self._keep(record)
-
-    def _keep(self, record: Record) -> None:
-        """Keep the last record of a cell, but never a failure after a success."""
-        known = self.records.get(record["key"])
-        if known is None or "rows" in record or "rows" not in known:
-            self.records[record["key"]] = record
+        self.records: dict[str, Record] = {r["key"]: r for r in _read(self.path)}  # the last ones
 
     def add(self, record: Record) -> None:
         """Write a record; it is on the disk when this returns, or an ``OSError`` is raised."""
-        # What a crash left of the line before is ended first.
-        line = b"\n" + json.dumps(seal(record)).encode() + b"\n"
-        with self.path.open("ab", buffering=0) as file:  # no rest to write at closing
-            start = file.tell()
-            try:
-                while line:
-                    line = line[file.write(line) or 0 :]
-                os.fsync(file.fileno())
-            except OSError:
-                with contextlib.suppress(OSError):  # half a line is skipped by whoever reads it
-                    os.truncate(self.path, start)
-                raise
-        self._keep(json.loads(json.dumps(record)))
+        with self.path.open("ab") as file:
+            # What a crash or a full disk left of the line before is ended first.
+            file.write(b"\n" + json.dumps(seal(record)).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.records[record["key"]] = json.loads(json.dumps(record))
 
     def borrow(self, keys: Iterable[str]) -> None:
         """Take over what other experiments in the same folder have measured of these cells."""
