@@ -6,7 +6,7 @@ import importlib
 
 from experiments import battery
 
-from embens.experiments.results import Results, folder_of, write
+from embens.experiments.results import Results, write
 from embens.experiments.setting import PRESETS
 
 
@@ -15,5 +15,5 @@ def make(out, *names, kind="mixed"):
     for name in names:
         rows = importlib.import_module(f"experiments.test_{name}").rows
         table = battery.table(name, rows, kind, seeds=2)
-        write(Results(folder_of(out, name, "quick")), name, PRESETS["quick"], table)
+        write(Results(out / name / "quick"), name, PRESETS["quick"], table)
     return out

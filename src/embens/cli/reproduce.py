@@ -19,7 +19,7 @@ from embens.checks import closest
 from embens.experiments import NAMES, contract, engines, grid, results
 from embens.experiments.contract import CellBase
 from embens.experiments.grid import Done, Engine, Job, make_job, perform
-from embens.experiments.results import Results, folder_of
+from embens.experiments.results import Results
 from embens.experiments.setting import PRESETS, Setting, fingerprint
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _engine(options: argparse.Namespace) -> Engine:
 def _reproduce(
     console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Any]
 ) -> int:
-    folder = folder_of(options.out, name, setting.preset)
+    folder = options.out / name / setting.preset
     try:
         with _alone(console, folder):
             found = Results(folder)
@@ -149,15 +149,11 @@ def _reproduce(
             markup=False,
         )
         return 1
-    console.print(
-        f"{name}: {outcome.measured} cells measured in {_time(outcome.seconds)}, "
-        f"{outcome.known} known before; results in {folder}"
-    )
+    text = f"{outcome.measured} cells measured in {_time(outcome.seconds)}, {outcome.known} known"
+    console.print(f"{name}: {text} before; results in {folder}")
     if others := results.count_others(found, name):
-        console.print(
-            f"{name}: {others} results in this folder are of other code, or another version of "
-            "embens or torch; they are kept, and left out"
-        )
+        text = f"{others} results there are of other code, or another version of embens or torch"
+        console.print(f"{name}: {text}; they are kept, and left out")
     for key in outcome.failed[:5]:
         record = found.records[key]
         swept = {k: v for k, v in record["cell"].items() if k != "setting"}
@@ -253,7 +249,7 @@ def _summarise(
 def _estimate(
     console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Any]
 ) -> int:
-    folder, jobs = folder_of(options.out, name, options.preset), [make_job(name, c) for c in cells]
+    folder, jobs = options.out / name / options.preset, [make_job(name, c) for c in cells]
     left = jobs
     if folder.exists():
         left = grid.unknown(jobs, Results(folder), retry_failed=options.retry_failed)

@@ -18,6 +18,7 @@ Both are Student's interval where :math:`T` is a mean of one number per seed.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -240,11 +241,7 @@ def judge(claims: Sequence[Claim], table: Frame) -> list[Claim]:
 
 def plain(value: Any) -> Any:
     """Return a value as JSON can hold it; what is infinite or NaN becomes None."""
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def verdict(low: float, high: float, above: float, below: float) -> str:

@@ -78,13 +78,13 @@ def measure(cell: Cell) -> Row:
     def together() -> Tensor:
         return ensemble.objective(ensemble(inputs), target)
 
-    steps = (
+    step, step_together = (
         partial(_step, torch.optim.SGD(module.parameters(), lr=1e-6, momentum=0.9), loss)
         for module, loss in ((network, single), (ensemble, together))
     )
     passes = (torch.no_grad()(lambda: network(inputs)), torch.no_grad()(lambda: served(inputs)))
     return {
-        "step": _ratio(*steps, cell.turns, device),
+        "step": _ratio(step, step_together, cell.turns, device),
         "inference": _ratio(*passes, cell.turns, device),
         "parameters": count_parameters(ensemble) / count_parameters(network),
         "memory": _memory(ensemble, together) / _memory(network, single),

@@ -57,11 +57,6 @@ class Results:
                 self.add(record)
 
 
-def folder_of(out: str | Path, name: str, preset: str) -> Path:
-    """Return the folder of an experiment's results."""
-    return Path(out) / name / preset
-
-
 def _read(path: Path) -> Iterator[Record]:
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:

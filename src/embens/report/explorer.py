@@ -118,7 +118,7 @@ def render(progress: Callable[[list], Iterable] = iter) -> str:
     """Return the page; ``progress`` wraps the positions that are computed."""
     generator = torch.Generator().manual_seed(4)
     normals = torch.randn(1 + DRAWN, POINTS, generator=generator).double()
-    rows = [_rounded(numbers(ensemble_of(*dials), normals)) for dials in progress(positions())]
+    rows = [numbers(ensemble_of(*dials), normals) for dials in progress(positions())]
     data = {
         "families": list(FAMILIES),
         "activations": list(ACTIVATIONS),
@@ -127,19 +127,11 @@ def render(progress: Callable[[list], Iterable] = iter) -> str:
         "arcs": ARCS,
         "points": DATA.tolist(),
         "targets": target(DATA)[:, 0].tolist(),
-        "rows": rows,
+        "rows": json.loads(json.dumps(rows), parse_float=lambda text: float(f"{float(text):.4g}")),
     }
     packed = zlib.compress(json.dumps(data, allow_nan=False).encode(), 9)
     text = files("embens.report").joinpath("explorer.html").read_text(encoding="utf-8")
     return text.replace("{{data}}", base64.b64encode(packed).decode())
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_rounded(v) for v in value]
-    return float(f"{value:.4g}")
 
 
 def write(path: str | Path, progress: Callable[[list], Iterable] = iter) -> Path:
