@@ -43,10 +43,13 @@ DATA = torch.tensor([-2.5, -2.0, -1.6, 0.2, 0.5, 1.9], dtype=torch.float64)
 
 
 def ensemble_of(family: str, activation: str, depth: int, p: float) -> EmbeddedEnsemble:
-    """Return the ensemble that a position of the dials stands for; its kernels suit any M."""
+    """Return the ensemble that a position of the dials stands for; its kernels suit any M.
+
+    It has many members: drawn signs of two may be the same, which makes them one model.
+    """
     scale = ACTIVATIONS[activation]
     net = networks.mlp(3, WIDTH, depth, 1, activation=activation, weight_std=scale)
-    return FAMILIES[family](net.double(), MEMBERS[0], p)
+    return FAMILIES[family](net.double(), MEMBERS[-1], p)
 
 
 def circle(angles: Tensor, height: float) -> Tensor:
