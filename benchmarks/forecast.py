@@ -414,8 +414,8 @@ def probe(path: Path) -> None:
             continue
         network, plan, rows, _ = build(line)
         planned = plan.pop("epochs") * math.ceil(len(rows[1]) / plan["batch_size"])
-        plan["batch_size"] = max(1, plan["batch_size"] // forecasting.SMALLER)
         plan |= {"gamma": None, "modulation_lr": None}
+        plan["optimizer"] = plan["optimizer"] or forecasting.SGD
         for e in line["ensembles"]:
             ensemble = make(network, line, e["family"], e["members"])
             begun = time.process_time()
@@ -445,7 +445,7 @@ NAMES = (
 
 def outcomes(line: dict, e: dict) -> dict[str, float]:
     """Return what became of an ensemble, as the forecast has it; extremes are cut off."""
-    members, log = e["members"], forecasting.log_of
+    members = e["members"]
     mine, alone = e["final"][str(members)], line["alone"]["final"][str(SEPARATE)]
     share, separate_share = 1 - 1 / members, 1 - 1 / SEPARATE
     lead = mine["acc"] - alone["acc"]
@@ -465,6 +465,10 @@ def outcomes(line: dict, e: dict) -> dict[str, float]:
     }
 
 
+def log(loss: float) -> float:
+    return math.log(max(loss, 1e-6))
+
+
 def table_of(lines: list[dict]):
     """Return features, outcomes and tasks of all ensembles whose training and probe went well."""
     features, values, tasks = [], [], []
@@ -479,38 +483,50 @@ def table_of(lines: list[dict]):
     return *both, np.array(tasks)
 
 
-def left_out(features, values, tasks, length: float, noise: float):
-    """Return errors and expected errors of tasks that are left out in turn."""
-    errors, expected = torch.zeros_like(values), torch.zeros_like(values)
+def left_out(known, tasks):
+    """Return what is expected of tasks that are left out in turn, and standard deviations.
+
+    The inverse of the joint kernel has it all: for rows B of a task, errors are
+    inverse[B, B]⁻¹ (inverse y)[B], with the covariance inverse[B, B]⁻¹.
+    """
+    inverse, outcomes = torch.linalg.inv(known.joint), known.outcomes
+    means, spread = outcomes.clone(), torch.zeros(len(outcomes), 1, dtype=torch.float64)
     for task in set(tasks):
-        mine = torch.from_numpy(tasks == task)
-        others = forecasting.Experience(features[~mine], values[~mine], length, noise)
-        means, expected[mine] = others.expect(features[mine])
-        errors[mine] = means - values[mine]
-    return errors, expected
+        mine = torch.from_numpy(np.flatnonzero(tasks == task))
+        covariance = torch.linalg.inv(inverse[mine][:, mine])
+        means[mine] -= covariance @ (inverse[mine] @ outcomes)
+        spread[mine] = covariance.diagonal().sqrt()[:, None]
+    return known.mean + known.scale * means, known.scale * spread
 
 
-def known(path: Path) -> dict:
-    """Return what a forecast knows; the kernel is chosen by tasks that are left out."""
-    features, values, tasks = table_of(read(path))
-    spread, best = values.std(0), (math.inf, 0.0, 0.0)
-    for length in (3.0, 5.0, 8.0, 12.0):
-        for noise in (0.1, 0.2, 0.4, 0.8):
-            errors, _ = left_out(features, values, tasks, length, noise)
-            loss = (errors / spread).square().mean(0)
-            judged = [loss[NAMES.index(name)] for name in ("correlation", "gain", "lead")]
-            best = min(best, (float(sum(judged)), length, noise))
-    _, length, noise = best
-    errors, expected = left_out(features, values, tasks, length, noise)
-    reach = torch.quantile((errors / expected).abs(), 0.8, 0) / forecasting.REACH
+def known(lines: list[dict]) -> dict:
+    """Return what a forecast knows; kernels are chosen by tasks that are left out."""
+    features, values, tasks = table_of(lines)
+    best = [(math.inf,)] * 3
+    for kernel, judged in enumerate((("correlation",), ("gain", "lead"), ("gain", "lead"))):
+        for length in (0.6, 0.8, 1.0):
+            for noise in (0.2, 0.4, 0.8):
+                chosen = features[:, forecasting.KERNELS[kernel]]
+                one = forecasting.Experience(chosen, values, length, noise)
+                means, spread = left_out(one, tasks)
+                errors = ((means - values) / values.std(0)).abs().mean(0)
+                loss = sum(float(errors[NAMES.index(name)]) for name in judged)
+                best[kernel] = min(best[kernel], (loss, length, noise, means, spread, errors))
+    kernels = [min(range(3), key=lambda k: best[k][5][i]) for i in range(len(NAMES))]
+    reach = []
     for i, name in enumerate(NAMES):
-        constant = (values[:, i] - values[:, i].median()).abs().mean()
+        _, _, _, means, spread, _ = best[kernels[i]]
+        found, truth = means[:, i], values[:, i]
+        reach.append(float(torch.quantile(((found - truth) / spread[:, i]).abs(), 0.8)))
+        constant = (truth - truth.median()).abs().mean()
         print(
-            f"{name}: mean error {errors[:, i].abs().mean():.3f}, of the best constant "
-            f"{constant:.3f}, rank {rank(values[:, i] + errors[:, i], values[:, i]):.2f}"
+            f"{name}: mean error {(found - truth).abs().mean():.3f}, of the best constant "
+            f"{constant:.3f}, rank {rank(found, truth):.2f}, kernel {kernels[i]}"
         )
-    print(f"{len(features)} ensembles, length {length}, noise {noise}")
-    stored = {"names": list(NAMES), "length": length, "noise": noise, "reach": round_all(reach, 3)}
+    chosen = [list(one[1:3]) for one in best]
+    print(f"{len(features)} ensembles, lengths and noises {chosen}")
+    stored = {"names": list(NAMES), "kernels": kernels, "lengths and noises": chosen}
+    stored["reach"] = [round(r / forecasting.REACH, 3) for r in reach]
     return stored | {"features": round_all(features, 3), "outcomes": round_all(values, 4)}
 
 
@@ -565,7 +581,7 @@ def judge(name: str, pairs: list[tuple[dict, dict]]) -> str:
 def cost(probe) -> float:
     """Return the part of the planned passes of members over rows that a probe took."""
     members = min(probe.members, forecasting.MEMBERS) + forecasting.SEPARATE
-    return probe.done / forecasting.SMALLER * members / probe.members
+    return probe.done * members / probe.members
 
 
 def best_members(pairs: list[tuple[dict, dict]]) -> str:
@@ -619,7 +635,7 @@ def main() -> None:
         return probe(path)
     if options.what == "report":
         return report(path)
-    found = known(RESULTS / "development.jsonl")
+    found = known([*read(RESULTS / "development.jsonl"), *read(RESULTS / "earlier.jsonl")])
     forecasting.EXPERIENCE.write_text(json.dumps(found) + "\n")
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -132,6 +133,7 @@ def advise(
     some = take(x, torch.arange(min(ROWS, len(target))))
     unit = _count(families.independent(build(1.0), 1, generator=generator), some)
     best: dict[str, Proposal] = {}
+    loss = attrgetter("forecast.nll.value")
     refused: ValueError | None = None
     for width in widths:
         network = build(width)
@@ -153,13 +155,13 @@ def advise(
             for count, (_, cost) in affordable.items():
                 text = call.format(f"reference, {count}")
                 made = Proposal(text, count, width, cost, carry(probe, count))
-                best[call] = min(best.get(call, made), made, key=_loss)
+                best[call] = min(best.get(call, made), made, key=loss)
     if not best:
         raise ValueError(
             "no ensemble keeps to this budget, which is in multiples of what one network needs "
             f"(parameters={parameters:g}, time={time:g}, memory={memory:g}): allow more"
         ) from refused
-    chosen = sorted(best.values(), key=_loss)[:proposals]
+    chosen = sorted(best.values(), key=loss)[:proposals]
     if check is None:
         return chosen
     order = torch.randperm(len(target), generator=generator)
@@ -174,10 +176,6 @@ def advise(
         results = {name: float(score(outputs, target[held])) for name, score in scores.items()}
         checked.append(replace(proposal, checked=results))
     return checked
-
-
-def _loss(proposal: Proposal) -> float:
-    return proposal.forecast.nll.value
 
 
 def _count(ensemble: EmbeddedEnsemble, x: Any, unit: Cost | None = None) -> Cost:

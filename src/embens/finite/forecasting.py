@@ -1,17 +1,18 @@
 r"""``embens.forecast``: what an ensemble will be worth, before it is trained.
 
-A *probe* trains the ensemble, and beside it two separate networks, with half of the planned batch
-on two thirds of the rows, until :data:`COST` of the arithmetic of the planned training is spent.
-What it shows on the other rows (:class:`Probe`: how good and how alike members are, beside
-networks alone), what laws and plan say, and what became of some hundred ensembles that were probed
-and trained to their end (``experience.json``) give the forecast: a Gaussian process on the features
-of these, with one kernel for all quantities, so that forecasts add up as the quantities do.
-``benchmarks/forecast.py`` makes the table and judges forecasts on tasks that are not in it;
-``docs/how-to/is-my-ensemble-an-ensemble.md`` has the errors.
+A *probe* trains some members, and beside them two separate networks, for a few steps, and then
+solves for the last layers of two members and of both networks: what these *readouts* answer for
+other rows is as if the training of this layer were over. What both show (:class:`Probe`), what laws
+and plan say, and what became of some hundred ensembles that were probed and trained to their end
+(``experience.json``) give the forecast: Gaussian processes on features of these, one for how alike
+members will be, others for what they will be worth. ``benchmarks/forecast.py`` makes the table
+and judges forecasts on tasks that are not in it, with the errors that
+``docs/how-to/is-my-ensemble-an-ensemble.md`` has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -20,29 +21,30 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from embens import metrics
 from embens.checks import Gamma, check_members, check_number, check_whole, gradient_factor, suggest
-from embens.embedding.families import batch_ensemble, independent, join
+from embens.embedding.families import batch_ensemble, independent
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.rates import MakeOptimizer
+from embens.ensemble.rates import MakeOptimizer, kind_of
 from embens.ensemble.wrapping import without_members
 from embens.finite import checks
-from embens.finite.diagnosis.measurement import effective_widths, take
+from embens.finite.diagnosis.measurement import take
 from embens.finite.gradients import off_diagonal
-from embens.prediction import predict
 from embens.theory.regime import Structure
-from embens.training import Divergence, fit
 
-COST = 0.05  # of the planned training's passes of members over rows
-SMALLER = 2  # times smaller batches: more steps for the same cost
-SEPARATE = 2  # networks beside the members
-MEMBERS, HELD, STEPS = 16, 1000, 8  # at most: members, rows held out; at least: steps
+COST = 0.02  # of the planned training's time, for steps
+STEP = 4e7  # floating-point operations that take as long as all that a step does beside them
+MEMBERS, SEPARATE = 4, 2  # at most trained, and networks beside them
+HELD, READ, STEPS = 1000, 400, 8  # at most: rows held out, rows of readouts; at least: steps
+RIDGE = 0.01  # of the mean square of what a readout reads
+KERNELS = [*range(24)], [*range(18), 24, 25, 26], [*range(18)]  # features of likeness, worth, plan
 LEAST = 64  # rows with which a forecast can be made at all
 REACH = 1.28  # standard deviations on either side that hold 80 %
 ENOUGH = 8  # members have 7/8 of all that there is to gain
@@ -50,11 +52,12 @@ ONE_MODEL = 0.8  # correlation above which more members are not worth their cost
 SEEDS = 0.01  # by which the accuracy of a network differs from draw to draw
 TINY = 1e-6
 EXPERIENCE = Path(__file__).with_name("experience.json")
+SGD = functools.partial(torch.optim.SGD, momentum=0.9)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number that is expected, and the ends of an interval that holds it in 80 % of cases."""
+    """A number to expect, and the ends of an interval that holds it in 80 % of cases."""
 
     value: float
     low: float
@@ -66,59 +69,32 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Probe:
-    r"""What laws and plan say, and what a short training showed on rows held out.
+    """What laws and plan say, and what a short training and readouts showed on rows held out.
 
     Attributes:
-        members, classes, steps, epochs: of the plan; ``done``: the part of its steps trained.
-        likeness: mean overlap of what two members feed to the shared layers.
-        rate: of the shared parameters relative to one network's, :math:`\gamma / M`.
-        width: geometric mean of the layers' outputs, but for the last layer.
-        tails: logarithm of effective width over width; 0 where it is not known.
-        trained: whether members' own numbers are.
-        mine: ``accuracy``, ``nll`` and ``train_nll`` of a member, and its ``early`` accuracy
-            half-way; ``correlation`` of two members' correctness, ``alike`` of their probabilities
-            within classes, ``disagreement``, and what the ensemble has ``more`` in accuracy.
+        members, steps: of the plan; ``done``: the part of these steps that was trained.
+        plan: numbers of the plan as features, of sizes and rates the logarithms.
+        mine: ``accuracy`` and ``nll`` of a member, what all have ``more_nll``, how ``alike`` their
+            probabilities are within classes; the same and more of two members' readouts.
         alone: the same of separate networks.
     """
 
     members: int
-    classes: int
     steps: int
-    epochs: float
     done: float
-    likeness: float
-    rate: float
-    width: float
-    tails: float
-    trained: bool
+    plan: dict[str, float]
     mine: dict[str, float]
     alone: dict[str, float]
 
     def features(self) -> list[float]:
-        """Return what a forecast is made from."""
+        """Return what a forecast is made from: the plan, of likeness, of worth."""
         mine, alone = self.mine, self.alone
         return [
-            math.log(self.members),
-            math.log(self.classes),
-            math.log(self.steps),
-            math.log(self.epochs),
-            math.log(self.done),
-            self.likeness,
-            math.log(self.rate),
-            math.log(self.width),
-            self.tails,
-            float(self.trained),
-            mine["accuracy"] - alone["accuracy"],
-            mine["early"] - alone["early"],
-            logit_of(mine["accuracy"]) - logit_of(alone["accuracy"]),
-            log_of(mine["nll"]) - log_of(alone["nll"]),
-            log_of(mine["train_nll"]) - log_of(alone["train_nll"]),
-            logit_of(alone["accuracy"]),
-            alone["nll"] / math.log(self.classes + 1),
-            log_of(alone["train_nll"]) - log_of(alone["nll"]),
-            alone["accuracy"] - alone["early"],
-            *(mine[name] for name in ("correlation", "alike", "disagreement", "more")),
-            alone["alike"],
+            *self.plan.values(),
+            *(mine["alike"], mine["more_nll"], logit_of(alone["read_accuracy"])),
+            *(mine["read_correlation"], alone["read_correlation"]),
+            alone["nll"] / math.log(math.exp(self.plan["classes"]) + 1),
+            *(mine["read_more"], mine["read_disagreement"]),
         ]
 
 
@@ -126,27 +102,28 @@ class Experience:
     r"""A Gaussian process on the probes of ensembles whose training was seen to its end.
 
     .. math::
-        k(x, x') = \tfrac12 e^{-|x - x'|^2 / 2 \ell^2} + \tfrac12 \frac{x \cdot x'}{d}
+        k(x, x') = \tfrac12 e^{-|x - x'|^2 / 2 d \ell^2} + \tfrac12 \frac{x \cdot x'}{d}
 
-    of standardised features, with noise :math:`\sigma^2` of standardised outcomes.
+    of d standardised features, with noise :math:`\sigma^2` of standardised outcomes.
     """
 
     def __init__(self, features: Tensor, outcomes: Tensor, length: float, noise: float):
-        self.centre, self.spread = features.mean(0), features.std(0).clamp(min=1e-6)
+        self.centre, self.spread = features.mean(0), features.std(0).clamp(min=TINY)
         self.mean, self.scale = outcomes.mean(0), outcomes.std(0)
         self.length, self.noise = length, noise
-        self.known = self._standard(features)
-        joint = self._kernel(self.known, self.known)
-        joint += noise * torch.eye(len(features), dtype=torch.float64)
-        self.factor = torch.linalg.cholesky(joint)
-        self.weights = torch.cholesky_solve((outcomes - self.mean) / self.scale, self.factor)
+        self.known, self.outcomes = self._standard(features), (outcomes - self.mean) / self.scale
+        self.joint = self._kernel(self.known, self.known)
+        self.joint += noise * torch.eye(len(features), dtype=torch.float64)
+        self.factor = torch.linalg.cholesky(self.joint)
+        self.weights = torch.cholesky_solve(self.outcomes, self.factor)
 
     def _standard(self, features: Tensor) -> Tensor:
         return ((features - self.centre) / self.spread).clamp(-3, 3)
 
     def _kernel(self, left: Tensor, right: Tensor) -> Tensor:
-        near = torch.exp(-torch.cdist(left, right).square() / 2 / self.length**2)
-        return (near + left @ right.T / left.shape[1]) / 2
+        count = left.shape[1]
+        near = torch.exp(-torch.cdist(left, right).square() / 2 / count / self.length**2)
+        return (near + left @ right.T / count) / 2
 
     def expect(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return means ``(row, outcome)``, and standard deviations, noise included."""
@@ -159,31 +136,26 @@ class Experience:
 
 
 @functools.cache
-def experience() -> tuple[Experience, list[str], Tensor]:
-    """Return what is known, the names of outcomes, and by what their errors were too small."""
+def experience() -> tuple[list[Experience], dict[str, Any]]:
+    """Return the processes, and names of outcomes, their kernels, and how far errors reach."""
     stored = json.loads(EXPERIENCE.read_text())
-    features, outcomes, reach = (
-        torch.tensor(stored[name], dtype=torch.float64)
-        for name in ("features", "outcomes", "reach")
+    features, outcomes = (
+        torch.tensor(stored[name], dtype=torch.float64) for name in ("features", "outcomes")
     )
-    return Experience(features, outcomes, stored["length"], stored["noise"]), stored["names"], reach
+    return [
+        Experience(features[:, KERNELS[k]], outcomes, length, noise)
+        for k, (length, noise) in enumerate(stored["lengths and noises"])
+    ], stored
 
 
 @dataclass(frozen=True)
 class Forecast:
     """What to expect of an ensemble on data like that held out; see :func:`forecast`.
 
-    Attributes:
-        correlation: of two members' correctness; ``separate_correlation``: of separate networks.
-        disagreement: how often two members will predict different classes.
-        member_accuracy, accuracy: of a member, and of the ensemble; ``nll`` is its log loss.
-        reference_accuracy, reference_nll: of the network alone.
-        separate_accuracy, separate_nll: of as many separate networks.
-        gain: in accuracy over the network alone; ``gain_over_separate``: over separate networks.
-        best_members: how many members have nearly all of the gain.
-        members: for how many this is.
-        probe: what it was read from.
-        notes: what went wrong.
+    Correlation is that of two members' correctness, disagreement how often they will predict
+    different classes, ``nll`` the log loss. The reference is the network alone, ``separate_…`` are
+    as many separate networks; gains are of accuracy, over the reference or over these.
+    ``best_members`` have nearly all of the gain; ``notes`` say what went wrong.
     """
 
     correlation: Estimate
@@ -238,7 +210,7 @@ class Forecast:
             line("disagreement", self.disagreement),
             line("gain over one network", self.gain),
             f"(80 % intervals; {self.members} members, from a probe of "
-            f"{100 * self.probe.done:.0f} % of {self.probe.steps} steps with smaller batches)",
+            f"{100 * self.probe.done:.1f} % of {self.probe.steps} steps)",
         ]
         return "\n".join([*rows, *(f"note: {note}" for note in self.notes)])
 
@@ -265,14 +237,15 @@ def forecast(
     is that of :func:`embens.fit` with the same arguments.
 
     Args:
-        ensemble: of any family, untrained; or a network, for ``batch_ensemble`` of it.
+        ensemble: of any family, untrained; or a network, for ``batch_ensemble`` of it. Adapted
+            ensembles of pretrained networks are refused: nothing is known of these.
         x: the inputs that will be trained on: a tensor, or a tuple or dict of them.
         target: their classes.
-        epochs: how many are planned; and so on, as in :func:`embens.fit`.
+        epochs: how many are planned.
         members: for so many members; None: those of the ensemble, 8 of a network.
         batch_size: samples in a step.
-        lr: rate of the shared parameters; ``modulation_lr``: of the members' own.
-        modulation_lr: None: ``lr``.
+        lr: rate of the shared parameters.
+        modulation_lr: of the members' own; None: ``lr``.
         weight_decay: of the shared parameters.
         gamma: factor of the shared rate; None: the natural value.
         optimizer: a function from parameter groups to an optimizer; None: SGD with momentum 0.9.
@@ -294,19 +267,17 @@ def forecast(
             raise TypeError(f"expected an ensemble or a network; got {type(ensemble).__name__}")
         drawn = torch.Generator().manual_seed(seed)
         ensemble = batch_ensemble(ensemble, members or 8, generator=drawn)
+    if ensemble.plan.pretrained:
+        raise ValueError(
+            "forecasts are of networks that are trained from scratch, and wrong for an ensemble "
+            "that begins as a pretrained network: train it, and look at rows that you hold out"
+        )
     count = ensemble.members if members is None else check_members(members)
     checks.check_inputs(x)
     target = _classes(target)
     checks.check_target(x, target)
-    plan = {
-        "batch_size": max(1, batch_size // SMALLER),
-        "lr": lr,
-        "modulation_lr": modulation_lr,
-        "weight_decay": weight_decay,
-        "gamma": gamma,
-        "optimizer": optimizer,
-        "seed": seed,
-    }
+    plan = {"lr": lr, "modulation_lr": modulation_lr, "weight_decay": weight_decay, "gamma": gamma}
+    plan |= {"batch_size": batch_size, "optimizer": optimizer or SGD, "seed": seed}
     planned = epochs * math.ceil(len(target) / batch_size)
     probe, notes = run_probe(ensemble, x, target, planned, plan)
     return carry(probe, count, notes)
@@ -316,86 +287,137 @@ def run_probe(
     ensemble: EmbeddedEnsemble, x: Any, target: Tensor, planned: int, plan: dict[str, Any]
 ) -> tuple[Probe, tuple[str, ...]]:
     """Train for a small part of the planned steps; return what it showed, and what went wrong."""
-    generator, batch = torch.Generator().manual_seed(plan["seed"]), plan["batch_size"]
-    some = ensemble.subset(range(min(MEMBERS, ensemble.members)))
-    share = COST * ensemble.members / (some.members + SEPARATE)
-    steps = min(planned, max(STEPS, round(SMALLER * share * planned)))
+    generator, members = torch.Generator().manual_seed(plan["seed"]), ensemble.members
     order = torch.randperm(len(target), generator=generator)
     held, train = order.split([count := min(HELD, len(order) // 3), len(order) - count])
-    whole = min(steps, len(train) // batch)  # batches; the last of an epoch may be too small
-    train = train[: whole * batch] if whole else train
-    plan = plan | {"epochs": max(1, round(steps / max(1, whole)))}
-    steps = plan["epochs"] * max(1, whole)
+    batch = min(plan["batch_size"], len(train))
+    reference, some = _reference(ensemble), ensemble.subset(range(min(MEMBERS, members)))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        args, named = ensemble.bind(take(x, train[:batch]))
+        reference(*args, **named)
+    step = STEP / max(1, 3 * counter.get_total_flops())  # and backward takes twice as long
+    share = COST * (step + members) / (2 * step + some.members + SEPARATE)
+    steps = min(planned, max(STEPS, round(share * planned)))
+    rate = gradient_factor(plan["gamma"], members, ensemble.natural_gamma)
+    pace = rate * members / ensemble.natural_gamma
     notes: list[str] = []
 
-    def trained(one: EmbeddedEnsemble) -> dict[str, float]:
-        def look(rows: Tensor) -> Tensor:
-            found = predict(one, take(x, rows)).means
-            return found.where(found.isfinite().all(-1, keepdim=True), 0.0)
+    def trained(one: EmbeddedEnsemble, gamma: Gamma) -> dict[str, float]:
+        rates = (plan[name] for name in ("lr", "modulation_lr", "weight_decay"))
+        make = plan["optimizer"]
+        optimizer = make(one.parameter_groups(*rates, gamma=gamma, optimizer=make))
+        turns = range(math.ceil(steps * batch / len(train)) + 1)
+        turns = [train[torch.randperm(len(train), generator=generator)] for _ in turns]
+        one.train()
+        for rows in torch.cat(turns).split(batch)[:steps]:
+            args, named = one.bind(take(x, rows))
+            outputs = one(*args, **named)
+            labels = target[rows].expand(len(outputs), -1).flatten()
+            loss = F.cross_entropy(outputs.flatten(0, 1), labels) * len(outputs)
+            if not loss.isfinite():
+                notes.append("the probe diverged at the planned rate: take a smaller one")
+                break
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return look(one.eval())
 
-        def halfway(_: Any, record: dict[str, Any]) -> None:
-            if record["step"] == max(1, steps // 2):
-                early.append(float(metrics.member_accuracy(look(held), labels).mean()))
-
-        early: list[float] = []
-        options = {"keep": "last", "progress": False}
-        options |= {"callbacks": [SimpleNamespace(on_step=halfway)]}
-        try:
-            fit(one, (take(x, train), target[train]), **plan, **options)
-        except Divergence:
-            notes.append("the probe diverged at the planned rate: take a smaller one")
-        outputs, seen = look(held), look(train[:HELD])
-        accuracy = float(metrics.member_accuracy(outputs, labels).mean())
-        several = len(outputs) > 1
-        correlation = metrics.correctness_correlation(outputs, labels) if several else 1.0
-        return {
-            "accuracy": accuracy,
-            "nll": float(metrics.member_nll(outputs, labels).mean()),
-            "train_nll": float(metrics.member_nll(seen, target[train[:HELD]]).mean()),
-            "early": early[0] if early else accuracy,
-            "correlation": float(torch.as_tensor(correlation).nan_to_num(1.0)),
+    @torch.no_grad()
+    def look(one: EmbeddedEnsemble) -> dict[str, float]:
+        args, named = one.bind(take(x, held))
+        outputs, labels, several = _finite(one(*args, **named)), target[held], one.members > 1
+        nll = metrics.member_nll(outputs, labels).mean()
+        networks = [one.member(a).eval() for a in range(min(2, one.members))]
+        read = torch.stack([_read(network, *readable) for network in networks])
+        right = metrics.member_accuracy(read, labels).mean()
+        found = {
+            "accuracy": metrics.member_accuracy(outputs, labels).mean(),
+            "nll": nll,
+            "more_nll": metrics.nll(outputs, labels) - nll,
             "alike": _alike(outputs, labels),
-            "disagreement": float(metrics.disagreement(outputs)) if several else 0.0,
-            "more": float(metrics.ensemble_accuracy(outputs, labels)) - accuracy,
+            "read_accuracy": right,
+            "read_correlation": metrics.correctness_correlation(read, labels) if several else 1.0,
+            "read_disagreement": metrics.disagreement(read) if several else 0.0,
+            "read_more": metrics.ensemble_accuracy(50 * read, labels) - right if several else 0.0,
         }
+        return {k: float(torch.as_tensor(v).nan_to_num(1.0)) for k, v in found.items()}
 
-    labels = target[held]
+    wanted = F.one_hot(target[train[:READ]], classes := int(target.max()) + 1).double()
+    readable = (*ensemble.bind(take(x, torch.cat([train[:READ], held]))), wanted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # members that are always right
-        mine = trained(some)
-        if ensemble.plan.pretrained:  # one network means the fine-tuning of one
-            notes.append(
-                "one network is a member, fine-tuned as a whole; the forecast was fixed on "
-                "networks that are trained from scratch, and its intervals are for those"
-            )
-            starts = [ensemble.member(a % ensemble.members) for a in range(SEPARATE)]
-            alone = trained(join([network.requires_grad_(True) for network in starts]))
-        else:
-            alone = trained(independent(_reference(ensemble), SEPARATE, generator=generator))
-    widths = effective_widths(ensemble, x)
-    probe = Probe(
-        members=ensemble.members,
-        classes=int(target.max()) + 1,
-        steps=planned,
-        epochs=planned * batch * SMALLER / len(target),
-        done=steps / planned,
-        likeness=likeness(ensemble),
-        rate=max(TINY, gradient_factor(plan["gamma"], ensemble.members, ensemble.natural_gamma)),
-        width=width_of(_reference(ensemble)),
-        tails=math.log(max(widths[0], TINY) / widths[1]) if widths else 0.0,
-        trained=any(p.requires_grad for p in ensemble.individual_parameters()),
-        mine=mine,
-        alone=alone,
-    )
+        mine = trained(some, pace * some.natural_gamma)
+        alone = trained(independent(reference, SEPARATE, generator=generator), None)
+    layers = [p for p in reference.parameters() if p.dim() > 1]
+    free = kind_of(plan["optimizer"]).scale_free
+    logs = {
+        "members": members,
+        "classes": classes,
+        "epochs": planned * plan["batch_size"] / len(target),
+        "lr": plan["lr"],
+        "done": steps / planned,
+        "rate": max(TINY, rate),  # of the shared parameters, relative to one network's
+        "width": statistics.geometric_mean([len(p) for p in layers[:-1]] or [1]),
+        "time": planned * (0.01 if free else plan["lr"]),
+        "crowd": members if free else 1,  # steps of the Adam kind serve all members at once
+    }
+    pre, post = (_spread(ensemble, kind) for kind in ("pre", "post"))
+    others = {
+        "scale_free": free,
+        "convolution": any(p.dim() > 2 for p in layers),
+        "trained": any(p.requires_grad for p in ensemble.individual_parameters()),
+        "likeness": likeness(ensemble),
+        **dict(zip(("own v", "tails of v", "v", "own u", "tails of u"), pre + post, strict=False)),
+        "depth": len(layers),
+    }
+    given = {k: math.log(v) for k, v in logs.items()} | {k: float(v) for k, v in others.items()}
+    probe = Probe(members, planned, steps / planned, given, mine, alone)
     return probe, tuple(dict.fromkeys(notes))
+
+
+def _read(network: nn.Module, args: tuple, named: dict[str, Any], wanted: Tensor) -> Tensor:
+    """Return what the best last layer for the first rows answers for the others."""
+    last: list[Tensor] = []
+    for layer in network.modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() > 1:
+            layer.register_forward_pre_hook(lambda _, given: last.extend(given[:1]))
+    outputs = network(*args, **named)
+    fed = last[-1] if last and len(last[-1]) == len(outputs) else outputs
+    seen, other = _finite(fed.flatten(1)).double().tensor_split([count := len(wanted)])
+    centre = seen.mean(0)
+    gram = (seen - centre) @ (seen - centre).T
+    gram.diagonal().add_((RIDGE * gram.trace() / count).clamp(min=TINY))
+    weights = torch.linalg.solve(gram, wanted - wanted.mean(0))
+    return (other - centre) @ ((seen - centre).T @ weights) + wanted.mean(0)
+
+
+def _spread(ensemble: EmbeddedEnsemble, kind: str) -> tuple[float, float, float]:
+    """Return what laws of a kind leave members of their own, their tails, and if there are any."""
+    found = [site.law for site in ensemble.plan.sites if site.kind == kind]
+    tails = 0.0
+    with contextlib.suppress(NotImplementedError):  # a law of one's own without a kurtosis
+        kurtoses = [law.marginal(ensemble.members).kurtosis for law in found]
+        tails = statistics.fmean(map(math.log, kurtoses or [1.0]))
+    own = statistics.fmean(1 - max(0.0, law.overlap) for law in found) if found else 0.0
+    return own, tails, float(bool(found))
+
+
+def _finite(outputs: Tensor) -> Tensor:
+    return outputs.where(outputs.isfinite().all(-1, keepdim=True), 0.0)
 
 
 def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
     """Carry what a probe said to the end of training, for this number of members."""
-    known, names, reach = experience()
-    expected, spread = known.expect(torch.tensor([probe.features()], dtype=torch.float64))
-    means = dict(zip(names, expected[0].tolist(), strict=True))
-    errors = dict(zip(names, (reach * spread[0]).tolist(), strict=True))
+    known, stored = experience()
+    row = torch.tensor([probe.features()], dtype=torch.float64)
+    found = [one.expect(row[:, KERNELS[k]]) for k, one in enumerate(known)]
+    means: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    told = zip(stored["names"], stored["kernels"], stored["reach"], strict=True)
+    for i, (name, kernel, reach) in enumerate(told):
+        mean, spread = (float(values[0, i]) for values in found[kernel])
+        means[name], errors[name] = mean, reach * spread
     equal = probe.mine["alike"] > 1 - TINY  # equal members stay equal, and are the network itself
     if equal:
         means |= {"correlation": 1.0, "disagreement": 0.0, "lead": 0.0, "more": 0.0}
@@ -441,12 +463,6 @@ def _around(value: float, half: float, link: Callable[[float], float] = lambda v
     return Estimate(link(value), link(value - half), link(value + half))
 
 
-def width_of(network: nn.Module) -> float:
-    """Return the geometric mean of the outputs of layers, but for the last."""
-    sizes = [len(p) for p in network.parameters() if p.dim() > 1][:-1]
-    return statistics.geometric_mean(sizes) if sizes else 1.0
-
-
 def likeness(ensemble: EmbeddedEnsemble) -> float:
     """Return the mean overlap of what two members feed to the shared layers but the last."""
     plan = ensemble.plan
@@ -482,12 +498,9 @@ def _reference(ensemble: EmbeddedEnsemble) -> nn.Module:
 
 def _classes(target: Any) -> Tensor:
     if not isinstance(target, Tensor) or target.is_floating_point() or target.dim() != 1:
-        shape = (
-            f" {target.dtype} of shape {tuple(target.shape)}" if isinstance(target, Tensor) else ""
-        )
         raise TypeError(
             "a forecast is made for classes: target must be a tensor (n,) of whole numbers; got "
-            f"{type(target).__name__}{shape}"
+            f"{type(target).__name__} {getattr(target, 'dtype', '')}"
         )
     if len(target) < LEAST:
         raise ValueError(f"a forecast needs at least {LEAST} samples; got {len(target)}")
@@ -496,11 +509,6 @@ def _classes(target: Any) -> Tensor:
 
 def _unit(value: float) -> float:
     return min(max(value, 0.0), 1.0)
-
-
-def log_of(loss: float) -> float:
-    """Return the logarithm of a loss that may be 0."""
-    return math.log(max(loss, TINY))
 
 
 def logit_of(share: float) -> float:
