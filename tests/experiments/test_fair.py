@@ -29,8 +29,10 @@ def test_a_cell_has_a_row_for_each_number_of_networks():
     assert len({row["factor"] for row in found}) == 1
 
 
-def test_the_rate_is_the_best_on_rows_that_are_held_out(monkeypatch):
-    cell = replace(SMALL, setting=replace(problem.SETTING, epochs=3))
+@pytest.mark.parametrize("preset", ["quick", "cpu"])
+def test_the_rate_is_the_best_on_rows_that_are_held_out(monkeypatch, preset):
+    """By log loss on digits, by accuracy on images that are learnt by heart."""
+    cell = replace(SMALL, setting=replace(problem.SETTING, epochs=3, preset=preset))
     seen = []
 
     def train(cell, networks, factor, data):
@@ -49,7 +51,8 @@ def test_the_rate_is_the_best_on_rows_that_are_held_out(monkeypatch):
         outputs = trained.ensemble(held.validation.inputs).detach()
         target = held.validation.targets
         chances = outputs.softmax(-1)[:, range(12), target]
-        losses[factor] = float(-chances.log().mean())
+        wrong = outputs.argmax(-1) != target
+        losses[factor] = float(-chances.log().mean() if preset == "quick" else wrong.sum())
     assert list(losses) == list(fair.FACTORS)
     assert chosen == min(losses, key=losses.get)
 
