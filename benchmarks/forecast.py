@@ -1,7 +1,9 @@
 """How right is `embens.forecast`? It is fixed on some tasks and judged on others.
 
     python -m benchmarks.forecast train development 0 60   # what ensembles of these settings become
+    python -m benchmarks.forecast train earlier            # those that were judged before
     python -m benchmarks.forecast probe development        # what a forecast's probe says of each
+    python -m benchmarks.forecast probe earlier
     python -m benchmarks.forecast fix                      # write embens/finite/experience.json
     python -m benchmarks.forecast train judged 0 20
     python -m benchmarks.forecast probe judged

@@ -19,7 +19,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ class Forecast:
     best_members: Estimate
     members: int
     probe: Probe
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -418,8 +418,7 @@ def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
     for i, (name, kernel, reach) in enumerate(told):
         mean, spread = (float(values[0, i]) for values in found[kernel])
         means[name], errors[name] = mean, reach * spread
-    equal = probe.mine["alike"] > 1 - TINY  # equal members stay equal, and are the network itself
-    if equal:
+    if probe.mine["alike"] > 1 - TINY:  # equal members stay equal, and are the network itself
         means |= {"correlation": 1.0, "disagreement": 0.0, "lead": 0.0, "more": 0.0}
         means |= {"lead_log_nll": 0.0, "more_log_nll": 0.0}
         errors |= {"correlation": 0.0, "disagreement": 0.0, "gain": SEEDS}
