@@ -382,3 +382,20 @@ def test_tampered_fingerprints_are_refused(path, change):
     write_tensors(path, storage.FORMAT, header, tensors)
     with pytest.raises(ValueError, match=r"weights|read|no tensor"):
         embens.load(path, reference)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_file_in_which_attention_is_one_layer_is_refused_with_the_reason(tmp_path, shared):
+    reference = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    embens.batch_ensemble(reference, 2).save(tmp_path / "new", shared=shared)
+    header, tensors = read_tensors(tmp_path / "new", storage.FORMAT)
+    old = "network.self_attn.attention.in_proj_weight"
+    if shared:
+        tensors[old] = reference.self_attn.in_proj_weight.detach()
+    else:
+        header["shared"][old] = "0"
+    header = {k: v for k, v in header.items() if k not in ("format", "version")}
+    write_tensors(tmp_path / "old", storage.FORMAT, header, tensors)
+    with pytest.raises(Refused, match="earlier version of embens"):
+        embens.load(tmp_path / "old", reference)
+    embens.load(tmp_path / "new", reference)

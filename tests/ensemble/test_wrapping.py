@@ -68,3 +68,24 @@ def test_without_members_the_network_is_the_reference_and_shares_its_parameters(
     x = torch.randn(5, 3)
     torch.testing.assert_close(plain(x), reference(x))
     assert {id(p) for p in plain.parameters()} == {id(p) for p in ensemble.shared_parameters()}
+
+
+def test_code_may_ask_with_isinstance_what_its_layers_are():
+    class Asking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.layers = nn.ModuleList([nn.Linear(5, 8), attention, nn.GRU(8, 8), nn.Linear(8, 2)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                if isinstance(layer, nn.MultiheadAttention):
+                    x = layer(x, x, x)[0]
+                else:
+                    x = layer(x).relu() if isinstance(layer, nn.Linear) else layer(x)[0]
+            return x
+
+    ensemble, x = embens.embed(Asking(), 3), torch.randn(4, 6, 5)
+    for a, output in enumerate(ensemble(x)):
+        torch.testing.assert_close(output, ensemble.member(a)(x))
+    assert not isinstance(ensemble.network.layers[0], nn.Linear)  # outside of a pass

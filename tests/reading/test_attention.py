@@ -58,6 +58,11 @@ CALLS = {
     "no weights": lambda: {"need_weights": False},
     "masked": lambda: {"attn_mask": causal()},
     "masked by booleans": lambda: {"attn_mask": causal() < 0, "need_weights": False},
+    "causal, no weights": lambda: {
+        "attn_mask": causal(),
+        "is_causal": True,
+        "need_weights": False,
+    },
     "padded": lambda: {"key_padding_mask": padding()},
     "padded, no weights": lambda: {"key_padding_mask": padding(), "need_weights": False},
     "padded and masked": lambda: {"key_padding_mask": padding(), "attn_mask": causal() < 0},
@@ -166,3 +171,16 @@ def test_attentions_with_tied_projections_are_refused_and_one_that_is_called_twi
     ensemble, x = embens.batch_ensemble(Twice(tied=False), 3), torch.randn(2, 5, 8)
     assert ensemble.network.a is ensemble.network.b
     torch.testing.assert_close(ensemble(x)[1], ensemble.member(1)(x))
+
+
+def test_a_causal_hint_without_its_mask_and_weights_that_are_read_are_refused():
+    class Reading(Attending):
+        def forward(self, x):
+            return self.attention(self.query(x), x, x)[0] * self.attention.in_proj_weight.mean()
+
+    x = torch.randn(ROWS, TIMES, WIDTH)
+    ensemble = embens.embed(Attending(), 2, example_input=(x, x))
+    with pytest.raises(RuntimeError, match="hint about attn_mask"):
+        ensemble(x, x, is_causal=True)
+    with pytest.raises(ValueError, match="reads the in_proj_weight"):
+        embens.embed(Reading(), 2, example_input=x)

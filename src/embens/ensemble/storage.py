@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from embens.files import Format, Refused, checksum
 
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 
 FORMAT = Format("embens ensemble", 3)
 FILE, CARD = "ensemble.safetensors", "README.md"
+
+
+def check_attention(name: str, found: Iterable[str], reference: nn.Module) -> None:
+    """Refuse a file in which attention is one layer."""
+    old = ("in_proj_weight", "q_proj_weight")
+    if any(k.endswith(old) for k in found) > any(k.endswith(old) for k in reference.state_dict()):
+        raise Refused(
+            f"{name} was written by an earlier version of embens, in which attention was one layer "
+            "and not four. Load it with that version, or make the ensemble anew."
+        )
 
 
 def check_shared(name: str, found: dict[str, str], shared: Mapping[str, Tensor]) -> None:

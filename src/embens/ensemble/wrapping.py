@@ -40,6 +40,12 @@ class Wrapper(nn.Module):
     def inner(self) -> nn.Module:
         raise NotImplementedError
 
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """In a pass that of the module inside: the code of a reference may ask with isinstance."""
+        current = self.__dict__.get("current")
+        return type(self) if current is None or current.run is None else type(self.inner())
+
     def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return what a plain network has in its place, of one member; None: the mean of all.
 

@@ -22,14 +22,14 @@ class Unfoldable(RuntimeError):
     """Several members can't run as one batch here; they can one by one."""
 
 
-class Attention(nn.Module):
+class Attention(nn.MultiheadAttention):
     """What an ``nn.MultiheadAttention`` does, by the calls of four Linear layers."""
 
     current: Any = None  # the ensemble's
     in_proj_bias = _qkv_same_embed_dim = None  # torch's layers look here for a way past the calls
 
     def __init__(self, attention: nn.MultiheadAttention):
-        super().__init__()
+        nn.Module.__init__(self)
         known = type(attention).forward is nn.MultiheadAttention.forward
         if not known or list(attention._modules) != ["out_proj"]:
             raise TypeError(
@@ -38,7 +38,8 @@ class Attention(nn.Module):
                 "four Linear layers that are called."
             )
         self.embed_dim, self.kdim, self.vdim = attention.embed_dim, attention.kdim, attention.vdim
-        self.num_heads, self.dropout = attention.num_heads, attention.dropout
+        self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
+        self.dropout = attention.dropout
         self.batch_first, self.add_zero_attn = attention.batch_first, attention.add_zero_attn
         self.__dict__.update({n: v for n, v in vars(attention).items() if n.endswith("_hooks")})
         weight: Any = attention.in_proj_weight
@@ -50,6 +51,16 @@ class Attention(nn.Module):
         self.out_proj = attention.out_proj
         self.bias_k, self.bias_v = attention.bias_k, attention.bias_v
         self.train(attention.training)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("in_proj") or name.endswith("_proj_weight"):
+            raise AttributeError(
+                f"the code reads the {name} of an nn.MultiheadAttention without calling it, which "
+                "would leave modulations out: call it, or write it with four Linear layers"
+            )
+        return super().__getattr__(name)
+
+    __setstate__ = nn.Module.__setstate__
 
     def _new(self, device: Any) -> nn.MultiheadAttention:
         return nn.MultiheadAttention(
@@ -91,6 +102,8 @@ class Attention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return what ``nn.MultiheadAttention`` does."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal is a hint about attn_mask, which attention needs as well")
         alone = query.dim() == 2
         run = None if self.current is None else self.current.run
         if run is not None and run.count > 1 and (alone or not self.batch_first):
@@ -119,7 +132,7 @@ class Attention(nn.Module):
             result = weights @ v
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            causal = is_causal and key_padding_mask is None and not added
+            causal = is_causal and key_padding_mask is None  # torch masks added keys too then
             result = F.scaled_dot_product_attention(
                 *(q, k, v), None if causal else mask, dropout, is_causal=causal
             )

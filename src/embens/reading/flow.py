@@ -328,6 +328,7 @@ def copy_structure(module: nn.Module, replaced: Mapping[int, Any] | None = None)
 def opened(root: nn.Module) -> nn.Module:
     """Return a module whose attentions call their projections; parameters are not copied."""
     found = [m for m in root.modules() if isinstance(m, nn.MultiheadAttention)]
+    found = [m for m in found if not isinstance(m, Attention)]
     if not found:
         return root
     held = Counter(id(p) for m in root.modules() for p in m._parameters.values())
