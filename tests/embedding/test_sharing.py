@@ -81,3 +81,14 @@ def test_separate_networks_have_every_tensor_for_themselves(case):
     assert not ensemble.plan.shared
     count = sum(p.numel() for p in reference.parameters())
     assert sum(p.numel() for p in ensemble.parameters()) == 2 * count
+
+
+def test_a_forward_that_compares_the_types_of_layers_is_warned_of():
+    class Comparing(nn.Sequential):
+        def forward(self, x):
+            for layer in self:
+                x = layer(x).relu() if type(layer) is nn.Linear else layer(x)
+            return x
+
+    with pytest.warns(UserWarning, match=r"forward of 'the reference' compares .* isinstance"):
+        embens.batch_ensemble(Comparing(nn.Linear(3, 4), nn.Linear(4, 2)), 2)

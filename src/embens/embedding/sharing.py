@@ -306,6 +306,12 @@ class Sharing:
                 f"members do not differ in {_some(read)}: the code reads the weight without "
                 "calling the layer. Call it, layer(x), to have members there."
             )
+        asking = [n or "the reference" for n, m in self.modules.items() if _compares_types(m)]
+        if asking and not self.separate:
+            yield (
+                f"the forward of {_some(asking)} compares the type of layers, which are wrapped in "
+                "an ensemble. Ask isinstance(layer, ...) instead, which holds there."
+            )
         left = {p for p in state.left if not is_within(p[0], self.once)}
         for places, text in ((state.kept, _KEPT), (left, _LEFT)):
             if places:
@@ -335,3 +341,9 @@ def _some(names: Iterable[str]) -> str:
 
 def _is_checkpointing(word: str) -> bool:
     return word in ("checkpoint", "checkpoint_sequential") or "checkpointing" in word
+
+
+def _compares_types(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    names = code.co_names if code and not type(module).__module__.startswith("torch.") else ()
+    return "type" in names and any(isinstance(getattr(nn, name, None), type) for name in names)
