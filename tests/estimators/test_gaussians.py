@@ -155,6 +155,15 @@ class TestAMixture:
         assert found.item() == pytest.approx(expected, abs=1e-7)
 
 
+def test_the_score_of_many_rows_is_that_of_each_alone():
+    rows = 2 * gaussians.CACHED // 40 + 3  # several blocks, the last one smaller
+    mean, std = torch.randn(2, 40, rows, 1, dtype=torch.float64)
+    std, y = std.abs() + 0.01, torch.zeros(rows, 1, dtype=torch.float64)
+    found = gaussians.crps(mean, std, y)
+    for row in (0, rows // 2, rows - 1):
+        torch.testing.assert_close(found[row], gaussians.crps(mean[:, row], std[:, row], y[row]))
+
+
 def test_a_quantile_level_outside_is_an_error():
     with pytest.raises(ValueError, match="between 0 and 1"):
         gaussians.quantile(MEAN, STD, 1.0)
