@@ -287,3 +287,18 @@ def test_memory_for_the_backward_pass_is_that_of_one_chunk():
     whole = kept(lambda: ensemble.objective(ensemble(x), target).backward())
     stepwise = kept(lambda: ensemble.backward(x, target, chunk=1))
     assert stepwise < 2.5 * single < whole / 2
+
+
+def test_a_split_batch_says_that_a_square_argument_is_dealt_out():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x, mask):
+            return self.last(self.first(x) * mask)
+
+    ensemble, x = embens.batch_ensemble(Masked(), 3), torch.randn(3, 3)
+    with pytest.warns(UserWarning, match=r"deals out the rows of an argument of shape \(3, 3\)"):
+        split = ensemble(x, mask=x, batch="split")
+    torch.testing.assert_close(split, ensemble(x, mask=x)[range(3), range(3)])

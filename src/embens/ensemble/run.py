@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -319,6 +320,13 @@ class Run:
             self.batch, deal = "own", lambda x: x.unflatten(0, (-1, members)).transpose(0, 1)
             self.inputs = tree_map_only(Tensor, deal, self.inputs)
             return tree_map_only(Tensor, lambda x: together(x.transpose(0, 1)), self.outputs())
+
+        if any(isinstance(x, Tensor) and x.shape == (rows, rows) for x in tree_leaves(self.kwargs)):
+            warnings.warn(
+                f"batch='split' deals out the rows of an argument of shape {(rows, rows)}. If it "
+                "is a mask that all rows share, pass a batch of another size.",
+                stacklevel=4,
+            )
 
         def alone(a: int) -> Any:
             mine = tree_map_only(
