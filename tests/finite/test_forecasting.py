@@ -202,6 +202,12 @@ class TestForecast:
         with pytest.raises(ValueError, match="200 and 100"):
             forecast(mlp(), x, y[:100])
 
+    def test_refuses_labels_that_are_no_classes(self):
+        x, y = task()
+        for wrong, message in ((y + 1, "from 0 to 2"), (y - 1, "from 0; got"), (0 * y, "two")):
+            with pytest.raises(ValueError, match=message):
+                forecast(mlp(), x, wrong)
+
     def test_notes_a_rate_at_which_training_diverges(self):
         found = forecast(embens.batch_ensemble(mlp(), 8), *task(), epochs=60, lr=1e4)
         assert "diverged" in found.notes[0]

@@ -37,6 +37,7 @@ from embens.ensemble.wrapping import without_members
 from embens.finite import checks
 from embens.finite.diagnosis.measurement import take
 from embens.finite.gradients import off_diagonal
+from embens.objective import check_labels
 from embens.theory.regime import Structure
 
 COST = 0.02  # of the planned training's time, for steps
@@ -294,7 +295,8 @@ def run_probe(
     reference, some = _reference(ensemble), ensemble.subset(range(min(MEMBERS, members)))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         args, named = ensemble.bind(take(x, train[:batch]))
-        reference(*args, **named)
+        logits = reference(*args, **named)
+    check_labels("target", target, logits.shape[-1])
     step = STEP / max(1, 3 * counter.get_total_flops())  # and backward takes twice as long
     share = COST * (step + members) / (2 * step + some.members + SEPARATE)
     steps = min(planned, max(STEPS, round(share * planned)))
@@ -503,6 +505,11 @@ def _classes(target: Any) -> Tensor:
         )
     if len(target) < LEAST:
         raise ValueError(f"a forecast needs at least {LEAST} samples; got {len(target)}")
+    if (low := int(target.min())) < 0 or low == int(target.max()):
+        raise ValueError(
+            "target: expected two classes or more, counted from 0; got "
+            f"{target.unique().tolist()[:5]}. Leave out rows without a label."
+        )
     return target.long()
 
 
