@@ -164,6 +164,15 @@ def test_the_score_of_many_rows_is_that_of_each_alone():
         torch.testing.assert_close(found[row], gaussians.crps(mean[:, row], std[:, row], y[row]))
 
 
+def test_training_is_stopped_by_the_score_of_the_transformed_target():
+    plain = Gaussians(1, stopping="crps", mean=3.0, std=2.0)
+    torch.testing.assert_close(plain.metric(OUTPUTS, Y), plain.crps(OUTPUTS, Y))
+    values = torch.exp(torch.randn(200, 1, dtype=torch.float64))
+    head = Gaussians(1, stopping="crps", transform="log").scaled(values, torch.ones(200))
+    expected = head.std * gaussians.crps(MEAN[..., None], STD[..., None], Y).mean()
+    torch.testing.assert_close(head.metric(OUTPUTS, Y), expected.squeeze())
+
+
 def test_a_quantile_level_outside_is_an_error():
     with pytest.raises(ValueError, match="between 0 and 1"):
         gaussians.quantile(MEAN, STD, 1.0)

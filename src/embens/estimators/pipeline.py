@@ -32,6 +32,7 @@ from embens.laws import Signs
 from embens.training import Divergence, History, randomness
 
 BLOCK = 65_536  # rows that are predicted at a time
+JUDGED = 1000  # rows that a transform of the target is chosen by, at most
 Tensors = tuple[Tensor, ...]  # rows as the network sees them: numbers, codes of categories, target
 
 
@@ -202,7 +203,8 @@ def choose_transform(prepared: Prepared, sizes: choices.Sizes) -> Prepared:
         train(ensemble, mine, short, 0.05, quiet=True)
         assert mine.stop is not None
         found: Any = mine.head
-        losses.append(float(found.crps(run_members(ensemble, mine.stop[:-1]), mine.stop[-1])))
+        *inputs, target = (tensor[:JUDGED] for tensor in mine.stop)
+        losses.append(float(found.crps(run_members(ensemble, tuple(inputs)), target)))
     return candidates[losses.index(min(losses))]
 
 
