@@ -89,8 +89,10 @@ def test_members_and_their_mean_are_plain_networks(case):
 @everywhere
 def test_one_member_is_the_reference(case):
     reference, ensemble, xs = build(case, 1)
-    torch.testing.assert_close(ensemble.eval()(xs[0])[0], reference.eval()(xs[0]))
-    torch.testing.assert_close(ensemble(xs, batch="own")[0], reference(xs[0]))
+    attends = any(isinstance(module, nn.MultiheadAttention) for module in reference.modules())
+    close = {} if attends else {"rtol": 0, "atol": 0}  # torch fuses its own
+    torch.testing.assert_close(ensemble.eval()(xs[0])[0], reference.eval()(xs[0]), **close)
+    torch.testing.assert_close(ensemble(xs, batch="own")[0], reference(xs[0]), **close)
 
 
 @everywhere
