@@ -92,3 +92,14 @@ def test_a_forward_that_compares_the_types_of_layers_is_warned_of():
 
     with pytest.warns(UserWarning, match=r"forward of 'the reference' compares .* isinstance"):
         embens.batch_ensemble(Comparing(nn.Linear(3, 4), nn.Linear(4, 2)), 2)
+
+
+def test_strides_before_a_layer_make_room_for_more_members():
+    def chosen(*between):
+        layers = nn.Conv2d(3, 8, 3, padding=1), *between, nn.Conv2d(8, 64, 3), nn.Conv2d(64, 4, 3)
+        return embens.embed(nn.Sequential(*layers), 8).chunk_size((torch.zeros(16, 3, 32, 32),))
+
+    assert chosen() == 1
+    assert chosen(nn.ReLU(), nn.AvgPool2d(2)) == 2
+    assert chosen(nn.Conv2d(8, 8, 2, stride=2), nn.MaxPool2d((2, 2))) == 4
+    assert chosen(nn.AvgPool2d(4), nn.ConvTranspose2d(8, 8, 4, stride=4)) == 1

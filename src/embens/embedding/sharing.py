@@ -10,6 +10,7 @@ those of the input; after it every sample has a row for each member.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 
@@ -256,9 +257,22 @@ class Sharing:
             if name in self.flow.repeat:
                 rows = max(rows, width)
             else:
-                positions = max(positions, width)
+                positions = max(positions, math.ceil(width / self._shrinkage(name)))
         takes = [channels(self.layers[n])[0] or 1 for n in self.flow.first]
         return (rows, positions), min(takes, default=1)
+
+    def _shrinkage(self, name: str) -> float:
+        """Return how many positions of the input come to one of a layer, by strides before it."""
+        before, factor = self.flow.upstream.get(name, set()), 1.0
+        axes = max((len(getattr(layer, "stride", ())) for layer in self.layers.values()), default=0)
+        for call in {call.name: call for call in self.flow.calls if call.leaf}.values():
+            stride = getattr(module := self.modules[call.name], "stride", 1)
+            steps = math.prod(stride) if isinstance(stride, tuple) else stride**axes
+            if isinstance(module, nn.modules.conv._ConvTransposeNd):
+                factor /= steps if call.name in {*before, name} else 1
+            elif call.name in before or (call.name not in self.layers and call.upstream <= before):
+                factor *= steps
+        return factor
 
     def _why_not_collapsible(self) -> str:
         """Return why the mean of the members' outputs is not one network's; empty where it is."""
