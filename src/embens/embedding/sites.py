@@ -244,7 +244,8 @@ def choose_own(
             unused = layers.keys() & set(held)
             why = "names a layer that is never called" if unused else "matches no layer"
             raise ValueError(f"own: {pattern!r} {why}{closest(pattern, [*holders, 'last'])}")
-        for name in (n for n in modules if is_within(n, held) and not is_within(n, known)):
+        inside = [n for n in modules if pattern in modules and is_within(n, [pattern])]
+        for name in (n for n in inside if not is_within(n, known)):
             tensors = [*modules[name]._parameters.values(), *modules[name]._buffers.values()]
             if any(t is not None for t in tensors):
                 kind = type(modules[name]).__name__

@@ -51,7 +51,7 @@ def check_tensors(name: str, found: Mapping[str, Tensor], expected: Mapping[str,
             "that was saved, and read attention of version 0.2 with that version"
         )
     for key, tensor in expected.items():
-        mine, theirs = ((tuple(t.shape), t.dtype) for t in (tensor, found[key]))
+        mine, theirs = (f"of shape {tuple(t.shape)}, {t.dtype}" for t in (tensor, found[key]))
         if mine != theirs:
             raise Refused(
                 f"{name}: {key!r} is {theirs} there, in the reference {mine}; pass one of the "
