@@ -255,11 +255,3 @@ def test_what_a_module_before_the_first_modulation_keeps_is_one_for_all_members(
         ensemble(x, chunk=chunk)
         reference(x)
     torch.testing.assert_close(ensemble.network[1].mean, reference[1].mean)
-
-
-def test_a_wildcard_matches_modules_that_hold_layers():
-    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    reference = nn.Sequential(nn.Linear(4, 4), block, nn.Tanh(), nn.Linear(4, 2))
-    for own in ("1", "[1]", "1.*"):
-        ensemble = embens.embed(reference, 3, None, None, own=own)
-        assert [o.module for o in ensemble.plan.own] == ["1.0", "1.2"]

@@ -238,13 +238,12 @@ def choose_own(
         if pattern == "last" and pattern not in modules:
             chosen.update(flow.last)
             continue
-        held = fnmatch.filter(modules, pattern)
-        found = [n for n in known if is_within(n, held)]
+        inside = [n for n in modules if pattern in modules and is_within(n, [pattern])]
+        found = [n for n in known if n in inside] or fnmatch.filter(known, pattern)
         if not found:
-            unused = layers.keys() & set(held)
+            unused = fnmatch.filter(layers, pattern)
             why = "names a layer that is never called" if unused else "matches no layer"
             raise ValueError(f"own: {pattern!r} {why}{closest(pattern, [*holders, 'last'])}")
-        inside = [n for n in modules if pattern in modules and is_within(n, [pattern])]
         for name in (n for n in inside if not is_within(n, known)):
             tensors = [*modules[name]._parameters.values(), *modules[name]._buffers.values()]
             if any(t is not None for t in tensors):
