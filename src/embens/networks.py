@@ -189,10 +189,9 @@ def cnn(
 ) -> nn.Sequential:
     """Build the paper's convolutional network: 3×3 filters, 2×2 pooling between layers, no biases.
 
-    There is a convolution for each of ``channels``, and ``width`` is a factor of them all. Pooling
-    is ``"average"`` or ``"max"``. The readout is the ``"mean"`` over pixels, or ``"flatten"``, with
-    weights of their own for each pixel; only then ``image``, the height and width of an image,
-    matters. Everything else is as in :func:`mlp`.
+    ``width`` is a factor of all ``channels``. Pooling is ``"average"`` or ``"max"``. The readout is
+    the ``"mean"`` over pixels, or ``"flatten"``, with weights for each pixel of an ``image`` of
+    this height and width. Everything else is as in :func:`mlp`.
     """
     if not channels:
         raise ValueError("channels must hold one number per convolution; got none. Try (64, 128).")

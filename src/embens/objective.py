@@ -53,14 +53,12 @@ def objective(
             other numbers. Targets ``(n,)`` meet outputs ``(n, 1)`` row by row in all losses of
             torch. One with an attribute ``over_members = True`` is called once, with the outputs
             of all members, and returns ``(member, batch, …)``.
-        batch: how the ensemble was called. "same": all members have the target; "own": the target
-            has the members first as well; "split": outputs are ``(batch, …)`` and member a's loss
-            is the mean over its rows a, a + M, ….
-        of: "members": each member has its own loss; "mean": for comparison, the loss of the mean
-            output takes the place of every member's, so the sum is M times it; "moments": so does,
-            for outputs that are means and log-variances (:func:`gaussian_nll`), the loss of one
-            normal law with the mean and the variance of the members' mixture, the mean of their
-            variances plus the variance of their means (Lakshminarayanan et al. 2017).
+        batch: how the ensemble was called. Of "own" batches the target has the members first as
+            well; of a "split" one member a's loss is the mean over its rows a, a + M, ….
+        of: "members": each has its own loss; "mean": the loss of the mean output takes the place of
+            every member's; "moments": so does, for means and log-variances (:func:`gaussian_nll`),
+            the loss of one normal law with the mean and variance of the members' mixture
+            (Lakshminarayanan et al. 2017).
         members: how many there are; needed for a split batch.
 
     Example:
@@ -88,10 +86,7 @@ def member_losses(
     of: Of = "members",
     members: int | None = None,
 ) -> Tensor:
-    """Return the losses of the members, ``(member,)``; see :func:`objective`.
-
-    Members without rows in a split batch are left out.
-    """
+    """Return the losses, ``(member,)``, of all members with rows; see :func:`objective`."""
     for name, value in (("batch", batch), ("of", of)):
         check_choice(name, value, OPTIONS[name])
     length = len(outputs) if isinstance(outputs, Tensor) else len(tree_leaves(outputs)[0])
@@ -152,10 +147,7 @@ def logits_of(outputs: Any) -> Any:
 def default_criterion(
     outputs: Any, target: Any, batch: BatchKind = "same", of: Of = "members"
 ) -> Criterion:
-    """Return ``torch.nn.functional.cross_entropy`` or :func:`squared_error`, as the target asks.
-
-    Of moments it is :func:`gaussian_nll`.
-    """
+    """Return ``F.cross_entropy`` or :func:`squared_error` by the target; of moments their own."""
     if of == "moments":
         return gaussian_nll
     _check_tensors(outputs, target)

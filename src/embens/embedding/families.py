@@ -80,10 +80,9 @@ def embed(
             A mapping from layer names (or wildcards) to laws; a site it does not name has none.
         post: law of :math:`u`, which multiplies the input of a layer.
         sites: "hidden": outputs of all but the last layers and inputs of all but the first;
-            "last": inputs of the last layers only; "all": every input and output; names or
-            wildcards of layers, or a function of (name, module): both sides of those layers.
-        example_input: a batch, or a tuple of arguments, to read the data flow from; needed where
-            the code can't be traced by torch.fx.
+            "last": inputs of the last layers only; "all"; names or wildcards of layers, or a
+            function of (name, module), for both sides of those layers.
+        example_input: a batch, or a tuple of arguments, for code that torch.fx can't trace.
         trainable: False for fixed masks; ``{"pre": …, "post": …}``, each a bool or a mapping from
             layer names.
         own: layers of which every member has its own copy: names of layers, norm layers or modules
@@ -91,11 +90,10 @@ def embed(
         own_weights: how these begin: "drawn" anew for each member by their ``reset_parameters``,
             "copied" from the reference, or a function that redraws one module in place.
         fresh: draw new masks at every pass.
-        norm_statistics: "member" or "shared" running statistics of norm layers; every member
-            updates shared ones in turn.
+        norm_statistics: "member", or "shared" running statistics, updated by members in turn.
         norm_affine: "shared" or "member" scale and shift of norm layers.
         generator: draws the modulations and the members' own layers.
-        family: the name of the family, for ``repr`` and saving.
+        family: its name, for ``repr`` and files.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -271,12 +269,11 @@ def rank1(
 ) -> EmbeddedEnsemble:
     r"""Embed a rank-1 Bayesian network: modulations that every pass draws around trainable means.
 
-    Every number of :math:`u` and :math:`v` is :math:`N(\mu, \sigma^2)`, with :math:`\mu` and
-    :math:`\sigma` of each member's own, drawn anew at every pass, in evaluation too, from the
-    global generator as fresh masks are. Their prior is :math:`N(1, s^2)` with ``prior_std``
-    :math:`s`; ``ensemble.kl()`` is the divergence from it, which ``fit`` adds to the objective,
-    divided by the number of rows. ``member(a)`` is the network at its means. For the other
-    arguments see :func:`embed`.
+    Every number is :math:`N(\mu, \sigma^2)`, with :math:`\mu` and :math:`\sigma` of each member's
+    own, drawn at every pass, in evaluation too, from the global generator. The prior is
+    :math:`N(1, s^2)` with ``prior_std`` :math:`s`; ``fit`` adds the divergence from it,
+    ``ensemble.kl()``, divided by the number of rows, to the objective. ``member(a)`` is the network
+    at its means. For the other arguments see :func:`embed`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -309,15 +306,13 @@ def low_rank(
     r"""Embed members whose weights differ by matrices of low rank; biases are shared.
 
     The ``kind`` is "multiplicative", :math:`W_a = W \circ (1 + B_a A_a)`, which has BatchEnsemble
-    in it, or "additive", :math:`W_a = W + B_a A_a`, as in LoRA with :math:`\alpha = r` (another
-    :math:`\alpha / r` is another ``modulation_lr``). The ``rank`` is at most the size of the
-    smallest layer among the sites; None: 4, or the full rank of layers that are smaller. With
-    ``shared="frozen"`` only the members' numbers are trained.
+    in it, or "additive", :math:`W_a = W + B_a A_a`, as in LoRA with :math:`\alpha = r`. The
+    ``rank`` is at most the size of the smallest layer among the sites; None: 4, or the full rank
+    of layers that are smaller. With ``shared="frozen"`` only the members' numbers are trained.
 
     ``scale`` is the standard deviation of :math:`B_a A_a` at the start, for the additive kind
-    relative to the root mean square of :math:`W`. 0: :math:`B_a` is 0, and members begin as the
-    reference and part in training, because :math:`A_a` is drawn for each. None: 0.5, and 0 for the
-    additive kind. For the other arguments see :func:`embed`.
+    relative to the root mean square of :math:`W`; of 0 members begin as the reference and part in
+    training. None: 0.5, and 0 for the additive kind. For the other arguments see :func:`embed`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -364,14 +359,10 @@ def bayesian(
 
     A member is a network, drawn anew, plus a fixed function; see :mod:`embens.ensemble.ntkgp`. With
     targets of its own, :math:`y` plus noise of standard deviation :math:`\sigma`
-    (``EachMember(targets=…)``), and the loss
-
-    .. math:: \sum_i \frac{(\tilde y_i - \tilde f(x_i))^2}{2 \sigma^2}
-              + \frac12 |\theta - \theta^0|^2,
-
-    whose last term is ``ensemble.kl()``, which ``fit`` adds, it ends, at infinite width, as a draw
-    of ``embens.theory.posterior``. There is no other weight decay. The reference is made of layers
-    of ``embens.networks`` in the NTK parametrization; its weights are not used.
+    (``EachMember(targets=…)``), and the loss :math:`\sum_i (\tilde y_i - \tilde f(x_i))^2 / 2
+    \sigma^2 + \frac12 |\theta - \theta^0|^2`, whose last term is ``ensemble.kl()``, it ends, at
+    infinite width, as a draw of ``embens.theory.posterior``. There is no other weight decay. The
+    reference has NTK layers of ``embens.networks``; its weights are not used.
     """
     network, plan = _separate(NTKGP(reference), members, "bayesian")
     return _build(network, plan, [""], None, generator)
@@ -442,17 +433,15 @@ def mimo(
     First layers have a block of weights for every member, and one bias; their sum goes through one
     trunk to a last layer for every member. ``ensemble(x)`` costs one pass: the blocks are summed.
     In training every member has rows of its own, ``ensemble(x, batch="own")``, and ``fit`` draws
-    them, a fraction ``repetition`` the same for all. All else is shared by all members in one pass,
-    so that its gradient is that of the sum of the losses: :math:`\gamma^* = M`.
+    them, a fraction ``repetition`` the same for all. All else is shared: :math:`\gamma^* = M`.
 
     The reference has one input and one output; its trunk and the bias of its first layers are kept.
     First and last layers are drawn anew, the blocks of first ones at :math:`1/\sqrt M` of their
     scale; of one member, which is the reference, nothing is.
 
     With ``mix="linear"`` members' shares in the sum are drawn at every pass in training,
-    :math:`s_a = M \lambda_a` with :math:`\lambda` from a Dirichlet law of concentration 2 (one draw
-    for all rows), and the gradients of their losses have weights proportional to
-    :math:`\lambda_a^{1/3}`, of mean 1, as in the paper.
+    :math:`s_a = M \lambda_a` with :math:`\lambda` from a Dirichlet law of concentration 2, and the
+    gradients of their losses weigh :math:`\lambda_a^{1/3}`, with the mean 1, as in the paper.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -546,17 +535,15 @@ def adapt(
 ) -> EmbeddedEnsemble:
     r"""Embed an ensemble into a trained network, to fine-tune it: members begin near the network.
 
-    **When.** For a network that was trained, with the last layer for the new task: its function is
-    kept at the start. The centred laws of :func:`embed` and :func:`batch_ensemble` make members
-    independent, and forget what the network has learnt; they are for training from scratch.
+    The function of the network is kept at the start. The centred laws of :func:`embed` and
+    :func:`batch_ensemble` forget what it has learnt; they are for training from scratch.
 
     Below their last layers members differ ``by`` "low_rank", :math:`W + B_a A_a` with
-    :math:`B_a = 0` at first, as :func:`low_rank`; by "modulations", :math:`u, v \sim N(1,
-    \varepsilon^2)` at the hidden sites, with the smallest spread for which they are not one model:
-    :math:`(1 + \varepsilon^2)^{-L} = r` for :math:`L` modulated inputs, with :math:`r` = ``NEAR``;
-    or not at all, "head". A ``trunk`` that is "frozen" is not trained, and the members' numbers are
-    all that has to be kept (``save_pretrained``). Last layers are the members' own, "drawn" anew
-    (for a new task) or "copied" (for one that the network knows), or "shared" by all.
+    :math:`B_a = 0` at first; by "modulations", :math:`u, v \sim N(1, \varepsilon^2)` at the hidden
+    sites, where :math:`(1 + \varepsilon^2)^{-L}` = ``NEAR`` for :math:`L` modulated inputs; or not
+    at all, "head". A "frozen" ``trunk`` is not trained, and the members' numbers are all that has
+    to be kept (``save_pretrained``). Last layers are the members' own, "drawn" anew (for a new
+    task) or "copied" (for one that the network knows), or "shared" by all.
     """
     known = _read(reference, members, example_input)
     check_choice("by", by, ("modulations", "low_rank", "head"))

@@ -61,12 +61,6 @@ def is_within(name: str, outer: Iterable[str]) -> bool:
     return any(name == o or not o or name.startswith(o + ".") for o in outer)
 
 
-def _match(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that a name or wildcard stands for; a module's name is not enough."""
-    names = list(names)
-    return [pattern] if pattern in names else fnmatch.filter(names, pattern)
-
-
 def _select(
     sites: Sites, layers: dict[str, nn.Module], flow: Flow
 ) -> tuple[set[tuple[str, Side]], set[tuple[str, Side]]]:
@@ -91,9 +85,9 @@ def _select(
                     "sites must be 'hidden', 'last', 'all', names or wildcards of layers, or a "
                     f"function of (name, module); got {pattern!r}"
                 )
-            found = _match(pattern, called)
+            found = fnmatch.filter(called, pattern)
             if not found:
-                unused = _match(pattern, layers)
+                unused = fnmatch.filter(layers, pattern)
                 why = "names a layer that is never called" if unused else "matches no layer"
                 options = [*called, *selections] if isinstance(sites, str) else called
                 raise ValueError(f"sites: {pattern!r} {why}{closest(pattern, options)}")
@@ -120,7 +114,7 @@ def _per_site(given: Any, kind: Side, names: list[str], what: str, expected: str
     for pattern, value in given.items():
         if not isinstance(value, types):
             raise TypeError(f"{what}[{pattern!r}] must be {expected}; got {value!r}")
-        found = _match(pattern, names) if isinstance(pattern, str) else []
+        found = fnmatch.filter(names, pattern) if isinstance(pattern, str) else []
         if not found:
             raise ValueError(
                 f"{what}: {pattern!r} matches none of the selected {kind} sites"
@@ -244,21 +238,20 @@ def choose_own(
         if pattern == "last" and pattern not in modules:
             chosen.update(flow.last)
             continue
-        found = [n for n in known if is_within(n, [pattern])] if pattern in holders else []
-        found = found or fnmatch.filter(known, pattern)
+        inside = [n for n in modules if pattern in modules and is_within(n, [pattern])]
+        found = [n for n in known if n in inside] or fnmatch.filter(known, pattern)
         if not found:
-            unused = _match(pattern, layers) and pattern not in called
+            unused = fnmatch.filter(layers, pattern)
             why = "names a layer that is never called" if unused else "matches no layer"
             raise ValueError(f"own: {pattern!r} {why}{closest(pattern, [*holders, 'last'])}")
-        if pattern in holders:
-            for name in (n for n in modules if is_within(n, [pattern])):
-                tensors = [*modules[name]._parameters.values(), *modules[name]._buffers.values()]
-                if any(t is not None for t in tensors) and not is_within(name, known):
-                    kind = type(modules[name]).__name__
-                    raise ValueError(
-                        f"own: {pattern!r} holds {name!r} ({kind}), which is no known layer. "
-                        "Name the layers, or make it known with embens.register_layer."
-                    )
+        for name in (n for n in inside if not is_within(n, known)):
+            tensors = [*modules[name]._parameters.values(), *modules[name]._buffers.values()]
+            if any(t is not None for t in tensors):
+                kind = type(modules[name]).__name__
+                raise ValueError(
+                    f"own: {pattern!r} holds {name!r} ({kind}), which is no known layer. "
+                    "Name the layers, or make it known with embens.register_layer."
+                )
         chosen.update(found)
     for name in chosen:
         inside = [m for m in modules[name].modules() if m is not modules[name]]

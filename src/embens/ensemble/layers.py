@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
 from embens.ensemble.plan import SharedModule, Site
-from embens.ensemble.run import Run, is_exporting, repeat_rows, together
+from embens.ensemble.run import Run, repeat_rows, together
 from embens.ensemble.wrapping import Individual, Sealed, Wrapper
 from embens.reading.attention import Unfoldable
 from embens.reading.flow import left_over
@@ -200,13 +201,11 @@ class Modulated(Wrapper):
         pre, post, layer = parts.get("pre"), parts.get("post"), parts["layer"]
         x, common = input, self.border and run.common
         if post is not None:
-            if self._convolution and self._weights_are_cheaper(run, x):
-                return self._through_weights(run, x)
-            if self._linear and run.count > 1 and x.dim() == 2:
-                if not common and not torch.compiler.is_compiling():
-                    return self._stacked(run, x)
-                if common and self._heads_are_cheaper(x):
-                    return self._through_heads(run, x)
+            if self._convolution or (common and self._linear):
+                if self._weights_are_cheaper(run, x):
+                    return self._through_weights(run, x)
+            elif self._linear and run.count > 1 and x.dim() == 2 and not is_compiling():
+                return self._stacked(run, x)
             if isinstance(x, PackedSequence):
                 if run.count > 1:
                     raise Unfoldable("a packed sequence has no batch axis")
@@ -229,43 +228,30 @@ class Modulated(Wrapper):
             x = x * _like(pre.now(run), x).unsqueeze(1)  # type: ignore[operator]
         return together(x)
 
-    def _parameters_of(self, layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-        return layer.effective_parameters() if self._effective else (layer.weight, layer.bias)  # type: ignore[return-value,operator]
-
     def _weights_are_cheaper(self, run: Run, x: Tensor) -> bool:
+        """Return whether the members that run have larger activations than weights."""
         weight = self.layer._parameters.get("weight")  # to read a computed one may change it
-        if run.count > 1 or is_exporting() or weight is None:
+        if weight is None or is_compiling():  # a graph is for any number of rows
             return False
-        large = 2 * weight.numel() < x.numel() and x.dtype == weight.dtype
-        return large and is_linear_in_parameters(self.layer)
+        if self._convolution:
+            cheaper = run.count == 1 and 2 * weight.numel() < x.numel()
+        else:
+            cheaper = run.count > 1 and x.dim() == 2 and len(x) > len(weight)
+        return cheaper and x.dtype == weight.dtype and is_linear_in_parameters(self.layer)
 
     def _through_weights(self, run: Run, x: Tensor) -> Tensor:
-        layer = self.layer
-        kernel, bias = self._parameters_of(layer)
-        pre, post = (None if m is None else m.now(run)[0] for m in (self.pre, self.post))
-        weight = modulate_weight(layer, kernel, pre, post)
-        if bias is not None and pre is not None:
-            bias = bias * pre
-        return layer._conv_forward(x, weight, bias)  # type: ignore[operator]
-
-    def _heads_are_cheaper(self, x: Tensor) -> bool:
-        """Return whether common inputs are better multiplied by every member's weight."""
-        weight = self.layer._parameters.get("weight")
-        if torch.compiler.is_compiling() or weight is None:  # a graph is for any number of rows
-            return False
-        many = x.shape[0] > weight.shape[0] and x.dtype == weight.dtype
-        return many and is_linear_in_parameters(self.layer)
-
-    def _through_heads(self, run: Run, x: Tensor) -> Tensor:
-        assert self.post is not None
-        weight, bias = self._parameters_of(self.layer)
-        heads = weight * self.post.now(run).unsqueeze(1)  # (member, out, in)
-        outputs = F.linear(x, heads.flatten(0, 1)).view(len(x), *heads.shape[:2]).transpose(0, 1)
+        layer: Any = self.layer
+        own = (layer.weight, layer.bias)
+        weight, bias = layer.effective_parameters() if self._effective else own
+        pre, post = (None if m is None else m.now(run) for m in (self.pre, self.post))
+        weights = modulate_weight(layer, weight, pre, post)  # members first
+        bias = bias if bias is None or pre is None else bias * pre
+        if self._convolution:
+            return layer._conv_forward(x, weights[0], None if bias is None else bias.flatten())
+        outputs = F.linear(x, weights.flatten(0, 1)).unflatten(1, weights.shape[:2])
         if bias is not None:
             outputs = outputs + bias
-        if self.pre is not None:
-            outputs = outputs * self.pre.now(run).unsqueeze(1)
-        return together(outputs)
+        return together(outputs.transpose(0, 1))
 
     def _inner_attribute(self, name: str) -> Any:
         layer = self.inner()

@@ -6,9 +6,8 @@ with ``left`` :math:`B_a`, ``(member, row, rank)``, and ``right`` :math:`A_a`, `
 column)``. The matrix of a weight is its first axis against all others, as in LoRA. Biases are
 shared.
 
-Either the members' weights are built, or a Linear layer runs on activations:
-:math:`W x + B (A x)`, or :math:`W x + \sum_k B_k \circ W (A_k \circ x)`, at the cost of rank + 1
-products. The first is faster where a member has many rows.
+The members' weights are built, unless a matrix is added to a Linear layer, and a member has few
+rows: then it runs on activations, :math:`W x + B (A x)`.
 """
 
 from __future__ import annotations
@@ -78,36 +77,27 @@ class LowRank(MemberLayer):
 
     def _is_thin(self, x: Tensor) -> bool:
         """Return whether a member's rows are so few that activations are the cheaper place."""
-        if not (self._batched and isinstance(self.module, nn.Linear)):
+        if self.multiplies or not (self._batched and isinstance(self.module, nn.Linear)):
             return False
         if torch.compiler.is_compiling():  # a graph should be right for any number of rows
-            return not self.multiplies
-        rows = x.numel() // x.shape[-1]  # of both kinds as it was measured
-        if not self.multiplies:
-            return rows <= 2 * self.module.out_features
-        return 4 * self.site.rank * rows <= self.module.out_features
+            return True
+        return x.numel() // x.shape[-1] <= 2 * self.module.out_features  # as it was measured
 
     def _on_activations(self, run: Run, x: Tensor) -> Tensor:
         module: Any = self.module
         left, right = run.of(self).values()
         weight, bias = module.weight, module.bias
-        effective = getattr(module, "effective_parameters", None)
         axes = x.shape[:-1]
-        if effective is not None:
-            weight, bias = effective()
-            left = left if self.multiplies else effective(left)[0]
+        if hasattr(module, "effective_parameters"):
+            weight, bias = module.effective_parameters()
+            left = module.effective_parameters(left)[0]
         shared = F.linear(x, weight, bias)
         if run.count == 1 or (self.border and run.common):
             x, shared = (t.flatten(0, -2).expand(run.count, -1, -1) for t in (x, shared))
             axes = (run.count * axes[0], *axes[1:])
         else:
             x, shared = (run.apart(t).flatten(1, -2) for t in (x, shared))
-        if self.multiplies:  # terms are (member, rank, row, out)
-            terms = F.linear(x.unsqueeze(1) * right.unsqueeze(2), weight)
-            products = shared + (terms * left.mT.unsqueeze(2)).sum(1)
-        else:
-            products = torch.baddbmm(shared, x @ right.mT, left.mT)
-        products = together(products)
+        products = together(torch.baddbmm(shared, x @ right.mT, left.mT))
         return products.unflatten(0, (-1, *axes[1:])) if len(axes) > 1 else products
 
     def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:

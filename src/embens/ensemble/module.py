@@ -111,11 +111,11 @@ class EmbeddedEnsemble(nn.Module):
         With them one step on :func:`embens.objective` is the paper's (``embens.ensemble.rates``).
 
         The rate of the shared parameters is ``lr`` times :math:`\gamma(M)/M`, for optimizers of the
-        Adam kind times :math:`\gamma/\gamma^*`; that of modulations is ``modulation_lr`` (None: the
-        same). ``weight_decay`` is of shared parameters and of layers of the members' own, in units
-        of ``lr``: what a step takes away does not depend on gamma. ``gamma`` is a number (0:
-        nothing shared moves), a function of the number of members, or None for the natural value.
-        ``optimizer`` is what the groups are for, a class or a function from groups to an optimizer.
+        Adam kind times :math:`\gamma/\gamma^*`; that of modulations is ``modulation_lr`` (None:
+        ``lr``). ``weight_decay`` is of shared parameters and of members' own layers, in units of
+        ``lr``, whatever gamma is. ``gamma`` is a number (0: nothing shared moves), a function of
+        the number of members, or None for the natural value. ``optimizer`` is what the groups are
+        for, a class or a function from groups to an optimizer.
         """
         modulation_lr = lr if modulation_lr is None else modulation_lr
         for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
@@ -155,14 +155,12 @@ class EmbeddedEnsemble(nn.Module):
         """Run all members.
 
         Args:
-            x: the first input of the reference, unless all of them have names; ``torch.export``
-                knows it by this name.
+            x: the first input of the reference, unless all of them have names.
             *inputs: more of them.
             batch: "same": every member sees the inputs; "own": tensors among the inputs have the
                 members as their first axis; "split": row i of every tensor goes to member i mod M.
             chunk: how many members run together, instead of ``self.chunk``.
-            **kwargs: passed to the reference, for every member; tensors with a row for each sample
-                go with the samples.
+            **kwargs: passed on; tensors with a row for each sample go with the samples.
 
         Returns:
             The outputs with the members as a new first axis; for "split" those of the reference.

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from embens.files import Format, Refused, checksum
 
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 
 FORMAT = Format("embens ensemble", 3)
 FILE, CARD = "ensemble.safetensors", "README.md"
-
-
-def check_attention(name: str, found: Iterable[str], reference: nn.Module) -> None:
-    """Refuse a file in which attention is one layer."""
-    old = ("in_proj_weight", "q_proj_weight")
-    if any(k.endswith(old) for k in found) > any(k.endswith(old) for k in reference.state_dict()):
-        raise Refused(
-            f"{name} was written by an earlier version of embens, in which attention was one layer "
-            "and not four. Load it with that version, or make the ensemble anew."
-        )
 
 
 def check_shared(name: str, found: dict[str, str], shared: Mapping[str, Tensor]) -> None:
@@ -54,21 +44,18 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def check_tensors(name: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Check the tensors of a file against those that the ensemble needs."""
-    for missing in expected.keys() - found.keys():
-        raise Refused(f"{name} has no tensor {missing!r}, which the reference needs")
-    for extra in found.keys() - expected.keys():
-        raise Refused(f"{name} has a tensor {extra!r}, which the reference has no place for")
+    for key in sorted(found.keys() ^ expected.keys()):
+        where = "the reference" if key in found else "the file"
+        raise Refused(
+            f"{name}: there is no tensor {key!r} in {where}; pass a reference of the architecture "
+            "that was saved, and read attention of version 0.2 with that version"
+        )
     for key, tensor in expected.items():
-        mine, theirs = tuple(tensor.shape), tuple(found[key].shape)
+        mine, theirs = (f"of shape {tuple(t.shape)}, {t.dtype}" for t in (tensor, found[key]))
         if mine != theirs:
             raise Refused(
-                f"{name}: {key!r} has shape {theirs}, the reference needs {mine}; pass a reference "
-                "of the architecture that was saved"
-            )
-        if (kind := found[key].dtype) != tensor.dtype:
-            raise Refused(
-                f"{name}: {key!r} is of {kind}, in the reference it is of {tensor.dtype}; pass "
-                f"reference.to({kind}), and convert the ensemble afterwards"
+                f"{name}: {key!r} is {theirs} there, in the reference {mine}; pass one of the "
+                f"architecture that was saved, and as reference.to({found[key].dtype})"
             )
     broken = [key for key, tensor in found.items() if tensor.isnan().any()]
     if broken:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,12 +42,10 @@ class Wrapper(nn.Module):
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """In a pass that of the module inside: the code of a reference may ask with isinstance."""
+        """In a pass that of the module inside: ``isinstance`` holds for both, as code may ask."""
         current = self.__dict__.get("current")
-        if current is None or current.run is None:
-            return type(self)
-        ours = sys._getframe(1).f_globals.get("__name__", "").startswith("embens.")
-        return type(self) if ours else type(self.inner())
+        running = current is not None and current.run is not None
+        return type(self.inner()) if running else type(self)
 
     def plain(self, member: int | None, memo: dict[int, Any]) -> nn.Module:
         """Return what a plain network has in its place, of one member; None: the mean of all.

@@ -37,11 +37,8 @@ class Attention(nn.MultiheadAttention):
                 "can't be embedded: what it does with its projections is not known. Write it with "
                 "four Linear layers that are called."
             )
-        self.embed_dim, self.kdim, self.vdim = attention.embed_dim, attention.kdim, attention.vdim
-        self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
-        self.dropout = attention.dropout
-        self.batch_first, self.add_zero_attn = attention.batch_first, attention.add_zero_attn
-        self.__dict__.update({n: v for n, v in vars(attention).items() if n.endswith("_hooks")})
+        others = ("_parameters", "_modules", "_qkv_same_embed_dim")
+        self.__dict__.update({n: v for n, v in vars(attention).items() if n not in others})
         weight: Any = attention.in_proj_weight
         weights = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
         weights = weights if weight is None else weight.split(self.embed_dim)
@@ -50,7 +47,6 @@ class Attention(nn.MultiheadAttention):
         self.q_proj, self.k_proj, self.v_proj = map(_linear, weights, biases)
         self.out_proj = attention.out_proj
         self.bias_k, self.bias_v = attention.bias_k, attention.bias_v
-        self.train(attention.training)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("in_proj") or name.endswith("_proj_weight"):

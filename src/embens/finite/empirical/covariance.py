@@ -82,7 +82,7 @@ def _passes(ensemble: EmbeddedEnsemble, inputs: Inputs) -> tuple[list[Tensor], l
 
     def keep(layer: nn.Module, now: nn.Module, args: tuple, output: Any) -> None:
         # ``now`` is the layer itself, or its copy with a member's weights.
-        stds = _stds(now) if isinstance(now, nn.Linear) else (0.0, 0.0)
+        stds = (0.0, 0.0) if isinstance(now, Modulated) else _stds(now)
         calls[:] = [*calls[-1:], (layer, args[0] if args else output, output, stds)]
 
     with torch.no_grad(), ExitStack() as stack:
@@ -120,7 +120,7 @@ def _head(calls: list[tuple], output: Tensor, numbers: list[Tensor]) -> _Head | 
     return _Head(layer, features * weight_std, bias_std, pre) if features.dim() == 2 else None
 
 
-def _stds(layer: nn.Linear) -> tuple[float, float]:
+def _stds(layer: Any) -> tuple[float, float]:
     if not isinstance(layer, networks.Linear):
         tensors = (layer.weight, layer.bias)
         return tuple(0.0 if t is None else float(t.square().mean().sqrt()) for t in tensors)  # type: ignore[return-value]
