@@ -20,7 +20,7 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.own import Own
-from embens.finite.checks import check_ensemble, check_inputs
+from embens.finite.checks import check_ensemble
 from embens.finite.empirical.recording import Inputs, as_inputs, check_modes
 
 if TYPE_CHECKING:
@@ -57,9 +57,8 @@ def nngp(ensemble: EmbeddedEnsemble, x: Tensor | Inputs) -> Float[Tensor, "m m n
         (torch.Size([3, 3, 5, 5]), True)
     """
     check_ensemble(ensemble)
-    check_inputs(x)
     check_modes(ensemble)
-    outputs, heads = _passes(ensemble, as_inputs(x, "x"))
+    outputs, heads = _passes(ensemble, as_inputs(x))
     known = [head for head in heads if head is not None]
     if len(known) == ensemble.members:
         return _from_heads(ensemble, known)

@@ -7,8 +7,8 @@ alone, to find
 - whether samples keep to themselves at all: batch statistics, a batch that is not the first axis
   or random layers make "the gradient of one sample" meaningless, and are an error;
 - which parameters are *structured*: their terms give the gradients that autograd gives. Everything
-  else (bare parameters, convolutions in groups, layers with a forward of their own) is left to
-  :mod:`embens.finite.empirical.samplewise`.
+  else (bare parameters, convolutions in groups, layers with a forward of their own) has its
+  gradients sample by sample: slow, and right for any network.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from embens import networks
+from embens.checks import check_rows
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation
 from embens.ensemble.lowrank import LowRank
+from embens.finite.checks import check_inputs
 from embens.finite.empirical.contraction import (
     Affine,
     Gradients,
@@ -177,6 +179,24 @@ class Recorder:
             module.register_forward_hook(after, with_kwargs=True),
         ]
 
+    def rows(self, a: int, inputs: Inputs, cotangents: Tensor) -> dict[int, Tensor]:
+        """Return a member's gradients of parameters without terms, ``(batch, class, number)``.
+
+        Every sample runs alone. Cotangents are ``(class, batch, …)``.
+        """
+        parameters = list(self.general.values())
+        stacks = {id(stack) for stack in self.numbers}  # of all members
+        found: dict[int, list[Tensor]] = {id(p): [] for p in parameters}
+        for i in range(len(inputs[0])):
+            ((output, _),) = self._run(tuple(x[i : i + 1] for x in inputs), [a])
+            for cotangent in cotangents[:, i : i + 1]:
+                options = {"retain_graph": True, "materialize_grads": True}
+                gradients = torch.autograd.grad(output, parameters, cotangent, **options)
+                for key, gradient in zip(found, gradients, strict=True):
+                    found[key].append((gradient[a] if key in stacks else gradient).flatten())
+        shape = len(inputs[0]), len(cotangents)
+        return {key: torch.stack(rows).unflatten(0, shape) for key, rows in found.items()}
+
     def survey(self, inputs: Inputs) -> None:
         """Find out which parameters are structured; raise where samples do not stand alone.
 
@@ -289,19 +309,11 @@ def _with_noise(inputs: Inputs) -> Inputs:
     return tuple(noisy(x) if x.is_floating_point() else x for x in inputs)
 
 
-def as_inputs(x: Tensor | Inputs, name: str) -> Inputs:
+def as_inputs(x: Tensor | Inputs, name: str = "x") -> Inputs:
     """Return the inputs of a network as a tuple, checked."""
+    check_inputs(x, name)
     inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
-    if not inputs or any(not isinstance(v, Tensor) or v.dim() == 0 for v in inputs):
-        raise TypeError(
-            f"{name} must be a tensor with samples along its first axis, or a tuple of them; got "
-            f"{type(x).__name__}"
-        )
-    if len({len(v) for v in inputs}) != 1 or len(inputs[0]) == 0:
-        raise ValueError(
-            f"{name} must have the same number of samples, at least one, in all tensors; got "
-            f"shapes {', '.join(str(tuple(v.shape)) for v in inputs)}"
-        )
+    check_rows(name, inputs, "a tensor with samples along its first axis, or a tuple of them")
     return inputs
 
 
