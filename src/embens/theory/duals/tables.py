@@ -18,8 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from embens.laws import Law
-from embens.theory.duals.expectations import Dual, is_differentiated, roots
+from embens.theory.duals.expectations import is_differentiated, roots
 
 _NUMBERS = 2**19  # coefficients held at once
 _SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # of axes
@@ -177,38 +176,23 @@ def _sum(table: Tensor, left: Tensor, right: Tensor, correlation: Tensor) -> Ten
 
 
 @dataclass(frozen=True, eq=False)
-class Tabulated(Dual):
-    r"""Dual for one law and a range of variances; for others it asks the one it was made from."""
+class Table:
+    """Expectations for one law and a range of variances."""
 
-    source: Dual
-    law: Law | None
     axis: Axis  # roots of variances
     within: tuple[Expansion, ...]  # F₀, F̃, G, H̃ in one member; see ``smooth``
     between: tuple[Expansion, ...]  # F₀, F̃, G between members
     edge: float  # how far beyond ±1 the correlation is smooth
 
     def same(
-        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
+        self, q1: Tensor, q2: Tensor, c: Tensor, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not self._covers(*span(q1, q2), law):
-            return self.source.same(q1, q2, c, law, with_h=with_h)
         f, g, *h = self._evaluate(self.within if with_h else self.within[:3], q1, q2, c)
         return f, g, h[0] if h else None
 
-    def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
-        if not self._covers(*span(q1, q2), law):
-            return self.source.cross(q1, q2, c, law)
+    def cross(self, q1: Tensor, q2: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         f, g = self._evaluate(self.between[:3], q1, q2, c)
         return f, g
-
-    def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
-        return self if self._covers(q_min, q_max, law) else self.source.prepare(q_min, q_max, law)
-
-    def _covers(self, q_min: float, q_max: float, law: Law | None) -> bool:
-        slack = 1e-9  # a little outside, polynomials are as good
-        low = self.axis.low if self.axis.low > 2e-6 * self.axis.high else 0.0
-        inside = low**2 * (1 - slack) <= q_min <= q_max <= self.axis.high**2 * (1 + slack)
-        return inside and (law is self.law or law == self.law)
 
     def _evaluate(
         self, expansions: tuple[Expansion, ...], q1: Tensor, q2: Tensor, c: Tensor
