@@ -28,7 +28,6 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call
 from embens.finite.empirical.contraction import Gradients, Term, by_parameter, contract
 from embens.finite.empirical.recording import (
-    PROBED,
     Inputs,
     Recorder,
     Recording,
@@ -163,7 +162,7 @@ class Blocks:
         """Return the kernel between two sets of samples, or of one with itself."""
         rows: list[list[tuple[Tensor, ...]]] = []
         with torch.no_grad(), self.recorder.watching():
-            self.recorder.survey(_probe(left, right))
+            self.recorder.survey(_pair(left, right))
             size = self._chunk_size(chunk)
             for i, samples in enumerate(left.split(size)):
                 first, row = self.recorder.record(samples), []
@@ -272,8 +271,11 @@ def _transposed(block: Tensor) -> Tensor:
     return block.transpose(0, 1) if block.dim() == 6 else block
 
 
-def _probe(left: Samples, right: Samples | None) -> Inputs:
-    few = tuple(x[:PROBED] for x in left.inputs)
-    pairs = list(zip(few, right.inputs, strict=True)) if right is not None else []
-    fit = all(x.shape[1:] == y.shape[1:] and x.dtype == y.dtype for x, y in pairs)
-    return tuple(torch.cat([x, y[:PROBED]]) for x, y in pairs) if pairs and fit else few
+def _pair(left: Samples, right: Samples | None) -> Inputs:
+    """Return the first and the last sample."""
+    first, last = left.inputs, (right or left).inputs
+    if any(
+        x.shape[1:] != y.shape[1:] or x.dtype != y.dtype for x, y in zip(first, last, strict=True)
+    ):
+        last = first
+    return tuple(torch.cat([x[:1], y[-1:]]) for x, y in zip(first, last, strict=True))

@@ -45,7 +45,6 @@ from embens.reading.layers import NORMS, spatial_axes
 Inputs = tuple[Tensor, ...]
 Call = tuple[nn.Module, Term]
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of numbers when samples run together
-PROBED = 64  # among how many samples two different ones are looked for
 
 
 @dataclass(frozen=True)
@@ -197,21 +196,20 @@ class Recorder:
         shape = len(inputs[0]), len(cotangents)
         return {key: torch.stack(rows).unflatten(0, shape) for key, rows in found.items()}
 
-    def survey(self, inputs: Inputs) -> None:
+    def survey(self, pair: Inputs) -> None:
         """Find out which parameters are structured; raise where samples do not stand alone.
 
-        Two samples are run, as different as there are, with some noise. Equal samples of whole
-        numbers leave no way to find structure.
+        Two samples are run, with some noise, so that they differ. Equal samples of whole numbers
+        leave no way to find structure.
         """
         check_modes(self.ensemble)
-        pair = _different_pair(inputs)
         probe = _with_noise(pair)
         try:
             general, terms = self._unstructured(probe)
         except (RuntimeError, IndexError):  # the network takes no noise, or contiguous images only
             probe, self._channels_last = pair, False
             general, terms = self._unstructured(probe)
-        if len(pair[0]) > 1 and all(torch.equal(x[0], x[1]) for x in probe):
+        if all(torch.equal(x[0], x[1]) for x in probe):
             general = set(self.trainable)
         self.general = {k: p for k, p in self.trainable.items() if k in general}
         self._structured = {k: p for k, p in self.trainable.items() if k not in general}
@@ -225,7 +223,7 @@ class Recorder:
         terms, self.classes = [term for _, term in calls], output[0].numel()
         if not output.isfinite().all():
             raise RuntimeError("outputs are not finite; check the inputs and the weights")
-        first, alone = (output, terms) if batch == 1 else self._alone(inputs, output)
+        first, alone = self._alone(inputs, output)
         if not output.requires_grad:
             return set(), terms
         chosen = torch.cos(1.0 + torch.arange(output.numel())).to(output).view_as(output)
@@ -288,15 +286,6 @@ class Recorder:
 def _is_close(found: Tensor, expected: Tensor) -> bool:
     error, size = (found - expected).abs().max(), expected.abs().max()
     return bool(error <= TOLERANCE.get(expected.dtype, 0.05) * size)
-
-
-def _different_pair(inputs: Inputs) -> Inputs:
-    """Return the first sample and the one that differs from it in most numbers."""
-    if len(inputs[0]) < 2:
-        return inputs
-    few = [x[: 2 * PROBED] for x in inputs]
-    differ = torch.cat([(x[1:] != x[:1]).flatten(1) for x in few], 1)
-    return tuple(x[[0, 1 + int(differ.sum(1).argmax())]] for x in inputs)
 
 
 def _with_noise(inputs: Inputs) -> Inputs:
