@@ -34,7 +34,6 @@ from embens.finite.checks import check_inputs
 from embens.finite.empirical.contraction import (
     Affine,
     Gradients,
-    Lookup,
     Scale,
     Term,
     by_parameter,
@@ -213,7 +212,7 @@ class Recorder:
             general = set(self.trainable)
         self.general = {k: p for k, p in self.trainable.items() if k in general}
         self._structured = {k: p for k, p in self.trainable.items() if k not in general}
-        sizes = [2 * term.value.numel() for term in terms if self._wanted(term.parameters)]
+        sizes = [term.size for term in terms if self._wanted(term.parameters)]
         self.size = math.ceil(sum(sizes) / len(pair[0]))
 
     def _unstructured(self, inputs: Inputs) -> tuple[set[int], list[Term]]:
@@ -330,8 +329,6 @@ def _term(
         if isinstance(module, (_NormBase, nn.GroupNorm)):
             shape = (*shape, *(1,) * (output.dim() - 2))
         return Scale(parameters, normed, *use, shape)
-    if isinstance(module, nn.Embedding):
-        return Lookup(parameters, value.detach(), *use, module.padding_idx)
     scales = {"weight": 1.0, "bias": 1.0}
     if isinstance(module, networks.Parametrized) and module.parametrization == "ntk":
         weight_scale = module.weight_std / math.sqrt(module.fan_in)
