@@ -21,7 +21,7 @@ from embens.ensemble.layers import Modulated, Modulation
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.own import Own
 from embens.finite.checks import check_ensemble
-from embens.finite.empirical.recording import Inputs, as_inputs, check_modes
+from embens.finite.empirical.recording import Inputs, as_inputs, check_modes, check_output
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -95,12 +95,7 @@ def _passes(ensemble: EmbeddedEnsemble, inputs: Inputs) -> tuple[list[Tensor], l
         for a in range(ensemble.members):
             calls.clear()
             numbers = [stacked[a] for stacked in run.numbers]
-            output = run.member(a, numbers=numbers)
-            if not isinstance(output, Tensor):
-                raise TypeError(
-                    "a covariance needs a network whose output is one tensor; got "
-                    f"{type(output).__name__}. Wrap the reference in a module that returns it."
-                )
+            output = check_output(run.member(a, numbers=numbers), len(inputs[0]))
             outputs.append(output)
             heads.append(_head(calls, output, numbers))
     return outputs, heads

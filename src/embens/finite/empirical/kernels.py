@@ -15,7 +15,6 @@ that fit into memory, recorded once for each pair; a symmetric kernel computes i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embens.checks import check_choice, check_whole, gradient_factor, short_repr
+from embens.checks import Gamma, check_choice, check_whole, gradient_factor, short_repr
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.checks import check_call
 from embens.finite.empirical.contraction import Gradients, Term, by_parameter, contract
@@ -60,10 +59,7 @@ class FiniteKernel:
         """The shared part of each member with itself."""
         return self.shared[range(self.members), range(self.members)]
 
-    def ntk(
-        self,
-        gamma: float | Callable[[int], float] | None = None,
-    ) -> Float[Tensor, "m m n1 n2 *classes"]:
+    def ntk(self, gamma: Gamma = None) -> Float[Tensor, "m m n1 n2 *classes"]:
         r"""Return :math:`\frac{\gamma}{M} \Theta^{com}_{ab} + \delta_{ab} \Theta^{ind}_a`.
 
         Training follows this kernel. ``gamma`` may be a function of the number of members; None:

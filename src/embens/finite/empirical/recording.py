@@ -112,7 +112,7 @@ class Recorder:
                     output = run.member(a, numbers=[stack[a] for stack in self.numbers])
                 finally:
                     self._calls = None
-                found.append((_checked_output(output, len(inputs[0])), calls))
+                found.append((check_output(output, len(inputs[0])), calls))
         return found
 
     @contextmanager
@@ -336,7 +336,8 @@ def _term(
     return Affine(parameters, value.detach(), *use, module, scales)
 
 
-def _checked_output(output: Any, batch: int) -> Tensor:
+def check_output(output: Any, batch: int) -> Tensor:
+    """Return a member's output, if it is one tensor with the batch as its first axis."""
     if not isinstance(output, Tensor):
         raise TypeError(
             f"a kernel needs a network whose output is one tensor; got {type(output).__name__}. "

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from embens.laws import Law, Normal, Shifted
 from embens.theory.duals.expectations import Dual, tells_apart
-from embens.theory.duals.tables import Axis, Expansion, Table, span
+from embens.theory.duals.tables import Axis, Table, expand, expand_powers, span
 
 ACCURACY = 1e-10
 _AIM = 2e-11
@@ -240,9 +240,9 @@ class Smooth(Dual):
         axis = axis.refine(lambda roots: self._moments(roots, top, nodes, terms) / scale)
         for means in kinds:
             start, *series = self._series(axis.nodes(), nodes, terms, means)
-            f = Expansion.of_powers(series[0], edge, integrated=True)
-            start = Expansion.of(start[None], cut=1e-16)  # F is small where roots are
-            found.append((start, f, *(Expansion.of_powers(x, edge) for x in series)))
+            f = expand_powers(series[0], edge, integrated=True)
+            start = expand(start[None], cut=1e-16)  # F is small where roots are
+            found.append((start, f, *(expand_powers(x, edge) for x in series)))
         return Table(axis, found[0], found[-1], edge)
 
     def _series(self, roots: Tensor, nodes: Nodes, terms: int, means: bool = False) -> list[Tensor]:

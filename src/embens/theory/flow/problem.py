@@ -110,12 +110,7 @@ def _check_kernels(given: dict[str, Kernels], what: str) -> None:
                 f"{name} must be Kernels, as theory.kernels(ensemble, x1, x2) gives them; got "
                 f"{type(kernels).__name__}."
             )
-        if kernels.conditional:
-            raise ValueError(
-                f"{what} does not apply: {name} is conditional on drawn input or output "
-                "modulations, so members are not exchangeable and, where those are trained, their "
-                "kernel does not stay as it was. Expected sites='hidden'."
-            )
+        kernels.nngp.require_exchangeable(what)
     n, test = given["k_train_train"].nngp.same.shape[-1], given["k_test_train"].nngp.same.shape[-2]
     shapes = {"k_train_train": (n, n), "k_test_train": (test, n), "k_test_test": (test, test)}
     for name, kernels in given.items():
