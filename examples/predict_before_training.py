@@ -45,7 +45,7 @@ kernels = (
 )
 stable = min(theory.gradient_flow(*kernels, target, ensemble.members).largest_stable_rate)
 flow = theory.gradient_descent(*kernels, target, ensemble.members, rate=0.5 * stable)
-print(f"gamma {flow.gamma:.2f}, rate {flow.schedule.rate:.3g}")
+print(f"gamma {flow.gamma:.2f}, rate {flow.rate:.3g}")
 
 # %%
 # The experiment: the same ensemble, trained with the gradient scale and the rate of the prediction.
@@ -58,7 +58,7 @@ def half_squares(outputs, target):
 steps = 300
 start = ensemble(x).detach(), ensemble(x_test).detach()
 optimizer = torch.optim.SGD(
-    ensemble.parameter_groups(flow.schedule.rate, weight_decay=0.0, gamma=flow.gamma)
+    ensemble.parameter_groups(flow.rate, weight_decay=0.0, gamma=flow.gamma)
 )
 for _ in range(steps):
     optimizer.zero_grad()

@@ -27,7 +27,6 @@ EXTRAS = {
     "data": "assert len(embens.data.digits().train.inputs) > 1000",
     "plot": "embens.diagnose(ensemble, x, y).plot('d.png')",
     "theory": f"assert embens.theory.kernels({LIMIT}",
-    "zarr": f"embens.theory.write_kernels('k.zarr', {LIMIT}",
     "onnx": "ensemble.to_onnx('e.onnx', x)",
     "estimators": "from embens.estimators import EmbeddedEnsembleClassifier as E\n"
     "E(max_epochs=2, members=2).fit(x.numpy(), y.numpy()).predict(x.numpy())",

@@ -15,18 +15,10 @@ from embens.files import write_atomically
 torch.optim.SGD(embens.embed(problem.reference(), 2).parameter_groups(lr=0.1))  # imports a lot
 
 
-def _kernel(path: Path) -> None:
-    x = torch.randn(11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def kernel(folder: Path) -> None:
+    x = torch.randn(15, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ensemble = embens.embed(networks.mlp(5, 4, 2), 2, pre=laws.Normal(), post=laws.Shifted(0.5))
-    theory.write_kernels(path, ensemble, x, block=5)
-
-
-def kernel_npz(folder: Path) -> None:
-    _kernel(folder / "k.npz")
-
-
-def kernel_zarr(folder: Path) -> None:
-    _kernel(folder / "k.zarr")
+    theory.write_kernels(folder / "k.npz", ensemble, x, block=2)
 
 
 def fit(folder: Path) -> None:

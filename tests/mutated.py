@@ -86,20 +86,11 @@ def checkpoint(folder):
     return lambda: read_checkpoint(path), [path]
 
 
-def _kernels(path):
+def kernels(folder):
+    path = folder / "k.npz"
     made = embens.embed(networks.mlp(5, 4, 1), 2, pre=laws.Normal(), post=laws.Shifted(0.5))
     theory.write_kernels(path, made, torch.randn(9, 5).double(), block=4)
-    paths = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-    return lambda: dict(enumerate(theory.load_kernels(path).blocks)), sorted(paths)
-
-
-def kernels_npz(folder):
-    return _kernels(folder / "k.npz")
-
-
-def kernels_zarr(folder):
-    pytest.importorskip("zarr")
-    return _kernels(folder / "k.zarr")
+    return lambda: dict(enumerate(theory.load_kernels(path).blocks)), [path]
 
 
 def cells(folder):
@@ -203,7 +194,7 @@ def npz(folder):
     return _arrays(folder, "npz", lambda path, x: np.savez_compressed(path, x=x))
 
 
-OURS = (ensemble, estimator, checkpoint, kernels_npz, kernels_zarr, cells, manifest)
+OURS = (ensemble, estimator, checkpoint, kernels, cells, manifest)
 KINDS = {f.__name__: f for f in (*OURS, idx, idx_gzip, cifar, csv, parquet, arrow, npy, npz)}
 ERRORS = (Refused, ValueError, FileNotFoundError)
 

@@ -139,7 +139,7 @@ class TestNaturalGamma:
     def test_needs_exchangeable_members(self):
         same = torch.eye(3).expand(2, 3, 3)
         k = MemberKernel(same, same.expand(2, 2, 3, 3))
-        with pytest.raises(ValueError, match="natural_gamma needs exchangeable members"):
+        with pytest.raises(ValueError, match="natural_gamma does not apply: it needs exchangeable"):
             natural_gamma(Kernels(k, k, k), 2)
 
     @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--members", type=int, default=8)
     add("--data", default="digits", help="digits, x.npy, or a .npz with x")
     add("--points", type=int, help="take the first N inputs")
-    add("--out", required=True, help="file to write, .npz or .zarr")
+    add("--out", required=True, help="file to write, .npz")
     add("--float32", action="store_true", help="half the size, six digits")
     add("--block", type=int, help="side of a block (default: what fits the cache)")
     add("--device", default="cpu", help="where to compute (default cpu)")

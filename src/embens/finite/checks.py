@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from embens.checks import find_gaps
 from embens.ensemble import EmbeddedEnsemble
-
-NOT_FINITE = "expected finite numbers; got some that are infinite or NaN. Leave these samples out"
 
 
 def check_call(ensemble: Any, x: Any, target: Any = None, criterion: Any = F.mse_loss) -> None:
@@ -31,8 +30,7 @@ def check_call(ensemble: Any, x: Any, target: Any = None, criterion: Any = F.mse
     check_inputs(x)
     if isinstance(target, Tensor):
         check_target(x, target)
-        if not _is_finite(target):
-            raise ValueError(f"target: {NOT_FINITE}.")
+        check_gaps("target", target)
 
 
 def check_target(x: Any, target: Tensor) -> None:
@@ -81,12 +79,13 @@ def check_inputs(x: Any, name: str = "x") -> None:
             raise ValueError(
                 f"{name}: expected at least one sample; got shape {tuple(value.shape)}"
             )
-        if not _is_finite(value):
-            raise ValueError(f"{name}: {NOT_FINITE}, or fill their gaps.")
+    check_gaps(name, x)
 
 
-def _is_finite(values: Tensor) -> bool:
-    return not values.is_floating_point() or bool(values.isfinite().all())
+def check_gaps(name: str, values: Any) -> None:
+    """Raise where numbers are NaN or infinite."""
+    if gaps := find_gaps(name, values):
+        raise ValueError(f"{gaps}; expected finite numbers. Leave these samples out.")
 
 
 def as_classes(target: Any) -> Any:

@@ -48,9 +48,7 @@ def ntk_ratio(
     return cross / (theta.diagonal() if same is None else same.to(theta)).square().mean()
 
 
-def other_members_weight(
-    kernel: Kernel, m: int, *, same: Float[Tensor, "*m n1 n2"] | None = None
-) -> Float[Tensor, ""]:
+def other_members_weight(kernel: Kernel, m: int) -> Float[Tensor, ""]:
     r"""Return the weight of other members in :math:`\partial_t \log p`, relative to a member's own.
 
     With :math:`t_{ab}(x) = \frac1B \sum_{x'} \Theta_{ab}(x, x')`, what training member :math:`b`
@@ -63,7 +61,7 @@ def other_members_weight(
     The paper takes any such set; this is the mean over all of them, in closed form. It grows as
     :math:`m` over the width where members are independent, as :math:`m^2` where they are not.
     For the kernel of samples with themselves and ``outputs="nll"`` it is what its name says; the
-    paper's third number is the same with ``outputs="target"``. ``same`` as in :func:`ntk_ratio`.
+    paper's third number is the same with ``outputs="target"``.
 
     Example:
         >>> kernel = torch.ones(4, 4, 1, 1)  # all members equal
@@ -81,7 +79,6 @@ def other_members_weight(
     squares = pull.square().sum(1) - own.square()
     pairs = (pull.sum(1) - own).square() - squares
     together = (m - 1) / (others - 1) if m > 1 else 0.0
-    own = own if same is None else same.to(theta).mean(-1)
     return (m / others * (squares + together * pairs)).mean() / own.square().mean()
 
 

@@ -112,31 +112,27 @@ def fit_exponent(
     """Fit the exponent to values ``(width, seed)`` that were measured already."""
     from scipy.stats import t
 
-    means = values.mean(1)
-    if not bool((means > 0).all()) or not bool(values.isfinite().all()):
-        raise ValueError(
-            "a power law needs finite values with a positive mean at each width; got means "
-            f"{means.tolist()}. Measure a size, such as |cos| or cos², instead of a signed number."
-        )
     seeds, x = values.shape[1], torch.tensor(widths, dtype=torch.float64).log()
+    means, errors = values.mean(1), values.std(1) / math.sqrt(seeds)
+    left_out = (values.sum(1, keepdim=True) - values) / (seeds - 1)  # the means without one seed
+    if not bool((left_out > 0).all() and values.isfinite().all()):
+        raise ValueError(
+            "a power law needs finite values with a positive mean at each width, whichever seed is "
+            f"left out; got means {means.tolist()}. Measure a size, such as |cos| or cos², instead "
+            "of a signed number, or more seeds."
+        )
 
     def slope(means: Tensor) -> Tensor:
         centred = x - x.mean()
         return centred @ means.log() / centred.square().sum()
 
     exponent = float(slope(means))
-    left_out = (values.sum(1, keepdim=True) - values) / (seeds - 1)
-    if not bool((left_out > 0).all()):
-        raise ValueError(
-            "the mean over seeds changes its sign when one is left out; measure more seeds"
-        )
     reach = float(t.ppf((1 + level) / 2, seeds - 1)) * jackknife_error(slope(left_out))
     reach += 1e-12 * (1 + abs(exponent))  # a quantity without chance is exact to rounding
-    errors = values.std(1) / math.sqrt(seeds)
     slopes = [None, *(means.log().diff() / x.diff()).tolist()]  # NaN or infinite for equal widths
-    columns = zip(widths, means.tolist(), errors.tolist(), slopes, values.tolist(), strict=True)
-    table = tuple(
-        {"width": width, "mean": mean, "error": error, "slope": step, "values": found}
-        for width, mean, error, step, found in columns
+    names = ("width", "mean", "error", "slope", "values")
+    columns = widths, means.tolist(), errors.tolist(), slopes, values.tolist()
+    table: tuple[dict[str, Any], ...] = tuple(
+        dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)
     )
     return ScalingLaw(exponent, (exponent - reach, exponent + reach), level, table, predicted)

@@ -69,9 +69,9 @@ class MemberKernel:
         """Raise where members are not exchangeable, naming what needs them to be."""
         if self.conditional:
             raise ValueError(
-                f"{what} needs exchangeable members; this kernel is conditional on drawn input or "
-                "output modulations, which make every member a different one. Use "
-                "sites='hidden', or the blocks of `.dense(members)`."
+                f"{what} does not apply: it needs exchangeable members, and this kernel is "
+                "conditional on drawn input or output modulations, which make every member a "
+                "different one. Use sites='hidden', or the blocks of `.dense(members)`."
             )
 
 

@@ -196,7 +196,7 @@ class Structure:
         where = f"the input of {_name(self.open or list(self.last))}"
         if not coupling:
             if not self.open:
-                return f"{self.mean} = 0 in {where}" + self._weak_biases()
+                return f"{self.mean} = 0 in {where}"
             return f"activations average to 0 over v, although {where} is not centred"
         if not self.open:
             if self.biased:
@@ -209,16 +209,6 @@ class Structure:
     def _overlap_of_last(self) -> float:
         laws = [self.last[name] for name in self.open]
         return math.prod(law.overlap for law in laws if law is not None)
-
-    def _weak_biases(self) -> str:
-        weak = [
-            name
-            for name in self.last
-            if getattr(layer := self.layers[name], "out_proj", layer).bias is not None
-            and name not in self.biased
-        ]
-        about = "couples members only as 1/width, not in the limit"
-        return f"; the shared bias of {_name(weak)} {about}" if weak else ""
 
     def generic_inputs(self) -> Iterator[Tensor]:
         """Yield a few random inputs, of shapes that the network may take."""

@@ -15,10 +15,10 @@ import json
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,6 @@ from embens.theory.blocks import Block, compute_blocks, plan_blocks
 from embens.theory.kernel import Kernels
 from embens.theory.limit.limit import Limit
 
-if TYPE_CHECKING:
-    import numpy as np
-
 NAMES: tuple[str, ...] = (
     "nngp_same",
     "nngp_cross",
@@ -40,7 +37,6 @@ NAMES: tuple[str, ...] = (
     "ntk_shared_cross",
     "ntk_individual_same",
 )
-SUFFIXES = (".npz", ".zarr")
 FORMAT, PART = Format("embens kernels", 1), Format("part of embens kernels", 1)
 _HEADER = "embens.json"
 
@@ -57,11 +53,10 @@ def write_kernels(
 ) -> Path:
     """Write the kernels of an infinitely wide ensemble to a file, resuming what was begun.
 
-    Memory is that of a few blocks. The file, ``….npz`` or ``….zarr`` (needs zarr), holds the arrays
-    ``nngp_same``, ``nngp_cross``, ``ntk_shared_same``, ``ntk_shared_cross`` and
-    ``ntk_individual_same``. A file that holds these kernels already, by its header, is left as it
-    is; :func:`load_kernels` checks all of it. The other arguments are those of
-    :func:`embens.theory.kernels`.
+    Memory is that of a few blocks. The file, ``….npz``, holds the arrays ``nngp_same``,
+    ``nngp_cross``, ``ntk_shared_same``, ``ntk_shared_cross`` and ``ntk_individual_same``.
+    A file that holds these kernels already, by its header, is left as it is; :func:`load_kernels`
+    checks all of it. The other arguments are those of :func:`embens.theory.kernels`.
     """
     path = check_path(path)
     limit = Limit(ensemble, x1, x2, dtype=dtype)
@@ -85,34 +80,37 @@ def write_kernels(
 
 def load_kernels(path: str | os.PathLike[str]) -> Kernels:
     """Return the kernels that :func:`write_kernels` wrote; a file that is not whole is refused."""
+    import numpy as np
+
     path = check_path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no file {str(path)!r}")
-    with _opened(path) as (header, read):
-        arrays = {name: read(name) for name in NAMES}
+    with _opened(path) as (header, file):
         digest = hashlib.sha256(header["fingerprint"].encode())
-        *members, n1, n2 = arrays["nngp_same"].shape
-        for name, array in arrays.items():
+        arrays = []
+        for name in NAMES:
+            with file.open(f"{name}.npy") as member:
+                array = np.lib.format.read_array(member, allow_pickle=False)
             digest.update(_title(name, array.dtype, array.shape))
             digest.update(array.data)
+            arrays.append(array)
+            *members, n1, n2 = arrays[0].shape
             lead = members * 2 if name.endswith("cross") else members
-            kinds = array.dtype, arrays["nngp_same"].dtype
+            kinds = array.dtype, arrays[0].dtype
             if array.shape != (*lead, n1, n2) or kinds[0] != kinds[1] or kinds[0].kind != "f":
-                raise Refused(f"{path.name}: {name} and nngp_same don't belong together")
+                raise Refused(f"{path.name}: {name} and {NAMES[0]} don't belong together")
         if digest.hexdigest() != header["sha256"]:
             raise Refused(
                 f"{path.name} is damaged: it has another checksum. Delete it and write it again."
             )
-        return Kernels.of_blocks([torch.from_numpy(arrays[name]) for name in NAMES])
+        return Kernels.of_blocks([torch.from_numpy(array) for array in arrays])
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path if its ending says a format that is known, and that is installed."""
+    """Return the path if it is that of an npz file."""
     path = Path(path)
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"a file of kernels ends in {' or '.join(SUFFIXES)}; got {path.name!r}.")
-    if path.suffix == ".zarr":
-        _zarr()
+    if path.suffix != ".npz":
+        raise ValueError(f"a file of kernels ends in .npz; got {path.name!r}.")
     return path
 
 
@@ -144,14 +142,12 @@ def _publish(folder: Path, plan: list[Block], limit: Limit, path: Path, fingerpr
     import numpy as np
     from safetensors import safe_open
 
-    digest = hashlib.sha256(fingerprint.encode())
-
     def view(block: int, name: str) -> Any:
         with safe_open(_part(folder, block), framework="np") as file:
             return file.get_slice(name)  # an index reads a part
 
-    def bands(name: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, np.ndarray]]:
-        """Yield all rows of an array, some at a time, with their place."""
+    def bands(name: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[Any]:
+        """Yield all rows of an array, some at a time."""
         for members in itertools.product(*map(range, shape[:-2])):
             for rows in {rows.start: rows for rows, _ in plan}.values():
                 band = np.empty((rows.stop - rows.start, shape[-1]), dtype)
@@ -160,77 +156,38 @@ def _publish(folder: Path, plan: list[Block], limit: Limit, path: Path, fingerpr
                         band[:, where[1]] = view(i, name)[(*members, slice(None))]
                     elif limit.symmetric and where[1] == rows:
                         band[:, where[0]] = view(i, name)[(*members[::-1], slice(None))].T
-                digest.update(band.data)
-                yield (*members, rows), band
-
-    def add_to_npz(file: Any, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
-        with file.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
-            about = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(member, about)
-            for _, band in bands(name, dtype, shape):
-                member.write(band.data)
-
-    def add_to_zarr(file: Any, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
-        chunks = (*(1 for _ in shape[:-2]), plan[0][0].stop, min(1024, shape[-1]))
-        target = file.create_array(
-            *(name,), shape=shape, dtype=dtype, chunks=chunks, compressors=None,
-            config={"write_empty_chunks": True},
-        )  # fmt: skip
-        for place, band in bands(name, dtype, shape):
-            target[place] = band
+                yield band.data
 
     def write(to: Path) -> None:
-        npz = path.suffix == ".npz"
-        file: Any = zipfile.ZipFile(to, "w") if npz else _zarr().open_group(to, mode="w")
-        with file if npz else contextlib.nullcontext():
+        digest = hashlib.sha256(fingerprint.encode())
+        with zipfile.ZipFile(to, "w") as file:
             for name in NAMES:
                 like = view(0, name)
                 dtype = np.dtype({"F32": "<f4", "F64": "<f8"}[like.get_dtype()])
                 shape = (*like.get_shape()[:-2], *limit.shape)
                 digest.update(_title(name, dtype, shape))
-                (add_to_npz if npz else add_to_zarr)(file, name, dtype, shape)
+                about = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+                with file.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                    np.lib.format.write_array_header_1_0(member, about)
+                    for band in bands(name, dtype, shape):
+                        digest.update(band)
+                        member.write(band)
             header = {"format": FORMAT.name, "version": FORMAT.version}
             header |= {"sha256": digest.hexdigest(), "fingerprint": fingerprint}
-            if npz:
-                file.writestr(zipfile.ZipInfo(_HEADER), json.dumps(header))
-            else:
-                file.attrs.update(header)
+            file.writestr(zipfile.ZipInfo(_HEADER), json.dumps(header))
 
     files.write_atomically(path, write)
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[str], np.ndarray]]]:
-    """Open a file of kernels; give its header, and a function that reads an array."""
-    import numpy as np
-
-    file: Any
-    header: Any = None
-    with files.refusing(path), contextlib.ExitStack() as stack:
-        if path.suffix == ".npz":
-            file = stack.enter_context(zipfile.ZipFile(path))
-            if any(member.compress_type for member in file.infolist()):
-                raise Refused(f"{path.name} is compressed, and was not written so by embens")
-            if _HEADER in file.namelist():
-                header = json.loads(file.read(_HEADER))
-        else:
-            file = _zarr().open_group(str(path), mode="r", zarr_format=3)
-            header = dict(file.attrs)
+def _opened(path: Path) -> Iterator[tuple[dict[str, Any], zipfile.ZipFile]]:
+    """Open a file of kernels and read its header."""
+    with files.refusing(path), zipfile.ZipFile(path) as file:
+        if any(member.compress_type for member in file.infolist()):
+            raise Refused(f"{path.name} is compressed, and was not written so by embens")
+        header: Any = json.loads(file.read(_HEADER)) if _HEADER in file.namelist() else None
         files.check_header(path.name, header, FORMAT)
-
-        def read(name: str) -> np.ndarray:
-            if path.suffix == ".npz":
-                with file.open(f"{name}.npy") as member:
-                    return np.lib.format.read_array(member, allow_pickle=False)
-            array, chunks = file[name], (path / name / "c").rglob("*")
-            if [type(codec).__name__ for codec in array.metadata.codecs] != ["BytesCodec"]:
-                raise Refused(f"{path.name}: {name} is not as it was written")
-            if array.nbytes > sum(chunk.stat().st_size for chunk in chunks if chunk.is_file()):
-                shape = f"{name} has shape {array.shape}, but fewer numbers"
-                raise Refused(f"{path.name} is incomplete: {shape}")
-            return array[...]
-
-        yield header, read
+        yield header, file
 
 
 def _holds(path: Path, fingerprint: str) -> bool:
@@ -244,13 +201,3 @@ def _holds(path: Path, fingerprint: str) -> bool:
 
 def _title(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
     return f"\n{name} {dtype.str} {tuple(shape)}\n".encode()
-
-
-def _zarr() -> Any:
-    try:
-        import zarr
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "a .zarr file needs zarr: pip install 'embens[zarr]', or write .npz"
-        ) from None
-    return zarr

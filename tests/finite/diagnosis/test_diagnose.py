@@ -26,7 +26,7 @@ from embens.theory.regime import Regime
 def test_regime_coupling_and_gamma_are_those_of_the_limit():
     report = diagnose(batch_ensemble(p=0.0), X, Y)
     assert report.regime == Regime.INDEPENDENT
-    assert report.exact
+    assert report.regime.exact
     assert (report.coupling, report.gamma) == (0.0, 8.0)
     shifted = batch_ensemble(p=0.9)
     report = diagnose(shifted, X, Y)
@@ -60,7 +60,7 @@ def test_the_pull_is_that_of_the_gradient_cosines():
 def test_the_effective_width_is_that_of_the_laws_tails():
     normal, signs = laws.Normal(), laws.Signs(0.0)
     report = diagnose(embens.embed(mlp(64), 8, normal, normal, generator=seeded()), X, Y)
-    assert report.effective_width == pytest.approx(64 * 5 / 53)
+    assert report.widths[0] == pytest.approx(64 * 5 / 53)
     assert report.to_dict()["widths"] == pytest.approx([64 * 5 / 53, 64])
     words = " ".join(str(report).split())
     assert "a member of width 64 fluctuates like a plain network of width 6.04:" in words
@@ -77,7 +77,7 @@ def test_no_effective_width_is_said_where_there_is_none():
         embens.batch_ensemble(mlp(), 4, sites="all", generator=seeded()),
     ):
         report = diagnose(ensemble, X, Y)
-        assert report.effective_width is None
+        assert report.widths == []
         assert "fluctuates" not in str(report)
 
 
@@ -89,7 +89,7 @@ def test_regression_has_another_criterion():
     with torch.no_grad():
         expected = F.mse_loss(ensemble(X)[0], target).item()
     assert report.losses[0].item() == pytest.approx(expected, rel=1e-4)
-    assert report.codes == []
+    assert report.warnings == []
     with pytest.raises(TypeError, match="pass criterion="):
         diagnose(batch_ensemble(), X, None)
 

@@ -17,7 +17,8 @@ from embens.finite.diagnosis.findings import CHECKS, optimizer_class
 
 def codes(ensemble: embens.EmbeddedEnsemble, **kwargs) -> list[str]:
     image = isinstance(next(iter(embens.reading.parameter_layers(ensemble).values())), nn.Conv2d)
-    return diagnose(ensemble, *((IMAGES, LABELS) if image else (X, Y)), **kwargs).codes
+    report = diagnose(ensemble, *((IMAGES, LABELS) if image else (X, Y)), **kwargs)
+    return [finding.code for finding in report.warnings]
 
 
 def decayed(ensemble: embens.EmbeddedEnsemble) -> torch.optim.Optimizer:

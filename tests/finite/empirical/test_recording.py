@@ -149,6 +149,23 @@ def test_a_transformer_uses_terms_throughout():
     assert not recorder.general  # nor biases of keys, which have no effect
 
 
+def test_a_network_that_branches_on_its_values_goes_sample_by_sample():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.input, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.input(x)) * self.scale
+            return self.head(y) if x.abs().sum().item() >= 0 else y
+
+    x = torch.randn(3, 3, dtype=torch.float64)
+    ensemble = embens.embed(Branching().double(), 2, example_input=x)
+    rows = jacobians(ensemble, flat_outputs(ensemble, x))
+    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+
+
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_images_in_any_memory_format_give_the_same_kernel(contiguous):
     class Viewing(nn.Module):

@@ -8,23 +8,23 @@ from torch import nn
 from embens.laws import Normal, Rademacher
 from embens.networks import Erf
 from embens.theory.duals import dual, tables
-from embens.theory.duals.tables import Axis, Expansion
+from embens.theory.duals.tables import Axis
 
 
 def number(x):
     return torch.tensor(x, dtype=torch.float64)
 
 
-def all_five_of(of, law, q1, q2, c):
-    return torch.stack([*of.same(q1, q2, c, law), *of.cross(q1, q2, c, law)], dim=-1)
+def table_of(of, q_max, law=None):
+    return of.prepare(1.0, q_max, law)._prepared
 
 
 class TestTables:
     def test_are_shared_by_instances_with_the_same_values(self):
         one, other = dual(nn.Softplus(1.5)), dual(nn.Softplus(1.5))
         assert one is not other
-        assert one.prepare(1.0, 1.1, None) is other.prepare(1.0, 1.1, None)
-        assert one.prepare(1.0, 1.1, None) is not dual(nn.Softplus(1.6)).prepare(1.0, 1.1, None)
+        assert table_of(one, 1.1) is table_of(other, 1.1)
+        assert table_of(one, 1.1) is not table_of(dual(nn.Softplus(1.6)), 1.1)
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
     def test_can_be_made_while_derivatives_are_taken_and_used_afterwards(self):
@@ -41,15 +41,8 @@ class TestTables:
 
     def test_are_used_again_for_nearby_variances(self):
         of = dual(nn.Tanh())
-        assert of.prepare(1.0, 1.1, None) is of.prepare(1.02, 1.3, None)
-        assert of.prepare(1.0, 1.1, None) is not of.prepare(1.0, 1.1, Rademacher())
-
-    def test_serve_other_laws_and_variances_too(self):
-        of = dual(nn.Tanh()).prepare(1.0, 1.1, None)
-        q = number([7.0])
-        expected = all_five_of(dual(nn.Tanh()), Rademacher(), q, q, q / 2)
-        torch.testing.assert_close(all_five_of(of, Rademacher(), q, q, q / 2), expected)
-        torch.testing.assert_close(of.same(q, q, q / 2, None)[0], expected[..., 0])
+        assert table_of(of, 1.1) is table_of(of, 1.3)
+        assert table_of(of, 1.1) is not table_of(of, 1.1, Rademacher())
 
     def test_are_not_made_where_a_closed_form_will_do(self):
         for module, law in ((nn.ReLU(), Normal()), (Erf(), None), (nn.GELU(), Rademacher())):
@@ -97,11 +90,14 @@ class TestSeries:
         axis, edge, rho = Axis(0.5, 2.0, 1.0, count=12), 0.3, number([[-1.0, -0.3, 0.0, 0.8, 1.0]])
         nodes = axis.nodes()
         powers = torch.stack([0.8**n * nodes[:, None] * nodes for n in range(200)])
-        found = Expansion.of_powers(powers, edge, integrated=integrated)
+        found = tables.expand_powers(powers, edge, integrated=integrated)
         roots = number([[0.7], [1.9]])
         basis = axis.basis(roots), axis.basis(roots[:1])
         value = -torch.log(1 - 0.8 * rho) / 0.8 if integrated else 1 / (1 - 0.8 * rho)
         expected = roots * 0.7 * value
         torch.testing.assert_close(
-            found(*basis, tables.spread(rho, edge).expand(2, 5)), expected, rtol=1e-11, atol=1e-12
+            tables.evaluate(found, *basis, tables.spread(rho, edge).expand(2, 5)),
+            expected,
+            rtol=1e-11,
+            atol=1e-12,
         )

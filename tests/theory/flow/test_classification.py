@@ -87,13 +87,9 @@ class TestCrossEntropyFlow:
 
     def test_starts_from_the_prior(self):
         parts = split(random_kernels())
-        outputs = cross_entropy_flow(
-            *parts,
-            LABELS,
-            members=3,
-            times=[0.0],
-            settings=CrossEntropySettings(draws=400, generator=generator()),
-        )[:, 0]
+        settings = CrossEntropySettings(generator=generator())
+        arguments = {"members": 3, "gamma": 2.0, "times": [0.0], "settings": settings}
+        outputs = torch.cat([cross_entropy_flow(*parts, LABELS, **arguments) for _ in range(400)])
         assert outputs.shape == (400, 3, TEST, 3)
         error = 5 * parts[2].nngp.same.max().item() / math.sqrt(400 * 3)
         for a, b, expected in ((0, 0, "same"), (0, 2, "cross")):
@@ -119,7 +115,7 @@ class TestCrossEntropyFlow:
         assert losses[2] < 0.05
         assert embens.metrics.ensemble_accuracy(outputs[-1], LABELS) == 1
 
-    def test_gives_the_same_for_the_same_generator_and_keeps_draws_apart(self):
+    def test_gives_the_same_for_the_same_generator(self):
         parts = split(random_kernels())
         arguments = {"members": 2, "times": [1.0]}
         one = cross_entropy_flow(
@@ -129,14 +125,6 @@ class TestCrossEntropyFlow:
             *parts, LABELS, settings=CrossEntropySettings(generator=generator()), **arguments
         )
         assert torch.equal(one, two)
-        several = cross_entropy_flow(
-            *parts,
-            LABELS,
-            settings=CrossEntropySettings(draws=2, generator=generator()),
-            **arguments,
-        )
-        assert several.shape == (2, 1, 2, TEST, 3)
-        assert not torch.equal(several[0], several[1])
 
     def test_has_outputs_for_classes_without_samples(self):
         outputs = cross_entropy_flow(
@@ -198,11 +186,6 @@ class TestCrossEntropyFlow:
                 ValueError,
                 r"test outputs of shape \(3, 4, 3\); got \(3, 1, 3\)",
             ),
-            (
-                {"start": (torch.zeros(3, TRAIN, 3), torch.zeros(3, TEST, 3)), "draws": 2},
-                ValueError,
-                "start and draws exclude each other",
-            ),
         ],
     )
     def test_says_what_it_expects(self, change, error, message):
@@ -210,7 +193,7 @@ class TestCrossEntropyFlow:
         given = dict(zip(("k_train_train", "k_test_train", "k_test_test"), split(random_kernels()),
                          strict=True))  # fmt: skip
         given |= {"labels": LABELS, "members": 3, "times": [1.0]}
-        settings = {k: change.pop(k) for k in ("classes", "start", "draws") if k in change}
+        settings = {k: change.pop(k) for k in ("classes", "start") if k in change}
         given |= {"settings": CrossEntropySettings(**settings), **change}
         with pytest.raises(error, match=message):
             cross_entropy_flow(**given)

@@ -306,7 +306,7 @@ class TestTrainedEnsembles:
 
     def error(self, ensemble, descent, steps, individual_rate):
         """Return how far a trained ensemble is from its prediction, by how far it moved."""
-        rate = descent.schedule.rate
+        rate = descent.rate
         with torch.no_grad():
             start = ensemble(self.x), ensemble(self.x_test)
         groups = ensemble.parameter_groups(rate, rate * individual_rate, 0.0, gamma=descent.gamma)

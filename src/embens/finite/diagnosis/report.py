@@ -82,21 +82,6 @@ class Diagnosis:
         """The coupling of members in the infinite-width limit, from 0 to 1."""
         return self.regime.coupling
 
-    @property
-    def effective_width(self) -> float | None:
-        """The width at which a plain network fluctuates as a member does, where it is known."""
-        return self.widths[0] if self.widths else None
-
-    @property
-    def exact(self) -> bool:
-        """Whether that is from the limit's kernels, or only from laws and structure."""
-        return self.regime.exact
-
-    @property
-    def codes(self) -> list[str]:
-        """The codes of the warnings."""
-        return [finding.code for finding in self.warnings]
-
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers, strings, lists and dicts; None for what is infinite."""
         regime = self.regime
@@ -107,7 +92,8 @@ class Diagnosis:
 
     def __str__(self) -> str:
         pull, error = self.pull, self.pull_error
-        source = "exact, from the infinite-width limit" if self.exact else "from laws and structure"
+        exact = self.regime.exact
+        source = "exact, from the infinite-width limit" if exact else "from laws and structure"
         lines = textwrap.wrap(self.verdict, WIDTH)
         lines += ["", f"{self.family}, {self.members} members"]
 

@@ -7,23 +7,23 @@ out, :math:`c = \partial f / \partial z`, which one backward pass gives for all 
 .. math:: \nabla_W f(x_i) = \sum_p c_{ip} \otimes h_{ip}
 
 with :math:`p` over the positions (pixels, times, repeated uses) at which the layer is applied; a
-convolution has patches for :math:`h`, an embedding its tokens, and the scale of a norm layer or a
-modulation keeps only the diagonal of the product. Rows :math:`r` (member, sample, class) of such
-gradients have the scalar products
+convolution has patches for :math:`h`, an embedding ones where its tokens are, and the scale of a
+norm layer or a modulation keeps only the diagonal of the product. Rows :math:`r` (member, sample,
+class) of such gradients have the scalar products
 
 .. math::
     \langle g_r, g_{r'} \rangle
     = \sum_{pq} (h_{rp} \cdot h_{r'q}) (c_{rp} \cdot c_{r'q}) ,
 
-the product of two small Gram matrices where there are few positions (a Linear layer has one). With
-many positions (convolutions) the gradients themselves are smaller: they are built for a tile of
-channels at a time, so that memory stays bounded without any work being done twice.
+the product of two small Gram matrices where there is one position, as in a Linear layer. With
+several (convolutions) the gradients themselves are built for a tile of channels at a time, so that
+memory stays bounded without any work being done twice.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,11 @@ class Term:
     edge: Any  # where in the graph the cotangent arrives
     shape: torch.Size  # of the cotangent
 
+    @property
+    def size(self) -> int:
+        """About how many numbers it takes to contract it."""
+        return 2 * self.value.numel()
+
     def inputs(self, batch: int) -> Tensor:
         """Return :math:`h`, ``(batch, position, feature)``; here of a layer with channels last."""
         return self.value.reshape(batch, -1, self.value.shape[-1])
@@ -65,13 +70,25 @@ class Term:
 
 @dataclass(frozen=True)
 class Affine(Term):
-    """A Linear or convolution layer, with the factors of its parameters in the forward pass."""
+    """A Linear, convolution or Embedding, with the factors of its parameters in the forward pass.
+
+    The ``value`` of an Embedding are its tokens, of which one may have no gradient.
+    """
 
     layer: nn.Module
     scales: dict[str, float]
 
+    @property
+    def size(self) -> int:
+        return super().size * getattr(self.layer, "num_embeddings", 1)
+
     def inputs(self, batch: int) -> Tensor:
         layer, value = self.layer, self.value
+        if isinstance(layer, nn.Embedding):
+            tokens = value.reshape(batch, -1).long()
+            ones = F.one_hot(tokens, layer.num_embeddings).to(layer.weight.dtype)
+            ignored = -1 if layer.padding_idx is None else layer.padding_idx
+            return ones * (tokens != ignored).unsqueeze(-1)
         if not isinstance(layer, _ConvNd):
             return super().inputs(batch)
         images = value if value.dim() == len(layer.kernel_size) + 2 else value.unsqueeze(0)
@@ -86,17 +103,6 @@ class Affine(Term):
         axes = len(self.layer.kernel_size) if isinstance(self.layer, _ConvNd) else 0
         rows = sum_to(cotangent, (cotangent.shape[-1 - axes], *(1,) * axes), batch)
         return rows * self.scales[role]
-
-
-@dataclass(frozen=True)
-class Lookup(Term):
-    """An Embedding: ``value`` holds the tokens, of which one may have no gradient."""
-
-    ignored: int | None = None
-
-    def inputs(self, batch: int) -> Tensor:
-        tokens = self.value.reshape(batch, -1)
-        return tokens if self.ignored is None else tokens.masked_fill(tokens == self.ignored, -1)
 
 
 @dataclass(frozen=True)
@@ -193,11 +199,12 @@ def contract(key: Key, left: Gradients, right: Gradients | None) -> Tensor:
     """Return the Gram matrix of a parameter's gradients, with rows (member, batch, class)."""
     sides = [left] if right is None else [left, right]
     term = left.uses[0][key][0][0]
-    if isinstance(term, Lookup):
-        return _contract_lookup(key, sides)
-    if isinstance(term, Affine) and key[0] == "weight":
-        return _contract_affine(key, sides).mul_(term.scales["weight"] ** 2)
-    return gram(*(side.rows(key) for side in sides))
+    if not isinstance(term, Affine) or key[0] != "weight":
+        return gram(*(side.rows(key) for side in sides))
+    inputs: Factors = [side.inputs(key) for side in sides]
+    outputs: Factors = [side.outputs(key) for side in sides]
+    multiply = _multiply_grams if inputs[0][0].shape[1] == 1 else _build_rows
+    return multiply(inputs, outputs).mul_(term.scales["weight"] ** 2)
 
 
 def gram(left: Tensor, right: Tensor | None = None) -> Tensor:
@@ -217,21 +224,6 @@ def gram(left: Tensor, right: Tensor | None = None) -> Tensor:
     return result
 
 
-def _contract_affine(key: Key, sides: list[Gradients]) -> Tensor:
-    inputs: Factors = [side.inputs(key) for side in sides]
-    outputs: Factors = [side.outputs(key) for side in sides]
-    _, positions, features = inputs[0][0].shape
-    channels = outputs[0][0].shape[-1]
-    if positions == 1:
-        return _multiply_grams(inputs, outputs)
-    if 4 * positions**2 * (features + channels) >= features * channels:
-        return _build_rows(inputs, outputs)
-    joined = [torch.cat(found) for found in inputs]
-    return _multiply_over_positions(
-        lambda part: torch.einsum("rpf,sqf->rpsq", joined[0][part], joined[-1]), outputs
-    )
-
-
 def _multiply_grams(inputs: Factors, outputs: Factors) -> Tensor:
     common = all(h is found[0] for found in inputs for h in found)
     rows, cotangents, shapes = [], [], []
@@ -243,31 +235,6 @@ def _multiply_grams(inputs: Factors, outputs: Factors) -> Tensor:
     blocks = result.view(*shapes[0], *shapes[-1])  # member (if common), sample, class; twice
     blocks *= gram(*rows)[None, :, None, None, :, None]
     return result
-
-
-def _multiply_over_positions(meet: Callable[[slice], Tensor], outputs: Factors) -> Tensor:
-    # ``meet`` gives the scalar products of inputs of some rows with all, ``(row, p, row, q)``.
-    cotangents = [torch.cat(found) for found in outputs]
-    left, right = cotangents[0], cotangents[-1]
-    one_row = 2 * left[0, ..., 0].numel() * right[..., 0].numel() * left.element_size()
-    block = max(1, TILE_BYTES // max(1, one_row))
-    result = []
-    for start in range(0, len(left), block):
-        part = slice(start, start + block)
-        products = torch.einsum("rkpn,slqn->rkpslq", left[part], right)
-        products *= meet(part)[:, None, :, :, None]
-        result.append(products.sum((2, 5)).flatten(2).flatten(0, 1))
-    return torch.cat(result)
-
-
-def _contract_lookup(key: Key, sides: list[Gradients]) -> Tensor:
-    tokens = [torch.cat(side.inputs(key)) for side in sides]
-
-    def meet(part: slice) -> Tensor:
-        mine = tokens[0][part, :, None, None]  # positions meet where their tokens are equal
-        return (mine == tokens[-1]) & (mine >= 0)
-
-    return _multiply_over_positions(meet, [side.outputs(key) for side in sides])
 
 
 def _build_rows(inputs: Factors, outputs: Factors) -> Tensor:

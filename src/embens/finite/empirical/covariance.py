@@ -20,8 +20,8 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.own import Own
-from embens.finite.checks import check_ensemble, check_inputs
-from embens.finite.empirical.recording import Inputs, as_inputs, check_modes
+from embens.finite.checks import check_ensemble
+from embens.finite.empirical.recording import Inputs, as_inputs, check_modes, check_output
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -57,9 +57,8 @@ def nngp(ensemble: EmbeddedEnsemble, x: Tensor | Inputs) -> Float[Tensor, "m m n
         (torch.Size([3, 3, 5, 5]), True)
     """
     check_ensemble(ensemble)
-    check_inputs(x)
     check_modes(ensemble)
-    outputs, heads = _passes(ensemble, as_inputs(x, "x"))
+    outputs, heads = _passes(ensemble, as_inputs(x))
     known = [head for head in heads if head is not None]
     if len(known) == ensemble.members:
         return _from_heads(ensemble, known)
@@ -96,12 +95,7 @@ def _passes(ensemble: EmbeddedEnsemble, inputs: Inputs) -> tuple[list[Tensor], l
         for a in range(ensemble.members):
             calls.clear()
             numbers = [stacked[a] for stacked in run.numbers]
-            output = run.member(a, numbers=numbers)
-            if not isinstance(output, Tensor):
-                raise TypeError(
-                    "a covariance needs a network whose output is one tensor; got "
-                    f"{type(output).__name__}. Wrap the reference in a module that returns it."
-                )
+            output = check_output(run.member(a, numbers=numbers), len(inputs[0]))
             outputs.append(output)
             heads.append(_head(calls, output, numbers))
     return outputs, heads

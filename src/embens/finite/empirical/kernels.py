@@ -15,28 +15,24 @@ that fit into memory, recorded once for each pair; a symmetric kernel computes i
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from embens.checks import check_choice, check_whole, gradient_factor, short_repr
+from embens.checks import Gamma, check_choice, check_whole, gradient_factor, short_repr
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.checks import check_call, check_inputs
+from embens.finite.checks import check_call
 from embens.finite.empirical.contraction import Gradients, Term, by_parameter, contract
 from embens.finite.empirical.recording import (
-    PROBED,
     Inputs,
     Recorder,
     Recording,
     Samples,
     as_inputs,
 )
-from embens.finite.empirical.samplewise import Samplewise
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -63,10 +59,7 @@ class FiniteKernel:
         """The shared part of each member with itself."""
         return self.shared[range(self.members), range(self.members)]
 
-    def ntk(
-        self,
-        gamma: float | Callable[[int], float] | None = None,
-    ) -> Float[Tensor, "m m n1 n2 *classes"]:
+    def ntk(self, gamma: Gamma = None) -> Float[Tensor, "m m n1 n2 *classes"]:
         r"""Return :math:`\frac{\gamma}{M} \Theta^{com}_{ab} + \delta_{ab} \Theta^{ind}_a`.
 
         Training follows this kernel. ``gamma`` may be a function of the number of members; None:
@@ -120,8 +113,6 @@ def ntk(
         (torch.Size([3, 3, 5, 5]), torch.Size([3, 5, 5]))
     """
     check_call(ensemble, x1)
-    if x2 is not None:
-        check_inputs(x2, "x2")
     check_choice("outputs", outputs, get_args(Outputs))
     left = Samples(as_inputs(x1, "x1"), _check_target(outputs, target, x1, "target"))
     right = None
@@ -167,8 +158,8 @@ class Blocks:
         """Return the kernel between two sets of samples, or of one with itself."""
         rows: list[list[tuple[Tensor, ...]]] = []
         with torch.no_grad(), self.recorder.watching():
-            self.recorder.survey(_probe(left, right))
-            size = self._chunk_size(left, chunk)
+            self.recorder.survey(_pair(left, right))
+            size = self._chunk_size(chunk)
             for i, samples in enumerate(left.split(size)):
                 first, row = self.recorder.record(samples), []
                 for j, others in enumerate((right or left).split(size)):
@@ -186,22 +177,15 @@ class Blocks:
         )
         return FiniteKernel(*parts, natural_gamma=self.ensemble.natural_gamma)
 
-    def _chunk_size(self, samples: Samples, chunk: int | None) -> int:
+    def _chunk_size(self, chunk: int | None) -> int:
         """Return how many samples run at once, as given or as memory allows; plan the classes."""
         self._count = 1 if self.outputs in ("target", "nll") else self.recorder.classes
         self._at_once = self._count if self.outputs == "all" else 1
-        members, general = self.ensemble.members, self.recorder.general
-        terms = 8 * self.recorder.size * members
-        # Rows without structure of both sides: as they are found, and joined for one parameter.
-        largest = max((p.numel() * p.element_size() for p in general.values()), default=0)
-        each = max(1, terms + 4 * largest * members * self._at_once)
-        size = max(1, int(PASS_BYTES // each)) if chunk is None else check_whole("chunk", chunk)
-        at_once = 4 * members * self._at_once * min(size, len(samples))
-        self._samplewise = [
-            Samplewise(self.ensemble, self.recorder.numbers, group)
-            for group in _groups(general, max(largest, PASS_BYTES / at_once))
-        ]
-        return size
+        general = self.recorder.general.values()
+        terms = 8 * self.recorder.size
+        rows = 2 * self._at_once * sum(p.numel() * p.element_size() for p in general)  # both sides
+        fit = PASS_BYTES // max(1, (terms + rows) * self.ensemble.members)
+        return max(1, fit) if chunk is None else check_whole("chunk", chunk)
 
     def _block(self, first: Recording, second: Recording | None) -> tuple[Tensor, Tensor]:
         members, individual = self.ensemble.members, self.recorder.individual
@@ -210,11 +194,10 @@ class Blocks:
         rows, columns = (classes * len(side.samples) for side in (first, second or first))
         shared = like.new_zeros(members * rows, members * columns)
         own = like.new_zeros(members, rows, columns)
-        parts = range(0, self._count, self._at_once)  # classes that are in memory together
-        for start, group in itertools.product(parts, (None, *self._samplewise)):
-            part = slice(start, start + self._at_once)
-            left = self._gradients(group, first, part)
-            right = None if second is None else self._gradients(group, second, part)
+        for start in range(0, self._count, self._at_once):
+            part = slice(start, start + self._at_once)  # classes that are in memory together
+            left = self._gradients(first, part)
+            right = None if second is None else self._gradients(second, part)
             for key in list(left.uses[0]):
                 if key[1] in individual:
                     for a in range(members):
@@ -227,19 +210,18 @@ class Blocks:
         shared = shared.view(members, *shape[:2], members, *shape[2:]).permute(0, 3, 1, 4, 2, 5)
         return shared, own.view(members, *shape).transpose(2, 3)
 
-    def _gradients(self, group: Samplewise | None, recording: Recording, part: slice) -> Gradients:
-        """Return the gradients of parameters with structure, or of a group of those without."""
+    def _gradients(self, recording: Recording, part: slice) -> Gradients:
+        """Return the gradients of parameters with structure, and of those without."""
         uses, samples = [], recording.samples
         for a, output in enumerate(recording.outputs):
             terms, cotangents = recording.terms[a], self._cotangents(output, samples.target, part)
-            if group is None:
-                arrived = self._backward(output, terms, cotangents) if terms else []
-                uses.append(by_parameter(terms, arrived))
-            else:
-                rows = group.rows(a, samples.inputs, cotangents)
-                uses.append(
-                    {("given", k): [(Term({}, r, None, r.shape), r)] for k, r in rows.items()}
-                )
+            arrived = self._backward(output, terms, cotangents) if terms else []
+            uses.append(by_parameter(terms, arrived))
+            if self.recorder.general:
+                rows = self.recorder.rows(a, samples.inputs, cotangents)
+                uses[a] |= {
+                    ("given", k): [(Term({}, r, None, r.shape), r)] for k, r in rows.items()
+                }
         return Gradients(len(samples), uses)
 
     def _backward(self, output: Tensor, terms: list[Term], cotangents: Tensor) -> list[Tensor]:
@@ -285,22 +267,11 @@ def _transposed(block: Tensor) -> Tensor:
     return block.transpose(0, 1) if block.dim() == 6 else block
 
 
-def _probe(left: Samples, right: Samples | None) -> Inputs:
-    few = tuple(x[:PROBED] for x in left.inputs)
-    pairs = list(zip(few, right.inputs, strict=True)) if right is not None else []
-    fit = all(x.shape[1:] == y.shape[1:] and x.dtype == y.dtype for x, y in pairs)
-    return tuple(torch.cat([x, y[:PROBED]]) for x, y in pairs) if pairs and fit else few
-
-
-def _groups(parameters: dict[int, nn.Parameter], limit: float) -> list[dict[int, nn.Parameter]]:
-    """Return parameters in groups of at most so many bytes; at least one in each."""
-    groups: list[dict[int, nn.Parameter]] = []
-    left = 0.0
-    for key, parameter in parameters.items():
-        size = parameter.numel() * parameter.element_size()
-        if not groups or size > left:
-            groups.append({})
-            left = limit
-        groups[-1][key] = parameter
-        left -= size
-    return groups
+def _pair(left: Samples, right: Samples | None) -> Inputs:
+    """Return the first and the last sample."""
+    first, last = left.inputs, (right or left).inputs
+    if any(
+        x.shape[1:] != y.shape[1:] or x.dtype != y.dtype for x, y in zip(first, last, strict=True)
+    ):
+        last = first
+    return tuple(torch.cat([x[:1], y[-1:]]) for x, y in zip(first, last, strict=True))

@@ -7,8 +7,8 @@ alone, to find
 - whether samples keep to themselves at all: batch statistics, a batch that is not the first axis
   or random layers make "the gradient of one sample" meaningless, and are an error;
 - which parameters are *structured*: their terms give the gradients that autograd gives. Everything
-  else (bare parameters, convolutions in groups, layers with a forward of their own) is left to
-  :mod:`embens.finite.empirical.samplewise`.
+  else (bare parameters, convolutions in groups, layers with a forward of their own) has its
+  gradients sample by sample: slow, and right for any network.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from embens import networks
+from embens.checks import check_rows
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.layers import Modulated, Modulation
 from embens.ensemble.lowrank import LowRank
+from embens.finite.checks import check_inputs
 from embens.finite.empirical.contraction import (
     Affine,
     Gradients,
-    Lookup,
     Scale,
     Term,
     by_parameter,
@@ -43,7 +44,6 @@ from embens.reading.layers import NORMS, spatial_axes
 Inputs = tuple[Tensor, ...]
 Call = tuple[nn.Module, Term]
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of numbers when samples run together
-PROBED = 64  # among how many samples two different ones are looked for
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Recorder:
                     output = run.member(a, numbers=[stack[a] for stack in self.numbers])
                 finally:
                     self._calls = None
-                found.append((_checked_output(output, len(inputs[0])), calls))
+                found.append((check_output(output, len(inputs[0])), calls))
         return found
 
     @contextmanager
@@ -177,25 +177,42 @@ class Recorder:
             module.register_forward_hook(after, with_kwargs=True),
         ]
 
-    def survey(self, inputs: Inputs) -> None:
+    def rows(self, a: int, inputs: Inputs, cotangents: Tensor) -> dict[int, Tensor]:
+        """Return a member's gradients of parameters without terms, ``(batch, class, number)``.
+
+        Every sample runs alone. Cotangents are ``(class, batch, …)``.
+        """
+        parameters = list(self.general.values())
+        stacks = {id(stack) for stack in self.numbers}  # of all members
+        found: dict[int, list[Tensor]] = {id(p): [] for p in parameters}
+        for i in range(len(inputs[0])):
+            ((output, _),) = self._run(tuple(x[i : i + 1] for x in inputs), [a])
+            for cotangent in cotangents[:, i : i + 1]:
+                options = {"retain_graph": True, "materialize_grads": True}
+                gradients = torch.autograd.grad(output, parameters, cotangent, **options)
+                for key, gradient in zip(found, gradients, strict=True):
+                    found[key].append((gradient[a] if key in stacks else gradient).flatten())
+        shape = len(inputs[0]), len(cotangents)
+        return {key: torch.stack(rows).unflatten(0, shape) for key, rows in found.items()}
+
+    def survey(self, pair: Inputs) -> None:
         """Find out which parameters are structured; raise where samples do not stand alone.
 
-        Two samples are run, as different as there are, with some noise. Equal samples of whole
-        numbers leave no way to find structure.
+        Two samples are run, with some noise, so that they differ. Equal samples of whole numbers
+        leave no way to find structure.
         """
         check_modes(self.ensemble)
-        pair = _different_pair(inputs)
         probe = _with_noise(pair)
         try:
             general, terms = self._unstructured(probe)
         except (RuntimeError, IndexError):  # the network takes no noise, or contiguous images only
             probe, self._channels_last = pair, False
             general, terms = self._unstructured(probe)
-        if len(pair[0]) > 1 and all(torch.equal(x[0], x[1]) for x in probe):
+        if all(torch.equal(x[0], x[1]) for x in probe):
             general = set(self.trainable)
         self.general = {k: p for k, p in self.trainable.items() if k in general}
         self._structured = {k: p for k, p in self.trainable.items() if k not in general}
-        sizes = [2 * term.value.numel() for term in terms if self._wanted(term.parameters)]
+        sizes = [term.size for term in terms if self._wanted(term.parameters)]
         self.size = math.ceil(sum(sizes) / len(pair[0]))
 
     def _unstructured(self, inputs: Inputs) -> tuple[set[int], list[Term]]:
@@ -205,7 +222,7 @@ class Recorder:
         terms, self.classes = [term for _, term in calls], output[0].numel()
         if not output.isfinite().all():
             raise RuntimeError("outputs are not finite; check the inputs and the weights")
-        first, alone = (output, terms) if batch == 1 else self._alone(inputs, output)
+        first, alone = self._alone(inputs, output)
         if not output.requires_grad:
             return set(), terms
         chosen = torch.cos(1.0 + torch.arange(output.numel())).to(output).view_as(output)
@@ -270,15 +287,6 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
     return bool(error <= TOLERANCE.get(expected.dtype, 0.05) * size)
 
 
-def _different_pair(inputs: Inputs) -> Inputs:
-    """Return the first sample and the one that differs from it in most numbers."""
-    if len(inputs[0]) < 2:
-        return inputs
-    few = [x[: 2 * PROBED] for x in inputs]
-    differ = torch.cat([(x[1:] != x[:1]).flatten(1) for x in few], 1)
-    return tuple(x[[0, 1 + int(differ.sum(1).argmax())]] for x in inputs)
-
-
 def _with_noise(inputs: Inputs) -> Inputs:
     source = torch.Generator().manual_seed(0)
 
@@ -289,19 +297,11 @@ def _with_noise(inputs: Inputs) -> Inputs:
     return tuple(noisy(x) if x.is_floating_point() else x for x in inputs)
 
 
-def as_inputs(x: Tensor | Inputs, name: str) -> Inputs:
+def as_inputs(x: Tensor | Inputs, name: str = "x") -> Inputs:
     """Return the inputs of a network as a tuple, checked."""
+    check_inputs(x, name)
     inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
-    if not inputs or any(not isinstance(v, Tensor) or v.dim() == 0 for v in inputs):
-        raise TypeError(
-            f"{name} must be a tensor with samples along its first axis, or a tuple of them; got "
-            f"{type(x).__name__}"
-        )
-    if len({len(v) for v in inputs}) != 1 or len(inputs[0]) == 0:
-        raise ValueError(
-            f"{name} must have the same number of samples, at least one, in all tensors; got "
-            f"shapes {', '.join(str(tuple(v.shape)) for v in inputs)}"
-        )
+    check_rows(name, inputs, "a tensor with samples along its first axis, or a tuple of them")
     return inputs
 
 
@@ -329,8 +329,6 @@ def _term(
         if isinstance(module, (_NormBase, nn.GroupNorm)):
             shape = (*shape, *(1,) * (output.dim() - 2))
         return Scale(parameters, normed, *use, shape)
-    if isinstance(module, nn.Embedding):
-        return Lookup(parameters, value.detach(), *use, module.padding_idx)
     scales = {"weight": 1.0, "bias": 1.0}
     if isinstance(module, networks.Parametrized) and module.parametrization == "ntk":
         weight_scale = module.weight_std / math.sqrt(module.fan_in)
@@ -338,7 +336,8 @@ def _term(
     return Affine(parameters, value.detach(), *use, module, scales)
 
 
-def _checked_output(output: Any, batch: int) -> Tensor:
+def check_output(output: Any, batch: int) -> Tensor:
+    """Return a member's output, if it is one tensor with the batch as its first axis."""
     if not isinstance(output, Tensor):
         raise TypeError(
             f"a kernel needs a network whose output is one tensor; got {type(output).__name__}. "

@@ -20,6 +20,7 @@ an activation with a kink, a warning says what was reached; beyond 1e-4 it is a 
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from embens.laws import Law, Normal, Shifted
 from embens.theory.duals.expectations import Dual, tells_apart
-from embens.theory.duals.tables import Axis, Expansion, Tabulated, span
+from embens.theory.duals.tables import Axis, Table, expand, expand_powers, span
 
 ACCURACY = 1e-10
 _AIM = 2e-11
@@ -41,7 +42,7 @@ _REACH = 12.0  # exp(-REACH² / 4) is below the rounding error
 _TERMS = (512, 4096, 16384)  # numbers of Hermite polynomials to try
 _NODES = ((61, 0.1), (121, 0.03), (241, 0.01))
 """Numbers of nodes of a law to try, and for normal ones their width times the largest root."""
-_TABLES: list[tuple[Any, Tabulated]] = []  # the last ones, with what tells them apart
+_TABLES: list[tuple[Any, Law | None, Table]] = []  # the last ones, with what tells them apart
 _HELD = 128
 _NUMBERS = 2**24  # coefficients held at once
 
@@ -122,20 +123,25 @@ class Smooth(Dual):
 
     def __init__(self, function: Callable[[Tensor], Tensor], name: str):
         self.function, self.name = function, name
+        self._prepared: Table | None = None
 
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self._table(*span(q1, q2), law).same(q1, q2, c, law, with_h=with_h)
+        table = self._prepared or self._table(*span(q1, q2), law)
+        return table.same(q1, q2, c, with_h=with_h)
 
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
-        return self._table(*span(q1, q2), law).cross(q1, q2, c, law)
+        table = self._prepared or self._table(*span(q1, q2), law)
+        return table.cross(q1, q2, c)
 
     def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
-        """Return a table for these variances, a new one if none of the last few will do."""
-        return self._table(q_min, q_max, law)
+        prepared = copy.copy(self)
+        prepared._prepared = self._table(q_min, q_max, law)
+        return prepared
 
-    def _table(self, q_min: float, q_max: float, law: Law | None) -> Tabulated:
+    def _table(self, q_min: float, q_max: float, law: Law | None) -> Table:
+        """Return a table for these variances, a new one if none of the last few will do."""
         if torch._C._are_functorch_transforms_active():
             # What is made under a transform ends with it. Transforms hold for one thread.
             with ThreadPoolExecutor(1) as thread:
@@ -145,14 +151,14 @@ class Smooth(Dual):
             # Functions are told apart by their values: each pass looks them up anew.
             size = torch.logspace(-3, 4, 256, dtype=torch.float64, device="cpu")
             key = self.name, ends, self.function(torch.cat([-size, size])).tolist()
-            for known, table in _TABLES:
-                if known == key and (law is table.law or law == table.law):
+            for known, of, table in _TABLES:
+                if known == key and (law is of or law == of):
                     return table
             table = self._tabulate(math.sqrt(ends[0]), math.sqrt(ends[1]), law)
-        _TABLES[:] = [(key, table), *_TABLES[: _HELD - 1]]
+        _TABLES[:] = [(key, law, table), *_TABLES[: _HELD - 1]]
         return table
 
-    def _tabulate(self, low: float, high: float, law: Law | None) -> Tabulated:
+    def _tabulate(self, low: float, high: float, law: Law | None) -> Table:
         """Return a table with nodes and terms enough to agree with direct integration, if any."""
         top = _numbers(high)
         ladder = [Nodes.of(law, count, width / high) for count, width in _NODES]
@@ -173,7 +179,8 @@ class Smooth(Dual):
                 break
         error = errors[min(fine, len(errors) - 1)]
         self._judge(max(error, missing), high**2, law)
-        table = self._build(Axis(low, high, nodes.deviation or 1.0), law, nodes, terms, scale)
+        kinds = (False, True) if tells_apart(law) else (False,)
+        table = self._build(Axis(low, high, nodes.deviation or 1.0), nodes, terms, scale, kinds)
         roots = torch.linspace(max(low, high / 8), high, 9, dtype=torch.float64)
         exact = self._moments(roots, top, ladder[-1], 4 * _TERMS[-1])
         found = (_at_the_end(table, roots, top) - exact) / scale
@@ -224,18 +231,19 @@ class Smooth(Dual):
         return torch.stack([*within, *between], dim=1)  # type: ignore[list-item]
 
     def _build(
-        self, axis: Axis, law: Law | None, nodes: Nodes, terms: int, scale: Tensor
-    ) -> Tabulated:
+        self, axis: Axis, nodes: Nodes, terms: int, scale: Tensor, kinds: Sequence[bool]
+    ) -> Table:
+        """Return a table within a member and, where ``kinds`` has means over v, between members."""
         largest = min(7 * nodes.deviation, float(nodes.size.max())) * axis.high
         edge = 1 / (1 + 4 * largest**2)  # singularities at |v| r ρ of size 1 and beyond
         top, found = _numbers(axis.high), []
         axis = axis.refine(lambda roots: self._moments(roots, top, nodes, terms) / scale)
-        for means in (False, True) if tells_apart(law) else (False,):
+        for means in kinds:
             start, *series = self._series(axis.nodes(), nodes, terms, means)
-            f = Expansion.of_powers(series[0], edge, integrated=True)
-            start = Expansion.of(start[None], cut=1e-16)  # F is small where roots are
-            found.append((start, f, *(Expansion.of_powers(x, edge) for x in series)))
-        return Tabulated(self, law, axis, found[0], found[-1], edge)
+            f = expand_powers(series[0], edge, integrated=True)
+            start = expand(start[None], cut=1e-16)  # F is small where roots are
+            found.append((start, f, *(expand_powers(x, edge) for x in series)))
+        return Table(axis, found[0], found[-1], edge)
 
     def _series(self, roots: Tensor, nodes: Nodes, terms: int, means: bool = False) -> list[Tensor]:
         """Return a a, then b b and d d as ``(n, root, root)``, averaged over v.
@@ -275,9 +283,9 @@ def _numbers(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _at_the_end(table: Tabulated, roots: Tensor, top: Tensor) -> Tensor:
+def _at_the_end(table: Table, roots: Tensor, top: Tensor) -> Tensor:
     """Return what ``_moments`` does, from a table."""
-    arguments = roots**2, top**2, roots * top, table.law
+    arguments = roots**2, top**2, roots * top
     f, g, h = table.same(*arguments)
     assert h is not None
     return torch.stack([f, g, h / (roots * top), *table.cross(*arguments)], dim=1)

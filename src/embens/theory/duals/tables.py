@@ -18,8 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from embens.laws import Law
-from embens.theory.duals.expectations import Dual, is_differentiated, roots
+from embens.theory.duals.expectations import is_differentiated, roots
 
 _NUMBERS = 2**19  # coefficients held at once
 _SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # of axes
@@ -104,61 +103,49 @@ class Axis:
         return start, math.log1p(self.scale * self.high) - start
 
 
-@dataclass(frozen=True, eq=False)
-class Expansion:
-    """Function of two roots and a correlation, by the coefficients that matter.
+def expand(values: Tensor, cut: float = 1e-13) -> Tensor:
+    """Return the coefficients that matter, from values at the nodes of both roots.
 
-    The last axis of ``table``, ``(degree, m, rank)``, goes with what ``mix``, ``(m, rank)``, makes
-    of the polynomials in the second root.
+    Both are ``(degree, m, m)``; they belong to polynomials in the correlation and in each root.
     """
+    matrix = to_chebyshev(values.shape[-1])
+    coefficients = matrix @ values @ matrix.T
+    rest = coefficients.abs().amax((1, 2)).flip(0).cumsum(0).flip(0)
+    return coefficients[: max(1, int((rest > cut * coefficients.abs().max()).sum()))]
 
-    table: Tensor
-    mix: Tensor
 
-    @classmethod
-    def of(cls, values: Tensor, cut: float = 1e-13) -> Expansion:
-        """Return that of values at the nodes of both roots, ``(degree, m, m)``, to an error."""
-        matrix = to_chebyshev(values.shape[-1])
-        coefficients = matrix @ values @ matrix.T
-        least = cut * coefficients.abs().max()
-        rest = coefficients.abs().amax((1, 2)).flip(0).cumsum(0).flip(0)
-        kept = coefficients[: max(1, int((rest > least).sum()))]
-        _, sizes, mix = torch.linalg.svd(kept.flatten(0, 1), full_matrices=False)
-        mix = mix[: max(1, int((sizes > least).sum()))].T
-        return cls(kept @ mix, mix)
+def expand_powers(series: Tensor, edge: float, *, integrated: bool = False) -> Tensor:
+    r"""Return the same of :math:`\sum_n s_n \rho^n`, given ``(n, m, m)``, or of its integral."""
+    n = torch.arange(len(series), dtype=torch.float64)
+    first, second = torch.triu_indices(*series.shape[1:])  # the others are the same
+    halves = [series[parity::2, first, second] for parity in (0, 1)]
+    coefficients = torch.empty(0)
+    for count in _DEGREES:
+        rho = gather(chebyshev_nodes(count)[: count // 2 + 1], edge)[:, None]
+        powers = rho ** (n + 1) / (n + 1) if integrated else rho**n
+        even, odd = (powers[:, p::2] @ half for p, half in enumerate(halves))
+        ahead, behind = even + odd, (odd - even if integrated else even - odd)
+        values = torch.cat([ahead, behind[:-1].flip(0)])
+        coefficients = to_chebyshev(count) @ values
+        size = coefficients.abs().amax(1)
+        if float(size[-4:].max()) <= 1e-13 * float(size.max()):
+            break
+    else:
+        raise ValueError("expectations change too fast with the correlation: " + _STEEP)
+    whole = coefficients.new_empty(len(coefficients), *series.shape[1:])
+    whole[:, first, second] = coefficients
+    whole[:, second, first] = coefficients
+    return expand(whole)
 
-    @classmethod
-    def of_powers(cls, series: Tensor, edge: float, *, integrated: bool = False) -> Expansion:
-        r"""Return that of :math:`\sum_n s_n \rho^n`, given ``(n, m, m)``, or of its integral."""
-        n = torch.arange(len(series), dtype=torch.float64)
-        first, second = torch.triu_indices(*series.shape[1:])  # the others are the same
-        halves = [series[parity::2, first, second] for parity in (0, 1)]
-        coefficients = torch.empty(0)
-        for count in _DEGREES:
-            rho = gather(chebyshev_nodes(count)[: count // 2 + 1], edge)[:, None]
-            powers = rho ** (n + 1) / (n + 1) if integrated else rho**n
-            even, odd = (powers[:, p::2] @ half for p, half in enumerate(halves))
-            ahead, behind = even + odd, (odd - even if integrated else even - odd)
-            values = torch.cat([ahead, behind[:-1].flip(0)])
-            coefficients = to_chebyshev(count) @ values
-            size = coefficients.abs().amax(1)
-            if float(size[-4:].max()) <= 1e-13 * float(size.max()):
-                break
-        else:
-            raise ValueError("expectations change too fast with the correlation: " + _STEEP)
-        whole = coefficients.new_empty(len(coefficients), *series.shape[1:])
-        whole[:, first, second] = coefficients
-        whole[:, second, first] = coefficients
-        return cls.of(whole)
 
-    def __call__(self, basis1: Tensor, basis2: Tensor, correlation: Tensor) -> Tensor:
-        """Sum at all entries of a kernel, from the polynomials at its roots."""
-        table, mix = (x.to(correlation.device) for x in (self.table, self.mix))
-        if not (table.any() and correlation.numel()):
-            return torch.zeros_like(correlation)
-        missing = (None,) * (correlation.dim() + 1)
-        left, right = (x[(*missing[x.dim() :], ...)] for x in (basis1, basis2))
-        return _sum(table, left, right @ mix, correlation)
+def evaluate(coefficients: Tensor, basis1: Tensor, basis2: Tensor, correlation: Tensor) -> Tensor:
+    """Sum a series at all entries of a kernel, from the polynomials at its roots."""
+    table = coefficients.to(correlation.device)
+    if not (table.any() and correlation.numel()):
+        return torch.zeros_like(correlation)
+    missing = (None,) * (correlation.dim() + 1)
+    left, right = (x[(*missing[x.dim() :], ...)] for x in (basis1, basis2))
+    return _sum(table, left, right, correlation)
 
 
 def _sum(table: Tensor, left: Tensor, right: Tensor, correlation: Tensor) -> Tensor:
@@ -172,53 +159,38 @@ def _sum(table: Tensor, left: Tensor, right: Tensor, correlation: Tensor) -> Ten
             for x in (left, right, correlation)
         ]
         return torch.cat([_sum(table, *part) for part in zip(*chunks, strict=False)], axis)
-    half = torch.einsum("dmr,...m->d...r", table, left)
-    return clenshaw(torch.einsum("d...r,...r->d...", half, right), correlation)
+    half = torch.einsum("dmk,...m->d...k", table, left)
+    return clenshaw(torch.einsum("d...k,...k->d...", half, right), correlation)
 
 
 @dataclass(frozen=True, eq=False)
-class Tabulated(Dual):
-    r"""Dual for one law and a range of variances; for others it asks the one it was made from."""
+class Table:
+    """Expectations for one law and a range of variances."""
 
-    source: Dual
-    law: Law | None
     axis: Axis  # roots of variances
-    within: tuple[Expansion, ...]  # F₀, F̃, G, H̃ in one member; see ``smooth``
-    between: tuple[Expansion, ...]  # F₀, F̃, G between members
+    within: tuple[Tensor, ...]  # F₀, F̃, G, H̃ in one member; see ``smooth``
+    between: tuple[Tensor, ...]  # F₀, F̃, G between members
     edge: float  # how far beyond ±1 the correlation is smooth
 
     def same(
-        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
+        self, q1: Tensor, q2: Tensor, c: Tensor, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not self._covers(*span(q1, q2), law):
-            return self.source.same(q1, q2, c, law, with_h=with_h)
         f, g, *h = self._evaluate(self.within if with_h else self.within[:3], q1, q2, c)
         return f, g, h[0] if h else None
 
-    def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
-        if not self._covers(*span(q1, q2), law):
-            return self.source.cross(q1, q2, c, law)
+    def cross(self, q1: Tensor, q2: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         f, g = self._evaluate(self.between[:3], q1, q2, c)
         return f, g
 
-    def prepare(self, q_min: float, q_max: float, law: Law | None) -> Dual:
-        return self if self._covers(q_min, q_max, law) else self.source.prepare(q_min, q_max, law)
-
-    def _covers(self, q_min: float, q_max: float, law: Law | None) -> bool:
-        slack = 1e-9  # a little outside, polynomials are as good
-        low = self.axis.low if self.axis.low > 2e-6 * self.axis.high else 0.0
-        inside = low**2 * (1 - slack) <= q_min <= q_max <= self.axis.high**2 * (1 + slack)
-        return inside and (law is self.law or law == self.law)
-
     def _evaluate(
-        self, expansions: tuple[Expansion, ...], q1: Tensor, q2: Tensor, c: Tensor
+        self, coefficients: tuple[Tensor, ...], q1: Tensor, q2: Tensor, c: Tensor
     ) -> list[Tensor]:
         dtype, (q1, q2, c) = c.dtype, (x.double() for x in (q1, q2, c))
         (root1, inverse1), (root2, inverse2) = roots(q1), roots(q2)
         correlation = (c * inverse1 * inverse2).clamp(-1 - 1e-12, 1 + 1e-12)
         correlation = spread(correlation, self.edge)
         basis = self.axis.basis(root1), self.axis.basis(root2)
-        start, f, g, *h = (expansion(*basis, correlation) for expansion in expansions)
+        start, f, g, *h = (evaluate(x, *basis, correlation) for x in coefficients)
         size = root1 * root2
         return [x.to(dtype) for x in (start + size * f, g, *(size * x for x in h))]
 

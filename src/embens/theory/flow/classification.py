@@ -36,14 +36,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CrossEntropySettings:
-    """How :func:`cross_entropy_flow` starts: from given outputs, or from draws of the prior.
+    """How :func:`cross_entropy_flow` starts: from given outputs, or from a draw of the prior.
 
     ``start`` has train and test outputs, ``(member, n, class)`` and ``(member, test, class)``.
     """
 
     classes: int | None = None  # None: the largest label and one
     start: tuple[Tensor, Tensor] | None = None
-    draws: int | None = None  # of initialisations; None: one, without an axis for it
     generator: torch.Generator | None = None
     shared_rate: float = 1.0  # relative, of the shared parameters
     individual_rate: float = 1.0  # of the modulations
@@ -70,8 +69,7 @@ def cross_entropy_flow(
     ``k_test_test`` is not needed where ``settings.start`` is given.
 
     Returns:
-        Logits ``(time, member, test, class)``, each time ready for :mod:`embens.metrics`; with
-        ``draws``, these come first.
+        Logits ``(time, member, test, class)``, each time ready for :mod:`embens.metrics`.
     """
     problem = Problem.of(
         (k_train_train, k_test_train, k_test_test),
@@ -83,16 +81,18 @@ def cross_entropy_flow(
     sizes = len(problem.ntk[0].same), len(problem.ntk[1].same)
     labels, classes = _check_labels(labels, sizes[0], settings.classes)
     when = _check_times(times)
-    if settings.start is None:
-        drawn = problem.draw(classes, settings.draws or 1, settings.generator)
-        starts = list(zip(*drawn, strict=True))
-    else:
-        starts = [_check_start(settings, [(members, size, classes) for size in sizes])]
+    start = settings.start
+    if start is None:
+        start = problem.draw(classes, settings.generator)
+    for outputs, size, name in zip(start, sizes, ("train", "test"), strict=True):
+        if outputs.shape != (members, size, classes):
+            raise ValueError(
+                f"start: expected {name} outputs of shape {(members, size, classes)}; got "
+                f"{tuple(outputs.shape)}."
+            )
+    begin = start[0].double(), start[1].double()
     truth = one_hot(labels, classes).to(problem.ntk[0].same)
-    results = [
-        integrate(*problem.ntk, lambda f: f.softmax(-1) - truth, begin, when) for begin in starts
-    ]
-    return results[0] if settings.draws is None else torch.stack(results)
+    return integrate(*problem.ntk, lambda f: f.softmax(-1) - truth, begin, when)
 
 
 def integrate(
@@ -172,20 +172,6 @@ def _check_times(times: Sequence[float] | Tensor) -> list[float]:
             "limit at infinite time."
         )
     return values
-
-
-def _check_start(
-    settings: CrossEntropySettings, shapes: list[tuple[int, ...]]
-) -> tuple[Tensor, Tensor]:
-    assert settings.start is not None
-    if settings.draws is not None:
-        raise ValueError("start and draws exclude each other; got both. Leave one of them out.")
-    for outputs, shape, name in zip(settings.start, shapes, ("train", "test"), strict=True):
-        if outputs.shape != shape:
-            raise ValueError(
-                f"start: expected {name} outputs of shape {shape}; got {tuple(outputs.shape)}."
-            )
-    return settings.start[0].double(), settings.start[1].double()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from embens.checks import Gamma, check_number
-from embens.theory.flow.mode import Mode, Schedule
+from embens.theory.flow.mode import Mode
 from embens.theory.flow.problem import Problem, check_targets, draw_members
 from embens.theory.kernel import Kernels, MemberKernel, check_rates
 
@@ -64,7 +64,7 @@ class GradientFlow:
     """
 
     modes: PerMode[Mode]  # the dynamics of mean and deviations
-    schedule: Schedule  # flow, or descent with its rate
+    rate: float | None  # of gradient descent; None: gradient flow
     targets: Float[Tensor, "n ..."]
     members: int
     gamma: float  # the gradient scale that was used
@@ -78,18 +78,18 @@ class GradientFlow:
 
     def variance(self, t: float | Tensor) -> Tensor:
         """Variance of a member's output."""
-        return self._variances(t, "variance").sum(0)
+        return self._variances(t, "variance").sum(-2)
 
     def ensemble_variance(self, t: float | Tensor) -> Tensor:
         """Variance of the mean of the members' outputs."""
-        return self._variances(t, "ensemble_variance")[0]
+        return self._variances(t, "ensemble_variance").select(-2, 0)
 
     def diversity(self, t: float | Tensor) -> Tensor:
         r"""Expected spread of members, :math:`E \frac1M \sum_a (f_a - \bar f)^2`.
 
         Times :math:`M / (M - 1)` it is that of the unbiased sample variance.
         """
-        return self._variances(t, "diversity")[1]
+        return self._variances(t, "diversity").select(-2, 1)
 
     def covariance(self, t: float) -> MemberKernel:
         """Covariance of outputs within a member (``same``) and between members (``cross``).
@@ -139,7 +139,7 @@ class GradientFlow:
         That of the mean is the smaller one, unless members repel each other. A mode that does not
         move has an infinite one.
         """
-        mean, deviation = (self.schedule.largest_stable_rate(m.eigenvalues) for m in self.modes)
+        mean, deviation = (mode.largest_stable_rate for mode in self.modes)
         return PerMode(mean, deviation if self.members > 1 else math.inf)
 
     @property
@@ -147,15 +147,16 @@ class GradientFlow:
         """Ranks of the modes' kernels on the train data, as rounding lets them be told."""
         return PerMode(*(mode.rank for mode in self.modes))
 
-    def _variances(self, t: float | Tensor, what: str) -> Float[Tensor, "2 ... test"]:
+    def _variances(self, t: float | Tensor, what: str) -> Float[Tensor, "... 2 test"]:
+        """Return the part of mean and deviations in a member's variance; never below 0."""
         self._require_prior(what)
-        shares = (1.0, 1 - 1 / self.members)
 
         def variances(gains: PerMode[Tensor]) -> Tensor:
-            each = zip(self.modes, gains, shares, strict=True)
-            return torch.stack([share * mode.variance(gain) for mode, gain, share in each])
+            each = zip(self.modes, gains, strict=True)
+            mean, deviation = (mode.covariance(gain).diagonal().clamp(min=0) for mode, gain in each)
+            return torch.stack([mean, (1 - 1 / self.members) * deviation])
 
-        return self._at(t, variances).movedim(-2, 0)
+        return self._at(t, variances)
 
     def _covariances(self, t: float, what: str) -> tuple[Tensor, Tensor]:
         self._require_prior(what)
@@ -183,34 +184,40 @@ class GradientFlow:
         return torch.stack([of_gains(self._gains(one)) for one in t.tolist()])
 
     def _gains(self, t: float | Tensor) -> PerMode[Tensor]:
-        time = self.schedule.check(t)  # type: ignore[arg-type]
+        what, unit = ("t", "a time") if self.rate is None else ("steps", "a whole number")
+        expected = f"{what} must be {unit} >= 0, which may be inf; got {t!r}."
+        try:
+            time = float(t)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{expected} For several give a vector.") from None
+        if not time >= 0:
+            raise ValueError(f"{expected} Training starts at 0.")
         if math.isinf(time):
             self._check_limit()
-        return PerMode(*(self.schedule.gain(mode.eigenvalues, time) for mode in self.modes))
+        elif self.rate is not None and time != round(time):
+            raise ValueError(f"{expected} For continuous time use gradient_flow.")
+        return PerMode(*(mode.gain(time) for mode in self.modes))
 
     def _check_limit(self) -> None:
         """Say where infinite time has no limit, or one that does not fit the targets."""
         for name, mode in zip(PerMode._fields, self.modes, strict=True):
-            if name == "deviation" and self.members == 1:
-                continue
-            if not self.schedule.converges(mode.eigenvalues).all():
+            if not mode.converges and (name == "mean" or self.members > 1):
                 extremes = f"{mode.least:.3g} to {mode.eigenvalues.max().item():.3g}"
                 raise ValueError(
                     f"training never ends: the {name} mode diverges, its eigenvalues are "
                     f"{extremes}. Expected none below 0 and, in gradient descent, a rate "
-                    f"below {min(self.largest_stable_rate):.4g}; got {self.schedule.rate}."
+                    f"below {min(self.largest_stable_rate):.4g}; got {self.rate}."
                 )
         mode = self.modes.mean
         if mode.rank == len(mode.eigenvalues):
             return
         lost = (mode.basis.mT @ self.targets.reshape(len(mode.basis), -1))[mode.eigenvalues == 0]
         share = (lost.norm() / self.targets.norm().clamp(min=torch.finfo(lost.dtype).tiny)).item()
-        fit = (
-            f"a share {share:.2g} of the targets is never fitted, such as different targets of "
-            "equal inputs"
-            if share > 1e-6
-            else "the targets agree with that"
-        )
+        fit = "the targets agree with that"
+        if share > 1e-6:
+            fit = (
+                f"a share {share:.2g} of the targets is never fitted (equal inputs, other targets)"
+            )
         warnings.warn(
             f"the kernel of the train data is singular: rank {mode.rank} of "
             f"{len(mode.eigenvalues)} at cut-off {mode.cutoff:.2g}. At infinite time its "
@@ -221,7 +228,7 @@ class GradientFlow:
 
     def __repr__(self) -> str:
         train, test = len(self.targets), len(self.modes.mean.carry)
-        rate = "" if self.schedule.rate is None else f", rate={self.schedule.rate:g}"
+        rate = "" if self.rate is None else f", rate={self.rate:g}"
         return (
             f"GradientFlow(members={self.members}, gamma={self.gamma:g}{rate}, train={train}, "
             f"test={test}, rank={tuple(self.rank)}, jitter={self.jitter:g})"
@@ -344,7 +351,7 @@ def _solve(
                 "modulations that are trained, or an output bias.",
                 stacklevel=3,
             )
-        mode = Mode.solve(tuple(ntk), tuple(nngp), jitter)  # type: ignore[arg-type]
+        mode = Mode.solve(tuple(ntk), tuple(nngp), jitter, rate)  # type: ignore[arg-type]
         if mode.indefinite and (name == "mean" or members > 1):
             warnings.warn(
                 f"the {name} mode's kernel on the train data is not positive semi-definite: its "
@@ -354,5 +361,4 @@ def _solve(
                 stacklevel=3,
             )
         modes.append(mode)
-    schedule = Schedule(samples=len(y), rate=rate)
-    return GradientFlow(PerMode(*modes), schedule, y, members, problem.gamma, jitter)
+    return GradientFlow(PerMode(*modes), rate, y, members, problem.gamma, jitter)

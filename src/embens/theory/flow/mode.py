@@ -2,7 +2,14 @@ r"""One mode of training: linear dynamics where the kernel of the train data is 
 
 A residual :math:`r_0` on the train data has by time :math:`t` moved the outputs by :math:`-A(t)\,
 r_0` with :math:`A(t) = K(X_*, X)\, Q\, g(\Lambda, t)\, Q^\top`, :math:`K(X, X) = Q \Lambda Q^\top`,
-where the :class:`Schedule` says how far each eigenvalue has come.
+where :math:`g` says how far training has come along each eigenvalue: with a loss that is a mean
+over :math:`B` samples,
+
+.. math::
+    g(\lambda, t) = \frac{1 - e^{-\lambda t / B}}{\lambda}, \qquad
+    g(\lambda, n) = \frac{1 - (1 - \eta \lambda / B)^n}{\lambda}
+
+for gradient flow, and for ``n`` steps of gradient descent at a ``rate`` :math:`\eta`.
 
 *Null directions.* Eigenvalues within ``Mode.cutoff`` are 0: what rounding leaves of them,
 :math:`n \epsilon \lambda_{\max}`, or ten times the most negative one, which shows how far the
@@ -20,70 +27,10 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Float
 
 INDEFINITE = 1e-6
 """A kernel whose least eigenvalue is below minus this times the largest is no kernel."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    r"""How far training has come along an eigenvalue.
-
-    .. math::
-        g(\lambda, t) = \frac{1 - e^{-\lambda t / B}}{\lambda}, \qquad
-        g(\lambda, n) = \frac{1 - (1 - \eta \lambda / B)^n}{\lambda}
-
-    for gradient flow, and for ``n`` steps of gradient descent at a ``rate`` :math:`\eta`;
-    ``samples`` are :math:`B`, over which the loss is a mean. Eigenvalues of 0 are null directions.
-
-    Example:
-        >>> eigenvalues = torch.tensor([0.0, 1.0], dtype=torch.float64)
-        >>> Schedule(samples=2).gain(eigenvalues, 6.0).tolist()  # 6 / 2, and 1 - exp(-3)
-        [3.0, 0.950212...]
-        >>> Schedule(samples=2, rate=1.0).gain(eigenvalues, 3).tolist()  # 3 / 2, and 1 - 1/8
-        [1.5, 0.875]
-    """
-
-    samples: int
-    rate: float | None = None
-
-    def check(self, t: float) -> float:
-        what, unit = ("t", "a time") if self.rate is None else ("steps", "a whole number")
-        expected = f"{what} must be {unit} >= 0, which may be inf; got {t!r}."
-        try:
-            value = float(t)
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"{expected} For several give a vector.") from None
-        if not value >= 0:
-            raise ValueError(f"{expected} Training starts at 0.")
-        if self.rate is not None and math.isfinite(value) and value != round(value):
-            raise ValueError(f"{expected} For continuous time use gradient_flow.")
-        return value
-
-    def gain(self, eigenvalues: Float[Tensor, " n"], t: float) -> Float[Tensor, " n"]:
-        null = eigenvalues == 0
-        safe = torch.where(null, 1.0, eigenvalues)
-        if math.isinf(t):
-            return torch.where(null, 0.0, 1 / safe)
-        if self.rate is None:
-            return torch.where(
-                null, t / self.samples, -torch.expm1(-safe * t / self.samples) / safe
-            )
-        step = self.rate * safe / self.samples
-        small = step.abs() < 0.5
-        done = -torch.expm1(t * torch.log1p(-torch.where(small, step, 0.0)))
-        done = torch.where(small, done, 1 - (1 - step) ** t)
-        return torch.where(null, t * self.rate / self.samples, done / safe)
-
-    def converges(self, eigenvalues: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
-        if self.rate is None:
-            return eigenvalues >= 0
-        return (eigenvalues >= 0) & (self.rate * eigenvalues < 2 * self.samples)
-
-    def largest_stable_rate(self, eigenvalues: Float[Tensor, " n"]) -> float:
-        largest = eigenvalues.max().item()
-        return 2 * self.samples / largest if largest > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -98,10 +45,15 @@ class Mode:
     prior_test: Float[Tensor, "test test"] | None  # between test data, where it was given
     cutoff: float  # what counts as 0
     least: float  # the smallest eigenvalue as it was found
+    rate: float | None  # of gradient descent; None: gradient flow
 
     @classmethod
     def solve(
-        cls, ntk: tuple[Tensor, Tensor], nngp: tuple[Tensor, Tensor, Tensor | None], jitter: float
+        cls,
+        ntk: tuple[Tensor, Tensor],
+        nngp: tuple[Tensor, Tensor, Tensor | None],
+        jitter: float,
+        rate: float | None = None,
     ) -> Mode:
         """Diagonalise a mode, given its kernels (train with train, test with train, test)."""
         train, carry = ntk
@@ -126,6 +78,7 @@ class Mode:
             prior_test=nngp[2],
             cutoff=cutoff,
             least=least,
+            rate=rate,
         )
 
     @property
@@ -137,6 +90,30 @@ class Mode:
         """Whether the kernel is none: some eigenvalue is clearly negative."""
         return self.least < -INDEFINITE * self.eigenvalues.abs().max().item()
 
+    @property
+    def largest_stable_rate(self) -> float:
+        largest = self.eigenvalues.max().item()
+        return 2 * len(self.basis) / largest if largest > 0 else math.inf
+
+    @property
+    def converges(self) -> bool:
+        stable = self.rate is None or self.rate < self.largest_stable_rate
+        return stable and bool((self.eigenvalues >= 0).all())
+
+    def gain(self, t: float) -> Float[Tensor, " n"]:
+        """Return how far training has come along each eigenvalue."""
+        null, samples = self.eigenvalues == 0, len(self.basis)
+        safe = torch.where(null, 1.0, self.eigenvalues)
+        if math.isinf(t):
+            return torch.where(null, 0.0, 1 / safe)
+        if self.rate is None:
+            return torch.where(null, t / samples, -torch.expm1(-safe * t / samples) / safe)
+        step = self.rate * safe / samples
+        small = step.abs() < 0.5
+        done = -torch.expm1(t * torch.log1p(-torch.where(small, step, 0.0)))
+        done = torch.where(small, done, 1 - (1 - step) ** t)
+        return torch.where(null, t * self.rate / samples, done / safe)
+
     def respond(self, gain: Tensor, residual: Float[Tensor, "*member n k"]) -> Tensor:
         """Return :math:`A r_0`, by which test outputs have moved."""
         return self.carry * gain @ (self.basis.mT @ residual)
@@ -147,10 +124,3 @@ class Mode:
         response = self.carry * gain
         mixed = response @ self.prior_carry.mT
         return self.prior_test - mixed - mixed.mT + response @ self.prior_train @ response.mT
-
-    def variance(self, gain: Float[Tensor, " n"]) -> Float[Tensor, " test"]:
-        """Return the diagonal of the covariance; what rounding makes negative is 0."""
-        assert self.prior_test is not None
-        response = self.carry * gain
-        moved = (response @ self.prior_train - 2 * self.prior_carry) * response
-        return (self.prior_test.diagonal() + moved.sum(-1)).clamp(min=0)

@@ -56,8 +56,8 @@ class Problem:
         return cls((train.nngp, carry.nngp, test), ntk, members, scale)
 
     def draw(
-        self, outputs: int, draws: int, generator: torch.Generator | None
-    ) -> tuple[Float[Tensor, "draw member n k"], Float[Tensor, "draw member test k"]]:
+        self, outputs: int, generator: torch.Generator | None
+    ) -> tuple[Float[Tensor, "member n k"], Float[Tensor, "member test k"]]:
         """Draw outputs at initialisation, on train and test data together."""
         train, carry, test = (None if k is None else k.modes(self.members) for k in self.nngp)
         if test is None:
@@ -70,10 +70,10 @@ class Problem:
             torch.cat([torch.cat([a, b.mT], 1), torch.cat([b, c], 1)])
             for a, b, c in zip(train, carry, test, strict=True)  # type: ignore[arg-type]
         )
-        joint = draw_members(
-            mean / self.members, deviation, self.members, (outputs,), draws, generator
+        (joint,) = draw_members(
+            mean / self.members, deviation, self.members, (outputs,), generator=generator
         )
-        return joint.split([len(train[0]), len(test[0])], dim=2)  # type: ignore[index,return-value]
+        return joint.split([len(train[0]), len(test[0])], dim=1)  # type: ignore[index,return-value]
 
 
 def draw_members(
@@ -110,12 +110,7 @@ def _check_kernels(given: dict[str, Kernels], what: str) -> None:
                 f"{name} must be Kernels, as theory.kernels(ensemble, x1, x2) gives them; got "
                 f"{type(kernels).__name__}."
             )
-        if kernels.conditional:
-            raise ValueError(
-                f"{what} does not apply: {name} is conditional on drawn input or output "
-                "modulations, so members are not exchangeable and, where those are trained, their "
-                "kernel does not stay as it was. Expected sites='hidden'."
-            )
+        kernels.nngp.require_exchangeable(what)
     n, test = given["k_train_train"].nngp.same.shape[-1], given["k_test_train"].nngp.same.shape[-2]
     shapes = {"k_train_train": (n, n), "k_test_train": (test, n), "k_test_test": (test, test)}
     for name, kernels in given.items():

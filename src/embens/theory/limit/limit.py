@@ -110,13 +110,10 @@ class Limit:
     @property
     def numbers(self) -> int:
         """How many numbers one pair of inputs has in the largest kernel on the way."""
-        members = self._input_post.members if self._input_post is not None else 1
-        return self._numbers * members**2
-
-    @property
-    def _numbers(self) -> int:
         spatial = _pixel_axes(_layer_of(self.steps[0][1]))
-        return self.x1.shape[2 : 2 + spatial].numel() ** (2 if self._poolings else 1)
+        members = self._input_post.members if self._input_post is not None else 1
+        pixels = self.x1.shape[2 : 2 + spatial].numel()
+        return members**2 * pixels ** (2 if self._poolings else 1)
 
     def fingerprint(self, *more: Any) -> str:
         """Return a hash of all that determines the kernels, and of something more."""
@@ -204,8 +201,7 @@ class Limit:
 
     def _record(self, x: Tensor) -> list[Recorded]:
         """Return the variances of inputs at each activation, a few inputs at a time."""
-        members = len(x) if self._members else 1
-        size = max(1, _RECORD_NUMBERS // (self._numbers * members))
+        size = max(1, _RECORD_NUMBERS // self.numbers)
         records = []
         for rows in x.split(size, dim=self._members):
             records.append([])

@@ -16,6 +16,7 @@ from functools import cache, singledispatch
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from embens.theory.limit.state import DIAGONAL, MEASURE, PAIRS, Moments, State, describe
@@ -85,30 +86,27 @@ def shifted_mean(
         >>> shifted_mean(torch.ones(4), (-1,), size=3, padding=(1, 1))
         tensor([0.6667, 1.0000, 1.0000, 0.6667])
     """
-    length = kernel.shape[axes[0]]
-    reach = length + sum(padding) - dilation * (size - 1)
-    count = (reach - 1) // stride + 1
+    pads = [0] * (2 * kernel.dim())  # before and after each axis, the last one first
+    for axis in axes:
+        pads[-2 * axis - 2 : -2 * axis] = padding
+    padded = F.pad(kernel, pads)
+    reach = padded.shape[axes[0]] - dilation * (size - 1)
     if reach < 1:
         raise ValueError(
-            f"a convolution of {size} pixels (dilation {dilation}) does not fit into {length} with "
-            f"padding {padding}; use larger images or fewer poolings and strides."
+            f"a convolution of {size} pixels (dilation {dilation}) does not fit into "
+            f"{kernel.shape[axes[0]]} with padding {padding}; use larger images or fewer poolings "
+            "and strides."
         )
-    shape = list(kernel.shape)
-    for axis in axes:
-        shape[axis] = count
-    result = kernel.new_zeros(shape)
-    for offset in range(size):
-        shift = offset * dilation - padding[0]  # output p sees input stride * p + shift
-        first = max(0, -(shift // stride))  # the first p that sees a pixel
-        last = min(count - 1, (length - 1 - shift) // stride)
-        if last < first:
-            continue
-        source: list[slice] = [slice(None)] * kernel.dim()
-        sink = list(source)
+
+    def shifted(offset: int) -> Tensor:
+        index = [slice(None)] * kernel.dim()
         for axis in axes:
-            source[axis] = slice(stride * first + shift, stride * last + shift + 1, stride)
-            sink[axis] = slice(first, last + 1)
-        result[tuple(sink)] += kernel[tuple(source)]
+            index[axis] = slice(offset * dilation, offset * dilation + reach, stride)
+        return padded[tuple(index)]
+
+    result = shifted(0).clone()
+    for offset in range(1, size):
+        result += shifted(offset)
     return result.div_(size)
 
 

@@ -21,7 +21,6 @@ pre-activation modulation :math:`v`, with :math:`F, G, H` of :mod:`embens.theory
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from functools import cache, partial, singledispatch
 from typing import NamedTuple
@@ -35,7 +34,6 @@ from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 from embens.ensemble.layers import Modulated, Modulation, Once, Stochastic
 from embens.ensemble.lowrank import LowRank
 from embens.ensemble.own import Own
-from embens.ensemble.wrapping import without_members
 from embens.networks import Parametrized
 from embens.reading.layers import NORMS
 from embens.theory import duals
@@ -96,9 +94,6 @@ def unknown(module: nn.Module, path: str) -> TypeError:
         advice = f"Leave it out where the limit is wanted, or {own}"
     elif any(True for _ in plain.children()):
         why = "its forward is code of its own, which is not read (sums, functions like torch.relu)"
-        names = [describe(m, ".".join(filter(None, (path, n)))) for n, m in _foreign(plain)]
-        if names:
-            why += f"; it holds {', '.join(names[:4])}, with no limit here either"
         advice = f"Write it as nn.Sequential of layers, poolings and activation modules, or {own}"
     elif not any(True for _ in plain.parameters()) and _acts_alone(plain):
         why = "its expectations under a normal law are not"
@@ -109,13 +104,6 @@ def unknown(module: nn.Module, path: str) -> TypeError:
     return TypeError(
         f"the infinite-width limit of {where} is not known: {why}. {advice}. {MEASURE}"
     )
-
-
-def _foreign(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return torch's own layers without a rule that a module holds."""
-    layers = list(without_members(module).named_modules())[1:]
-    torchs = re.compile(r"torch\.nn\.modules\.(?!container)|embens\.reading\.attention")
-    return [(n, m) for n, m in layers if not has_rule(m) and torchs.match(type(m).__module__)]
 
 
 def _acts_alone(module: nn.Module) -> bool:
