@@ -14,7 +14,7 @@ from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegres
 from embens.estimators.choices import FAMILIES
 from embens.estimators.storage import FORMAT
 from embens.estimators.tables import from_frame
-from embens.files import Refused, read_tensors, write_tensors
+from embens.files import Refused, read_tree, write_tree
 
 
 def predictions(model, X):
@@ -106,9 +106,9 @@ def test_other_files_are_refused(tmp_path):
 )
 def test_a_header_that_was_tampered_with_is_refused(change, message, tmp_path):
     fitted()[0].save(tmp_path / "model")
-    header, tensors = read_tensors(tmp_path / "model", FORMAT)
-    change(header)
-    write_tensors(tmp_path / "model", FORMAT, header, tensors)
+    tree = read_tree(tmp_path / "model", FORMAT)
+    change(tree)
+    write_tree(tmp_path / "model", FORMAT, tree)
     with pytest.raises(Refused, match=message):
         load(tmp_path / "model")
 
