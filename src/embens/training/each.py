@@ -143,4 +143,3 @@ class EachMember:
                     layer.p = rate
 
         return forward
-
