@@ -18,7 +18,7 @@ from embens.estimators.averaging import Averaging, Enough
 
 def make(losses=None, **changes):
     ensemble = embens.batch_ensemble(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)), 2)
-    judge = None if losses is None else lambda: (next(losses), [1.0, 3.0])
+    judge = None if losses is None else lambda _: (next(losses), [1.0, 3.0])
     given = {"steps": 5, "epochs": 4, "patience": 2} | changes
     return ensemble, Averaging(ensemble, judge, **given)
 

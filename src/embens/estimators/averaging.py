@@ -8,14 +8,13 @@ falls along a cosine, by the epochs that are done or the time that is spent, whi
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -33,14 +32,14 @@ class Enough(Exception):
 class Averaging:
     """Callback of :func:`embens.fit` that averages weights and keeps the best average.
 
-    ``judge`` returns the loss of the ensemble as it is on held-out rows, and of each member; None:
-    there are no such rows, and the last average is kept.
+    ``judge`` returns the loss of an ensemble on held-out rows, and of each member; None: there are
+    no such rows, and the last average is kept.
     """
 
     def __init__(
         self,
         ensemble: EmbeddedEnsemble,
-        judge: Callable[[], tuple[float, list[float]]] | None,
+        judge: Callable[[EmbeddedEnsemble], tuple[float, list[float]]] | None,
         *,
         steps: int,
         epochs: int,
@@ -49,8 +48,11 @@ class Averaging:
     ):
         self.judge, self.steps, self.epochs = judge, steps, epochs
         self.patience, self.seconds, self.began = patience, seconds, time.monotonic()
-        self.weights = [p for p in ensemble.parameters() if p.requires_grad]
-        self.average = [p.detach().clone() for p in self.weights]
+        self.averaged = copy.deepcopy(ensemble)
+        self.weights, self.average = (
+            [p.detach() for p in some.parameters() if p.requires_grad]
+            for some in (ensemble, self.averaged)
+        )
         self.best = self.average
         self.step, self.loss = 0, math.inf
         self.history = History([], [])
@@ -72,7 +74,7 @@ class Averaging:
     def on_step(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
         self.step += 1
         kept = 1 - 1 / min(HORIZON * self.steps, 1 + self.step / 9)
-        get_ema_multi_avg_fn(kept)(self.average, [p.detach() for p in self.weights], self.step)
+        get_ema_multi_avg_fn(kept)(self.average, self.weights, self.step)
         if time.monotonic() - self.began > self.seconds:
             if not self.history.epochs:
                 self.on_epoch(ensemble, record | {"seconds": self.seconds})
@@ -81,8 +83,7 @@ class Averaging:
     def on_epoch(self, ensemble: EmbeddedEnsemble, record: dict[str, Any]) -> None:
         epoch, loss, members = record["epoch"], math.nan, []
         if self.judge is not None:
-            with self.averaged():
-                loss, members = self.judge()
+            loss, members = self.judge(self.averaged)
             record |= {"metric": loss, "validation_loss": sum(members) / len(members)}
         self.history.epochs.append(record)
         rows = ({"epoch": epoch, "member": a, "validation_loss": m} for a, m in enumerate(members))
@@ -93,19 +94,9 @@ class Averaging:
         elif epoch - self.history.best_epoch >= self.patience:
             self._end("patience")
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Run with the average in place of the weights."""
-        now = [p.detach().clone() for p in self.weights]
-        self.put(self.average)
-        try:
-            yield
-        finally:
-            self.put(now)
-
-    @torch.no_grad()
-    def put(self, tensors: list[torch.Tensor]) -> None:
-        for weight, tensor in zip(self.weights, tensors, strict=True):
+    def keep_best(self) -> None:
+        """Give the ensemble the best average."""
+        for weight, tensor in zip(self.weights, self.best, strict=True):
             weight.copy_(tensor)
 
     def _end(self, why: Any) -> None:

@@ -137,7 +137,6 @@ class Classes(Head):
 
     labels: tuple[np.ndarray, ...]  # the classes of each, in order
     temperature: float = 1.0  # what logits are divided by at prediction
-    smoothing: float = 0.0  # share of every class in the target of a step
     sites: ClassVar[str] = "first"
     half: ClassVar[bool] = True
 
@@ -154,7 +153,7 @@ class Classes(Head):
             several = [known] if single else known
             columns = [np.concatenate(pair) for pair in zip(columns, several, strict=True)]
         labels = tuple(np.unique(column) for column in columns)
-        head = cls(labels, single=single, smoothing=float(options.label_smoothing))
+        head = cls(labels, single=single)
         if single and len(head.labels[0]) == 1:
             raise ValueError(
                 f"y has one class only, {head.labels[0].item()!r}: there is nothing to tell apart. "
@@ -209,10 +208,6 @@ class Classes(Head):
 
     def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
         losses = -self.log_likelihoods(outputs, target).sum(-1)
-        if self.smoothing:
-            parts = outputs.split(self.sizes, dim=-1)
-            even = -sum(x.log_softmax(-1).mean(-1) for x in parts)
-            losses = (1 - self.smoothing) * losses + self.smoothing * even
         return losses * target[..., -1] if self.weighted else losses
 
     criterion.over_members = True  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +28,7 @@ from embens.estimators.heads import Head
 from embens.estimators.preprocessing import Preprocessing
 from embens.estimators.tables import Table
 from embens.laws import Signs
-from embens.training import Divergence, History, randomness
+from embens.training import History, randomness
 
 BLOCK = 65_536  # rows that are predicted at a time
 JUDGED = 1000  # rows that a transform of the target is chosen by, at most
@@ -123,7 +122,10 @@ def prepare(
     values = head.values(y)
     if options.class_weight is not None:
         used = weights.nonzero().squeeze(1)
-        weights[used] *= torch.tensor(compute_sample_weight(options.class_weight, y[used.numpy()]))
+        factors = torch.tensor(compute_sample_weight(options.class_weight, y[used.numpy()]))
+        if not (factors.isfinite() & (factors >= 0)).all():
+            raise ValueError(f"class_weight: expected numbers ≥ 0; got {options.class_weight!r}")
+        weights[used] *= factors
     if not weights.all():
         rows = weights.nonzero().squeeze(1)
         table, values, weights = table.take(rows.numpy()), values[rows], weights[rows]
@@ -252,60 +254,45 @@ def train(
     *,
     quiet: bool = False,
 ) -> History:
-    """Train an ensemble within a share of the time that is left; more carefully if it diverges."""
+    """Train an ensemble within a share of the time that is left."""
     options, head, stop = prepared.options, replace(prepared.head, temperature=1.0), prepared.stop
-    lr = sizes.lr
-    own = choices.given(options.modulation_lr, lr)
-    start = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
     epochs = sizes.epochs if stop is not None else min(sizes.epochs, choices.BLIND)
     half = head.half and prepared.train[0].dtype == torch.float32
     half = half and torch.cpu.get_capabilities().get("avx512_bf16", False)
 
-    def judge() -> tuple[float, list[float]]:
+    def judge(averaged: EmbeddedEnsemble) -> tuple[float, list[float]]:
         assert stop is not None
-        outputs = run_members(ensemble, stop[:-1])
+        outputs = run_members(averaged, stop[:-1])
         _, members = held_out_losses(head, outputs, stop[-1])
         return float(head.refined(outputs, stop[-1])), members
 
-    attempts = 0
-    while True:
-        attempts += 1
-        course = Averaging(
-            *(ensemble, None if stop is None else judge),
-            steps=-(-len(prepared.train[-1]) // sizes.batch_size),
+    course = Averaging(
+        *(ensemble, None if stop is None else judge),
+        steps=-(-len(prepared.train[-1]) // sizes.batch_size),
+        epochs=epochs,
+        patience=sizes.patience,
+        seconds=share * (prepared.deadline - time.monotonic()),
+    )
+    history = None
+    with contextlib.suppress(Enough):
+        history = embens.fit(
+            ensemble,
+            prepared.train,
             epochs=epochs,
-            patience=sizes.patience,
-            seconds=share * (prepared.deadline - time.monotonic()),
+            batch_size=sizes.batch_size,
+            lr=sizes.lr,
+            weight_decay=sizes.weight_decay,
+            criterion=head.criterion,
+            optimizer=partial(torch.optim.AdamW, fused=True),
+            scheduler=course.scheduler,
+            schedule_by="step",
+            callbacks=[course],
+            autocast=torch.bfloat16 if half else None,
+            seed=prepared.seed,
+            progress=bool(options.verbose) and not quiet,
         )
-        history = None
-        try:
-            with contextlib.suppress(Enough):
-                history = embens.fit(
-                    ensemble,
-                    prepared.train,
-                    epochs=epochs,
-                    batch_size=sizes.batch_size,
-                    lr=lr,
-                    modulation_lr=own,
-                    weight_decay=sizes.weight_decay,
-                    gamma=None if options.gamma == "auto" else options.gamma,
-                    criterion=head.criterion,
-                    optimizer=partial(torch.optim.AdamW, fused=True),
-                    scheduler=course.scheduler,
-                    schedule_by="step",
-                    callbacks=[course],
-                    autocast=torch.bfloat16 if half else None,
-                    seed=prepared.seed,
-                    progress=bool(options.verbose) and not quiet,
-                )
-            course.put(course.best)
-            return course.history if history is None or stop is not None else history
-        except Divergence as error:
-            if attempts == 4:
-                raise
-            lr, own = lr / 4, own / 4
-            warnings.warn(f"{error} Trying again with lr={lr:g}.", stacklevel=4)
-            ensemble.load_state_dict(start)
+    course.keep_best()
+    return course.history if history is None or stop is not None else history
 
 
 def held_out_losses(head: Head, outputs: Tensor, target: Tensor) -> tuple[float, list[float]]:

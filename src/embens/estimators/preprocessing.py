@@ -218,12 +218,7 @@ def learn(
         for at, values in zip((edges, scores), pair, strict=True):
             at[i, : len(values)] = torch.from_numpy(values)
     kept = [_frequent(counts[j], float(masses.sum()), budget) for j in chosen]
-    rare = [len(counts[j].keys() - {None, *names}) for j, names in zip(chosen, kept, strict=True)]
-    for j, names, left in zip(chosen, kept, rare, strict=True):
-        if left > 1:
-            notes.append(
-                f"{table.names[j]}: {len(names)} categories kept, {left} rare ones made one"
-            )
+    rare = [bool(counts[j].keys() - {None, *names}) for j, names in zip(chosen, kept, strict=True)]
     counted, labels, statistics = [], [], [torch.zeros(0, 0)]
     if target is not None and folds is not None and target.shape[1] <= CLASSES:
         counted = [i for i, j in enumerate(chosen) if len(counts[j].keys() - {None}) > MANY]
@@ -235,7 +230,7 @@ def learn(
         ] or statistics
     return Preprocessing(
         *(table.names, [j for j, _ in numeric], [part for _, part in numeric], chosen),
-        *(centre, scale, edges, scores, missing, kept, [n > 0 for n in rare]),
+        *(centre, scale, edges, scores, missing, kept, rare),
         *([None in counts[j] for j in chosen], counted, labels, torch.cat(statistics), notes),
     )
 
@@ -321,7 +316,7 @@ def _count(values: Sequence[Any], weights: np.ndarray) -> dict[str | None, float
     counts: dict[str | None, float] = defaultdict(float)
     for value, weight in zip(values, weights.tolist(), strict=True):
         counts[None if is_missing(value) else label(value)] += weight
-    return dict(counts)
+    return counts
 
 
 def _frequent(counts: dict[str | None, float], rows: float, budget: int) -> list[str]:
