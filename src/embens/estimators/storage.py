@@ -96,7 +96,7 @@ def _fitted(tree: dict[str, Any], estimator: Any) -> Fitted:
 
 
 class Raw(nn.Module):
-    """From raw columns to the prediction, by the names of its parts."""
+    """From raw numbers to the prediction, by the names of its parts."""
 
     def __init__(self, fitted: Fitted):
         super().__init__()
@@ -105,50 +105,35 @@ class Raw(nn.Module):
         self.ensemble = fitted.ensemble
         self.head, self.dtype = fitted.head, fitted.dtype
 
-    def forward(self, numbers: Tensor, codes: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, numbers: Tensor) -> dict[str, Tensor]:
         scaled = ((numbers - self.centre) / self.scale).clamp(-FAR, FAR).to(self.dtype)
-        if codes is None:
-            codes = torch.zeros(numbers.shape[0], 0, dtype=torch.int64)
+        codes = torch.zeros(numbers.shape[0], 0, dtype=torch.int64)
         found = self.head.summarise(self.ensemble(scaled, codes))
-        if not isinstance(self.head, Classes):
-            return dict(zip(("predicted_mean", "predicted_std"), found, strict=True))
-        several = len(found) > 1
-        return {
-            f"probabilities_{k}" if several else "probabilities": p for k, p in enumerate(found)
-        }
+        names = ["predicted_mean", "predicted_std"]
+        if isinstance(self.head, Classes):
+            several = [f"probabilities_{k}" for k in range(len(found))]
+            names = several if len(found) > 1 else ["probabilities"]
+        return dict(zip(names, found, strict=True))
 
 
 def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
-    """Write one ONNX file from raw columns to the prediction, checked with onnxruntime.
+    """Write one ONNX file from raw numbers to the prediction, checked with onnxruntime.
 
-    Inputs: ``numbers``, float64 ``(row, column)``, the numeric columns as they were fitted, NaN
-    where one is missing (``when:month`` and the like are parts of dates, which are seconds); and,
-    if there are categorical columns, ``codes``, int64 ``(row, column)``, whose meaning is in the
-    file's metadata (``categories``: for each column a map from label to code; one that is not there
-    has the code after the last, missing one more; a column of many categories comes a second time).
-    Outputs: ``probabilities`` of a classifier (``probabilities_0``, … of several labels);
-    ``predicted_mean`` and ``predicted_std`` of a regressor.
+    Its input is ``numbers``, float64 ``(row, column)``, NaN where one is missing; of the names in
+    the file's metadata, ``when:month`` and the like are parts of dates, which are seconds. Outputs
+    are ``probabilities`` of a classifier (``probabilities_0``, … of several labels);
+    ``predicted_mean`` and ``predicted_std`` of a regressor. Categorical columns are refused.
     """
     fitted, known = estimator.fitted_, estimator.preprocessing_
+    if known.categorical:
+        names = [known.names[j] for j in known.categorical]
+        raise ValueError(f"ONNX files take numbers, and {names} are categorical; fit without them")
     if getattr(fitted.head, "transform", None) == "quantile":
         raise ValueError("ONNX can't have target_transform='quantile'; fit with another one")
-    labels = [*known.categories, *known.labels]
-    columns = [*range(len(known.categorical)), *known.counted]
-    starts = [*[0] * len(known.categorical), *known.starts[:-1]]
-    notes: dict[str, list] = {
-        "numeric": known.inputs("none")[len(known.numeric) : 2 * len(known.numeric)],
-        "categorical": [known.names[known.categorical[j]] for j in columns],
-        "categories": [
-            {name: i for i, name in enumerate(names, first)}
-            for names, first in zip(labels, starts, strict=True)
-        ],
-    }
+    notes = {"numeric": known.inputs("none")[len(known.numeric) : 2 * len(known.numeric)]}
     if isinstance(fitted.head, Classes):
         notes["classes"] = [classes.tolist() for classes in fitted.head.labels]
     steps = torch.linspace(-2, 2, 8, dtype=torch.float64)[:, None]
-    rows = {"numbers": known.centre + steps * known.scale}  # in the range of the training part
-    rows["numbers"][:1, :1] = float("nan")
-    if known.categorical:
-        codes = [torch.arange(8) % (len(names) + 2) for names in labels]
-        rows["codes"] = torch.stack(codes, 1) + torch.tensor(starts)
-    return export.to_onnx(Raw(fitted), path, rows, notes=notes)
+    numbers = known.centre + steps * known.scale  # in the range of the training part
+    numbers[:1, :1] = float("nan")
+    return export.to_onnx(Raw(fitted), path, {"numbers": numbers}, notes=notes)

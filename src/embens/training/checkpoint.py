@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +16,6 @@ from embens.files import Format, Refused, locked, read_tree, refusing, write_tre
 
 FORMAT = Format("embens checkpoint", 4)
 KEEP = 2
-_NAME = re.compile(r"step-(\d{10})(-[0-9a-f]{16})?\.safetensors")
 
 
 class Checkpoints:
@@ -52,36 +50,26 @@ class Checkpoints:
 
     def load_last(self) -> dict[str, Any] | None:
         """Return the state of the last good file, or None; say which files were refused and why."""
-        for path in self._files(every=True):
+        for path in self._files():
             try:
-                content = read(path)
+                content = read_tree(path, FORMAT)
+                with refusing(path):
+                    state, run = content["state"], dict(content["run"])
             except Refused as error:
                 warnings.warn(f"checkpoint refused: {error}", stacklevel=5)
                 self.refused.add(path)
                 continue
-            for key in {**self.run, **content["run"]}:
-                values = content["run"].get(key), self.run.get(key)
+            for key in {**self.run, **run}:
+                values = run.get(key), self.run.get(key)
                 if values[0] != values[1]:
                     theirs, mine = (f"{json.dumps(v):.200}" for v in values)
                     raise ValueError(
                         f"{path} is of a different run: {key} was {theirs}, now it is {mine}. Use "
                         "the same arguments to continue it, or another folder to start anew."
                     )
-            return content["state"]
+            return state
         return None
 
-    def _files(self, every: bool = False) -> list[Path]:
-        """Return the files, last step first; with ``every`` also those of other names."""
-        found = [(_NAME.fullmatch(p.name), p) for p in self.folder.glob("*.safetensors")]
-        ours = [(int(match[1]), p.stat().st_mtime_ns, p) for match, p in found if match]
-        others = [p for match, p in found if every and not match]
-        return [path for *_, path in sorted(ours, reverse=True)] + others
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return the run and the state in a file, or raise :class:`Refused`."""
-    if _NAME.fullmatch(path.name) is None:
-        raise Refused(f"{path.name} does not have a name that a checkpoint has")
-    content = read_tree(path, FORMAT)
-    with refusing(path):
-        return {"run": dict(content["run"]), "state": content["state"]}
+    def _files(self) -> list[Path]:
+        """Return the files, last step first."""
+        return sorted(self.folder.glob("step-*.safetensors"), reverse=True)
