@@ -29,7 +29,7 @@ import torch
 from sklearn.utils.validation import check_array
 from torch import Tensor
 
-from embens.estimators.heads import Head, as_columns, log_mean
+from embens.estimators.heads import Classes, Head, as_columns, log_mean
 from embens.estimators.tables import read_target
 from embens.uncertainty import ADDED, best_scale
 
@@ -214,6 +214,7 @@ class Gaussians(Head):
         return mean.mean(1), ((std**2).mean(1) + mean.var(1, correction=0)).sqrt()
 
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        """Return mean and standard deviation of the mixture."""
         mean, std = self.parts(outputs)
         return mean.mean(0), ((std**2).mean(0) + mean.var(0, correction=0)).sqrt()
 
@@ -257,6 +258,9 @@ class Gaussians(Head):
             return -(mine + ADDED * added)
 
         return best_scale(loss)
+
+
+AnyHead = Classes | Gaussians
 
 
 def _interpolate(values: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -23,8 +23,7 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.estimators import choices, network, preprocessing
 from embens.estimators.averaging import Averaging, Enough
 from embens.estimators.choices import Options
-from embens.estimators.gaussians import SKEWED, Gaussians
-from embens.estimators.heads import Head
+from embens.estimators.gaussians import SKEWED, AnyHead, Gaussians
 from embens.estimators.preprocessing import Preprocessing
 from embens.estimators.tables import Table
 from embens.laws import Signs
@@ -43,7 +42,7 @@ class Prepared:
     seed: int
     deadline: float  # by the monotonic clock
     preprocessing: Preprocessing
-    head: Head
+    head: AnyHead
     train: Tensors
     stop: Tensors | None  # to stop training by
     calibrate: Tensors | None  # for conformal scores
@@ -72,7 +71,7 @@ class Fitted:
     """A fitted ensemble with all that it needs to predict."""
 
     preprocessing: Preprocessing
-    head: Head
+    head: AnyHead
     ensemble: EmbeddedEnsemble
     sizes: choices.Sizes  # that it was embedded with
     run: History
@@ -295,13 +294,13 @@ def train(
     return course.history if history is None or stop is not None else history
 
 
-def held_out_losses(head: Head, outputs: Tensor, target: Tensor) -> tuple[float, list[float]]:
+def held_out_losses(head: AnyHead, outputs: Tensor, target: Tensor) -> tuple[float, list[float]]:
     """Return the loss of the ensemble, and of each member."""
     members = [float(head.metric(member[None], target)) for member in outputs]
     return float(head.metric(outputs, target)), members
 
 
-def calibrate(ensemble: EmbeddedEnsemble, prepared: Prepared) -> tuple[Head, dict[str, Any] | None]:
+def calibrate(ensemble: EmbeddedEnsemble, prepared: Prepared) -> tuple[AnyHead, dict | None]:
     """Return the calibrated head, and the losses on the rows that training was stopped by."""
     head = replace(prepared.head, temperature=1.0, scores=None)
     stop, other = (
