@@ -48,7 +48,6 @@ class TestHeads:
         Classes((THREE,)),
         Classes((THREE,), weighted=True),
         Classes((TWO, THREE)),
-        Classes((TWO, THREE), smoothing=0.2),
         Gaussians(2),
         Gaussians(1, weighted=True),
         Gaussians(2, loss="squared"),

@@ -80,8 +80,6 @@ def load(path: str | os.PathLike[str], *kinds: type) -> Any:
 def _fitted(tree: dict[str, Any], estimator: Any) -> Fitted:
     weights, known = tree["weights"], Preprocessing(**tree["columns"])
     head, sizes = estimator.head(**tree["head"]), Sizes(**tree["sizes"])
-    if len(known.statistics) != known.starts[-1]:
-        raise ValueError(f"{len(known.statistics)} statistics for {known.starts[-1]} labels")
     depth, numbers = int(estimator.depth), sum(t.numel() for t in weights.values())
     if sizes.width * (1 + (depth - 1) * sizes.width) > numbers:
         raise ValueError(f"{depth} layers of {sizes.width} are more numbers than the file has")
