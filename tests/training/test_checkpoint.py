@@ -65,6 +65,7 @@ RUNS = {
         "schedule_by": "step",
     },
     "clipped": {"clip": 0.5},
+    "averaged": {"average": 0.5},
     "accumulated": {"accumulate": 3, "batch_size": 4},
     "bfloat16": {"autocast": torch.bfloat16},
     "float16": {"autocast": torch.float16, "optimizer": optim.Adam, "lr": 1e-3},

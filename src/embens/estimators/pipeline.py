@@ -6,7 +6,7 @@ an ensemble (:func:`embed`), trains it (:func:`train`) and calibrates it (:func:
 
 from __future__ import annotations
 
-import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from sklearn.utils.class_weight import compute_sample_weight
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 import embens
 from embens.ensemble import EmbeddedEnsemble
 from embens.estimators import choices, network, preprocessing
-from embens.estimators.averaging import Averaging, Enough
 from embens.estimators.choices import Options
 from embens.estimators.gaussians import SKEWED, AnyHead, Gaussians
 from embens.estimators.preprocessing import Preprocessing
@@ -30,6 +30,8 @@ from embens.laws import Signs
 from embens.training import History, randomness
 
 BLOCK = 65_536  # rows that are predicted at a time
+HORIZON = 2.0  # epochs that weights are averaged over
+FLOOR = 0.02  # of the rate, at the end
 JUDGED = 1000  # rows that a transform of the target is chosen by, at most
 Tensors = tuple[Tensor, ...]  # rows as the network sees them: numbers, codes of categories, target
 
@@ -258,40 +260,45 @@ def train(
     epochs = sizes.epochs if stop is not None else min(sizes.epochs, choices.BLIND)
     half = head.half and prepared.train[0].dtype == torch.float32
     half = half and torch.cpu.get_capabilities().get("avx512_bf16", False)
-
-    def judge(averaged: EmbeddedEnsemble) -> tuple[float, list[float]]:
-        assert stop is not None
-        outputs = run_members(averaged, stop[:-1])
-        _, members = held_out_losses(head, outputs, stop[-1])
-        return float(head.refined(outputs, stop[-1])), members
-
-    course = Averaging(
-        *(ensemble, None if stop is None else judge),
-        steps=-(-len(prepared.train[-1]) // sizes.batch_size),
+    steps = -(-len(prepared.train[-1]) // sizes.batch_size)
+    seconds = max(1e-3, share * (prepared.deadline - time.monotonic()))
+    return embens.fit(
+        ensemble,
+        prepared.train,
+        stop,
         epochs=epochs,
-        patience=sizes.patience,
-        seconds=share * (prepared.deadline - time.monotonic()),
+        batch_size=sizes.batch_size,
+        lr=sizes.lr,
+        weight_decay=sizes.weight_decay,
+        criterion=head.criterion,
+        optimizer=partial(torch.optim.AdamW, fused=True),
+        scheduler=falling(steps, epochs, seconds),
+        schedule_by="step",
+        metric=head.refined,
+        maximise=False,
+        patience=None if stop is None else sizes.patience,
+        average=HORIZON,
+        autocast=torch.bfloat16 if half else None,
+        seed=prepared.seed,
+        time_limit=None if seconds == math.inf else seconds,
+        progress=bool(options.verbose) and not quiet,
     )
-    history = None
-    with contextlib.suppress(Enough):
-        history = embens.fit(
-            ensemble,
-            prepared.train,
-            epochs=epochs,
-            batch_size=sizes.batch_size,
-            lr=sizes.lr,
-            weight_decay=sizes.weight_decay,
-            criterion=head.criterion,
-            optimizer=partial(torch.optim.AdamW, fused=True),
-            scheduler=course.scheduler,
-            schedule_by="step",
-            callbacks=[course],
-            autocast=torch.bfloat16 if half else None,
-            seed=prepared.seed,
-            progress=bool(options.verbose) and not quiet,
-        )
-    course.keep_best()
-    return course.history if history is None or stop is not None else history
+
+
+def falling(steps: int, epochs: int, seconds: float) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    """Return a schedule: up during the first epoch, and along a cosine down.
+
+    By the epochs that are done or the time that is spent, whichever is further.
+    """
+    began = time.monotonic()
+
+    def factor(step: int) -> float:
+        spent = (time.monotonic() - began) / seconds
+        done = min(1.0, max(step / (steps * epochs), spent))
+        fall = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2
+        return min(1.0, (step + 1) / steps) * fall
+
+    return lambda optimizer: LambdaLR(optimizer, factor)
 
 
 def held_out_losses(head: AnyHead, outputs: Tensor, target: Tensor) -> tuple[float, list[float]]:

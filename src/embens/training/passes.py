@@ -66,13 +66,16 @@ class Passes:
         _refuse(name, gaps, loss)
         return loss if weight == 1 else weight * loss, (losses, outputs, target, batch.rows)
 
-    def evaluate(self, name: str, batches: AnyBatches, kind: BatchKind = "same") -> Iterator:
-        """Yield what every batch gives, in the ensemble's mode."""
+    def evaluate(
+        self, name: str, batches: AnyBatches, ensemble: EmbeddedEnsemble, kind: BatchKind = "same"
+    ) -> Iterator:
+        """Yield what every batch gives, in the mode of an ensemble that is like the one here."""
         for number, batch in enumerate(batches.epoch(0), 1):
             where = f"{name}: batch {number}"
             gaps = "" if batches.tensors else self._look(where, batch.inputs, batch.target)
             inputs, target = self._move((batch.inputs, batch.target))
-            outputs = self._outputs(inputs, kind)
+            args, kwargs = ensemble.bind(inputs)
+            outputs = self._take(ensemble(*args, batch=kind, **kwargs))
             losses = self._losses(outputs, target, kind)
             _refuse(where, gaps, losses.sum())
             yield losses, outputs, target, batch.rows
@@ -120,11 +123,6 @@ class Passes:
     def _autocast(self, enabled: bool = True) -> AbstractContextManager:
         kind = self.settings.autocast
         return nullcontext() if kind is None else torch.autocast(self.device.type, kind, enabled)
-
-    def _outputs(self, inputs: Any, batch: BatchKind) -> Any:
-        args, kwargs = self.ensemble.bind(inputs)
-        with self._autocast():
-            return self._take(self.ensemble(*args, batch=batch, **kwargs))
 
     def _take(self, outputs: Any) -> Any:
         """Return outputs in full precision; the logits of several, if no criterion takes them."""
@@ -179,7 +177,7 @@ class Passes:
                 continue
             kind = settings.batch if name == "train" else "same"
             with evaluating(self.ensemble), randomness.seeded(settings.seed):
-                for losses, *_ in self.evaluate(name, batches, kind):
+                for losses, *_ in self.evaluate(name, batches, self.ensemble, kind):
                     parallel.sum_(train.world, [loss := losses.sum()])
                     _refuse(name, gaps, loss)
             self.criterion = criterion
@@ -192,8 +190,9 @@ class Passes:
         before = {k: v.clone() for k, v in self.ensemble.state_dict().items()}
         try:
             self.ensemble.train()
+            args, kwargs = self.ensemble.bind(self._move(last.inputs))
             with _explaining(f"{what} are {rows}"), randomness.seeded(settings.seed):
-                self._outputs(self._move(last.inputs), settings.batch)
+                self.ensemble(*args, batch=settings.batch, **kwargs)
         finally:
             self.ensemble.load_state_dict(before)
 
