@@ -97,7 +97,7 @@ def test_averaged_weights_are_what_is_judged_and_kept():
         return [3, 1, 2, 4][len(kept) - 1]
 
     ensemble = problem.ensemble()
-    settings = {"epochs": 4, "lr": 0.05, "metric": metric, "maximise": False}
+    settings = {"epochs": 4, "batch_size": 16, "lr": 0.05, "metric": metric, "maximise": False}
     fit(ensemble, train, validation, average=1.0, **settings)
     torch.testing.assert_close(ensemble(validation[0]), kept[1])
     plain, averaged = problem.ensemble(), kept[1]

@@ -122,14 +122,14 @@ def fit(
         clip: the largest norm of a member's gradient, its own and γ/M times the shared one
             (:func:`embens.training.clip_gradients_`), so that it means the same for any M.
         accumulate: so many batches make a step, on the mean over their rows.
-        autocast: ``torch.bfloat16``, or ``torch.float16`` with a gradient scaler, for the passes of
-            training; losses, and validation, are computed in full precision.
+        autocast: ``torch.bfloat16``, or ``torch.float16`` with a gradient scaler, for the passes
+            through the network; losses are computed in full precision.
         compile: run the network's steps through ``torch.compile``.
         schedule_by: "step": the scheduler makes a step after each step of the optimizer.
         each: rates, label smoothing, row weights and targets of each member's own, as an
             ``embens.EachMember``.
         average: judge, and end with, not the weights of the last step but their running mean over
-            about so many epochs. Statistics of norm layers are those of the last step.
+            about so many epochs, in full precision; statistics of norm layers are the last ones.
         time_limit: seconds after which the run ends, with the best weights until then.
         checkpoint: a folder to keep checkpoints of this run in. If it has one, the run goes on
             from there and ends as if it had never stopped (a loader: from the last epoch). A

@@ -75,7 +75,8 @@ class Passes:
             gaps = "" if batches.tensors else self._look(where, batch.inputs, batch.target)
             inputs, target = self._move((batch.inputs, batch.target))
             args, kwargs = ensemble.bind(inputs)
-            outputs = self._take(ensemble(*args, batch=kind, **kwargs))
+            with self._autocast(enabled=ensemble is self.ensemble):
+                outputs = self._take(ensemble(*args, batch=kind, **kwargs))
             losses = self._losses(outputs, target, kind)
             _refuse(where, gaps, losses.sum())
             yield losses, outputs, target, batch.rows
@@ -191,7 +192,8 @@ class Passes:
         try:
             self.ensemble.train()
             args, kwargs = self.ensemble.bind(self._move(last.inputs))
-            with _explaining(f"{what} are {rows}"), randomness.seeded(settings.seed):
+            explained = _explaining(f"{what} are {rows}")
+            with explained, randomness.seeded(settings.seed), self._autocast():
                 self.ensemble(*args, batch=settings.batch, **kwargs)
         finally:
             self.ensemble.load_state_dict(before)
