@@ -25,10 +25,9 @@ import embens
 from embens import data, laws, networks, theory
 from embens.cli.specification import read_data
 from embens.experiments.results import Results
-from embens.files import Refused
+from embens.files import Refused, read_tree
 from embens.report import page
-from embens.training.checkpoint import Checkpoints
-from embens.training.checkpoint import read as read_checkpoint
+from embens.training.checkpoint import FORMAT, Checkpoints
 
 EXECUTED: list[str] = []
 
@@ -83,7 +82,7 @@ def estimator(folder):
 
 def checkpoint(folder):
     path = Checkpoints(folder, {"a": 1}).save(7, {"x": torch.randn(30), "y": [1, 2.5, "z"]})
-    return lambda: read_checkpoint(path), [path]
+    return lambda: read_tree(path, FORMAT), [path]
 
 
 def kernels(folder):

@@ -1,14 +1,24 @@
+import json
 import multiprocessing
 import os
 import stat
 import threading
+from collections import Counter
 
 import killing
 import mutated
 import pytest
 import torch
 
-from embens.files import Format, locked, read_tensors, write_atomically, write_tensors
+from embens.files import (
+    Format,
+    locked,
+    pack,
+    read_tensors,
+    unpack,
+    write_atomically,
+    write_tensors,
+)
 
 
 @pytest.fixture
@@ -229,3 +239,19 @@ def test_none_of_2000_mutated_files_is_executed_or_taken_for_another_or_fills_th
     found = mutated.mutate_apart(kind, tmp_path, 2000)
     assert found["refused"] > 500
     assert found["after"] < 1000  # megabytes, with those of torch
+
+
+def test_trees_are_packed_without_loss():
+    tree = {
+        "a": [1, 2.5, "b", None, True, float("inf"), 0.1 + 0.2],
+        3: (torch.arange(3), {"x": torch.zeros(2, dtype=torch.bfloat16)}),
+        "c": Counter({1: 2}),
+        "d": [],
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    found = unpack(json.loads(json.dumps(pack(tree, tensors))), tensors)
+    assert repr(found) == repr(tree)
+    with pytest.raises(TypeError, match="no function"):
+        pack({"f": pack}, {})
+    with pytest.raises(KeyError):
+        unpack({"dtype": "save"}, {})

@@ -2,7 +2,8 @@
 
 Everything that is kept is kept in one way. A file or folder is written under another name beside
 its place, synced and renamed; what a writer that was killed has left is removed by the next one.
-Tensors are safetensors with a JSON header and a checksum over both, and nothing read is executed.
+Tensors, and trees of them, are safetensors with a JSON header and a checksum over both, and nothing
+read is executed.
 What is written over a long time has a lock, which names its owner and is free when that is dead.
 
 Not here: files that grow line by line (:mod:`embens.experiments.results`), and downloads
@@ -22,6 +23,7 @@ import shutil
 import socket
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,6 +187,55 @@ def read_tensors(
         header = json.loads(metadata.get("embens", "{}"))
         check_header(path.name, header, kind)
         return unseal(path.name, header, tensors), tensors
+
+
+def write_tree(path: str | os.PathLike[str], kind: Format, tree: dict[str, Any]) -> None:
+    """Write a tree of dicts, lists, numbers, strings and tensors to one safetensors file."""
+    tensors: dict[str, Tensor] = {}
+    write_tensors(path, kind, {"tree": pack(tree, tensors)}, tensors)
+
+
+def read_tree(path: str | os.PathLike[str], kind: Format) -> dict[str, Any]:
+    """Return the tree in a file that :func:`write_tree` wrote."""
+    header, tensors = read_tensors(path, kind)
+    with refusing(path):
+        return dict(unpack(header["tree"], tensors))
+
+
+def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return a tree as JSON can hold it; its tensors are added to ``tensors``."""
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return tree
+    if isinstance(tree, Tensor):
+        name = str(len(tensors))
+        tensors[name] = tree.detach()
+        return {"tensor": name}
+    if hasattr(tree, "tolist"):  # of numpy
+        return pack(tree.tolist(), tensors)
+    if isinstance(tree, dict):
+        kind = "counter" if isinstance(tree, Counter) else "dict"
+        return {kind: [[pack(k, tensors), pack(v, tensors)] for k, v in tree.items()]}
+    if isinstance(tree, (list, tuple)):
+        if type(tree) is list and all(type(v) in (int, float, str) for v in tree):
+            return tree
+        return {"list" if isinstance(tree, list) else "tuple": [pack(v, tensors) for v in tree]}
+    raise TypeError(
+        f"a file holds tensors, numbers, strings, lists and dicts, no {type(tree).__name__} "
+        f"({tree!r:.80})"
+    )
+
+
+def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the tree that was packed."""
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, value),) = tree.items()
+    if kind == "tensor":
+        return tensors[value]
+    make = {"list": list, "tuple": tuple, "dict": dict, "counter": lambda v: Counter(dict(v))}[kind]
+    if kind in ("list", "tuple"):
+        return make(unpack(v, tensors) for v in value)
+    return make([(unpack(k, tensors), unpack(v, tensors)) for k, v in value])
 
 
 def check_header(name: str, header: Any, kind: Format) -> None:

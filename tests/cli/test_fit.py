@@ -192,7 +192,7 @@ def test_class_weights_are_those_of_the_classes_as_the_file_has_them(more, tmp_p
     for target, given, message in (
         ("y", ("0:1",), "CLASS=NUMBER for each class"),
         ("y", ("zero=1",), "CLASS=NUMBER for each class"),
-        ("y", ("0=-1",), "a number ≥ 0 of 0"),
+        ("y", ("0=-1",), "class_weight: expected numbers ≥ 0"),
         ("y", ("2=1",), "are not in class_weight"),
         ("a", ("0=1",), "--class-weight is for classification"),
     ):

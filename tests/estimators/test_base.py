@@ -137,10 +137,10 @@ class TestLooking:
 
     def test_the_gradient_scale_is_the_natural_one_of_the_members(self):
         model, _, _ = fitted()
-        assert model.gamma_ == 4  # outputs of the members' own: nothing couples them
+        assert model.ensemble_.natural_gamma == 4  # nothing couples them
         X, target = mixed_table(60)
         shared = classifier(own=False, sites="hidden", p=0.25, max_epochs=1)
-        gamma = shared.fit(X, classes_of(target)).gamma_
+        gamma = shared.fit(X, classes_of(target)).ensemble_.natural_gamma
         assert gamma == pytest.approx(4 / (1 + 3 * 0.25**4))  # two hidden sites
 
     def test_members_share_their_parameters(self):

@@ -88,7 +88,7 @@ def test_class_weights_multiply_the_weights_of_rows_as_in_scikit_learn(weights):
 def test_one_class_and_a_negative_class_weight_are_refused():
     with pytest.raises(ValueError, match="one class only, 1"):
         classifier().fit(np.eye(20), np.ones(20, int))
-    with pytest.raises(ValueError, match="class_weight: expected a number"):
+    with pytest.raises(ValueError, match="class_weight: expected numbers"):
         classifier(class_weight={0: -1.0}).fit(np.eye(20), np.arange(20) % 2)
 
 

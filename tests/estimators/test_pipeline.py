@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import numpy as np
 import pytest
 import torch
 from estimators.problems import classes_of, classifier, mixed_table, regressor
 
 from embens import laws
-from embens.estimators import EmbeddedEnsembleClassifier, choices
+from embens.estimators import EmbeddedEnsembleClassifier, choices, pipeline
 from embens.training import randomness
 
 
@@ -23,6 +26,28 @@ def test_members_and_their_law_are_fixed_numbers_unless_they_are_given():
     given = EmbeddedEnsembleClassifier(members=12, p=0.1, **small)
     given.fit(X, X[:, 0] > 0)
     assert (given.sizes_.p, given.ensemble_.members) == (0.1, 12)
+
+
+def test_the_rate_rises_in_the_first_epoch_and_falls_along_a_cosine():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = pipeline.falling(5, 4, math.inf)(optimizer)
+    rates = []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    done = np.arange(20) / 20
+    fall = pipeline.FLOOR + (1 - pipeline.FLOOR) * (1 + np.cos(np.pi * done)) / 2
+    np.testing.assert_allclose(rates, np.minimum(1, (np.arange(20) + 1) / 5) * fall)
+
+
+def test_a_fit_keeps_its_time_limit():
+    X, target = mixed_table(3000)
+    began = time.monotonic()
+    model = classifier(time_limit=4.0, max_epochs=100_000, patience=100_000, tune=True)
+    model.fit(X, classes_of(target))
+    assert model.run_.stopped == "time"
+    assert 2.0 < time.monotonic() - began < 30  # a guard, also on a busy machine
 
 
 def test_calibration_rows_are_used_for_nothing_else():

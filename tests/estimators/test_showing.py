@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import matplotlib
 import pytest
 from estimators.problems import classifier, fitted, mixed_table
@@ -19,7 +21,7 @@ def test_a_summary_says_what_was_fitted():
 
 def test_notebooks_show_the_facts_once_there_are_some():
     model, _, _ = fitted()
-    assert "<th>members</th><td>4, batch_ensemble</td>" in model._repr_html_()
+    assert re.search(r"<th>members</th>\s*<td>4, batch_ensemble</td>", model._repr_html_())
     assert "<th>members</th>" not in classifier()._repr_html_()
 
 

@@ -14,7 +14,7 @@ from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegres
 from embens.estimators.choices import FAMILIES
 from embens.estimators.storage import FORMAT
 from embens.estimators.tables import from_frame
-from embens.files import Refused, read_tensors, write_tensors
+from embens.files import Refused, read_tree, write_tree
 
 
 def predictions(model, X):
@@ -106,9 +106,9 @@ def test_other_files_are_refused(tmp_path):
 )
 def test_a_header_that_was_tampered_with_is_refused(change, message, tmp_path):
     fitted()[0].save(tmp_path / "model")
-    header, tensors = read_tensors(tmp_path / "model", FORMAT)
-    change(header)
-    write_tensors(tmp_path / "model", FORMAT, header, tensors)
+    tree = read_tree(tmp_path / "model", FORMAT)
+    change(tree)
+    write_tree(tmp_path / "model", FORMAT, tree)
     with pytest.raises(Refused, match=message):
         load(tmp_path / "model")
 
@@ -160,20 +160,24 @@ class TestOnnx:
         table = from_frame(X)
         columns = zip(model.preprocessing_.numeric, model.preprocessing_.parts, strict=True)
         feed = {"numbers": np.column_stack([table.numbers(*column) for column in columns])}
-        if model.preprocessing_.categorical:
-            feed["codes"] = model.preprocessing_.encode(table)[1].numpy()
         return session, session.run(None, feed)
 
     @pytest.mark.parametrize("family", ["batch_ensemble", "independent"])
-    def test_one_file_goes_from_raw_columns_to_probabilities(self, family, tmp_path):
-        model, X, _ = fitted("classifier", family)
+    def test_one_file_goes_from_raw_numbers_to_probabilities(self, family, tmp_path):
+        X, target = mixed_table(100)
+        X = X[["size", "time"]]
+        model = classifier(family, max_epochs=3).fit(X, classes_of(target))
         session, (found,) = self.run(model, X, tmp_path / "model.onnx")
         np.testing.assert_allclose(found, model.predict_proba(X), atol=1e-5)
         notes = session.get_modelmeta().custom_metadata_map
         assert json.loads(notes["classes"]) == [model.classes_.tolist()]
         assert json.loads(notes["numeric"]) == ["size", "time"]
 
-    def test_numbers_alone_need_no_codes_and_any_number_of_rows_works(self, tmp_path):
+    def test_categorical_columns_are_refused_by_name(self, tmp_path):
+        with pytest.raises(ValueError, match=r"'colour'.* are categorical"):
+            fitted()[0].to_onnx(tmp_path / "model.onnx")
+
+    def test_any_numbers_in_any_number_of_rows_work(self, tmp_path):
         X, target = mixed_table(100)
         X = X[["size", "time"]].copy()
         X.loc[3, "size"] = -1e300  # further than float32 can hold

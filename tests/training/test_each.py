@@ -61,31 +61,6 @@ def test_modulations_have_rates_of_their_own_and_what_is_shared_has_one():
         torch.testing.assert_close(moved, factors * expected, rtol=1e-3, atol=3e-7)
 
 
-@pytest.mark.parametrize("optimizer", [None, torch.optim.Adam, torch.optim.AdamW])
-@pytest.mark.parametrize("factors", [None, [1.0, 0.3, 2.0]])
-def test_a_decay_of_a_members_own_is_that_decay(optimizer, factors):
-    ensemble, decays = networks(), [0.0, 0.3, 0.03]
-    fit(ensemble, each=EachMember(weight_decay=decays, rates=factors), optimizer=optimizer)
-    rates = [0.05 * f for f in factors or [1.0] * 3]
-    trained = [
-        alone(a, lr=rate, weight_decay=decay, optimizer=optimizer)
-        for a, (rate, decay) in enumerate(zip(rates, decays, strict=True))
-    ]
-    assert_members(ensemble, trained)
-
-
-def test_modulations_decay_by_their_members_number_and_what_is_shared_as_before():
-    one_step = {"epochs": 1, "batch_size": 60, "weight_decay": 0.1, "lr": 0.05}
-    ensemble, plain = problem.ensemble(3), problem.ensemble(3)
-    before, decays = problem.weights(ensemble), torch.tensor([0.0, 2.0, 0.5])
-    fit(ensemble, each=EachMember(weight_decay=decays), **one_step)
-    fit(plain, **one_step)
-    own = {id(p) for p in ensemble.individual_parameters()}
-    for name, parameter in ensemble.named_parameters():
-        decayed = 0.05 * decays[:, None] * before[name] if id(parameter) in own else 0.0
-        torch.testing.assert_close(parameter.detach(), plain.state_dict()[name] - decayed)
-
-
 class Dropping(nn.Module):
     """Dropout before the first layer, and behind it."""
 
@@ -211,7 +186,7 @@ def test_a_run_goes_on_with_the_settings_and_is_refused_with_others(tmp_path):
                 raise KeyboardInterrupt
 
     settings = {"rates": [1.0, 0.5, 0.1], "label_smoothing": [0.1, 0.0, 0.2]}
-    settings |= {"dropout": [0.0, 0.3, 0.5], "weight_decay": [0.0, 0.1, 0.3]}
+    settings["dropout"] = [0.0, 0.3, 0.5]
     each = EachMember(**settings)
 
     def networks():
@@ -249,9 +224,6 @@ class NotProportional(torch.optim.SGD):
                 p.data.sub_(0.01 * p.grad.sign())
 
 
-UPWARD = partial(torch.optim.SGD, maximize=True)
-
-
 @pytest.mark.parametrize(
     ("each", "options", "message"),
     [
@@ -266,13 +238,6 @@ UPWARD = partial(torch.optim.SGD, maximize=True)
         (EachMember(rates=[1, 1, 2]), {"chunk": 1}, "all members at once"),
         (EachMember(rates=[1, 1, 2]), {"batch": "split"}, "all members at once"),
         (EachMember(rates=[1, 1, 2]), {"optimizer": NotProportional}, "not proportional"),
-        (
-            EachMember(weight_decay=[0, 0, -0.1]),
-            {},
-            "weight_decay must be finite, and from 0 to inf",
-        ),
-        (EachMember(weight_decay=[0, 1, 2]), {"optimizer": NotProportional}, "is not known"),
-        (EachMember(weight_decay=[0, 1, 2]), {"optimizer": UPWARD}, "is not known"),
         (EachMember(dropout=[0, 0, 1.5]), {}, "dropout must be finite, and from 0 to 1"),
         (EachMember(dropout=[0, 0, 0.5]), {}, "no nn.Dropout at a rate above 0"),
         (EachMember(dropout=[0, 0, 0.5]), {"compile": True}, "can't be compiled"),
@@ -283,12 +248,10 @@ def test_what_can_not_be_is_refused(each, options, message):
         fit(networks(), each=each, **options)
 
 
-def test_members_that_run_as_one_network_have_no_dropout_or_decay_of_their_own():
+def test_members_that_run_as_one_network_have_no_dropout_of_their_own():
     reference = problem.reference(dropout=0.1)
     with pytest.raises(ValueError, match="runs once for all members"):
         fit(embens.mimo(reference, 3), batch="own", each=EachMember(dropout=[0, 0, 0.5]))
-    with pytest.raises(ValueError, match="no trainable parameters of their own"):
-        fit(embens.mc_dropout(reference, 3), each=EachMember(weight_decay=[0, 0, 0.5]))
     attention = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     with pytest.raises(ValueError, match="inside attention or recurrent layers"):
         fit(embens.batch_ensemble(attention, 3), each=EachMember(dropout=[0, 0, 0.5]))

@@ -73,6 +73,74 @@ def test_the_best_weights_are_kept_and_patience_stops():
     torch.testing.assert_close(ensemble(validation[0]), kept[5])
 
 
+def test_averaged_weights_are_the_recursion_written_by_hand():
+    ensemble, means = problem.ensemble(), {}
+
+    class Watch:
+        def on_step(self, ensemble, record):
+            for name, weight in problem.weights(ensemble).items():
+                mean = means.setdefault(name, start[name].clone())
+                mean += (weight - mean) / min(2 * 4, 1 + record["step"] / 9)
+
+    start = problem.weights(ensemble)
+    settings = {"epochs": 12, "batch_size": 16, "lr": 0.05, "average": 2.0}
+    fit(ensemble, problem.data(), **settings, callbacks=[Watch()])
+    for name, tensor in problem.weights(ensemble).items():
+        torch.testing.assert_close(tensor, means[name])
+
+
+def test_averaged_weights_are_what_is_judged_and_kept():
+    train, validation, kept = problem.data(), problem.data(40, 9), []
+
+    def metric(outputs, target):
+        kept.append(outputs.clone())
+        return [3, 1, 2, 4][len(kept) - 1]
+
+    ensemble = problem.ensemble()
+    settings = {"epochs": 4, "batch_size": 16, "lr": 0.05, "metric": metric, "maximise": False}
+    fit(ensemble, train, validation, average=1.0, **settings)
+    torch.testing.assert_close(ensemble(validation[0]), kept[1])
+    plain, averaged = problem.ensemble(), kept[1]
+    kept.clear()
+    fit(plain, train, validation, **settings)
+    assert (kept[1] - averaged).abs().max() > 0.01
+
+
+def test_averages_keep_the_statistics_of_norm_layers():
+    reference = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3)
+    )
+    plain, averaged = (embens.batch_ensemble(reference, 2, generator=g) for g in generators())
+    settings = {"epochs": 2, "batch_size": 20}
+    fit(plain, problem.data(), **settings)
+    fit(averaged, problem.data(), **settings, average=1.0)
+    for mine, other in zip(averaged.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def generators():
+    return [torch.Generator().manual_seed(1) for _ in "ab"]
+
+
+def test_time_ends_a_run_also_within_its_first_epoch_and_it_can_go_on(tmp_path):
+    ensemble, settings = problem.ensemble(), {"epochs": 3, "batch_size": 16}
+    train, validation = problem.data(), problem.data(40, 9)
+    options = settings | {"checkpoint": tmp_path}
+    history = fit(ensemble, train, validation, **options, time_limit=1e-9)
+    assert (history.stopped, history.best_epoch, len(history.epochs)) == ("time", 1, 1)
+    assert len(fit(ensemble, train, validation, **options).epochs) == 3
+    with pytest.raises(ValueError, match="time_limit must be a number above 0"):
+        fit(ensemble, train, **settings, time_limit=0)
+
+
+def test_an_average_needs_to_know_what_an_epoch_is():
+    loader = DataLoader(TensorDataset(*problem.data()), 16)
+    with pytest.raises(ValueError, match="average: this loader does not know"):
+        fit(problem.ensemble(), (batch for batch in loader), epochs=1, average=1.0)
+    with pytest.raises(ValueError, match="average must be a number above 0"):
+        fit(problem.ensemble(), loader, epochs=1, average=-1.0)
+
+
 def test_divergence_says_what_to_try_and_leaves_the_last_good_weights():
     x, y = problem.data()
     ensemble = problem.ensemble()

@@ -57,7 +57,6 @@ class TableEnsemble(choices.Options, BaseEstimator):
     fitted_: pipeline.Fitted
 
     ensemble_: EmbeddedEnsemble = looked_up("ensemble", "The :class:`embens.EmbeddedEnsemble`.")
-    gamma_: float = looked_up("ensemble.natural_gamma", "The gradient scale that suits members.")
     sizes_: choices.Sizes = looked_up("sizes", "What every 'auto' has become.")
     preprocessing_: Preprocessing = looked_up("preprocessing", "What was learnt about the columns.")
     run_: History = looked_up("run", "The course of training, as :func:`embens.fit` returns it.")
@@ -182,7 +181,9 @@ class TableEnsemble(choices.Options, BaseEstimator):
 
     def _html_repr(self) -> str:
         found = super()._html_repr()
-        return found + showing.to_html(self) if hasattr(self, "fitted_") else found
+        if not hasattr(self, "fitted_"):
+            return found
+        return found + pandas.Series(showing.facts(self)).to_frame().to_html(header=False)
 
     summary = showing.summary
     model_card = showing.model_card

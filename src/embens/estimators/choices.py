@@ -53,9 +53,7 @@ class Options:
     binning: str = "quantile"
     categorical_features: Any = "auto"
     max_categories: int = 256
-    gamma: Any = "auto"
     lr: Any = "auto"
-    modulation_lr: Any = "auto"
     weight_decay: Any = "auto"
     batch_size: Any = "auto"
     max_epochs: Any = "auto"
@@ -71,8 +69,7 @@ class Options:
     n_jobs: int | None = None
     verbose: int = 0
     head: ClassVar[Any]
-    class_weight = None  # arguments of classifiers alone
-    label_smoothing = 0.0
+    class_weight = None  # an argument of classifiers alone
     loss = "likelihood"  # and of regressors
     target_transform = "none"
     metric = "auto"
@@ -90,8 +87,7 @@ CHOICES = {
 }
 _COUNTS = "members width depth bins max_categories batch_size max_epochs patience select".split()
 _RANGES = {"p": (-1, 1), "dropout": (0, 0.99), "validation_fraction": (0, 0.9)}
-_RANGES |= {"label_smoothing": (0, 0.9), "time_limit": (1, math.inf)}
-_RANGES |= dict.fromkeys(("gamma", "lr", "modulation_lr", "weight_decay"), (0, math.inf))
+_RANGES |= {"lr": (0, math.inf), "weight_decay": (0, math.inf), "time_limit": (1, math.inf)}
 _RANGES |= dict.fromkeys(_COUNTS, (1, math.inf))
 
 
@@ -110,13 +106,6 @@ def check(options: Options) -> None:
             kind, expected = Integral, "a whole number of at least 1"
         if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
             raise ValueError(f"{name}: expected {expected}{auto}; got {value!r}")
-    several: Any = options.class_weight
-    for weights in several if isinstance(several, list) else [several]:
-        for label, weight in weights.items() if isinstance(weights, dict) else ():
-            if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
-                raise ValueError(
-                    f"class_weight: expected a number ≥ 0 of {label!r}; got {weight!r}"
-                )
     if options.law is not None and not isinstance(options.law, Law):
         raise ValueError(f"law: expected a law of embens.laws; got {options.law!r}")
     if options.law is not None and options.family == "independent":

@@ -46,9 +46,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         binning: edges by "quantile" of the column, or by a "tree" that knows the target.
         categorical_features: "auto": by the columns' types; or names, numbers or a mask.
         max_categories: that are kept of a column; the others are one, "rare".
-        gamma: gradient scale of the shared parameters; "auto": the natural one.
         lr: highest rate of AdamW; "auto": 0.002, or 0.004 from 5,000 rows on.
-        modulation_lr: rate of the individual parameters; "auto": as ``lr``.
         weight_decay: of the shared parameters; "auto": by the race of ``tune``, or 0.0003.
         batch_size: rows in a step; "auto": 64 to 1024 by the number of rows.
         max_epochs: at most; "auto": 24 to 100, for about 1,800 steps.
@@ -68,7 +66,6 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
         class_weight: as of scikit-learn's classifiers: factors of the rows' weights by class, a
             dictionary (of several labels a list of them); "balanced": inverse to the numbers of
             rows; None: 1.
-        label_smoothing: share of every class in the target of a step.
 
     Example:
         >>> from sklearn.datasets import load_iris
@@ -80,7 +77,6 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEnsemble):
 
     _: KW_ONLY
     class_weight: Any = None
-    label_smoothing: float = 0.0
     head = Classes
     scoring = "neg_log_loss"
 

@@ -29,7 +29,7 @@ import torch
 from sklearn.utils.validation import check_array
 from torch import Tensor
 
-from embens.estimators.heads import Head, as_columns, log_mean
+from embens.estimators.heads import Classes, Head, as_columns, log_mean
 from embens.estimators.tables import read_target
 from embens.uncertainty import ADDED, best_scale
 
@@ -165,22 +165,13 @@ class Gaussians(Head):
             off = y.unsqueeze(-1) - outputs.unflatten(-1, (self.targets, -1))
             levels = LEVELS.to(off)
             return 2 * torch.maximum(levels * off, (levels - 1) * off).mean(-1)
-        mean, logarithm = outputs.chunk(2, dim=-1)  # few operations: every step takes this
-        logarithm = logarithm.clamp(*LOG_VARIANCES)
-        square = (y - mean).square()
-        if self.loss == "student":
-            scales = SCALES.to(outputs)
-            exponents = torch.addcmul(
-                -scales.log(), square.unsqueeze(-1) * (-logarithm).exp().unsqueeze(-1),
-                scales.pow(-2), value=-0.5,
-            )  # fmt: skip
-            density = exponents.logsumexp(-1) - math.log(len(scales)) - logarithm / 2
-            return 0.5 * math.log(2 * math.pi) - density
         if self.loss == "squared":
-            spread = torch.addcmul(logarithm, square.detach(), (-logarithm).exp())
-            return 0.5 * (square + spread)
-        double = torch.addcmul(logarithm, square, (-logarithm).exp())
-        return torch.add(0.5 * math.log(2 * math.pi), double, alpha=0.5)
+            mean, logarithm = outputs.chunk(2, dim=-1)
+            logarithm = logarithm.clamp(*LOG_VARIANCES)
+            square = (y - mean).square()
+            return 0.5 * (square + torch.addcmul(logarithm, square.detach(), (-logarithm).exp()))
+        mean, std = (part.movedim(-3, 0) for part in self.standard(outputs))
+        return -log_density(mean, std, y)
 
     def standard(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and deviations ``(member, part, row, target)``, standardised."""
@@ -194,10 +185,10 @@ class Gaussians(Head):
             centres = middle + drawn * (centres - middle)
             return centres.movedim(-1, 1), WIDTH * wide.movedim(-1, 1)
         mean, logarithm = outputs.chunk(2, dim=-1)
-        std = (logarithm.clamp(*LOG_VARIANCES) / 2).exp().unsqueeze(1)
+        std = (logarithm.clamp(*LOG_VARIANCES) / 2).exp().unsqueeze(-3)
         if self.loss == "student":
             std = std * SCALES.to(std)[:, None, None]
-        return mean.unsqueeze(1).expand_as(std), std
+        return mean.unsqueeze(-3).expand_as(std), std
 
     def members(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and deviations ``(member, part, row, target)`` of the target itself."""
@@ -223,6 +214,7 @@ class Gaussians(Head):
         return mean.mean(1), ((std**2).mean(1) + mean.var(1, correction=0)).sqrt()
 
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        """Return mean and standard deviation of the mixture."""
         mean, std = self.parts(outputs)
         return mean.mean(0), ((std**2).mean(0) + mean.var(0, correction=0)).sqrt()
 
@@ -266,6 +258,9 @@ class Gaussians(Head):
             return -(mine + ADDED * added)
 
         return best_scale(loss)
+
+
+AnyHead = Classes | Gaussians
 
 
 def _interpolate(values: Tensor, x: Tensor, y: Tensor) -> Tensor:

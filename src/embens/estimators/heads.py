@@ -43,32 +43,9 @@ class Head(ABC):
     half: ClassVar[bool] = False  # whether steps may be made in bfloat16
     apart: ClassVar[int] = 4  # every so-manieth held-out row is for conformal scores alone
 
-    @staticmethod
-    @abstractmethod
-    def read(y: Any) -> np.ndarray:
-        """Return a user's target as an array, ``(row,)`` or ``(row, target)``, checked."""
-
-    @classmethod
-    @abstractmethod
-    def learn(cls, y: np.ndarray, options: Any, known: Any = None) -> Any:
-        """Return the head of a target, by its values and classes that are known beforehand."""
-
     def scaled(self, values: Tensor, weights: Tensor) -> Any:
         """Return the head that knows the scale of the training part's values."""
         return self
-
-    @property
-    @abstractmethod
-    def outputs(self) -> int:
-        """How many outputs the network needs."""
-
-    @abstractmethod
-    def values(self, y: np.ndarray) -> Tensor:
-        """Return a target as numbers ``(row, target)``."""
-
-    @abstractmethod
-    def numbers(self, values: Tensor) -> Tensor:
-        """Return numbers whose means say something of a target: standardised, or 1 for a class."""
 
     def groups(self, values: Tensor) -> Tensor | None:
         """Return the classes whose shares held-out rows should keep, if there are any."""
@@ -78,10 +55,6 @@ class Head(ABC):
         """Return what the criterion and the metric take as target, of values and weights."""
         columns = [values, weights[:, None]] if self.weighted and weights is not None else [values]
         return torch.cat([column.to(dtype) for column in columns], 1)
-
-    @abstractmethod
-    def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the losses by row, of one member or of all at once."""
 
     @abstractmethod
     def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
@@ -109,14 +82,6 @@ class Head(ABC):
         """
         return self.tempered(outputs[:, :REFINED], target[:REFINED]).metric(outputs, target)
 
-    @abstractmethod
-    def scored(self, outputs: Tensor, target: Tensor) -> Any:
-        """Return the head with conformal scores of rows that nothing else was chosen by."""
-
-    @abstractmethod
-    def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the prediction: probabilities of each label, or mean and standard deviation."""
-
 
 def log_mean(logarithms: Tensor) -> Tensor:
     """Return the logarithm of the mean over members."""
@@ -137,24 +102,25 @@ class Classes(Head):
 
     labels: tuple[np.ndarray, ...]  # the classes of each, in order
     temperature: float = 1.0  # what logits are divided by at prediction
-    smoothing: float = 0.0  # share of every class in the target of a step
     sites: ClassVar[str] = "first"
     half: ClassVar[bool] = True
 
     @staticmethod
     def read(y: Any) -> np.ndarray:
+        """Return a user's target as an array, ``(row,)`` or ``(row, target)``, checked."""
         y = read_target(y)
         check_classification_targets(y)
         return y
 
     @classmethod
     def learn(cls, y: np.ndarray, options: Any, known: Any = None) -> Classes:
+        """Return the head of a target, by its values and classes that are known beforehand."""
         columns, single = ([y] if y.ndim == 1 else list(y.T)), y.ndim == 1
         if known is not None:
             several = [known] if single else known
             columns = [np.concatenate(pair) for pair in zip(columns, several, strict=True)]
         labels = tuple(np.unique(column) for column in columns)
-        head = cls(labels, single=single, smoothing=float(options.label_smoothing))
+        head = cls(labels, single=single)
         if single and len(head.labels[0]) == 1:
             raise ValueError(
                 f"y has one class only, {head.labels[0].item()!r}: there is nothing to tell apart. "
@@ -178,9 +144,11 @@ class Classes(Head):
 
     @property
     def outputs(self) -> int:
+        """How many outputs the network needs."""
         return sum(self.sizes)
 
     def values(self, y: np.ndarray) -> Tensor:
+        """Return a target as numbers ``(row, target)``."""
         codes, columns = [], as_columns(y, len(self.labels))
         for column, classes in zip(columns, self.labels, strict=True):
             if len(rows := np.flatnonzero(~np.isin(column, classes))):
@@ -192,6 +160,7 @@ class Classes(Head):
         return torch.from_numpy(np.stack(codes, 1))
 
     def numbers(self, values: Tensor) -> Tensor:
+        """Return numbers whose means say something of a target: 1 for a class."""
         sizes = zip(values.long().T, self.sizes, strict=True)
         columns = [one_hot(codes, size)[:, size == 2 :] for codes, size in sizes]
         return torch.cat(columns, 1).double()
@@ -208,11 +177,8 @@ class Classes(Head):
         return torch.cat(found, -1)
 
     def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the losses by row, of one member or of all at once."""
         losses = -self.log_likelihoods(outputs, target).sum(-1)
-        if self.smoothing:
-            parts = outputs.split(self.sizes, dim=-1)
-            even = -sum(x.log_softmax(-1).mean(-1) for x in parts)
-            losses = (1 - self.smoothing) * losses + self.smoothing * even
         return losses * target[..., -1] if self.weighted else losses
 
     criterion.over_members = True  # type: ignore[attr-defined]
@@ -231,6 +197,7 @@ class Classes(Head):
         return replace(self, temperature=best_scale(loss))
 
     def scored(self, outputs: Tensor, target: Tensor) -> Classes:
+        """Return the head with conformal scores of rows that nothing else was chosen by."""
         return replace(self, scores=-self.log_mixture(outputs.double(), target).exp())
 
     def probabilities(self, outputs: Tensor) -> list[Tensor]:
@@ -239,4 +206,5 @@ class Classes(Head):
         return [logits.softmax(-1) for logits in parts]
 
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the prediction: mean probabilities of each label."""
         return tuple(p.mean(0) for p in self.probabilities(outputs))

@@ -53,12 +53,11 @@ class Encode(nn.Module):
         self.used = nn.Buffer(used if len(used) < real.numel() else used[:0])
         columns = [j for j, yes in enumerate(preprocessing.missing) if yes]
         self.missing = nn.Buffer(torch.tensor(columns, dtype=torch.int64))
-        self.counted = len(preprocessing.counted)
-        self.statistics = nn.Buffer(preprocessing.statistics)
 
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
-        parts = []
-        if len(self.start):
+        parts, columns = [], len(self.start)
+        statistics, numbers = numbers[:, columns:], numbers[:, :columns]
+        if columns:
             absent = torch.isnan(numbers)
             filled = torch.where(absent, 0.0, numbers)
             ramps = (filled.unsqueeze(-1) - self.left) * self.inverse
@@ -72,8 +71,7 @@ class Encode(nn.Module):
                 parts.append(ramps.index_select(1, self.used) if len(self.used) else ramps)
             if len(self.missing):
                 parts.append(absent.index_select(1, self.missing).to(ramps.dtype))
-        if self.counted:
-            parts.append(self.statistics[codes[:, -self.counted :]].flatten(1))
+        parts.append(statistics)
         if len(self.slot):
             parts.append((codes.index_select(1, self.slot) == self.code).to(numbers.dtype))
         return torch.cat(parts, 1)
@@ -150,9 +148,8 @@ def build(
     """Build the reference network of a table."""
     embedding = options.numerical_embedding
     encode = Encode(preprocessing, bins=embedding in ("piecewise", "both"))
-    columns = len(preprocessing.categorical) + len(preprocessing.counted)
-    codes = torch.zeros(1, columns, dtype=torch.int64)
-    x = encode(torch.zeros(1, len(preprocessing.numeric)), codes)
+    codes = torch.zeros(1, len(preprocessing.categorical), dtype=torch.int64)
+    x = encode(torch.zeros(1, preprocessing.numbers), codes)
     body = nn.Sequential()
     if embedding in ("periodic", "both") and preprocessing.numeric:
         periodic = Periodic(len(preprocessing.numeric))

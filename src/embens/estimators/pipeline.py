@@ -6,9 +6,8 @@ an ensemble (:func:`embed`), trains it (:func:`train`) and calibrates it (:func:
 
 from __future__ import annotations
 
-import contextlib
+import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,20 +17,21 @@ import numpy as np
 import torch
 from sklearn.utils.class_weight import compute_sample_weight
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 import embens
 from embens.ensemble import EmbeddedEnsemble
 from embens.estimators import choices, network, preprocessing
-from embens.estimators.averaging import Averaging, Enough
 from embens.estimators.choices import Options
-from embens.estimators.gaussians import SKEWED, Gaussians
-from embens.estimators.heads import Head
+from embens.estimators.gaussians import SKEWED, AnyHead, Gaussians
 from embens.estimators.preprocessing import Preprocessing
 from embens.estimators.tables import Table
 from embens.laws import Signs
-from embens.training import Divergence, History, randomness
+from embens.training import History, randomness
 
 BLOCK = 65_536  # rows that are predicted at a time
+HORIZON = 2.0  # epochs that weights are averaged over
+FLOOR = 0.02  # of the rate, at the end
 JUDGED = 1000  # rows that a transform of the target is chosen by, at most
 Tensors = tuple[Tensor, ...]  # rows as the network sees them: numbers, codes of categories, target
 
@@ -44,7 +44,7 @@ class Prepared:
     seed: int
     deadline: float  # by the monotonic clock
     preprocessing: Preprocessing
-    head: Head
+    head: AnyHead
     train: Tensors
     stop: Tensors | None  # to stop training by
     calibrate: Tensors | None  # for conformal scores
@@ -73,7 +73,7 @@ class Fitted:
     """A fitted ensemble with all that it needs to predict."""
 
     preprocessing: Preprocessing
-    head: Head
+    head: AnyHead
     ensemble: EmbeddedEnsemble
     sizes: choices.Sizes  # that it was embedded with
     run: History
@@ -123,7 +123,10 @@ def prepare(
     values = head.values(y)
     if options.class_weight is not None:
         used = weights.nonzero().squeeze(1)
-        weights[used] *= torch.tensor(compute_sample_weight(options.class_weight, y[used.numpy()]))
+        factors = torch.tensor(compute_sample_weight(options.class_weight, y[used.numpy()]))
+        if not (factors.isfinite() & (factors >= 0)).all():
+            raise ValueError(f"class_weight: expected numbers ≥ 0; got {options.class_weight!r}")
+        weights[used] *= factors
     if not weights.all():
         rows = weights.nonzero().squeeze(1)
         table, values, weights = table.take(rows.numpy()), values[rows], weights[rows]
@@ -252,69 +255,59 @@ def train(
     *,
     quiet: bool = False,
 ) -> History:
-    """Train an ensemble within a share of the time that is left; more carefully if it diverges."""
+    """Train an ensemble within a share of the time that is left."""
     options, head, stop = prepared.options, replace(prepared.head, temperature=1.0), prepared.stop
-    lr = sizes.lr
-    own = choices.given(options.modulation_lr, lr)
-    start = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
     epochs = sizes.epochs if stop is not None else min(sizes.epochs, choices.BLIND)
     half = head.half and prepared.train[0].dtype == torch.float32
     half = half and torch.cpu.get_capabilities().get("avx512_bf16", False)
-
-    def judge() -> tuple[float, list[float]]:
-        assert stop is not None
-        outputs = run_members(ensemble, stop[:-1])
-        _, members = held_out_losses(head, outputs, stop[-1])
-        return float(head.refined(outputs, stop[-1])), members
-
-    attempts = 0
-    while True:
-        attempts += 1
-        course = Averaging(
-            *(ensemble, None if stop is None else judge),
-            steps=-(-len(prepared.train[-1]) // sizes.batch_size),
-            epochs=epochs,
-            patience=sizes.patience,
-            seconds=share * (prepared.deadline - time.monotonic()),
-        )
-        history = None
-        try:
-            with contextlib.suppress(Enough):
-                history = embens.fit(
-                    ensemble,
-                    prepared.train,
-                    epochs=epochs,
-                    batch_size=sizes.batch_size,
-                    lr=lr,
-                    modulation_lr=own,
-                    weight_decay=sizes.weight_decay,
-                    gamma=None if options.gamma == "auto" else options.gamma,
-                    criterion=head.criterion,
-                    optimizer=partial(torch.optim.AdamW, fused=True),
-                    scheduler=course.scheduler,
-                    schedule_by="step",
-                    callbacks=[course],
-                    autocast=torch.bfloat16 if half else None,
-                    seed=prepared.seed,
-                    progress=bool(options.verbose) and not quiet,
-                )
-            course.put(course.best)
-            return course.history if history is None or stop is not None else history
-        except Divergence as error:
-            if attempts == 4:
-                raise
-            lr, own = lr / 4, own / 4
-            warnings.warn(f"{error} Trying again with lr={lr:g}.", stacklevel=4)
-            ensemble.load_state_dict(start)
+    steps = -(-len(prepared.train[-1]) // sizes.batch_size)
+    seconds = max(1e-3, share * (prepared.deadline - time.monotonic()))
+    return embens.fit(
+        ensemble,
+        prepared.train,
+        stop,
+        epochs=epochs,
+        batch_size=sizes.batch_size,
+        lr=sizes.lr,
+        weight_decay=sizes.weight_decay,
+        criterion=head.criterion,
+        optimizer=partial(torch.optim.AdamW, fused=True),
+        scheduler=falling(steps, epochs, seconds),
+        schedule_by="step",
+        metric=head.refined,
+        maximise=False,
+        patience=None if stop is None else sizes.patience,
+        average=HORIZON,
+        autocast=torch.bfloat16 if half else None,
+        seed=prepared.seed,
+        time_limit=None if seconds == math.inf else seconds,
+        progress=bool(options.verbose) and not quiet,
+    )
 
 
-def held_out_losses(head: Head, outputs: Tensor, target: Tensor) -> tuple[float, list[float]]:
+def falling(steps: int, epochs: int, seconds: float) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    """Return a schedule: up during the first epoch, and along a cosine down.
+
+    By the epochs that are done or the time that is spent, whichever is further.
+    """
+    began = time.monotonic()
+
+    def factor(step: int) -> float:
+        spent = (time.monotonic() - began) / seconds
+        done = min(1.0, max(step / (steps * epochs), spent))
+        fall = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2
+        return min(1.0, (step + 1) / steps) * fall
+
+    return lambda optimizer: LambdaLR(optimizer, factor)
+
+
+def held_out_losses(head: AnyHead, outputs: Tensor, target: Tensor) -> tuple[float, list[float]]:
     """Return the loss of the ensemble, and of each member."""
     members = [float(head.metric(member[None], target)) for member in outputs]
     return float(head.metric(outputs, target)), members
 
 
-def calibrate(ensemble: EmbeddedEnsemble, prepared: Prepared) -> tuple[Head, dict[str, Any] | None]:
+def calibrate(ensemble: EmbeddedEnsemble, prepared: Prepared) -> tuple[AnyHead, dict | None]:
     """Return the calibrated head, and the losses on the rows that training was stopped by."""
     head = replace(prepared.head, temperature=1.0, scores=None)
     stop, other = (

@@ -19,7 +19,6 @@ there: they are dealt out to folds, and each takes the statistics of the other f
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import secrets
@@ -66,7 +65,7 @@ class Preprocessing:
     absent: list[bool]  # or missing values
     counted: list[int]  # those of the categorical columns that have statistics
     labels: list[list[str]]  # all labels of these
-    statistics: Tensor  # of label, unseen, missing; for prediction, then fold by fold
+    statistics: list[Tensor]  # (fold, label, number), unseen and missing last; 0: for prediction
     notes: list[str] = field(default_factory=list)  # what users should know, as sentences
 
     @property
@@ -93,17 +92,16 @@ class Preprocessing:
         ]
         columns = [self.names[j] for j in self.categorical]
         for j in self.counted:
-            count = self.statistics.shape[1] - 1
+            count = self.statistics[0].shape[-1] - 1
             found += [f"{columns[j]} (mean of target {k})" for k in range(count)]
             found.append(f"{columns[j]} (share)")
         labels = [[*kept, "rare", "missing"] for kept in self.categories]
         return found + [f"{columns[j]} = {labels[j][code]}" for j, code in self.slots]
 
     @property
-    def starts(self) -> list[int]:
-        """Where the statistics of each counted column begin, and where all end."""
-        sizes = ((1 + FOLDS) * (len(labels) + 2) for labels in self.labels)
-        return [*itertools.accumulate(sizes, initial=0)]
+    def numbers(self) -> int:
+        """How many numbers a row has: its numeric columns, then its statistics."""
+        return len(self.numeric) + sum(found.shape[-1] for found in self.statistics)
 
     def encode(
         self,
@@ -114,14 +112,13 @@ class Preprocessing:
     ) -> tuple[Tensor, Tensor]:
         """Return the numbers, scaled, ``(row, numeric)``, and the codes of categories.
 
-        After them come the places of the statistics. ``rows`` are numbers of some rows,
+        The statistics are numbers, behind the columns. ``rows`` are numbers of some rows,
         ``folds`` those of rows to train on. If the table has a folder, both tensors are files
         there, mapped. A block after another: there is never a second copy of a large table.
         """
         count = table.rows if rows is None else len(rows)
-        numbers = _empty(count, len(self.numeric), dtype, table.folder)
-        width = len(self.categorical) + len(self.counted)
-        codes = _empty(count, width, torch.int64, table.folder)
+        numbers = _empty(count, self.numbers, dtype, table.folder)
+        codes = _empty(count, len(self.categorical), torch.int64, table.folder)
         for start in range(0, count, BLOCK):
             block = slice(start, start + BLOCK)
             part = table.take(block)
@@ -134,13 +131,11 @@ class Preprocessing:
                 numbers[block, j] = torch.from_numpy(scaled.clip(-FAR, FAR))
             for j, column in enumerate(self.categorical):
                 codes[block, j] = _codes(self.categories[j], part.values(column))
-            for i, (j, labels, first) in enumerate(
-                zip(self.counted, self.labels, self.starts[:-1], strict=True),
-                len(self.categorical),
-            ):
-                codes[block, i] = first + _codes(labels, part.values(self.categorical[j]))
-                if folds is not None:
-                    codes[block, i] += (1 + folds[block]) * (len(labels) + 2)
+            fold, first = 0 if folds is None else 1 + folds[block], len(self.numeric)
+            for j, labels, found in zip(self.counted, self.labels, self.statistics, strict=True):
+                values = found[fold, _codes(labels, part.values(self.categorical[j]))]
+                numbers[block, first : first + values.shape[1]] = values
+                first += values.shape[1]
         return numbers, codes
 
 
@@ -218,13 +213,8 @@ def learn(
         for at, values in zip((edges, scores), pair, strict=True):
             at[i, : len(values)] = torch.from_numpy(values)
     kept = [_frequent(counts[j], float(masses.sum()), budget) for j in chosen]
-    rare = [len(counts[j].keys() - {None, *names}) for j, names in zip(chosen, kept, strict=True)]
-    for j, names, left in zip(chosen, kept, rare, strict=True):
-        if left > 1:
-            notes.append(
-                f"{table.names[j]}: {len(names)} categories kept, {left} rare ones made one"
-            )
-    counted, labels, statistics = [], [], [torch.zeros(0, 0)]
+    rare = [bool(counts[j].keys() - {None, *names}) for j, names in zip(chosen, kept, strict=True)]
+    counted, labels, statistics = [], [], []
     if target is not None and folds is not None and target.shape[1] <= CLASSES:
         counted = [i for i, j in enumerate(chosen) if len(counts[j].keys() - {None}) > MANY]
         labels = [sorted(n for n in counts[chosen[i]] if n is not None) for i in counted]
@@ -232,18 +222,21 @@ def learn(
         statistics = [
             _statistics(_codes(names, table.values(chosen[i])), len(names), target, weight, folds)
             for i, names in zip(counted, labels, strict=True)
-        ] or statistics
+        ]
     return Preprocessing(
         *(table.names, [j for j, _ in numeric], [part for _, part in numeric], chosen),
-        *(centre, scale, edges, scores, missing, kept, [n > 0 for n in rare]),
-        *([None in counts[j] for j in chosen], counted, labels, torch.cat(statistics), notes),
+        *(centre, scale, edges, scores, missing, kept, rare),
+        *([None in counts[j] for j in chosen], counted, labels, statistics, notes),
     )
 
 
 def _statistics(
     codes: Tensor, labels: int, target: Tensor, weights: Tensor, folds: Tensor
 ) -> Tensor:
-    """Return the mean targets of labels, unseen and missing, and logarithms of their shares."""
+    """Return the mean targets of labels, unseen and missing, and logarithms of their shares.
+
+    Of all folds together, then without each of them.
+    """
     target = target.double()
     mean = (weights[:, None] * target).sum(0) / weights.sum()
     found = []
@@ -254,7 +247,7 @@ def _statistics(
         sums.index_add_(0, codes, mass[:, None] * (target - mean))
         share = ((rows + 1) / (mass.sum() + labels)).log() / math.log(10)
         found.append(torch.cat([sums / (rows + ADDED), share], 1))
-    return torch.cat(found).float()
+    return torch.stack(found).float()
 
 
 def _is_text(table: Table, column: int, distinct: int) -> bool:
@@ -321,7 +314,7 @@ def _count(values: Sequence[Any], weights: np.ndarray) -> dict[str | None, float
     counts: dict[str | None, float] = defaultdict(float)
     for value, weight in zip(values, weights.tolist(), strict=True):
         counts[None if is_missing(value) else label(value)] += weight
-    return dict(counts)
+    return counts
 
 
 def _frequent(counts: dict[str | None, float], rows: float, budget: int) -> list[str]:

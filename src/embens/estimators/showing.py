@@ -5,7 +5,6 @@ Every picture is drawn on an axis, which is returned.
 
 from __future__ import annotations
 
-import html
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -72,15 +71,6 @@ def summary(estimator: Any) -> str:
     lines = [f"{name:<{width}}  {value}" for name, value in found.items()]
     notes = [f"note: {note}" for note in estimator.preprocessing_.notes]
     return "\n".join([type(estimator).__name__, *lines, *notes])
-
-
-def to_html(estimator: Any) -> str:
-    """Return the facts as a table of HTML."""
-    cells = (
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-        for name, value in facts(estimator).items()
-    )
-    return f"<table>{''.join(cells)}</table>"
 
 
 def model_card(estimator: Any, path: str | os.PathLike[str] | None = None) -> str:

@@ -6,8 +6,6 @@ nothing in it is ever executed. ``joblib`` works as well, with pickle's usual ri
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from numbers import Integral
 from pathlib import Path
@@ -26,102 +24,77 @@ from embens.estimators.choices import Sizes
 from embens.estimators.heads import Classes
 from embens.estimators.pipeline import Fitted
 from embens.estimators.preprocessing import FAR, Preprocessing
-from embens.files import Format, Refused, read_tensors, refusing, write_tensors
-from embens.laws import Law, from_dict
+from embens.files import Format, Refused, read_tree, refusing, write_tree
+from embens.laws import from_dict
 from embens.training import History
 
-FORMAT = Format("embens estimator", 5)
+FORMAT = Format("embens estimator", 6)
 
 
 def save(estimator: Any, path: str | os.PathLike[str]) -> None:
     """Write the fitted estimator to one file, without pickle."""
-    ensemble, head, fitted = estimator.ensemble_, vars(estimator.head_).copy(), estimator.fitted_
-    columns = vars(fitted.preprocessing).copy()
-    tensors = {f"ensemble.{k}": v for k, v in ensemble.state_dict().items()}
-    for part, values in (("columns", columns), ("head", head)):
-        for k in [k for k, v in values.items() if isinstance(v, Tensor)]:
-            tensors[f"{part}.{k}"] = values.pop(k)
-    if "labels" in head:
-        kinds = ["object" if c.dtype.kind == "O" else c.dtype.str for c in head["labels"]]
-        head["labels"] = list(zip(kinds, head["labels"], strict=True))
-    arguments = estimator.get_params(deep=False)
-    if isinstance(weights := arguments.get("class_weight"), (dict, list)):  # keys of any type
-        several = [weights] if isinstance(weights, dict) else weights
-        arguments["class_weight"] = [list(pairs.items()) for pairs in several]
+    ensemble, fitted = estimator.ensemble_, estimator.fitted_
+    arguments, head = estimator.get_params(deep=False), vars(fitted.head).copy()
     if not isinstance(arguments["random_state"], Integral):
         arguments["random_state"] = None  # a generator of numbers
-    header = {
+    if arguments["law"] is not None:
+        arguments["law"] = arguments["law"].to_dict()
+    if "labels" in head:
+        head["labels"] = [(classes.dtype.str, classes) for classes in head["labels"]]
+    tree = {
         "class": type(estimator).__name__,
         "arguments": arguments,
         "features": estimator.n_features_in_,
         "names": getattr(estimator, "feature_names_in_", None),
         "head": head,
-        "columns": columns,
+        "columns": vars(fitted.preprocessing),
         "sizes": fitted.sizes._asdict(),
         "held_out": fitted.held_out,
-        "history": dataclasses.asdict(fitted.run),
+        "history": vars(fitted.run),
         "plan": ensemble.plan.to_dict(),
+        "weights": dict(ensemble.state_dict()),
     }
-    write_tensors(path, FORMAT, json.loads(json.dumps(header, default=_to_json)), tensors)
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, Law):
-        return value.to_dict()
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a file can't hold {value!r}; use joblib")
+    write_tree(path, FORMAT, tree)
 
 
 def load(path: str | os.PathLike[str], *kinds: type) -> Any:
     """Read an estimator, of one of some classes, that :func:`save` wrote."""
-    header, tensors = read_tensors(path, FORMAT)
+    tree = read_tree(path, FORMAT)
     with refusing(path):
         known = {kind.__name__: kind for kind in kinds}
-        if header["class"] not in known:
-            raise Refused(f"{path} holds a {header['class']}, not a {' or '.join(known)}")
-        arguments, head = header["arguments"], header["head"]
+        if tree["class"] not in known:
+            raise Refused(f"{path} holds a {tree['class']}, not a {' or '.join(known)}")
+        arguments, head = tree["arguments"], tree["head"]
         if arguments["law"] is not None:
             arguments["law"] = from_dict(arguments["law"])
-        if isinstance(weights := arguments.get("class_weight"), list):
-            labels = [dict(pairs) for pairs in weights]
-            arguments["class_weight"] = labels[0] if head["single"] else labels
-        estimator = known[header["class"]](**arguments)
-        estimator.n_features_in_ = header["features"]
-        if header["names"] is not None:
-            estimator.feature_names_in_ = np.array(header["names"], dtype=object)
         if "labels" in head:
             head["labels"] = tuple(np.array(v, dtype=kind) for kind, v in head["labels"])
-        estimator.fitted_ = _fitted(header, tensors, estimator)
+        estimator = known[tree["class"]](**arguments)
+        estimator.n_features_in_ = tree["features"]
+        if tree["names"] is not None:
+            estimator.feature_names_in_ = np.array(tree["names"], dtype=object)
+        estimator.fitted_ = _fitted(tree, estimator)
         return estimator
 
 
-def _fitted(header: dict[str, Any], tensors: dict[str, Tensor], estimator: Any) -> Fitted:
-    parts: dict[str, dict[str, Any]] = {"ensemble": {}, "columns": {}, "head": {}}
-    for name, tensor in tensors.items():
-        part, _, key = name.partition(".")
-        parts[part][key] = tensor
-    known = Preprocessing(**header["columns"], **parts["columns"])
-    head = estimator.head(**header["head"], **parts["head"])
-    if len(known.statistics) != known.starts[-1]:
-        raise ValueError(f"{len(known.statistics)} statistics for {known.starts[-1]} labels")
-    sizes, depth = Sizes(**header["sizes"]), int(estimator.depth)
-    if sizes.width * (1 + (depth - 1) * sizes.width) > sum(t.numel() for t in tensors.values()):
+def _fitted(tree: dict[str, Any], estimator: Any) -> Fitted:
+    weights, known = tree["weights"], Preprocessing(**tree["columns"])
+    head, sizes = estimator.head(**tree["head"]), Sizes(**tree["sizes"])
+    depth, numbers = int(estimator.depth), sum(t.numel() for t in weights.values())
+    if sizes.width * (1 + (depth - 1) * sizes.width) > numbers:
         raise ValueError(f"{depth} layers of {sizes.width} are more numbers than the file has")
     reference = network.build(known, head, estimator, sizes)
-    weights = parts["ensemble"]
     dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
-    plan = Plan.from_dict(header["plan"])
-    plan.check(reference, sum(t.numel() for t in weights.values()))
+    plan = Plan.from_dict(tree["plan"])
+    plan.check(reference, numbers)
     ensemble = operate(reference.to(dtype), plan)
     check_tensors("the ensemble", weights, ensemble.state_dict())
     ensemble.load_state_dict(weights)
-    history = History(**header["history"])
-    return Fitted(known, head, ensemble, sizes, history, header["held_out"])
+    return Fitted(known, head, ensemble, sizes, History(**tree["history"]), tree["held_out"])
 
 
 class Raw(nn.Module):
-    """From raw columns to the prediction, by the names of its parts."""
+    """From raw numbers to the prediction, by the names of its parts."""
 
     def __init__(self, fitted: Fitted):
         super().__init__()
@@ -130,50 +103,35 @@ class Raw(nn.Module):
         self.ensemble = fitted.ensemble
         self.head, self.dtype = fitted.head, fitted.dtype
 
-    def forward(self, numbers: Tensor, codes: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, numbers: Tensor) -> dict[str, Tensor]:
         scaled = ((numbers - self.centre) / self.scale).clamp(-FAR, FAR).to(self.dtype)
-        if codes is None:
-            codes = torch.zeros(numbers.shape[0], 0, dtype=torch.int64)
+        codes = torch.zeros(numbers.shape[0], 0, dtype=torch.int64)
         found = self.head.summarise(self.ensemble(scaled, codes))
-        if not isinstance(self.head, Classes):
-            return dict(zip(("predicted_mean", "predicted_std"), found, strict=True))
-        several = len(found) > 1
-        return {
-            f"probabilities_{k}" if several else "probabilities": p for k, p in enumerate(found)
-        }
+        names = ["predicted_mean", "predicted_std"]
+        if isinstance(self.head, Classes):
+            several = [f"probabilities_{k}" for k in range(len(found))]
+            names = several if len(found) > 1 else ["probabilities"]
+        return dict(zip(names, found, strict=True))
 
 
 def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> Path:
-    """Write one ONNX file from raw columns to the prediction, checked with onnxruntime.
+    """Write one ONNX file from raw numbers to the prediction, checked with onnxruntime.
 
-    Inputs: ``numbers``, float64 ``(row, column)``, the numeric columns as they were fitted, NaN
-    where one is missing (``when:month`` and the like are parts of dates, which are seconds); and,
-    if there are categorical columns, ``codes``, int64 ``(row, column)``, whose meaning is in the
-    file's metadata (``categories``: for each column a map from label to code; one that is not there
-    has the code after the last, missing one more; a column of many categories comes a second time).
-    Outputs: ``probabilities`` of a classifier (``probabilities_0``, … of several labels);
-    ``predicted_mean`` and ``predicted_std`` of a regressor.
+    Its input is ``numbers``, float64 ``(row, column)``, NaN where one is missing; of the names in
+    the file's metadata, ``when:month`` and the like are parts of dates, which are seconds. Outputs
+    are ``probabilities`` of a classifier (``probabilities_0``, … of several labels);
+    ``predicted_mean`` and ``predicted_std`` of a regressor. Categorical columns are refused.
     """
     fitted, known = estimator.fitted_, estimator.preprocessing_
+    if known.categorical:
+        names = [known.names[j] for j in known.categorical]
+        raise ValueError(f"ONNX files take numbers, and {names} are categorical; fit without them")
     if getattr(fitted.head, "transform", None) == "quantile":
         raise ValueError("ONNX can't have target_transform='quantile'; fit with another one")
-    labels = [*known.categories, *known.labels]
-    columns = [*range(len(known.categorical)), *known.counted]
-    starts = [*[0] * len(known.categorical), *known.starts[:-1]]
-    notes: dict[str, list] = {
-        "numeric": known.inputs("none")[len(known.numeric) : 2 * len(known.numeric)],
-        "categorical": [known.names[known.categorical[j]] for j in columns],
-        "categories": [
-            {name: i for i, name in enumerate(names, first)}
-            for names, first in zip(labels, starts, strict=True)
-        ],
-    }
+    notes = {"numeric": known.inputs("none")[len(known.numeric) : 2 * len(known.numeric)]}
     if isinstance(fitted.head, Classes):
         notes["classes"] = [classes.tolist() for classes in fitted.head.labels]
     steps = torch.linspace(-2, 2, 8, dtype=torch.float64)[:, None]
-    rows = {"numbers": known.centre + steps * known.scale}  # in the range of the training part
-    rows["numbers"][:1, :1] = float("nan")
-    if known.categorical:
-        codes = [torch.arange(8) % (len(names) + 2) for names in labels]
-        rows["codes"] = torch.stack(codes, 1) + torch.tensor(starts)
-    return export.to_onnx(Raw(fitted), path, rows, notes=notes)
+    numbers = known.centre + steps * known.scale  # in the range of the training part
+    numbers[:1, :1] = float("nan")
+    return export.to_onnx(Raw(fitted), path, {"numbers": numbers}, notes=notes)

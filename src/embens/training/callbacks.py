@@ -124,8 +124,7 @@ class Progress:
 
     def beginning(self, done: int) -> AbstractContextManager:
         """Return a context in which the bar is shown; so many steps were done before."""
-        self.done = self.before = done
-        self.began = time.monotonic()
+        self.done = done
         return self.bar or nullcontext()
 
     def step(self, loss: Tensor, members: int) -> None:
@@ -134,8 +133,7 @@ class Progress:
         if self.bar is None or (now := time.monotonic()) - self.shown <= _INTERVAL:
             return
         self.shown = now
-        rate = (self.done - self.before) / max(now - self.began, 1e-9)
-        text = f"{rate:.1f} steps/s, loss {float(loss) / members:.4g}"
+        text = f"{self.bar.tasks[0].speed or 0:.1f} steps/s, loss {float(loss) / members:.4g}"
         self.bar.update(0, completed=self.done, text=text)
 
     def epoch(self, record: dict[str, Any]) -> None:

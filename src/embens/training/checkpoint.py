@@ -1,29 +1,21 @@
 """Checkpoints: one safetensors file each, written atomically, read without executing anything.
 
-A state is a tree of dicts, lists, numbers, strings and tensors. Its tensors go into the file as
-they are, all the rest as JSON into the file's header. Two files are kept. A folder is used by one
-run at a time, which holds its lock.
+Two files are kept. A folder is used by one run at a time, which holds its lock.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
-from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from embens.files import Format, Refused, locked, read_tree, refusing, write_tree
 
-from embens.files import Format, Refused, locked, read_tensors, refusing, write_tensors
-
-FORMAT = Format("embens checkpoint", 3)
-"""3: with a checksum inside. Before 2 gamma was in the gradient; such runs can't be continued."""
+FORMAT = Format("embens checkpoint", 4)
 KEEP = 2
-_NAME = re.compile(r"step-(\d{10})(-[0-9a-f]{16})?\.safetensors")
 
 
 class Checkpoints:
@@ -43,10 +35,14 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write a state, then remove all but the last two files."""
-        tensors: dict[str, Tensor] = {}
         path = self.folder / f"step-{step:010d}.safetensors"
-        header = {"run": self.run, "state": pack(state, tensors)}
-        write_tensors(path, FORMAT, header, tensors)
+        try:
+            write_tree(path, FORMAT, {"run": self.run, "state": state})
+        except TypeError as error:
+            raise TypeError(
+                f"checkpoint: {error}; it is in the state of the optimizer or of the schedule. Use "
+                "others, or train without checkpoint="
+            ) from None
         self.refused.discard(path)
         for old in [file for file in self._files() if file not in self.refused][KEEP:]:
             old.unlink(missing_ok=True)
@@ -54,71 +50,26 @@ class Checkpoints:
 
     def load_last(self) -> dict[str, Any] | None:
         """Return the state of the last good file, or None; say which files were refused and why."""
-        for path in self._files(every=True):
+        for path in self._files():
             try:
-                content = read(path)
+                content = read_tree(path, FORMAT)
+                with refusing(path):
+                    state, run = content["state"], dict(content["run"])
             except Refused as error:
                 warnings.warn(f"checkpoint refused: {error}", stacklevel=5)
                 self.refused.add(path)
                 continue
-            for key in {**self.run, **content["run"]}:
-                values = content["run"].get(key), self.run.get(key)
+            for key in {**self.run, **run}:
+                values = run.get(key), self.run.get(key)
                 if values[0] != values[1]:
                     theirs, mine = (f"{json.dumps(v):.200}" for v in values)
                     raise ValueError(
                         f"{path} is of a different run: {key} was {theirs}, now it is {mine}. Use "
                         "the same arguments to continue it, or another folder to start anew."
                     )
-            return content["state"]
+            return state
         return None
 
-    def _files(self, every: bool = False) -> list[Path]:
-        """Return the files, last step first; with ``every`` also those of other names."""
-        found = [(_NAME.fullmatch(p.name), p) for p in self.folder.glob("*.safetensors")]
-        ours = [(int(match[1]), p.stat().st_mtime_ns, p) for match, p in found if match]
-        others = [p for match, p in found if every and not match]
-        return [path for *_, path in sorted(ours, reverse=True)] + others
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return the run and the state in a file, or raise :class:`Refused`."""
-    if _NAME.fullmatch(path.name) is None:
-        raise Refused(f"{path.name} does not have a name that a checkpoint has")
-    content, tensors = read_tensors(path, FORMAT)
-    with refusing(path):
-        return {"run": dict(content["run"]), "state": unpack(content["state"], tensors)}
-
-
-def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a tree as JSON can hold it; its tensors are added to ``tensors``."""
-    if tree is None or isinstance(tree, (bool, int, float, str)):
-        return tree
-    if isinstance(tree, Tensor):
-        name = str(len(tensors))
-        tensors[name] = tree.detach()
-        return {"tensor": name}
-    if isinstance(tree, dict):
-        kind = "counter" if isinstance(tree, Counter) else "dict"
-        return {kind: [[pack(k, tensors), pack(v, tensors)] for k, v in tree.items()]}
-    if isinstance(tree, (list, tuple)):
-        if type(tree) is list and all(type(v) in (int, float, str) for v in tree):
-            return tree
-        return {"list" if isinstance(tree, list) else "tuple": [pack(v, tensors) for v in tree]}
-    raise TypeError(
-        f"a checkpoint holds tensors, numbers, strings, lists and dicts, no {type(tree).__name__} "
-        f"({tree!r:.80}); it is in the state of the optimizer or of the schedule. Use others, or "
-        "train without checkpoint="
-    )
-
-
-def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the tree that was packed."""
-    if not isinstance(tree, dict):
-        return tree
-    ((kind, value),) = tree.items()
-    if kind == "tensor":
-        return tensors[value]
-    make = {"list": list, "tuple": tuple, "dict": dict, "counter": lambda v: Counter(dict(v))}[kind]
-    if kind in ("list", "tuple"):
-        return make(unpack(v, tensors) for v in value)
-    return make([(unpack(k, tensors), unpack(v, tensors)) for k, v in value])
+    def _files(self) -> list[Path]:
+        """Return the files, last step first."""
+        return sorted(self.folder.glob("step-*.safetensors"), reverse=True)

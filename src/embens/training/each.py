@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from embens.ensemble.rates import MakeOptimizer, is_linear_in_rate
 from embens.objective import BatchKind, Criterion, member_losses, squared_error
@@ -28,8 +28,6 @@ class EachMember:
     Attributes:
         rates: factors of the rate of a member's own parameters (modulations, own layers, separate
             networks), of their decay too. What members share has one rate.
-        weight_decay: of a member's own parameters, in the place of ``fit``'s; of what members share
-            there is one.
         dropout: the rate of a member in the reference's ``nn.Dropout`` layers, and their kin, whose
             rate is above 0. Members then run one after another.
         label_smoothing: of cross-entropy.
@@ -46,7 +44,6 @@ class EachMember:
     weights: Tensor | None = None
     targets: Tensor | None = None
     dropout: Sequence[float] | None = None
-    weight_decay: Sequence[float] | None = None
 
     def check(
         self, ensemble: EmbeddedEnsemble, rows: int | None, optimizer: MakeOptimizer | None
@@ -69,8 +66,6 @@ class EachMember:
                 raise ValueError(f"each: {name} must be finite, and from {least:g} to {most:g}")
         if self.rates is not None and optimizer and not is_linear_in_rate(optimizer):
             raise ValueError("each: steps are not proportional to rates; use SGD, Adam or AdamW")
-        if self.weight_decay is not None and not list(ensemble.individual_parameters()):
-            raise ValueError("each: members have no trainable parameters of their own to decay")
         if self.dropout is not None and (plan.heads is not None or plan.recompute):
             why = "recomputes activations" if plan.recompute else "runs once for all members (mimo)"
             raise ValueError(f"each: this network {why}, so members can't have their own dropout")
@@ -113,39 +108,22 @@ class EachMember:
         return partial(criterion, **options) if criterion is F.cross_entropy else criterion
 
     def attach(self, optimizer: Optimizer, own: Sequence[Tensor]) -> None:
-        """Let an optimizer step with the members' rates and decay, of their own parameters."""
-        usual = optimizer.defaults
-        apart = isinstance(optimizer, AdamW) or usual.get("decoupled_weight_decay")
-        known = type(optimizer) in (SGD, Adam, AdamW) and not usual.get("maximize")
-        if self.weight_decay is not None and not known:
-            raise ValueError("each: this weight decay is not known; use SGD, Adam or AdamW")
-        mine, before = {id(p) for p in own}, {}
-        for group in optimizer.param_groups:  # all of it is members' own, or nothing
-            if self.weight_decay is not None and id(group["params"][0]) in mine:
-                group["weight_decay"] = 0.0
+        """Let an optimizer step with the members' rates, of their own parameters."""
+        before: dict[Tensor, Tensor] = {}
 
-        @torch.no_grad()
         def begin(*_: Any) -> None:
-            moved = ((p, g["lr"]) for g in optimizer.param_groups for p in g["params"])
-            for p, lr in ((p, lr) for p, lr in moved if id(p) in mine and p.grad is not None):
-                if self.rates is not None:
-                    before[p] = p.detach().clone()
-                if self.weight_decay is None:
-                    continue
-                decay = _by_member(self.weight_decay, p)
-                if apart:
-                    p.mul_(1 - lr * decay)
-                else:
-                    p.grad = p.grad + decay * p
+            before.update((p, p.detach().clone()) for p in own if p.grad is not None)
 
         @torch.no_grad()
         def end(*_: Any) -> None:
             for p, old in before.items():
-                p.copy_(old.lerp(p, _by_member(self.rates, p).expand_as(p)))
+                rates = torch.as_tensor(self.rates).to(p).view(-1, *(1,) * (p.dim() - 1))
+                p.copy_(old.lerp(p, rates.expand_as(p)))
             before.clear()
 
-        optimizer.register_step_pre_hook(begin)
-        optimizer.register_step_post_hook(end)
+        if self.rates is not None:
+            optimizer.register_step_pre_hook(begin)
+            optimizer.register_step_post_hook(end)
 
     def dropping(self, ensemble: EmbeddedEnsemble) -> Callable[..., Any]:
         """Return a call of an ensemble in which every member has its own rate of dropout."""
@@ -165,7 +143,3 @@ class EachMember:
                     layer.p = rate
 
         return forward
-
-
-def _by_member(values: Any, like: Tensor) -> Tensor:
-    return torch.as_tensor(values).to(like).view(-1, *(1,) * (like.dim() - 1))

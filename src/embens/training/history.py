@@ -34,7 +34,7 @@ class History:
             ``gradient_norm_individual`` (at the first step of the epoch, as the optimizer gets
             them) and ``seconds``.
         best_epoch: the epoch with the best metric, if there was validation data.
-        stopped: why the run ended: "epochs" (all done) or "patience".
+        stopped: why the run ended: "epochs" (all done), "patience" or "time".
 
     Values on the training data are those of the steps as they went. What is not defined (the
     accuracy of a regression, a correlation without pairs, columns of parameters that don't exist)
@@ -44,7 +44,7 @@ class History:
     members: list[dict[str, Any]] = field(repr=False)
     epochs: list[dict[str, Any]] = field(repr=False)
     best_epoch: int | None = None
-    stopped: Literal["epochs", "patience"] = "epochs"
+    stopped: Literal["epochs", "patience", "time"] = "epochs"
 
     def to_pandas(self, table: Literal["epochs", "members"] = "epochs") -> pandas.DataFrame:
         """Return one of the two tables as a data frame."""

@@ -29,7 +29,7 @@ Metric = str | Callable[[Tensor, Tensor], Any] | None
 MORE: dict[Any, bool] = {"accuracy": True, metrics.ensemble_accuracy: True, "loss": False}
 """Whether more of a metric is better."""
 MORE |= dict.fromkeys((metrics.nll, metrics.brier, metrics.expected_calibration_error), False)
-_NO_SETTINGS = "ensemble train validation callbacks checkpoint every progress".split()
+_NO_SETTINGS = "ensemble train validation callbacks checkpoint every progress time_limit".split()
 
 
 @suggest()
@@ -63,6 +63,8 @@ def fit(
     compile: bool = False,
     schedule_by: Literal["epoch", "step"] = "epoch",
     each: EachMember | None = None,
+    average: float | None = None,
+    time_limit: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
     progress: bool | None = None,
@@ -126,6 +128,9 @@ def fit(
         schedule_by: "step": the scheduler makes a step after each step of the optimizer.
         each: rates, label smoothing, row weights and targets of each member's own, as an
             ``embens.EachMember``.
+        average: judge, and end with, not the weights of the last step but their running mean over
+            about so many epochs, in full precision; statistics of norm layers are the last ones.
+        time_limit: seconds after which the run ends, with the best weights until then.
         checkpoint: a folder to keep checkpoints of this run in. If it has one, the run goes on
             from there and ends as if it had never stopped (a loader: from the last epoch). A
             checkpoint of another run (other arguments, laws or shapes) is refused; the data are
@@ -158,9 +163,11 @@ def fit(
     settings.check(validation is not None)
     if every is not None:
         check_whole("every", every)
+    if time_limit is not None:
+        check_number("time_limit", time_limit, "a number above 0", lambda number: number > 0)
     with evaluating(ensemble), randomness.seeded(seed), torch.enable_grad():  # modes are kept
         run = Trainer(ensemble, train, validation, settings, callbacks, progress)
-        return run.train(checkpoint, every)
+        return run.train(checkpoint, every, time_limit)
 
 
 class Settings(SimpleNamespace):
@@ -174,8 +181,9 @@ class Settings(SimpleNamespace):
         choices["autocast"] = (None, torch.bfloat16, torch.float16)
         for name, possible in choices.items():
             check_choice(name, getattr(self, name), possible)
-        if self.clip is not None:
-            check_number("clip", self.clip, "a number above 0", lambda bound: bound > 0)
+        for name in ("clip", "average"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, "a number above 0", lambda number: number > 0)
         if self.compile and (self.chunk is not None or torch.__version__ < (2, 10)):  # type: ignore[operator]
             raise ValueError("compile=True needs torch 2.10, and all members at once: no chunk=")
         if self.each is not None:

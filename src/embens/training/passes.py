@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from embens.checks import Gamma, check_number, find_gaps, gradient_factor
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
 from embens.objective import (
     BatchKind,
-    Criterion,
     check_labels,
     default_criterion,
     ignored_label,
@@ -31,6 +29,7 @@ from embens.training.batches import AnyBatches, Loaded, Minibatch, Shuffled, map
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
+    from embens.training.each import EachMember
 
 Result = tuple[Tensor, Any, Any, int]
 """What a batch gave: the losses of members, their outputs, the target and how many rows."""
@@ -58,8 +57,8 @@ class Passes:
         gaps = "" if self.batches.tensors else self._look(name, batch.inputs, batch.target)
         inputs, target = self._move((batch.inputs, batch.target))
         with _explaining(f"{name} has {batch.rows} rows"):
-            backward = self._backward if self.settings.chunk is None else self._backward_in_chunks
-            loss, losses, outputs = backward(inputs, target, weight, batch.numbers)
+            losses, outputs = self._backward(inputs, target, weight, batch.numbers)
+        loss = losses.sum()
         if self.ensemble.plan.has_prior:
             kl = self._kl()
             self._scaled(kl, weight).backward()
@@ -67,50 +66,45 @@ class Passes:
         _refuse(name, gaps, loss)
         return loss if weight == 1 else weight * loss, (losses, outputs, target, batch.rows)
 
-    def evaluate(self, name: str, batches: AnyBatches, kind: BatchKind = "same") -> Iterator:
-        """Yield what every batch gives, in the ensemble's mode."""
+    def evaluate(
+        self, name: str, batches: AnyBatches, ensemble: EmbeddedEnsemble, kind: BatchKind = "same"
+    ) -> Iterator:
+        """Yield what every batch gives, in the mode of an ensemble that is like the one here."""
         for number, batch in enumerate(batches.epoch(0), 1):
             where = f"{name}: batch {number}"
             gaps = "" if batches.tensors else self._look(where, batch.inputs, batch.target)
             inputs, target = self._move((batch.inputs, batch.target))
-            outputs = self._outputs(self.ensemble, inputs, kind)
+            args, kwargs = ensemble.bind(inputs)
+            with self._autocast(enabled=ensemble is self.ensemble):
+                outputs = self._take(ensemble(*args, batch=kind, **kwargs))
             losses = self._losses(outputs, target, kind)
             _refuse(where, gaps, losses.sum())
             yield losses, outputs, target, batch.rows
 
     def _backward(
         self, inputs: Any, target: Any, weight: float, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor, Any]:
-        """Return the objective, the members' losses and their outputs."""
-        kind, each = self.settings.batch, self.settings.each
-        outputs = self._outputs(self.forward, inputs, kind)
-        if each is None:
-            losses = self._losses(outputs, target, kind)
-        else:
-            criterion = self._choose_criterion(outputs, target, kind)
-            losses = each.losses(outputs, target, criterion, kind, rows)
-        loss = losses.sum()
-        self._scaled(loss, weight).backward()
-        return loss.detach(), losses, outputs
-
-    def _backward_in_chunks(
-        self, inputs: Any, target: Any, weight: float, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor, Any]:
-        seen: list[tuple[Any, Tensor]] = []
+    ) -> tuple[Tensor, Any]:
+        """Add gradients, of some members after others; return members' losses and outputs."""
+        settings, seen = self.settings, []
 
         def loss_of(outputs: Any) -> Tensor:
-            with torch.autocast(self.device.type, enabled=False):
-                outputs = self._take(outputs)
-                losses = self._losses(outputs, target)
-            seen.append((tree_map_only(Tensor, Tensor.detach, outputs), losses.detach()))
+            outputs = self._take(outputs)
+            with self._autocast(enabled=False):
+                losses = self._losses(outputs, target, settings.batch, settings.each, rows)
+            seen.append((losses.detach(), map_tensors(Tensor.detach, outputs)))
             return self._scaled(losses.sum(), weight)
 
         args, kwargs = self.ensemble.bind(inputs)
-        run = self.ensemble.run(args, kwargs, chunk=self.settings.chunk, cut=True)
+        if settings.chunk is None:
+            with self._autocast():
+                outputs = self.forward(*args, batch=settings.batch, **kwargs)
+            loss_of(outputs).backward()
+            return seen[0]
+        run = self.ensemble.run(args, kwargs, chunk=settings.chunk, cut=True)
         with run, self._autocast():
             run.backward(loss_of)
-        outputs, losses = (gather(parts, torch.cat) for parts in zip(*seen, strict=True))
-        return losses.sum(), losses, outputs
+        losses, outputs = (gather(parts, torch.cat) for parts in zip(*seen, strict=True))
+        return losses, outputs
 
     def _kl(self) -> Tensor:
         """Return the members' divergence from their prior, for each row."""
@@ -127,14 +121,9 @@ class Passes:
     def _scaled(self, loss: Tensor, weight: float) -> Tensor:
         return self.scaler.scale(loss if weight == 1 else weight * loss)
 
-    def _autocast(self) -> AbstractContextManager:
+    def _autocast(self, enabled: bool = True) -> AbstractContextManager:
         kind = self.settings.autocast
-        return nullcontext() if kind is None else torch.autocast(self.device.type, kind)
-
-    def _outputs(self, call: Callable, inputs: Any, batch: BatchKind) -> Any:
-        args, kwargs = self.ensemble.bind(inputs)
-        with self._autocast():
-            return self._take(call(*args, batch=batch, **kwargs))
+        return nullcontext() if kind is None else torch.autocast(self.device.type, kind, enabled)
 
     def _take(self, outputs: Any) -> Any:
         """Return outputs in full precision; the logits of several, if no criterion takes them."""
@@ -142,23 +131,27 @@ class Passes:
         if self.settings.autocast is None:
             return outputs
         half = (torch.bfloat16, torch.float16)
-        return tree_map_only(Tensor, lambda v: v.float() if v.dtype in half else v, outputs)
+        return map_tensors(lambda v: v.float() if v.dtype in half else v, outputs)
 
-    def _losses(self, outputs: Any, target: Any, batch: BatchKind = "same") -> Tensor:
-        criterion = self._choose_criterion(outputs, target, batch)
-        members, of = self.ensemble.members if batch == "split" else None, self.settings.of
-        return member_losses(outputs, target, criterion, batch=batch, of=of, members=members)
-
-    def _choose_criterion(self, outputs: Any, target: Any, batch: BatchKind) -> Criterion:
+    def _losses(
+        self,
+        outputs: Any,
+        target: Any,
+        batch: BatchKind,
+        each: EachMember | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         if self.criterion is None:
             self.criterion = default_criterion(outputs, target, batch, self.settings.of)
-        if self._labels:
-            if (ignored := ignored_label(self.criterion)) is not None:
-                classes = outputs.shape[1 if batch == "split" else 2]
-                for name, values in self._labels:
-                    check_labels(name, values, classes, ignored)
-            self._labels = []
-        return self.criterion
+        if self._labels and (ignored := ignored_label(self.criterion)) is not None:
+            classes = outputs.shape[1 if batch == "split" else 2]
+            for name, values in self._labels:
+                check_labels(name, values, classes, ignored)
+        self._labels = []
+        if each is not None:
+            return each.losses(outputs, target, self.criterion, batch, rows)
+        members, of = self.ensemble.members if batch == "split" else None, self.settings.of
+        return member_losses(outputs, target, self.criterion, batch=batch, of=of, members=members)
 
     def _move(self, values: Any) -> Any:
         return map_tensors(lambda v: v.to(self.device, non_blocking=True), values)
@@ -185,7 +178,7 @@ class Passes:
                 continue
             kind = settings.batch if name == "train" else "same"
             with evaluating(self.ensemble), randomness.seeded(settings.seed):
-                for losses, *_ in self.evaluate(name, batches, kind):
+                for losses, *_ in self.evaluate(name, batches, self.ensemble, kind):
                     parallel.sum_(train.world, [loss := losses.sum()])
                     _refuse(name, gaps, loss)
             self.criterion = criterion
@@ -198,8 +191,10 @@ class Passes:
         before = {k: v.clone() for k, v in self.ensemble.state_dict().items()}
         try:
             self.ensemble.train()
-            with _explaining(f"{what} are {rows}"), randomness.seeded(settings.seed):
-                self._outputs(self.ensemble, self._move(last.inputs), settings.batch)
+            args, kwargs = self.ensemble.bind(self._move(last.inputs))
+            explained = _explaining(f"{what} are {rows}")
+            with explained, randomness.seeded(settings.seed), self._autocast():
+                self.ensemble(*args, batch=settings.batch, **kwargs)
         finally:
             self.ensemble.load_state_dict(before)
 

@@ -121,7 +121,7 @@ def snapshots(
     keeper = _Keeper(ensemble, course)
     fit(
         *(ensemble, train),
-        scheduler=functools.partial(_follow, course=course),
+        scheduler=functools.partial(LambdaLR, lr_lambda=functools.partial(rate, course)),
         schedule_by="step",
         callbacks=(keeper, *callbacks),
         **{name: given[name] for name in PASSED_ON},
@@ -151,18 +151,15 @@ class Course(NamedTuple):
         begin, end = (-(-k * self.steps // self.members) for k in (number, number + 1))
         return step + 1 - begin, end - begin
 
-    def rate(self, step: int) -> float:
-        """Return the factor of the rate at a step, counted from 0."""
-        if self.schedule == "swag":
-            return 1.0
-        done, length = self.cycle(step)
-        if self.schedule == "cosine":
-            return (1 + math.cos(math.pi * (done - 1) / length)) / 2
-        return LOWEST + (1 - LOWEST) * abs(1 - 2 * done / length)
 
-
-def _follow(optimizer: torch.optim.Optimizer, course: Course) -> LambdaLR:
-    return LambdaLR(optimizer, course.rate)
+def rate(course: Course, step: int) -> float:
+    """Return the factor of the rate at a step, counted from 0."""
+    if course.schedule == "swag":
+        return 1.0
+    done, length = course.cycle(step)
+    if course.schedule == "cosine":
+        return (1 + math.cos(math.pi * (done - 1) / length)) / 2
+    return LOWEST + (1 - LOWEST) * abs(1 - 2 * done / length)
 
 
 class _Keeper:

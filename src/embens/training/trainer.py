@@ -8,6 +8,7 @@ weights of the epoch before.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import time
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
@@ -100,6 +102,9 @@ class Trainer:
             raise ValueError("ReduceLROnPlateau goes by a metric of epochs: schedule_by='epoch'")
         if settings.each is not None:
             settings.each.attach(self.optimizer, self.individual)
+        self.judged = ensemble if settings.average is None else copy.deepcopy(ensemble)
+        if settings.average is not None and len(self.batches) == 0:
+            raise ValueError("average: this loader does not know how many batches an epoch has")
         self.passes = Passes(ensemble, settings, self.batches)
         self.scaler = self.passes.scaler
         self.epoch = self.steps = 0
@@ -118,15 +123,18 @@ class Trainer:
 
     # Steps
 
-    def train(self, folder: str | os.PathLike[str] | None, every: int | None) -> History:
+    def train(
+        self, folder: str | os.PathLike[str] | None, every: int | None, seconds: float | None
+    ) -> History:
         """Run until the end, from the last checkpoint in the folder if there is one."""
-        checkpoints = None
+        checkpoints, self.deadline = None, time.monotonic() + (seconds or math.inf)
         if folder is not None:
             run = self.settings.describe(self.ensemble, self.optimizer, self.batches.count)
             checkpoints = Checkpoints(folder, run)
         with checkpoints.alone() if checkpoints and self.world.rank == 0 else nullcontext():
             if checkpoints and (state := checkpoints.load_last()):
                 self._load(state)
+                self.stopped = None if self.stopped == "time" else self.stopped
             tensors = self.ensemble.state_dict().values()
             parallel.broadcast_(self.world, tensors)  # nobody starts before all have read
             if self.stopped is None:
@@ -135,8 +143,8 @@ class Trainer:
                 while self.stopped is None:
                     self._run_epoch(checkpoints, every if self.batches.resumable else None)
         self.optimizer.zero_grad(set_to_none=True)
-        if self.best is not None:
-            self.ensemble.load_state_dict(self.best)
+        if self.best is not None or self.judged is not self.ensemble:
+            self.ensemble.load_state_dict(self.best or self.judged.state_dict())
         history = history_of(self.records, self.best_epoch, self.stopped)
         self._tell("on_end", history)
         return history
@@ -150,6 +158,9 @@ class Trainer:
             if checkpoints and every and self.steps % every == 0:
                 self.seconds = time.perf_counter() - began
                 self._save(checkpoints)
+            if time.monotonic() > self.deadline:
+                self.stopped = "time"
+                break
         self.seconds = time.perf_counter() - began
         self._end_epoch()
         if checkpoints and (not every or self.stopped):
@@ -186,6 +197,8 @@ class Trainer:
         self.scaler.update()
         self.step += 1
         self.steps += 1
+        if self.judged is not self.ensemble:
+            self._average()
         self._unchecked.append(loss)
         if self.step % _CHECK_EVERY == 0:
             self._check_losses()
@@ -195,6 +208,17 @@ class Trainer:
         if self.settings.schedule_by == "step" and self.scaler.get_scale() >= scale:
             self.scheduler.step()  # unless the scaler skipped the step
         self.progress.step(loss, members)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        r"""Move the mean: :math:`\bar w \leftarrow \bar w + (w - \bar w) / \min(h, 1 + s/9)`."""
+        epoch = math.ceil(len(self.batches) / self.settings.accumulate)
+        kept = 1 - 1 / min(max(self.settings.average * epoch, 1.0), 1 + self.steps / 9)
+        both = self.judged, self.ensemble
+        mean, latest = ([p.detach() for p in some.parameters()] for some in both)
+        get_ema_multi_avg_fn(kept)(mean, latest, self.steps)
+        for mine, buffer in zip(self.judged.buffers(), self.ensemble.buffers(), strict=True):
+            mine.copy_(buffer)
 
     def _check_losses(self) -> None:
         """Raise :class:`Divergence` if a loss since the last time is not finite."""
@@ -231,7 +255,7 @@ class Trainer:
         sign = -1 if self.more else 1
         if not math.isnan(metric) and not sign * metric >= sign * self.best_value:  # NaN: the first
             self.best_value, self.best_epoch = metric, self.epoch
-            self.best = self.good if self.settings.keep == "best" else None
+            self.best = _copy(self.judged) if self.settings.keep == "best" else None
         patience = self.settings.patience or math.inf
         if not math.isnan(metric) and self.epoch - (self.best_epoch or 0) >= patience:
             self.stopped = "patience"
@@ -253,8 +277,8 @@ class Trainer:
         metric: Any = self.settings.metric
         tally, kept = Tally(self.ensemble.members, device=self.device), []
         seed = randomness.combine(self.settings.seed, self.epoch, 1)
-        with evaluating(self.ensemble), randomness.seeded(seed):
-            for result in self.passes.evaluate("validation", validation):
+        with evaluating(self.judged), randomness.seeded(seed):
+            for result in self.passes.evaluate("validation", validation, self.judged):
                 tally.add(*result)
                 if callable(metric):
                     kept.append(result)
@@ -280,7 +304,7 @@ class Trainer:
     # State
 
     def _keep_good(self) -> None:
-        self.good = {k: v.detach().clone() for k, v in self.ensemble.state_dict().items()}
+        self.good = _copy(self.ensemble)
 
     def _divergence(self, what: str, step: int) -> Divergence:
         shared, individual = self._rates().values()
@@ -298,7 +322,8 @@ class Trainer:
 
     def _stateful(self) -> dict[str, Any]:
         """Return what has ``state_dict`` and ``load_state_dict``."""
-        names = ("optimizer", "scheduler", "scaler")
+        names = ["optimizer", "scheduler", "scaler"]
+        names += [] if self.judged is self.ensemble else ["judged"]
         return {"model": self.ensemble} | {name: getattr(self, name) for name in names}
 
     def _save(self, checkpoints: Checkpoints) -> None:
@@ -340,6 +365,10 @@ class Trainer:
         self.passes.criterion = _DEFAULTS.get(state["criterion"], self.passes.criterion)
 
 
+def _copy(ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in ensemble.state_dict().items()}
+
+
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
     """Return the norm of all gradients together; NaN if there are none."""
@@ -350,7 +379,4 @@ def gradient_norm(parameters: Iterable[Tensor]) -> float:
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether all numbers are finite."""
-    floats = [t for t in tensors if t.is_floating_point()]
-    return math.isfinite(torch.nn.utils.get_total_norm(floats)) or all(
-        bool(t.isfinite().all()) for t in floats
-    )
+    return all(bool(t.isfinite().all()) for t in tensors)
