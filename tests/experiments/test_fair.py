@@ -12,12 +12,12 @@ from experiments.battery import check
 
 from embens.experiments import ablation, contract, fair, grid
 from embens.experiments.claims import HOLDS, Rows, judge
+from embens.experiments.contract import Cell
 from embens.experiments.engines import inline
-from embens.experiments.fair import Fair
 from embens.experiments.grid import make_job
 from embens.experiments.results import Results, count_others, tidy
 
-SMALL = Fair(setting=problem.SETTING, width=0.5, networks=8)
+SMALL = Cell(problem.SETTING, {"width": 0.5, "networks": 8, "seed": 0}, "fair")
 
 
 def test_a_cell_has_a_row_for_each_number_of_networks():
@@ -80,7 +80,7 @@ def test_what_one_experiment_measured_the_others_take_over(tmp_path, monkeypatch
 
 def test_the_columns_of_an_experiment_come_before_those_of_fair_lines(tmp_path):
     results = Results(tmp_path / "transition" / "quick")
-    cells = [replace(SMALL, width=1.0), *problem.cells(1)]
+    cells = [SMALL.but(width=1.0), *problem.cells(1)]
     grid.run("transition", cells, results, inline)
     found = tidy(results, "transition", problem.SETTING)
     assert list(found)[:4] == ["p", "members", "gamma", "seed"]
@@ -90,7 +90,7 @@ def test_the_columns_of_an_experiment_come_before_those_of_fair_lines(tmp_path):
 def test_narrowing_a_sweep_keeps_its_fair_lines():
     cells = contract.cells("transition", problem.SETTING, [0])
     found = grid.narrow(cells, p=[0.9], members=[2])
-    assert [type(cell).__name__ for cell in found] == ["Cell", "Cell", "Fair"]
+    assert [cell.owner for cell in found] == ["", "", "fair"]
 
 
 def made_up():

@@ -11,7 +11,7 @@ from experiments import problem
 
 from embens.experiments import NAMES, contract, gain, grid, setting, transition
 from embens.experiments.engines import inline
-from embens.experiments.grid import Done, make_job, perform
+from embens.experiments.grid import make_job, perform
 from embens.experiments.results import Results
 
 
@@ -21,7 +21,7 @@ def run(cells, folder, **options):
 
     def counting(jobs):
         for done in inline(jobs):
-            seen.append(next(job.cell for job in jobs if job.key == done.key))
+            seen.append(next(job.cell for job in jobs if job.key == done["key"]))
             yield done
 
     return grid.run("transition", cells, Results(folder), counting, **options), seen
@@ -104,9 +104,9 @@ def test_the_key_is_of_everything_in_the_cell():
         make_job("transition", changed).key
         for changed in (
             cell,
-            replace(cell, p=0.6),
-            replace(cell, seed=1),
-            replace(cell, members=2),
+            cell.but(p=0.6),
+            cell.but(seed=1),
+            cell.but(members=2),
             replace(cell, setting=replace(cell.setting, threads=2)),
             replace(cell, setting=replace(cell.setting, lr=0.02)),
             replace(cell, setting=replace(cell.setting, device="cuda")),
@@ -121,15 +121,14 @@ def test_the_threads_of_a_cell_are_set_and_put_back():
     before = torch.get_num_threads()
     cell = problem.cells(1)[0]
     done = perform(make_job("transition", replace(cell, setting=replace(cell.setting, threads=2))))
-    assert done.error is None
+    assert "rows" in done
     assert torch.get_num_threads() == before
 
 
 def test_a_measurement_that_raises_gives_its_text():
     done = perform(make_job("transition", problem.bad()))
-    assert isinstance(done, Done)
-    assert done.rows is None
-    assert "Traceback" in (done.error or "")
+    assert "rows" not in done
+    assert "Traceback" in done["error"]
 
 
 @pytest.fixture
@@ -170,7 +169,6 @@ def test_the_key_does_not_change_with_what_changes_no_number(version_with, modul
     ("module", "old", "new"),
     [
         (transition, 'if cell.gamma == "M" else 1.0', 'if cell.gamma == "M" else 2.0'),
-        (transition, "    members: int\n    gamma: str", "    members: int = 2\n    gamma: str"),
         (contract, "manual_seed(self.seed)", "manual_seed(self.seed + 1)"),
         (setting, "_read(setting).standardise()", "_read(setting)"),
         (setting, "lr: float = 0.003", "lr: float = 0.004"),

@@ -17,8 +17,8 @@ from filelock import FileLock, Timeout
 
 from embens.checks import closest
 from embens.experiments import NAMES, contract, engines, grid, results
-from embens.experiments.contract import CellBase
-from embens.experiments.grid import Done, Engine, Job, make_job, perform
+from embens.experiments.contract import Cell
+from embens.experiments.grid import Engine, Job, Record, make_job, perform
 from embens.experiments.results import Results
 from embens.experiments.setting import PRESETS, Setting, fingerprint
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())  # for workers as well
     setting = _setting(options)
     sweeps = {name: _cells(options, name, setting) for name in names}  # errors before any work
-    swept = {name for cells in sweeps.values() for name in cells[0].swept()}
+    swept = {name for cells in sweeps.values() for name in cells[0].swept}
     for item in options.only:
         if item.partition("=")[0] not in swept:
             raise ValueError(f"--only {item}: nothing sweeps it; there are {sorted(swept)}")
@@ -106,7 +106,7 @@ def _setting(options: argparse.Namespace) -> Setting:
         raise ValueError(f"{problem}. Here: --data DIR, or --download.") from None
 
 
-def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any]:
+def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Cell]:
     count = options.seeds or len({cell.seed for cell in contract.cells(name, setting)})
     seeds = range(options.first_seed, options.first_seed + count)
     cells = contract.cells(name, setting, seeds)
@@ -114,7 +114,7 @@ def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any
     for item in options.only:
         field, _, values = item.partition("=")
         wanted[field] = values.split(",")
-    known = wanted if options.name else cells[0].swept()  # others may sweep the rest
+    known = wanted if options.name else cells[0].swept  # others may sweep the rest
     return grid.narrow(cells, **{f: v for f, v in wanted.items() if v and f in known})
 
 
@@ -127,7 +127,7 @@ def _engine(options: argparse.Namespace) -> Engine:
 
 
 def _reproduce(
-    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Any]
+    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Cell]
 ) -> int:
     folder = options.out / name / setting.preset
     try:
@@ -179,49 +179,38 @@ def _alone(console: Console, folder: Path) -> Iterator[None]:
 
 
 def watched(engine: Engine, console: Console, title: str) -> Engine:
-    """Return the engine with its progress shown: a bar and the latest result, or ten lines.
+    """Return the engine with its progress shown: a line that changes, or ten lines.
 
     The time left goes by the weights of cells, since large ones cost more than small ones.
     """
-    from rich import progress
     from rich.text import Text
 
-    class Bar(progress.Progress):
-        latest = ""
-
-        def get_renderables(self) -> Iterator[Any]:
-            yield self.make_tasks_table(self.tasks)
-            yield Text(self.latest, no_wrap=True, overflow="ellipsis", style="dim")
-
-    def show(jobs: Sequence[Job]) -> Generator[Done]:
-        cells, failed, began = {job.key: job.cell for job in jobs}, 0, time.perf_counter()
-        total, passed = sum(cell.weight for cell in cells.values()), 0.0
-        columns = (progress.BarColumn(20), "{task.fields[state]}", progress.TimeElapsedColumn())
-        bar = Bar(f"[bold]{title}[/]", *columns, console=console, transient=True)
-        bar.disable = not console.is_terminal
-        task = bar.add_task("", total=total, state="")
-        with bar, closing(engine(jobs)) as found:
-            for number, done in enumerate(found, 1):
-                passed, failed = passed + cells[done.key].weight, failed + (done.rows is None)
-                left = (time.perf_counter() - began) * (total / passed - 1)
-                state = f"{number}/{len(jobs)}" + f" ({failed} failed)" * bool(failed)
-                state += f", {_time(left)} left"
-                bar.latest = describe(cells[done.key], done)
-                bar.update(task, completed=passed, state=state)
-                if bar.disable and 10 * number // len(jobs) > 10 * (number - 1) // len(jobs):
-                    console.print(f"{title} {state}: {bar.latest}", markup=False)
-                yield done
+    def show(jobs: Sequence[Job]) -> Generator[Record]:
+        keyed, began = {job.key: job for job in jobs}, time.perf_counter()
+        total, passed, failed = sum(job.weight for job in jobs), 0.0, 0
+        with console.status(title) as status, closing(engine(jobs)) as found:
+            for number, record in enumerate(found, 1):
+                job = keyed[record["key"]]
+                passed, failed = passed + job.weight, failed + ("error" in record)
+                left = _time((time.perf_counter() - began) * (total / passed - 1))
+                state = f"{title} {number}/{len(jobs)}" + f" ({failed} failed)" * bool(failed)
+                text = Text(f"{state}, {left} left: {describe(job.cell, record)}")
+                text.no_wrap, text.overflow = True, "ellipsis"
+                status.update(text)
+                tenth = 10 * number // len(jobs) > 10 * (number - 1) // len(jobs)
+                if tenth and not console.is_terminal:
+                    console.print(text.plain, markup=False)
+                yield record
 
     return show
 
 
-def describe(cell: CellBase, done: Done) -> str:
+def describe(cell: Cell, record: Record) -> str:
     """Return a cell and its result in a few words."""
-    swept = {name: value for name, value in cell.swept().items() if value is not None}
-    words = " ".join(f"{name}={value}" for name, value in swept.items())
-    if done.rows is None:
-        return f"{words}: failed, {(done.error or '').strip().splitlines()[-1][:80]}"
-    numbers = list((done.rows[-1] if done.rows else {}).items())[:3]
+    words = " ".join(f"{name}={value}" for name, value in cell.swept.items())
+    if "error" in record:
+        return f"{words}: failed, {record['error'].strip().splitlines()[-1][:80]}"
+    numbers = list((record["rows"] or [{}])[-1].items())[:3]
     return f"{words}: " + ", ".join(f"{name} {value:.3g}" for name, value in numbers)
 
 
@@ -247,19 +236,20 @@ def _summarise(
 
 
 def _estimate(
-    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Any]
+    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Cell]
 ) -> int:
     folder, jobs = options.out / name / options.preset, [make_job(name, c) for c in cells]
     left = jobs
     if folder.exists():
         left = grid.unknown(jobs, Results(folder), retry_failed=options.retry_failed)
-    trial = make_job(name, min(cells, key=lambda cell: cell.weight).shortened())
+    smallest = min(jobs, key=lambda job: job.weight)
+    trial = make_job(smallest.experiment, smallest.cell.shortened())
     perform(trial)  # loads data, warms up
     result = perform(trial)
-    if result.error:
-        raise RuntimeError(f"{name}: the cell that was timed failed:\n{result.error}")
-    unit = result.seconds / trial.cell.weight
-    costs, todo = ([unit * job.cell.weight for job in some] for some in (jobs, left))
+    if "error" in result:
+        raise RuntimeError(f"{name}: the cell that was timed failed:\n{result['error']}")
+    unit = result["seconds"] / trial.weight
+    costs, todo = ([unit * job.weight for job in some] for some in (jobs, left))
     workers = max(1, os.cpu_count() or 1 if options.workers is None else options.workers)
     wall = max(sum(todo) / workers, *todo, 0.0)
     console.print(

@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,14 +29,14 @@ from embens.embedding import families
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Rows
 from embens.experiments.contract import (
-    CellBase,
+    Cell,
     Row,
     Training,
     batch_ensemble,
     count_parameters,
-    product,
     run,
     score,
+    sweep,
     train,
 )
 from embens.experiments.figure import PALETTE, Curve, Figure, Panel
@@ -93,16 +93,7 @@ def systems(members: int = 4) -> dict[str, dict[str, Callable[..., EmbeddedEnsem
 SYSTEMS = [system for kind in systems().values() for system in kind]
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One system with its own best rate."""
-
-    system: str
-    members: int
-    width: float
-
-
-SWEEP = [product(Cell, system=SYSTEMS, members=MEMBERS, width=WIDTH)]
+SWEEP = [sweep(system=SYSTEMS, members=MEMBERS, width=WIDTH)]
 
 
 def make(cell: Cell) -> EmbeddedEnsemble:
@@ -163,7 +154,7 @@ def measure(cell: Cell) -> Row:
     tried = {rate: _timed(partial(fit_system, cell, held, rate)) for rate in RATES}
     best = min(RATES, key=lambda rate: _held_out_loss(cell, held, tried[rate][0]))
     trained, seconds = _timed(partial(fit_system, cell, data, best))
-    single = replace(cell, system=ONE)
+    single = cell.but(system=ONE)
     one, alone = _timed(partial(fit_system, single, data, best))
     inputs, target = data.test
     outputs = predict_system(trained, inputs, cell)
@@ -202,7 +193,7 @@ def _held_out_loss(cell: Cell, held: DataSet, tried: Training) -> float:
 def fit_system(cell: Cell, data: DataSet, rate: float) -> Training:
     """Train a system on the train part; some are one network and what it was on its way."""
     setting, lr, schedule = cell.setting, rate * cell.setting.lr, PATHS.get(cell.system)
-    begun = make(replace(cell, system=ONE) if schedule else cell)
+    begun = make(cell.but(system=ONE) if schedule else cell)
     fit = partial(train, begun, data=data, seed=cell.seed, lr=lr)
     if schedule is None:
         return fit(setting, gamma=begun.natural_gamma)

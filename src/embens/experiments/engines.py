@@ -18,7 +18,7 @@ from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from embens.experiments.grid import Done, Job, perform
+from embens.experiments.grid import Job, Record, perform
 
 ATTEMPTS = 2  # of a job whose worker dies
 RETRIES = 3  # of a job whose worker or node is lost, on Ray
@@ -27,12 +27,12 @@ _PRELOAD = ["embens.experiments.contract", "sklearn.datasets"]
 """Imported once, in the process that workers are forked from; what is missing is skipped."""
 
 
-def inline(jobs: Sequence[Job]) -> Generator[Done]:
+def inline(jobs: Sequence[Job]) -> Generator[Record]:
     """Run jobs in this process, one after another; for debugging and for tests."""
     yield from map(perform, jobs)
 
 
-def local(jobs: Sequence[Job], *, workers: int) -> Generator[Done]:
+def local(jobs: Sequence[Job], *, workers: int) -> Generator[Record]:
     """Run jobs in processes on this machine, one thread each unless a cell says otherwise.
 
     A worker is a process of its own with a pipe. If it dies (out of memory, killed) only its job is
@@ -43,7 +43,7 @@ def local(jobs: Sequence[Job], *, workers: int) -> Generator[Done]:
     waiting, deaths, idle = deque(jobs), Counter[str](), list[_Worker]()
     busy: dict[Any, _Worker] = {}
     try:
-        done: list[Done] = []
+        done: list[Record] = []
         while waiting or busy or done:
             while waiting and len(busy) < workers:  # before anyone looks at what is done
                 worker = idle.pop() if idle else _Worker()
@@ -65,7 +65,7 @@ def local(jobs: Sequence[Job], *, workers: int) -> Generator[Done]:
                         waiting.appendleft(job)
                     else:
                         passed = time.perf_counter() - worker.started
-                        done.append(Done(job.key, None, text, passed))
+                        done.append({"key": job.key, "error": text, "seconds": passed})
     finally:
         for worker in (*idle, *busy.values()):
             worker.end()
@@ -120,7 +120,7 @@ def ray(
     address: str | None = None,
     workers: int | None = None,
     gpus_per_cell: float = 1.0,
-) -> Generator[Done]:
+) -> Generator[Record]:
     """Run jobs on the Ray cluster of an address, or on one that is started here, with some CPUs.
 
     A job asks for the CPUs and the part of a GPU of its cell. Ray runs it again where its worker or
@@ -162,7 +162,8 @@ def ray(
                     yield ray.get(reference)
                 except RayError as error:
                     text = f"Ray gave up after {RETRIES + 1} attempts: {error}"
-                    yield Done(job.key, None, text, time.perf_counter() - started)
+                    passed = time.perf_counter() - started
+                    yield {"key": job.key, "error": text, "seconds": passed}
     finally:
         for reference in flying:
             ray.cancel(reference, force=True)

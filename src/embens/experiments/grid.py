@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from embens.experiments import contract
-from embens.experiments.contract import CellBase
+from embens.experiments.contract import Cell
 
 if TYPE_CHECKING:
     from embens.experiments.results import Results
@@ -40,30 +40,33 @@ class Job:
     """A cell of an experiment, and its key."""
 
     experiment: str
-    cell: Any
+    cell: Cell
     key: str
 
-
-@dataclass(frozen=True)
-class Done:
-    """What became of a job: rows, or the text of an error."""
-
-    key: str
-    rows: list[dict[str, Any]] | None
-    error: str | None
-    seconds: float
+    @property
+    def weight(self) -> float:
+        """Roughly what it costs, in units that only compare jobs of one experiment."""
+        weigh = getattr(contract.load(self.experiment), "weight", contract.weight)
+        return weigh(self.cell)
 
 
-Engine = Callable[[Sequence[Job]], Generator[Done]]
+Record = dict[str, Any]
+"""What became of a job: its ``key``, ``seconds``, and ``rows``, or an ``error``, which is text."""
+Engine = Callable[[Sequence[Job]], Generator[Record]]
 """Runs jobs, and yields what became of each as it comes; see :mod:`embens.experiments.engines`."""
 
 
-def make_job(name: str, cell: Any) -> Job:
+def make_job(name: str, cell: Cell) -> Job:
     """Return the job of a cell; one that several experiments have is the same in all of them."""
     name = cell.owner or name
-    identity = {"experiment": name, "cell": dataclasses.asdict(cell), "code": code_version(name)}
+    identity = {"experiment": name, "cell": plain(cell), "code": code_version(name)}
     text = json.dumps(identity, sort_keys=True)
     return Job(name, cell, hashlib.sha256(text.encode()).hexdigest()[:24])
+
+
+def plain(cell: Cell) -> dict[str, Any]:
+    """Return all that determines a cell, for JSON."""
+    return {"setting": dataclasses.asdict(cell.setting), **cell.swept}
 
 
 @functools.cache
@@ -109,21 +112,20 @@ def measuring_code(measure: Any) -> str:
     return "\n".join(f"{name}: {found[name]}" for name in sorted(found))
 
 
-def perform(job: Job) -> Done:
+def perform(job: Job) -> Record:
     """Measure a cell; an exception becomes the text of it."""
     started, before = time.perf_counter(), torch.get_num_threads()
-    rows = error = None
     try:
         torch.set_num_threads(job.cell.setting.threads)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = contract.load(job.experiment).measure(job.cell)
-        rows = [found] if isinstance(found, dict) else list(found)
+            rows = contract.load(job.experiment).measure(job.cell)
+        found = {"rows": [rows] if isinstance(rows, dict) else list(rows)}
     except Exception:
-        error = traceback.format_exc()
+        found = {"error": traceback.format_exc()}
     finally:
         torch.set_num_threads(before)
-    return Done(job.key, rows, error, time.perf_counter() - started)
+    return {"key": job.key, "seconds": round(time.perf_counter() - started, 4), **found}
 
 
 class Outcome(NamedTuple):
@@ -137,7 +139,7 @@ class Outcome(NamedTuple):
 
 def run(
     name: str,
-    cells: Sequence[CellBase],
+    cells: Sequence[Cell],
     results: "Results",
     engine: Engine,
     retry_failed: bool = False,
@@ -148,12 +150,9 @@ def run(
     results.borrow({job.key for job in jobs.values() if job.experiment != name})
     todo = unknown(jobs.values(), results, retry_failed=retry_failed)
     with closing(engine(todo)) as measured:
-        for done in measured:
-            job = jobs[done.key]
-            cell = {"setting": dataclasses.asdict(job.cell.setting), **job.cell.swept()}
-            found = {"error": done.error} if done.rows is None else {"rows": done.rows}
-            record = {"key": job.key, "code": code_version(job.experiment), "cell": cell}
-            results.add({**record, "seconds": round(done.seconds, 4), **found})
+        for found in measured:
+            job = jobs[found["key"]]
+            results.add({**found, "code": code_version(job.experiment), "cell": plain(job.cell)})
     failed = [key for key in jobs if "error" in records.get(key, {})]
     return Outcome(len(todo), len(jobs) - len(todo), failed, time.perf_counter() - started)
 
@@ -162,17 +161,17 @@ def unknown(jobs: Iterable[Job], results: "Results", *, retry_failed: bool) -> l
     """Return the jobs that have no result, or only an error that is to be tried again."""
     wanted = ("rows",) if retry_failed else ("rows", "error")
     found = [job for job in jobs if not any(k in results.records.get(job.key, {}) for k in wanted)]
-    return sorted(found, key=lambda job: -job.cell.weight)
+    return sorted(found, key=lambda job: -job.weight)
 
 
-def narrow(cells: Sequence[CellBase], **wanted: Sequence[Any]) -> list[CellBase]:
+def narrow(cells: Sequence[Cell], **wanted: Sequence[Any]) -> list[Cell]:
     """Return the cells whose fields have one of the wanted values; an error if there are none.
 
     Cells that belong to several experiments stay, for the seeds that are left.
     """
     found = [cell for cell in cells if not cell.owner]
     for name, values in wanted.items():
-        swept = found[0].swept()
+        swept = found[0].swept
         if name not in swept:
             raise ValueError(f"{name}: this experiment does not sweep it; it has {sorted(swept)}")
         present = sorted({getattr(c, name) for c in found})

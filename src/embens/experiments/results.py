@@ -22,11 +22,9 @@ import torch
 from embens.experiments import contract
 from embens.experiments.claims import Claim, Frame, judge, plain
 from embens.experiments.figure import draw
-from embens.experiments.grid import code_version
+from embens.experiments.grid import Record, code_version
 from embens.experiments.setting import Setting
 from embens.files import checksum, seal, unseal, write_atomically
-
-Record = dict[str, Any]
 
 
 class Results:

@@ -10,28 +10,18 @@ longer in a wider network.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 from embens.embedding.families import embed
 from embens.experiments.claims import Claim, Frame, Missing, Rows, line
-from embens.experiments.contract import MEMBERS, CellBase, Row, product, train
+from embens.experiments.contract import MEMBERS, Cell, Row, sweep, train
 from embens.experiments.figure import Figure, curves, panels, shades
 
 SCHEMES = (("1", 1.0), ("M", 1.0), ("M", 4.0))
 APART = 0.2  # relative difference of losses at which curves are apart
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble; ``gamma`` is ``"M"`` or ``"1"``."""
-
-    gamma: str
-    width: float
-    members: int
-
-
-SWEEP = [product(Cell, gamma=gamma, width=w, members=MEMBERS) for gamma, w in SCHEMES]
+SWEEP = [sweep(gamma=gamma, width=w, members=MEMBERS) for gamma, w in SCHEMES]
 
 
 def measure(cell: Cell) -> list[Row]:
