@@ -33,14 +33,13 @@ from embens.experiments.contract import (
     Row,
     Training,
     batch_ensemble,
-    count_parameters,
     run,
     score,
     sweep,
     train,
 )
 from embens.experiments.figure import PALETTE, Curve, Figure, Panel
-from embens.experiments.setting import Setting, data_set, reference
+from embens.experiments.setting import Setting, count_parameters, data_set, reference
 from embens.training.snapshots import snapshots
 from embens.training.trainer import Divergence
 

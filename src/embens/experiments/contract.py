@@ -19,7 +19,7 @@ from embens import laws, metrics
 from embens.data import DataSet
 from embens.embedding import families
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.setting import Setting, data_set, reference
+from embens.experiments.setting import Setting, count_parameters, data_set, reference
 from embens.prediction import predict
 from embens.training.loop import fit
 from embens.training.trainer import Divergence
@@ -212,8 +212,3 @@ def score(outputs: Tensor, target: Tensor) -> Row:
         "correlation": correlation,
         "nll": float(metrics.nll(outputs, target)),
     }
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Return how many numbers a module trains."""
-    return sum(p.numel() for p in module.parameters())

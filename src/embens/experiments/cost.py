@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from embens import laws
 from embens.embedding.families import independent, last_layer_dropout, mc_dropout
 from embens.experiments.claims import Claim, Frame, Rows, trend, where
-from embens.experiments.contract import Cell, Row, batch_ensemble, count_parameters, sweep
+from embens.experiments.contract import Cell, Row, batch_ensemble, sweep
 from embens.experiments.figure import Figure, curves, panels
-from embens.experiments.setting import PRESETS
+from embens.experiments.setting import PRESETS, count_parameters
 
 LLD, SEPARATE = "last-layer dropout", "independent"
 COLOURS = {"BatchEnsemble": "#1f77b4", "MC dropout": "#2ca02c", LLD: "#d62728", SEPARATE: "#7f7f7f"}

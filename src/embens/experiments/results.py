@@ -155,17 +155,14 @@ def _write(folder: Path, manifest: dict, table: Frame, texts: dict[str, str]) ->
 
 def commit() -> str | None:
     """Return the commit of the code, marked if it was changed since; None if it is installed."""
-    here, found = Path(__file__), ""
-    for words in (
-        ["ls-files", "--error-unmatch", here.name],
-        ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"],
-    ):
-        command = {"cwd": here.parent, "capture_output": True, "text": True, "timeout": 20}
-        try:
-            found = subprocess.run(["git", *words], check=True, **command).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
-    return found
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
+    try:
+        return subprocess.check_output(command, cwd=root, text=True, timeout=20).strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def versions() -> dict[str, str]:
