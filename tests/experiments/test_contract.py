@@ -19,8 +19,8 @@ from embens.experiments.setting import PRESETS, data_set, reference
 QUICK = PRESETS["quick"]
 
 
-def cell_of(width, members, seed=0):
-    return contract.Cell(QUICK, {"width": width, "members": members, "seed": seed})
+def cell_of(width, members, seed=0, setting=QUICK):
+    return contract.Cell(setting, {"width": width, "members": members, "seed": seed})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,7 +88,9 @@ def ensemble_of(setting=SETTING, make=embens.batch_ensemble, members=2, **option
 
 def test_it_is_fit_with_the_setting_s_arguments_and_gamma_m():
     ensemble, other = ensemble_of(members=3), ensemble_of(members=3)
-    training = train(ensemble, SETTING, seed=5, modulation_lr=0.01, test_each_epoch=True)
+    training = train(
+        cell_of(1.0, 3, 5, SETTING), ensemble, modulation_lr=0.01, test_each_epoch=True
+    )
     data = data_set(SETTING)
     history = embens.fit(
         other, tuple(data.train), tuple(data.test), epochs=3, batch_size=64, lr=SETTING.lr,
@@ -105,10 +107,10 @@ def test_fresh_masks_depend_on_the_seed_alone_and_leave_the_global_generator_alo
     ensemble = ensemble_of(make=embens.mc_dropout, members=1, law=laws.Normal(1.0, 0.1), fresh=True)
     twin = copy.deepcopy(ensemble)
     before = torch.get_rng_state()
-    train(ensemble, SETTING, seed=1)
+    train(cell_of(1.0, 1, 1, SETTING), ensemble)
     assert torch.equal(before, torch.get_rng_state())
     torch.randn(7)
-    train(twin, SETTING, seed=1)
+    train(cell_of(1.0, 1, 1, SETTING), twin)
     for mine, theirs in zip(ensemble.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -117,7 +119,7 @@ def test_fresh_masks_depend_on_the_seed_alone_and_leave_the_global_generator_alo
 def test_a_run_that_diverges_is_marked_and_keeps_finite_weights(network):
     setting = replace(SETTING, network=network, channels=(4, 4), train=128, test=64)
     setting = replace(setting, parametrization="standard" if network == "mlp" else "xavier")
-    training = train(ensemble_of(setting), setting, seed=0, lr=1e9)
+    training = train(cell_of(1.0, 2, 0, setting), ensemble_of(setting), lr=1e9)
     assert training.diverged
     assert all(p.isfinite().all() for p in training.ensemble.parameters())
     found = training.evaluate()

@@ -59,13 +59,9 @@ def measure(cell: Cell) -> Row:
     ensemble, setting = make(cell), cell.setting
     inputs, targets = data_set(setting).train
     ratio = gradient_ratio(ensemble, inputs[:128], targets[:128])
-    training = train(
-        ensemble,
-        setting,
-        seed=cell.seed,
-        gamma=1.0 if cell.variant == "gamma=1" else None,
-        modulation_lr=5 * setting.lr if cell.variant == FAST else None,
-    )
+    gamma = 1.0 if cell.variant == "gamma=1" else None
+    modulation_lr = 5 * setting.lr if cell.variant == FAST else None
+    training = train(cell, ensemble, gamma=gamma, modulation_lr=modulation_lr)
     return {**training.evaluate(), "gradient_ratio": ratio}
 
 

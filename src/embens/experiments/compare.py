@@ -191,14 +191,14 @@ def _held_out_loss(cell: Cell, held: DataSet, tried: Training) -> float:
 
 def fit_system(cell: Cell, data: DataSet, rate: float) -> Training:
     """Train a system on the train part; some are one network and what it was on its way."""
-    setting, lr, schedule = cell.setting, rate * cell.setting.lr, PATHS.get(cell.system)
+    lr, schedule = rate * cell.setting.lr, PATHS.get(cell.system)
     begun = make(cell.but(system=ONE) if schedule else cell)
-    fit = partial(train, begun, data=data, seed=cell.seed, lr=lr)
     if schedule is None:
-        return fit(setting, gamma=begun.natural_gamma)
+        return train(cell, begun, data=data, lr=lr, gamma=begun.natural_gamma)
+    setting = cell.setting
     if schedule != "cosine":
         setting = replace(setting, epochs=max(1, setting.epochs // 2))
-        trained = fit(setting)
+        trained = train(replace(cell, setting=setting), begun, data=data, lr=lr)
         if trained.diverged:
             return trained
     try:

@@ -148,11 +148,10 @@ class Training:
 
 
 def train(
+    cell: Cell,
     ensemble: EmbeddedEnsemble,
-    setting: Setting,
     *,
     data: DataSet | None = None,
-    seed: int,
     gamma: float | None = None,
     lr: float | None = None,
     modulation_lr: float | None = None,
@@ -160,10 +159,11 @@ def train(
 ) -> Training:
     """Train in place, as the paper does: momentum 0.9, rate constant, then linearly to 1 %.
 
-    ``seed`` is of the order of samples and of fresh masks, ``gamma`` is :math:`M` by default, and
-    ``lr`` the setting's; so are the data. A run that diverges is a result: it is marked, and
-    measured with its last finite weights.
+    The cell has the setting, and the seed of the order of samples and of fresh masks. ``gamma`` is
+    :math:`M` by default, and ``lr`` the setting's; so are the data. A run that diverges is a
+    result: it is marked, and measured with its last finite weights.
     """
+    setting = cell.setting
     data = data_set(setting) if data is None else data
     try:
         history = fit(
@@ -177,7 +177,7 @@ def train(
             weight_decay=setting.weight_decay,
             gamma=float(ensemble.members) if gamma is None else gamma,
             keep="last",
-            seed=seed,
+            seed=cell.seed,
             progress=False,
         )
         diverged = False

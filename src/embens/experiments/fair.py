@@ -59,7 +59,7 @@ def train_separate(cell: Cell, networks: int, factor: float, data: DataSet) -> T
     """Train some networks at a multiple of the preset's rate."""
     network, generator = cell.draw()
     ensemble = independent(network, networks, generator=generator)
-    return train(ensemble, cell.setting, data=data, seed=cell.seed, lr=factor * cell.setting.lr)
+    return train(cell, ensemble, data=data, lr=factor * cell.setting.lr)
 
 
 def _held_out_loss(cell: Cell, held: DataSet, factor: float) -> float:

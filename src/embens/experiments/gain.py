@@ -34,7 +34,7 @@ def measure(cell: Cell) -> Row:
     law = laws.Signs(cell.p)
     ensemble = cell.make(embed, pre=law, post=law)
     lr, gamma = RATE[cell.setting.preset] * cell.setting.lr, ensemble.natural_gamma
-    return train(ensemble, cell.setting, seed=cell.seed, lr=lr, gamma=gamma).evaluate()
+    return train(cell, ensemble, lr=lr, gamma=gamma).evaluate()
 
 
 def _eight(rows: Rows, p: float = 0.0) -> Rows:

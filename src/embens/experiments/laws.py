@@ -107,7 +107,7 @@ def measure(cell: Cell) -> Row:
     ensemble, setting = make(cell), cell.setting
     known = foresee(cell, ensemble)
     rate = setting.lr * (MEMBERS[setting.preset] if cell.law == FASTER else 1)
-    training = train(ensemble, setting, seed=cell.seed, lr=rate)
+    training = train(cell, ensemble, lr=rate)
     outputs = run(ensemble, training.data.test.inputs)
     differ = float(metrics.disagreement(outputs)) if len(outputs) > 1 else 0.0
     return {**training.evaluate(), "disagreement": differ, **known}

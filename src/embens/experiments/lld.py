@@ -25,7 +25,7 @@ SWEEP = [sweep(p=SHIFTS, width=WIDTHS, members=MEMBERS), fair.sweep(WIDTHS)]
 def measure(cell: Cell) -> Row:
     """Train one ensemble."""
     ensemble = cell.make(last_layer_dropout, law=laws.Shifted(cell.p))
-    return train(ensemble, cell.setting, seed=cell.seed).evaluate()
+    return train(cell, ensemble).evaluate()
 
 
 _centred, _several = where(p=0.0), partial(Rows.between, column="members", low=4)

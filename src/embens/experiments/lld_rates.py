@@ -44,7 +44,7 @@ SWEEP = [
 def measure(cell: Cell) -> Row:
     """Train one ensemble at one rate."""
     ensemble = cell.make(last_layer_dropout if cell.family == "lld" else embed)
-    training = train(ensemble, cell.setting, seed=cell.seed, lr=cell.lr)
+    training = train(cell, ensemble, lr=cell.lr)
     early = min(EPOCH, cell.setting.epochs)
     loss = training.trace[early - 1]["loss"] if len(training.trace) >= early else math.inf
     return {**training.evaluate(), "early_loss": min(loss, 1e9)}

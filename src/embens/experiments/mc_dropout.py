@@ -35,7 +35,7 @@ def measure(cell: Cell) -> list[Row]:
     fresh = cell.kind.startswith("fresh")
     law = laws.Normal(1.0, 0.1) if cell.kind == "fresh shifted" else laws.Normal()
     ensemble = cell.make(mc_dropout, law=law, fresh=fresh)
-    training = train(ensemble, cell.setting, seed=cell.seed)
+    training = train(cell, ensemble)
     masks = MEMBERS[cell.setting.preset] if fresh else (cell.members,)
     draws, (inputs, target) = torch.Generator().manual_seed(cell.seed + 1), training.data.test
     found = predict(ensemble, inputs, members=max(masks) if fresh else None, generator=draws)

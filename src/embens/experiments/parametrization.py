@@ -24,13 +24,12 @@ SWEEP = [sweep(parametrization=n, factor=f, members=MEMBERS) for n, f in FACTORS
 
 def measure(cell: Cell) -> list[Row]:
     """Train one ensemble; return a row for each epoch."""
-    setting = cell.setting
+    rate, weights = cell.setting.lr, {"parametrization": "ntk", "weight_std": math.sqrt(2)}
     if cell.parametrization == "ntk":
-        setting = replace(setting, parametrization="ntk", weight_std=math.sqrt(2))
-    ensemble = replace(cell, setting=setting).make(batch_ensemble)
+        cell = replace(cell, setting=replace(cell.setting, **weights))
     # The modulations are the same in both and keep their rate.
-    fit = partial(train, lr=cell.factor * setting.lr, modulation_lr=setting.lr)
-    training = fit(ensemble, setting, seed=cell.seed, test_each_epoch=True)
+    rates = {"lr": cell.factor * rate, "modulation_lr": rate}
+    training = train(cell, cell.make(batch_ensemble), **rates, test_each_epoch=True)
     final = training.evaluate()
     end = {f"final_{name}": final[name] for name in ("accuracy", MEMBER)}
     rows = training.trace or [{"epoch": 0, "loss": math.nan, MEMBER: math.nan}]

@@ -116,9 +116,7 @@ def write(
         "preset": setting.preset,
         "setting": dataclasses.asdict(setting),
         "code": code_version(name),
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine(),
+        **origin(),
         "rows": len(table),
         "cells": sum("rows" in r for r in mine),
         "failed": sum("error" in r for r in mine),
@@ -153,6 +151,23 @@ def _write(folder: Path, manifest: dict, table: Frame, texts: dict[str, str]) ->
     return claims
 
 
+def origin() -> dict[str, Any]:
+    """Return the commit, the versions of what computes, and the machine, without its name."""
+    packages = ("embens", "torch", "numpy", "scikit-learn", "pandas")
+    processor = platform.processor()
+    with contextlib.suppress(OSError, IndexError):
+        named = Path("/proc/cpuinfo").read_text().split("model name", 1)[1]
+        processor = named.partition("\n")[0].strip("\t :")
+    machine = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {"commit": commit(), "versions": versions, "machine": machine}
+
+
 def commit() -> str | None:
     """Return the commit of the code, marked if it was changed since; None if it is installed."""
     root = Path(__file__).parents[3]
@@ -163,20 +178,3 @@ def commit() -> str | None:
         return subprocess.check_output(command, cwd=root, text=True, timeout=20).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what computes."""
-    packages = ("embens", "torch", "numpy", "scikit-learn", "pandas")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
-
-
-def machine() -> dict[str, Any]:
-    """Return what the machine is, without its name."""
-    processor = platform.processor()
-    with contextlib.suppress(OSError, IndexError):
-        named = Path("/proc/cpuinfo").read_text().split("model name", 1)[1]
-        processor = named.partition("\n")[0].strip("\t :")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    found = {"system": f"{platform.system()} {platform.machine()}", "processor": processor}
-    return found | {"cores": os.cpu_count()} | ({"gpus": gpus} if gpus else {})

@@ -157,12 +157,12 @@ def _half_square(outputs: Tensor, target: Tensor) -> Tensor:
 def _classification(cell: Cell) -> list[Row]:
     """Return the part of target-class components in the change of the loss, before and after."""
     shape = {"network": "mlp", "channels": (cell.units,) * 3, "weight_std": math.sqrt(2)}
-    setting = replace(cell.setting, parametrization="standard", **shape)
-    network, generator = replace(cell, setting=setting).draw()
+    cell = replace(cell, setting=replace(cell.setting, parametrization="standard", **shape))
+    network, generator = cell.draw()
     ensemble = batch_ensemble(network, 4, generator=generator)
-    inputs, targets = data_set(setting).train
+    inputs, targets = data_set(cell.setting).train
     early = _target_part(ensemble, inputs[:24], targets[:24])
-    train(ensemble, setting, seed=cell.seed)
+    train(cell, ensemble)
     late = _target_part(ensemble, inputs[:24], targets[:24])
     return [{"stage": 0.0, "target_part": early}, {"stage": 1.0, "target_part": late}]
 

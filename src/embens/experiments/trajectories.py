@@ -27,7 +27,7 @@ SWEEP = [sweep(gamma=gamma, width=w, members=MEMBERS) for gamma, w in SCHEMES]
 def measure(cell: Cell) -> list[Row]:
     """Train one ensemble; return a row for each epoch."""
     gamma, ensemble = float(cell.members) if cell.gamma == "M" else 1.0, cell.make(embed)
-    return train(ensemble, cell.setting, seed=cell.seed, gamma=gamma, test_each_epoch=True).trace
+    return train(cell, ensemble, gamma=gamma, test_each_epoch=True).trace
 
 
 def _losses(rows: Rows) -> Frame:

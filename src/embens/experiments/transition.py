@@ -53,7 +53,7 @@ def measure(cell: Cell) -> Row:
         inputs = data_set(cell.setting).train.inputs[:8]
         coupling = regime(ensemble, inputs.double().cpu()).coupling
     gamma = float(cell.members) if cell.gamma == "M" else 1.0
-    training = train(ensemble, cell.setting, seed=cell.seed, gamma=gamma)
+    training = train(cell, ensemble, gamma=gamma)
     return {**training.evaluate(), "coupling": coupling}
 
 

@@ -27,7 +27,7 @@ SWEEP = [sweep(width=WIDTHS, members=MEMBERS), fair.sweep(WIDTHS)]
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble."""
-    return train(cell.make(embed), cell.setting, seed=cell.seed).evaluate()
+    return train(cell, cell.make(embed)).evaluate()
 
 
 def _fall(rows: Rows) -> float:

@@ -1,6 +1,6 @@
-"""Tables, figures and claims to one HTML page; or, for a repository, the claims to a Markdown page.
+"""Tables, figures and claims to one HTML page.
 
-The HTML page is a template filled with JSON and the charting library itself (plotly.js, as the
+It is a template filled with JSON and the charting library itself (plotly.js, as the
 plotly package ships it, licence included), so that it works from a file and without a network. The
 library and the tables are compressed; a browser unpacks the library once, for all charts, and a
 table when it is opened. Nothing is computed here: pages show what ``embens reproduce`` wrote.
@@ -12,7 +12,6 @@ import gzip
 import html
 import io
 import json
-import os
 import re
 import warnings
 from importlib.resources import files
@@ -21,9 +20,6 @@ from typing import Any
 
 from embens.experiments import NAMES
 from embens.files import Refused, checksum, unseal, write_atomically
-
-_SQUARES = {"holds": "🟩", "does not hold": "🟥", "undecided": "🟨"}
-_COLUMNS = ("verdict", "statement", "measured", "true if", "the paper")
 
 
 def collect(folder: str | Path) -> list[dict[str, Any]]:
@@ -79,44 +75,10 @@ def render(entries: list[dict[str, Any]], title: str = "Embedded ensembles: repr
     return "".join(parts[piece] if k % 2 else piece for k, piece in enumerate(pieces))
 
 
-def markdown(entries: list[dict[str, Any]], folder: str) -> str:
-    """Return the claims of what :func:`collect` gives; pictures are where the folder is."""
-    summary, sections = [], []
-    for entry in entries:
-        manifest, claims = entry["manifest"], entry["claims"]
-        name = f"{entry['name']} {manifest['preset']}"
-        squares = "".join(_SQUARES[claim["verdict"]] for claim in claims)
-        seeds = max((claim["seeds"] for claim in claims), default=0)
-        cells, minutes = manifest["cells"], round(manifest["cell_seconds"] / 60)
-        link = f"[{name}](#{name.replace(' ', '-')})"
-        summary.append(_row(link, squares, cells, seeds, minutes))
-        picture = f"{folder}/{name.replace(' ', '/')}/figure.png"
-        sections += ["", f"## {name}", "", manifest["about"], ""]
-        sections += [f"![{manifest['title']}]({picture})", ""]
-        sections += [_row(*_COLUMNS), _row(*"-----")]
-        for c in claims:
-            ends = ["?" if c[k] is None else f"{c[k]:.3g}" for k in ("value", "low", "high")]
-            measured = f"{c['measure']}: {c['note'] or '{} [{}, {}]'.format(*ends)}"
-            cells = (f"**{c['verdict']}**", c["statement"], measured, c["region"], c["paper"])
-            sections.append(_row(*cells))
-    head = [
-        "# Claims of the paper, as measured\n\nWritten by `embens report`; not edited by hand.",
-        "\nOne square for each claim: 🟩 holds, 🟥 does not hold, 🟨 undecided.\n",
-        _row("experiment", "claims", "cells", "seeds", "core minutes"),
-        _row(*"-----"),
-    ]
-    return "\n".join([*head, *summary, *sections, ""])
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
 def write(folder: str | Path, path: str | Path | None = None) -> Path:
-    """Write the page of a folder, by default into it, or in Markdown; return where it is."""
+    """Write the page of a folder, by default into it; return where it is."""
     path = Path(folder) / "report.html" if path is None else Path(path)
-    entries, here = collect(folder), Path(os.path.relpath(folder, path.parent)).as_posix()
-    page = markdown(entries, here) if path.suffix == ".md" else render(entries)
+    page = render(collect(folder))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page)
     return path
