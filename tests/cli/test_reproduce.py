@@ -15,7 +15,6 @@ from filelock import FileLock
 from rich.console import Console
 
 from embens.cli.reproduce import watched
-from embens.experiments.grid import make_job
 
 SMALL = "--epochs 1 --workers 0 --seeds 2 --members 1 2 4 --only p=0,0.9".split()
 
@@ -189,15 +188,12 @@ def test_a_second_run_on_a_folder_waits_and_has_nothing_to_do(tmp_path):
 def show(cells, console, error=None):
     """Let an engine that pretends be watched on a console; return what is shown."""
 
-    def engine(jobs):
-        for job in jobs:
+    def engine(cells):
+        for cell in cells:
             found = {"error": error} if error else {"rows": [{"accuracy": 0.5}]}
-            yield {"key": job.key, "seconds": 1.0, **found}
+            yield cell, {"seconds": 1.0, **found}
 
-    jobs = [make_job("transition", cell) for cell in cells]
-    assert [done["key"] for done in watched(engine, console, "transition")(jobs)] == [
-        job.key for job in jobs
-    ]
+    assert [cell for cell, _ in watched(engine, console, "transition")(cells)] == cells
     return console.file.getvalue()
 
 

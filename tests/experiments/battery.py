@@ -20,7 +20,7 @@ import torch
 from embens.experiments import claims, contract
 from embens.experiments.claims import FAILS, HOLDS, UNDECIDED, judge
 from embens.experiments.figure import Figure, draw
-from embens.experiments.grid import make_job, perform
+from embens.experiments.grid import key_of, perform
 from embens.experiments.setting import PRESETS, fingerprint
 
 
@@ -31,7 +31,7 @@ def table(name, rows, kind, seeds=6):
         true = {"true": True, "false": False, "mixed": cell.seed % 2 == 0}[kind]
         swept = cell.swept
         noise = random.Random(str(swept)).gauss
-        make = fair_rows if cell.owner == "fair" else rows
+        make = fair_rows if cell.experiment == "fair" else rows
         made = make(cell, true, lambda s, noise=noise: noise(0, s))
         found += [{**swept, **row} for row in ([made] if isinstance(made, dict) else made)]
     return pandas.DataFrame(found)
@@ -58,24 +58,19 @@ def bump(members, top, height=0.005, peak=8):
     return top - height * (math.log2(members) - math.log2(peak)) ** 2
 
 
-def weight(name, cell):
-    return make_job(name, cell).weight
-
-
 def kinds(name):
     """Return the smallest cell with several members of each kind, of the quick preset."""
     found = {}
-    cells = contract.cells(name, PRESETS["quick"])
-    for cell in sorted(cells, key=lambda cell: weight(name, cell)):
+    for cell in sorted(contract.cells(name, PRESETS["quick"]), key=lambda cell: cell.weight):
         if getattr(cell, "members", 2) > 1 or getattr(cell, "kind", "").startswith("fresh"):
-            words = (cell.owner, *(v for v in cell.swept.values() if isinstance(v, str)))
+            words = (cell.experiment, *(v for v in cell.swept.values() if isinstance(v, str)))
             found.setdefault(words, cell)
     return list(found.values())
 
 
-def check(name, cell):
+def check(cell):
     """Rows of a cell are there, plain, and possible."""
-    done = perform(make_job(name, cell))
+    done = perform(cell)
     assert "error" not in done, done["error"]
     assert done["rows"]
     for row in done["rows"]:
@@ -168,7 +163,7 @@ class Battery:
     def test_every_preset_has_a_sweep_of_distinct_cells_with_several_seeds(self):
         for setting in PRESETS.values():
             cells = contract.cells(self.name, setting)
-            assert len({make_job(self.name, cell).key for cell in cells}) == len(cells)
+            assert len({key_of(cell) for cell in cells}) == len(cells)
             assert len({cell.seed for cell in cells}) >= 3
             assert {c.seed for c in contract.cells(self.name, setting, range(2))} == {0, 1}
 
@@ -181,8 +176,8 @@ class Battery:
     def test_the_quick_preset_measures_every_kind_of_cell(self):
         for cell in kinds(self.name):
             small = cell.shortened(epochs=1)
-            assert weight(self.name, small) <= weight(self.name, cell)
-            check(self.name, small)
+            assert small.weight <= cell.weight
+            check(small)
 
     def test_a_measurement_depends_on_its_cell_alone(self):
         if self.name == "cost":
@@ -190,7 +185,7 @@ class Battery:
         cell = kinds(self.name)[0].shortened(epochs=1)
 
         def measured():
-            rows = contract.load(self.name).measure(cell)
+            rows = contract.load(cell.experiment).measure(cell)
             rows = [rows] if isinstance(rows, dict) else rows
             return str([{k: v for k, v in row.items() if k not in self.timed} for row in rows])
 
@@ -201,7 +196,7 @@ class Battery:
     @pytest.mark.parametrize(("preset", "train"), [("paper", 256), ("cpu", 128)])
     def test_one_epoch_of_the_other_presets_on_some_images(self, preset, train, small_cifar):
         here = fingerprint(replace(PRESETS[preset], epochs=1, validation=0, train=train))
-        smallest = min(contract.cells(self.name, here), key=lambda cell: weight(self.name, cell))
+        smallest = min(contract.cells(self.name, here), key=lambda cell: cell.weight)
         if self.name == "cost":
             smallest = smallest.but(turns=1)  # times repeated steps; one will do
-        check(self.name, smallest)
+        check(smallest)

@@ -19,7 +19,8 @@ SETTING = replace(PRESETS["quick"], epochs=1, train=64, test=32)
 
 def cell_of(members, setting=SETTING, kind=Cell, **more):
     """Return a cell of ``transition``."""
-    return kind(setting, {"p": 0.5, "members": members, "gamma": "M", "seed": 0, **more})
+    swept = {"p": 0.5, "members": members, "gamma": "M", "seed": 0, **more}
+    return kind(setting, swept, "transition")
 
 
 def cells(count=4, setting=SETTING):

@@ -14,14 +14,13 @@ from embens.experiments import ablation, contract, fair, grid
 from embens.experiments.claims import HOLDS, Rows, judge
 from embens.experiments.contract import Cell
 from embens.experiments.engines import inline
-from embens.experiments.grid import make_job
 from embens.experiments.results import Results, count_others, tidy
 
 SMALL = Cell(problem.SETTING, {"width": 0.5, "networks": 8, "seed": 0}, "fair")
 
 
 def test_a_cell_has_a_row_for_each_number_of_networks():
-    check("transition", SMALL)
+    check(SMALL)
     found = fair.measure(SMALL)
     assert [row["members"] for row in found] == [1, 2, 4, 8]
     assert math.isnan(found[0]["correlation"])
@@ -67,7 +66,6 @@ def test_a_rate_at_which_networks_diverge_is_not_chosen(monkeypatch):
 
 
 def test_what_one_experiment_measured_the_others_take_over(tmp_path, monkeypatch):
-    assert make_job("transition", SMALL) == make_job("ablation", SMALL)
     folders = {name: tmp_path / name / "quick" for name in ("transition", "ablation")}
     first = grid.run("transition", [SMALL], Results(folders["transition"]), inline)
     results = Results(folders["ablation"])
@@ -90,7 +88,7 @@ def test_the_columns_of_an_experiment_come_before_those_of_fair_lines(tmp_path):
 def test_narrowing_a_sweep_keeps_its_fair_lines():
     cells = contract.cells("transition", problem.SETTING, [0])
     found = grid.narrow(cells, p=[0.9], members=[2])
-    assert [cell.owner for cell in found] == ["", "", "fair"]
+    assert [cell.experiment for cell in found] == ["transition", "transition", "fair"]
 
 
 def made_up():

@@ -11,7 +11,7 @@ from experiments import problem
 
 from embens.experiments import NAMES, contract, gain, grid, setting, transition
 from embens.experiments.engines import inline
-from embens.experiments.grid import make_job, perform
+from embens.experiments.grid import key_of, perform
 from embens.experiments.results import Results
 
 
@@ -19,10 +19,10 @@ def run(cells, folder, **options):
     """Run cells in this process; return what became of them, and the cells in their order."""
     seen = []
 
-    def counting(jobs):
-        for done in inline(jobs):
-            seen.append(next(job.cell for job in jobs if job.key == done["key"]))
-            yield done
+    def counting(cells):
+        for cell, found in inline(cells):
+            seen.append(cell)
+            yield cell, found
 
     return grid.run("transition", cells, Results(folder), counting, **options), seen
 
@@ -101,7 +101,7 @@ def test_narrowing_says_what_there_is():
 def test_the_key_is_of_everything_in_the_cell():
     cell = problem.cells(1)[0]
     keys = {
-        make_job("transition", changed).key
+        key_of(changed)
         for changed in (
             cell,
             cell.but(p=0.6),
@@ -114,19 +114,19 @@ def test_the_key_is_of_everything_in_the_cell():
         )
     }
     assert len(keys) == 8
-    assert make_job("transition", cell).key == make_job("transition", replace(cell)).key
+    assert key_of(cell) == key_of(replace(cell))
 
 
 def test_the_threads_of_a_cell_are_set_and_put_back():
     before = torch.get_num_threads()
     cell = problem.cells(1)[0]
-    done = perform(make_job("transition", replace(cell, setting=replace(cell.setting, threads=2))))
+    done = perform(replace(cell, setting=replace(cell.setting, threads=2)))
     assert "rows" in done
     assert torch.get_num_threads() == before
 
 
 def test_a_measurement_that_raises_gives_its_text():
-    done = perform(make_job("transition", problem.bad()))
+    done = perform(problem.bad())
     assert "rows" not in done
     assert "Traceback" in done["error"]
 

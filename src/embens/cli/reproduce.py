@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from embens.checks import closest
 from embens.experiments import NAMES, contract, engines, grid, results
 from embens.experiments.contract import Cell
-from embens.experiments.grid import Engine, Job, Record, make_job, perform
+from embens.experiments.grid import Engine, Record, perform
 from embens.experiments.results import Results
 from embens.experiments.setting import PRESETS, Setting, fingerprint
 
@@ -185,22 +185,21 @@ def watched(engine: Engine, console: Console, title: str) -> Engine:
     """
     from rich.text import Text
 
-    def show(jobs: Sequence[Job]) -> Generator[Record]:
-        keyed, began = {job.key: job for job in jobs}, time.perf_counter()
-        total, passed, failed = sum(job.weight for job in jobs), 0.0, 0
-        with console.status(title) as status, closing(engine(jobs)) as found:
-            for number, record in enumerate(found, 1):
-                job = keyed[record["key"]]
-                passed, failed = passed + job.weight, failed + ("error" in record)
+    def show(cells: Sequence[Cell]) -> Generator[tuple[Cell, Record]]:
+        began, count = time.perf_counter(), len(cells)
+        total, passed, failed = sum(cell.weight for cell in cells), 0.0, 0
+        with console.status(title) as status, closing(engine(cells)) as found:
+            for number, (cell, record) in enumerate(found, 1):
+                passed, failed = passed + cell.weight, failed + ("error" in record)
                 left = _time((time.perf_counter() - began) * (total / passed - 1))
-                state = f"{title} {number}/{len(jobs)}" + f" ({failed} failed)" * bool(failed)
-                text = Text(f"{state}, {left} left: {describe(job.cell, record)}")
+                state = f"{title} {number}/{count}" + f" ({failed} failed)" * bool(failed)
+                text = Text(f"{state}, {left} left: {describe(cell, record)}")
                 text.no_wrap, text.overflow = True, "ellipsis"
                 status.update(text)
-                tenth = 10 * number // len(jobs) > 10 * (number - 1) // len(jobs)
+                tenth = 10 * number // count > 10 * (number - 1) // count
                 if tenth and not console.is_terminal:
                     console.print(text.plain, markup=False)
-                yield record
+                yield cell, record
 
     return show
 
@@ -238,18 +237,16 @@ def _summarise(
 def _estimate(
     console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Cell]
 ) -> int:
-    folder, jobs = options.out / name / options.preset, [make_job(name, c) for c in cells]
-    left = jobs
+    folder, left = options.out / name / options.preset, cells
     if folder.exists():
-        left = grid.unknown(jobs, Results(folder), retry_failed=options.retry_failed)
-    smallest = min(jobs, key=lambda job: job.weight)
-    trial = make_job(smallest.experiment, smallest.cell.shortened())
+        left = grid.unknown(cells, Results(folder), retry_failed=options.retry_failed)
+    trial = min(cells, key=lambda cell: cell.weight).shortened()
     perform(trial)  # loads data, warms up
     result = perform(trial)
     if "error" in result:
         raise RuntimeError(f"{name}: the cell that was timed failed:\n{result['error']}")
     unit = result["seconds"] / trial.weight
-    costs, todo = ([unit * job.weight for job in some] for some in (jobs, left))
+    costs, todo = ([unit * cell.weight for cell in some] for some in (cells, left))
     workers = max(1, os.cpu_count() or 1 if options.workers is None else options.workers)
     wall = max(sum(todo) / workers, *todo, 0.0)
     console.print(

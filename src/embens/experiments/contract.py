@@ -38,13 +38,18 @@ class Cell:
 
     setting: Setting
     swept: dict[str, Any]
-    owner: str = ""  # the module that measures it, if not the experiment's own
+    experiment: str = ""  # whose module measures it
 
     def __getattr__(self, name: str) -> Any:
         swept = vars(self).get("swept", {})
         if name not in swept:
             raise AttributeError(f"{name}: the cell has {[*swept]}")
         return swept[name]
+
+    @property
+    def weight(self) -> float:
+        """Roughly what it costs, in units that only compare cells of one sweep."""
+        return getattr(load(self.experiment), "weight", weight)(self)
 
     def but(self, **values: Any) -> Self:
         """Return the cell with other values of what is swept."""
@@ -70,10 +75,11 @@ class Cell:
         return family(network, self.members, generator=generator, **options)
 
 
-def sweep(owner: str = "", **axes: Any) -> Callable[[Setting], list[Cell]]:
+def sweep(experiment: str = "", **axes: Any) -> Callable[[Setting], list[Cell]]:
     """Return a function of a setting: a cell for each combination of values of these axes.
 
-    An axis has one value, or several; a mapping from presets has those of the setting's.
+    An axis has one value, or several; a mapping from presets has those of the setting's. Cells are
+    of the experiment that sweeps them, unless another one measures them.
     """
 
     def cells(setting: Setting) -> list[Cell]:
@@ -82,13 +88,13 @@ def sweep(owner: str = "", **axes: Any) -> Callable[[Setting], list[Cell]]:
             some = axis[setting.preset] if isinstance(axis, dict) else axis
             values.append([some] if isinstance(some, (str, int, float)) else some)
         swept = (dict(zip(axes, each, strict=True)) for each in itertools.product(*values))
-        return [Cell(setting, {**each, "seed": 0}, owner) for each in swept]
+        return [Cell(setting, {**each, "seed": 0}, experiment) for each in swept]
 
     return cells
 
 
 def weight(cell: Cell) -> float:
-    """Return roughly what a cell costs, in units that only compare cells of one experiment."""
+    """Return roughly what a cell costs where its members are trained."""
     members, width = getattr(cell, "members", 1), getattr(cell, "width", 1.0)
     return training_cost(cell.setting, members, width)
 
@@ -121,6 +127,7 @@ def cells(name: str, setting: Setting, seeds: Iterable[int] | None = None) -> li
         setting = replace(setting, **getattr(experiment, "QUICK", {}))
     swept = [cell for part in experiment.SWEEP for cell in part(setting)]
     seeds = range(getattr(experiment, "SEEDS", SEEDS)[setting.preset]) if seeds is None else seeds
+    swept = [replace(cell, experiment=cell.experiment or name) for cell in swept]
     return [cell.but(seed=seed) for seed in seeds for cell in swept]
 
 

@@ -18,9 +18,8 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,33 +34,18 @@ if TYPE_CHECKING:
 _PACKAGE = "embens.experiments"
 
 
-@dataclass(frozen=True)
-class Job:
-    """A cell of an experiment, and its key."""
-
-    experiment: str
-    cell: Cell
-    key: str
-
-    @property
-    def weight(self) -> float:
-        """Roughly what it costs, in units that only compare jobs of one experiment."""
-        weigh = getattr(contract.load(self.experiment), "weight", contract.weight)
-        return weigh(self.cell)
-
-
 Record = dict[str, Any]
-"""What became of a job: its ``key``, ``seconds``, and ``rows``, or an ``error``, which is text."""
-Engine = Callable[[Sequence[Job]], Generator[Record]]
-"""Runs jobs, and yields what became of each as it comes; see :mod:`embens.experiments.engines`."""
+"""What became of a cell: its ``seconds`` and ``rows``, or an ``error``, which is text."""
+Engine = Callable[[Sequence[Cell]], Generator[tuple[Cell, Record]]]
+"""Runs cells, and yields what became of each as it comes; see :mod:`embens.experiments.engines`."""
 
 
-def make_job(name: str, cell: Cell) -> Job:
-    """Return the job of a cell; one that several experiments have is the same in all of them."""
-    name = cell.owner or name
-    identity = {"experiment": name, "cell": plain(cell), "code": code_version(name)}
+def key_of(cell: Cell) -> str:
+    """Return the key of a cell; one that several experiments sweep is the same in all of them."""
+    code = code_version(cell.experiment)
+    identity = {"experiment": cell.experiment, "cell": plain(cell), "code": code}
     text = json.dumps(identity, sort_keys=True)
-    return Job(name, cell, hashlib.sha256(text.encode()).hexdigest()[:24])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def plain(cell: Cell) -> dict[str, Any]:
@@ -112,20 +96,20 @@ def measuring_code(measure: Any) -> str:
     return "\n".join(f"{name}: {found[name]}" for name in sorted(found))
 
 
-def perform(job: Job) -> Record:
+def perform(cell: Cell) -> Record:
     """Measure a cell; an exception becomes the text of it."""
     started, before = time.perf_counter(), torch.get_num_threads()
     try:
-        torch.set_num_threads(job.cell.setting.threads)
+        torch.set_num_threads(cell.setting.threads)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            rows = contract.load(job.experiment).measure(job.cell)
+            rows = contract.load(cell.experiment).measure(cell)
         found = {"rows": [rows] if isinstance(rows, dict) else list(rows)}
     except Exception:
         found = {"error": traceback.format_exc()}
     finally:
         torch.set_num_threads(before)
-    return {"key": job.key, "seconds": round(time.perf_counter() - started, 4), **found}
+    return {"seconds": round(time.perf_counter() - started, 4), **found}
 
 
 class Outcome(NamedTuple):
@@ -145,31 +129,31 @@ def run(
     retry_failed: bool = False,
 ) -> Outcome:
     """Measure the cells that have no result, longest first."""
-    started, records = time.perf_counter(), results.records
-    jobs = {job.key: job for job in (make_job(name, cell) for cell in cells)}
-    results.borrow({job.key for job in jobs.values() if job.experiment != name})
-    todo = unknown(jobs.values(), results, retry_failed=retry_failed)
+    started = time.perf_counter()
+    results.borrow({key_of(cell) for cell in cells if cell.experiment != name})
+    todo = unknown(cells, results, retry_failed=retry_failed)
     with closing(engine(todo)) as measured:
-        for found in measured:
-            job = jobs[found["key"]]
-            results.add({**found, "code": code_version(job.experiment), "cell": plain(job.cell)})
-    failed = [key for key in jobs if "error" in records.get(key, {})]
-    return Outcome(len(todo), len(jobs) - len(todo), failed, time.perf_counter() - started)
+        for cell, found in measured:
+            identity = {"key": key_of(cell), "code": code_version(cell.experiment)}
+            results.add({**identity, "cell": plain(cell), **found})
+    failed = [key for key in map(key_of, cells) if "error" in results.records.get(key, {})]
+    return Outcome(len(todo), len(cells) - len(todo), failed, time.perf_counter() - started)
 
 
-def unknown(jobs: Iterable[Job], results: "Results", *, retry_failed: bool) -> list[Job]:
-    """Return the jobs that have no result, or only an error that is to be tried again."""
-    wanted = ("rows",) if retry_failed else ("rows", "error")
-    found = [job for job in jobs if not any(k in results.records.get(job.key, {}) for k in wanted)]
-    return sorted(found, key=lambda job: -job.weight)
+def unknown(cells: Sequence[Cell], results: "Results", *, retry_failed: bool) -> list[Cell]:
+    """Return the cells that have no result, or only an error that is to be tried again."""
+    done = {"rows"} if retry_failed else {"rows", "error"}
+    found = [cell for cell in cells if not done & results.records.get(key_of(cell), {}).keys()]
+    return sorted(found, key=lambda cell: -cell.weight)
 
 
 def narrow(cells: Sequence[Cell], **wanted: Sequence[Any]) -> list[Cell]:
     """Return the cells whose fields have one of the wanted values; an error if there are none.
 
-    Cells that belong to several experiments stay, for the seeds that are left.
+    Cells of another experiment, which come after its own, stay for the seeds that are left.
     """
-    found = [cell for cell in cells if not cell.owner]
+    own = cells[0].experiment
+    found = [cell for cell in cells if cell.experiment == own]
     for name, values in wanted.items():
         swept = found[0].swept
         if name not in swept:
@@ -180,7 +164,7 @@ def narrow(cells: Sequence[Cell], **wanted: Sequence[Any]) -> list[Cell]:
             some, got = (", ".join(map(str, each)) for each in (present, values))
             raise ValueError(f"{name}: expected some of {some}; got {got}")
     seeds = {cell.seed for cell in found}
-    return [*found, *(cell for cell in cells if cell.owner and cell.seed in seeds)]
+    return [*found, *(cell for cell in cells if cell.experiment != own and cell.seed in seeds)]
 
 
 def _same(value: Any, wanted: Any) -> bool:
