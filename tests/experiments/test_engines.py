@@ -174,9 +174,9 @@ class TestRay:
         cells = [*problem.cells(3), problem.bad(), lost]
         grid.run("transition", cells[:3], Results(tmp_path / "here"), inline)
         there = Results(tmp_path / "ray")
-        outcome = grid.run("transition", cells, there, lambda jobs: engines.ray(jobs, workers=2))
-        assert (outcome.measured, len(outcome.failed)) == (5, 1)
-        assert "Traceback" in there.records.pop(outcome.failed[0])["error"]
+        found = grid.run("transition", cells, there, lambda cells: engines.ray(cells, workers=2))
+        assert found == (5, [key_of(problem.bad())])
+        assert "Traceback" in there.records.pop(key_of(problem.bad()))["error"]
         assert int((tmp_path / "pid").read_text()) != os.getpid()
         found = rows(there)
         assert found.pop(key_of(lost)) == str(perform(problem.plain(lost))["rows"])

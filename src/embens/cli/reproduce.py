@@ -129,18 +129,19 @@ def _engine(options: argparse.Namespace) -> Engine:
 def _reproduce(
     console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Cell]
 ) -> int:
-    folder = options.out / name / setting.preset
+    folder, began = options.out / name / setting.preset, time.perf_counter()
     try:
         with _alone(console, folder):
             found = Results(folder)
             try:
                 engine = watched(_engine(options), console, name)
-                outcome = grid.run(name, cells, found, engine, options.retry_failed)
+                count, failed = grid.run(name, cells, found, engine, options.retry_failed)
             except KeyboardInterrupt:
                 _summarise(console, name, setting, found)
                 console.print(f"{name}: stopped; the same command goes on from here.")
                 raise
-            _summarise(console, name, setting, found, outcome.seconds)
+            seconds = time.perf_counter() - began
+            _summarise(console, name, setting, found, seconds)
     except OSError as problem:
         console.print(
             f"{name}: could not write to {folder} ({problem}). Results that were written are safe; "
@@ -149,19 +150,19 @@ def _reproduce(
             markup=False,
         )
         return 1
-    text = f"{outcome.measured} cells measured in {_time(outcome.seconds)}, {outcome.known} known"
+    text = f"{count} cells measured in {_time(seconds)}, {len(cells) - count} known"
     console.print(f"{name}: {text} before; results in {folder}")
     if others := results.count_others(found, name):
         text = f"{others} results there are of other code, or another version of embens or torch"
         console.print(f"{name}: {text}; they are kept, and left out")
-    for key in outcome.failed[:5]:
+    for key in failed[:5]:
         record = found.records[key]
         swept = {k: v for k, v in record["cell"].items() if k != "setting"}
         last = record["error"].strip().splitlines()[-1]
         console.print(f"failed: {swept}: {last}", style="red", markup=False)
-    if outcome.failed:
-        console.print(f"{len(outcome.failed)} cells failed; --retry-failed tries them again")
-    return len(outcome.failed)
+    if failed:
+        console.print(f"{len(failed)} cells failed; --retry-failed tries them again")
+    return len(failed)
 
 
 @contextmanager

@@ -95,12 +95,7 @@ def sweep(experiment: str = "", **axes: Any) -> Callable[[Setting], list[Cell]]:
 
 def weight(cell: Cell) -> float:
     """Return roughly what a cell costs where its members are trained."""
-    members, width = getattr(cell, "members", 1), getattr(cell, "width", 1.0)
-    return training_cost(cell.setting, members, width)
-
-
-def training_cost(setting: Setting, members: float, width: float) -> float:
-    """Return roughly what it costs to train so many members at a width."""
+    setting, members, width = cell.setting, cell.members, getattr(cell, "width", 1.0)
     step = 16 + members * width if setting.network == "mlp" else members * width**1.5
     return step * setting.epochs * setting.train
 

@@ -20,7 +20,7 @@ from embens.data import DataSet
 from embens.embedding.families import independent
 from embens.experiments import contract
 from embens.experiments.claims import Claim, Frame, Rows, Some
-from embens.experiments.contract import Cell, Row, Training, run, train, training_cost
+from embens.experiments.contract import Cell, Row, Training, run, train
 from embens.experiments.figure import Curve, curves
 from embens.experiments.setting import Setting, data_set
 
@@ -36,8 +36,8 @@ def sweep(width: Any) -> Callable[[Setting], list[Cell]]:
 
 
 def weight(cell: Cell) -> float:
-    """Return roughly what a cell costs."""
-    return training_cost(cell.setting, cell.networks + TRIED * len(FACTORS), cell.width)
+    """Return roughly what a cell costs: about as many networks are trained to choose the rate."""
+    return contract.weight(cell.but(members=2 * cell.networks))
 
 
 def measure(cell: Cell) -> list[Row]:

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -112,32 +112,24 @@ def perform(cell: Cell) -> Record:
     return {"seconds": round(time.perf_counter() - started, 4), **found}
 
 
-class Outcome(NamedTuple):
-    """What a run did."""
-
-    measured: int
-    known: int  # before
-    failed: list[str]  # keys of cells that have an error
-    seconds: float
-
-
 def run(
     name: str,
     cells: Sequence[Cell],
     results: "Results",
     engine: Engine,
     retry_failed: bool = False,
-) -> Outcome:
-    """Measure the cells that have no result, longest first."""
-    started = time.perf_counter()
+) -> tuple[int, list[str]]:
+    """Measure the cells that have no result, longest first.
+
+    Return how many these were, and the keys of all cells that have an error.
+    """
     results.borrow({key_of(cell) for cell in cells if cell.experiment != name})
     todo = unknown(cells, results, retry_failed=retry_failed)
     with closing(engine(todo)) as measured:
         for cell, found in measured:
             identity = {"key": key_of(cell), "code": code_version(cell.experiment)}
             results.add({**identity, "cell": plain(cell), **found})
-    failed = [key for key in map(key_of, cells) if "error" in results.records.get(key, {})]
-    return Outcome(len(todo), len(cells) - len(todo), failed, time.perf_counter() - started)
+    return len(todo), [k for k in map(key_of, cells) if "error" in results.records.get(k, {})]
 
 
 def unknown(cells: Sequence[Cell], results: "Results", *, retry_failed: bool) -> list[Cell]:
