@@ -9,7 +9,6 @@ table when it is opened. Nothing is computed here: pages show what ``embens repr
 import base64
 import csv
 import gzip
-import html
 import io
 import json
 import re
@@ -61,11 +60,10 @@ def _read(folder: Path) -> dict[str, Any] | None:
     return entry | {kind: json.loads(texts[f"{kind}.json"]) for kind in ("claims", "figure")}
 
 
-def render(entries: list[dict[str, Any]], title: str = "Embedded ensembles: reproduction") -> str:
+def render(entries: list[dict[str, Any]]) -> str:
     """Return the page of what :func:`collect` gives."""
     packed = [{**entry, "table": _pack(json.dumps(entry["table"]))} for entry in entries]
     parts = {
-        "title": html.escape(title),
         "style": _text("page.css"),
         "library": _pack(_text("package_data/plotly.min.js", "plotly")),
         "data": json.dumps(packed, allow_nan=False).replace("<", "\\u003c"),
