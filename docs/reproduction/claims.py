@@ -38,7 +38,7 @@ def markdown(entries: list[dict[str, Any]]) -> str:
             cells = (f"**{c['verdict']}**", c["statement"], measured, c["region"], c["paper"])
             sections.append(_row(*cells))
     head = [
-        "# Claims of the paper, as measured\n\nWritten by `claims.py`, beside it; not edited by hand.",
+        "# Claims of the paper, as measured\n\nWritten by `claims.py`; not edited by hand.",
         "\nOne square for each claim: 🟩 holds, 🟥 does not hold, 🟨 undecided.\n",
         _row("experiment", "claims", "cells", "seeds", "core minutes"),
         _row(*"-----"),
