@@ -175,7 +175,7 @@ class TestRay:
         grid.run("transition", cells[:3], Results(tmp_path / "here"), inline)
         there = Results(tmp_path / "ray")
         found = grid.run("transition", cells, there, lambda cells: engines.ray(cells, workers=2))
-        assert found == (5, [key_of(problem.bad())])
+        assert found == (5, [problem.bad()])
         assert "Traceback" in there.records.pop(key_of(problem.bad()))["error"]
         assert int((tmp_path / "pid").read_text()) != os.getpid()
         found = rows(there)

@@ -76,8 +76,8 @@ def test_large_cells_come_first(tmp_path):
 def test_a_failed_cell_is_kept_with_its_error_and_the_rest_goes_on(tmp_path):
     cells = [problem.bad(), *problem.cells(2)]
     (measured, failed), _ = run(cells, tmp_path)
-    assert (measured, failed) == (3, [key_of(problem.bad())])
-    error = Results(tmp_path).records[failed[0]]["error"]
+    assert (measured, failed) == (3, [problem.bad()])
+    error = Results(tmp_path).records[key_of(failed[0])]["error"]
     assert "Traceback" in error
     assert "members" in error
     again, seen = run(cells, tmp_path)

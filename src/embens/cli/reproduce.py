@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from embens.checks import closest
+from embens.checks import check_whole, closest
 from embens.experiments import NAMES, contract, engines, grid, results
 from embens.experiments.contract import Cell
 from embens.experiments.grid import Engine, Record, perform
@@ -78,10 +78,8 @@ def _check(options: argparse.Namespace) -> list[str]:
     if options.name not in (None, *NAMES):
         raise ValueError(f"unknown experiment {options.name!r}{closest(options.name, NAMES)}")
     for name, least in {"seeds": 1, "epochs": 1, "workers": 0, "first_seed": 0}.items():
-        value = getattr(options, name)
-        if value is not None and value < least:
-            words = f"be at least {least}" if least else "not be negative"
-            raise ValueError(f"--{name.replace('_', '-')} must {words}; got {value}")
+        if getattr(options, name) is not None:
+            check_whole(f"--{name.replace('_', '-')}", getattr(options, name), least)
     if options.engine == "ray" and options.workers == 0:
         raise ValueError("--workers 0 is for the local engine; with Ray it must be at least 1")
     for item in options.only:
@@ -129,10 +127,10 @@ def _engine(options: argparse.Namespace) -> Engine:
 def _reproduce(
     console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Cell]
 ) -> int:
-    folder, began = options.out / name / setting.preset, time.perf_counter()
+    folder = options.out / name / setting.preset
     try:
         with _alone(console, folder):
-            found = Results(folder)
+            found, began = Results(folder), time.perf_counter()
             try:
                 engine = watched(_engine(options), console, name)
                 count, failed = grid.run(name, cells, found, engine, options.retry_failed)
@@ -155,11 +153,9 @@ def _reproduce(
     if others := results.count_others(found, name):
         text = f"{others} results there are of other code, or another version of embens or torch"
         console.print(f"{name}: {text}; they are kept, and left out")
-    for key in failed[:5]:
-        record = found.records[key]
-        swept = {k: v for k, v in record["cell"].items() if k != "setting"}
-        last = record["error"].strip().splitlines()[-1]
-        console.print(f"failed: {swept}: {last}", style="red", markup=False)
+    for cell in failed[:5]:
+        text = describe(cell, found.records[grid.key_of(cell)])
+        console.print(text, style="red", markup=False)
     if failed:
         console.print(f"{len(failed)} cells failed; --retry-failed tries them again")
     return len(failed)

@@ -118,10 +118,10 @@ def run(
     results: "Results",
     engine: Engine,
     retry_failed: bool = False,
-) -> tuple[int, list[str]]:
+) -> tuple[int, list[Cell]]:
     """Measure the cells that have no result, longest first.
 
-    Return how many these were, and the keys of all cells that have an error.
+    Return how many these were, and all cells that have an error.
     """
     results.borrow({key_of(cell) for cell in cells if cell.experiment != name})
     todo = unknown(cells, results, retry_failed=retry_failed)
@@ -129,7 +129,8 @@ def run(
         for cell, found in measured:
             identity = {"key": key_of(cell), "code": code_version(cell.experiment)}
             results.add({**identity, "cell": plain(cell), **found})
-    return len(todo), [k for k in map(key_of, cells) if "error" in results.records.get(k, {})]
+    failed = [cell for cell in cells if "error" in results.records.get(key_of(cell), {})]
+    return len(todo), failed
 
 
 def unknown(cells: Sequence[Cell], results: "Results", *, retry_failed: bool) -> list[Cell]:
