@@ -61,7 +61,8 @@ def bare(members: int) -> None:
 
 
 def cell(members: int) -> None:
-    transition.measure(transition.Cell(SHIFT, members, "M", setting=SETTING))
+    swept = {"p": SHIFT, "members": members, "gamma": "M", "seed": 0}
+    transition.measure(contract.Cell(SETTING, swept))
 
 
 def seconds(work, members: int) -> float:

@@ -65,7 +65,7 @@ def test_the_command_has_data_of_its_own(tmp_path, capsys):
         ("mlp(width=open('x'))", "data.npz", "literal values"),
         ("mlp(12, 32, 2, 4)", "data.npz", "which is another shape"),
         ("mlp(widht=3)", "data.npz", "widht"),
-        ("no.such.module:build", "data.npz", "No module named"),
+        ("no.such.module:build", "data.npz", "there is no file no.such.module"),
         ("nothing.py:build", "data.npz", "there is no file"),
         ("{folder}/network.py:builds", "data.npz", "has no 'builds'"),
         ("{folder}/network.py:wrong", "data.npz", "should return a torch.nn.Module"),

@@ -26,11 +26,6 @@ def test_the_command_writes_the_page_and_says_where(folder, tmp_path, capsys):
     assert "page.html" in capsys.readouterr().out
 
 
-def test_a_name_that_ends_in_md_gives_the_claims_alone(folder, tmp_path):
-    assert call(folder, "--out", tmp_path / "claims.md") == 0
-    assert (tmp_path / "claims.md").read_text().startswith("# Claims of the paper")
-
-
 def test_what_is_drawn_anew_has_its_table_and_its_origin_as_before(folder, tmp_path):
     here = shutil.copytree(folder, tmp_path / "results") / "widths" / "quick"
     rows, before = (

@@ -15,7 +15,6 @@ from filelock import FileLock
 from rich.console import Console
 
 from embens.cli.reproduce import watched
-from embens.experiments.grid import Done, make_job
 
 SMALL = "--epochs 1 --workers 0 --seeds 2 --members 1 2 4 --only p=0,0.9".split()
 
@@ -103,8 +102,8 @@ def test_a_full_disk_is_told_without_a_traceback(tmp_path, capsys, monkeypatch):
         (["transition", "--all"], "give the NAME of an experiment, or --all"),
         (["transitoin"], "did you mean 'transition'"),
         (["transition", "--seeds", "0"], "--seeds must be at least 1"),
-        (["transition", "--first-seed", "-1"], "--first-seed must not be negative; got -1"),
-        (["transition", "--workers", "-1"], "--workers must not be negative"),
+        (["transition", "--first-seed", "-1"], "--first-seed must be at least 0; got -1"),
+        (["transition", "--workers", "-1"], "--workers must be at least 0"),
         (["transition", "--only", "p"], "--only expects FIELD=VALUE"),
         (["transition", "--only", "q=1"], "q: this experiment does not sweep it"),
         (["--all", "--only", "q=1"], "--only q=1: nothing sweeps it; there are"),
@@ -189,14 +188,12 @@ def test_a_second_run_on_a_folder_waits_and_has_nothing_to_do(tmp_path):
 def show(cells, console, error=None):
     """Let an engine that pretends be watched on a console; return what is shown."""
 
-    def engine(jobs):
-        for job in jobs:
-            yield Done(job.key, None if error else [{"accuracy": 0.5}], error, 1.0)
+    def engine(cells):
+        for cell in cells:
+            found = {"error": error} if error else {"rows": [{"accuracy": 0.5}]}
+            yield cell, {"seconds": 1.0, **found}
 
-    jobs = [make_job("transition", cell) for cell in cells]
-    assert [done.key for done in watched(engine, console, "transition")(jobs)] == [
-        job.key for job in jobs
-    ]
+    assert [cell for cell, _ in watched(engine, console, "transition")(cells)] == cells
     return console.file.getvalue()
 
 
@@ -208,8 +205,9 @@ def test_without_a_terminal_lines_tell_count_time_left_and_the_latest_result():
     assert len(show(problem.cells(100), Console(file=io.StringIO())).splitlines()) == 10
 
 
-def test_on_a_narrow_terminal_a_bar_shows_count_time_left_and_the_latest_result():
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+def test_on_a_terminal_one_line_shows_count_time_left_and_the_latest_result():
+    console = Console(file=io.StringIO(), width=110, force_terminal=True)
     text = show(problem.cells(2), console, "Traceback\n[/] ValueError: " + "no " * 50)
-    _, second = text[text.rindex("2/2 (2 failed), 0:00:00 left") :].splitlines()[:2]
-    assert "members=2 gamma=M seed=0: failed, [/] ValueError" in second
+    line = text[text.rindex("2/2 (2 failed), 0:00:00 left") :].splitlines()[0]
+    assert "members=2 gamma=M seed=0: failed, [/] ValueError" in line
+    assert len(line) < 110  # what does not fit is cut

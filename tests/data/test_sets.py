@@ -260,7 +260,7 @@ def test_cifar_labels_out_of_range_are_refused(cifar):
 
 
 def test_cifar_has_fine_and_coarse_labels_only(cifar):
-    with pytest.raises(ValueError, match="labels: expected 'fine' or 'coarse', got 'corse'"):
+    with pytest.raises(ValueError, match="labels: unknown 'corse'; did you mean 'coarse'"):
         data.cifar100(cifar, labels="corse")
 
 

@@ -5,60 +5,58 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from embens.cli import main
+from embens.experiments.contract import Cell
 from embens.experiments.setting import PRESETS
-from embens.experiments.transition import Cell
 
 SETTING = replace(PRESETS["quick"], epochs=1, train=64, test=32)
 
 
+def cell_of(members, setting=SETTING, kind=Cell, **more):
+    """Return a cell of ``transition``."""
+    swept = {"p": 0.5, "members": members, "gamma": "M", "seed": 0, **more}
+    return kind(setting, swept, "transition")
+
+
 def cells(count=4, setting=SETTING):
-    return [Cell(0.5, members, "M", setting=setting) for members in range(1, count + 1)]
+    return [cell_of(members, setting) for members in range(1, count + 1)]
 
 
 def bad(setting=SETTING):
     """Return a cell whose measurement raises."""
-    return Cell(0.5, 0, "M", setting=setting)
+    return cell_of(0, setting)
 
 
 def slow():
     """Return a cell that takes minutes."""
-    return Cell(0.5, 2, "M", setting=replace(PRESETS["quick"], epochs=100_000))
+    return cell_of(2, replace(PRESETS["quick"], epochs=100_000))
 
 
-@dataclass(frozen=True)
 class Deadly(Cell):
     """A cell whose measurement kills the process that it is in, once; never the test's own."""
 
-    mark: str
-    home: int
-
-    def __getattribute__(self, name):
+    def __getattr__(self, name):
         if name == "gamma":  # read in the middle of ``transition.measure``
-            mark = Path(object.__getattribute__(self, "mark"))
-            if os.getpid() != object.__getattribute__(self, "home") and not mark.exists():
+            mark = Path(self.mark)
+            if os.getpid() != self.home and not mark.exists():
                 mark.write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGKILL)
-        return object.__getattribute__(self, name)
+        return super().__getattr__(name)
 
 
-@dataclass(frozen=True)
 class Stuck(Cell):
     """A cell whose measurement never ends on one node of a Ray cluster."""
 
-    mark: str
-    node: str
-
-    def __getattribute__(self, name):
-        if name == "gamma" and _node() == object.__getattribute__(self, "node"):
-            Path(object.__getattribute__(self, "mark")).write_text(str(os.getpid()))
+    def __getattr__(self, name):
+        if name == "gamma" and _node() == self.node:
+            Path(self.mark).write_text(str(os.getpid()))
             time.sleep(600)
-        return object.__getattribute__(self, name)
+        return super().__getattr__(name)
 
 
 def _node():
@@ -68,19 +66,17 @@ def _node():
 
 
 def deadly(mark, seed=7):
-    return Deadly(0.5, 2, "M", str(mark), os.getpid(), setting=SETTING, seed=seed)
+    return cell_of(2, kind=Deadly, mark=str(mark), home=os.getpid(), seed=seed)
 
 
 def stuck(mark, node, count=4):
-    return [
-        Stuck(0.5, members, "M", str(mark), node, setting=SETTING, seed=9)
-        for members in range(1, count + 1)
-    ]
+    numbers = range(1, count + 1)
+    return [cell_of(m, kind=Stuck, mark=str(mark), node=node, seed=9) for m in numbers]
 
 
 def plain(cell):
     """Return the same cell without its trap."""
-    return Cell(cell.p, cell.members, "M", setting=cell.setting, seed=cell.seed)
+    return cell_of(cell.members, cell.setting, seed=cell.seed)
 
 
 def reproduce(*arguments):

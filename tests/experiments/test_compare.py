@@ -36,6 +36,11 @@ class TestCompare(Battery):
 SETTING = contract.cells("compare", PRESETS["quick"], [0])[0].setting
 
 
+def cell_of(system, members, width):
+    swept = {"system": system, "members": members, "width": width, "seed": 0}
+    return contract.Cell(SETTING, swept)
+
+
 def test_classes_that_are_left_out_are_in_no_train_or_test_row():
     data, unknown = compare.problem(SETTING)
     assert set(data.train.targets.tolist()) == set(data.test.targets.tolist()) == set(range(8))
@@ -59,9 +64,9 @@ def test_blur_and_contrast_keep_what_is_constant():
 
 
 def test_the_wide_network_has_the_parameters_of_the_separate_ones():
-    cell = compare.Cell(compare.WIDE, 4, 4.0, setting=SETTING)
+    cell = cell_of(compare.WIDE, 4, 4.0)
     counts = [
-        sum(p.numel() for p in compare.make(replace(cell, system=system)).parameters())
+        sum(p.numel() for p in compare.make(cell.but(system=system)).parameters())
         for system in (compare.WIDE, compare.SEPARATE)
     ]
     assert abs(counts[0] / counts[1] - 1) < 0.05
@@ -69,7 +74,7 @@ def test_the_wide_network_has_the_parameters_of_the_separate_ones():
 
 @pytest.mark.parametrize("system", [s for s in compare.SYSTEMS if s not in compare.PATHS])
 def test_every_system_is_made_with_its_members(system):
-    cell = compare.Cell(system, 3, 1.0, setting=SETTING)
+    cell = cell_of(system, 3, 1.0)
     outputs = compare.make(cell)(torch.zeros(2, 1, 8, 8))
     assert outputs.shape[1:] == (2, 10)
     alone = system in (compare.ONE, compare.WIDE, "MC dropout, fresh")
@@ -85,7 +90,7 @@ def test_the_front_leaves_out_what_costs_more_and_is_worse():
 def test_every_system_is_of_one_kind_and_training_costs_count_the_choice_of_the_rate():
     pandas = pytest.importorskip("pandas")
     assert len(set(compare.SYSTEMS)) == len(compare.SYSTEMS) == 21
-    cells = [compare.Cell(system, 4, 4.0, setting=SETTING) for system in compare.SYSTEMS]
+    cells = [cell_of(system, 4, 4.0) for system in compare.SYSTEMS]
     table = pandas.DataFrame(
         {"system": c.system} | rows(c, True, lambda std: 0.0) for c in cells for _ in range(2)
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,10 +19,8 @@ from embens.experiments.setting import PRESETS, data_set, reference
 QUICK = PRESETS["quick"]
 
 
-@dataclass(frozen=True)
-class Cell(contract.CellBase):
-    width: float
-    members: int
+def cell_of(width, members, seed=0, setting=QUICK):
+    return contract.Cell(setting, {"width": width, "members": members, "seed": seed})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -42,11 +41,17 @@ def test_the_ensemble_of_the_paper_has_the_laws_of_the_paper():
         assert contract.load(name).__dict__.get("batch_ensemble") in (None, contract.batch_ensemble)
 
 
-def test_a_product_has_a_cell_for_each_combination():
-    cells = contract.product(Cell, width=(0.5, 1.0), members={"quick": (1, 2)})(QUICK)
+def test_a_sweep_has_a_cell_for_each_combination():
+    cells = contract.sweep(width=(0.5, 1.0), members={"quick": (1, 2)})(QUICK)
     assert [(c.width, c.members) for c in cells] == [(0.5, 1), (0.5, 2), (1.0, 1), (1.0, 2)]
-    assert contract.product(Cell, width=1.0, members=2)(QUICK) == [Cell(1.0, 2, setting=QUICK)]
-    assert list(replace(cells[0], seed=3).swept()) == ["width", "members", "seed"]
+    assert contract.sweep(width=1.0, members=2)(QUICK) == [cell_of(1.0, 2)]
+    assert cells[0].but(seed=3).swept == {"width": 0.5, "members": 1, "seed": 3}
+
+
+def test_a_cell_says_what_it_has_where_something_else_is_read():
+    with pytest.raises(AttributeError, match=r"gamma: the cell has .*'width', 'members', 'seed'"):
+        print(cell_of(1.0, 2).gamma)
+    assert copy.deepcopy(cell_of(1.0, 2)) == pickle.loads(pickle.dumps(cell_of(1.0, 2)))
 
 
 def test_seeds_are_the_preset_s_or_those_asked_for():
@@ -56,15 +61,15 @@ def test_seeds_are_the_preset_s_or_those_asked_for():
 
 
 def test_a_shortened_cell_weighs_as_much_less_as_it_has_less_to_train():
-    cell = Cell(1.0, 2, setting=QUICK)
-    assert cell.weight / cell.shortened(epochs=2).weight == QUICK.epochs / 2
+    cell, weight = cell_of(1.0, 2), contract.weight
+    assert weight(cell) / weight(cell.shortened(epochs=2)) == QUICK.epochs / 2
     images = replace(cell, setting=replace(PRESETS["paper"], epochs=4))
-    factor = images.weight / images.shortened(epochs=2, train=500).weight
+    factor = weight(images) / weight(images.shortened(epochs=2, train=500))
     assert factor == pytest.approx(2 * 40_000 / 500)
 
 
 def test_a_cell_draws_its_network_and_goes_on_from_there():
-    network, generator = Cell(2.0, 2, setting=QUICK, seed=5).draw()
+    network, generator = cell_of(2.0, 2, seed=5).draw()
     same = torch.Generator().manual_seed(5)
     expected = reference(QUICK, 2.0, generator=same)
     for mine, theirs in zip(network.parameters(), expected.parameters(), strict=True):
@@ -83,7 +88,9 @@ def ensemble_of(setting=SETTING, make=embens.batch_ensemble, members=2, **option
 
 def test_it_is_fit_with_the_setting_s_arguments_and_gamma_m():
     ensemble, other = ensemble_of(members=3), ensemble_of(members=3)
-    training = train(ensemble, SETTING, seed=5, modulation_lr=0.01, test_each_epoch=True)
+    training = train(
+        cell_of(1.0, 3, 5, SETTING), ensemble, modulation_lr=0.01, test_each_epoch=True
+    )
     data = data_set(SETTING)
     history = embens.fit(
         other, tuple(data.train), tuple(data.test), epochs=3, batch_size=64, lr=SETTING.lr,
@@ -100,10 +107,10 @@ def test_fresh_masks_depend_on_the_seed_alone_and_leave_the_global_generator_alo
     ensemble = ensemble_of(make=embens.mc_dropout, members=1, law=laws.Normal(1.0, 0.1), fresh=True)
     twin = copy.deepcopy(ensemble)
     before = torch.get_rng_state()
-    train(ensemble, SETTING, seed=1)
+    train(cell_of(1.0, 1, 1, SETTING), ensemble)
     assert torch.equal(before, torch.get_rng_state())
     torch.randn(7)
-    train(twin, SETTING, seed=1)
+    train(cell_of(1.0, 1, 1, SETTING), twin)
     for mine, theirs in zip(ensemble.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -112,7 +119,7 @@ def test_fresh_masks_depend_on_the_seed_alone_and_leave_the_global_generator_alo
 def test_a_run_that_diverges_is_marked_and_keeps_finite_weights(network):
     setting = replace(SETTING, network=network, channels=(4, 4), train=128, test=64)
     setting = replace(setting, parametrization="standard" if network == "mlp" else "xavier")
-    training = train(ensemble_of(setting), setting, seed=0, lr=1e9)
+    training = train(cell_of(1.0, 2, 0, setting), ensemble_of(setting), lr=1e9)
     assert training.diverged
     assert all(p.isfinite().all() for p in training.ensemble.parameters())
     found = training.evaluate()

@@ -19,7 +19,7 @@ from experiments import problem
 
 from embens.experiments import engines, grid
 from embens.experiments.engines import inline, local
-from embens.experiments.grid import make_job, perform
+from embens.experiments.grid import key_of, perform
 from embens.experiments.results import Results
 from embens.experiments.setting import PRESETS, fingerprint
 
@@ -28,10 +28,6 @@ TESTS = Path(__file__).parents[1]
 
 def two(jobs):
     return local(jobs, workers=2)
-
-
-def job_of(cell):
-    return make_job("transition", cell)
 
 
 def rows(results):
@@ -55,9 +51,9 @@ def test_results_are_those_of_one_process(tmp_path):
 
 def test_a_cell_whose_worker_died_once_has_the_result_of_this_process(tmp_path):
     lost = problem.deadly(tmp_path / "pid")
-    (done,) = two([job_of(lost)])
+    ((_, done),) = two([lost])
     assert int((tmp_path / "pid").read_text()) != os.getpid()
-    assert str(done.rows) == str(perform(job_of(problem.plain(lost))).rows)
+    assert str(done["rows"]) == str(perform(problem.plain(lost))["rows"])
 
 
 def kill_workers(times):
@@ -70,19 +66,19 @@ def kill_workers(times):
 
 
 def test_a_cell_that_kills_its_workers_fails_and_others_go_on():
-    jobs = [job_of(problem.slow()), job_of(problem.cells(1)[0])]
+    cells = [problem.slow(), problem.cells(1)[0]]
     killer = threading.Thread(target=kill_workers, args=(2,))
     killer.start()
-    failed, good = local(jobs, workers=1)
+    (lost, failed), (found, good) = local(cells, workers=1)
     killer.join()
-    assert failed.key == jobs[0].key
-    assert "the worker died with exit code -9, 2 times" in failed.error
-    assert (good.key, good.error) == (jobs[1].key, None)
+    assert [lost, found] == cells
+    assert "the worker died with exit code -9, 2 times" in failed["error"]
+    assert "error" not in good
 
 
 def test_an_engine_that_is_closed_ends_its_workers():
-    running = two([*map(job_of, problem.cells(1)), job_of(problem.slow())])
-    assert next(running).error is None
+    running = two([*problem.cells(1), problem.slow()])
+    assert "rows" in next(running)[1]
     assert len(multiprocessing.active_children()) == 2
     running.close()
     assert not multiprocessing.active_children()
@@ -144,10 +140,9 @@ def test_workers_are_told_where_the_data_are(tmp_path, monkeypatch):
     for folder in (first, second):
         monkeypatch.setenv("EMBENS_DATA", str(folder))
         here = fingerprint(replace(PRESETS["cpu"], epochs=1))
-        job = job_of(replace(problem.cells(1)[0], setting=here))
-        (done,) = local([job], workers=1)
-        assert done.error is None
-        assert str(done.rows) == str(perform(job).rows)
+        cell = replace(problem.cells(1)[0], setting=here)
+        ((_, done),) = local([cell], workers=1)
+        assert str(done["rows"]) == str(perform(cell)["rows"])
 
 
 on_ray = [
@@ -179,21 +174,21 @@ class TestRay:
         cells = [*problem.cells(3), problem.bad(), lost]
         grid.run("transition", cells[:3], Results(tmp_path / "here"), inline)
         there = Results(tmp_path / "ray")
-        outcome = grid.run("transition", cells, there, lambda jobs: engines.ray(jobs, workers=2))
-        assert (outcome.measured, len(outcome.failed)) == (5, 1)
-        assert "Traceback" in there.records.pop(outcome.failed[0])["error"]
+        found = grid.run("transition", cells, there, lambda cells: engines.ray(cells, workers=2))
+        assert found == (5, [problem.bad()])
+        assert "Traceback" in there.records.pop(key_of(problem.bad()))["error"]
         assert int((tmp_path / "pid").read_text()) != os.getpid()
         found = rows(there)
-        assert found.pop(job_of(lost).key) == str(perform(job_of(problem.plain(lost))).rows)
+        assert found.pop(key_of(lost)) == str(perform(problem.plain(lost))["rows"])
         assert found == rows(Results(tmp_path / "here"))
 
     def test_a_task_asks_for_the_resources_of_its_cell(self):
         import ray
 
         cell = problem.cells(1)[0]
-        cuda = job_of(replace(cell, setting=replace(cell.setting, device="cuda", threads=2)))
-        running = engines.ray([cuda, job_of(cell)], workers=2, gpus_per_cell=0.5)
-        assert next(running).key == job_of(cell).key  # there is no GPU here: the other one waits
+        cuda = replace(cell, setting=replace(cell.setting, device="cuda", threads=2))
+        running = engines.ray([cuda, cell], workers=2, gpus_per_cell=0.5)
+        assert next(running)[0] == cell  # there is no GPU here: the other one waits
         assert ray.cluster_resources()["CPU"] == 2
         running.close()
         assert not ray.is_initialized()
@@ -207,8 +202,8 @@ class TestRay:
         cells = problem.stuck(mark, node.node_id)
 
         def work():
-            for found in engines.ray(map(job_of, cells), address=cluster.address):
-                done[found.key] = found
+            for cell, found in engines.ray(cells, address=cluster.address):
+                done[key_of(cell)] = found
 
         worker = threading.Thread(target=work)
         worker.start()
@@ -221,6 +216,5 @@ class TestRay:
         finally:
             cluster.shutdown()
         for cell in cells:
-            found = done[job_of(cell).key]
-            assert found.error is None
-            assert str(found.rows) == str(perform(job_of(problem.plain(cell))).rows)
+            found = done[key_of(cell)]
+            assert str(found["rows"]) == str(perform(problem.plain(cell))["rows"])

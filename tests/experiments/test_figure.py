@@ -73,33 +73,21 @@ def test_shades_are_colours_in_the_order_of_values():
     assert all(len(c) == 7 and c.startswith("#") for c in found.values())
 
 
-def legends(figure, monkeypatch, path):
-    """Return the labels in each panel's legend, and in the common one."""
+def test_panels_have_legends_of_their_own(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
-    found = {"panels": [], "common": []}
-    for kind, name in ((Axes, "panels"), (Canvas, "common")):
-        original = kind.legend
+    found, original = [], Axes.legend
 
-        def legend(self, handles, labels, original=original, name=name, **options):
-            found[name].append(list(labels))
-            return original(self, handles, labels, **options)
+    def legend(self, handles, labels, **options):
+        found.append(list(labels))
+        return original(self, handles, labels, **options)
 
-        monkeypatch.setattr(kind, "legend", legend)
-    draw(figure, path)
-    return found
-
-
-def test_panels_have_legends_of_their_own_unless_one_has_all_labels(tmp_path, monkeypatch):
     def panel(*labels):
         return Panel("t", "x", "y", [Curve(label, [1.0, 2.0], [1.0, 2.0]) for label in labels])
 
-    own = legends(Figure([panel("a", "b"), panel("a", "c")]), monkeypatch, tmp_path / "a.png")
-    assert own == {"panels": [["a", "b"], ["a", "c"]], "common": []}
-    monkeypatch.undo()
-    one = legends(Figure([panel("a", "b"), panel("a")]), monkeypatch, tmp_path / "b.png")
-    assert one == {"panels": [], "common": [["a", "b"]]}
+    monkeypatch.setattr(Axes, "legend", legend)
+    draw(Figure([panel("a", "b"), panel("a", "c"), panel()]), tmp_path / "figure.png")
+    assert found == [["a", "b"], ["a", "c"]]
 
 
 def test_axes_have_plain_numbers(tmp_path):
@@ -125,18 +113,19 @@ def test_a_curve_that_stops_says_why(tmp_path, monkeypatch):
     assert written == ["not timed"]
 
 
-def test_errors_of_long_curves_are_a_band(tmp_path, monkeypatch):
+def test_long_curves_have_a_few_marks_and_error_bars(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
-    bands = []
-    original = Axes.fill_between
-    monkeypatch.setattr(
-        Axes, "fill_between", lambda *a, **k: bands.append(a[2:4]) or original(*a, **k)
-    )
+    every, original = [], Axes.errorbar
+
+    def errorbar(*arguments, **options):
+        every.append((options["errorevery"], options["markevery"]))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(Axes, "errorbar", errorbar)
     for count in (5, 60):
         x = [float(k) for k in range(count)]
-        draw(Figure([Panel("a", "x", "y", [Curve("c", x, x, [0.5] * count)])]),
-             tmp_path / "figure.svg")  # fmt: skip
-    (band,) = bands
-    assert [end[1] for end in band] == [0.5, 1.5]
+        curve = Curve("c", x, x, [0.5] * count)
+        draw(Figure([Panel("a", "x", "y", [curve])]), tmp_path / "figure.svg")
+    assert every == [(1, 1), (4, 4)]
     assert b"<svg" in (tmp_path / "figure.svg").read_bytes()

@@ -7,7 +7,6 @@ import math
 from experiments.battery import Battery
 
 from embens.experiments import contract
-from embens.experiments.fair import Fair
 from embens.experiments.setting import PRESETS
 
 
@@ -32,4 +31,4 @@ def test_all_networks_of_a_preset_are_of_one_width_and_on_the_same_data():
     for setting in PRESETS.values():
         cells = contract.cells("gain", setting, [0])
         assert len({(cell.width, cell.setting) for cell in cells}) == 1
-        assert sum(isinstance(cell, Fair) for cell in cells) == 1
+        assert sum(cell.experiment == "fair" for cell in cells) == 1

@@ -11,7 +11,7 @@ from experiments import problem
 
 from embens.experiments import NAMES, contract, gain, grid, setting, transition
 from embens.experiments.engines import inline
-from embens.experiments.grid import Done, make_job, perform
+from embens.experiments.grid import key_of, perform
 from embens.experiments.results import Results
 
 
@@ -19,19 +19,19 @@ def run(cells, folder, **options):
     """Run cells in this process; return what became of them, and the cells in their order."""
     seen = []
 
-    def counting(jobs):
-        for done in inline(jobs):
-            seen.append(next(job.cell for job in jobs if job.key == done.key))
-            yield done
+    def counting(cells):
+        for cell, found in inline(cells):
+            seen.append(cell)
+            yield cell, found
 
     return grid.run("transition", cells, Results(folder), counting, **options), seen
 
 
 def test_a_second_run_has_nothing_to_do(tmp_path):
     first, seen = run(problem.cells(3), tmp_path)
-    assert (first.measured, first.known, len(seen)) == (3, 0, 3)
+    assert (first, len(seen)) == ((3, []), 3)
     second, seen = run(problem.cells(4), tmp_path)
-    assert (second.measured, second.known, len(seen)) == (1, 3, 1)
+    assert (second, len(seen)) == ((1, []), 1)
 
 
 def test_a_run_that_is_interrupted_goes_on_where_it_was(tmp_path):
@@ -47,8 +47,7 @@ def test_a_run_that_is_interrupted_goes_on_where_it_was(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         grid.run("transition", problem.cells(4), Results(tmp_path), stopping)
     assert closed
-    outcome, _ = run(problem.cells(4), tmp_path)
-    assert (outcome.measured, outcome.known) == (2, 2)
+    assert run(problem.cells(4), tmp_path)[0] == (2, [])
 
 
 def test_an_engine_is_closed_if_a_result_cannot_be_kept(tmp_path, monkeypatch):
@@ -76,16 +75,15 @@ def test_large_cells_come_first(tmp_path):
 
 def test_a_failed_cell_is_kept_with_its_error_and_the_rest_goes_on(tmp_path):
     cells = [problem.bad(), *problem.cells(2)]
-    outcome, _ = run(cells, tmp_path)
-    assert outcome.measured == 3
-    assert len(outcome.failed) == 1
-    error = Results(tmp_path).records[outcome.failed[0]]["error"]
+    (measured, failed), _ = run(cells, tmp_path)
+    assert (measured, failed) == (3, [problem.bad()])
+    error = Results(tmp_path).records[key_of(failed[0])]["error"]
     assert "Traceback" in error
     assert "members" in error
     again, seen = run(cells, tmp_path)
-    assert (again.measured, seen, len(again.failed)) == (0, [], 1)
+    assert (again, seen) == ((0, failed), [])
     retried, seen = run(cells, tmp_path, retry_failed=True)
-    assert (retried.measured, len(seen), len(retried.failed)) == (1, 1, 1)
+    assert (retried, len(seen)) == ((1, failed), 1)
 
 
 def test_narrowing_says_what_there_is():
@@ -101,12 +99,12 @@ def test_narrowing_says_what_there_is():
 def test_the_key_is_of_everything_in_the_cell():
     cell = problem.cells(1)[0]
     keys = {
-        make_job("transition", changed).key
+        key_of(changed)
         for changed in (
             cell,
-            replace(cell, p=0.6),
-            replace(cell, seed=1),
-            replace(cell, members=2),
+            cell.but(p=0.6),
+            cell.but(seed=1),
+            cell.but(members=2),
             replace(cell, setting=replace(cell.setting, threads=2)),
             replace(cell, setting=replace(cell.setting, lr=0.02)),
             replace(cell, setting=replace(cell.setting, device="cuda")),
@@ -114,22 +112,21 @@ def test_the_key_is_of_everything_in_the_cell():
         )
     }
     assert len(keys) == 8
-    assert make_job("transition", cell).key == make_job("transition", replace(cell)).key
+    assert key_of(cell) == key_of(replace(cell))
 
 
 def test_the_threads_of_a_cell_are_set_and_put_back():
     before = torch.get_num_threads()
     cell = problem.cells(1)[0]
-    done = perform(make_job("transition", replace(cell, setting=replace(cell.setting, threads=2))))
-    assert done.error is None
+    done = perform(replace(cell, setting=replace(cell.setting, threads=2)))
+    assert "rows" in done
     assert torch.get_num_threads() == before
 
 
 def test_a_measurement_that_raises_gives_its_text():
-    done = perform(make_job("transition", problem.bad()))
-    assert isinstance(done, Done)
-    assert done.rows is None
-    assert "Traceback" in (done.error or "")
+    done = perform(problem.bad())
+    assert "rows" not in done
+    assert "Traceback" in done["error"]
 
 
 @pytest.fixture
@@ -170,7 +167,6 @@ def test_the_key_does_not_change_with_what_changes_no_number(version_with, modul
     ("module", "old", "new"),
     [
         (transition, 'if cell.gamma == "M" else 1.0', 'if cell.gamma == "M" else 2.0'),
-        (transition, "    members: int\n    gamma: str", "    members: int = 2\n    gamma: str"),
         (contract, "manual_seed(self.seed)", "manual_seed(self.seed + 1)"),
         (setting, "_read(setting).standardise()", "_read(setting)"),
         (setting, "lr: float = 0.003", "lr: float = 0.004"),

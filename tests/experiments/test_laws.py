@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -88,5 +87,5 @@ def test_what_is_known_before_training_is_that_of_the_law_and_of_the_forecast():
     assert known["forecast_correlation"] == expected.correlation.value
     assert known["forecast_gain"] == expected.gain.value
     assert all(map(torch.equal, before, ensemble.parameters()))
-    alone = laws.foresee(replace(cell, members=1), laws.make(replace(cell, members=1)))
+    alone = laws.foresee(cell.but(members=1), laws.make(cell.but(members=1)))
     assert math.isnan(alone["forecast_correlation"])

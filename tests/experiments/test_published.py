@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,39 @@ def test_the_figure_is_that_of_the_table(folder):
         assert [curve.label for curve in ours.curves] == [c["label"] for c in theirs["curves"]]
 
 
-def test_the_page_of_claims_is_the_one_that_the_results_give():
-    assert (FOLDER / "claims.md").read_text() == page.markdown(page.collect(FOLDER), ".")
+@pytest.fixture(scope="module")
+def claims_page():
+    markdown = runpy.run_path(str(FOLDER / "claims.py"))["markdown"]
+    return markdown(page.collect(FOLDER))
+
+
+def test_the_page_of_claims_is_the_one_that_the_results_give(claims_page):
+    assert (FOLDER / "claims.md").read_text() == claims_page
+
+
+def test_every_claim_has_a_line_with_its_verdict(claims_page):
+    lines = claims_page.splitlines()
+    for path in FOLDER.rglob("claims.json"):
+        for claim in json.loads(path.read_text()):
+            statement = claim["statement"].replace("|", "\\|")
+            start = f"| **{claim['verdict']}** | {statement} |"
+            shown = claim["note"] or f"{claim['value']:.3g}"
+            assert any(line.startswith(start) and shown in line for line in lines)
+
+
+def test_tables_have_equal_columns_and_pictures_are_there(claims_page):
+    for block in re.findall(r"(?:^\|.*\n)+", claims_page, re.M):
+        counts = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+        assert len(counts) == 1
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", claims_page)
+    assert len(pictures) == len(PUBLISHED)
+    for picture in pictures:
+        assert (FOLDER / picture).resolve().is_file()
+
+
+def test_the_summary_links_to_sections(claims_page):
+    for anchor in re.findall(r"\]\(#(.*?)\)", claims_page):
+        assert re.search(rf"^## {anchor.rpartition('-')[0]} ", claims_page, re.M)
 
 
 def test_tables_are_small_and_name_no_machine():

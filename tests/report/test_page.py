@@ -83,7 +83,7 @@ def test_a_manifest_of_something_else_is_left_out_and_named(folder, tmp_path, te
         assert [entry["name"] for entry in page.collect(tmp_path)] == ["widths"]
 
 
-def test_a_missing_key_is_named_whichever_it_is(folder, tmp_path):
+def test_a_missing_key_is_found_whichever_it_is(folder, tmp_path):
     here = shutil.copytree(folder / "widths" / "quick", tmp_path / "widths" / "quick")
     whole = json.loads((here / "manifest.json").read_text())
     for key in whole:
@@ -91,7 +91,7 @@ def test_a_missing_key_is_named_whichever_it_is(folder, tmp_path):
         (here / "manifest.json").write_text(json.dumps(less))
         if key == "experiment":
             continue  # then it is of something else
-        with pytest.raises(Refused, match=f"manifest.json has no {key}|another checksum"):
+        with pytest.raises(Refused, match=r"manifest.json is damaged: its content has another"):
             page.collect(tmp_path)
 
 
@@ -108,32 +108,3 @@ def test_a_digit_that_was_changed_is_found_and_so_is_a_file_that_is_gone(folder,
     message = "got none" if name == "manifest.json" else f"No such file or directory.*{name}"
     with pytest.raises((Refused, FileNotFoundError), match=message):
         page.collect(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def claims_page(folder):
-    return page.write(folder, folder / "pages" / "claims.md").read_text()
-
-
-def test_every_claim_has_a_line_with_its_verdict(folder, claims_page):
-    lines = claims_page.splitlines()
-    for path in folder.rglob("claims.json"):
-        for claim in json.loads(path.read_text()):
-            statement = claim["statement"].replace("|", "\\|")
-            start, number = f"| **{claim['verdict']}** | {statement} |", f"{claim['value']:.3g}"
-            assert any(line.startswith(start) and number in line for line in lines)
-
-
-def test_tables_have_equal_columns_and_pictures_are_there(folder, claims_page):
-    for block in re.findall(r"(?:^\|.*\n)+", claims_page, re.M):
-        counts = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
-        assert len(counts) == 1
-    pictures = re.findall(r"!\[.*?\]\((.*?)\)", claims_page)
-    assert len(pictures) == 2
-    for picture in pictures:
-        assert (folder / "pages" / picture).resolve().is_file()
-
-
-def test_the_summary_links_to_sections(claims_page):
-    for anchor in re.findall(r"\]\(#(.*?)\)", claims_page):
-        assert re.search(rf"^## {anchor.rpartition('-')[0]} ", claims_page, re.M)

@@ -5,7 +5,7 @@ import argparse
 import torch
 
 from embens.checks import check_whole
-from embens.cli.specification import parse_law, parse_reference, read_data
+from embens.cli.specification import NETWORK_HELP, parse_law, parse_reference, read_data
 from embens.embedding.families import embed
 from embens.theory import load_kernels, natural_gamma, regime, write_kernels
 from embens.theory.storage import NAMES, check_path
@@ -21,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     network = "mlp(inputs=64, depth=3, weight_std=1.4142135623730951)"
-    code = "file.py:function, which runs that file's code, so name only files that you trust"
-    add("--network", default=network, help=f"mlp(…), cnn(…), or {code} (default: %(default)s)")
+    add("--network", default=network, help=f"{NETWORK_HELP} (default: %(default)s)")
     add("--law", help="law of all modulations, such as 'Shifted(0.5)'")
     add("--pre", help="law of the outputs' modulations; 'none': absent")
     add("--post", help="law of the inputs' modulations; 'none': absent")

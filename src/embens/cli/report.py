@@ -10,8 +10,7 @@ from embens.report import page
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``embens report``."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="where embens reproduce wrote")
-    where = "the page (default: DIR/report.html); one that ends in .md has the claims alone"
-    parser.add_argument("--out", type=Path, help=where)
+    parser.add_argument("--out", type=Path, help="the page (default: DIR/report.html)")
     anew = "judge and draw the tables there anew first, with the claims and figures of this version"
     parser.add_argument("--redraw", action="store_true", help=anew)
 

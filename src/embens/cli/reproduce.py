@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from embens.checks import closest
+from embens.checks import check_whole, closest
 from embens.experiments import NAMES, contract, engines, grid, results
-from embens.experiments.contract import CellBase
-from embens.experiments.grid import Done, Engine, Job, make_job, perform
+from embens.experiments.contract import Cell
+from embens.experiments.grid import Engine, Record, perform
 from embens.experiments.results import Results
 from embens.experiments.setting import PRESETS, Setting, fingerprint
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())  # for workers as well
     setting = _setting(options)
     sweeps = {name: _cells(options, name, setting) for name in names}  # errors before any work
-    swept = {name for cells in sweeps.values() for name in cells[0].swept()}
+    swept = {name for cells in sweeps.values() for name in cells[0].swept}
     for item in options.only:
         if item.partition("=")[0] not in swept:
             raise ValueError(f"--only {item}: nothing sweeps it; there are {sorted(swept)}")
@@ -78,10 +78,8 @@ def _check(options: argparse.Namespace) -> list[str]:
     if options.name not in (None, *NAMES):
         raise ValueError(f"unknown experiment {options.name!r}{closest(options.name, NAMES)}")
     for name, least in {"seeds": 1, "epochs": 1, "workers": 0, "first_seed": 0}.items():
-        value = getattr(options, name)
-        if value is not None and value < least:
-            words = f"be at least {least}" if least else "not be negative"
-            raise ValueError(f"--{name.replace('_', '-')} must {words}; got {value}")
+        if getattr(options, name) is not None:
+            check_whole(f"--{name.replace('_', '-')}", getattr(options, name), least)
     if options.engine == "ray" and options.workers == 0:
         raise ValueError("--workers 0 is for the local engine; with Ray it must be at least 1")
     for item in options.only:
@@ -106,7 +104,7 @@ def _setting(options: argparse.Namespace) -> Setting:
         raise ValueError(f"{problem}. Here: --data DIR, or --download.") from None
 
 
-def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any]:
+def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Cell]:
     count = options.seeds or len({cell.seed for cell in contract.cells(name, setting)})
     seeds = range(options.first_seed, options.first_seed + count)
     cells = contract.cells(name, setting, seeds)
@@ -114,7 +112,7 @@ def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Any
     for item in options.only:
         field, _, values = item.partition("=")
         wanted[field] = values.split(",")
-    known = wanted if options.name else cells[0].swept()  # others may sweep the rest
+    known = wanted if options.name else cells[0].swept  # others may sweep the rest
     return grid.narrow(cells, **{f: v for f, v in wanted.items() if v and f in known})
 
 
@@ -127,20 +125,21 @@ def _engine(options: argparse.Namespace) -> Engine:
 
 
 def _reproduce(
-    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Any]
+    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Cell]
 ) -> int:
     folder = options.out / name / setting.preset
     try:
         with _alone(console, folder):
-            found = Results(folder)
+            found, began = Results(folder), time.perf_counter()
             try:
                 engine = watched(_engine(options), console, name)
-                outcome = grid.run(name, cells, found, engine, options.retry_failed)
+                count, failed = grid.run(name, cells, found, engine, options.retry_failed)
             except KeyboardInterrupt:
                 _summarise(console, name, setting, found)
                 console.print(f"{name}: stopped; the same command goes on from here.")
                 raise
-            _summarise(console, name, setting, found, outcome.seconds)
+            seconds = time.perf_counter() - began
+            _summarise(console, name, setting, found, seconds)
     except OSError as problem:
         console.print(
             f"{name}: could not write to {folder} ({problem}). Results that were written are safe; "
@@ -149,19 +148,17 @@ def _reproduce(
             markup=False,
         )
         return 1
-    text = f"{outcome.measured} cells measured in {_time(outcome.seconds)}, {outcome.known} known"
+    text = f"{count} cells measured in {_time(seconds)}, {len(cells) - count} known"
     console.print(f"{name}: {text} before; results in {folder}")
     if others := results.count_others(found, name):
         text = f"{others} results there are of other code, or another version of embens or torch"
         console.print(f"{name}: {text}; they are kept, and left out")
-    for key in outcome.failed[:5]:
-        record = found.records[key]
-        swept = {k: v for k, v in record["cell"].items() if k != "setting"}
-        last = record["error"].strip().splitlines()[-1]
-        console.print(f"failed: {swept}: {last}", style="red", markup=False)
-    if outcome.failed:
-        console.print(f"{len(outcome.failed)} cells failed; --retry-failed tries them again")
-    return len(outcome.failed)
+    for cell in failed[:5]:
+        text = describe(cell, found.records[grid.key_of(cell)])
+        console.print(text, style="red", markup=False)
+    if failed:
+        console.print(f"{len(failed)} cells failed; --retry-failed tries them again")
+    return len(failed)
 
 
 @contextmanager
@@ -179,49 +176,37 @@ def _alone(console: Console, folder: Path) -> Iterator[None]:
 
 
 def watched(engine: Engine, console: Console, title: str) -> Engine:
-    """Return the engine with its progress shown: a bar and the latest result, or ten lines.
+    """Return the engine with its progress shown: a line that changes, or ten lines.
 
     The time left goes by the weights of cells, since large ones cost more than small ones.
     """
-    from rich import progress
     from rich.text import Text
 
-    class Bar(progress.Progress):
-        latest = ""
-
-        def get_renderables(self) -> Iterator[Any]:
-            yield self.make_tasks_table(self.tasks)
-            yield Text(self.latest, no_wrap=True, overflow="ellipsis", style="dim")
-
-    def show(jobs: Sequence[Job]) -> Generator[Done]:
-        cells, failed, began = {job.key: job.cell for job in jobs}, 0, time.perf_counter()
-        total, passed = sum(cell.weight for cell in cells.values()), 0.0
-        columns = (progress.BarColumn(20), "{task.fields[state]}", progress.TimeElapsedColumn())
-        bar = Bar(f"[bold]{title}[/]", *columns, console=console, transient=True)
-        bar.disable = not console.is_terminal
-        task = bar.add_task("", total=total, state="")
-        with bar, closing(engine(jobs)) as found:
-            for number, done in enumerate(found, 1):
-                passed, failed = passed + cells[done.key].weight, failed + (done.rows is None)
-                left = (time.perf_counter() - began) * (total / passed - 1)
-                state = f"{number}/{len(jobs)}" + f" ({failed} failed)" * bool(failed)
-                state += f", {_time(left)} left"
-                bar.latest = describe(cells[done.key], done)
-                bar.update(task, completed=passed, state=state)
-                if bar.disable and 10 * number // len(jobs) > 10 * (number - 1) // len(jobs):
-                    console.print(f"{title} {state}: {bar.latest}", markup=False)
-                yield done
+    def show(cells: Sequence[Cell]) -> Generator[tuple[Cell, Record]]:
+        began, count = time.perf_counter(), len(cells)
+        total, passed, failed = sum(cell.weight for cell in cells), 0.0, 0
+        with console.status(title) as status, closing(engine(cells)) as found:
+            for number, (cell, record) in enumerate(found, 1):
+                passed, failed = passed + cell.weight, failed + ("error" in record)
+                left = _time((time.perf_counter() - began) * (total / passed - 1))
+                state = f"{title} {number}/{count}" + f" ({failed} failed)" * bool(failed)
+                text = Text(f"{state}, {left} left: {describe(cell, record)}")
+                text.no_wrap, text.overflow = True, "ellipsis"
+                status.update(text)
+                tenth = 10 * number // count > 10 * (number - 1) // count
+                if tenth and not console.is_terminal:
+                    console.print(text.plain, markup=False)
+                yield cell, record
 
     return show
 
 
-def describe(cell: CellBase, done: Done) -> str:
+def describe(cell: Cell, record: Record) -> str:
     """Return a cell and its result in a few words."""
-    swept = {name: value for name, value in cell.swept().items() if value is not None}
-    words = " ".join(f"{name}={value}" for name, value in swept.items())
-    if done.rows is None:
-        return f"{words}: failed, {(done.error or '').strip().splitlines()[-1][:80]}"
-    numbers = list((done.rows[-1] if done.rows else {}).items())[:3]
+    words = " ".join(f"{name}={value}" for name, value in cell.swept.items())
+    if "error" in record:
+        return f"{words}: failed, {record['error'].strip().splitlines()[-1][:80]}"
+    numbers = list((record["rows"] or [{}])[-1].items())[:3]
     return f"{words}: " + ", ".join(f"{name} {value:.3g}" for name, value in numbers)
 
 
@@ -247,19 +232,18 @@ def _summarise(
 
 
 def _estimate(
-    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Any]
+    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Cell]
 ) -> int:
-    folder, jobs = options.out / name / options.preset, [make_job(name, c) for c in cells]
-    left = jobs
+    folder, left = options.out / name / options.preset, cells
     if folder.exists():
-        left = grid.unknown(jobs, Results(folder), retry_failed=options.retry_failed)
-    trial = make_job(name, min(cells, key=lambda cell: cell.weight).shortened())
+        left = grid.unknown(cells, Results(folder), retry_failed=options.retry_failed)
+    trial = min(cells, key=lambda cell: cell.weight).shortened()
     perform(trial)  # loads data, warms up
     result = perform(trial)
-    if result.error:
-        raise RuntimeError(f"{name}: the cell that was timed failed:\n{result.error}")
-    unit = result.seconds / trial.cell.weight
-    costs, todo = ([unit * job.cell.weight for job in some] for some in (jobs, left))
+    if "error" in result:
+        raise RuntimeError(f"{name}: the cell that was timed failed:\n{result['error']}")
+    unit = result["seconds"] / trial.weight
+    costs, todo = ([unit * cell.weight for cell in some] for some in (cells, left))
     workers = max(1, os.cpu_count() or 1 if options.workers is None else options.workers)
     wall = max(sum(todo) / workers, *todo, 0.0)
     console.print(

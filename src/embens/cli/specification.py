@@ -1,12 +1,11 @@
 """What is written on a command line: networks, laws and data, as text.
 
 Nothing here evaluates code from its arguments: calls are read as a name and literal values, and
-only a function that the user names in a file or module of theirs is run.
+only a function that the user names in a file of theirs is run.
 """
 
 import argparse
 import ast
-import importlib
 import inspect
 import runpy
 from collections.abc import Callable, Mapping
@@ -24,8 +23,8 @@ from embens.laws import Law
 from embens.reading import parameter_layers
 
 NETWORK_HELP = (
-    'the architecture: "mlp(inputs=64, …)", "cnn(…)", module:function, file.py:function; '
-    "the last two run that code: name only what you trust"
+    'the architecture: "mlp(inputs=64, …)", "cnn(…)", or file.py:function, which runs that '
+    "file's code, so name only files that you trust"
 )
 NETWORKS: dict[str, Callable[..., nn.Module]] = {"mlp": networks.mlp, "cnn": networks.cnn}
 
@@ -66,20 +65,14 @@ def parse_law(text: str) -> Law | None:
 def parse_reference(text: str) -> nn.Module:
     """Return a network: ``mlp(inputs=64, width=32)`` or ``cnn(…)`` of :mod:`embens.networks`.
 
-    Or what a function of no arguments returns: ``file.py:function``, ``package.module:function``.
+    Or what a function of no arguments in a file returns: ``file.py:function``.
     """
     place, colon, name = text.rpartition(":")
     if not colon:
         return parse_call(text, NETWORKS, "network")
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise ValueError(f"there is no file {place}")
-        make = runpy.run_path(place).get(name)
-    else:
-        try:
-            make = getattr(importlib.import_module(place), name, None)
-        except ImportError as error:
-            raise ValueError(f"{place} can't be imported: {error}") from None
+    if not Path(place).is_file():
+        raise ValueError(f"there is no file {place}; a network of your own is file.py:function")
+    make = runpy.run_path(place).get(name)
     if make is None:
         raise ValueError(f"{place} has no {name!r}; expected a function that returns a network.")
     network = make() if not isinstance(make, nn.Module) else make

@@ -7,7 +7,6 @@ this is not left to a library (pooch begins again). A terminal shows how far it 
 
 import hashlib
 import http.client
-import os
 import shutil
 import ssl
 import sys
@@ -40,9 +39,9 @@ def fetch(
     if path.is_file() and _md5(path) == md5:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    part, failures, complete = path.with_name(path.name + ".part"), 0, False
+    part, failures = path.with_name(path.name + ".part"), 0
     most = _size(part)
-    while not complete:
+    while True:
         start = _size(part)
         try:
             _receive(url, part, timeout)
@@ -58,16 +57,14 @@ def fetch(
             time.sleep(min(pause * 2 ** max(failures - 1, 0), 30))
             continue
         found = _md5(part)
-        complete = found == md5
-        if not complete:
-            part.unlink()
-            if not start:
-                raise ValueError(
-                    f"{url}: expected a file with md5 {md5}, got {found}; it was discarded: try "
-                    f"again, or put the right file at {path} yourself"
-                )
-    os.replace(part, path)
-    return path
+        if found == md5:
+            return part.replace(path)
+        part.unlink()
+        if not start:
+            raise ValueError(
+                f"{url}: expected a file with md5 {md5}, got {found}; it was discarded: try "
+                f"again, or put the right file at {path} yourself"
+            )
 
 
 def _receive(url: str, part: Path, timeout: float) -> None:

@@ -28,6 +28,7 @@ from filelock import FileLock
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from embens.checks import check_choice
 from embens.data.download import fetch, unpack
 
 _CIFAR100 = (
@@ -181,8 +182,7 @@ def cifar100(
     They are ``train.bin`` and ``test.bin`` in ``root`` or in its folder ``cifar-100-binary``, and
     may hold fewer records. Labels are ``"fine"`` (100 classes) or ``"coarse"`` (20).
     """
-    if labels not in _CIFAR100_CLASSES:
-        raise ValueError(f"labels: expected 'fine' or 'coarse', got {labels!r}")
+    check_choice("labels", labels, _CIFAR100_CLASSES)
     files, fetch_into = _CIFAR100_FILES[:2], _fetch_cifar100 if download else None
     folder = _find(root, "cifar-100-binary", files, fetch_into)
     train, test = (_read_cifar100(folder / name, labels) for name in files)
@@ -246,8 +246,7 @@ def _read_cifar100(path: Path, labels: str) -> Part:
     content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     records = content.view(-1, _CIFAR100_RECORD)
     targets = records[:, list(_CIFAR100_CLASSES).index(labels)]
-    inputs = records[:, 2:].float().div_(255).view(-1, 3, 32, 32)
-    return Part(inputs, _check_targets(path, targets, _CIFAR100_CLASSES[labels]))
+    return _part(path, records[:, 2:].view(-1, 3, 32, 32), targets, _CIFAR100_CLASSES[labels])
 
 
 def _fetch_idx(source: Sequence[str], folder: Path) -> None:
@@ -264,8 +263,7 @@ def _load_idx(name: str, root: str | Path | None, source: Sequence[str] | None) 
         if len(pixels) != len(targets):
             got = f"{len(pixels)} images in {images} and {len(targets)} labels in {labels}"
             _refuse(folder, "a label for each image", got)
-        targets = _check_targets(folder / labels, targets, 10)
-        parts.append(Part(pixels.float().div_(255).unsqueeze(1), targets))
+        parts.append(_part(folder / labels, pixels.unsqueeze(1), targets, 10))
     return DataSet(parts[0], None, parts[1], classes=10, name=name)
 
 
@@ -287,10 +285,10 @@ def _read_idx(folder: Path, file: str, axes: int) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8, offset=start).view(shape)
 
 
-def _check_targets(path: Path, targets: Tensor, classes: int) -> Tensor:
+def _part(path: Path, pixels: Tensor, targets: Tensor, classes: int) -> Part:
     if int(targets.max()) >= classes:
         _refuse(path, f"labels from 0 to {classes - 1}", str(int(targets.max())))
-    return targets.long()
+    return Part(pixels.float().div_(255), targets.long())
 
 
 def _refuse(path: Path, expected: str, got: str) -> NoReturn:

@@ -9,7 +9,6 @@ the second moment at 1.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from embens.embedding.families import embed, last_layer_dropout
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments import fair
 from embens.experiments.claims import Claim, Frame, Rows, where
-from embens.experiments.contract import MEMBERS, CellBase, Row, product, train
+from embens.experiments.contract import MEMBERS, Cell, Row, sweep, train
 from embens.experiments.figure import Figure, curves, panels
 from embens.experiments.setting import data_set
 from embens.finite import gradient_norms
@@ -38,15 +37,7 @@ VARIANTS: dict[str, str] = {
 """With the paper's colours."""
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble of one variant."""
-
-    variant: str
-    members: int
-
-
-SWEEP = [product(Cell, variant=list(VARIANTS), members=MEMBERS), product(fair.Fair, width=1.0)]
+SWEEP = [sweep(variant=list(VARIANTS), members=MEMBERS), fair.sweep(1.0)]
 
 
 def make(cell: Cell) -> EmbeddedEnsemble:
@@ -68,13 +59,9 @@ def measure(cell: Cell) -> Row:
     ensemble, setting = make(cell), cell.setting
     inputs, targets = data_set(setting).train
     ratio = gradient_ratio(ensemble, inputs[:128], targets[:128])
-    training = train(
-        ensemble,
-        setting,
-        seed=cell.seed,
-        gamma=1.0 if cell.variant == "gamma=1" else None,
-        modulation_lr=5 * setting.lr if cell.variant == FAST else None,
-    )
+    gamma = 1.0 if cell.variant == "gamma=1" else None
+    modulation_lr = 5 * setting.lr if cell.variant == FAST else None
+    training = train(cell, ensemble, gamma=gamma, modulation_lr=modulation_lr)
     return {**training.evaluate(), "gradient_ratio": ratio}
 
 

@@ -161,13 +161,13 @@ def inverted_u(some: Some, x: str = "members") -> Statistic:
 def growth_of_best(some: Some, x: str = "members") -> Statistic:
     """Return the statistic that says how the best ``x`` grows with the width."""
 
-    def of_seed(rows: Rows) -> float:
-        points = [(math.log2(w), math.log2(mine.best(x))) for w, mine in rows.by("width")]
-        return line(*zip(*points, strict=True))
-
     def growth(rows: Rows) -> float:
         """Exponent of best M in width, mean over seeds."""
-        return statistics.fmean(of_seed(mine) for _, mine in some(rows).by("seed"))
+        exponents = []
+        for _, mine in some(rows).by("seed"):
+            points = [(math.log2(w), math.log2(each.best(x))) for w, each in mine.by("width")]
+            exponents.append(line(*zip(*points, strict=True)))
+        return statistics.fmean(exponents)
 
     return growth
 

@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,18 +29,17 @@ from embens.embedding import families
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Rows
 from embens.experiments.contract import (
-    CellBase,
+    Cell,
     Row,
     Training,
     batch_ensemble,
-    count_parameters,
-    product,
     run,
     score,
+    sweep,
     train,
 )
 from embens.experiments.figure import PALETTE, Curve, Figure, Panel
-from embens.experiments.setting import Setting, data_set, reference
+from embens.experiments.setting import Setting, count_parameters, data_set, reference
 from embens.training.snapshots import snapshots
 from embens.training.trainer import Divergence
 
@@ -93,16 +92,7 @@ def systems(members: int = 4) -> dict[str, dict[str, Callable[..., EmbeddedEnsem
 SYSTEMS = [system for kind in systems().values() for system in kind]
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One system with its own best rate."""
-
-    system: str
-    members: int
-    width: float
-
-
-SWEEP = [product(Cell, system=SYSTEMS, members=MEMBERS, width=WIDTH)]
+SWEEP = [sweep(system=SYSTEMS, members=MEMBERS, width=WIDTH)]
 
 
 def make(cell: Cell) -> EmbeddedEnsemble:
@@ -163,7 +153,7 @@ def measure(cell: Cell) -> Row:
     tried = {rate: _timed(partial(fit_system, cell, held, rate)) for rate in RATES}
     best = min(RATES, key=lambda rate: _held_out_loss(cell, held, tried[rate][0]))
     trained, seconds = _timed(partial(fit_system, cell, data, best))
-    single = replace(cell, system=ONE)
+    single = cell.but(system=ONE)
     one, alone = _timed(partial(fit_system, single, data, best))
     inputs, target = data.test
     outputs = predict_system(trained, inputs, cell)
@@ -201,14 +191,14 @@ def _held_out_loss(cell: Cell, held: DataSet, tried: Training) -> float:
 
 def fit_system(cell: Cell, data: DataSet, rate: float) -> Training:
     """Train a system on the train part; some are one network and what it was on its way."""
-    setting, lr, schedule = cell.setting, rate * cell.setting.lr, PATHS.get(cell.system)
-    begun = make(replace(cell, system=ONE) if schedule else cell)
-    fit = partial(train, begun, data=data, seed=cell.seed, lr=lr)
+    lr, schedule = rate * cell.setting.lr, PATHS.get(cell.system)
+    begun = make(cell.but(system=ONE) if schedule else cell)
     if schedule is None:
-        return fit(setting, gamma=begun.natural_gamma)
+        return train(cell, begun, data=data, lr=lr, gamma=begun.natural_gamma)
+    setting = cell.setting
     if schedule != "cosine":
         setting = replace(setting, epochs=max(1, setting.epochs // 2))
-        trained = fit(setting)
+        trained = train(replace(cell, setting=setting), begun, data=data, lr=lr)
         if trained.diverged:
             return trained
     try:

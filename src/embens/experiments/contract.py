@@ -8,9 +8,9 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from embens import laws, metrics
 from embens.data import DataSet
 from embens.embedding import families
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.setting import Setting, data_set, reference
+from embens.experiments.setting import Setting, count_parameters, data_set, reference
 from embens.prediction import predict
 from embens.training.loop import fit
 from embens.training.trainer import Divergence
@@ -32,28 +32,28 @@ batch_ensemble = partial(families.batch_ensemble, law=laws.Shifted)
 """The paper's, with modulations N(p, 1 − p²)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CellBase:
-    """What every cell has; an experiment's own ``Cell`` adds the fields that it sweeps."""
+@dataclass(frozen=True)
+class Cell:
+    """All that one measurement depends on; what is swept, the seed too, are attributes of it."""
 
-    owner: ClassVar[str] = ""  # the module that measures it, if not the experiment's own
     setting: Setting
-    seed: int = 0
+    swept: dict[str, Any]
+    experiment: str = ""  # whose module measures it
+
+    def __getattr__(self, name: str) -> Any:
+        swept = vars(self).get("swept", {})
+        if name not in swept:
+            raise AttributeError(f"{name}: the cell has {[*swept]}")
+        return swept[name]
 
     @property
     def weight(self) -> float:
-        """Roughly what it costs, in units that only compare cells of one experiment."""
-        return self.cost(getattr(self, "members", 1), getattr(self, "width", 1.0))
+        """Roughly what it costs, in units that only compare cells of one sweep."""
+        return getattr(load(self.experiment), "weight", weight)(self)
 
-    def cost(self, members: float, width: float) -> float:
-        """Return roughly what it costs to train so many members at a width."""
-        step = 16 + members * width if self.setting.network == "mlp" else members * width**1.5
-        return step * self.setting.epochs * self.setting.train
-
-    def swept(self) -> dict[str, Any]:
-        """Return everything but the setting, the seed at the end."""
-        names = [f.name for f in fields(self) if f.name not in ("setting", "seed")]
-        return {name: getattr(self, name) for name in (*names, "seed")}
+    def but(self, **values: Any) -> Self:
+        """Return the cell with other values of what is swept."""
+        return replace(self, swept={**self.swept, **values})
 
     def shortened(self, *, epochs: int = 2, train: int = 512) -> Self:
         """Return the cell with less to train."""
@@ -72,25 +72,32 @@ class CellBase:
     def make(self, family: Callable[..., EmbeddedEnsemble], **options: Any) -> EmbeddedEnsemble:
         """Return the untrained ensemble of a family, with the cell's members."""
         network, generator = self.draw()
-        members: int = getattr(self, "members")  # noqa: B009 - not every cell has them
-        return family(network, members, generator=generator, **options)
+        return family(network, self.members, generator=generator, **options)
 
 
-def product(cell: type[CellBase], **axes: Any) -> Callable[[Setting], list[Any]]:
-    """Return a sweep: of a setting, a cell for each combination of the values of its fields.
+def sweep(experiment: str = "", **axes: Any) -> Callable[[Setting], list[Cell]]:
+    """Return a function of a setting: a cell for each combination of values of these axes.
 
-    A field has one value, or several; a mapping from presets has those of the setting's.
+    An axis has one value, or several; a mapping from presets has those of the setting's. Cells are
+    of the experiment that sweeps them, unless another one measures them.
     """
 
-    def cells(setting: Setting) -> list[Any]:
+    def cells(setting: Setting) -> list[Cell]:
         values = []
         for axis in axes.values():
             some = axis[setting.preset] if isinstance(axis, dict) else axis
             values.append([some] if isinstance(some, (str, int, float)) else some)
-        combinations = itertools.product(*values)
-        return [cell(setting=setting, **dict(zip(axes, c, strict=True))) for c in combinations]
+        swept = (dict(zip(axes, each, strict=True)) for each in itertools.product(*values))
+        return [Cell(setting, {**each, "seed": 0}, experiment) for each in swept]
 
     return cells
+
+
+def weight(cell: Cell) -> float:
+    """Return roughly what a cell costs where its members are trained."""
+    setting, members, width = cell.setting, cell.members, getattr(cell, "width", 1.0)
+    step = 16 + members * width if setting.network == "mlp" else members * width**1.5
+    return step * setting.epochs * setting.train
 
 
 def describe(text: str | None) -> dict[str, str]:
@@ -108,14 +115,15 @@ def load(name: str) -> Any:
     return importlib.import_module(f"embens.experiments.{name.replace('-', '_')}")
 
 
-def cells(name: str, setting: Setting, seeds: Iterable[int] | None = None) -> list[Any]:
+def cells(name: str, setting: Setting, seeds: Iterable[int] | None = None) -> list[Cell]:
     """Return all cells of an experiment: its sweep for each of these seeds, or the preset's."""
     experiment = load(name)
     if setting.preset == "quick":
         setting = replace(setting, **getattr(experiment, "QUICK", {}))
-    sweep = [cell for part in experiment.SWEEP for cell in part(setting)]
+    swept = [cell for part in experiment.SWEEP for cell in part(setting)]
     seeds = range(getattr(experiment, "SEEDS", SEEDS)[setting.preset]) if seeds is None else seeds
-    return [replace(cell, seed=seed) for seed in seeds for cell in sweep]
+    swept = [replace(cell, experiment=cell.experiment or name) for cell in swept]
+    return [cell.but(seed=seed) for seed in seeds for cell in swept]
 
 
 @dataclass(frozen=True)
@@ -142,11 +150,10 @@ class Training:
 
 
 def train(
+    cell: Cell,
     ensemble: EmbeddedEnsemble,
-    setting: Setting,
     *,
     data: DataSet | None = None,
-    seed: int,
     gamma: float | None = None,
     lr: float | None = None,
     modulation_lr: float | None = None,
@@ -154,10 +161,11 @@ def train(
 ) -> Training:
     """Train in place, as the paper does: momentum 0.9, rate constant, then linearly to 1 %.
 
-    ``seed`` is of the order of samples and of fresh masks, ``gamma`` is :math:`M` by default, and
-    ``lr`` the setting's; so are the data. A run that diverges is a result: it is marked, and
-    measured with its last finite weights.
+    The cell has the setting, and the seed of the order of samples and of fresh masks. ``gamma`` is
+    :math:`M` by default, and ``lr`` the setting's; so are the data. A run that diverges is a
+    result: it is marked, and measured with its last finite weights.
     """
+    setting = cell.setting
     data = data_set(setting) if data is None else data
     try:
         history = fit(
@@ -171,7 +179,7 @@ def train(
             weight_decay=setting.weight_decay,
             gamma=float(ensemble.members) if gamma is None else gamma,
             keep="last",
-            seed=seed,
+            seed=cell.seed,
             progress=False,
         )
         diverged = False
@@ -206,8 +214,3 @@ def score(outputs: Tensor, target: Tensor) -> Row:
         "correlation": correlation,
         "nll": float(metrics.nll(outputs, target)),
     }
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Return how many numbers a module trains."""
-    return sum(p.numel() for p in module.parameters())

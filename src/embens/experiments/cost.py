@@ -11,7 +11,7 @@ which other work on the machine disturbs least. Last-layer dropout is timed at i
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from embens import laws
 from embens.embedding.families import independent, last_layer_dropout, mc_dropout
 from embens.experiments.claims import Claim, Frame, Rows, trend, where
-from embens.experiments.contract import CellBase, Row, batch_ensemble, count_parameters, product
+from embens.experiments.contract import Cell, Row, batch_ensemble, sweep
 from embens.experiments.figure import Figure, curves, panels
-from embens.experiments.setting import PRESETS
+from embens.experiments.setting import PRESETS, count_parameters
 
 LLD, SEPARATE = "last-layer dropout", "independent"
 COLOURS = {"BatchEnsemble": "#1f77b4", "MC dropout": "#2ca02c", LLD: "#d62728", SEPARATE: "#7f7f7f"}
@@ -33,27 +33,16 @@ TURNS = {"quick": 3, "cpu": 5, "paper": 10}
 SEEDS = {"quick": 4, "cpu": 5, "paper": 5}
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble; ``width`` is relative to the paper's network, a seed is a repetition."""
-
-    family: str
-    members: int
-    width: float
-    batch: int
-    turns: int
-
-    @property
-    def weight(self) -> float:
-        folded = 1 if self.family == LLD else self.members
-        return (2 + folded) * self.turns
-
-
-_SAME = {"width": 1.0, "batch": BATCH, "turns": TURNS}
+_SAME = {"width": 1.0, "batch": BATCH, "turns": TURNS}  # the width is relative to the paper's
 SWEEP = [
-    product(Cell, family=[name for name in COLOURS if name != LLD], members=MEMBERS, **_SAME),
-    product(Cell, family=LLD, members=MOST, **_SAME),
+    sweep(family=[name for name in COLOURS if name != LLD], members=MEMBERS, **_SAME),
+    sweep(family=LLD, members=MOST, **_SAME),
 ]
+
+
+def weight(cell: Cell) -> float:
+    """Return roughly what a cell costs: its passes through the network."""
+    return (2 + (1 if cell.family == LLD else cell.members)) * cell.turns
 
 
 def measure(cell: Cell) -> Row:

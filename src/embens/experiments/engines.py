@@ -1,7 +1,7 @@
-"""Engines: where jobs run. They know nothing of experiments, and change no number.
+"""Engines: where cells are measured. They know nothing of experiments, and change no number.
 
-An engine is a generator that takes jobs and yields what became of each, as it comes. To close it is
-to end its workers, and to drop what is not done.
+An engine is a generator that takes cells and yields what became of each, as it comes. To close it
+is to end its workers, and to drop what is not done.
 """
 
 import contextlib
@@ -13,59 +13,59 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from embens.experiments.grid import Done, Job, perform
+from embens.experiments.contract import Cell
+from embens.experiments.grid import Record, perform
 
-ATTEMPTS = 2  # of a job whose worker dies
-RETRIES = 3  # of a job whose worker or node is lost, on Ray
+ATTEMPTS = 2  # at a cell whose worker dies
+RETRIES = 3  # of a cell whose worker or node is lost, on Ray
 _PASSED_ON = ("EMBENS_DATA", "PYTHONPATH")
 _PRELOAD = ["embens.experiments.contract", "sklearn.datasets"]
 """Imported once, in the process that workers are forked from; what is missing is skipped."""
 
 
-def inline(jobs: Sequence[Job]) -> Generator[Done]:
-    """Run jobs in this process, one after another; for debugging and for tests."""
-    yield from map(perform, jobs)
+def inline(cells: Sequence[Cell]) -> Generator[tuple[Cell, Record]]:
+    """Measure cells in this process, one after another; for debugging and for tests."""
+    yield from ((cell, perform(cell)) for cell in cells)
 
 
-def local(jobs: Sequence[Job], *, workers: int) -> Generator[Done]:
-    """Run jobs in processes on this machine, one thread each unless a cell says otherwise.
+def local(cells: Sequence[Cell], *, workers: int) -> Generator[tuple[Cell, Record]]:
+    """Measure cells in processes on this machine, one thread each unless a cell says otherwise.
 
-    A worker is a process of its own with a pipe. If it dies (out of memory, killed) only its job is
-    touched: it is tried once more in a new worker, then it counts as failed. (The pools of
-    ``concurrent.futures`` and ``multiprocessing`` give up all jobs, or wait for ever.) If this
+    A worker is a process of its own with a pipe. If it dies (out of memory, killed) only its cell
+    is touched: it is tried once more in a new worker, then it counts as failed. (The pools of
+    ``concurrent.futures`` and ``multiprocessing`` give up everything, or wait for ever.) If this
     process dies the workers end as well.
     """
-    waiting, deaths, idle = deque(jobs), Counter[str](), list[_Worker]()
-    busy: dict[Any, _Worker] = {}
+    waiting = deque((cell, 1) for cell in cells)  # with the number of the attempt
+    busy, idle = dict[Any, _Worker](), list[_Worker]()
     try:
-        done: list[Done] = []
+        done: list[tuple[Cell, Record]] = []
         while waiting or busy or done:
             while waiting and len(busy) < workers:  # before anyone looks at what is done
                 worker = idle.pop() if idle else _Worker()
-                worker.give(waiting.popleft())
+                worker.give(*waiting.popleft())
                 busy[worker.pipe] = worker
             yield from done
             done = []
             for pipe in wait(list(busy)) if busy else ():
                 worker = busy.pop(pipe)
                 try:
-                    done.append(worker.pipe.recv())
+                    done.append((worker.cell, worker.pipe.recv()))
                     idle.append(worker)
                 except (EOFError, OSError):
-                    job, code = worker.job, worker.end()
-                    deaths[job.key] += 1
-                    text = f"the worker died with exit code {code}, {deaths[job.key]} times"
+                    code = worker.end()
+                    if worker.attempt < ATTEMPTS:
+                        waiting.appendleft((worker.cell, worker.attempt + 1))
+                        continue
+                    text = f"the worker died with exit code {code}, {worker.attempt} times"
                     text += " (killed, out of memory, or a crash)"
-                    if deaths[job.key] < ATTEMPTS:
-                        waiting.appendleft(job)
-                    else:
-                        passed = time.perf_counter() - worker.started
-                        done.append(Done(job.key, None, text, passed))
+                    passed = time.perf_counter() - worker.started
+                    done.append((worker.cell, {"error": text, "seconds": passed}))
     finally:
         for worker in (*idle, *busy.values()):
             worker.end()
@@ -82,10 +82,10 @@ class _Worker:
         self.process.start()
         theirs.close()
 
-    def give(self, job: Job) -> None:
-        self.job, self.started = job, time.perf_counter()
+    def give(self, cell: Cell, attempt: int) -> None:
+        self.cell, self.attempt, self.started = cell, attempt, time.perf_counter()
         with contextlib.suppress(OSError):  # it is dead, which is seen when its pipe is read
-            self.pipe.send(job)
+            self.pipe.send(cell)
 
     def end(self) -> int | None:
         self.process.kill()
@@ -115,15 +115,15 @@ def _end_with_parent() -> None:
 
 
 def ray(
-    jobs: Sequence[Job],
+    cells: Sequence[Cell],
     *,
     address: str | None = None,
     workers: int | None = None,
     gpus_per_cell: float = 1.0,
-) -> Generator[Done]:
-    """Run jobs on the Ray cluster of an address, or on one that is started here, with some CPUs.
+) -> Generator[tuple[Cell, Record]]:
+    """Measure cells on the Ray cluster of an address, or on one that is started here.
 
-    A job asks for the CPUs and the part of a GPU of its cell. Ray runs it again where its worker or
+    A cell asks for its CPUs and its part of a GPU. Ray runs it again where its worker or
     its node is lost; an error inside a measurement is a result like any other. Results come back to
     this process, so that nodes need no common disk, save for the data: ``EMBENS_DATA`` is passed on
     and must mean a folder on every node.
@@ -143,26 +143,27 @@ def ray(
             ignore_reinit_error=True,
             **here,
         )
-    waiting, flying = deque(jobs), dict[Any, tuple[Job, float]]()
+    waiting, flying = deque(cells), dict[Any, tuple[Cell, float]]()
     remote = ray.remote(max_retries=RETRIES)(perform)
     try:
         while waiting or flying:
             # Twice the CPUs there are now, so that no node waits; clusters grow and shrink.
             room = max(2, 2 * int(ray.cluster_resources().get("CPU", 1)))
             while waiting and len(flying) < room:
-                job = waiting.popleft()
-                setting, started = job.cell.setting, time.perf_counter()
+                cell, started = waiting.popleft(), time.perf_counter()
+                setting = cell.setting
                 gpus = gpus_per_cell * setting.device.startswith("cuda")
                 task = remote.options(num_cpus=setting.threads, num_gpus=gpus)
-                flying[task.remote(job)] = (job, started)
+                flying[task.remote(cell)] = (cell, started)
             ready, _ = ray.wait(list(flying), timeout=0.5)
             for reference in ready:
-                job, started = flying.pop(reference)
+                cell, started = flying.pop(reference)
                 try:
-                    yield ray.get(reference)
+                    yield cell, ray.get(reference)
                 except RayError as error:
                     text = f"Ray gave up after {RETRIES + 1} attempts: {error}"
-                    yield Done(job.key, None, text, time.perf_counter() - started)
+                    passed = time.perf_counter() - started
+                    yield cell, {"error": text, "seconds": passed}
     finally:
         for reference in flying:
             ray.cancel(reference, force=True)

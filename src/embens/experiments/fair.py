@@ -9,39 +9,38 @@ to no experiment: what one of them has measured, the others in the same results 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any
 
 import torch
 
 from embens import metrics
 from embens.data import DataSet
 from embens.embedding.families import independent
+from embens.experiments import contract
 from embens.experiments.claims import Claim, Frame, Rows, Some
-from embens.experiments.contract import CellBase, Row, Training, run, train
+from embens.experiments.contract import Cell, Row, Training, run, train
 from embens.experiments.figure import Curve, curves
-from embens.experiments.setting import data_set
+from embens.experiments.setting import Setting, data_set
 
 FACTORS = (1.0, 4.0, 16.0)  # of the preset's rate
 TRIED = 2  # networks for each of them
+NETWORKS = 8  # about the paper's best M
 ONE, SEPARATE, GREY = "one network", "separate networks", "#7f7f7f"
 
 
-@dataclass(frozen=True)
-class Fair(CellBase):
-    """Separate networks of one width."""
-
-    owner: ClassVar[str] = "fair"
-    width: float
-    networks: int = 8  # about the paper's best M
-
-    @property
-    def weight(self) -> float:
-        return self.cost(self.networks + TRIED * len(FACTORS), self.width)
+def sweep(width: Any) -> Callable[[Setting], list[Cell]]:
+    """Return the sweep of separate networks of some widths."""
+    return contract.sweep("fair", width=width, networks=NETWORKS)
 
 
-def measure(cell: Fair) -> list[Row]:
+def weight(cell: Cell) -> float:
+    """Return roughly what a cell costs: about as many networks are trained to choose the rate."""
+    return contract.weight(cell.but(members=2 * cell.networks))
+
+
+def measure(cell: Cell) -> list[Row]:
     """Choose the rate, train separate networks with it; return a row for each number of them."""
     data = data_set(cell.setting)
     generator = torch.Generator().manual_seed(cell.seed)
@@ -56,14 +55,14 @@ def measure(cell: Fair) -> list[Row]:
     ]
 
 
-def train_separate(cell: Fair, networks: int, factor: float, data: DataSet) -> Training:
+def train_separate(cell: Cell, networks: int, factor: float, data: DataSet) -> Training:
     """Train some networks at a multiple of the preset's rate."""
     network, generator = cell.draw()
     ensemble = independent(network, networks, generator=generator)
-    return train(ensemble, cell.setting, data=data, seed=cell.seed, lr=factor * cell.setting.lr)
+    return train(cell, ensemble, data=data, lr=factor * cell.setting.lr)
 
 
-def _held_out_loss(cell: Fair, held: DataSet, factor: float) -> float:
+def _held_out_loss(cell: Cell, held: DataSet, factor: float) -> float:
     tried = train_separate(cell, TRIED, factor, held)
     assert held.validation is not None
     outputs, targets = run(tried.ensemble, held.validation.inputs), held.validation.targets

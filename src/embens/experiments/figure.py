@@ -24,7 +24,7 @@ LABELS = {
     "nll": "log loss, test",
 }
 """What columns are called beside an axis; others by their names."""
-_DENSE = 40  # points of a curve from which on errors are a band
+_DENSE = 20  # points of a curve from which on not each has a mark and an error bar
 _SMALL = {"ha": "right", "va": "top", "fontsize": 7}  # below and left of its place
 
 
@@ -133,11 +133,9 @@ def draw(figure: Figure, path: str | Path) -> None:
     rows = max(1, -(-count // columns))
     canvas = Canvas(figsize=(4.2 * columns, 4.2 * rows), constrained_layout=True)
     canvas.suptitle(figure.title, fontsize=12)
-    legends = []
     for number, panel in enumerate(figure.panels):
         axis = canvas.add_subplot(rows, columns, number + 1)
         handles = {curve.label: _draw_curve(axis, curve) for curve in panel.curves}
-        legends.append({label: handle for label, handle in handles.items() if label})
         axis.set_title(panel.title, fontsize=10)
         axis.set_xlabel(panel.x_label)
         axis.set_ylabel(panel.y_label)
@@ -146,18 +144,12 @@ def draw(figure: Figure, path: str | Path) -> None:
         for curve in {curve.ends: curve for curve in panel.curves if curve.ends}.values():
             place, style = (curve.x[-1], curve.y[-1]), {"fontsize": 7, "color": curve.colour}
             axis.annotate(curve.ends, place, (5, -8), textcoords="offset points", **style)
-    whole = max(legends, key=len, default={})
-    if count > 1 and all(legend.keys() <= whole.keys() for legend in legends):
-        places, legends = [canvas], [whole]  # one for all of them
-        options: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(whole), 8)}
-    else:
-        places = canvas.axes
-        options = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
-    for place, legend in zip(places, legends, strict=True):
-        if legend:
-            fit = int(440 / (34 + 4.3 * max(map(len, legend))))  # what is as wide as a panel
-            more = {"ncols": min(fit, 3), "fontsize": 7, "handlelength": 2.8, **options}
-            place.legend(legend.values(), legend.keys(), columnspacing=1.0, **more)
+        if handles:
+            fit = int(440 / (34 + 4.3 * max(map(len, handles))))  # what is as wide as a panel
+            axis.legend(
+                handles.values(), handles.keys(), loc="upper center", bbox_to_anchor=(0.5, -0.16),
+                ncols=min(fit, 4), fontsize=7, handlelength=2.8, columnspacing=1.0,
+            )  # fmt: skip
     content, path = io.BytesIO(), Path(path)
     canvas.savefig(content, dpi=110, format=path.suffix[1:] or "png")
     write_atomically(path, content.getvalue())
@@ -168,12 +160,8 @@ def _draw_curve(axis: Any, curve: Curve) -> Any:
         width = min((b - a for a, b in zip(curve.x, curve.x[1:], strict=False)), default=0.8)
         return axis.bar(curve.x, curve.y, width, color=curve.colour, alpha=0.5)
     line = {"line": "-", "dash": "--", "points": ""}[curve.style]
-    marker, error = "o", curve.error if any(curve.error) else None
-    if len(curve.x) > _DENSE and curve.style != "points":  # bars at every point would hide the line
-        if error:
-            ends = [[y + s * e for y, e in zip(curve.y, error, strict=True)] for s in (-1, 1)]
-            axis.fill_between(curve.x, *ends, color=curve.colour, alpha=0.2, linewidth=0)
-        marker, error = "", None
+    error = curve.error if any(curve.error) else None
+    every = 1 if curve.style == "points" else 1 + len(curve.x) // _DENSE
     if curve.names and line:
         named = [f"{number} {name}" for number, name in enumerate(curve.names, 1)]
         axis.text(0.97, 0.97, "\n".join(named), transform=axis.transAxes, **_SMALL)
@@ -182,8 +170,8 @@ def _draw_curve(axis: Any, curve: Curve) -> Any:
     if curve.ends:
         axis.plot(curve.x[-1:], curve.y[-1:], marker="x", ms=8, color=curve.colour)
     return axis.errorbar(
-        curve.x, curve.y, error, color=curve.colour, linestyle=line, marker=marker, ms=3.5,
-        capsize=2, lw=1.4, elinewidth=0.8,
+        curve.x, curve.y, error, color=curve.colour, linestyle=line, marker="o", ms=3.5,
+        capsize=2, lw=1.4, elinewidth=0.8, errorevery=every, markevery=every,
     )  # fmt: skip
 
 

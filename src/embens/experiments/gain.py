@@ -9,14 +9,13 @@ were chosen once, for eight members at p = 0, on train images that are not used 
 the other experiments, 16 units wide, is too narrow to gain.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 from embens import laws
 from embens.embedding.families import embed
 from embens.experiments import fair
 from embens.experiments.claims import Claim, Frame, Rows
-from embens.experiments.contract import CellBase, Row, product, train
+from embens.experiments.contract import Cell, Row, sweep, train
 from embens.experiments.figure import Figure, Panel, curves, panels, shades
 
 SHIFTS = (0.0, 0.5, 0.9, 1.0)
@@ -27,16 +26,7 @@ SEEDS = {"quick": 15, "cpu": 5, "paper": 3}
 QUICK = {"train": 500, "lr": 0.012}
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble."""
-
-    p: float
-    members: int
-    width: float
-
-
-SWEEP = [product(Cell, p=SHIFTS, members=MEMBERS, width=WIDTH), product(fair.Fair, width=WIDTH)]
+SWEEP = [sweep(p=SHIFTS, members=MEMBERS, width=WIDTH), fair.sweep(WIDTH)]
 
 
 def measure(cell: Cell) -> Row:
@@ -44,7 +34,7 @@ def measure(cell: Cell) -> Row:
     law = laws.Signs(cell.p)
     ensemble = cell.make(embed, pre=law, post=law)
     lr, gamma = RATE[cell.setting.preset] * cell.setting.lr, ensemble.natural_gamma
-    return train(ensemble, cell.setting, seed=cell.seed, lr=lr, gamma=gamma).evaluate()
+    return train(cell, ensemble, lr=lr, gamma=gamma).evaluate()
 
 
 def _eight(rows: Rows, p: float = 0.0) -> Rows:

@@ -18,16 +18,15 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from embens.experiments import contract
-from embens.experiments.contract import CellBase
+from embens.experiments.contract import Cell
 
 if TYPE_CHECKING:
     from embens.experiments.results import Results
@@ -35,35 +34,23 @@ if TYPE_CHECKING:
 _PACKAGE = "embens.experiments"
 
 
-@dataclass(frozen=True)
-class Job:
-    """A cell of an experiment, and its key."""
-
-    experiment: str
-    cell: Any
-    key: str
+Record = dict[str, Any]
+"""What became of a cell: its ``seconds`` and ``rows``, or an ``error``, which is text."""
+Engine = Callable[[Sequence[Cell]], Generator[tuple[Cell, Record]]]
+"""Runs cells, and yields what became of each as it comes; see :mod:`embens.experiments.engines`."""
 
 
-@dataclass(frozen=True)
-class Done:
-    """What became of a job: rows, or the text of an error."""
-
-    key: str
-    rows: list[dict[str, Any]] | None
-    error: str | None
-    seconds: float
-
-
-Engine = Callable[[Sequence[Job]], Generator[Done]]
-"""Runs jobs, and yields what became of each as it comes; see :mod:`embens.experiments.engines`."""
-
-
-def make_job(name: str, cell: Any) -> Job:
-    """Return the job of a cell; one that several experiments have is the same in all of them."""
-    name = cell.owner or name
-    identity = {"experiment": name, "cell": dataclasses.asdict(cell), "code": code_version(name)}
+def key_of(cell: Cell) -> str:
+    """Return the key of a cell; one that several experiments sweep is the same in all of them."""
+    code = code_version(cell.experiment)
+    identity = {"experiment": cell.experiment, "cell": plain(cell), "code": code}
     text = json.dumps(identity, sort_keys=True)
-    return Job(name, cell, hashlib.sha256(text.encode()).hexdigest()[:24])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def plain(cell: Cell) -> dict[str, Any]:
+    """Return all that determines a cell, for JSON."""
+    return {"setting": dataclasses.asdict(cell.setting), **cell.swept}
 
 
 @functools.cache
@@ -109,70 +96,59 @@ def measuring_code(measure: Any) -> str:
     return "\n".join(f"{name}: {found[name]}" for name in sorted(found))
 
 
-def perform(job: Job) -> Done:
+def perform(cell: Cell) -> Record:
     """Measure a cell; an exception becomes the text of it."""
     started, before = time.perf_counter(), torch.get_num_threads()
-    rows = error = None
     try:
-        torch.set_num_threads(job.cell.setting.threads)
+        torch.set_num_threads(cell.setting.threads)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = contract.load(job.experiment).measure(job.cell)
-        rows = [found] if isinstance(found, dict) else list(found)
+            rows = contract.load(cell.experiment).measure(cell)
+        found = {"rows": [rows] if isinstance(rows, dict) else list(rows)}
     except Exception:
-        error = traceback.format_exc()
+        found = {"error": traceback.format_exc()}
     finally:
         torch.set_num_threads(before)
-    return Done(job.key, rows, error, time.perf_counter() - started)
-
-
-class Outcome(NamedTuple):
-    """What a run did."""
-
-    measured: int
-    known: int  # before
-    failed: list[str]  # keys of cells that have an error
-    seconds: float
+    return {"seconds": round(time.perf_counter() - started, 4), **found}
 
 
 def run(
     name: str,
-    cells: Sequence[CellBase],
+    cells: Sequence[Cell],
     results: "Results",
     engine: Engine,
     retry_failed: bool = False,
-) -> Outcome:
-    """Measure the cells that have no result, longest first."""
-    started, records = time.perf_counter(), results.records
-    jobs = {job.key: job for job in (make_job(name, cell) for cell in cells)}
-    results.borrow({job.key for job in jobs.values() if job.experiment != name})
-    todo = unknown(jobs.values(), results, retry_failed=retry_failed)
+) -> tuple[int, list[Cell]]:
+    """Measure the cells that have no result, longest first.
+
+    Return how many these were, and all cells that have an error.
+    """
+    results.borrow({key_of(cell) for cell in cells if cell.experiment != name})
+    todo = unknown(cells, results, retry_failed=retry_failed)
     with closing(engine(todo)) as measured:
-        for done in measured:
-            job = jobs[done.key]
-            cell = {"setting": dataclasses.asdict(job.cell.setting), **job.cell.swept()}
-            found = {"error": done.error} if done.rows is None else {"rows": done.rows}
-            record = {"key": job.key, "code": code_version(job.experiment), "cell": cell}
-            results.add({**record, "seconds": round(done.seconds, 4), **found})
-    failed = [key for key in jobs if "error" in records.get(key, {})]
-    return Outcome(len(todo), len(jobs) - len(todo), failed, time.perf_counter() - started)
+        for cell, found in measured:
+            identity = {"key": key_of(cell), "code": code_version(cell.experiment)}
+            results.add({**identity, "cell": plain(cell), **found})
+    failed = [cell for cell in cells if "error" in results.records.get(key_of(cell), {})]
+    return len(todo), failed
 
 
-def unknown(jobs: Iterable[Job], results: "Results", *, retry_failed: bool) -> list[Job]:
-    """Return the jobs that have no result, or only an error that is to be tried again."""
-    wanted = ("rows",) if retry_failed else ("rows", "error")
-    found = [job for job in jobs if not any(k in results.records.get(job.key, {}) for k in wanted)]
-    return sorted(found, key=lambda job: -job.cell.weight)
+def unknown(cells: Sequence[Cell], results: "Results", *, retry_failed: bool) -> list[Cell]:
+    """Return the cells that have no result, or only an error that is to be tried again."""
+    done = {"rows"} if retry_failed else {"rows", "error"}
+    found = [cell for cell in cells if not done & results.records.get(key_of(cell), {}).keys()]
+    return sorted(found, key=lambda cell: -cell.weight)
 
 
-def narrow(cells: Sequence[CellBase], **wanted: Sequence[Any]) -> list[CellBase]:
+def narrow(cells: Sequence[Cell], **wanted: Sequence[Any]) -> list[Cell]:
     """Return the cells whose fields have one of the wanted values; an error if there are none.
 
-    Cells that belong to several experiments stay, for the seeds that are left.
+    Cells of another experiment, which come after its own, stay for the seeds that are left.
     """
-    found = [cell for cell in cells if not cell.owner]
+    own = cells[0].experiment
+    found = [cell for cell in cells if cell.experiment == own]
     for name, values in wanted.items():
-        swept = found[0].swept()
+        swept = found[0].swept
         if name not in swept:
             raise ValueError(f"{name}: this experiment does not sweep it; it has {sorted(swept)}")
         present = sorted({getattr(c, name) for c in found})
@@ -181,7 +157,7 @@ def narrow(cells: Sequence[CellBase], **wanted: Sequence[Any]) -> list[CellBase]
             some, got = (", ".join(map(str, each)) for each in (present, values))
             raise ValueError(f"{name}: expected some of {some}; got {got}")
     seeds = {cell.seed for cell in found}
-    return [*found, *(cell for cell in cells if cell.owner and cell.seed in seeds)]
+    return [*found, *(cell for cell in cells if cell.experiment != own and cell.seed in seeds)]
 
 
 def _same(value: Any, wanted: Any) -> bool:

@@ -11,7 +11,6 @@ use. In the limit only the two moments of u count; what tails cost at finite wid
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -20,7 +19,7 @@ from embens import metrics
 from embens.embedding.families import embed, independent, masksembles
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Rows, line
-from embens.experiments.contract import CellBase, Row, product, run, train
+from embens.experiments.contract import Cell, Row, run, sweep, train
 from embens.experiments.figure import LABELS, Curve, Figure, Panel, curves, panels, shades
 from embens.experiments.setting import data_set
 from embens.finite import forecast
@@ -49,7 +48,7 @@ BOTH = "u and v"
 FORECAST = {f"forecast_{name}": name for name in ("correlation", "gain", "nll")}
 WIDTHS = {"quick": (2.0, 4.0, 8.0), "cpu": (0.5, 1.0, 2.0), "paper": (0.5, 1.0, 2.0)}
 MEMBERS = {"quick": 8, "cpu": 4, "paper": 8}
-SOME = list(CENTRED)[:2]
+ALONE = {"quick": list(CENTRED), "cpu": ["±1", "N(0, 1)"], "paper": ["±1", "N(0, 1)"]}
 QUICK = {"train": 500}  # all digits would be too easy
 EXPECTED = {
     "signs have a lower log loss than normal modulations": ("nll", "±1", "N(0, 1)", 0.0),
@@ -65,21 +64,10 @@ EXPECTED = {
 """Statements: a column, of one less that of the other, is below a number."""
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble; ``sites`` says what is modulated."""
-
-    law: str
-    sites: str
-    width: float
-    members: int
-
-
-_several = partial(product, Cell, width=WIDTHS, members=MEMBERS)
 SWEEP = [  # the most important ones first
-    product(Cell, law=(ONE, FASTER), sites="none", width=WIDTHS, members=1),
-    _several(law=ORDER, sites=BOTH),
-    _several(law={"quick": CENTRED, "cpu": SOME, "paper": SOME}, sites=("u", "v")),
+    sweep(law=(ONE, FASTER), sites="none", width=WIDTHS, members=1),
+    sweep(law=ORDER, sites=BOTH, width=WIDTHS, members=MEMBERS),
+    sweep(law=ALONE, sites=("u", "v"), width=WIDTHS, members=MEMBERS),
 ]
 
 
@@ -119,7 +107,7 @@ def measure(cell: Cell) -> Row:
     ensemble, setting = make(cell), cell.setting
     known = foresee(cell, ensemble)
     rate = setting.lr * (MEMBERS[setting.preset] if cell.law == FASTER else 1)
-    training = train(ensemble, setting, seed=cell.seed, lr=rate)
+    training = train(cell, ensemble, lr=rate)
     outputs = run(ensemble, training.data.test.inputs)
     differ = float(metrics.disagreement(outputs)) if len(outputs) > 1 else 0.0
     return {**training.evaluate(), "disagreement": differ, **known}

@@ -5,14 +5,13 @@ width of the network. Dashed: one network and separate ones, at the best rate fo
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 from embens import laws
 from embens.embedding.families import last_layer_dropout
 from embens.experiments import contract, fair
 from embens.experiments.claims import Claim, Frame, Rows, growth_of_best, line, trend, where
-from embens.experiments.contract import CellBase, Row, product, train
+from embens.experiments.contract import Cell, Row, sweep, train
 from embens.experiments.figure import Figure, curves, panels, shades
 
 SHIFTS = {"quick": (0.0, 0.3, 0.6, 0.9), "cpu": (0.0, 0.5, 0.9), "paper": (0, 0.25, 0.5, 0.75, 0.9)}
@@ -20,22 +19,13 @@ WIDTHS = (0.5, 1.0, 2.0)
 MEMBERS = {**contract.MEMBERS, "cpu": (1, 2, 5, 10, 20, 40), "paper": (1, 2, 5, 10, 20, 30, 50)}
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble."""
-
-    p: float
-    width: float
-    members: int
-
-
-SWEEP = [product(Cell, p=SHIFTS, width=WIDTHS, members=MEMBERS), product(fair.Fair, width=WIDTHS)]
+SWEEP = [sweep(p=SHIFTS, width=WIDTHS, members=MEMBERS), fair.sweep(WIDTHS)]
 
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble."""
     ensemble = cell.make(last_layer_dropout, law=laws.Shifted(cell.p))
-    return train(ensemble, cell.setting, seed=cell.seed).evaluate()
+    return train(cell, ensemble).evaluate()
 
 
 _centred, _several = where(p=0.0), partial(Rows.between, column="members", low=4)

@@ -7,13 +7,12 @@ the best rate for one network. Ensembles with modulations at all layers have the
 
 import functools
 import math
-from dataclasses import dataclass
 from functools import partial
 
 from embens.embedding.families import embed, last_layer_dropout
 from embens.experiments import fair
 from embens.experiments.claims import Claim, Frame, Missing, Rows, inverted_u
-from embens.experiments.contract import CellBase, Row, product, train
+from embens.experiments.contract import Cell, Row, sweep, train
 from embens.experiments.figure import Figure, Panel, curves, panels
 from embens.experiments.setting import PRESETS
 
@@ -35,26 +34,17 @@ MEMBERS = {"quick": (*_FEW, 49), "cpu": (1, 3, 10, 30), "paper": (*_FEW, 30, 49)
 SEEDS = {"quick": 4, "cpu": 3, "paper": 3}
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble; ``family`` is ``"lld"``, or ``"all"`` for modulations at all layers."""
-
-    family: str
-    members: int
-    lr: float
-
-
 SWEEP = [
-    product(Cell, family="lld", members=MEMBERS, lr=RATES),
-    product(Cell, family="all", members=MEMBERS, lr={k: PRESETS[k].lr for k in PRESETS}),
-    product(fair.Fair, width=1.0),
+    sweep(family="lld", members=MEMBERS, lr=RATES),  # modulations at all layers are "all"
+    sweep(family="all", members=MEMBERS, lr={k: PRESETS[k].lr for k in PRESETS}),
+    fair.sweep(1.0),
 ]
 
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble at one rate."""
     ensemble = cell.make(last_layer_dropout if cell.family == "lld" else embed)
-    training = train(ensemble, cell.setting, seed=cell.seed, lr=cell.lr)
+    training = train(cell, ensemble, lr=cell.lr)
     early = min(EPOCH, cell.setting.epochs)
     loss = training.trace[early - 1]["loss"] if len(training.trace) >= early else math.inf
     return {**training.evaluate(), "early_loss": min(loss, 1e9)}

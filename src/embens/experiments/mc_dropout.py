@@ -8,7 +8,6 @@ Also fig:gaussian_mc_dropout_no_shift and fig:MC-Dropout-zero-centred. Masks dra
 pass make no members: a network is trained once and M is the number of masks that it is tested with.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,26 +16,17 @@ from embens import laws
 from embens.embedding.families import mc_dropout
 from embens.experiments import fair
 from embens.experiments.claims import Claim, Frame, Rows, growth_of_best, inverted_u, trend, where
-from embens.experiments.contract import MEMBERS, CellBase, Row, product, score, train
+from embens.experiments.contract import MEMBERS, Cell, Row, score, sweep, train
 from embens.experiments.figure import Figure, curves, panels, shades
 from embens.prediction import predict
 
 WIDTHS = (0.5, 1.0, 2.0)
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble; fresh masks are trained with one of them at a time."""
-
-    kind: str
-    width: float
-    members: int
-
-
 SWEEP = [
-    product(Cell, kind=["fresh shifted", "fresh centred"], width=1.0, members=1),
-    product(Cell, kind="fixed centred", width=WIDTHS, members=MEMBERS),
-    product(fair.Fair, width=1.0),
+    sweep(kind=["fresh shifted", "fresh centred"], width=1.0, members=1),  # in training
+    sweep(kind="fixed centred", width=WIDTHS, members=MEMBERS),
+    fair.sweep(1.0),
 ]
 
 
@@ -45,7 +35,7 @@ def measure(cell: Cell) -> list[Row]:
     fresh = cell.kind.startswith("fresh")
     law = laws.Normal(1.0, 0.1) if cell.kind == "fresh shifted" else laws.Normal()
     ensemble = cell.make(mc_dropout, law=law, fresh=fresh)
-    training = train(ensemble, cell.setting, seed=cell.seed)
+    training = train(cell, ensemble)
     masks = MEMBERS[cell.setting.preset] if fresh else (cell.members,)
     draws, (inputs, target) = torch.Generator().manual_seed(cell.seed + 1), training.data.test
     found = predict(ensemble, inputs, members=max(masks) if fresh else None, generator=draws)

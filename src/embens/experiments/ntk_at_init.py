@@ -17,19 +17,19 @@ from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Rows, trend
-from embens.experiments.contract import Row, batch_ensemble, product
+from embens.experiments.contract import Cell, Row, batch_ensemble, sweep
 from embens.experiments.figure import Figure, Panel, curves, shades
-from embens.experiments.gradients import WIDTHS, Cell, some_samples
+from embens.experiments.gradients import WIDTHS, some_samples, weight
 from embens.finite import ntk, ntk_ratio, other_members_weight
 from embens.theory import kernels
+
+__all__ = ["CLAIMS", "SWEEP", "measure", "plot", "weight"]
 
 KINDS = {"centred": 0.0, "shifted": math.sqrt(0.5)}
 SEEDS = {"quick": 10, "cpu": 6, "paper": 10}
 SAMPLES = {"quick": 20, "cpu": 12, "paper": 16}
 OTHERS = (1, 2, 4, 7, 14)
-
-
-SWEEP = [product(Cell, kind=list(KINDS), width=WIDTHS, members=15, samples=SAMPLES)]
+SWEEP = [sweep(kind=list(KINDS), width=WIDTHS, members=15, samples=SAMPLES)]
 
 
 def measure(cell: Cell) -> list[Row]:

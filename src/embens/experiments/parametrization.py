@@ -8,40 +8,28 @@ gradient is smaller by its scale, and the rate that trains it is larger.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from embens.experiments.claims import Claim, Frame, Missing, Rows
-from embens.experiments.contract import CellBase, Row, batch_ensemble, product, train
+from embens.experiments.contract import Cell, Row, batch_ensemble, sweep, train
 from embens.experiments.figure import LABELS, Figure, Panel, curves
 
 MEMBER = "member_accuracy"
 COLOURS = {"standard": "#1f77b4", "ntk": "#d62728"}
-FACTORS = {"standard": (0.5, 1.0, 2.0), "ntk": (1.0, 4.0, 16.0, 64.0)}
+FACTORS = {"standard": (0.5, 1.0, 2.0), "ntk": (1.0, 4.0, 16.0, 64.0)}  # of the preset's rate
 MEMBERS = {"quick": 8, "cpu": 4, "paper": 7}
-
-
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble; ``"standard"`` is the preset's own parametrization."""
-
-    parametrization: str
-    factor: float  # of the preset's rate
-    members: int
-
-
-SWEEP = [product(Cell, parametrization=n, factor=f, members=MEMBERS) for n, f in FACTORS.items()]
+SWEEP = [sweep(parametrization=n, factor=f, members=MEMBERS) for n, f in FACTORS.items()]
 
 
 def measure(cell: Cell) -> list[Row]:
     """Train one ensemble; return a row for each epoch."""
-    setting = cell.setting
+    rate, weights = cell.setting.lr, {"parametrization": "ntk", "weight_std": math.sqrt(2)}
     if cell.parametrization == "ntk":
-        setting = replace(setting, parametrization="ntk", weight_std=math.sqrt(2))
-    ensemble = replace(cell, setting=setting).make(batch_ensemble)
+        cell = replace(cell, setting=replace(cell.setting, **weights))
     # The modulations are the same in both and keep their rate.
-    fit = partial(train, lr=cell.factor * setting.lr, modulation_lr=setting.lr)
-    training = fit(ensemble, setting, seed=cell.seed, test_each_epoch=True)
+    rates = {"lr": cell.factor * rate, "modulation_lr": rate}
+    training = train(cell, cell.make(batch_ensemble), **rates, test_each_epoch=True)
     final = training.evaluate()
     end = {f"final_{name}": final[name] for name in ("accuracy", MEMBER)}
     rows = training.trace or [{"epoch": 0, "loss": math.nan, MEMBER: math.nan}]

@@ -22,11 +22,9 @@ import torch
 from embens.experiments import contract
 from embens.experiments.claims import Claim, Frame, judge, plain
 from embens.experiments.figure import draw
-from embens.experiments.grid import code_version
+from embens.experiments.grid import Record, code_version
 from embens.experiments.setting import Setting
 from embens.files import checksum, seal, unseal, write_atomically
-
-Record = dict[str, Any]
 
 
 class Results:
@@ -118,9 +116,7 @@ def write(
         "preset": setting.preset,
         "setting": dataclasses.asdict(setting),
         "code": code_version(name),
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine(),
+        **origin(),
         "rows": len(table),
         "cells": sum("rows" in r for r in mine),
         "failed": sum("error" in r for r in mine),
@@ -155,33 +151,30 @@ def _write(folder: Path, manifest: dict, table: Frame, texts: dict[str, str]) ->
     return claims
 
 
-def commit() -> str | None:
-    """Return the commit of the code, marked if it was changed since; None if it is installed."""
-    here, found = Path(__file__), ""
-    for words in (
-        ["ls-files", "--error-unmatch", here.name],
-        ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"],
-    ):
-        command = {"cwd": here.parent, "capture_output": True, "text": True, "timeout": 20}
-        try:
-            found = subprocess.run(["git", *words], check=True, **command).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what computes."""
+def origin() -> dict[str, Any]:
+    """Return the commit, the versions of what computes, and the machine, without its name."""
     packages = ("embens", "torch", "numpy", "scikit-learn", "pandas")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
-
-
-def machine() -> dict[str, Any]:
-    """Return what the machine is, without its name."""
     processor = platform.processor()
     with contextlib.suppress(OSError, IndexError):
         named = Path("/proc/cpuinfo").read_text().split("model name", 1)[1]
         processor = named.partition("\n")[0].strip("\t :")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    found = {"system": f"{platform.system()} {platform.machine()}", "processor": processor}
-    return found | {"cores": os.cpu_count()} | ({"gpus": gpus} if gpus else {})
+    machine = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {"commit": commit(), "versions": versions, "machine": machine}
+
+
+def commit() -> str | None:
+    """Return the commit of the code, marked if it was changed since; None if it is installed."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
+    try:
+        return subprocess.check_output(command, cwd=root, text=True, timeout=20).strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

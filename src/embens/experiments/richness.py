@@ -13,7 +13,6 @@ networks, trained alike, the collective part is :math:`c = (\rho - \rho_s) / (1 
 import functools
 import math
 import statistics
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,7 +23,7 @@ from embens import laws, metrics
 from embens.embedding.families import embed, independent
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Missing, Rows
-from embens.experiments.contract import CellBase, Row, product, run, score
+from embens.experiments.contract import Cell, Row, run, score, sweep
 from embens.experiments.figure import Figure, Panel, curves, shades
 from embens.experiments.setting import data_set
 from embens.finite import ntk
@@ -38,20 +37,9 @@ QUICK = {"train": 500}  # all digits would leave too few errors to correlate
 PATIENCE = 7  # times the preset's epochs are the most
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble; ``family`` is ``"embedded"`` or ``"separate"``, whose p means nothing."""
-
-    family: str
-    p: float
-    width: float
-    scale: float
-    members: int = 4
-
-
 SWEEP = [
-    product(Cell, family="embedded", p=SHIFTS, width=WIDTHS, scale=SCALES),
-    product(Cell, family="separate", p=0.0, width=WIDTHS, scale=SCALES),
+    sweep(family="embedded", p=SHIFTS, width=WIDTHS, scale=SCALES, members=4),
+    sweep(family="separate", p=0.0, width=WIDTHS, scale=SCALES, members=4),  # p means nothing
 ]
 
 

@@ -97,14 +97,14 @@ def reference(setting: Setting, width: float = 1.0, *, generator: Any = None) ->
     return make(**law, generator=generator).to(setting.device)
 
 
-def data_set(setting: Setting) -> DataSet:
-    """Return the data, standardised, on the device; read once in a process."""
-    irrelevant = {"epochs": 0, "batch_size": 0, "lr": 0.0, "channels": (), "preset": ""}
-    return _data_set(replace(setting, **irrelevant))
+def count_parameters(module: nn.Module) -> int:
+    """Return how many numbers a module trains."""
+    return sum(p.numel() for p in module.parameters())
 
 
 @functools.lru_cache(maxsize=4)
-def _data_set(setting: Setting) -> DataSet:
+def data_set(setting: Setting) -> DataSet:
+    """Return the data, standardised, on the device; read once in a process."""
     found = _read(setting).standardise()
     return (found.flatten() if setting.network == "mlp" else found).to(setting.device)
 

@@ -10,7 +10,7 @@ whether target-class components of the kernel rule the late stages of training o
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from embens import laws, networks
 from embens.embedding.families import embed
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments.claims import Claim, Frame, Rows, Some, trend, where
-from embens.experiments.contract import CellBase, Row, batch_ensemble, product, train
+from embens.experiments.contract import Cell, Row, batch_ensemble, sweep, train
 from embens.experiments.figure import PALETTE, Figure, Panel, curves, panels, shades
 from embens.experiments.setting import data_set
 from embens.finite import nngp, ntk, ntk_drift
@@ -52,25 +52,17 @@ DRAWS = 60
 STEPS = (10, 30, 100, 300)
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One network (of ``outputs``: many); ``units`` is the width in units."""
-
-    part: str
-    case: str
-    units: int
-
-    @property
-    def weight(self) -> float:
-        part = {"kernels": 1, "outputs": 8, "training": 4, "classification": 4}[self.part]
-        return part * (1 + self.units / 256)
-
-
 _WIDTHS = {"outputs": slice(4), "training": slice(None), "classification": slice(1)}
-SWEEP = [product(Cell, part="kernels", case=list(LAWS), units=UNITS)]
+SWEEP = [sweep(part="kernels", case=list(LAWS), units=UNITS)]
 for _part, _some in _WIDTHS.items():
     _units = {preset: units[_some] for preset, units in UNITS.items()}
-    SWEEP.append(product(Cell, part=_part, case="centred", units=_units))
+    SWEEP.append(sweep(part=_part, case="centred", units=_units))
+
+
+def weight(cell: Cell) -> float:
+    """Return roughly what a cell costs."""
+    part = {"kernels": 1, "outputs": 8, "training": 4, "classification": 4}[cell.part]
+    return part * (1 + cell.units / 256)
 
 
 def measure(cell: Cell) -> Row | list[Row]:
@@ -165,12 +157,12 @@ def _half_square(outputs: Tensor, target: Tensor) -> Tensor:
 def _classification(cell: Cell) -> list[Row]:
     """Return the part of target-class components in the change of the loss, before and after."""
     shape = {"network": "mlp", "channels": (cell.units,) * 3, "weight_std": math.sqrt(2)}
-    setting = replace(cell.setting, parametrization="standard", **shape)
-    network, generator = replace(cell, setting=setting).draw()
+    cell = replace(cell, setting=replace(cell.setting, parametrization="standard", **shape))
+    network, generator = cell.draw()
     ensemble = batch_ensemble(network, 4, generator=generator)
-    inputs, targets = data_set(setting).train
+    inputs, targets = data_set(cell.setting).train
     early = _target_part(ensemble, inputs[:24], targets[:24])
-    train(ensemble, setting, seed=cell.seed)
+    train(cell, ensemble)
     late = _target_part(ensemble, inputs[:24], targets[:24])
     return [{"stage": 0.0, "target_part": early}, {"stage": 1.0, "target_part": late}]
 

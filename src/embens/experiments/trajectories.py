@@ -10,34 +10,24 @@ longer in a wider network.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 from embens.embedding.families import embed
 from embens.experiments.claims import Claim, Frame, Missing, Rows, line
-from embens.experiments.contract import MEMBERS, CellBase, Row, product, train
+from embens.experiments.contract import MEMBERS, Cell, Row, sweep, train
 from embens.experiments.figure import Figure, curves, panels, shades
 
 SCHEMES = (("1", 1.0), ("M", 1.0), ("M", 4.0))
 APART = 0.2  # relative difference of losses at which curves are apart
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble; ``gamma`` is ``"M"`` or ``"1"``."""
-
-    gamma: str
-    width: float
-    members: int
-
-
-SWEEP = [product(Cell, gamma=gamma, width=w, members=MEMBERS) for gamma, w in SCHEMES]
+SWEEP = [sweep(gamma=gamma, width=w, members=MEMBERS) for gamma, w in SCHEMES]
 
 
 def measure(cell: Cell) -> list[Row]:
     """Train one ensemble; return a row for each epoch."""
     gamma, ensemble = float(cell.members) if cell.gamma == "M" else 1.0, cell.make(embed)
-    return train(ensemble, cell.setting, seed=cell.seed, gamma=gamma, test_each_epoch=True).trace
+    return train(cell, ensemble, gamma=gamma, test_each_epoch=True).trace
 
 
 def _losses(rows: Rows) -> Frame:

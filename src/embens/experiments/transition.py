@@ -13,14 +13,13 @@ effective rate.
 
 import functools
 import math
-from dataclasses import dataclass
 from functools import partial
 
 from embens import laws
 from embens.embedding.families import embed
 from embens.experiments import contract, fair
 from embens.experiments.claims import Claim, Frame, Missing, Rows, inverted_u, trend, where
-from embens.experiments.contract import CellBase, Row, product, train
+from embens.experiments.contract import Cell, Row, sweep, train
 from embens.experiments.figure import Figure, Panel, curves, panels, shades
 from embens.experiments.setting import data_set
 from embens.theory import regime
@@ -38,19 +37,10 @@ MEMBERS = {**contract.MEMBERS, "paper": (1, 2, 3, 5, 7, 10, 14, 20, 28, 40)}
 SEEDS = {"quick": 4, "cpu": 5, "paper": 3}
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One ensemble; ``gamma`` is ``"M"`` or ``"1"``."""
-
-    p: float
-    members: int
-    gamma: str
-
-
 SWEEP = [
-    product(Cell, gamma="M", p=SHIFTS, members=MEMBERS),
-    product(Cell, gamma="1", p=SLOW, members={k: some[1:] for k, some in MEMBERS.items()}),
-    product(fair.Fair, width=1.0),
+    sweep(p=SHIFTS, members=MEMBERS, gamma="M"),
+    sweep(p=SLOW, members={k: some[1:] for k, some in MEMBERS.items()}, gamma="1"),
+    fair.sweep(1.0),
 ]
 
 
@@ -63,7 +53,7 @@ def measure(cell: Cell) -> Row:
         inputs = data_set(cell.setting).train.inputs[:8]
         coupling = regime(ensemble, inputs.double().cpu()).coupling
     gamma = float(cell.members) if cell.gamma == "M" else 1.0
-    training = train(ensemble, cell.setting, seed=cell.seed, gamma=gamma)
+    training = train(cell, ensemble, gamma=gamma)
     return {**training.evaluate(), "coupling": coupling}
 
 

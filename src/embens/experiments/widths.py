@@ -5,13 +5,13 @@ the best rate for one. The last panel has all against their number of parameters
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from embens.embedding.families import embed
 from embens.experiments import fair
 from embens.experiments.claims import Claim, Frame, Missing, Rows, growth_of_best
-from embens.experiments.contract import CellBase, Row, product, train
+from embens.experiments.contract import Cell, Row, sweep, train
 from embens.experiments.figure import LABELS, Curve, Figure, Panel, curves, panels, shades
 from embens.experiments.transition import MEMBERS
 
@@ -22,20 +22,12 @@ WIDTHS = {
 }
 
 
-@dataclass(frozen=True)
-class Cell(CellBase):
-    """One embedded ensemble."""
-
-    width: float
-    members: int
-
-
-SWEEP = [product(Cell, width=WIDTHS, members=MEMBERS), product(fair.Fair, width=WIDTHS)]
+SWEEP = [sweep(width=WIDTHS, members=MEMBERS), fair.sweep(WIDTHS)]
 
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble."""
-    return train(cell.make(embed), cell.setting, seed=cell.seed).evaluate()
+    return train(cell, cell.make(embed)).evaluate()
 
 
 def _fall(rows: Rows) -> float:
@@ -84,7 +76,7 @@ CLAIMS = [
 def plot(table: Frame) -> Figure:
     """Return the paper's four panels."""
     embedded, separate = (some(Rows(table)).frame for some in (fair.without, fair.only))
-    colours, trained = shades(table["width"], "plasma"), f"{fair.Fair.networks} were trained"
+    colours, trained = shades(table["width"], "plasma"), f"{fair.NETWORKS} were trained"
 
     def both(x: str, y: str, style: str = "line", ends: str = "") -> list[Curve]:
         draw = partial(curves, x=x, y=y, by="width", colours=colours)

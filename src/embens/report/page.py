@@ -1,6 +1,6 @@
-"""Tables, figures and claims to one HTML page; or, for a repository, the claims to a Markdown page.
+"""Tables, figures and claims to one HTML page.
 
-The HTML page is a template filled with JSON and the charting library itself (plotly.js, as the
+It is a template filled with JSON and the charting library itself (plotly.js, as the
 plotly package ships it, licence included), so that it works from a file and without a network. The
 library and the tables are compressed; a browser unpacks the library once, for all charts, and a
 table when it is opened. Nothing is computed here: pages show what ``embens reproduce`` wrote.
@@ -9,10 +9,8 @@ table when it is opened. Nothing is computed here: pages show what ``embens repr
 import base64
 import csv
 import gzip
-import html
 import io
 import json
-import os
 import re
 import warnings
 from importlib.resources import files
@@ -21,10 +19,6 @@ from typing import Any
 
 from embens.experiments import NAMES
 from embens.files import Refused, checksum, unseal, write_atomically
-
-_SQUARES = {"holds": "🟩", "does not hold": "🟥", "undecided": "🟨"}
-_COLUMNS = ("verdict", "statement", "measured", "true if", "the paper")
-_MANIFEST = frozenset("about cell_seconds cells files label preset setting title versions".split())
 
 
 def collect(folder: str | Path) -> list[dict[str, Any]]:
@@ -50,15 +44,13 @@ def _read(folder: Path) -> dict[str, Any] | None:
         warnings.warn(f"{path} is left out: it is not of `embens reproduce`", stacklevel=3)
         return None
     try:
-        if missing := _MANIFEST - sealed.keys():
-            raise Refused(f"manifest.json has no {', '.join(sorted(missing))}")
         manifest = unseal(path.name, sealed)
         sums = manifest.pop("files")
         for file in ("claims.json", "figure.json", "table.csv"):
             texts[file] = (folder / file).read_bytes().decode(errors="replace")
             if checksum(texts[file], {}) != sums[file]:
                 raise Refused(f"{file} has another checksum than manifest.json says")
-    except (OSError, Refused) as error:
+    except (OSError, KeyError, Refused) as error:
         raise Refused(
             f"{folder}: {error}. It is damaged, of another version, or of a run that was stopped "
             "while it wrote: run `embens reproduce` again, or move the folder away."
@@ -68,11 +60,10 @@ def _read(folder: Path) -> dict[str, Any] | None:
     return entry | {kind: json.loads(texts[f"{kind}.json"]) for kind in ("claims", "figure")}
 
 
-def render(entries: list[dict[str, Any]], title: str = "Embedded ensembles: reproduction") -> str:
+def render(entries: list[dict[str, Any]]) -> str:
     """Return the page of what :func:`collect` gives."""
     packed = [{**entry, "table": _pack(json.dumps(entry["table"]))} for entry in entries]
     parts = {
-        "title": html.escape(title),
         "style": _text("page.css"),
         "library": _pack(_text("package_data/plotly.min.js", "plotly")),
         "data": json.dumps(packed, allow_nan=False).replace("<", "\\u003c"),
@@ -82,44 +73,10 @@ def render(entries: list[dict[str, Any]], title: str = "Embedded ensembles: repr
     return "".join(parts[piece] if k % 2 else piece for k, piece in enumerate(pieces))
 
 
-def markdown(entries: list[dict[str, Any]], folder: str) -> str:
-    """Return the claims of what :func:`collect` gives; pictures are where the folder is."""
-    summary, sections = [], []
-    for entry in entries:
-        manifest, claims = entry["manifest"], entry["claims"]
-        name = f"{entry['name']} {manifest['preset']}"
-        squares = "".join(_SQUARES[claim["verdict"]] for claim in claims)
-        seeds = max((claim["seeds"] for claim in claims), default=0)
-        cells, minutes = manifest["cells"], round(manifest["cell_seconds"] / 60)
-        link = f"[{name}](#{name.replace(' ', '-')})"
-        summary.append(_row(link, squares, cells, seeds, minutes))
-        picture = f"{folder}/{name.replace(' ', '/')}/figure.png"
-        sections += ["", f"## {name}", "", manifest["about"], ""]
-        sections += [f"![{manifest['title']}]({picture})", ""]
-        sections += [_row(*_COLUMNS), _row(*"-----")]
-        for c in claims:
-            ends = ["?" if c[k] is None else f"{c[k]:.3g}" for k in ("value", "low", "high")]
-            measured = f"{c['measure']}: {c['note'] or '{} [{}, {}]'.format(*ends)}"
-            cells = (f"**{c['verdict']}**", c["statement"], measured, c["region"], c["paper"])
-            sections.append(_row(*cells))
-    head = [
-        "# Claims of the paper, as measured\n\nWritten by `embens report`; not edited by hand.",
-        "\nOne square for each claim: 🟩 holds, 🟥 does not hold, 🟨 undecided.\n",
-        _row("experiment", "claims", "cells", "seeds", "core minutes"),
-        _row(*"-----"),
-    ]
-    return "\n".join([*head, *summary, *sections, ""])
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
 def write(folder: str | Path, path: str | Path | None = None) -> Path:
-    """Write the page of a folder, by default into it, or in Markdown; return where it is."""
+    """Write the page of a folder, by default into it; return where it is."""
     path = Path(folder) / "report.html" if path is None else Path(path)
-    entries, here = collect(folder), Path(os.path.relpath(folder, path.parent)).as_posix()
-    page = markdown(entries, here) if path.suffix == ".md" else render(entries)
+    page = render(collect(folder))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page)
     return path
