@@ -10,9 +10,10 @@ import pytest
 import torch
 from estimators.problems import classes_of, classifier, mixed_table, regressor
 
+import embens
 from embens import laws
 from embens.estimators import EmbeddedEnsembleClassifier, choices, pipeline
-from embens.training import randomness
+from embens.training import History, randomness
 
 
 def test_members_and_their_law_are_fixed_numbers_unless_they_are_given():
@@ -48,6 +49,24 @@ def test_a_fit_keeps_its_time_limit():
     model.fit(X, classes_of(target))
     assert model.run_.stopped == "time"
     assert 2.0 < time.monotonic() - began < 30  # a guard, also on a busy machine
+
+
+def test_a_fit_that_diverges_is_tried_again_more_slowly(monkeypatch):
+    rates, fit = [], embens.fit
+
+    def diverges_twice(ensemble, *args, lr, **options):
+        rates.append(lr)
+        if len(rates) < 3:
+            raise embens.Divergence("not finite.", History())
+        return fit(ensemble, *args, lr=lr, **options)
+
+    monkeypatch.setattr(embens, "fit", diverges_twice)
+    x, target = mixed_table(200)
+    y = classes_of(target)
+    with pytest.warns(UserWarning, match="Trying again with lr="):
+        model = classifier(lr=0.016, tune=False).fit(x, y)
+    assert rates == [0.016, 0.004, 0.001]
+    assert model.predict(x).shape == y.shape
 
 
 def test_calibration_rows_are_used_for_nothing_else():

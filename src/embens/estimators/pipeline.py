@@ -6,8 +6,10 @@ an ensemble (:func:`embed`), trains it (:func:`train`) and calibrates it (:func:
 
 from __future__ import annotations
 
+import copy
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +29,7 @@ from embens.estimators.gaussians import SKEWED, AnyHead, Gaussians
 from embens.estimators.preprocessing import Preprocessing
 from embens.estimators.tables import Table
 from embens.laws import Signs
-from embens.training import History, randomness
+from embens.training import Divergence, History, randomness
 
 BLOCK = 65_536  # rows that are predicted at a time
 HORIZON = 2.0  # epochs that weights are averaged over
@@ -254,35 +256,45 @@ def train(
     share: float = 0.95,
     *,
     quiet: bool = False,
+    tries: int = 4,
 ) -> History:
-    """Train an ensemble within a share of the time that is left."""
+    """Train an ensemble within a share of the time that is left; more slowly where it diverges."""
     options, head, stop = prepared.options, replace(prepared.head, temperature=1.0), prepared.stop
     epochs = sizes.epochs if stop is not None else min(sizes.epochs, choices.BLIND)
     half = head.half and prepared.train[0].dtype == torch.float32
     half = half and torch.cpu.get_capabilities().get("avx512_bf16", False)
     steps = -(-len(prepared.train[-1]) // sizes.batch_size)
     seconds = max(1e-3, share * (prepared.deadline - time.monotonic()))
-    return embens.fit(
-        ensemble,
-        prepared.train,
-        stop,
-        epochs=epochs,
-        batch_size=sizes.batch_size,
-        lr=sizes.lr,
-        weight_decay=sizes.weight_decay,
-        criterion=head.criterion,
-        optimizer=partial(torch.optim.AdamW, fused=True),
-        scheduler=falling(steps, epochs, seconds),
-        schedule_by="step",
-        metric=head.refined,
-        maximise=False,
-        patience=None if stop is None else sizes.patience,
-        average=HORIZON,
-        autocast=torch.bfloat16 if half else None,
-        seed=prepared.seed,
-        time_limit=None if seconds == math.inf else seconds,
-        progress=bool(options.verbose) and not quiet,
-    )
+    start = copy.deepcopy(ensemble.state_dict())
+    try:
+        return embens.fit(
+            ensemble,
+            prepared.train,
+            stop,
+            epochs=epochs,
+            batch_size=sizes.batch_size,
+            lr=sizes.lr,
+            weight_decay=sizes.weight_decay,
+            criterion=head.criterion,
+            optimizer=partial(torch.optim.AdamW, fused=True),
+            scheduler=falling(steps, epochs, seconds),
+            schedule_by="step",
+            metric=head.refined,
+            maximise=False,
+            patience=None if stop is None else sizes.patience,
+            average=HORIZON,
+            autocast=torch.bfloat16 if half else None,
+            seed=prepared.seed,
+            time_limit=None if seconds == math.inf else seconds,
+            progress=bool(options.verbose) and not quiet,
+        )
+    except Divergence as error:
+        if tries == 1:
+            raise
+        slower = sizes._replace(lr=sizes.lr / 4)
+        warnings.warn(f"{error} Trying again with lr={slower.lr:g}.", stacklevel=4)
+        ensemble.load_state_dict(start)
+        return train(ensemble, prepared, slower, share, quiet=quiet, tries=tries - 1)
 
 
 def falling(steps: int, epochs: int, seconds: float) -> Callable[[torch.optim.Optimizer], LambdaLR]:
