@@ -57,7 +57,7 @@ def test_a_fit_that_diverges_is_tried_again_more_slowly(monkeypatch):
     def diverges_twice(ensemble, *args, lr, **options):
         rates.append(lr)
         if len(rates) < 3:
-            raise embens.Divergence("not finite.", History())
+            raise embens.Divergence("not finite.", History([], []))
         return fit(ensemble, *args, lr=lr, **options)
 
     monkeypatch.setattr(embens, "fit", diverges_twice)
