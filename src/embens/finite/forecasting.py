@@ -1,26 +1,22 @@
 r"""``embens.forecast``: what an ensemble will be worth, before it is trained.
 
-A *probe* trains some members, and beside them two separate networks, for a few steps, and then
-solves for the last layers of two members and of both networks: what these *readouts* answer for
-other rows is as if the training of this layer were over. What both show (:class:`Probe`), what laws
-and plan say, and what became of some hundred ensembles that were probed and trained to their end
-(``experience.json``) give the forecast: Gaussian processes on features of these, one for how alike
-members will be, others for what they will be worth. ``benchmarks/forecast.py`` makes the table
-and judges forecasts on tasks that are not in it, with the errors that
-``docs/how-to/is-my-ensemble-an-ensemble.md`` has.
+A *probe* trains two members, and beside them two separate networks, for a few steps, and then
+solves for the last layers of all four: what these *readouts* answer for other rows is as if the
+training of this layer were over. What it shows, what laws and plan say, and what became of many
+ensembles that were probed and trained to their end (:mod:`embens.finite.experience`) give the
+forecast. ``benchmarks/forecast.py`` judges forecasts on tasks that nothing was fixed by, with the
+errors that ``docs/how-to/is-my-ensemble-an-ensemble.md`` has.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,23 +32,21 @@ from embens.ensemble.rates import MakeOptimizer, kind_of
 from embens.ensemble.wrapping import without_members
 from embens.finite import checks
 from embens.finite.diagnosis.measurement import take
+from embens.finite.experience import TINY, Probe, expect
 from embens.finite.gradients import off_diagonal
 from embens.objective import check_labels
 from embens.theory.regime import Structure
 
 COST = 0.02  # of the planned training's time, for steps
 STEP = 4e7  # floating-point operations that take as long as all that a step does beside them
-MEMBERS, SEPARATE = 4, 2  # at most trained, and networks beside them
-HELD, READ, STEPS = 1000, 400, 8  # at most: rows held out, rows of readouts; at least: steps
+MEMBERS, SEPARATE = 2, 2  # at most trained, and networks beside them
+HELD, READ, STEPS = 500, 400, 8  # at most: rows held out, rows of readouts; at least: steps
 RIDGE = 0.01  # of the mean square of what a readout reads
-KERNELS = [*range(24)], [*range(18), 24, 25, 26], [*range(18)]  # features of likeness, worth, plan
 LEAST = 64  # rows with which a forecast can be made at all
 REACH = 1.28  # standard deviations on either side that hold 80 %
 ENOUGH = 8  # members have 7/8 of all that there is to gain
 ONE_MODEL = 0.8  # correlation above which more members are not worth their cost
 SEEDS = 0.01  # by which the accuracy of a network differs from draw to draw
-TINY = 1e-6
-EXPERIENCE = Path(__file__).with_name("experience.json")
 SGD = functools.partial(torch.optim.SGD, momentum=0.9)
 
 
@@ -66,87 +60,6 @@ class Estimate:
 
     def __float__(self) -> float:
         return self.value
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What laws and plan say, and what a short training and readouts showed on rows held out.
-
-    Attributes:
-        members, steps: of the plan; ``done``: the part of these steps that was trained.
-        plan: numbers of the plan as features, of sizes and rates the logarithms.
-        mine: ``accuracy`` and ``nll`` of a member, what all have ``more_nll``, how ``alike`` their
-            probabilities are within classes; the same and more of two members' readouts.
-        alone: the same of separate networks.
-    """
-
-    members: int
-    steps: int
-    done: float
-    plan: dict[str, float]
-    mine: dict[str, float]
-    alone: dict[str, float]
-
-    def features(self) -> list[float]:
-        """Return what a forecast is made from: the plan, of likeness, of worth."""
-        mine, alone = self.mine, self.alone
-        return [
-            *self.plan.values(),
-            *(mine["alike"], mine["more_nll"], logit_of(alone["read_accuracy"])),
-            *(mine["read_correlation"], alone["read_correlation"]),
-            alone["nll"] / math.log(math.exp(self.plan["classes"]) + 1),
-            *(mine["read_more"], mine["read_disagreement"]),
-        ]
-
-
-class Experience:
-    r"""A Gaussian process on the probes of ensembles whose training was seen to its end.
-
-    .. math::
-        k(x, x') = \tfrac12 e^{-|x - x'|^2 / 2 d \ell^2} + \tfrac12 \frac{x \cdot x'}{d}
-
-    of d standardised features, with noise :math:`\sigma^2` of standardised outcomes.
-    """
-
-    def __init__(self, features: Tensor, outcomes: Tensor, length: float, noise: float):
-        self.centre, self.spread = features.mean(0), features.std(0).clamp(min=TINY)
-        self.mean, self.scale = outcomes.mean(0), outcomes.std(0)
-        self.length, self.noise = length, noise
-        self.known, self.outcomes = self._standard(features), (outcomes - self.mean) / self.scale
-        self.joint = self._kernel(self.known, self.known)
-        self.joint += noise * torch.eye(len(features), dtype=torch.float64)
-        self.factor = torch.linalg.cholesky(self.joint)
-        self.weights = torch.cholesky_solve(self.outcomes, self.factor)
-
-    def _standard(self, features: Tensor) -> Tensor:
-        return ((features - self.centre) / self.spread).clamp(-3, 3)
-
-    def _kernel(self, left: Tensor, right: Tensor) -> Tensor:
-        count = left.shape[1]
-        near = torch.exp(-torch.cdist(left, right).square() / 2 / count / self.length**2)
-        return (near + left @ right.T / count) / 2
-
-    def expect(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return means ``(row, outcome)``, and standard deviations, noise included."""
-        rows = self._standard(features)
-        meet = self._kernel(rows, self.known)
-        explained = (meet * torch.cholesky_solve(meet.T, self.factor).T).sum(1)
-        own = (1 + rows.square().sum(1) / rows.shape[1]) / 2
-        variance = (own - explained).clamp(min=0) + self.noise
-        return self.mean + self.scale * (meet @ self.weights), variance.sqrt()[:, None] * self.scale
-
-
-@functools.cache
-def experience() -> tuple[list[Experience], dict[str, Any]]:
-    """Return the processes, and names of outcomes, their kernels, and how far errors reach."""
-    stored = json.loads(EXPERIENCE.read_text())
-    features, outcomes = (
-        torch.tensor(stored[name], dtype=torch.float64) for name in ("features", "outcomes")
-    )
-    return [
-        Experience(features[:, KERNELS[k]], outcomes, length, noise)
-        for k, (length, noise) in enumerate(stored["lengths and noises"])
-    ], stored
 
 
 @dataclass(frozen=True)
@@ -302,7 +215,9 @@ def run_probe(
     steps = min(planned, max(STEPS, round(share * planned)))
     rate = gradient_factor(plan["gamma"], members, ensemble.natural_gamma)
     pace = rate * members / ensemble.natural_gamma
-    notes: list[str] = []
+    wanted = F.one_hot(target[train[:READ]], classes := int(target.max()) + 1).double()
+    readable = (*ensemble.bind(take(x, torch.cat([train[:READ], held]))), wanted)
+    labels, notes = target[held], []
 
     def trained(one: EmbeddedEnsemble, gamma: Gamma) -> dict[str, float]:
         rates = (plan[name] for name in ("lr", "modulation_lr", "weight_decay"))
@@ -314,8 +229,8 @@ def run_probe(
         for rows in torch.cat(turns).split(batch)[:steps]:
             args, named = one.bind(take(x, rows))
             outputs = one(*args, **named)
-            labels = target[rows].expand(len(outputs), -1).flatten()
-            loss = F.cross_entropy(outputs.flatten(0, 1), labels) * len(outputs)
+            targets = target[rows].expand(len(outputs), -1).flatten()
+            loss = F.cross_entropy(outputs.flatten(0, 1), targets) * len(outputs)
             if not loss.isfinite():
                 notes.append("the probe diverged at the planned rate: take a smaller one")
                 break
@@ -327,41 +242,52 @@ def run_probe(
     @torch.no_grad()
     def look(one: EmbeddedEnsemble) -> dict[str, float]:
         args, named = one.bind(take(x, held))
-        outputs, labels, several = _finite(one(*args, **named)), target[held], one.members > 1
-        nll = metrics.member_nll(outputs, labels).mean()
-        networks = [one.member(a).eval() for a in range(min(2, one.members))]
+        outputs = _finite(one(*args, **named))
+        networks = [one.member(a).eval() for a in range(one.members)]
         read = torch.stack([_read(network, *readable) for network in networks])
-        right = metrics.member_accuracy(read, labels).mean()
+        together = metrics.correctness_correlation(read, labels) if one.members > 1 else 1.0
         found = {
-            "accuracy": metrics.member_accuracy(outputs, labels).mean(),
-            "nll": nll,
-            "more_nll": metrics.nll(outputs, labels) - nll,
+            "nll": metrics.member_nll(outputs, labels).mean(),
             "alike": _alike(outputs, labels),
-            "read_accuracy": right,
-            "read_correlation": metrics.correctness_correlation(read, labels) if several else 1.0,
-            "read_disagreement": metrics.disagreement(read) if several else 0.0,
-            "read_more": metrics.ensemble_accuracy(50 * read, labels) - right if several else 0.0,
+            "accuracy": metrics.member_accuracy(read, labels).mean(),
+            "correlation": together,
         }
         return {k: float(torch.as_tensor(v).nan_to_num(1.0)) for k, v in found.items()}
 
-    wanted = F.one_hot(target[train[:READ]], classes := int(target.max()) + 1).double()
-    readable = (*ensemble.bind(take(x, torch.cat([train[:READ], held]))), wanted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # members that are always right
         mine = trained(some, pace * some.natural_gamma)
         alone = trained(independent(reference, SEPARATE, generator=generator), None)
-    layers = [p for p in reference.parameters() if p.dim() > 1]
-    free = kind_of(plan["optimizer"]).scale_free
+    given = {"classes": math.log(classes)} | describe(
+        ensemble, reference, plan, len(target), planned
+    )
+    return Probe(members, planned, steps / planned, given, mine, alone), tuple(dict.fromkeys(notes))
+
+
+def describe(
+    ensemble: EmbeddedEnsemble,
+    reference: nn.Module,
+    plan: dict[str, Any],
+    rows: int,
+    planned: int,
+) -> dict[str, float]:
+    """Return what laws, network and plan are, as numbers; of sizes and rates the logarithms."""
+    layers = [p.detach() for p in reference.parameters() if p.dim() > 1]
+    scales = [float(p.square().mean().sqrt() * p[0].numel() ** 0.5) + TINY for p in layers]
+    free, members = kind_of(plan["optimizer"]).scale_free, ensemble.members
+    rate = gradient_factor(plan["gamma"], members, ensemble.natural_gamma)
     logs = {
         "members": members,
-        "classes": classes,
-        "epochs": planned * plan["batch_size"] / len(target),
+        "epochs": planned * plan["batch_size"] / rows,
         "lr": plan["lr"],
-        "done": steps / planned,
         "rate": max(TINY, rate),  # of the shared parameters, relative to one network's
         "width": statistics.geometric_mean([len(p) for p in layers[:-1]] or [1]),
         "time": planned * (0.01 if free else plan["lr"]),
         "crowd": members if free else 1,  # steps of the Adam kind serve all members at once
+        "rows": rows,
+        "inputs": layers[0][0].numel() if layers else 1,
+        "batch": plan["batch_size"],
+        "scale": statistics.geometric_mean(scales or [1]),
     }
     pre, post = (_spread(ensemble, kind) for kind in ("pre", "post"))
     others = {
@@ -371,10 +297,9 @@ def run_probe(
         "likeness": likeness(ensemble),
         **dict(zip(("own v", "tails of v", "v", "own u", "tails of u"), pre + post, strict=False)),
         "depth": len(layers),
+        "bias": any(p.dim() == 1 for p in reference.parameters()),
     }
-    given = {k: math.log(v) for k, v in logs.items()} | {k: float(v) for k, v in others.items()}
-    probe = Probe(members, planned, steps / planned, given, mine, alone)
-    return probe, tuple(dict.fromkeys(notes))
+    return {k: math.log(v) for k, v in logs.items()} | {k: float(v) for k, v in others.items()}
 
 
 def _read(network: nn.Module, args: tuple, named: dict[str, Any], wanted: Tensor) -> Tensor:
@@ -411,15 +336,7 @@ def _finite(outputs: Tensor) -> Tensor:
 
 def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
     """Carry what a probe said to the end of training, for this number of members."""
-    known, stored = experience()
-    row = torch.tensor([probe.features()], dtype=torch.float64)
-    found = [one.expect(row[:, KERNELS[k]]) for k, one in enumerate(known)]
-    means: dict[str, float] = {}
-    errors: dict[str, float] = {}
-    told = zip(stored["names"], stored["kernels"], stored["reach"], strict=True)
-    for i, (name, kernel, reach) in enumerate(told):
-        mean, spread = (float(values[0, i]) for values in found[kernel])
-        means[name], errors[name] = mean, reach * spread
+    means, errors = expect(probe)
     if probe.mine["alike"] > 1 - TINY:  # equal members stay equal, and are the network itself
         means |= {"correlation": 1.0, "disagreement": 0.0, "lead": 0.0, "more": 0.0}
         means |= {"lead_log_nll": 0.0, "more_log_nll": 0.0}
@@ -515,9 +432,3 @@ def _classes(target: Any) -> Tensor:
 
 def _unit(value: float) -> float:
     return min(max(value, 0.0), 1.0)
-
-
-def logit_of(share: float) -> float:
-    """Return the logit of an accuracy that may be 0 or 1."""
-    share = min(max(share, 0.01), 0.99)
-    return math.log(share / (1 - share))
