@@ -97,12 +97,12 @@ class Forecast:
         few, many = (100 * end for end in (self.gain.low, self.gain.high))
         gain = f"expect {few:+.0f} to {many:+.0f} points over one network"
         if self.members == 1:
-            return f"{gain.capitalize()}, which is enough."
+            return f"{gain.capitalize()}."
         alone = self.best_members.value == 1
         return (
             f"Members will {'be nearly one model: they will ' if alone else ''}agree on "
             f"{low}–{high} % of their errors ({separate}); {gain}"
-            + (", which is enough." if alone else f"; M = {self.best_members.value:.0f} is enough.")
+            f"; {'one network' if alone else f'M = {self.best_members.value:.0f}'} is enough."
         )
 
     def to_dict(self) -> dict[str, Any]:
