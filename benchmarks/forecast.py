@@ -37,8 +37,9 @@ from torch import nn
 
 import embens
 from embens import data, laws, metrics, networks
-from embens.finite import forecasting
-from embens.finite.experience import EXPERIENCE, Experience, Probe, logit_of
+from embens.finite import forecasting, probing
+from embens.finite.experience import EXPERIENCE, Experience
+from embens.finite.probing import Probe, logit_of
 
 RESULTS = Path(__file__).parent / "results" / "forecast"
 EMBED = {
@@ -518,7 +519,7 @@ def probe(path: Path) -> None:
         for e in line["ensembles"]:
             ensemble = make(network, line, e["family"], e["members"])
             begun = time.process_time()
-            found, _ = forecasting.run_probe(ensemble, *rows, planned, plan)
+            found, _ = probing.run_probe(ensemble, *rows, planned, plan)
             e["probe_seconds"] = round(time.process_time() - begun, 3)
             e["probe"] = rounded(asdict(found))
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
@@ -680,7 +681,7 @@ def judge(name: str, pairs: list[tuple[dict, dict]]) -> str:
 
 def cost(probe) -> float:
     """Return the part of the planned passes of members over rows that a probe took."""
-    members = min(probe.members, forecasting.MEMBERS) + forecasting.SEPARATE
+    members = min(probe.members, probing.MEMBERS) + probing.SEPARATE
     return probe.done * members / probe.members
 
 

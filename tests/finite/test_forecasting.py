@@ -12,9 +12,9 @@ from torch import nn
 
 import embens
 from embens import laws, networks
-from embens.finite import forecasting
-from embens.finite.experience import Probe
-from embens.finite.forecasting import carry, forecast, likeness
+from embens.finite import forecasting, probing
+from embens.finite.forecasting import carry, forecast
+from embens.finite.probing import Probe
 
 ALONE = {"nll": 1.0, "alike": 0.6, "accuracy": 0.8, "correlation": 0.5}
 PLAN = {
@@ -91,8 +91,8 @@ class TestForecast:
         """Of a small network a step takes as long for two members as for eight."""
         probe = forecast(mlp(width), *task(1000), epochs=80, batch_size=32).probe
         assert probe.steps == 80 * 32
-        shares = {16: 1 / 2, 1024: 8 / (forecasting.MEMBERS + forecasting.SEPARATE)}
-        assert probe.done == pytest.approx(forecasting.COST * shares[width], rel=0.15)
+        shares = {16: 1 / 2, 1024: 8 / (probing.MEMBERS + probing.SEPARATE)}
+        assert probe.done == pytest.approx(probing.COST * shares[width], rel=0.15)
 
     def test_an_explicit_gamma_is_a_pace_that_some_of_the_members_keep(self):
         ensemble = embens.batch_ensemble(mlp(), 8, generator=seeded())
@@ -222,49 +222,3 @@ class TestCarry:
         assert found.gain.value == pytest.approx(gain)
         over = found.accuracy.value - found.separate_accuracy.value
         assert found.gain_over_separate.value == pytest.approx(over)
-
-
-class TestLikeness:
-    @pytest.mark.parametrize(
-        ("given", "expected"),
-        [  # two shared layers but the last: v; u v
-            ({"pre": laws.Signs(0.0), "post": laws.Signs(0.0)}, 0.0),
-            ({"pre": laws.Shifted(0.5), "post": laws.Shifted(0.5)}, (0.25 + 0.25**2) / 2),
-            ({"pre": None, "post": laws.Signs(0.5)}, (1 + 0.25) / 2),
-            ({"pre": None, "post": None, "own": "last"}, 1.0),
-        ],
-    )
-    def test_is_the_mean_overlap_of_what_is_fed_to_shared_layers(self, given, expected):
-        assert likeness(embens.embed(mlp(), 4, **given)) == pytest.approx(expected)
-
-    def test_separate_networks_have_none(self):
-        assert likeness(embens.independent(mlp(), 4)) == 0
-
-
-class TestReadout:
-    def test_is_the_ridge_regression_of_what_the_last_layer_is_fed(self):
-        from sklearn.linear_model import Ridge
-
-        network, (x, y) = mlp(), task()
-        wanted = nn.functional.one_hot(y[:150]).double()
-        with torch.no_grad():
-            found = forecasting._read(network, (x,), {}, wanted)
-            fed = nn.Sequential(*list(network)[:-1])(x).double()
-        seen = fed[:150] - fed[:150].mean(0)
-        ridge = Ridge(forecasting.RIDGE * float(seen.square().sum()) / 150)
-        expected = ridge.fit(fed[:150].numpy(), wanted.numpy()).predict(fed[150:].numpy())
-        torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-6, rtol=1e-6)
-
-    def test_without_layers_it_reads_the_outputs(self):
-        class Own(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.own = nn.Parameter(torch.eye(6)[:, :3].clone())
-
-            def forward(self, x):
-                return x @ self.own
-
-        x, y = task()
-        with torch.no_grad():
-            found = forecasting._read(Own(), (x,), {}, nn.functional.one_hot(y[:150]).double())
-        assert float((found.argmax(1) == y[150:]).double().mean()) > 0.5

@@ -8,49 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from embens.finite.probing import TINY, Probe
+
 EXPERIENCE = Path(__file__).with_name("experience.json")
-TINY = 1e-6
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What laws and plan say, and what a short training and readouts showed on rows held out.
-
-    Attributes:
-        members, steps: of the plan; ``done``: the part of these steps that was trained.
-        plan: numbers of the plan as features, of sizes and rates the logarithms.
-        mine: of two members: how ``alike`` their probabilities are within classes, their ``nll``,
-            and ``accuracy`` and ``correlation`` of their readouts.
-        alone: the same of separate networks.
-    """
-
-    members: int
-    steps: int
-    done: float
-    plan: dict[str, float]
-    mine: dict[str, float]
-    alone: dict[str, float]
-
-    def features(self) -> dict[str, float]:
-        """Return what a forecast is made from: the plan, and what was seen."""
-        mine, alone = self.mine, self.alone
-        guess = math.log(math.exp(self.plan["classes"]) + 1)  # the loss of knowing nothing
-        return {
-            **self.plan,
-            "alike": mine["alike"],
-            "correlation": mine["correlation"],
-            "separate correlation": alone["correlation"],
-            "logit": logit_of(alone["accuracy"]),
-            "nll": alone["nll"] / guess,
-            "lead in nll": (mine["nll"] - alone["nll"]) / guess,
-        }
 
 
 class Experience:
@@ -107,9 +72,3 @@ def expect(probe: Probe) -> tuple[dict[str, float], dict[str, float]]:
     means, spreads = (values[0].tolist() for values in process.expect(features))
     errors = (wide * spread for wide, spread in zip(reach.values(), spreads, strict=True))
     return dict(zip(reach, means, strict=True)), dict(zip(reach, errors, strict=True))
-
-
-def logit_of(share: float) -> float:
-    """Return the logit of an accuracy that may be 0 or 1."""
-    share = min(max(share, 0.01), 0.99)
-    return math.log(share / (1 - share))
