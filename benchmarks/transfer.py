@@ -196,7 +196,7 @@ def told(make: Callable, reference: nn.Module, part: dict, seed: int) -> dict[st
     return {
         "verdict": report.verdict,
         "one model": report.one_model,
-        "warnings": " ".join(report.codes),
+        "warnings": " ".join(finding.code for finding in report.warnings),
     }
 
 

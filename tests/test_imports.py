@@ -29,7 +29,7 @@ ORDER = (
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 HEAVY = set(
     "numpy scipy sklearn matplotlib pandas polars pyarrow rich safetensors onnx onnxruntime tqdm "
-    "zarr ray plotly pooch".split()
+    "ray plotly pooch".split()
 )
 TO_DO: set[tuple[str, str]] = set()
 """Arrows that point up or close a circle and are still to be turned; this set only shrinks."""

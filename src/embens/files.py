@@ -2,9 +2,9 @@
 
 Everything that is kept is kept in one way. A file or folder is written under another name beside
 its place, synced and renamed; what a writer that was killed has left is removed by the next one.
-Tensors, and trees of them, are safetensors with a JSON header and a checksum over both, and nothing
-read is executed.
-What is written over a long time has a lock, which names its owner and is free when that is dead.
+Tensors, and trees of them, are safetensors with a JSON header and a checksum over both; nothing
+read is executed. What is written over a long time has a lock, which names its owner and is free
+when that is dead.
 
 Not here: files that grow line by line (:mod:`embens.experiments.results`), and downloads
 (:mod:`embens.data.download`).

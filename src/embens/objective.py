@@ -147,7 +147,7 @@ def logits_of(outputs: Any) -> Any:
 def default_criterion(
     outputs: Any, target: Any, batch: BatchKind = "same", of: Of = "members"
 ) -> Criterion:
-    """Return ``F.cross_entropy`` or :func:`squared_error` by the target; of moments their own."""
+    """Return the criterion that suits a target; for moments it is :func:`gaussian_nll`."""
     if of == "moments":
         return gaussian_nll
     _check_tensors(outputs, target)

@@ -311,8 +311,8 @@ def low_rank(
     of layers that are smaller. With ``shared="frozen"`` only the members' numbers are trained.
 
     ``scale`` is the standard deviation of :math:`B_a A_a` at the start, for the additive kind
-    relative to the root mean square of :math:`W`; of 0 members begin as the reference and part in
-    training. None: 0.5, and 0 for the additive kind. For the other arguments see :func:`embed`.
+    relative to the root mean square of :math:`W`. With 0 members begin as the reference, and part
+    in training. None: 0.5, and 0 for the additive kind. For other arguments see :func:`embed`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -359,10 +359,10 @@ def bayesian(
 
     A member is a network, drawn anew, plus a fixed function; see :mod:`embens.ensemble.ntkgp`. With
     targets of its own, :math:`y` plus noise of standard deviation :math:`\sigma`
-    (``EachMember(targets=…)``), and the loss :math:`\sum_i (\tilde y_i - \tilde f(x_i))^2 / 2
-    \sigma^2 + \frac12 |\theta - \theta^0|^2`, whose last term is ``ensemble.kl()``, it ends, at
-    infinite width, as a draw of ``embens.theory.posterior``. There is no other weight decay. The
-    reference has NTK layers of ``embens.networks``; its weights are not used.
+    (``EachMember(targets=…)``), and the loss :math:`\sum_i (\tilde y_i - \tilde f(x_i))^2 / (2
+    \sigma^2) + \frac12 |\theta - \theta^0|^2`, it ends, at infinite width, as a draw of
+    ``embens.theory.posterior``. ``fit`` adds the last term, ``ensemble.kl()``, and no other weight
+    decay. The reference has NTK layers of ``embens.networks``; its weights are not used.
     """
     network, plan = _separate(NTKGP(reference), members, "bayesian")
     return _build(network, plan, [""], None, generator)

@@ -238,13 +238,13 @@ def choose_own(
         if pattern == "last" and pattern not in modules:
             chosen.update(flow.last)
             continue
-        inside = [n for n in modules if pattern in modules and is_within(n, [pattern])]
-        found = [n for n in known if n in inside] or fnmatch.filter(known, pattern)
+        held = [n for n in modules if pattern in modules and is_within(n, [pattern])]
+        found = [n for n in known if n in held] or fnmatch.filter(known, pattern)
         if not found:
             unused = fnmatch.filter(layers, pattern)
             why = "names a layer that is never called" if unused else "matches no layer"
             raise ValueError(f"own: {pattern!r} {why}{closest(pattern, [*holders, 'last'])}")
-        for name in (n for n in inside if not is_within(n, known)):
+        for name in (n for n in held if not is_within(n, known)):
             tensors = [*modules[name]._parameters.values(), *modules[name]._buffers.values()]
             if any(t is not None for t in tensors):
                 kind = type(modules[name]).__name__

@@ -416,14 +416,10 @@ def repeat_rows(x: Tensor, count: int) -> Tensor:
 def together(x: Tensor) -> Tensor:
     """Return ``(member, row, …)`` as the rows of one batch; :meth:`Run.apart` is the way back."""
     rows = x.flatten(0, 1)
-    if is_exporting():  # a view of any number of rows is not known to be contiguous, a copy is
+    if torch.compiler.is_compiling() and torch.compiler.is_exporting():
+        # A view of any number of rows is not known to be contiguous, a copy is.
         return rows.clone(memory_format=torch.contiguous_format)
     return rows
-
-
-def is_exporting() -> bool:
-    """Return whether a graph is made that should be right for any number of rows."""
-    return torch.compiler.is_compiling() and torch.compiler.is_exporting()
 
 
 def batch_size(values: Any) -> int:

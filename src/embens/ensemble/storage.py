@@ -48,14 +48,14 @@ def check_tensors(name: str, found: Mapping[str, Tensor], expected: Mapping[str,
         where = "the reference" if key in found else "the file"
         raise Refused(
             f"{name}: there is no tensor {key!r} in {where}; pass a reference of the architecture "
-            "that was saved, and read attention of version 0.2 with that version"
+            "that was saved (attention of version 0.2 is read by that version alone)"
         )
     for key, tensor in expected.items():
         mine, theirs = (f"of shape {tuple(t.shape)}, {t.dtype}" for t in (tensor, found[key]))
         if mine != theirs:
             raise Refused(
                 f"{name}: {key!r} is {theirs} there, in the reference {mine}; pass one of the "
-                f"architecture that was saved, and as reference.to({found[key].dtype})"
+                f"architecture that was saved, as reference.to({found[key].dtype})"
             )
     broken = [key for key, tensor in found.items() if tensor.isnan().any()]
     if broken:

@@ -31,7 +31,7 @@ TURNS = 4
 
 
 class Encode(nn.Module):
-    """Encode scaled numbers and codes of categories, with or without the bins beside scores."""
+    """Encode scaled numbers, statistics and codes, with or without the bins beside scores."""
 
     def __init__(self, preprocessing: Preprocessing, *, bins: bool = True):
         super().__init__()

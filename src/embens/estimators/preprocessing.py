@@ -1,8 +1,8 @@
 r"""Preprocessing: what is learnt about the columns of a table before a network sees them.
 
 A table becomes two tensors. Numbers are centred and scaled in float64 and then kept as float32,
-NaN included; categories become their numbers. From there :class:`embens.estimators.network.Encode`
-goes on batch by batch, with the bins and statistics found here.
+NaN included, with statistics behind them; categories become codes. From there
+:class:`embens.estimators.network.Encode` goes on batch by batch, with the bins found here.
 
 **Bins.** A value that many rows share is an edge of its own; the other edges of a numeric column
 are the quantiles of the other rows, or what a small decision tree asks about the column
@@ -110,11 +110,11 @@ class Preprocessing:
         rows: Tensor | None = None,
         folds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the numbers, scaled, ``(row, numeric)``, and the codes of categories.
+        """Return the numbers, scaled columns and then statistics, and the codes of categories.
 
-        The statistics are numbers, behind the columns. ``rows`` are numbers of some rows,
-        ``folds`` those of rows to train on. If the table has a folder, both tensors are files
-        there, mapped. A block after another: there is never a second copy of a large table.
+        ``rows`` are some rows, ``folds`` those of rows to train on. If the table has a folder, both
+        tensors are files there, mapped. A block after another: there is never a second copy of a
+        large table.
         """
         count = table.rows if rows is None else len(rows)
         numbers = _empty(count, self.numbers, dtype, table.folder)

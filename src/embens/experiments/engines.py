@@ -123,10 +123,10 @@ def ray(
 ) -> Generator[tuple[Cell, Record]]:
     """Measure cells on the Ray cluster of an address, or on one that is started here.
 
-    A cell asks for its CPUs and its part of a GPU. Ray runs it again where its worker or
-    its node is lost; an error inside a measurement is a result like any other. Results come back to
-    this process, so that nodes need no common disk, save for the data: ``EMBENS_DATA`` is passed on
-    and must mean a folder on every node.
+    That has as many CPUs as ``workers``. A cell asks for its CPUs and its part of a GPU. Ray runs
+    it again where its worker or its node is lost; an error inside a measurement is a result like
+    any other. Results come back to this process, so that nodes need no common disk, save for the
+    data: ``EMBENS_DATA`` is passed on and must mean a folder on every node.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with warnings.catch_warnings():

@@ -35,8 +35,8 @@ SEEDS = {"quick": 4, "cpu": 3, "paper": 3}
 
 
 SWEEP = [
-    sweep(family="lld", members=MEMBERS, lr=RATES),  # modulations at all layers are "all"
-    sweep(family="all", members=MEMBERS, lr={k: PRESETS[k].lr for k in PRESETS}),
+    sweep(family="lld", members=MEMBERS, lr=RATES),
+    sweep(family="all", members=MEMBERS, lr={k: PRESETS[k].lr for k in PRESETS}),  # all layers
     fair.sweep(1.0),
 ]
 

@@ -24,7 +24,7 @@ WIDTHS = (0.5, 1.0, 2.0)
 
 
 SWEEP = [
-    sweep(kind=["fresh shifted", "fresh centred"], width=1.0, members=1),  # in training
+    sweep(kind=["fresh shifted", "fresh centred"], width=1.0, members=1),  # one mask a step
     sweep(kind="fixed centred", width=WIDTHS, members=MEMBERS),
     fair.sweep(1.0),
 ]

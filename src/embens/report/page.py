@@ -1,9 +1,9 @@
 """Tables, figures and claims to one HTML page.
 
-It is a template filled with JSON and the charting library itself (plotly.js, as the
-plotly package ships it, licence included), so that it works from a file and without a network. The
-library and the tables are compressed; a browser unpacks the library once, for all charts, and a
-table when it is opened. Nothing is computed here: pages show what ``embens reproduce`` wrote.
+It is a template filled with JSON and the charting library itself (plotly.js, as the plotly package
+ships it, licence included), so that it works from a file and without a network. The library and the
+tables are compressed; a browser unpacks the library once, for all charts, and a table when it is
+opened. Nothing is computed here: the page shows what ``embens reproduce`` wrote.
 """
 
 import base64
