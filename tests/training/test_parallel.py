@@ -63,6 +63,9 @@ trained("fresh", embens.mc_dropout(problem.reference(), 3, fresh=True))
 trained("checkpoint", problem.ensemble(), checkpoint=f"{folder}/checkpoints{world}", every=4,
         progress=True)
 
+limit = 1 + rank  # clocks that do not agree
+limited = fit(problem.ensemble(), problem.data(65), epochs=10**6, time_limit=limit, progress=False)
+results["limited"] = limited.stopped, len(limited.epochs)
 assert dist.is_initialized() == (world > 1)
 x, y = problem.data(32)
 mine = slice(rank, None, world)
@@ -143,6 +146,11 @@ def test_ddp_and_fsdp2_take_the_steps_of_one_process(tool, results):
     assert len(names) == 8
     for name in names:
         test_two_processes_give_the_result_of_one(name, results)
+
+
+def test_processes_end_by_the_clock_of_the_first(results):
+    assert results["2-0"]["limited"] == results["2-1"]["limited"]
+    assert results["2-0"]["limited"][0] == "time"
 
 
 def test_only_the_first_process_shows_progress_and_writes(results):

@@ -158,13 +158,19 @@ class Trainer:
             if checkpoints and every and self.steps % every == 0:
                 self.seconds = time.perf_counter() - began
                 self._save(checkpoints)
-            if time.monotonic() > self.deadline:
+            if self.deadline < math.inf and self._is_late():
                 self.stopped = "time"
                 break
         self.seconds = time.perf_counter() - began
         self._end_epoch()
         if checkpoints and (not every or self.stopped):
             self._save(checkpoints)
+
+    def _is_late(self) -> bool:
+        """Return whether time is up by the clock of the first process: all end at one step."""
+        late = torch.tensor([float(time.monotonic() > self.deadline)], device=self.device)
+        parallel.broadcast_(self.world, [late])
+        return bool(late)
 
     def _take_step(self, several: Sequence[Minibatch]) -> None:
         """Make one step on the mean over the rows of some batches."""
