@@ -153,7 +153,7 @@ class GradientFlow:
 
         def variances(gains: PerMode[Tensor]) -> Tensor:
             each = zip(self.modes, gains, strict=True)
-            mean, deviation = (mode.covariance(gain).diagonal().clamp(min=0) for mode, gain in each)
+            mean, deviation = (mode.variance(gain) for mode, gain in each)
             return torch.stack([mean, (1 - 1 / self.members) * deviation])
 
         return self._at(t, variances)

@@ -124,3 +124,10 @@ class Mode:
         response = self.carry * gain
         mixed = response @ self.prior_carry.mT
         return self.prior_test - mixed - mixed.mT + response @ self.prior_train @ response.mT
+
+    def variance(self, gain: Float[Tensor, " n"]) -> Float[Tensor, " test"]:
+        """Return the diagonal of the covariance; what rounding makes negative is 0."""
+        assert self.prior_test is not None
+        response = self.carry * gain
+        moved = (response @ self.prior_train - 2 * self.prior_carry) * response
+        return (self.prior_test.diagonal() + moved.sum(-1)).clamp(min=0)
