@@ -129,6 +129,8 @@ def test_time_ends_a_run_also_within_its_first_epoch_and_it_can_go_on(tmp_path):
     history = fit(ensemble, train, validation, **options, time_limit=1e-9)
     assert (history.stopped, history.best_epoch, len(history.epochs)) == ("time", 1, 1)
     assert len(fit(ensemble, train, validation, **options).epochs) == 3
+    last = fit(ensemble, train, **settings | {"epochs": 1}, time_limit=1e-9)
+    assert last.stopped == "time"
     with pytest.raises(ValueError, match="time_limit must be a number above 0"):
         fit(ensemble, train, **settings, time_limit=0)
 

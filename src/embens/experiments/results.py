@@ -175,6 +175,7 @@ def commit() -> str | None:
         return None
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
     try:
-        return subprocess.check_output(command, cwd=root, text=True, timeout=20).strip()
+        options = {"cwd": root, "text": True, "timeout": 20, "stderr": subprocess.DEVNULL}
+        return subprocess.check_output(command, **options).strip()
     except (OSError, subprocess.SubprocessError):
         return None

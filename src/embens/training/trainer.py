@@ -265,7 +265,7 @@ class Trainer:
         patience = self.settings.patience or math.inf
         if not math.isnan(metric) and self.epoch - (self.best_epoch or 0) >= patience:
             self.stopped = "patience"
-        if self.epoch == self.settings.epochs:
+        if self.epoch == self.settings.epochs and self.stopped != "time":
             self.stopped = "epochs"
         self._begin_epoch()
         self.progress.epoch(record)
