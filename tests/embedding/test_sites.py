@@ -148,3 +148,13 @@ def test_one_layer_can_be_modulated_on_all_sides():
     x = torch.randn(5, 3)
     torch.testing.assert_close(ensemble(x)[1], ensemble.member(1)(x))
     assert type(ensemble.member(1)) is nn.Linear
+
+
+def test_a_layer_whose_name_looks_like_a_wildcard_is_called_by_it():
+    reference = nn.Sequential()
+    for name in ("fc[0]", "a*", "ab", "out"):
+        reference.add_module(name, nn.Linear(4, 4))
+    assert {s.layer for s in embens.embed(reference, 2, sites="fc[0]").plan.sites} == {"fc[0]"}
+    assert {s.layer for s in embens.embed(reference, 2, sites="a*").plan.sites} == {"a*"}
+    chosen = embens.embed(reference, 2, pre={"fc[0]": laws.Normal()}, post=None)
+    assert [s.layer for s in chosen.plan.sites] == ["fc[0]"]

@@ -174,6 +174,16 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def test_a_copy_that_someone_made_is_neither_read_nor_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path, {})
+    names = ["step-backup.safetensors", "step-0000000009-copy.safetensors"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"mine")
+    assert checkpoints.load_last() is None
+    fit(problem.ensemble(), problem.data(), epochs=3, checkpoint=tmp_path, progress=False)
+    assert all((tmp_path / name).read_bytes() == b"mine" for name in names)
+
+
 @pytest.mark.parametrize("damage", [damage_end, damage_middle, empty])
 def test_a_damaged_file_is_refused_and_the_one_before_is_used(damage, tmp_path):
     whole, again = make(), make()

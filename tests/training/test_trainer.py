@@ -350,3 +350,17 @@ class Endless(IterableDataset):
 def test_a_divergence_needs_the_number_of_rows():
     with pytest.raises(TypeError, match="divided by the number of rows, which this loader"):
         fit(embens.rank1(problem.reference(), 3), DataLoader(Endless(), 8), epochs=1)
+
+
+def test_a_run_that_time_ends_again_and_again_is_that_of_one_go(tmp_path):
+    settings = {"epochs": 3, "batch_size": 16, "seed": 1, "progress": False}
+    whole = problem.ensemble()
+    history = fit(whole, problem.data(), **settings)
+    for _ in range(50):
+        again = problem.ensemble()
+        told = fit(again, problem.data(), **settings, checkpoint=tmp_path, time_limit=1e-9)
+        if told.stopped == "epochs":
+            break
+    assert (told.stopped, len(told.epochs)) == ("epochs", len(history.epochs))
+    for mine, other in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, other)

@@ -61,6 +61,11 @@ def is_within(name: str, outer: Iterable[str]) -> bool:
     return any(name == o or not o or name.startswith(o + ".") for o in outer)
 
 
+def _match(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a name or wildcard stands for."""
+    return [pattern] if pattern in (names := list(names)) else fnmatch.filter(names, pattern)
+
+
 def _select(
     sites: Sites, layers: dict[str, nn.Module], flow: Flow
 ) -> tuple[set[tuple[str, Side]], set[tuple[str, Side]]]:
@@ -85,9 +90,9 @@ def _select(
                     "sites must be 'hidden', 'last', 'all', names or wildcards of layers, or a "
                     f"function of (name, module); got {pattern!r}"
                 )
-            found = fnmatch.filter(called, pattern)
+            found = _match(pattern, called)
             if not found:
-                unused = fnmatch.filter(layers, pattern)
+                unused = _match(pattern, layers)
                 why = "names a layer that is never called" if unused else "matches no layer"
                 options = [*called, *selections] if isinstance(sites, str) else called
                 raise ValueError(f"sites: {pattern!r} {why}{closest(pattern, options)}")
@@ -114,7 +119,7 @@ def _per_site(given: Any, kind: Side, names: list[str], what: str, expected: str
     for pattern, value in given.items():
         if not isinstance(value, types):
             raise TypeError(f"{what}[{pattern!r}] must be {expected}; got {value!r}")
-        found = fnmatch.filter(names, pattern) if isinstance(pattern, str) else []
+        found = _match(pattern, names) if isinstance(pattern, str) else []
         if not found:
             raise ValueError(
                 f"{what}: {pattern!r} matches none of the selected {kind} sites"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,6 +17,7 @@ from embens.files import Format, Refused, locked, read_tree, refusing, write_tre
 
 FORMAT = Format("embens checkpoint", 4)
 KEEP = 2
+_NAME = re.compile(r"step-\d{10}(-[0-9a-f]{16})?\.safetensors")  # -…: of versions before
 
 
 class Checkpoints:
@@ -72,4 +74,5 @@ class Checkpoints:
 
     def _files(self) -> list[Path]:
         """Return the files, last step first."""
-        return sorted(self.folder.glob("step-*.safetensors"), reverse=True)
+        found = self.folder.glob("step-*.safetensors")
+        return sorted((path for path in found if _NAME.fullmatch(path.name)), reverse=True)

@@ -130,8 +130,8 @@ def fit(
             ``embens.EachMember``.
         average: judge, and end with, not the weights of the last step but their running mean over
             about so many epochs, in full precision; statistics of norm layers are the last ones.
-        time_limit: seconds after which the run ends, with the best weights until then. The epoch
-            that it cuts short counts: a run that goes on begins with the next one.
+        time_limit: seconds after which the run ends, with the best weights until then; the epoch
+            that it cuts short is judged. With a checkpoint it can go on where it was.
         checkpoint: a folder to keep checkpoints of this run in. If it has one, the run goes on
             from there and ends as if it had never stopped (a loader: from the last epoch). A
             checkpoint of another run (other arguments, laws or shapes) is refused; the data are

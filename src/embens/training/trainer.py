@@ -134,7 +134,6 @@ class Trainer:
         with checkpoints.alone() if checkpoints and self.world.rank == 0 else nullcontext():
             if checkpoints and (state := checkpoints.load_last()):
                 self._load(state)
-                self.stopped = None if self.stopped == "time" else self.stopped
             tensors = self.ensemble.state_dict().values()
             parallel.broadcast_(self.world, tensors)  # nobody starts before all have read
             if self.stopped is None:
@@ -159,11 +158,14 @@ class Trainer:
                 self.seconds = time.perf_counter() - began
                 self._save(checkpoints)
             if self.deadline < math.inf and self._is_late():
+                if checkpoints and self.batches.resumable:  # to go on within this epoch
+                    self.seconds = time.perf_counter() - began
+                    self._save(checkpoints)
                 self.stopped = "time"
                 break
         self.seconds = time.perf_counter() - began
         self._end_epoch()
-        if checkpoints and (not every or self.stopped):
+        if checkpoints and (not every or self.stopped) and self.stopped != "time":
             self._save(checkpoints)
 
     def _is_late(self) -> bool:
@@ -264,7 +266,7 @@ class Trainer:
             self.best = _copy(self.judged) if self.settings.keep == "best" else None
         patience = self.settings.patience or math.inf
         if not math.isnan(metric) and self.epoch - (self.best_epoch or 0) >= patience:
-            self.stopped = "patience"
+            self.stopped = self.stopped or "patience"
         if self.epoch == self.settings.epochs and self.stopped != "time":
             self.stopped = "epochs"
         self._begin_epoch()
