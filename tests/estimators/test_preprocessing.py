@@ -40,6 +40,7 @@ def test_columns_are_told_apart_by_their_types():
 def test_columns_can_be_named_categorical():
     table = from_array(np.array([[1, 5], [2, 6], [2, 7]]))
     assert learn(table, categorical_features=[-1]).categorical == [1]
+    assert learn(table, categorical_features=np.array([False, True])).categorical == [1]
     assert learn(table, categorical_features=[True, False]).categorical == [0]
     assert learn(table, categorical_features=[0]).categories == [["1", "2"]]
 

@@ -126,8 +126,11 @@ def prepare(
     if options.class_weight is not None:
         used = weights.nonzero().squeeze(1)
         factors = torch.tensor(compute_sample_weight(options.class_weight, y[used.numpy()]))
-        if not (factors.isfinite() & (factors >= 0)).all():
-            raise ValueError(f"class_weight: expected numbers ≥ 0; got {options.class_weight!r}")
+        if not (factors.isfinite() & (factors >= 0)).all() or not factors.any():
+            raise ValueError(
+                "class_weight: expected numbers ≥ 0, one of them above 0; got "
+                f"{options.class_weight!r}"
+            )
         weights[used] *= factors
     if not weights.all():
         rows = weights.nonzero().squeeze(1)

@@ -181,7 +181,8 @@ def learn(
     counts = {j: _count(table.values(j), masses) for j in chosen}
     for j in chosen:
         present = sum(c is not None for c in counts[j])
-        if options.categorical_features == "auto" and _is_text(table, j, present):
+        auto = isinstance(options.categorical_features, str)
+        if auto and _is_text(table, j, present):
             notes.append(f"{table.names[j]} has another text in nearly every row and is ignored")
             del counts[j]
     chosen = list(counts)
