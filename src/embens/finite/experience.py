@@ -1,23 +1,27 @@
 r"""What became of ensembles that were probed and then trained to their end.
 
-``experience.json`` has the features of their probes and the outcomes of their trainings, which
-``benchmarks/forecast.py`` made; Gaussian processes carry them over to a probe that is new.
+``experience.npz`` has the features of their probes and the weights with which a Gaussian process
+carries the outcomes of their trainings over to a probe that is new; ``benchmarks/forecast.py``
+trained them and made it.
 """
 
 from __future__ import annotations
 
 import functools
-import json
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from embens.finite.probing import TINY, Probe
 
-EXPERIENCE = Path(__file__).with_name("experience.json")
+EXPERIENCE = Path(__file__).with_name("experience.npz")
+SAMPLE = 800  # ensembles that tell how far a probe lies from all
 
 
+@dataclass(frozen=True)
 class Experience:
     r"""A Gaussian process on the probes of ensembles whose training was seen to its end.
 
@@ -25,44 +29,74 @@ class Experience:
         k(x, x') = \tfrac12 e^{-|x - x'|^2 / 2 d \ell^2} + \tfrac12 \frac{x \cdot x'}{d}
 
     of d standardised features, with noise :math:`\sigma^2` of standardised outcomes.
+
+    Attributes:
+        known: standardised features of all ensembles; ``centre`` and ``spread`` standardise others.
+        weights: of ensembles, by outcome; ``mean`` and ``scale`` are the outcomes' own.
+        length: :math:`\ell`; ``noise``: :math:`\sigma^2`.
     """
 
-    def __init__(self, features: Tensor, outcomes: Tensor, length: float, noise: float):
-        self.centre, self.spread = features.mean(0), features.std(0).clamp(min=TINY)
-        self.mean, self.scale = outcomes.mean(0), outcomes.std(0)
-        self.length, self.noise = length, noise
-        self.known, self.outcomes = self._standard(features), (outcomes - self.mean) / self.scale
-        self.joint = self._kernel(self.known, self.known)
-        self.joint += noise * torch.eye(len(features), dtype=torch.float64)
-        self.factor = torch.linalg.cholesky(self.joint)
-        self.weights = torch.cholesky_solve(self.outcomes, self.factor)
+    known: Tensor
+    weights: Tensor
+    centre: Tensor
+    spread: Tensor
+    mean: Tensor
+    scale: Tensor
+    length: float | Tensor
+    noise: float | Tensor
 
-    def _standard(self, features: Tensor) -> Tensor:
-        return ((features - self.centre) / self.spread).clamp(-3, 3)
+    @classmethod
+    def of(cls, features: Tensor, outcomes: Tensor, length: float, noise: float) -> Experience:
+        """Return what features and outcomes of ensembles teach."""
+        centre, spread = features.mean(0), features.std(0).clamp(min=TINY)
+        known, mean, scale = standard(features, centre, spread), outcomes.mean(0), outcomes.std(0)
+        factor = torch.linalg.cholesky(joint(known, length, noise))
+        weights = torch.cholesky_solve((outcomes - mean) / scale, factor)
+        return cls(known, weights, centre, spread, mean, scale, length, noise)
 
-    def _kernel(self, left: Tensor, right: Tensor) -> Tensor:
-        count = left.shape[1]
-        near = torch.exp(-torch.cdist(left, right).square() / 2 / count / self.length**2)
-        return (near + left @ right.T / count) / 2
+    @functools.cached_property
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Some of the ensembles, and the Cholesky factor of their kernel."""
+        some = self.known[:: -(-len(self.known) // SAMPLE)]
+        return some, torch.linalg.cholesky(joint(some, self.length, self.noise))
 
     def expect(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return means ``(row, outcome)``, and standard deviations, noise included."""
-        rows = self._standard(features)
-        meet = self._kernel(rows, self.known)
-        explained = (meet * torch.cholesky_solve(meet.T, self.factor).T).sum(1)
+        rows = standard(features, self.centre, self.spread)
+        some, factor = self.sample
+        meet = kernel(rows, some, self.length)
+        explained = (meet * torch.cholesky_solve(meet.T, factor).T).sum(1)
         own = (1 + rows.square().sum(1) / rows.shape[1]) / 2
         variance = (own - explained).clamp(min=0) + self.noise
-        return self.mean + self.scale * (meet @ self.weights), variance.sqrt()[:, None] * self.scale
+        means = kernel(rows, self.known, self.length) @ self.weights
+        return self.mean + self.scale * means, variance.sqrt()[:, None] * self.scale
+
+
+def standard(features: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
+    """Return features in units of their spread, without outliers."""
+    return ((features - centre) / spread).clamp(-3, 3)
+
+
+def kernel(left: Tensor, right: Tensor, length: float | Tensor) -> Tensor:
+    """Return how alike rows of standardised features are."""
+    count = left.shape[1]
+    near = torch.exp(-torch.cdist(left, right).square() / 2 / count / length**2)
+    return (near + left @ right.T / count) / 2
+
+
+def joint(known: Tensor, length: float | Tensor, noise: float | Tensor) -> Tensor:
+    """Return the kernel of rows with noise."""
+    return kernel(known, known, length) + noise * torch.eye(len(known), dtype=known.dtype)
 
 
 @functools.cache
 def known() -> tuple[Experience, dict[str, float]]:
     """Return what is known, and by outcome the factor that makes its errors honest."""
-    stored = json.loads(EXPERIENCE.read_text())
-    features, values = (
-        torch.tensor(stored[name], dtype=torch.float64) for name in ("features", "values")
-    )
-    return Experience(features, values, stored["length"], stored["noise"]), stored["reach"]
+    with np.load(EXPERIENCE) as stored:
+        names = stored["names"].tolist()
+        numbers = {name: stored[name].astype(float) for name in stored if name != "names"}
+    reach = dict(zip(names, numbers.pop("reach").tolist(), strict=True))
+    return Experience(**{name: torch.from_numpy(v) for name, v in numbers.items()}), reach
 
 
 def expect(probe: Probe) -> tuple[dict[str, float], dict[str, float]]:

@@ -28,7 +28,9 @@ from embens.finite.probing import TINY, Probe, run_probe
 LEAST = 64  # rows with which a forecast can be made at all
 REACH = 1.28  # standard deviations on either side that hold 80 %
 ENOUGH = 8  # members have 7/8 of all that there is to gain
-ONE_MODEL = 0.8  # correlation above which more members are not worth their cost
+ONE_MODEL = (
+    0.6  # of the way from separate networks to one: above it, members are not worth their cost
+)
 SEEDS = 0.01  # by which the accuracy of a network differs from draw to draw
 SGD = functools.partial(torch.optim.SGD, momentum=0.9)
 
@@ -201,11 +203,12 @@ def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
     def loss(more: float) -> Estimate:
         return _around(means["log_nll"] + more, REACH * errors["log_nll"], math.exp)
 
-    correlation = around("correlation")
-    enough = (1, 1, 1) if correlation.value > ONE_MODEL else (ENOUGH, ENOUGH // 2, 2 * ENOUGH)
+    correlation, apart = around("correlation"), around("separate_correlation")
+    one_model = correlation.value > apart.value + ONE_MODEL * (1 - apart.value)
+    enough = (1, 1, 1) if one_model else (ENOUGH, ENOUGH // 2, 2 * ENOUGH)
     return Forecast(
         correlation=correlation,
-        separate_correlation=around("separate_correlation"),
+        separate_correlation=apart,
         disagreement=around("disagreement"),
         member_accuracy=accuracy(means["lead"]),
         accuracy=accuracy(gain),
