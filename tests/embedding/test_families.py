@@ -370,6 +370,7 @@ class TestOwnLayers:
         [
             ("heda", "own: 'heda' matches no layer; did you mean 'head'"),
             ("blocks.7.*", "matches no layer"),
+            ("", "own: .. matches no layer"),
             (3, "own must be 'last', or names"),
             ([3], "own must be 'last', or names"),
         ],

@@ -243,7 +243,8 @@ def choose_own(
         if pattern == "last" and pattern not in modules:
             chosen.update(flow.last)
             continue
-        held = [n for n in modules if pattern in modules and is_within(n, [pattern])]
+        named = pattern in holders or pattern in known
+        held = [n for n in modules if named and is_within(n, [pattern])]
         found = [n for n in known if n in held] or fnmatch.filter(known, pattern)
         if not found:
             unused = fnmatch.filter(layers, pattern)
