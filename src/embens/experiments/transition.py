@@ -162,7 +162,7 @@ CLAIMS = [
     _beside(_switch, above=0.5).says(
         "at the transition the regime changes with M, near M=10", "it is driven by M, at M≈10"
     ),
-    *fair.claims(_below),
+    *fair.claims(_below, jumps=True),
 ]
 
 
