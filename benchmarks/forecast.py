@@ -369,8 +369,9 @@ def load(setting: dict):
 def development(seed: int) -> dict:
     """Return a setting that is drawn at random: task, network, training and ensembles.
 
-    The lines of `development.jsonl` below seed 2700 are of earlier draws (see the history of this
-    file): fixed tasks below 1000, then longer trainings and wider networks, then more tables.
+    From seed 4000 on trainings are long, with fewer ensembles. Lines of `development.jsonl` below
+    seed 2700 are of earlier draws (see the history of this file): fixed tasks below 1000, then
+    longer trainings and wider networks, then more tables.
     """
     rng = random.Random(seed * 7 + 1)
     kind, options = draw_task(rng)
@@ -380,10 +381,14 @@ def development(seed: int) -> dict:
     rates = [0.003, 0.01, 0.01, 0.02, 0.03, 0.05, 0.1] if sgd else [0.0003, 0.001, 0.003]
     rows, batch = rng.choice([300, 500, 1000, 1000, 2000]), rng.choice([16, 32, 32, 64, 128])
     batch = min(batch, 32) if cnn else batch
-    steps = math.exp(rng.uniform(math.log(80), math.log(400 if cnn else 1500)))
+    long = seed >= 4000
+    few, many = (400, 3000) if long else (80, 400)
+    most = math.log(many if cnn else 2 * many if long else 1500)
+    steps = math.exp(rng.uniform(math.log(few), most))
     ensembles: list[tuple[str, int]] = []
-    while len({family for family, _ in ensembles}) < 4:
-        ensembles.append((rng.choices(list(FAMILIES), OFTEN)[0], rng.choice([2, 4, 4, 8, 8, 16])))
+    counts = [2, 4, 4, 8] if long else [2, 4, 4, 8, 8, 16]
+    while len({family for family, _ in ensembles}) < (3 if long else 4):
+        ensembles.append((rng.choices(list(FAMILIES), OFTEN)[0], rng.choice(counts)))
     return {
         "task": kind,
         "options": options,
@@ -394,7 +399,10 @@ def development(seed: int) -> dict:
         "epochs": max(3, round(steps * batch / rows)),
         "optimizer": "sgd" if sgd else "adam",
         "lr": rng.choice(rates),
-        "width": rng.choice([0.5, 0.5, 1.0, 2.0] if cnn else [16, 32, 64, 64, 128]),
+        "channels": rng.choice([(8, 16, 32), (8, 16, 32, 64)]) if long else (8, 16, 32),
+        "width": rng.choice(
+            [0.5, 0.5, 1.0, 1.0 if long else 2.0] if cnn else [16, 32, 64, 64, 128]
+        ),
         "depth": rng.choice([1, 2, 3, 3, 4]),
         "weight_std": rng.choice([1.0, math.sqrt(2), math.sqrt(2), None]),  # None: as torch draws
         "batch": batch,
@@ -473,7 +481,8 @@ def build(setting: dict):
         network = plain(setting, train[0].shape[1], classes)
     elif setting["cnn"]:
         image = {"inputs": shape[1], "outputs": classes, "image": shape[-1]}
-        network = networks.cnn((8, 16, 32), width, **image, **options)
+        channels = tuple(setting.get("channels", (8, 16, 32)))
+        network = networks.cnn(channels, width, **image, **options)
     else:
         network = networks.mlp(train[0].shape[1], width, setting["depth"], classes, **options)
     adam = setting["optimizer"] == "adam"
@@ -488,7 +497,7 @@ def plain(setting: dict, inputs: int, classes: int):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setting["seed"])
         if setting["cnn"]:
-            for k, channels in enumerate((8, 16, 32)):
+            for k, channels in enumerate(setting.get("channels", (8, 16, 32))):
                 wide = round(channels * setting["width"])
                 layers += [nn.MaxPool2d(2)] if k else []
                 layers += [nn.Conv2d(inputs, wide, 3, padding=1)]
