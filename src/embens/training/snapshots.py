@@ -132,8 +132,10 @@ def snapshots(
     if swag:
         device = next(joined.parameters()).device
         moved = ([map_tensors(lambda v: v.to(device), b.inputs)] for b in batches.epoch(0))
+        bind = joined.register_forward_pre_hook(lambda _, x, __: joined.bind(*x), with_kwargs=True)
         with randomness.seeded(seed), evaluating(joined):  # to have their modes again at the end
-            update_bn(moved, _Bound(joined))
+            update_bn(moved, joined)
+        bind.remove()
     return joined
 
 
@@ -216,15 +218,3 @@ class _Keeper:
 
 def _copy(ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in ensemble.state_dict().items()}
-
-
-class _Bound(nn.Module):
-    """An ensemble that takes all inputs as one argument."""
-
-    def __init__(self, ensemble: EmbeddedEnsemble):
-        super().__init__()
-        self.ensemble = ensemble
-
-    def forward(self, inputs: Any) -> Any:
-        args, kwargs = self.ensemble.bind(inputs)
-        return self.ensemble(*args, **kwargs)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
 from embens.objective import gaussian_nll, squared_error
@@ -33,9 +34,6 @@ from embens.training.callbacks import Progress, by_moment
 from embens.training.checkpoint import Checkpoints
 from embens.training.history import History, Tally, history_of
 from embens.training.passes import Passes, clip_gradients_
-
-if TYPE_CHECKING:
-    from embens.ensemble import EmbeddedEnsemble
 
 _CHECK_EVERY = 64  # steps between looks at whether losses are finite
 _DEFAULTS = {f.__name__: f for f in (F.cross_entropy, squared_error, gaussian_nll)}
@@ -83,17 +81,13 @@ class Trainer:
             world=self.world,
             repetition=ensemble.plan.heads and ensemble.plan.heads.repetition,
         )
-        self.validation = None
-        if validation is not None:  # all rows, in their order
-            given = {"seed": None, "name": "validation"}
-            self.validation = batches_of(validation, settings.batch_size, **given)
+        in_order = {"seed": None, "name": "validation"}
+        rows = settings.batch_size
+        self.validation = None if validation is None else batches_of(validation, rows, **in_order)
         self.progress = Progress(progress, settings.epochs, len(self.batches))
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
         self.parameters = [*self.shared, *self.individual]
-        if settings.each is not None:
-            rows = self.batches.count if self.batches.resumable else None
-            settings.each.check(ensemble, rows, settings.optimizer)
         parallel.broadcast_(self.world, ensemble.state_dict().values())
         self.optimizer = settings.make_optimizer(ensemble)
         self.scheduler = settings.make_scheduler(self.optimizer)
@@ -101,6 +95,8 @@ class Trainer:
         if self.plateau and settings.schedule_by == "step":
             raise ValueError("ReduceLROnPlateau goes by a metric of epochs: schedule_by='epoch'")
         if settings.each is not None:
+            rows = self.batches.count if self.batches.resumable else None
+            settings.each.check(ensemble, rows, settings.optimizer)
             settings.each.attach(self.optimizer, self.individual)
         self.judged = ensemble if settings.average is None else copy.deepcopy(ensemble)
         if settings.average is not None and len(self.batches) == 0:
@@ -154,13 +150,12 @@ class Trainer:
         batches = self.batches.epoch(self.epoch, self.step * self.settings.accumulate)
         while several := list(islice(batches, self.settings.accumulate)):
             self._take_step(several)
-            if checkpoints and every and self.steps % every == 0:
-                self.seconds = time.perf_counter() - began
+            late = self.deadline < math.inf and self._is_late()
+            self.seconds = time.perf_counter() - began
+            within = self.batches.resumable if late else every and self.steps % every == 0
+            if checkpoints and within:  # to go on within this epoch
                 self._save(checkpoints)
-            if self.deadline < math.inf and self._is_late():
-                if checkpoints and self.batches.resumable:  # to go on within this epoch
-                    self.seconds = time.perf_counter() - began
-                    self._save(checkpoints)
+            if late:
                 self.stopped = "time"
                 break
         self.seconds = time.perf_counter() - began
