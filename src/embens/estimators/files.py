@@ -8,10 +8,9 @@ its minibatches from a disk, and is otherwise that of a table in memory, to the 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import secrets
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -82,14 +81,12 @@ def gather(parts: Iterable[Any], folder: str | os.PathLike[str] | None = None) -
         raise ValueError("the table has no rows")
     if folder is None:
         return pa.concat_tables([first, *parts])
-    path = Path(folder, secrets.token_hex(8))
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as writer:
-        for part in itertools.chain([first], parts):
-            writer.write_table(part)
-    table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-    with contextlib.suppress(OSError):  # elsewhere a file that is mapped can't be removed
-        path.unlink()  # it lasts as long as it is mapped: nobody has to tidy up
-    return table.unify_dictionaries()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        with pa.ipc.new_stream(file, first.schema) as writer:
+            for part in itertools.chain([first], parts):
+                writer.write_table(part)
+        mapped = np.memmap(file, mode="r")  # lasts as long as it is needed, without a name
+    return pa.ipc.open_stream(pa.py_buffer(mapped)).read_all().unify_dictionaries()
 
 
 def features(names: Sequence[str], others: Iterable[str]) -> list[str]:

@@ -129,9 +129,11 @@ class Gaussians(Head):
             return values.clamp(max=300.0).exp() - self.knots[0]
         return _interpolate(values, *self.knots.flip(0))
 
-    def values_of(self, target: Tensor) -> Tensor:
-        """Return the values of a packed target, in their own units."""
-        return self._back(self.mean + self.std * target[:, : self.targets].double())
+    def unpack(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values of a packed target, in their own units, and its weights."""
+        weights = target[:, -1] if self.weighted else torch.ones(len(target))
+        values = self._back(self.mean + self.std * target[:, : self.targets].double())
+        return values, weights.double()
 
     # What outputs mean
 
@@ -231,12 +233,12 @@ class Gaussians(Head):
             mean, std = (x.flatten(0, 1) for x in self.standard(outputs.double()))
             rows = crps(mean, self.temperature * std, target[:, : self.targets].double())
             return self.average((self.std * rows).sum(-1), target)
-        error = (self.values_of(target) - self.summarise(outputs)[0]) / self.std
+        error = (self.unpack(target)[0] - self.summarise(outputs)[0]) / self.std
         return self.average(error.square().sum(-1), target).sqrt()
 
     def crps(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the mean score of the mixture in the target's own units, summed over targets."""
-        rows = crps(*self.parts(outputs), self.values_of(target))
+        rows = crps(*self.parts(outputs), self.unpack(target)[0])
         return self.average(rows.sum(-1), target)
 
     def tempered(self, outputs: Tensor, target: Tensor) -> Gaussians:
@@ -245,7 +247,7 @@ class Gaussians(Head):
 
     def scored(self, outputs: Tensor, target: Tensor) -> Gaussians:
         mean, std = self.summarise(outputs)
-        return replace(self, scores=(self.values_of(target) - mean).abs() / std)
+        return replace(self, scores=(self.unpack(target)[0] - mean).abs() / std)
 
     def _factor(self, k: int, outputs: Tensor, target: Tensor) -> float:
         mean, std = (x[..., k].flatten(0, 1) for x in self.standard(outputs.double()))
