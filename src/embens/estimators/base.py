@@ -5,8 +5,6 @@ returned; its attributes look that up. The two estimators differ by their heads,
 predictions that these give.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -5,8 +5,6 @@ entropy is what members agree to be unsure about plus what they disagree about:
 :math:`H(\bar p) = \frac1M\sum_a H(p_a) + I`.
 """
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 

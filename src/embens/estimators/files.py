@@ -6,8 +6,6 @@ such a file as well (:meth:`embens.estimators.preprocessing.Preprocessing.encode
 its minibatches from a disk, and is otherwise that of a table in memory, to the bit.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import tempfile

@@ -4,8 +4,6 @@
 an ensemble (:func:`embed`), trains it (:func:`train`) and calibrates it (:func:`calibrate`).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import time
@@ -13,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -50,7 +48,7 @@ class Prepared:
     stop: Tensors | None  # to stop training by
     calibrate: Tensors | None  # for conformal scores
 
-    def transformed(self, transform: str) -> Prepared:
+    def transformed(self, transform: str) -> Self:
         """Return the same with another transform of the target."""
         old: Any = self.head
         new: Any = replace(old, transform=transform).scaled(*old.unpack(self.train[-1]))

@@ -16,8 +16,6 @@ towards the mean of all, and how often it is there. Rows to train on never see t
 there: they are dealt out to folds, and each takes the statistics of the other folds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

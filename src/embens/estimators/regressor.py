@@ -5,8 +5,6 @@ epistemic. Intervals are conformal: :mod:`embens.uncertainty`. ``neg_nll`` and
 ``neg_crps`` are scorers for ``scoring=``, greater is better; classifiers have ``"neg_log_loss"``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any

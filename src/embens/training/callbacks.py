@@ -8,8 +8,6 @@ processes only the first has callbacks. Where one has ``state_dict`` and ``load_
 state is kept in the run's checkpoints.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import os

@@ -1,7 +1,5 @@
 """Settings of each member's own in ``embens.fit`` (hyper-deep ensembles, Wenzel et al. 2020)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``embens.fit``: the plain loop around :func:`embens.objective`, and what determines a run."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Data are looked at once: tensors before the first step, those of a loader as the
 are not finite are refused where the loss is not finite either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

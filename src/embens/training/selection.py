@@ -1,7 +1,5 @@
 """``embens.select``: the greedy choice of members on held-out data (Caruana et al. 2004)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

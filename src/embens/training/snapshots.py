@@ -16,8 +16,6 @@ rate is :math:`\eta` times
             + \tfrac{1}{\sqrt{2 (K - 1)}} D z_2, \qquad z_1, z_2 \sim N(0, 1)
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

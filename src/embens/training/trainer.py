@@ -6,8 +6,6 @@ a loss that is not finite is found a little later than it happens, and the run g
 weights of the epoch before.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import os
