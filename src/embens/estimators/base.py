@@ -25,8 +25,9 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.estimators import choices, files, pipeline, showing, storage, tables
+from embens.estimators import choices, files, pipeline, storage, tables
 from embens.estimators.preprocessing import Preprocessing
+from embens.estimators.showing import Showing
 from embens.training import History
 
 
@@ -48,7 +49,7 @@ def looked_up(path: str, doc: str) -> Any:
     return property(look_up, doc=doc)
 
 
-class TableEnsemble(choices.Options, BaseEstimator):
+class TableEnsemble(Showing, choices.Options, BaseEstimator):
     """An embedded ensemble on a table; see the two estimators."""
 
     scoring: ClassVar[Any]
@@ -103,15 +104,10 @@ class TableEnsemble(choices.Options, BaseEstimator):
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """Go on with new rows, from the weights as they are; the first call is a fit.
+        """Go on with new rows alone, from the weights as they are; the first call is a :meth:`fit`.
 
-        What is known of columns and target stays as the first rows had it.
-
-        Args:
-            X: the new rows alone; what the others taught may fade, as in any network.
-            y: their target.
-            classes: of a classifier's first call: all that there will be.
-            sample_weight: of the rows.
+        What is known of columns and target stays as the first rows had it; what these taught may
+        fade, as in any network. ``classes`` of a classifier's first call are all there will be.
         """
         return self._fit(X, y, sample_weight, getattr(self, "fitted_", None), classes)
 
@@ -177,19 +173,6 @@ class TableEnsemble(choices.Options, BaseEstimator):
         """The names of the network's inputs: what the columns have become."""
         return np.array(self.preprocessing_.inputs(self.numerical_embedding), dtype=object)
 
-    def _html_repr(self) -> str:
-        found = super()._html_repr()
-        if not hasattr(self, "fitted_"):
-            return found
-        return found + pandas.Series(showing.facts(self)).to_frame().to_html(header=False)
-
-    summary = showing.summary
-    model_card = showing.model_card
-    importances = showing.importances
-    plot_importances = showing.plot_importances
-    plot_history = showing.plot_history
-    plot_reliability = showing.plot_reliability
-    plot_members = showing.plot_members
     save = storage.save
     to_onnx = storage.to_onnx
 

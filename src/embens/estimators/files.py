@@ -10,7 +10,6 @@ import itertools
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -115,22 +114,22 @@ def check_columns(wanted: Iterable[str], names: Sequence[str], why: str = "") ->
 
 def write(parts: Iterable[dict[str, Any]], path: Path) -> int:
     """Write columns, part after part, as CSV, or as Parquet by the name; return their rows."""
-    rows, binary = 0, FORMATS.get(path.suffix.lower()) == "parquet"
-    compression: Any = "gzip" if path.suffix.lower() == ".gz" else None
+    suffix, tables, counts = path.suffix.lower(), map(pa.table, parts), []
+    compression: Any = "gzip" if suffix == ".gz" else None
+    kind: Any = parquet.ParquetWriter if FORMATS.get(suffix) == "parquet" else csv.CSVWriter
 
     def content(temporary: Path) -> None:
-        nonlocal rows
-        with ExitStack() as stack:
-            stream = stack.enter_context(pa.output_stream(str(temporary), compression))
-            writer = None
-            for part in map(pa.table, parts):
-                kind: Any = parquet.ParquetWriter if binary else csv.CSVWriter
-                writer = writer or stack.enter_context(kind(stream, part.schema))
+        first = next(tables)
+        with (
+            pa.output_stream(str(temporary), compression) as stream,
+            kind(stream, first.schema) as writer,
+        ):
+            for part in itertools.chain([first], tables):
                 writer.write_table(part)
-                rows += part.num_rows
+                counts.append(part.num_rows)
 
     write_atomically(path, content)
-    return rows
+    return sum(counts)
 
 
 def predictions(estimator: Any, table: Any, coverage: float) -> dict[str, Any]:

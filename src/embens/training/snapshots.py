@@ -46,7 +46,7 @@ PASSED_ON = (  # to fit
 
 
 @suggest()
-def snapshots(
+def snapshots(  # noqa: D417
     reference: nn.Module,
     train: Any,
     members: int = 5,
@@ -78,16 +78,9 @@ def snapshots(
         schedule: "cosine", "triangular" or "swag"; see :mod:`embens.training.snapshots`.
         rank: of "swag": :math:`K`, the deviations that are kept. The statistics of norm layers of
             its members are those of the train data.
-        batch_size: this and all that follow are as for ``fit``.
-        lr: the largest rate.
-        weight_decay: of all weights.
-        criterion: a function of outputs and target.
-        optimizer: a function from parameter groups to an optimizer.
-        callbacks: of the run.
+        lr: the largest rate; this and all that is not named here are as for ``fit``.
         seed: of the run and of the draws.
         checkpoint: a folder; a run that was stopped goes on from there, members included.
-        every: steps between checkpoints; None: one after each epoch.
-        progress: show a bar.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import reduce
 from itertools import islice
 from typing import Any
 
@@ -186,7 +185,7 @@ class Trainer:
             self._check_losses()
             raise
         total, members = None if None in totals else sum(totals), len(result[0])
-        loss = reduce(torch.add, losses)
+        loss = sum(losses[1:], losses[0])
         loss = parallel.average_(self.world, loss, self.parameters, rows, total)
         self.scaler.unscale_(self.optimizer)
         if self.settings.clip is not None:
