@@ -215,13 +215,12 @@ def race(prepared: Prepared, sizes: choices.Sizes) -> choices.Sizes:
     epochs = choices.shortened(sizes).epochs
     share = 0.3 / (2 * len(running))
     while len(running) > 1:
-        losses = []
+        losses = {}
         for mine in running:
             short = choices.shortened(mine)._replace(epochs=epochs, patience=epochs)
             run = train(embed(prepared, short), prepared, short, share, quiet=True)
-            losses.append(min(row["metric"] for row in run.epochs))
-        order = sorted(range(len(running)), key=losses.__getitem__)
-        running = [running[i] for i in order[: len(running) // 2]]
+            losses[mine] = min(row["metric"] for row in run.epochs)
+        running = sorted(running, key=losses.__getitem__)[: len(running) // 2]
         epochs, share = 2 * epochs, 2 * share
     return running[0]
 

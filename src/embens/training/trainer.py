@@ -100,6 +100,9 @@ class Trainer:
             raise ValueError("average: this loader does not know how many batches an epoch has")
         self.passes = Passes(ensemble, settings, self.batches)
         self.scaler = self.passes.scaler
+        names = ["ensemble", "optimizer", "scheduler", "scaler"]
+        names += [] if self.judged is ensemble else ["judged"]
+        self.parts = {name.replace("ensemble", "model"): getattr(self, name) for name in names}
         self.epoch = self.steps = 0
         self.records: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] | None = None
@@ -320,12 +323,6 @@ class Trainer:
             history_of(self.records, self.best_epoch, "epochs"),
         )
 
-    def _stateful(self) -> dict[str, Any]:
-        """Return what has ``state_dict`` and ``load_state_dict``."""
-        names = ["optimizer", "scheduler", "scaler"]
-        names += [] if self.judged is self.ensemble else ["judged"]
-        return {"model": self.ensemble} | {name: getattr(self, name) for name in names}
-
     def _save(self, checkpoints: Checkpoints) -> None:
         self._check_losses()
         self.tally.flush()
@@ -335,7 +332,7 @@ class Trainer:
             return
         criterion = self.passes.criterion
         state = {
-            **{name: part.state_dict() for name, part in self._stateful().items()},
+            **{name: part.state_dict() for name, part in self.parts.items()},
             **{name: getattr(self, name) for name in _POSITION},
             "good": None if self.step == 0 else self.good,
             "random": randomness.get_states(),
@@ -348,7 +345,7 @@ class Trainer:
 
     def _load(self, state: dict[str, Any]) -> None:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # before the scheduler's
-        for name, part in self._stateful().items():
+        for name, part in self.parts.items():
             part.load_state_dict(state[name])
         for name in _POSITION:
             setattr(self, name, state[name])
@@ -369,14 +366,12 @@ def _copy(ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in ensemble.state_dict().items()}
 
 
-@torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
     """Return the norm of all gradients together; NaN if there are none."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients)) if gradients else math.nan
 
 
-@torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether all numbers are finite."""
     return all(bool(t.isfinite().all()) for t in tensors)
