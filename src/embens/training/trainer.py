@@ -150,7 +150,7 @@ class Trainer:
         batches = self.batches.epoch(self.epoch, self.step * self.settings.accumulate)
         while several := list(islice(batches, self.settings.accumulate)):
             self._take_step(several)
-            late = self.deadline < math.inf and self._is_late()
+            late = self.deadline < math.inf and self._agree(time.monotonic() > self.deadline)
             self.seconds = time.perf_counter() - began
             within = self.batches.resumable if late else every and self.steps % every == 0
             if checkpoints and within:  # to go on within this epoch
@@ -163,11 +163,11 @@ class Trainer:
         if checkpoints and (not every or self.stopped) and self.stopped != "time":
             self._save(checkpoints)
 
-    def _is_late(self) -> bool:
-        """Return whether time is up by the clock of the first process: all end at one step."""
-        late = torch.tensor([float(time.monotonic() > self.deadline)], device=self.device)
-        parallel.broadcast_(self.world, [late])
-        return bool(late)
+    def _agree(self, value: Any) -> float:
+        """Return a number as the first process has it, so that all end at one step."""
+        number = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
+        parallel.broadcast_(self.world, [number])
+        return float(number)
 
     def _take_step(self, several: Sequence[Minibatch]) -> None:
         """Make one step on the mean over the rows of some batches."""
@@ -294,9 +294,7 @@ class Trainer:
             value: Any = metric(outputs, gather(targets, torch.cat))
         else:
             value = record[_METRICS[metric]]
-        value = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
-        parallel.broadcast_(self.world, [value])
-        record["metric"], self.more = float(value), self.settings.more_is_better(metric)
+        record["metric"], self.more = self._agree(value), self.settings.more_is_better(metric)
 
     def _rates(self) -> dict[str, float]:
         found = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
