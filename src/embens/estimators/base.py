@@ -134,10 +134,18 @@ class TableEnsemble(Showing, choices.Options, BaseEstimator):
     def _read(
         self, X: Any, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
     ) -> list[Tensor]:
+        """Return what ``summary(head, outputs)`` makes of a block of rows after another.
+
+        Outputs are ``(member, row, output)``; what is made of them is joined along ``dim``.
+        """
         check_is_fitted(self, "fitted_")
-        table = tables.read_table(self, X, reset=False)
+        fitted, table, found = self.fitted_, tables.read_table(self, X, reset=False), []
         with threads(self.n_jobs):
-            return self.fitted_.read(table, summary, dim)
+            for start in range(0, table.rows, pipeline.BLOCK):
+                part = table.take(slice(start, start + pipeline.BLOCK))
+                inputs = fitted.preprocessing.encode(part, fitted.dtype)
+                found.append(summary(fitted.head, pipeline.run_members(fitted.ensemble, inputs)))
+        return [torch.cat(parts, dim) for parts in zip(*found, strict=True)]
 
     def conformal_scores(self) -> Tensor:
         """Return the conformal scores of the calibration rows, ``(row, target)``."""

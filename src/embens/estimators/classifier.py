@@ -1,4 +1,4 @@
-"""The classifier: the mean of its members' probabilities; equations are in :mod:`embens.metrics`."""
+"""The classifier: the mean of its members' probabilities; equations: :mod:`embens.metrics`."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any

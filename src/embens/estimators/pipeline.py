@@ -8,7 +8,7 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -73,20 +73,6 @@ class Fitted:
     @property
     def dtype(self) -> torch.dtype:
         return next(self.ensemble.parameters()).dtype
-
-    def read(
-        self, table: Table, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
-    ) -> list[Tensor]:
-        """Return what ``summary(head, outputs)`` makes of a block of rows after another.
-
-        Outputs are ``(member, row, output)``; what is made of them is joined along ``dim``.
-        """
-        found = []
-        for start in range(0, table.rows, BLOCK):
-            part = table.take(slice(start, start + BLOCK))
-            inputs = self.preprocessing.encode(part, self.dtype)
-            found.append(summary(self.head, run_members(self.ensemble, inputs)))
-        return [torch.cat(parts, dim) for parts in zip(*found, strict=True)]
 
 
 def run_members(ensemble: EmbeddedEnsemble, inputs: Tensors) -> Tensor:
