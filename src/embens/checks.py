@@ -4,8 +4,6 @@ They return the value that they were given, so that a check is part of the line 
 value of another type is a ``TypeError``, one out of range a ``ValueError``.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

@@ -7,8 +7,6 @@ it. Not here: the paper's :math:`\gamma(M)/M`, a factor of the shared rate
 (:mod:`embens.ensemble.rates`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args

@@ -23,16 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens import metrics, uncertainty
-from embens.checks import (
-    check_choice,
-    check_members,
-    check_number,
-    check_rows,
-    check_whole,
-    find_gaps,
-    suggest,
-)
+from embens import checks, metrics, uncertainty
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
@@ -127,7 +118,7 @@ class Prediction:
 
         ``score`` is the uncertainty to go by; None: ``metrics.least_confidence``, or the variance.
         """
-        check_number("fraction", fraction, "a number from 0 to 1", lambda f: 0 <= f <= 1)
+        checks.check_number("fraction", fraction, "a number from 0 to 1", lambda f: 0 <= f <= 1)
         scores = self._scores(score)
         worst = scores.argsort(descending=True)[: round(fraction * len(scores))]
         return torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, worst, True)
@@ -140,7 +131,7 @@ class Prediction:
         ``score`` is the uncertainty to go by; None: the mutual information (of one member, which
         has none, the entropy), or the variance.
         """
-        check_number("rate", rate, "a number between 0 and 1", lambda r: 0 < r < 1)
+        checks.check_number("rate", rate, "a number between 0 and 1", lambda r: 0 < r < 1)
         self._check(held_out)
         if score is None and self.task == "classification":
             several = len(self.means) > 1
@@ -154,7 +145,7 @@ class Prediction:
 
     def tempered(self, temperature: float) -> Prediction:
         """Return the prediction with logits divided by a temperature."""
-        check_number("temperature", temperature, "a number above 0", lambda t: t > 0)
+        checks.check_number("temperature", temperature, "a number above 0", lambda t: t > 0)
         return Prediction(self._outputs("tempered", "classification") / temperature, self.task)
 
     def conformal_sets(
@@ -287,7 +278,7 @@ class StoredPrediction:
         return cls(path)
 
 
-@suggest()
+@checks.suggest()
 def predict(
     ensemble: EmbeddedEnsemble,
     x: Inputs | Iterable[Inputs],
@@ -321,14 +312,15 @@ def predict(
         >>> prediction.members.shape, prediction.probabilities.shape
         (torch.Size([5, 2, 3]), torch.Size([2, 3]))
     """
-    check_choice("task", task, get_args(Task))
-    check_whole("batch_size", batch_size)
+    checks.check_choice("task", task, get_args(Task))
+    checks.check_whole("batch_size", batch_size)
     batches = x if isinstance(x, Iterable) and not isinstance(x, (Tensor, tuple, Mapping)) else None
     if batches is None or to is None:
         x = dict(x) if isinstance(x, Mapping) else x
-        check_rows("x", x, "a tensor (batch, …), a tuple or a dict of them")
-        batches = _cut(x, batch_size)
-    count = ensemble.members if members is None else check_members(members)
+        rows = checks.check_rows("x", x, "a tensor (batch, …), a tuple or a dict of them")
+        starts = range(0, rows or 1, batch_size)
+        batches = (tree_map(lambda v, i=i: v[i : i + batch_size], x) for i in starts)
+    count = ensemble.members if members is None else checks.check_members(members)
     seeds: list[int | None] = [None]
     if any(site.random for site in ensemble.plan.sites):
         device = "cpu" if generator is None else generator.device
@@ -348,11 +340,6 @@ def predict(
     return Prediction(result, task)
 
 
-def _cut(x: Any, batch_size: int) -> Iterator[Any]:
-    for start in range(0, max(len(tree_leaves(x)[0]), 1), batch_size):
-        yield tree_map(lambda v, start=start: v[start : start + batch_size], x)
-
-
 def _run(
     ensemble: EmbeddedEnsemble, x: Any, seeds: Sequence[int | None], count: int, task: Task
 ) -> Any:
@@ -368,7 +355,7 @@ def _run(
                 torch.manual_seed(seed)
             outputs.append(ensemble(*args, **kwargs))
     result = outputs[0] if len(outputs) == 1 else gather(outputs, torch.cat)
-    if find_gaps("outputs", result) and (gaps := find_gaps("x", x)):
+    if checks.find_gaps("outputs", result) and (gaps := checks.find_gaps("x", x)):
         raise ValueError(f"{gaps}, and so have the outputs. Leave these rows out, or fill them in.")
     if task == "gaussian" and isinstance(result, Tensor) and result.shape[-1] != 2:
         raise ValueError(

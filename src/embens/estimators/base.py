@@ -5,8 +5,6 @@ returned; its attributes look that up. The two estimators differ by their heads,
 predictions that these give.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile
@@ -27,8 +25,9 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.estimators import choices, files, pipeline, showing, storage, tables
+from embens.estimators import choices, files, pipeline, storage, tables
 from embens.estimators.preprocessing import Preprocessing
+from embens.estimators.showing import Showing
 from embens.training import History
 
 
@@ -50,7 +49,7 @@ def looked_up(path: str, doc: str) -> Any:
     return property(look_up, doc=doc)
 
 
-class TableEnsemble(choices.Options, BaseEstimator):
+class TableEnsemble(Showing, choices.Options, BaseEstimator):
     """An embedded ensemble on a table; see the two estimators."""
 
     scoring: ClassVar[Any]
@@ -105,15 +104,10 @@ class TableEnsemble(choices.Options, BaseEstimator):
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """Go on with new rows, from the weights as they are; the first call is a fit.
+        """Go on with new rows alone, from the weights as they are; the first call is a :meth:`fit`.
 
-        What is known of columns and target stays as the first rows had it.
-
-        Args:
-            X: the new rows alone; what the others taught may fade, as in any network.
-            y: their target.
-            classes: of a classifier's first call: all that there will be.
-            sample_weight: of the rows.
+        What is known of columns and target stays as the first rows had it; what these taught may
+        fade, as in any network. ``classes`` of a classifier's first call are all there will be.
         """
         return self._fit(X, y, sample_weight, getattr(self, "fitted_", None), classes)
 
@@ -140,10 +134,18 @@ class TableEnsemble(choices.Options, BaseEstimator):
     def _read(
         self, X: Any, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
     ) -> list[Tensor]:
+        """Return what ``summary(head, outputs)`` makes of a block of rows after another.
+
+        Outputs are ``(member, row, output)``; what is made of them is joined along ``dim``.
+        """
         check_is_fitted(self, "fitted_")
-        table = tables.read_table(self, X, reset=False)
+        fitted, table, found = self.fitted_, tables.read_table(self, X, reset=False), []
         with threads(self.n_jobs):
-            return self.fitted_.read(table, summary, dim)
+            for start in range(0, table.rows, pipeline.BLOCK):
+                part = table.take(slice(start, start + pipeline.BLOCK))
+                inputs = fitted.preprocessing.encode(part, fitted.dtype)
+                found.append(summary(fitted.head, pipeline.run_members(fitted.ensemble, inputs)))
+        return [torch.cat(parts, dim) for parts in zip(*found, strict=True)]
 
     def conformal_scores(self) -> Tensor:
         """Return the conformal scores of the calibration rows, ``(row, target)``."""
@@ -179,19 +181,6 @@ class TableEnsemble(choices.Options, BaseEstimator):
         """The names of the network's inputs: what the columns have become."""
         return np.array(self.preprocessing_.inputs(self.numerical_embedding), dtype=object)
 
-    def _html_repr(self) -> str:
-        found = super()._html_repr()
-        if not hasattr(self, "fitted_"):
-            return found
-        return found + pandas.Series(showing.facts(self)).to_frame().to_html(header=False)
-
-    summary = showing.summary
-    model_card = showing.model_card
-    importances = showing.importances
-    plot_importances = showing.plot_importances
-    plot_history = showing.plot_history
-    plot_reliability = showing.plot_reliability
-    plot_members = showing.plot_members
     save = storage.save
     to_onnx = storage.to_onnx
 

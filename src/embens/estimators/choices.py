@@ -5,8 +5,6 @@ Arguments are checked when an estimator is fitted, as scikit-learn wants it; the
 can be read, and changed, together. What they were chosen by is in ``docs/how-to/tables.md``.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Real

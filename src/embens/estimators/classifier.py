@@ -1,11 +1,4 @@
-r"""The classifier.
-
-With members' probabilities :math:`p_a`, ``predict_proba`` is their mean :math:`\bar p`, and its
-entropy is what members agree to be unsure about plus what they disagree about:
-:math:`H(\bar p) = \frac1M\sum_a H(p_a) + I`.
-"""
-
-from __future__ import annotations
+"""The classifier: the mean of its members' probabilities; equations: :mod:`embens.metrics`."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any

@@ -18,11 +18,9 @@ with :math:`A(m, s^2) = m\,(2\Phi(m/s) - 1) + 2 s\,\varphi(m/s)` (Grimit et al.,
 the last hidden layer, but does not change it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -79,14 +77,14 @@ class Gaussians(Head):
             raise ValueError(f"y: a regressor needs numbers: {error}") from None
 
     @classmethod
-    def learn(cls, y: np.ndarray, options: Any, known: Any = None) -> Gaussians:
+    def learn(cls, y: np.ndarray, options: Any, known: Any = None) -> Self:
         usual = {"squared": "rmse", "quantile": "crps"}.get(options.loss, "nll")
         stopping = usual if options.metric == "auto" else options.metric
         transform = "none" if options.target_transform == "auto" else options.target_transform
         targets, single = y[:1].size, y.ndim == 1
         return cls(targets, options.loss, stopping, transform, single=single)
 
-    def scaled(self, values: Tensor, weights: Tensor) -> Gaussians:
+    def scaled(self, values: Tensor, weights: Tensor) -> Self:
         if len(values) < 2:
             raise ValueError("one sample (n_samples=1) to train on; a regressor needs two or more")
         size = values.abs().amax(0)
@@ -129,9 +127,11 @@ class Gaussians(Head):
             return values.clamp(max=300.0).exp() - self.knots[0]
         return _interpolate(values, *self.knots.flip(0))
 
-    def values_of(self, target: Tensor) -> Tensor:
-        """Return the values of a packed target, in their own units."""
-        return self._back(self.mean + self.std * target[:, : self.targets].double())
+    def unpack(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values of a packed target, in their own units, and its weights."""
+        weights = target[:, -1] if self.weighted else torch.ones(len(target))
+        values = self._back(self.mean + self.std * target[:, : self.targets].double())
+        return values, weights.double()
 
     # What outputs mean
 
@@ -153,14 +153,8 @@ class Gaussians(Head):
     def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         return super().pack(self.numbers(values), weights, dtype)
 
-    def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
-        y = target[..., : self.targets] if self.weighted else target
-        losses = self._losses(outputs, y).sum(-1)
-        return losses * target[..., -1] if self.weighted else losses
-
-    criterion.over_members = True  # type: ignore[attr-defined]
-
-    def _losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+    def losses(self, outputs: Tensor, target: Tensor) -> Tensor:
+        y = target[..., : self.targets]
         if self.loss == "quantile":
             off = y.unsqueeze(-1) - outputs.unflatten(-1, (self.targets, -1))
             levels = LEVELS.to(off)
@@ -231,21 +225,21 @@ class Gaussians(Head):
             mean, std = (x.flatten(0, 1) for x in self.standard(outputs.double()))
             rows = crps(mean, self.temperature * std, target[:, : self.targets].double())
             return self.average((self.std * rows).sum(-1), target)
-        error = (self.values_of(target) - self.summarise(outputs)[0]) / self.std
+        error = (self.unpack(target)[0] - self.summarise(outputs)[0]) / self.std
         return self.average(error.square().sum(-1), target).sqrt()
 
     def crps(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the mean score of the mixture in the target's own units, summed over targets."""
-        rows = crps(*self.parts(outputs), self.values_of(target))
+        rows = crps(*self.parts(outputs), self.unpack(target)[0])
         return self.average(rows.sum(-1), target)
 
-    def tempered(self, outputs: Tensor, target: Tensor) -> Gaussians:
+    def tempered(self, outputs: Tensor, target: Tensor) -> Self:
         factors = [self._factor(k, outputs, target) for k in range(self.targets)]
         return replace(self, temperature=torch.tensor(factors, dtype=torch.float64))
 
-    def scored(self, outputs: Tensor, target: Tensor) -> Gaussians:
+    def scored(self, outputs: Tensor, target: Tensor) -> Self:
         mean, std = self.summarise(outputs)
-        return replace(self, scores=(self.values_of(target) - mean).abs() / std)
+        return replace(self, scores=(self.unpack(target)[0] - mean).abs() / std)
 
     def _factor(self, k: int, outputs: Tensor, target: Tensor) -> float:
         mean, std = (x[..., k].flatten(0, 1) for x in self.standard(outputs.double()))

@@ -12,12 +12,10 @@ for which, unlike for the mean of the members' own losses, disagreement counts. 
 and have mean 1.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -55,6 +53,17 @@ class Head(ABC):
         """Return what the criterion and the metric take as target, of values and weights."""
         columns = [values, weights[:, None]] if self.weighted and weights is not None else [values]
         return torch.cat([column.to(dtype) for column in columns], 1)
+
+    @abstractmethod
+    def losses(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the losses ``(…, row, target)``, of one member or of all at once."""
+
+    def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the losses by row, with their weights."""
+        losses = self.losses(outputs, target).sum(-1)
+        return losses * target[..., -1] if self.weighted else losses
+
+    criterion.over_members = True  # type: ignore[attr-defined]
 
     @abstractmethod
     def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
@@ -113,7 +122,7 @@ class Classes(Head):
         return y
 
     @classmethod
-    def learn(cls, y: np.ndarray, options: Any, known: Any = None) -> Classes:
+    def learn(cls, y: np.ndarray, options: Any, known: Any = None) -> Self:
         """Return the head of a target, by its values and classes that are known beforehand."""
         columns, single = ([y] if y.ndim == 1 else list(y.T)), y.ndim == 1
         if known is not None:
@@ -168,25 +177,17 @@ class Classes(Head):
     def groups(self, values: Tensor) -> Tensor | None:
         return values[:, 0] if values.shape[1] == 1 else None
 
-    def log_likelihoods(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the logarithms of the right classes' probabilities, ``(…, row, label)``."""
+    def losses(self, outputs: Tensor, target: Tensor) -> Tensor:
         target, found = target.view(len(target), -1), []
         for k, logits in enumerate(outputs.split(self.sizes, dim=-1)):
             index = target[:, k].long().expand(logits.shape[:-1]).unsqueeze(-1)
             found.append(logits.log_softmax(-1).gather(-1, index))
-        return torch.cat(found, -1)
-
-    def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the losses by row, of one member or of all at once."""
-        losses = -self.log_likelihoods(outputs, target).sum(-1)
-        return losses * target[..., -1] if self.weighted else losses
-
-    criterion.over_members = True  # type: ignore[attr-defined]
+        return -torch.cat(found, -1)
 
     def log_mixture(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return log_mean(self.log_likelihoods(outputs / self.temperature, target))
+        return log_mean(-self.losses(outputs / self.temperature, target))
 
-    def tempered(self, outputs: Tensor, target: Tensor) -> Classes:
+    def tempered(self, outputs: Tensor, target: Tensor) -> Self:
         outputs, rows = outputs.double(), outputs.shape[1]
 
         def loss(t: float) -> Tensor:  # with a row whose class may be any
@@ -196,7 +197,7 @@ class Classes(Head):
 
         return replace(self, temperature=best_scale(loss))
 
-    def scored(self, outputs: Tensor, target: Tensor) -> Classes:
+    def scored(self, outputs: Tensor, target: Tensor) -> Self:
         """Return the head with conformal scores of rows that nothing else was chosen by."""
         return replace(self, scores=-self.log_mixture(outputs.double(), target).exp())
 

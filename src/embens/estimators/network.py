@@ -13,8 +13,6 @@ and an indicator of its own where the training part had some.
 The encoding lies before all modulations, so it runs once for all members; ONNX has its operations.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

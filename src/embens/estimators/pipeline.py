@@ -4,16 +4,14 @@
 an ensemble (:func:`embed`), trains it (:func:`train`) and calibrates it (:func:`calibrate`).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -24,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import embens
 from embens.ensemble import EmbeddedEnsemble
 from embens.estimators import choices, network, preprocessing
-from embens.estimators.choices import Options
 from embens.estimators.gaussians import SKEWED, AnyHead, Gaussians
 from embens.estimators.preprocessing import Preprocessing
 from embens.estimators.tables import Table
@@ -42,7 +39,7 @@ Tensors = tuple[Tensor, ...]  # rows as the network sees them: numbers, codes of
 class Prepared:
     """Rows that are ready for training, and what to do with them."""
 
-    options: Options
+    options: choices.Options
     seed: int
     deadline: float  # by the monotonic clock
     preprocessing: Preprocessing
@@ -51,23 +48,15 @@ class Prepared:
     stop: Tensors | None  # to stop training by
     calibrate: Tensors | None  # for conformal scores
 
-    def transformed(self, transform: str) -> Prepared:
+    def transformed(self, transform: str) -> Self:
         """Return the same with another transform of the target."""
-        head, other = self.head, replace(self.head, transform=transform)
-        assert isinstance(head, Gaussians)
-
-        def unpacked(rows: Tensors) -> tuple[Tensor, Tensor]:
-            weights = rows[-1][:, -1] if head.weighted else torch.ones(len(rows[-1]))
-            return head.values_of(rows[-1]), weights.double()
-
-        def again(rows: Tensors | None) -> Any:
-            packed = rows and other.pack(*unpacked(rows), rows[-1].dtype)
-            return rows and (*rows[:-1], packed)
-
-        other = other.scaled(*unpacked(self.train))
-
-        parts = map(again, (self.train, self.stop, self.calibrate))
-        return Prepared(self.options, self.seed, self.deadline, self.preprocessing, other, *parts)
+        old: Any = self.head
+        new: Any = replace(old, transform=transform).scaled(*old.unpack(self.train[-1]))
+        train, stop, other = (
+            rows and (*rows[:-1], new.pack(*old.unpack(rows[-1]), rows[-1].dtype))
+            for rows in (self.train, self.stop, self.calibrate)
+        )
+        return replace(self, head=new, train=train, stop=stop, calibrate=other)
 
 
 @dataclass(frozen=True)
@@ -85,20 +74,6 @@ class Fitted:
     def dtype(self) -> torch.dtype:
         return next(self.ensemble.parameters()).dtype
 
-    def read(
-        self, table: Table, summary: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
-    ) -> list[Tensor]:
-        """Return what ``summary(head, outputs)`` makes of a block of rows after another.
-
-        Outputs are ``(member, row, output)``; what is made of them is joined along ``dim``.
-        """
-        found = []
-        for start in range(0, table.rows, BLOCK):
-            part = table.take(slice(start, start + BLOCK))
-            inputs = self.preprocessing.encode(part, self.dtype)
-            found.append(summary(self.head, run_members(self.ensemble, inputs)))
-        return [torch.cat(parts, dim) for parts in zip(*found, strict=True)]
-
 
 def run_members(ensemble: EmbeddedEnsemble, inputs: Tensors) -> Tensor:
     """Return the members' outputs ``(member, row, output)``."""
@@ -106,11 +81,16 @@ def run_members(ensemble: EmbeddedEnsemble, inputs: Tensors) -> Tensor:
     return embens.predict(ensemble, inputs, task="regression", generator=generator).members
 
 
+def judge(ensemble: EmbeddedEnsemble, rows: Tensors) -> tuple[Tensor, Tensor]:
+    """Return the members' outputs for some rows, and the target."""
+    return run_members(ensemble, rows[:-1]), rows[-1]
+
+
 def prepare(
     table: Table,
     y: np.ndarray,
     weights: Tensor,
-    options: Options,
+    options: choices.Options,
     seed: int,
     deadline: float,
     previous: Fitted | None = None,
@@ -181,13 +161,13 @@ def fit(prepared: Prepared, previous: Fitted | None = None) -> Fitted:
         same = sizes._replace(epochs=run.best_epoch or sizes.epochs)
         train(ensemble, prepared, same)
         if prepared.calibrate is not None:
-            outputs = run_members(ensemble, prepared.calibrate[:-1])
-            head = head.scored(outputs, prepared.calibrate[-1])
+            head = head.scored(*judge(ensemble, prepared.calibrate))
     if options.select is not None and prepared.stop is not None:
-        rows = (prepared.stop[:-1], prepared.stop[-1])
-        size = int(options.select)
-        metric = replace(head, temperature=1.0).metric
-        ensemble = embens.select(ensemble, rows, size, metric=metric)
+        rows, metric = (
+            (prepared.stop[:-1], prepared.stop[-1]),
+            replace(head, temperature=1.0).metric,
+        )
+        ensemble = embens.select(ensemble, rows, int(options.select), metric=metric)
         head, held_out = calibrate(ensemble, prepared)
     built = previous.sizes if previous else sizes
     return Fitted(prepared.preprocessing, head, ensemble, built, run, held_out)
@@ -202,17 +182,16 @@ def choose_transform(prepared: Prepared, sizes: choices.Sizes) -> Prepared:
     if (values - values.mean(0)).pow(3).mean(0).abs().max() < SKEWED:
         return prepared
     candidates = [prepared, prepared.transformed("quantile")]
-    if (head.values_of(prepared.train[-1]) >= 0).all():
+    if (head.unpack(prepared.train[-1])[0] >= 0).all():
         candidates.append(prepared.transformed("log"))
     short = choices.shortened(sizes)
     losses = []
     for mine in candidates:
         ensemble = embed(mine, short)
         train(ensemble, mine, short, 0.05, quiet=True)
-        assert mine.stop is not None
         found: Any = mine.head
-        *inputs, target = (tensor[:JUDGED] for tensor in mine.stop)
-        losses.append(float(found.crps(run_members(ensemble, tuple(inputs)), target)))
+        rows = tuple(tensor[:JUDGED] for tensor in mine.stop or ())
+        losses.append(float(found.crps(*judge(ensemble, rows))))
     return candidates[losses.index(min(losses))]
 
 
@@ -222,13 +201,12 @@ def race(prepared: Prepared, sizes: choices.Sizes) -> choices.Sizes:
     epochs = choices.shortened(sizes).epochs
     share = 0.3 / (2 * len(running))
     while len(running) > 1:
-        losses = []
+        losses = {}
         for mine in running:
             short = choices.shortened(mine)._replace(epochs=epochs, patience=epochs)
             run = train(embed(prepared, short), prepared, short, share, quiet=True)
-            losses.append(min(row["metric"] for row in run.epochs))
-        order = sorted(range(len(running)), key=losses.__getitem__)
-        running = [running[i] for i in order[: len(running) // 2]]
+            losses[mine] = min(row["metric"] for row in run.epochs)
+        running = sorted(running, key=losses.__getitem__)[: len(running) // 2]
         epochs, share = 2 * epochs, 2 * share
     return running[0]
 
@@ -316,22 +294,13 @@ def falling(steps: int, epochs: int, seconds: float) -> Callable[[torch.optim.Op
     return lambda optimizer: LambdaLR(optimizer, factor)
 
 
-def held_out_losses(head: AnyHead, outputs: Tensor, target: Tensor) -> tuple[float, list[float]]:
-    """Return the loss of the ensemble, and of each member."""
-    members = [float(head.metric(member[None], target)) for member in outputs]
-    return float(head.metric(outputs, target)), members
-
-
 def calibrate(ensemble: EmbeddedEnsemble, prepared: Prepared) -> tuple[AnyHead, dict | None]:
     """Return the calibrated head, and the losses on the rows that training was stopped by."""
     head = replace(prepared.head, temperature=1.0, scores=None)
-    stop, other = (
-        None if rows is None else (run_members(ensemble, rows[:-1]), rows[-1])
-        for rows in (prepared.stop, prepared.calibrate)
-    )
-    if stop is None:
+    if prepared.stop is None:
         return head, None
-    ensemble_loss, members = held_out_losses(head, *stop)
-    head = head.tempered(*stop) if prepared.options.calibrate else head
-    head = head.scored(*(other or stop))
-    return head, {"ensemble": ensemble_loss, "members": members}
+    outputs, target = judge(ensemble, prepared.stop)
+    loss, *members = (float(head.metric(some, target)) for some in (outputs, *outputs.split(1)))
+    head = head.tempered(outputs, target) if prepared.options.calibrate else head
+    scored = judge(ensemble, prepared.calibrate) if prepared.calibrate else (outputs, target)
+    return head.scored(*scored), {"ensemble": loss, "members": members}

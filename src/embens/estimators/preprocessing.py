@@ -16,8 +16,6 @@ towards the mean of all, and how often it is there. Rows to train on never see t
 there: they are dealt out to folds, and each takes the statistics of the other folds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -202,18 +200,25 @@ def learn(
             notes.append(f"{table.names[column]} has no value at all and is ignored")
             found.append((np.zeros(0), np.zeros(0)))
             continue
-        middle, spread = _centre_and_scale(seen, mass)
+        lower, middle, upper = _quantiles(seen, mass, [0.25, 0.5, 0.75])
+        spread = (upper - lower) / 1.349  # of the middle half, which outliers don't move
+        spread = spread or np.average(np.abs(seen - middle), weights=mass)
+        spread = spread if 0 < spread < math.inf else 1.0
         scaled = ((seen - middle) / spread).clip(-FAR, FAR).astype("float32").astype("float64")
         given = None if options.binning == "quantile" else target
         edges = _edges(scaled, mass, bins, None if given is None else given.numpy()[present])
         found.append((edges, _scores(scaled, mass, edges, options.scaling)))
-        centre[i], scale[i] = middle, spread
+        centre[i], scale[i] = float(middle), float(spread)
     edges = torch.full((len(numeric), max([1, *(len(e) for e, _ in found)])), math.nan)
     scores = edges.clone()
     for i, pair in enumerate(found):
         for at, values in zip((edges, scores), pair, strict=True):
             at[i, : len(values)] = torch.from_numpy(values)
-    kept = [_frequent(counts[j], float(masses.sum()), budget) for j in chosen]
+    kept, least = [], min(10.0, float(masses.sum()) / 1000)
+    for mine in counts.values():  # the most frequent
+        names = [name for name in mine if name is not None]
+        order = sorted(names, key=lambda name: (-mine[name], name))
+        kept.append(sorted(name for name in order[:budget] if mine[name] >= least))
     rare = [bool(counts[j].keys() - {None, *names}) for j, names in zip(chosen, kept, strict=True)]
     counted, labels, statistics = [], [], []
     if target is not None and folds is not None and target.shape[1] <= CLASSES:
@@ -264,13 +269,6 @@ def _quantiles(values: np.ndarray, weights: np.ndarray, levels: Any) -> np.ndarr
     return np.quantile(values, levels, weights=weights, method="inverted_cdf")
 
 
-def _centre_and_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """Return the median, and a scale that outliers don't move: that of the middle half."""
-    low, middle, high = _quantiles(values, weights, [0.25, 0.5, 0.75])
-    scale = (high - low) / 1.349 or float(np.average(np.abs(values - middle), weights=weights))
-    return float(middle), scale if scale > 0 and math.isfinite(scale) else 1.0
-
-
 def _edges(
     values: np.ndarray, weights: np.ndarray, bins: int, target: np.ndarray | None
 ) -> np.ndarray:
@@ -316,10 +314,3 @@ def _count(values: Sequence[Any], weights: np.ndarray) -> dict[str | None, float
     for value, weight in zip(values, weights.tolist(), strict=True):
         counts[None if is_missing(value) else label(value)] += weight
     return counts
-
-
-def _frequent(counts: dict[str | None, float], rows: float, budget: int) -> list[str]:
-    """Return the labels to keep."""
-    names = [name for name in counts if name is not None]
-    order = sorted(names, key=lambda name: (-counts[name], name))
-    return sorted(n for n in order[:budget] if counts[n] >= min(10.0, rows / 1000))

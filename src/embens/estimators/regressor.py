@@ -1,11 +1,8 @@
-r"""The regressor: a mixture of Gaussians, one or a few for each member.
+"""The regressor: a mixture of Gaussians, one or a few for each member, with conformal intervals.
 
-Its variance is the members' mean variance plus the variance of their means: aleatoric plus
-epistemic. Intervals are conformal: :mod:`embens.uncertainty`. ``neg_nll`` and
-``neg_crps`` are scorers for ``scoring=``, greater is better; classifiers have ``"neg_log_loss"``.
+``neg_nll`` and ``neg_crps`` are scorers for ``scoring=``, greater is better; classifiers have
+``"neg_log_loss"``.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass

@@ -4,8 +4,6 @@ The former holds the ensemble, the preprocessing, the calibration, the arguments
 nothing in it is ever executed. ``joblib`` works as well, with pickle's usual risks.
 """
 
-from __future__ import annotations
-
 import os
 from numbers import Integral
 from pathlib import Path

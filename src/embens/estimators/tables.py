@@ -9,11 +9,9 @@ Not here: files (:mod:`embens.estimators.files`), and what becomes of the column
 (:mod:`embens.estimators.preprocessing`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import narwhals.stable.v2 as nw
 import numpy as np
@@ -92,7 +90,7 @@ class Table:
                 "fitted, this is a column of numbers; if it is not, see categorical_features."
             ) from None
 
-    def check(self) -> Table:
+    def check(self) -> Self:
         """Raise where a column that is not categorical can't be read as numbers."""
         for column in range(len(self.names)):
             if not self.is_categorical(column):
@@ -103,8 +101,8 @@ class Table:
         """Return a column as Python values, None or NaN where one is missing."""
         return self.column(column).to_list()
 
-    def take(self, rows: Any) -> Table:
-        return Table(self.frame[rows], folder=self.folder)
+    def take(self, rows: Any) -> Self:
+        return type(self)(self.frame[rows], folder=self.folder)
 
 
 def place(rows: Any, column: str | None = None, first: int = 0) -> str:

@@ -10,8 +10,6 @@ processes takes its part of every batch; a loader has to deal out rows itself
 (``DistributedSampler``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

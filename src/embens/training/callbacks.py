@@ -8,9 +8,8 @@ processes only the first has callbacks. Where one has ``state_dict`` and ``load_
 state is kept in the run's checkpoints.
 """
 
-from __future__ import annotations
-
 import csv
+import math
 import os
 import sys
 import time
@@ -26,12 +25,7 @@ from embens.files import write_atomically
 
 MOMENTS = ("on_step", "on_epoch", "on_end")
 _INTERVAL = 0.1  # seconds between updates of the bar
-_SHOWN = {
-    "loss": "loss",
-    "ensemble_accuracy": "accuracy",
-    "validation_loss": "validation loss",
-    "validation_ensemble_accuracy": "validation accuracy",
-}
+_SHOWN = ("loss", "ensemble_accuracy", "validation_loss", "validation_ensemble_accuracy")
 
 
 def by_moment(callbacks: Sequence[Any]) -> dict[str, list[Callable]]:
@@ -137,10 +131,9 @@ class Progress:
         self.bar.update(0, completed=self.done, text=text)
 
     def epoch(self, record: dict[str, Any]) -> None:
-        values = ((name, record.get(key)) for key, name in _SHOWN.items())
-        shown = [f"{name} {v:.4g}" for name, v in values if v is not None and v == v]
-        shown.append(f"{record['seconds']:.2g} s")
-        text = f"epoch {record['epoch']}/{self.epochs}: {', '.join(shown)}"
+        values = [(name, v) for name in _SHOWN if (v := record.get(name, math.nan)) == v]
+        words = [f"{n.replace('ensemble_', '').replace('_', ' ')} {v:.4g}, " for n, v in values]
+        text = f"epoch {record['epoch']}/{self.epochs}: {''.join(words)}{record['seconds']:.2g} s"
         if self.bar:
             self.bar.update(0, completed=self.done, text=text)
         elif self.wanted:

@@ -3,8 +3,6 @@
 Two files are kept. A folder is used by one run at a time, which holds its lock.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,12 +1,10 @@
 """Settings of each member's own in ``embens.fit`` (hyper-deep ensembles, Wenzel et al. 2020)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +12,9 @@ from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
+from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import MakeOptimizer, is_linear_in_rate
 from embens.objective import BatchKind, Criterion, member_losses, squared_error
-
-if TYPE_CHECKING:
-    from embens.ensemble import EmbeddedEnsemble
 
 
 @dataclass(frozen=True, eq=False)

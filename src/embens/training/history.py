@@ -114,11 +114,21 @@ class Tally:
 
     def add(self, losses: Tensor, outputs: Any, target: Any, rows: int) -> None:
         self._losses.append((losses.detach(), rows))
-        if is_classification(outputs, target, self.batch):
+        if self._are_classes(outputs, target):
             self._answers.append((outputs.detach(), target))
             self._size += outputs.numel()
             if self._size > _BUFFER:
                 self.flush()
+
+    def _are_classes(self, outputs: Any, target: Any) -> bool:
+        """Return whether outputs are logits of classes and the target their indices."""
+        if not (isinstance(outputs, Tensor) and isinstance(target, Tensor)):
+            return False
+        if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+            return False
+        if outputs.dim() != (2 if self.batch == "split" else 3) or outputs.shape[-1] < 2:
+            return False
+        return target.shape == (outputs[0] if self.batch == "same" else outputs).shape[:-1]
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -132,11 +142,9 @@ class Tally:
             weights = torch.tensor(weights, dtype=torch.float64).to(self.sums["loss"].device)
             self.sums["loss"] += (weights * torch.stack(losses)).sum(0)
             self.sums["rows"] += weights.sum(0)
-        if self._answers:
-            self._count_answers()
-        self._losses, self._answers, self._size = [], [], 0
-
-    def _count_answers(self) -> None:
+            self._losses = []
+        if not self._answers:
+            return
         outputs = torch.cat([o for o, _ in self._answers], 0 if self.batch == "split" else 1)
         target = torch.cat([t for _, t in self._answers], -1).to(outputs.device)
         rated = (target >= 0) & (target < outputs.shape[-1])  # others are labels to ignore
@@ -151,6 +159,7 @@ class Tally:
             ones = right.to(torch.float32)
             self.sums["together"] += ones @ ones.T  # whole numbers, exact below 2²⁴
             self.sums["ensemble"] += ((outputs.mean(0).max(-1).indices == target) & rated).sum()
+        self._answers, self._size = [], 0
 
     def summary(self, prefix: str = "") -> dict[str, Any]:
         self.flush()
@@ -178,14 +187,3 @@ class Tally:
         together = self.sums["together"].cpu()[varies][:, varies] / count
         correlation = (together - chance[:, None] * chance) / (deviation[:, None] * deviation)
         return float((correlation.sum() - correlation.trace()) / (members * (members - 1)))
-
-
-def is_classification(outputs: Any, target: Any, batch: str = "same") -> bool:
-    """Return whether outputs are logits of classes and the target their indices."""
-    if not (isinstance(outputs, Tensor) and isinstance(target, Tensor)):
-        return False
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        return False
-    if outputs.dim() != (2 if batch == "split" else 3) or outputs.shape[-1] < 2:
-        return False
-    return target.shape == (outputs[0] if batch == "same" else outputs).shape[:-1]

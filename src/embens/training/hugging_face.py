@@ -1,7 +1,5 @@
 """The ``Trainer`` of transformers, for ensembles; imported from here, by those who have it."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

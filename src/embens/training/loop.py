@@ -1,7 +1,5 @@
 """``embens.fit``: the plain loop around :func:`embens.objective`, and what determines a run."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -160,12 +158,8 @@ def fit(
         raise ValueError("the ensemble has no parameter that requires a gradient")
     if ensemble.plan.heads is not None and batch == "same":
         given["batch"] = "own"
+    Settings(**given).check()
     settings = Settings(**{name: given[name] for name in given if name not in _NO_SETTINGS})
-    settings.check(validation is not None)
-    if every is not None:
-        check_whole("every", every)
-    if time_limit is not None:
-        check_number("time_limit", time_limit, "a number above 0", lambda number: number > 0)
     with evaluating(ensemble), randomness.seeded(seed), torch.enable_grad():  # modes are kept
         run = Trainer(ensemble, train, validation, settings, callbacks, progress)
         return run.train(checkpoint, every, time_limit)
@@ -174,15 +168,15 @@ def fit(
 class Settings(SimpleNamespace):
     """The arguments of :func:`embens.fit` that can change its result, by their names there."""
 
-    def check(self, validation: bool) -> None:
-        for name in ("epochs", "batch_size", "chunk", "patience", "seed", "accumulate"):
+    def check(self) -> None:
+        for name in ("epochs", "batch_size", "chunk", "patience", "seed", "accumulate", "every"):
             if (value := getattr(self, name)) is not None:
                 check_whole(name, value, 0 if name in ("epochs", "seed") else 1)
         choices = {**OPTIONS, "keep": ("best", "last"), "schedule_by": ("epoch", "step")}
         choices["autocast"] = (None, torch.bfloat16, torch.float16)
         for name, possible in choices.items():
             check_choice(name, getattr(self, name), possible)
-        for name in ("clip", "average"):
+        for name in ("clip", "average", "time_limit"):
             if (value := getattr(self, name)) is not None:
                 check_number(name, value, "a number above 0", lambda number: number > 0)
         if self.compile and (self.chunk is not None or torch.__version__ < (2, 10)):  # type: ignore[operator]
@@ -196,7 +190,7 @@ class Settings(SimpleNamespace):
             raise ValueError("chunk= needs batch='same' and of='members'; leave it out")
         if self.of != "members" and self.batch != "same":
             raise ValueError(f"of={self.of!r} needs batch='same'; got batch={self.batch!r}")
-        if self.patience is not None and not validation:
+        if self.patience is not None and self.validation is None:
             raise ValueError("patience: early stopping needs validation data; got none")
         self.more_is_better(self.metric or "accuracy")
 

@@ -5,8 +5,6 @@ process with the joint batch, to rounding, as long as rows don't influence one a
 and the criterion is a mean over rows (not over class weights).
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Iterable

@@ -4,16 +4,15 @@ Data are looked at once: tensors before the first step, those of a loader as the
 are not finite are refused where the loss is not finite either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from embens.checks import Gamma, check_number, find_gaps, gradient_factor
+from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
 from embens.objective import (
@@ -26,10 +25,7 @@ from embens.objective import (
 )
 from embens.training import parallel, randomness
 from embens.training.batches import AnyBatches, Loaded, Minibatch, Shuffled, map_tensors
-
-if TYPE_CHECKING:
-    from embens.ensemble import EmbeddedEnsemble
-    from embens.training.each import EachMember
+from embens.training.each import EachMember
 
 Result = tuple[Tensor, Any, Any, int]
 """What a batch gave: the losses of members, their outputs, the target and how many rows."""
@@ -60,7 +56,7 @@ class Passes:
             losses, outputs = self._backward(inputs, target, weight, batch.numbers)
         loss = losses.sum()
         if self.ensemble.plan.has_prior:
-            kl = self._kl()
+            kl = self.ensemble.kl() / self._rows()
             self._scaled(kl, weight).backward()
             loss = loss + kl.detach()
         _refuse(name, gaps, loss)
@@ -106,17 +102,15 @@ class Passes:
         losses, outputs = (gather(parts, torch.cat) for parts in zip(*seen, strict=True))
         return losses, outputs
 
-    def _kl(self) -> Tensor:
-        """Return the members' divergence from their prior, for each row."""
+    def _rows(self) -> int:
         batches = self.batches
         try:
-            rows = batches.count if isinstance(batches, Shuffled) else len(batches.data.dataset)
+            return batches.count if isinstance(batches, Shuffled) else len(batches.data.dataset)
         except (AttributeError, TypeError):
             raise TypeError(
                 "train: the divergence from the prior is divided by the number of rows, which this "
                 "loader does not know; pass tensors, or a DataLoader of a data set with a length"
             ) from None
-        return self.ensemble.kl() / rows
 
     def _scaled(self, loss: Tensor, weight: float) -> Tensor:
         return self.scaler.scale(loss if weight == 1 else weight * loss)

@@ -1,7 +1,5 @@
 """The global generators that a run draws from: of torch, Python and, once imported, numpy."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``embens.select``: the greedy choice of members on held-out data (Caruana et al. 2004)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -61,9 +59,7 @@ def select(
         raise TypeError("select expects a network that returns one tensor, and one target of each")
     outputs, target = torch.cat(parts, 1).double(), torch.cat(targets)
     target = target.double() if target.is_floating_point() else target
-    if metric is None:
-        numbers = default_criterion(outputs, target) is squared_error
-        metric = _squared_error if numbers else _log_loss
+    metric = metric or _loss
     path: list[tuple[float, list[int]]] = [(0.0, [])]
     for _ in range(size):
         candidates = [[*path[-1][1], a] for a in range(ensemble.members)]
@@ -76,10 +72,8 @@ def select(
     return ensemble.subset(last[1])
 
 
-def _squared_error(outputs: Tensor, target: Tensor) -> Tensor:
-    return squared_error(outputs.mean(0), target)
-
-
-def _log_loss(outputs: Tensor, target: Tensor) -> Tensor:
-    mean = outputs.log_softmax(2).logsumexp(0) - math.log(len(outputs))
-    return F.cross_entropy(mean, target)  # the logarithms of probabilities are logits
+def _loss(outputs: Tensor, target: Tensor) -> Tensor:
+    if default_criterion(outputs, target) is squared_error:
+        return squared_error(outputs.mean(0), target)
+    mean = outputs.log_softmax(2).logsumexp(0)  # logarithms of probabilities, but for a constant
+    return F.cross_entropy(mean, target)

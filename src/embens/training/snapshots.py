@@ -16,8 +16,6 @@ rate is :math:`\eta` times
             + \tfrac{1}{\sqrt{2 (K - 1)}} D z_2, \qquad z_1, z_2 \sim N(0, 1)
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os
@@ -48,7 +46,7 @@ PASSED_ON = (  # to fit
 
 
 @suggest()
-def snapshots(
+def snapshots(  # noqa: D417
     reference: nn.Module,
     train: Any,
     members: int = 5,
@@ -80,16 +78,9 @@ def snapshots(
         schedule: "cosine", "triangular" or "swag"; see :mod:`embens.training.snapshots`.
         rank: of "swag": :math:`K`, the deviations that are kept. The statistics of norm layers of
             its members are those of the train data.
-        batch_size: this and all that follow are as for ``fit``.
-        lr: the largest rate.
-        weight_decay: of all weights.
-        criterion: a function of outputs and target.
-        optimizer: a function from parameter groups to an optimizer.
-        callbacks: of the run.
+        lr: the largest rate; this and all that is not named here are as for ``fit``.
         seed: of the run and of the draws.
         checkpoint: a folder; a run that was stopped goes on from there, members included.
-        every: steps between checkpoints; None: one after each epoch.
-        progress: show a bar.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -132,8 +123,10 @@ def snapshots(
     if swag:
         device = next(joined.parameters()).device
         moved = ([map_tensors(lambda v: v.to(device), b.inputs)] for b in batches.epoch(0))
+        bind = joined.register_forward_pre_hook(lambda _, x, __: joined.bind(*x), with_kwargs=True)
         with randomness.seeded(seed), evaluating(joined):  # to have their modes again at the end
-            update_bn(moved, _Bound(joined))
+            update_bn(moved, joined)
+        bind.remove()
     return joined
 
 
@@ -216,15 +209,3 @@ class _Keeper:
 
 def _copy(ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in ensemble.state_dict().items()}
-
-
-class _Bound(nn.Module):
-    """An ensemble that takes all inputs as one argument."""
-
-    def __init__(self, ensemble: EmbeddedEnsemble):
-        super().__init__()
-        self.ensemble = ensemble
-
-    def forward(self, inputs: Any) -> Any:
-        args, kwargs = self.ensemble.bind(inputs)
-        return self.ensemble(*args, **kwargs)

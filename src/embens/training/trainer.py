@@ -6,17 +6,14 @@ a loss that is not finite is found a little later than it happens, and the run g
 weights of the epoch before.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import reduce
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +21,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.export import evaluating
 from embens.ensemble.run import gather
 from embens.objective import gaussian_nll, squared_error
@@ -33,9 +31,6 @@ from embens.training.callbacks import Progress, by_moment
 from embens.training.checkpoint import Checkpoints
 from embens.training.history import History, Tally, history_of
 from embens.training.passes import Passes, clip_gradients_
-
-if TYPE_CHECKING:
-    from embens.ensemble import EmbeddedEnsemble
 
 _CHECK_EVERY = 64  # steps between looks at whether losses are finite
 _DEFAULTS = {f.__name__: f for f in (F.cross_entropy, squared_error, gaussian_nll)}
@@ -83,17 +78,13 @@ class Trainer:
             world=self.world,
             repetition=ensemble.plan.heads and ensemble.plan.heads.repetition,
         )
-        self.validation = None
-        if validation is not None:  # all rows, in their order
-            given = {"seed": None, "name": "validation"}
-            self.validation = batches_of(validation, settings.batch_size, **given)
+        in_order = {"seed": None, "name": "validation"}
+        rows = settings.batch_size
+        self.validation = None if validation is None else batches_of(validation, rows, **in_order)
         self.progress = Progress(progress, settings.epochs, len(self.batches))
         self.shared = list(ensemble.shared_parameters())
         self.individual = list(ensemble.individual_parameters())
         self.parameters = [*self.shared, *self.individual]
-        if settings.each is not None:
-            rows = self.batches.count if self.batches.resumable else None
-            settings.each.check(ensemble, rows, settings.optimizer)
         parallel.broadcast_(self.world, ensemble.state_dict().values())
         self.optimizer = settings.make_optimizer(ensemble)
         self.scheduler = settings.make_scheduler(self.optimizer)
@@ -101,12 +92,17 @@ class Trainer:
         if self.plateau and settings.schedule_by == "step":
             raise ValueError("ReduceLROnPlateau goes by a metric of epochs: schedule_by='epoch'")
         if settings.each is not None:
+            rows = self.batches.count if self.batches.resumable else None
+            settings.each.check(ensemble, rows, settings.optimizer)
             settings.each.attach(self.optimizer, self.individual)
         self.judged = ensemble if settings.average is None else copy.deepcopy(ensemble)
         if settings.average is not None and len(self.batches) == 0:
             raise ValueError("average: this loader does not know how many batches an epoch has")
         self.passes = Passes(ensemble, settings, self.batches)
         self.scaler = self.passes.scaler
+        names = ["ensemble", "optimizer", "scheduler", "scaler"]
+        names += [] if self.judged is ensemble else ["judged"]
+        self.parts = {name.replace("ensemble", "model"): getattr(self, name) for name in names}
         self.epoch = self.steps = 0
         self.records: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] | None = None
@@ -154,13 +150,12 @@ class Trainer:
         batches = self.batches.epoch(self.epoch, self.step * self.settings.accumulate)
         while several := list(islice(batches, self.settings.accumulate)):
             self._take_step(several)
-            if checkpoints and every and self.steps % every == 0:
-                self.seconds = time.perf_counter() - began
+            late = self.deadline < math.inf and self._agree(time.monotonic() > self.deadline)
+            self.seconds = time.perf_counter() - began
+            within = self.batches.resumable if late else every and self.steps % every == 0
+            if checkpoints and within:  # to go on within this epoch
                 self._save(checkpoints)
-            if self.deadline < math.inf and self._is_late():
-                if checkpoints and self.batches.resumable:  # to go on within this epoch
-                    self.seconds = time.perf_counter() - began
-                    self._save(checkpoints)
+            if late:
                 self.stopped = "time"
                 break
         self.seconds = time.perf_counter() - began
@@ -168,11 +163,11 @@ class Trainer:
         if checkpoints and (not every or self.stopped) and self.stopped != "time":
             self._save(checkpoints)
 
-    def _is_late(self) -> bool:
-        """Return whether time is up by the clock of the first process: all end at one step."""
-        late = torch.tensor([float(time.monotonic() > self.deadline)], device=self.device)
-        parallel.broadcast_(self.world, [late])
-        return bool(late)
+    def _agree(self, value: Any) -> float:
+        """Return a number as the first process has it, so that all end at one step."""
+        number = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
+        parallel.broadcast_(self.world, [number])
+        return float(number)
 
     def _take_step(self, several: Sequence[Minibatch]) -> None:
         """Make one step on the mean over the rows of some batches."""
@@ -193,7 +188,7 @@ class Trainer:
             self._check_losses()
             raise
         total, members = None if None in totals else sum(totals), len(result[0])
-        loss = reduce(torch.add, losses)
+        loss = sum(losses[1:], losses[0])
         loss = parallel.average_(self.world, loss, self.parameters, rows, total)
         self.scaler.unscale_(self.optimizer)
         if self.settings.clip is not None:
@@ -299,9 +294,7 @@ class Trainer:
             value: Any = metric(outputs, gather(targets, torch.cat))
         else:
             value = record[_METRICS[metric]]
-        value = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
-        parallel.broadcast_(self.world, [value])
-        record["metric"], self.more = float(value), self.settings.more_is_better(metric)
+        record["metric"], self.more = self._agree(value), self.settings.more_is_better(metric)
 
     def _rates(self) -> dict[str, float]:
         found = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
@@ -328,12 +321,6 @@ class Trainer:
             history_of(self.records, self.best_epoch, "epochs"),
         )
 
-    def _stateful(self) -> dict[str, Any]:
-        """Return what has ``state_dict`` and ``load_state_dict``."""
-        names = ["optimizer", "scheduler", "scaler"]
-        names += [] if self.judged is self.ensemble else ["judged"]
-        return {"model": self.ensemble} | {name: getattr(self, name) for name in names}
-
     def _save(self, checkpoints: Checkpoints) -> None:
         self._check_losses()
         self.tally.flush()
@@ -343,7 +330,7 @@ class Trainer:
             return
         criterion = self.passes.criterion
         state = {
-            **{name: part.state_dict() for name, part in self._stateful().items()},
+            **{name: part.state_dict() for name, part in self.parts.items()},
             **{name: getattr(self, name) for name in _POSITION},
             "good": None if self.step == 0 else self.good,
             "random": randomness.get_states(),
@@ -356,7 +343,7 @@ class Trainer:
 
     def _load(self, state: dict[str, Any]) -> None:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # before the scheduler's
-        for name, part in self._stateful().items():
+        for name, part in self.parts.items():
             part.load_state_dict(state[name])
         for name in _POSITION:
             setattr(self, name, state[name])
@@ -377,14 +364,12 @@ def _copy(ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in ensemble.state_dict().items()}
 
 
-@torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
     """Return the norm of all gradients together; NaN if there are none."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients)) if gradients else math.nan
 
 
-@torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether all numbers are finite."""
     return all(bool(t.isfinite().all()) for t in tensors)
