@@ -494,3 +494,11 @@ def test_ood_auroc_says_what_is_wrong_with_its_target(target, error, message):
 def test_ood_auroc_says_what_is_wrong_with_a_score(score, message):
     with pytest.raises(ValueError, match=f"score: .*{message}"):
         metrics.ood_auroc(torch.zeros(3, 2, 2), torch.tensor([0, 1]), score=score)
+
+
+def test_calibration_error_has_a_gradient_where_bins_are_empty():
+    outputs = torch.randn(3, 20, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    metrics.expected_calibration_error(outputs, torch.zeros(20, dtype=torch.long)).backward()
+    assert outputs.grad is not None
+    assert outputs.grad.isfinite().all()
+    assert outputs.grad.any()

@@ -112,14 +112,8 @@ class Reliability(NamedTuple):
 
 def reliability(outputs: Outputs, target: Target, *, bins: int = 15) -> Reliability:
     """Mean confidence and accuracy in bins of equal width of the predicted class's probability."""
-    if not isinstance(bins, int) or bins < 1:
-        raise ValueError(f"bins: expected a positive integer, got {bins!r}; 15 is usual")
-    outputs, target = _check(outputs, target)
-    confidence, predicted = _log_mean_probability(outputs).exp().max(-1)
-    edges = torch.linspace(0, 1, bins + 1, dtype=outputs.dtype, device=outputs.device)
-    index = torch.bucketize(confidence.detach(), edges[1:-1], right=True)
-    membership = one_hot(index, bins).to(outputs.dtype)
-    correct, samples = (predicted == target).to(outputs.dtype), membership.sum(0)
+    confidence, correct, membership = _binned(outputs, target, bins)
+    samples = membership.sum(0)
     return Reliability(confidence @ membership / samples, correct @ membership / samples, samples)
 
 
@@ -131,8 +125,20 @@ def expected_calibration_error(
     .. math::
         \sum_b \frac{n_b}{n} \left| \mathrm{accuracy}_b - \mathrm{confidence}_b \right|
     """
-    confidence, accuracy, samples = reliability(outputs, target, bins=bins)
-    return (samples * (accuracy - confidence).abs()).nansum() / samples.sum()
+    confidence, correct, membership = _binned(outputs, target, bins)
+    return ((correct - confidence) @ membership).abs().sum() / len(correct)
+
+
+def _binned(outputs: Tensor, target: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the confidence and correctness of each sample, and its bin as ``(batch, bin)``."""
+    if not isinstance(bins, int) or bins < 1:
+        raise ValueError(f"bins: expected a positive integer, got {bins!r}; 15 is usual")
+    outputs, target = _check(outputs, target)
+    confidence, predicted = _log_mean_probability(outputs).exp().max(-1)
+    edges = torch.linspace(0, 1, bins + 1, dtype=outputs.dtype, device=outputs.device)
+    index = torch.bucketize(confidence.detach(), edges[1:-1], right=True)
+    correct = (predicted == target).to(outputs.dtype)
+    return confidence, correct, one_hot(index, bins).to(outputs.dtype)
 
 
 def predictive_entropy(outputs: Outputs, target: Ignored = None) -> Float[Tensor, " batch"]:
