@@ -10,8 +10,6 @@ Not here: files that grow line by line (:mod:`embens.experiments.results`), and 
 (:mod:`embens.data.download`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,6 +1,7 @@
 """``embens kernel``: kernels of an infinitely wide ensemble, written to a file."""
 
 import argparse
+from collections.abc import Callable
 
 import torch
 
@@ -16,10 +17,8 @@ EXAMPLE = """example:
 Interrupted, the same command goes on where it stopped."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(add: Callable[..., object]) -> None:
     """Add the options of ``embens kernel``."""
-    parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
     network = "mlp(inputs=64, depth=3, weight_std=1.4142135623730951)"
     add("--network", default=network, help=f"{NETWORK_HELP} (default: %(default)s)")
     add("--law", help="law of all modulations, such as 'Shifted(0.5)'")
@@ -36,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress bar")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run ``embens kernel``; return its exit code."""
+def run(options: argparse.Namespace) -> None:
+    """Run ``embens kernel``."""
     check_path(options.out)
     law = options.law or "Normal()"
     pre, post = (parse_law(law if text is None else text) for text in (options.pre, options.post))
@@ -55,4 +54,3 @@ def run(options: argparse.Namespace) -> int:
     if kernels is not None and not kernels.conditional:
         gamma = natural_gamma(kernels.to(torch.float64), options.members)
         print(f"natural gamma of {options.members} members: {gamma:.4g}")
-    return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(add: Callable[..., object]) -> None:
     """Add the options of ``embens reproduce``."""
-    add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="one of " + ", ".join(NAMES))
     add("--all", action="store_true", help="all experiments, one after another")
     add("--preset", choices=PRESETS, default="quick")

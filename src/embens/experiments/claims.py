@@ -52,12 +52,11 @@ class Rows:
         """Return the rows with these values; a list, tuple or set means any of them."""
         rows = self
         for column, value in values.items():
-            if isinstance(value, (list, tuple, set)):
-                chosen = rows[column].isin(list(value))
-            elif isinstance(value, float):
+            if isinstance(value, float):
                 chosen = (rows[column] - value).abs() < 1e-9
             else:
-                chosen = rows[column] == value
+                several = value if isinstance(value, (list, tuple, set)) else [value]
+                chosen = rows[column].isin(several)
             rows = rows._some(chosen, f"{column}={value}")
         return rows
 
@@ -146,6 +145,11 @@ def trend(some: Some, y: str, x: str = "members", **log: bool) -> Statistic:
     power, per = log.get("log_y", False), "per doubling of" if log.get("log_x", True) else "in"
     slope.__doc__ = f"exponent of {of} in {in_x}" if power else f"slope of {of} {per} {in_x}"
     return slope
+
+
+def less(y: str, some: Some, other: Some) -> Statistic:
+    """Return the statistic that is the mean of a column over some rows less that over others."""
+    return lambda rows: some(rows).mean(y) - other(rows).mean(y)
 
 
 def inverted_u(some: Some, x: str = "members") -> Statistic:

@@ -91,7 +91,6 @@ def systems(members: int = 4) -> dict[str, dict[str, Callable[..., EmbeddedEnsem
 
 SYSTEMS = [system for kind in systems().values() for system in kind]
 
-
 SWEEP = [sweep(system=SYSTEMS, members=MEMBERS, width=WIDTH)]
 
 

@@ -29,7 +29,6 @@ WIDTHS = {
 }
 SEEDS = {"quick": 30, "cpu": 10, "paper": 20}
 
-
 SWEEP = [
     sweep(kind=["centred", "shifted"], width=WIDTHS, members=8, samples=64),
     sweep(kind="input and output", width=1.0, members=8, samples=64),

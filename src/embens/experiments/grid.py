@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _PACKAGE = "embens.experiments"
 
-
 Record = dict[str, Any]
 """What became of a cell: its ``seconds`` and ``rows``, or an ``error``, which is text."""
 Engine = Callable[[Sequence[Cell]], Generator[tuple[Cell, Record]]]

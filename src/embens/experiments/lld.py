@@ -18,7 +18,6 @@ SHIFTS = {"quick": (0.0, 0.3, 0.6, 0.9), "cpu": (0.0, 0.5, 0.9), "paper": (0, 0.
 WIDTHS = (0.5, 1.0, 2.0)
 MEMBERS = {**contract.MEMBERS, "cpu": (1, 2, 5, 10, 20, 40), "paper": (1, 2, 5, 10, 20, 30, 50)}
 
-
 SWEEP = [sweep(p=SHIFTS, width=WIDTHS, members=MEMBERS), fair.sweep(WIDTHS)]
 
 

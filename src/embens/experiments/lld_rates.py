@@ -33,7 +33,6 @@ _FEW = (1, 2, 5, 10, 20)
 MEMBERS = {"quick": (*_FEW, 49), "cpu": (1, 3, 10, 30), "paper": (*_FEW, 30, 49)}
 SEEDS = {"quick": 4, "cpu": 3, "paper": 3}
 
-
 SWEEP = [
     sweep(family="lld", members=MEMBERS, lr=RATES),
     sweep(family="all", members=MEMBERS, lr={k: PRESETS[k].lr for k in PRESETS}),  # all layers

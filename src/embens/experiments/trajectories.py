@@ -20,7 +20,6 @@ from embens.experiments.figure import Figure, curves, panels, shades
 SCHEMES = (("1", 1.0), ("M", 1.0), ("M", 4.0))
 APART = 0.2  # relative difference of losses at which curves are apart
 
-
 SWEEP = [sweep(gamma=gamma, width=w, members=MEMBERS) for gamma, w in SCHEMES]
 
 

@@ -21,7 +21,6 @@ WIDTHS = {
     "paper": (0.25, 0.5, 1.0, 2.0, 4.0),
 }
 
-
 SWEEP = [sweep(width=WIDTHS, members=MEMBERS), fair.sweep(WIDTHS)]
 
 

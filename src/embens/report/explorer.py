@@ -112,16 +112,13 @@ ARCS = [math.pi / 2 * (1 - k / STEPS) for k in range(STEPS + 1)]
 """The arc cosines of the values of ``p``, from p = 0 to p = 1."""
 
 
-def positions() -> list[tuple[str, str, int, float]]:
-    """Return all positions of the dials, ``p`` changing fastest."""
-    return [*product(FAMILIES, ACTIVATIONS, DEPTHS, [round(math.cos(arc), 12) for arc in ARCS])]
-
-
-def render(progress: Callable[[list], Iterable] = iter) -> str:
-    """Return the page; ``progress`` wraps the positions that are computed."""
+def write(path: str | Path, progress: Callable[[list], Iterable] = iter) -> Path:
+    """Write the page; return where it is. ``progress`` wraps the positions that are computed."""
     generator = torch.Generator().manual_seed(4)
     normals = torch.randn(1 + DRAWN, POINTS, generator=generator).double()
-    rows = [numbers(ensemble_of(*dials), normals) for dials in progress(positions())]
+    shifts = [round(math.cos(arc), 12) for arc in ARCS]
+    positions = [*product(FAMILIES, ACTIVATIONS, DEPTHS, shifts)]  # the last changes fastest
+    rows = [numbers(ensemble_of(*dials), normals) for dials in progress(positions)]
     data = {
         "families": list(FAMILIES),
         "activations": list(ACTIVATIONS),
@@ -134,12 +131,7 @@ def render(progress: Callable[[list], Iterable] = iter) -> str:
     }
     packed = zlib.compress(json.dumps(data, allow_nan=False).encode(), 9)
     text = files("embens.report").joinpath("explorer.html").read_text(encoding="utf-8")
-    return text.replace("{{data}}", base64.b64encode(packed).decode())
-
-
-def write(path: str | Path, progress: Callable[[list], Iterable] = iter) -> Path:
-    """Write the page; return where it is."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, render(progress))
+    write_atomically(path, text.replace("{{data}}", base64.b64encode(packed).decode()))
     return path

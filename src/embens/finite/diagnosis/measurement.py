@@ -13,8 +13,6 @@ at the present weights: a first guess for a sweep, not a promise. Momentum :math
 :math:`1+\beta` times as much.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,21 +1,17 @@
 """A diagnosis: what :func:`embens.diagnose` found, as text, as a dict, as a picture."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import textwrap
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from embens.finite.diagnosis.measurement import Rates
 from embens.finite.forecasting import Forecast
-
-if TYPE_CHECKING:
-    from embens.theory.regime import RegimeReport
+from embens.theory.regime import RegimeReport
 
 WIDTH = 92
 
