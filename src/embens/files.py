@@ -250,14 +250,12 @@ def check_header(name: str, header: Any, kind: Format) -> None:
         raise Refused(f"{name} has format version {version}, {reads}; {advice}")
 
 
-def seal(record: dict[str, Any], arrays: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+def seal(record: dict[str, Any], arrays: Mapping[str, Any] = {}) -> dict[str, Any]:
     """Return what JSON can hold with a checksum of it, and of arrays that belong to it."""
-    return {**record, "sha256": checksum(json.dumps(record), arrays or {})}
+    return {**record, "sha256": checksum(json.dumps(record), arrays)}
 
 
-def unseal(
-    name: str, sealed: dict[str, Any], arrays: Mapping[str, Tensor] | None = None
-) -> dict[str, Any]:
+def unseal(name: str, sealed: dict[str, Any], arrays: Mapping[str, Any] = {}) -> dict[str, Any]:
     """Return what was sealed, or raise :class:`Refused` if anything in it is not as it was."""
     record = {key: value for key, value in sealed.items() if key != "sha256"}
     if seal(record, arrays)["sha256"] != sealed.get("sha256"):
@@ -265,7 +263,7 @@ def unseal(
     return record
 
 
-def checksum(text: str, arrays: Mapping[str, Any]) -> str:
+def checksum(text: str, arrays: Mapping[str, Any] = {}) -> str:
     """Return the SHA-256 of a text and of the names, types, shapes and values of arrays."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(arrays):

@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from filelock import FileLock, Timeout
 
+from embens import data
 from embens.checks import check_whole, closest
 from embens.experiments import NAMES, contract, engines, grid, results
 from embens.experiments.contract import Cell
@@ -88,14 +90,10 @@ def _check(options: argparse.Namespace) -> list[str]:
 
 
 def _setting(options: argparse.Namespace) -> Setting:
-    import torch
-
     found = options.preset == "paper" and torch.cuda.is_available()
     preset, device = PRESETS[options.preset], options.device or ("cuda" if found else "cpu")
     setting = replace(preset, epochs=options.epochs or preset.epochs, device=device)
     if options.download and setting.data == "cifar100":
-        from embens import data
-
         data.cifar100(download=True)
     try:
         return fingerprint(setting)

@@ -15,11 +15,8 @@ from embens.experiments.contract import Cell, Row, sweep, train
 from embens.experiments.figure import LABELS, Curve, Figure, Panel, curves, panels, shades
 from embens.experiments.transition import MEMBERS
 
-WIDTHS = {
-    "quick": (0.5, 1.0, 2.0, 4.0),
-    "cpu": (0.5, 1.0, 2.0),
-    "paper": (0.25, 0.5, 1.0, 2.0, 4.0),
-}
+_FEW = (0.5, 1.0, 2.0)
+WIDTHS = {"quick": (*_FEW, 4.0), "cpu": _FEW, "paper": (0.25, *_FEW, 4.0)}
 
 SWEEP = [sweep(width=WIDTHS, members=MEMBERS), fair.sweep(WIDTHS)]
 

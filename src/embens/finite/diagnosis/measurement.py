@@ -195,12 +195,9 @@ def sharpness(
     ensemble: EmbeddedEnsemble, x: Any, target: Any, criterion: Criterion, gamma: float
 ) -> float:
     r"""Return :math:`\lambda_{\max}(J D J^\top H)`, by power iterations with products alone."""
-    shared, own = (
-        [p for p in found if p.requires_grad]
-        for found in (ensemble.shared_parameters(), ensemble.individual_parameters())
-    )
-    parameters = [*shared, *own]
-    rates = [gamma / ensemble.members] * len(shared) + [1.0] * len(own)
+    groups = ensemble.parameter_groups(lr=1.0, gamma=gamma)
+    rates = {p: group["lr"] for group in groups for p in group["params"] if p.requires_grad}
+    parameters = list(rates)
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
         args, named = ensemble.bind(x)
         outputs = logits_of(ensemble(*args, **named))
@@ -217,7 +214,7 @@ def sharpness(
         vector = vector.reshape(outputs.shape)
         for _ in range(POWER):
             steps = grad(outputs, parameters, vector / vector.norm())
-            scaled = [rate * step for rate, step in zip(rates, steps, strict=True)]
+            scaled = [rate * step for rate, step in zip(rates.values(), steps, strict=True)]
             (moved,) = grad(pulled, dummy, scaled)
             (vector,) = grad(slope, outputs, moved)
             size = float(vector.norm())
