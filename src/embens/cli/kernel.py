@@ -9,7 +9,7 @@ from embens.checks import check_whole
 from embens.cli.specification import NETWORK_HELP, parse_law, parse_reference, read_data
 from embens.embedding.families import embed
 from embens.theory import load_kernels, natural_gamma, regime, write_kernels
-from embens.theory.storage import NAMES, check_path
+from embens.theory.storage import NAMES
 
 EXAMPLE = """example:
   embens kernel --network "mlp(inputs=64, depth=3, weight_std=1.414)" --law "Shifted(0.5)" \\
@@ -37,7 +37,6 @@ def add_arguments(add: Callable[..., object]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run ``embens kernel``."""
-    check_path(options.out)
     law = options.law or "Normal()"
     pre, post = (parse_law(law if text is None else text) for text in (options.pre, options.post))
     reference = parse_reference(options.network)

@@ -96,16 +96,16 @@ def curves(
 
 
 def panels(
-    draw: Callable[[str], list[Curve]],
+    draw: Callable[..., list[Curve]],
     titles: dict[str, str],
     x_label: str = "members M",
     *,
     x_log: int = 2,
     y_log: int = 0,
 ) -> list[Panel]:
-    """Return a panel for each of these columns, with a title and the curves of ``draw(column)``."""
+    """Return a panel for each of these columns, with a title and the curves of ``draw(y=…)``."""
     return [
-        Panel(title, x_label, LABELS.get(y, y.replace("_", " ")), draw(y), x_log, y_log)
+        Panel(title, x_label, LABELS.get(y, y.replace("_", " ")), draw(y=y), x_log, y_log)
         for y, title in titles.items()
     ]
 

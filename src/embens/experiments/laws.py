@@ -169,10 +169,10 @@ def plot(table: Frame) -> Figure:
         "correlation": "u and v: whose members err apart?",
         "effective_width": "what tails leave of the width, before training",
     }
-    found = panels(lambda y: draw(parts[BOTH], y=y), titles, "width")
+    found = panels(partial(draw, parts[BOTH]), titles, "width")
     for sites in ("u", "v"):
         see = {"nll": f"{sites} alone: lower is better"}
-        found += panels(lambda y, sites=sites: draw(parts[sites], y=y), see, "width")
+        found += panels(partial(draw, parts[sites]), see, "width")
     groups = table[table["sites"] == BOTH].groupby(["law", "width"])
     means = groups[["forecast_correlation", "correlation"]].mean()
     points = [
