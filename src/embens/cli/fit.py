@@ -66,8 +66,7 @@ def run(options: argparse.Namespace) -> None:
     columns = files.features(dataset.schema.names, [options.target, *apart])
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         folder = place if options.stream else None
-        parts = files.read(dataset, columns=[*columns, options.target])
-        table = files.gather(parts, folder)
+        table = files.gather(files.read(dataset, columns=[*columns, options.target]), folder)
         column, features = table.column(options.target), table.select(columns)
         known = column.is_valid()
         if pa.types.is_floating(column.type):

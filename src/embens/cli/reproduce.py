@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from embens import data
 from embens.checks import check_whole, closest
@@ -45,8 +45,7 @@ def add_arguments(add: Callable[..., object]) -> None:
     add("--first-seed", type=int, default=0, help="seeds from this one on")
     add("--members", type=int, nargs="+", help="only these numbers of members")
     add("--widths", type=float, nargs="+", help="only these relative widths")
-    fields = "FIELD=VALUE[,VALUE]"
-    add("--only", nargs="+", default=[], metavar=fields, help="only these cells")
+    add("--only", nargs="+", default=[], metavar="FIELD=VALUE[,VALUE]", help="only these cells")
     add("--epochs", type=int, help="another number of epochs (results kept apart)")
     add("--retry-failed", action="store_true", help="try failed cells again")
     add("--dry-run", action="store_true", help="say what would be done and how long it would take")
@@ -103,8 +102,7 @@ def _setting(options: argparse.Namespace) -> Setting:
 
 def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Cell]:
     count = options.seeds or len({cell.seed for cell in contract.cells(name, setting)})
-    seeds = range(options.first_seed, options.first_seed + count)
-    cells = contract.cells(name, setting, seeds)
+    cells = contract.cells(name, setting, range(options.first_seed, options.first_seed + count))
     wanted: dict[str, Any] = {"members": options.members, "width": options.widths}
     for item in options.only:
         field, _, values = item.partition("=")
@@ -158,18 +156,15 @@ def _reproduce(
     return len(failed)
 
 
-@contextmanager
-def _alone(console: Console, folder: Path) -> Iterator[None]:
-    """Wait until no other run works in a folder, and keep it for this one."""
+def _alone(console: Console, folder: Path) -> AcquireReturnProxy:
+    """Wait until no other run works in a folder; return what keeps it for this one."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".results.lock")
     try:
-        held = lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         console.print(f"{folder}: another run is at work here; this one waits for it to end")
-        held = lock.acquire()
-    with held:
-        yield
+        return lock.acquire()
 
 
 def watched(engine: Engine, console: Console, title: str) -> Engine:

@@ -43,8 +43,7 @@ def key_of(cell: Cell) -> str:
     """Return the key of a cell; one that several experiments sweep is the same in all of them."""
     code = code_version(cell.experiment)
     identity = {"experiment": cell.experiment, "cell": plain(cell), "code": code}
-    text = json.dumps(identity, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def plain(cell: Cell) -> dict[str, Any]:

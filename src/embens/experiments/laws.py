@@ -126,8 +126,7 @@ def _errors(rows: Rows) -> tuple[float, float]:
     """Return the mean errors of forecast correlations, and of the constant that is best of all."""
     means = rows.where(sites=BOTH).frame.groupby(["law", "width"]).mean(numeric_only=True)
     found, forecast = means["correlation"], means["forecast_correlation"]
-    constant = found.median()
-    return (found - forecast).abs().mean(), (found - constant).abs().mean()
+    return (found - forecast).abs().mean(), (found - found.median()).abs().mean()
 
 
 _BOTH = {"sites": [BOTH, "none"]}

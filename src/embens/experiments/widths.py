@@ -46,8 +46,7 @@ def _advantage(rows: Rows) -> float:
         chosen = mine.where(members=int(mine.best("members")))
         size = math.log(chosen.mean("parameters"))
         if size >= sizes.iloc[0] - 1e-9:
-            found = numpy.interp(size, sizes, envelope["accuracy"])
-            gains.append(chosen.mean("accuracy") - found)
+            gains.append(chosen.mean("accuracy") - numpy.interp(size, sizes, envelope["accuracy"]))
     if not gains:
         raise Missing("separate networks with as many parameters")
     return sum(gains) / len(gains)

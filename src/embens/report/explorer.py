@@ -38,6 +38,7 @@ STEPS = 12  # of the angle whose cosine is p: in it everything is smooth, also a
 ANGLES = 25  # from 0 to π, at which kernels are given
 WIDTH = 64  # effective widths are fractions of it
 POINTS = 41  # at which the ensemble that fits a curve is drawn
+GRID = torch.linspace(-math.pi, math.pi, POINTS).double()
 DRAWN = 4  # members of which a sample is drawn
 DATA = torch.tensor([-2.5, -2.0, -1.6, 0.2, 0.5, 1.9], dtype=torch.float64)
 
@@ -72,8 +73,7 @@ def numbers(ensemble: EmbeddedEnsemble, normals: Tensor) -> dict[str, Any]:
         "width": effective_width(ensemble, circle(angles[:1], 0)) / WIDTH,
         "kernels": [block[:, 0].tolist() for block in blocks],
     }
-    grid = torch.linspace(-math.pi, math.pi, POINTS).double()
-    x, test = circle(DATA, 1), circle(grid, 1)
+    x, test = circle(DATA, 1), circle(GRID, 1)
     three = kernels(ensemble, x), kernels(ensemble, test, x), kernels(ensemble, test)
     flows = {members: gradient_flow(*three, target(DATA), members) for members in MEMBERS}
     for members, flow in flows.items():
@@ -86,8 +86,7 @@ def _fitted(flow: GradientFlow, t: float, normals: Tensor) -> dict[str, Any]:
     """Return what is known of the outputs on the grid at some time, and a sample of members."""
     mean, covariance, of_mean = flow.mean(t)[:, 0], flow.covariance(t), flow.ensemble_variance(t)
     variance = covariance.same.diagonal()
-    truth = target(torch.linspace(-math.pi, math.pi, POINTS).double())[:, 0]
-    bias = (mean - truth).square().mean()
+    bias = (mean - target(GRID)[:, 0]).square().mean()
     # What members have in common, and what is each one's own. Roots are symmetric, so that curves
     # move smoothly as the dials are turned.
     own = normals[1:] @ _root(covariance.same - covariance.cross)
