@@ -68,9 +68,8 @@ def run(options: argparse.Namespace) -> None:
         folder = place if options.stream else None
         table = files.gather(files.read(dataset, columns=[*columns, options.target]), folder)
         column, features = table.column(options.target), table.select(columns)
-        known = column.is_valid()
-        if pa.types.is_floating(column.type):
-            known = pc.and_(known, pc.fill_null(pc.is_finite(column), False))
+        floating = pa.types.is_floating(column.type)
+        known = pc.fill_null(pc.is_finite(column), False) if floating else column.is_valid()
         rows = np.flatnonzero(known)
         y = files.to_numpy(column.take(rows))
         values, codes = np.unique(y, return_inverse=True)

@@ -62,7 +62,15 @@ def run(options: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     if options.data is not None:
         os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())  # for workers as well
-    setting = _setting(options)
+    here = options.preset == "paper" and torch.cuda.is_available()
+    preset, device = PRESETS[options.preset], options.device or ("cuda" if here else "cpu")
+    setting = replace(preset, epochs=options.epochs or preset.epochs, device=device)
+    if options.download and setting.data == "cifar100":
+        data.cifar100(download=True)
+    try:
+        setting = fingerprint(setting)
+    except FileNotFoundError as problem:
+        raise ValueError(f"{problem}. Here: --data DIR, or --download.") from None
     sweeps = {name: _cells(options, name, setting) for name in names}  # errors before any work
     swept = {name for cells in sweeps.values() for name in cells[0].swept}
     for item in options.only:
@@ -86,18 +94,6 @@ def _check(options: argparse.Namespace) -> list[str]:
         if "=" not in item:
             raise ValueError(f"--only expects FIELD=VALUE, for example p=0,0.9; got {item!r}")
     return list(NAMES) if options.all else [str(options.name)]
-
-
-def _setting(options: argparse.Namespace) -> Setting:
-    found = options.preset == "paper" and torch.cuda.is_available()
-    preset, device = PRESETS[options.preset], options.device or ("cuda" if found else "cpu")
-    setting = replace(preset, epochs=options.epochs or preset.epochs, device=device)
-    if options.download and setting.data == "cifar100":
-        data.cifar100(download=True)
-    try:
-        return fingerprint(setting)
-    except FileNotFoundError as problem:
-        raise ValueError(f"{problem}. Here: --data DIR, or --download.") from None
 
 
 def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Cell]:

@@ -284,11 +284,9 @@ def interval(
 def bootstrap(table: Frame) -> list[Rows]:
     """Return tables of as many seeds, drawn with replacement and numbered anew."""
     import numpy
+    import pandas
 
-    seeds, found = sorted(table["seed"].unique()), []
-    rows = [numpy.flatnonzero(table["seed"] == seed) for seed in seeds]
-    for draw in numpy.random.default_rng(0).integers(len(seeds), size=(DRAWS, len(seeds))):
-        taken = [rows[k] for k in draw]
-        numbers = numpy.repeat(range(len(seeds)), [len(some) for some in taken])
-        found.append(Rows(table.iloc[numpy.concatenate(taken)].assign(seed=numbers)))
-    return found
+    seeds = [rows for _, rows in table.groupby("seed")]
+    draws = numpy.random.default_rng(0).integers(len(seeds), size=(DRAWS, len(seeds)))
+    numbered = ((seeds[k].assign(seed=number) for number, k in enumerate(draw)) for draw in draws)
+    return [Rows(pandas.concat(some)) for some in numbered]

@@ -111,11 +111,7 @@ def perform(cell: Cell) -> Record:
 
 
 def run(
-    name: str,
-    cells: Sequence[Cell],
-    results: "Results",
-    engine: Engine,
-    retry_failed: bool = False,
+    name: str, cells: Sequence[Cell], results: "Results", engine: Engine, retry_failed: bool = False
 ) -> tuple[int, list[Cell]]:
     """Measure the cells that have no result, longest first.
 

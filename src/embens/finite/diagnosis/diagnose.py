@@ -105,8 +105,13 @@ def diagnose(
     equal = found.coupling == 1 or min(pull.mean, found.coupling) >= findings.NEARLY_EQUAL
     equal = equal and not ensemble.plan.low_rank  # which begin equal, and part in training
     total = float(measured.gram.trace()) or 1.0
-    if expected is None:
-        expected = _expect(given, x, target, criterion, gamma, measured.notes)
+    if expected is None and criterion is not F.cross_entropy:
+        measured.notes.append("no forecast: it is made for classes and their cross-entropy alone")
+    elif expected is None:
+        try:
+            expected = forecast(given, x, target, gamma=gamma)
+        except (TypeError, ValueError, RuntimeError) as error:
+            measured.notes.append(f"no forecast: {str(error).splitlines()[0]}")
     report = Diagnosis(
         regime=found,
         forecast=expected,
@@ -154,25 +159,6 @@ def _overlap(gram: Tensor, share: float = 1.0) -> LayerOverlap:
     return LayerOverlap(float(pairs.mean()), float(pairs.square().mean().sqrt()), share)
 
 
-def _expect(
-    ensemble: EmbeddedEnsemble,
-    x: Any,
-    target: Any,
-    criterion: Criterion,
-    gamma: Gamma,
-    notes: list[str],
-) -> Forecast | None:
-    """Return the forecast of a usual training; where there can be none, note why."""
-    if criterion is not F.cross_entropy:
-        notes.append("no forecast: it is made for classes and their cross-entropy alone")
-        return None
-    try:
-        return forecast(ensemble, x, target, gamma=gamma)
-    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-        notes.append(f"no forecast: {str(error).splitlines()[0]}")
-        return None
-
-
 def _limit(
     ensemble: EmbeddedEnsemble, x: Any, structure: Structure | None
 ) -> tuple[RegimeReport, float]:
@@ -190,7 +176,7 @@ def _limit(
             if found.exact and rows.dim() == 2:
                 return found, float(natural_gamma(kernels(ensemble, rows), members))
             return found, gamma_of(members, found.coupling)
-        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             why = f"without the limit: {str(error).splitlines()[0]}"
     coupling = structure.estimate()
     kind = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT

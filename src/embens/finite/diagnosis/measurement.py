@@ -144,7 +144,7 @@ def effective_widths(ensemble: EmbeddedEnsemble, x: Any) -> list[float]:
     try:
         pair = (ensemble, Structure(ensemble).reference)
         return [effective_width(network, rows) for network in pair]
-    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):
         return []
 
 
@@ -173,10 +173,7 @@ def kept_bytes(ensemble: EmbeddedEnsemble) -> Iterator[dict[int, int]]:
 
 
 def suggested_rates(
-    ensemble: EmbeddedEnsemble,
-    measured: Measured,
-    criterion: Criterion,
-    gamma: float,
+    ensemble: EmbeddedEnsemble, measured: Measured, criterion: Criterion, gamma: float
 ) -> Rates:
     """Return the rates as far as they can be found."""
     shared, own = float(measured.gram.trace()), float(measured.individual.square().sum())
@@ -185,7 +182,7 @@ def suggested_rates(
     x, target = take(measured.x, rows), take(measured.target, rows)
     try:
         top = sharpness(ensemble, x, target, criterion, gamma)
-    except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         measured.notes.append(f"no stable rate: {str(error).splitlines()[0]}")
         return Rates(None, factor)
     return Rates(2 / top if top > 0 else math.inf, factor)
