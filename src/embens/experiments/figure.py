@@ -84,14 +84,14 @@ def curves(
     groups = {None: table} if by is None else dict(list(table.groupby(by)))
     chosen = colours if isinstance(colours, dict) else dict.fromkeys(groups, colours)
     found = []
-    for value in (value for value in chosen if value in groups):
+    for value, colour in ((value, c) for value, c in chosen.items() if value in groups):
         each = groups[value].groupby([x, "seed"])[y].mean().reset_index()  # a seed is one number
         points = each.groupby(x)[y].agg(["mean", "sem"]).dropna(subset=["mean"]).fillna(0.0)
         if len(points):
             name = label.format(f"{value:g}" if isinstance(value, float) else value)
             values = points.reset_index().astype(float).T.values.tolist()
             early = ends if values[0][-1] < table[x].max() else ""
-            found.append(Curve(name, *values, colour=chosen[value], style=style, ends=early))
+            found.append(Curve(name, *values, colour=colour, style=style, ends=early))
     return found
 
 

@@ -251,7 +251,7 @@ def output_biases(ensemble: EmbeddedEnsemble, structure: Structure) -> dict[str,
     """Return the biases of the last layers that members share and that can be trained."""
     shared = {id(p) for p in ensemble.shared_parameters() if p.requires_grad}
     biases = {name: getattr(structure.layers[name], "bias", None) for name in structure.last}
-    return {name: bias for name, bias in biases.items() if id(bias) in shared}
+    return {name: b for name, b in biases.items() if isinstance(b, Tensor) and id(b) in shared}
 
 
 def _names(layers: Iterable[str]) -> str:
