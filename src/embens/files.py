@@ -31,6 +31,7 @@ from torch import Tensor
 
 _LEFTOVER = re.compile(r"\.(.+)\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}")
 _DAY = 86_400
+PathLike = str | os.PathLike[str]
 
 
 class Refused(ValueError):
@@ -45,7 +46,7 @@ class Format(NamedTuple):
 
 
 @contextlib.contextmanager
-def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
+def refusing(path: PathLike) -> Iterator[None]:
     """Turn whatever a file's content leads to into :class:`Refused`, with the file's name."""
     try:
         yield
@@ -58,9 +59,7 @@ def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise Refused(f"{Path(path).name} can't be read: {reason:.1000}") from error
 
 
-def write_atomically(
-    path: str | os.PathLike[str], content: str | bytes | Callable[[Path], object]
-) -> None:
+def write_atomically(path: PathLike, content: str | bytes | Callable[[Path], object]) -> None:
     """Write a file so that whoever reads it sees the old one or the new one, whole.
 
     ``content`` is text, bytes, or a function that writes a file or makes a folder at the path it is
@@ -142,10 +141,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
 
 def write_tensors(
-    path: str | os.PathLike[str],
-    kind: Format,
-    header: dict[str, Any],
-    tensors: Mapping[str, Tensor],
+    path: PathLike, kind: Format, header: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     """Write tensors, and a header that JSON can hold, to one safetensors file with a checksum."""
     from safetensors.torch import save
@@ -165,9 +161,7 @@ def write_tensors(
     write_atomically(path, save(kept, {"embens": json.dumps(header)}))
 
 
-def read_tensors(
-    path: str | os.PathLike[str], kind: Format
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_tensors(path: PathLike, kind: Format) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the header and the tensors of a file that :func:`write_tensors` wrote."""
     from safetensors import SafetensorError, safe_open
 
@@ -187,13 +181,13 @@ def read_tensors(
         return unseal(path.name, header, tensors), tensors
 
 
-def write_tree(path: str | os.PathLike[str], kind: Format, tree: dict[str, Any]) -> None:
+def write_tree(path: PathLike, kind: Format, tree: dict[str, Any]) -> None:
     """Write a tree of dicts, lists, numbers, strings and tensors to one safetensors file."""
     tensors: dict[str, Tensor] = {}
     write_tensors(path, kind, {"tree": pack(tree, tensors)}, tensors)
 
 
-def read_tree(path: str | os.PathLike[str], kind: Format) -> dict[str, Any]:
+def read_tree(path: PathLike, kind: Format) -> dict[str, Any]:
     """Return the tree in a file that :func:`write_tree` wrote."""
     header, tensors = read_tensors(path, kind)
     with refusing(path):
