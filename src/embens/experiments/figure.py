@@ -174,10 +174,9 @@ def _draw_curve(axis: Any, curve: Curve) -> Any:
 
 def _set_scales(axis: Any, panel: Panel) -> None:
     """Set linear or logarithmic axes, with ticks at plain numbers."""
-    import numpy
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    numbers = FuncFormatter(lambda value, _: numpy.format_float_positional(value, 6, trim="-"))
+    numbers = FuncFormatter(lambda value, _: f"{value:.6f}".rstrip("0").rstrip("."))
     shown = [(axis.xaxis, panel.x_log, "x"), (axis.yaxis, panel.y_log, "y")]
     for line, base, name in shown:
         values = [v for curve in panel.curves for v in getattr(curve, name)]

@@ -71,9 +71,7 @@ def measure(cell: Cell) -> list[Row]:
 
 
 def _spread(rows: Rows, kind: str) -> float:
-    import numpy
-
-    norms = numpy.log10(rows.where(kind=kind, width=1.0)["norm"].clip(lower=1e-30))
+    norms = rows.where(kind=kind, width=1.0)["norm"].clip(lower=1e-30).map(math.log10)
     return float(norms.quantile(0.95) - norms.quantile(0.05))
 
 

@@ -10,6 +10,7 @@ gradient is smaller by its scale, and the rate that trains it is larger.
 import math
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 
 from embens.experiments.claims import Claim, Frame, Missing, Rows, less
 from embens.experiments.contract import Cell, Row, batch_ensemble, sweep, train
@@ -48,13 +49,11 @@ def at_best(rows: Rows, name: str) -> Rows:
 
 def _slower(rows: Rows) -> float:
     """Log of the ratio of train losses over the first half, NTK to standard."""
-    import numpy
-
     logs = {}
     for name in COLOURS:
         mine = at_best(rows, name)
         early = mine.between("epoch", high=mine["epoch"].max() / 2)
-        logs[name] = float(numpy.log(early.frame.groupby("epoch")["loss"].mean()).mean())
+        logs[name] = fmean(map(math.log, early.curve("epoch", "loss", least=1)[1]))
     return logs["ntk"] - logs["standard"]
 
 
