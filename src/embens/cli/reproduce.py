@@ -1,7 +1,5 @@
 """``embens reproduce``: run experiments, from their cells to tables, pictures and verdicts."""
 
-from __future__ import annotations
-
 import os
 import time
 from argparse import Namespace
@@ -151,7 +149,7 @@ def _reproduce(options: Namespace, name: str, cells: list[Cell]) -> int:
     return len(failed)
 
 
-def _alone(console: Console, folder: Path) -> AcquireReturnProxy:
+def _alone(console: "Console", folder: Path) -> AcquireReturnProxy:
     """Wait until no other run works in a folder; return what keeps it for this one."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".results.lock")
@@ -162,7 +160,7 @@ def _alone(console: Console, folder: Path) -> AcquireReturnProxy:
         return lock.acquire()
 
 
-def watched(engine: Engine, console: Console, title: str) -> Engine:
+def watched(engine: Engine, console: "Console", title: str) -> Engine:
     """Return the engine with its progress shown: a line that changes, or ten lines.
 
     The time left goes by the weights of cells, since large ones cost more than small ones.

@@ -16,8 +16,6 @@ with their standard deviation :math:`s_B` the interval
 Both are Student's interval where :math:`T` is a mean of one number per seed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -48,7 +46,7 @@ class Rows:
             raise Missing(f"column {column}")
         return self.frame[column]
 
-    def where(self, **values: Any) -> Rows:
+    def where(self, **values: Any) -> "Rows":
         """Return the rows with these values; a list, tuple or set means any of them."""
         rows = self
         for column, value in values.items():
@@ -60,24 +58,24 @@ class Rows:
             rows = rows._some(chosen, f"{column}={value}")
         return rows
 
-    def between(self, column: str, low: float = -math.inf, high: float = math.inf) -> Rows:
+    def between(self, column: str, low: float = -math.inf, high: float = math.inf) -> "Rows":
         """Return the rows in which a column lies in a range, its ends included."""
         return self._some(self[column].between(low, high), f"{column} from {low:g} to {high:g}")
 
-    def _some(self, chosen: Frame, what: str) -> Rows:
+    def _some(self, chosen: Frame, what: str) -> "Rows":
         if not chosen.any():
             raise Missing(f"cells with {what}")
         return Rows(self.frame[chosen])
 
-    def first(self, column: str) -> Rows:
+    def first(self, column: str) -> "Rows":
         """Return the rows with the smallest value of a column."""
         return Rows(self.frame[self[column] == self[column].min()])
 
-    def last(self, column: str) -> Rows:
+    def last(self, column: str) -> "Rows":
         """Return the rows with the largest value of a column."""
         return Rows(self.frame[self[column] == self[column].max()])
 
-    def by(self, column: str) -> list[tuple[Any, Rows]]:
+    def by(self, column: str) -> list[tuple[Any, "Rows"]]:
         """Return each value of a column with its rows."""
         return [(value, Rows(rows)) for value, rows in self.frame.groupby(column)]
 
@@ -201,13 +199,13 @@ class Claim:
     verdict: str = UNDECIDED  # or "holds", "does not hold"
     note: str = ""  # why it is undecided, where that is not the interval
 
-    def says(self, statement: str, paper: str = "–", measure: str = "") -> Claim:
+    def says(self, statement: str, paper: str = "–", measure: str = "") -> "Claim":
         """Return the claim with its words; the measure's may be the statistic's docstring."""
         words = getattr(self.statistic, "func", self.statistic).__doc__ or ""  # a partial's own
         measure = measure or words.partition("\n")[0].rstrip(".")
         return replace(self, statement=statement, paper=paper, measure=measure)
 
-    def judge(self, table: Frame, draws: Sequence[Rows] = ()) -> Claim:
+    def judge(self, table: Frame, draws: Sequence[Rows] = ()) -> "Claim":
         """Return the claim with what a table says of it."""
         try:
             value, low, high, seeds = interval(table, self.statistic, draws=draws)
