@@ -175,12 +175,11 @@ def watched(engine: Engine, console: "Console", title: str) -> Engine:
                 passed, failed = passed + cell.weight, failed + ("error" in record)
                 left = _time((time.perf_counter() - began) * (total / passed - 1))
                 state = f"{title} {number}/{count}" + f" ({failed} failed)" * bool(failed)
-                text = Text(f"{state}, {left} left: {describe(cell, record)}")
-                text.no_wrap, text.overflow = True, "ellipsis"
-                status.update(text)
+                text = f"{state}, {left} left: {describe(cell, record)}"
+                status.update(Text(text, no_wrap=True, overflow="ellipsis"))
                 tenth = 10 * number // count > 10 * (number - 1) // count
                 if tenth and not console.is_terminal:
-                    console.print(text.plain, markup=False)
+                    console.print(text, markup=False)
                 yield cell, record
 
     return show
