@@ -10,8 +10,6 @@ Not here: files that grow line by line (:mod:`embens.experiments.results`), and 
 (:mod:`embens.data.download`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -33,6 +31,7 @@ from torch import Tensor
 
 _LEFTOVER = re.compile(r"\.(.+)\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}")
 _DAY = 86_400
+PathLike = str | os.PathLike[str]
 
 
 class Refused(ValueError):
@@ -47,7 +46,7 @@ class Format(NamedTuple):
 
 
 @contextlib.contextmanager
-def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
+def refusing(path: PathLike) -> Iterator[None]:
     """Turn whatever a file's content leads to into :class:`Refused`, with the file's name."""
     try:
         yield
@@ -60,9 +59,7 @@ def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise Refused(f"{Path(path).name} can't be read: {reason:.1000}") from error
 
 
-def write_atomically(
-    path: str | os.PathLike[str], content: str | bytes | Callable[[Path], object]
-) -> None:
+def write_atomically(path: PathLike, content: str | bytes | Callable[[Path], object]) -> None:
     """Write a file so that whoever reads it sees the old one or the new one, whole.
 
     ``content`` is text, bytes, or a function that writes a file or makes a folder at the path it is
@@ -144,10 +141,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
 
 def write_tensors(
-    path: str | os.PathLike[str],
-    kind: Format,
-    header: dict[str, Any],
-    tensors: Mapping[str, Tensor],
+    path: PathLike, kind: Format, header: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     """Write tensors, and a header that JSON can hold, to one safetensors file with a checksum."""
     from safetensors.torch import save
@@ -167,9 +161,7 @@ def write_tensors(
     write_atomically(path, save(kept, {"embens": json.dumps(header)}))
 
 
-def read_tensors(
-    path: str | os.PathLike[str], kind: Format
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_tensors(path: PathLike, kind: Format) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the header and the tensors of a file that :func:`write_tensors` wrote."""
     from safetensors import SafetensorError, safe_open
 
@@ -189,13 +181,13 @@ def read_tensors(
         return unseal(path.name, header, tensors), tensors
 
 
-def write_tree(path: str | os.PathLike[str], kind: Format, tree: dict[str, Any]) -> None:
+def write_tree(path: PathLike, kind: Format, tree: dict[str, Any]) -> None:
     """Write a tree of dicts, lists, numbers, strings and tensors to one safetensors file."""
     tensors: dict[str, Tensor] = {}
     write_tensors(path, kind, {"tree": pack(tree, tensors)}, tensors)
 
 
-def read_tree(path: str | os.PathLike[str], kind: Format) -> dict[str, Any]:
+def read_tree(path: PathLike, kind: Format) -> dict[str, Any]:
     """Return the tree in a file that :func:`write_tree` wrote."""
     header, tensors = read_tensors(path, kind)
     with refusing(path):
@@ -252,14 +244,12 @@ def check_header(name: str, header: Any, kind: Format) -> None:
         raise Refused(f"{name} has format version {version}, {reads}; {advice}")
 
 
-def seal(record: dict[str, Any], arrays: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+def seal(record: dict[str, Any], arrays: Mapping[str, Any] = {}) -> dict[str, Any]:
     """Return what JSON can hold with a checksum of it, and of arrays that belong to it."""
-    return {**record, "sha256": checksum(json.dumps(record), arrays or {})}
+    return {**record, "sha256": checksum(json.dumps(record), arrays)}
 
 
-def unseal(
-    name: str, sealed: dict[str, Any], arrays: Mapping[str, Tensor] | None = None
-) -> dict[str, Any]:
+def unseal(name: str, sealed: dict[str, Any], arrays: Mapping[str, Any] = {}) -> dict[str, Any]:
     """Return what was sealed, or raise :class:`Refused` if anything in it is not as it was."""
     record = {key: value for key, value in sealed.items() if key != "sha256"}
     if seal(record, arrays)["sha256"] != sealed.get("sha256"):
@@ -267,7 +257,7 @@ def unseal(
     return record
 
 
-def checksum(text: str, arrays: Mapping[str, Any]) -> str:
+def checksum(text: str, arrays: Mapping[str, Any] = {}) -> str:
     """Return the SHA-256 of a text and of the names, types, shapes and values of arrays."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(arrays):

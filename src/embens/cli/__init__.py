@@ -1,7 +1,8 @@
 """The ``embens`` command.
 
-Each command is a module with ``add_arguments(parser)`` and ``run(options) -> exit code``; it is
-imported when it is called for. Errors of these kinds end as a message, without a traceback.
+Each command is a module, imported when it is called for: ``add_arguments(add)`` is given the
+parser's ``add_argument``, ``run(options)`` may return an exit code; an ``EXAMPLE`` ends its help.
+Errors of these kinds end as a message, without a traceback.
 """
 
 import argparse
@@ -34,20 +35,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"embens {embens.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    subparsers = {
-        name: commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        for name, (text, _) in COMMANDS.items()
-    }
     chosen = next((argument for argument in arguments if argument in COMMANDS), None)
-    module = None
-    if chosen is not None:
-        module = importlib.import_module(f"embens.cli.{chosen}")
-        module.add_arguments(subparsers[chosen])
-        subparsers[chosen].set_defaults(parser=subparsers[chosen])
+    for name, (text, _) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if name == chosen:
+            module = importlib.import_module(f"embens.cli.{name}")
+            module.add_arguments(command.add_argument)
+            command.epilog = getattr(module, "EXAMPLE", None)
+            command.formatter_class = argparse.RawDescriptionHelpFormatter
+            command.set_defaults(run=module.run, parser=command)
     options = parser.parse_args(arguments)
-    assert module is not None
     try:
-        return module.run(options)
+        return options.run(options) or 0
     except ModuleNotFoundError as error:
         extra = COMMANDS[options.command][1]
         print(f"{error}. Install an extra: pip install 'embens[{extra}]'", file=sys.stderr)

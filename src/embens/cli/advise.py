@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 
 from embens.cli.specification import NETWORK_HELP, parse_reference, parse_widths, read_training_data
@@ -12,9 +13,8 @@ _BUDGET = {"parameters": "numbers", "time": "a pass", "memory": "a step"}
 _PLAN = ("widths", "members", "epochs", "lr", "check")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(add: Callable[..., object]) -> None:
     """Add the options of ``embens advise``."""
-    add = parser.add_argument
     add("reference", help=NETWORK_HELP)
     add("data", nargs="?", default="digits", help="digits (default), or an .npz file with x and y")
     for name, what in _BUDGET.items():
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print numbers for programs")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run ``embens advise``; return its exit code."""
+def run(options: argparse.Namespace) -> None:
+    """Run ``embens advise``."""
     reference, names = parse_reference(options.reference), (*_BUDGET, *_PLAN)
     given = {name: value for name, value in vars(options).items() if name in names}
     data = read_training_data(options.data, reference)
@@ -37,4 +37,3 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps([asdict(proposal) for proposal in proposals], indent=1))
     else:
         print("\n\n".join(map(str, proposals)))
-    return 0

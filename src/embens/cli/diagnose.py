@@ -5,6 +5,7 @@ A file holds tensors and laws but no code, so the reference's architecture is gi
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from embens.cli.specification import NETWORK_HELP, parse_reference, read_training_data
@@ -12,9 +13,8 @@ from embens.ensemble.surgery import load
 from embens.finite import Budget, diagnose
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(add: Callable[..., object]) -> None:
     """Add the options of ``embens diagnose``."""
-    add = parser.add_argument
     add("ensemble", type=Path, help="what ensemble.save wrote")
     add("--reference", required=True, help=NETWORK_HELP)
     add("--data", default="digits", help="digits (default), or an .npz file with x and y")
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, help="a file for a picture")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run ``embens diagnose``; return its exit code."""
+def run(options: argparse.Namespace) -> None:
+    """Run ``embens diagnose``."""
     reference = parse_reference(options.reference)
     ensemble = load(options.ensemble, reference)
     x, target = read_training_data(options.data, reference)
@@ -38,4 +38,3 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         report.plot(options.plot)
     print(json.dumps(report.to_dict(), indent=1) if options.json else report)
-    return 0

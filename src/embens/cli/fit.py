@@ -4,12 +4,10 @@ A part of the rows is set aside before anything is fitted; scores on it come wit
 resampling its rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,8 @@ CLASSES = 20  # whole numbers with at most so many values are taken for classes
 BLOCK = 65_536  # rows that are copied at a time
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(add: Callable[..., object]) -> None:
     """Add the options of ``embens fit``."""
-    add = parser.add_argument
     add("data", type=Path, help="a CSV, Parquet or Arrow file")
     add("--target", required=True, help="the column to predict")
     add("--task", choices=("auto", "classification", "regression"), default="auto")
@@ -59,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="print nothing but errors")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run ``embens fit``; return its exit code."""
+def run(options: argparse.Namespace) -> None:
+    """Run ``embens fit``."""
     pc: Any = compute
     options.say = (lambda *text: None) if options.quiet else print
     options.out.mkdir(parents=True, exist_ok=True)  # before anything is spent
@@ -69,12 +66,10 @@ def run(options: argparse.Namespace) -> int:
     columns = files.features(dataset.schema.names, [options.target, *apart])
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         folder = place if options.stream else None
-        parts = files.read(dataset, columns=[*columns, options.target])
-        table = files.gather(parts, folder)
+        table = files.gather(files.read(dataset, columns=[*columns, options.target]), folder)
         column, features = table.column(options.target), table.select(columns)
-        known = column.is_valid()
-        if pa.types.is_floating(column.type):
-            known = pc.and_(known, pc.fill_null(pc.is_finite(column), False))
+        floating = pa.types.is_floating(column.type)
+        known = pc.fill_null(pc.is_finite(column), False) if floating else column.is_valid()
         rows = np.flatnonzero(known)
         y = files.to_numpy(column.take(rows))
         values, codes = np.unique(y, return_inverse=True)
@@ -93,14 +88,11 @@ def run(options: argparse.Namespace) -> int:
         if folder is None:
             estimator.fit(features.take(rows[train]), y[train])
         else:
-            mine = (
-                table.take(rows[some]) for some in np.split(train, range(BLOCK, len(train), BLOCK))
-            )
-            estimator.fit_files(files.gather(mine, folder), options.target)
+            blocks = np.split(rows[train], range(BLOCK, len(train), BLOCK))
+            estimator.fit_files(files.gather(map(table.take, blocks), folder), options.target)
         kept = files.open_dataset(options.data, ids).to_table(columns=ids).take(rows[test])
         beside = {"row": rows[test], **dict(zip(ids, kept.columns, strict=True))}
         finish(options, estimator, features.take(rows[test]), y[test], beside)
-    return 0
 
 
 def set_apart(options: argparse.Namespace, names: list[str]) -> tuple[list[str], list[str]]:
@@ -174,11 +166,7 @@ def choose_task(kind: Any, values: Sequence[Any], rows: int, task: str) -> tuple
 
 
 def finish(
-    options: argparse.Namespace,
-    estimator: Any,
-    table: Any,
-    y: np.ndarray,
-    columns: dict[str, Any],
+    options: argparse.Namespace, estimator: Any, table: Any, y: np.ndarray, columns: dict[str, Any]
 ) -> None:
     """Say what was found, and the scores; write model, scores and predictions."""
     for note in estimator.preprocessing_.notes:
@@ -190,11 +178,10 @@ def finish(
         if "lower" not in columns and "set" not in columns:
             options.say("note: too few rows were held out for intervals or sets of this coverage")
         scores = score(estimator, table, y, columns, options)
-    width = max(map(len, scores), default=0)
-    where = "on rows that were set aside (95 % interval):"
-    options.say(where if scores else "too few rows to score with")
+    aside = "on rows that were set aside (95 % interval):"
+    options.say(aside if scores else "too few rows to score with")
     for name, (value, low, high) in scores.items():
-        options.say(f"  {name:<{width}}  {value:.4g}   {low:.4g} to {high:.4g}")
+        options.say(f"  {name:<{max(map(len, scores))}}  {value:.4g}   {low:.4g} to {high:.4g}")
     if options.importances and len(y):
         found = estimator.importances(table, y)
         options.say(found[:10].to_string(float_format="{:.4g}".format))
@@ -210,16 +197,14 @@ def score(
     estimator: Any, table: Any, y: np.ndarray, columns: dict[str, Any], options: argparse.Namespace
 ) -> dict[str, tuple[float, float, float]]:
     """Return scores with the ends of their intervals."""
+    coverage = f"coverage of {100 * options.coverage:g} %"
     if is_classifier(estimator):
         chance = np.stack([columns[f"p_{c}"] for c in estimator.classes_], 1)
         right = np.where(estimator.classes_ == y[:, None], chance, 0.0).sum(1)
-        rows = {"accuracy": (columns["prediction"] == y).astype(float)}
-        rows["log loss"] = -np.log(right.clip(1e-15))
+        rows = {"accuracy": columns["prediction"] == y, "log loss": -np.log(right.clip(1e-15))}
         if "set" in columns:
-            inside = [
-                str(c) in found.split("|") for c, found in zip(y, columns["set"], strict=True)
-            ]
-            rows[f"coverage of {100 * options.coverage:g} % sets"] = np.array(inside, dtype=float)
+            sets = zip(y, columns["set"], strict=True)
+            rows[f"{coverage} sets"] = np.array([str(c) in found.split("|") for c, found in sets])
     else:
         error = y - columns["prediction"]
         rows = {
@@ -229,8 +214,7 @@ def score(
             "CRPS": regressor.score_rows(gaussians.crps, estimator, table, y),
         }
         if "lower" in columns:
-            name = f"coverage of {100 * options.coverage:g} % intervals"
-            rows[name] = ((columns["lower"] <= y) & (y <= columns["upper"])).astype(float)
+            rows[f"{coverage} intervals"] = (columns["lower"] <= y) & (y <= columns["upper"])
     generator = torch.Generator().manual_seed(options.seed)
     draws = [torch.randint(len(y), y.shape, generator=generator) for _ in range(RESAMPLES)]
     found = {}

@@ -1,6 +1,7 @@
 """``embens kernel``: kernels of an infinitely wide ensemble, written to a file."""
 
 import argparse
+from collections.abc import Callable
 
 import torch
 
@@ -8,7 +9,7 @@ from embens.checks import check_whole
 from embens.cli.specification import NETWORK_HELP, parse_law, parse_reference, read_data
 from embens.embedding.families import embed
 from embens.theory import load_kernels, natural_gamma, regime, write_kernels
-from embens.theory.storage import NAMES, check_path
+from embens.theory.storage import NAMES
 
 EXAMPLE = """example:
   embens kernel --network "mlp(inputs=64, depth=3, weight_std=1.414)" --law "Shifted(0.5)" \\
@@ -16,10 +17,8 @@ EXAMPLE = """example:
 Interrupted, the same command goes on where it stopped."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(add: Callable[..., object]) -> None:
     """Add the options of ``embens kernel``."""
-    parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
     network = "mlp(inputs=64, depth=3, weight_std=1.4142135623730951)"
     add("--network", default=network, help=f"{NETWORK_HELP} (default: %(default)s)")
     add("--law", help="law of all modulations, such as 'Shifted(0.5)'")
@@ -36,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress bar")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run ``embens kernel``; return its exit code."""
-    check_path(options.out)
+def run(options: argparse.Namespace) -> None:
+    """Run ``embens kernel``."""
     law = options.law or "Normal()"
     pre, post = (parse_law(law if text is None else text) for text in (options.pre, options.post))
     reference = parse_reference(options.network)
@@ -55,4 +53,3 @@ def run(options: argparse.Namespace) -> int:
     if kernels is not None and not kernels.conditional:
         gamma = natural_gamma(kernels.to(torch.float64), options.members)
         print(f"natural gamma of {options.members} members: {gamma:.4g}")
-    return 0

@@ -4,10 +4,8 @@ The file is read and written in parts, so that neither need fit into memory. Row
 and beside the predictions the columns that identify them.
 """
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,8 @@ from embens.cli.specification import share
 from embens.estimators import files, load, pipeline, tables
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(add: Callable[..., object]) -> None:
     """Add the options of ``embens predict``."""
-    add = parser.add_argument
     add("model", type=Path, help="model.safetensors, or the folder it is in")
     add("data", type=Path, help="a CSV, Parquet or Arrow file")
     add("--out", type=Path, default=Path("predictions.csv"), help="a CSV or Parquet file")
@@ -25,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--id", nargs="*", help="columns to keep (default: all that the model does not use)")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Predict every row."""
     folder = options.model.is_dir()
     estimator = load(options.model / "model.safetensors" if folder else options.model)
@@ -34,7 +31,6 @@ def run(options: argparse.Namespace) -> int:
     if not files.has_scores(estimator, options.coverage):
         print("note: too few rows were held out for intervals or sets of this coverage")
     print(f"wrote {count} rows to {options.out}")
-    return 0
 
 
 def predict(options: argparse.Namespace, estimator: Any) -> Iterator[dict[str, Any]]:

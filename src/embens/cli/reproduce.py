@@ -1,34 +1,33 @@
 """``embens reproduce``: run experiments, from their cells to tables, pictures and verdicts."""
 
-from __future__ import annotations
-
-import argparse
 import os
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from argparse import Namespace
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
+import torch
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
+from embens import data
 from embens.checks import check_whole, closest
 from embens.experiments import NAMES, contract, engines, grid, results
 from embens.experiments.contract import Cell
 from embens.experiments.grid import Engine, Record, perform
 from embens.experiments.results import Results
-from embens.experiments.setting import PRESETS, Setting, fingerprint
+from embens.experiments.setting import PRESETS, fingerprint
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(add: Callable[..., object]) -> None:
     """Add the options of ``embens reproduce``."""
-    add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="one of " + ", ".join(NAMES))
     add("--all", action="store_true", help="all experiments, one after another")
     add("--preset", choices=PRESETS, default="quick")
@@ -44,14 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--first-seed", type=int, default=0, help="seeds from this one on")
     add("--members", type=int, nargs="+", help="only these numbers of members")
     add("--widths", type=float, nargs="+", help="only these relative widths")
-    fields = "FIELD=VALUE[,VALUE]"
-    add("--only", nargs="+", default=[], metavar=fields, help="only these cells")
+    add("--only", nargs="+", default=[], metavar="FIELD=VALUE[,VALUE]", help="only these cells")
     add("--epochs", type=int, help="another number of epochs (results kept apart)")
     add("--retry-failed", action="store_true", help="try failed cells again")
     add("--dry-run", action="store_true", help="say what would be done and how long it would take")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     """Run ``embens reproduce``; return its exit code."""
     names = _check(options)
     import matplotlib  # noqa: F401 - missing extras are reported before anything is spent
@@ -59,20 +57,28 @@ def run(options: argparse.Namespace) -> int:
     import scipy  # noqa: F401
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    options.console = Console(highlight=False, soft_wrap=True)
     if options.data is not None:
         os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())  # for workers as well
-    setting = _setting(options)
-    sweeps = {name: _cells(options, name, setting) for name in names}  # errors before any work
+    here = options.preset == "paper" and torch.cuda.is_available()
+    preset, device = PRESETS[options.preset], options.device or ("cuda" if here else "cpu")
+    setting = replace(preset, epochs=options.epochs or preset.epochs, device=device)
+    if options.download and setting.data == "cifar100":
+        data.cifar100(download=True)
+    try:
+        options.setting = fingerprint(setting)
+    except FileNotFoundError as problem:
+        raise ValueError(f"{problem}. Here: --data DIR, or --download.") from None
+    sweeps = {name: _cells(options, name) for name in names}  # errors before any work
     swept = {name for cells in sweeps.values() for name in cells[0].swept}
     for item in options.only:
         if item.partition("=")[0] not in swept:
             raise ValueError(f"--only {item}: nothing sweeps it; there are {sorted(swept)}")
     work = _estimate if options.dry_run else _reproduce
-    return min(1, sum(work(console, options, setting, *sweep) for sweep in sweeps.items()))
+    return min(1, sum(work(options, name, cells) for name, cells in sweeps.items()))
 
 
-def _check(options: argparse.Namespace) -> list[str]:
+def _check(options: Namespace) -> list[str]:
     if options.all == (options.name is not None):
         raise ValueError("give the NAME of an experiment, or --all; there are: " + ", ".join(NAMES))
     if options.name not in (None, *NAMES):
@@ -88,26 +94,10 @@ def _check(options: argparse.Namespace) -> list[str]:
     return list(NAMES) if options.all else [str(options.name)]
 
 
-def _setting(options: argparse.Namespace) -> Setting:
-    import torch
-
-    found = options.preset == "paper" and torch.cuda.is_available()
-    preset, device = PRESETS[options.preset], options.device or ("cuda" if found else "cpu")
-    setting = replace(preset, epochs=options.epochs or preset.epochs, device=device)
-    if options.download and setting.data == "cifar100":
-        from embens import data
-
-        data.cifar100(download=True)
-    try:
-        return fingerprint(setting)
-    except FileNotFoundError as problem:
-        raise ValueError(f"{problem}. Here: --data DIR, or --download.") from None
-
-
-def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Cell]:
-    count = options.seeds or len({cell.seed for cell in contract.cells(name, setting)})
-    seeds = range(options.first_seed, options.first_seed + count)
-    cells = contract.cells(name, setting, seeds)
+def _cells(options: Namespace, name: str) -> list[Cell]:
+    sweep, first = partial(contract.cells, name, options.setting), options.first_seed
+    count = options.seeds or len({cell.seed for cell in sweep()})
+    cells = sweep(range(first, first + count))
     wanted: dict[str, Any] = {"members": options.members, "width": options.widths}
     for item in options.only:
         field, _, values = item.partition("=")
@@ -116,7 +106,7 @@ def _cells(options: argparse.Namespace, name: str, setting: Setting) -> list[Cel
     return grid.narrow(cells, **{f: v for f, v in wanted.items() if v and f in known})
 
 
-def _engine(options: argparse.Namespace) -> Engine:
+def _engine(options: Namespace) -> Engine:
     if options.engine == "ray":
         cluster = {"address": options.address, "gpus_per_cell": options.gpus_per_cell}
         return partial(engines.ray, workers=options.workers, **cluster)
@@ -124,10 +114,8 @@ def _engine(options: argparse.Namespace) -> Engine:
     return partial(engines.local, workers=workers) if workers else engines.inline
 
 
-def _reproduce(
-    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Cell]
-) -> int:
-    folder = options.out / name / setting.preset
+def _reproduce(options: Namespace, name: str, cells: list[Cell]) -> int:
+    console, folder = options.console, options.out / name / options.preset
     try:
         with _alone(console, folder):
             found, began = Results(folder), time.perf_counter()
@@ -135,11 +123,11 @@ def _reproduce(
                 engine = watched(_engine(options), console, name)
                 count, failed = grid.run(name, cells, found, engine, options.retry_failed)
             except KeyboardInterrupt:
-                _summarise(console, name, setting, found)
+                _summarise(options, name, found)
                 console.print(f"{name}: stopped; the same command goes on from here.")
                 raise
             seconds = time.perf_counter() - began
-            _summarise(console, name, setting, found, seconds)
+            _summarise(options, name, found, seconds)
     except OSError as problem:
         console.print(
             f"{name}: could not write to {folder} ({problem}). Results that were written are safe; "
@@ -161,21 +149,18 @@ def _reproduce(
     return len(failed)
 
 
-@contextmanager
-def _alone(console: Console, folder: Path) -> Iterator[None]:
-    """Wait until no other run works in a folder, and keep it for this one."""
+def _alone(console: "Console", folder: Path) -> AcquireReturnProxy:
+    """Wait until no other run works in a folder; return what keeps it for this one."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".results.lock")
     try:
-        held = lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         console.print(f"{folder}: another run is at work here; this one waits for it to end")
-        held = lock.acquire()
-    with held:
-        yield
+        return lock.acquire()
 
 
-def watched(engine: Engine, console: Console, title: str) -> Engine:
+def watched(engine: Engine, console: "Console", title: str) -> Engine:
     """Return the engine with its progress shown: a line that changes, or ten lines.
 
     The time left goes by the weights of cells, since large ones cost more than small ones.
@@ -190,12 +175,11 @@ def watched(engine: Engine, console: Console, title: str) -> Engine:
                 passed, failed = passed + cell.weight, failed + ("error" in record)
                 left = _time((time.perf_counter() - began) * (total / passed - 1))
                 state = f"{title} {number}/{count}" + f" ({failed} failed)" * bool(failed)
-                text = Text(f"{state}, {left} left: {describe(cell, record)}")
-                text.no_wrap, text.overflow = True, "ellipsis"
-                status.update(text)
+                text = f"{state}, {left} left: {describe(cell, record)}"
+                status.update(Text(text, no_wrap=True, overflow="ellipsis"))
                 tenth = 10 * number // count > 10 * (number - 1) // count
                 if tenth and not console.is_terminal:
-                    console.print(text.plain, markup=False)
+                    console.print(text, markup=False)
                 yield cell, record
 
     return show
@@ -210,30 +194,26 @@ def describe(cell: Cell, record: Record) -> str:
     return f"{words}: " + ", ".join(f"{name} {value:.3g}" for name, value in numbers)
 
 
-def _summarise(
-    console: Console, name: str, setting: Setting, found: Results, seconds: float | None = None
-) -> None:
+def _summarise(options: Namespace, name: str, found: Results, seconds: float | None = None) -> None:
     """Write table, picture, claims and manifest of what is there; print the claims."""
     from rich.markup import escape
 
-    table = results.tidy(found, name, setting)
+    say, table = options.console.print, results.tidy(found, name, options.setting)
     if not len(table):
         return
     styles = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
-    console.print(f"\n[bold]{name}[/]: claims of the paper, seeds: {table['seed'].nunique()}")
-    for claim in results.write(found, name, setting, table, seconds):
+    say(f"\n[bold]{name}[/]: claims of the paper, seeds: {table['seed'].nunique()}")
+    for claim in results.write(found, name, options.setting, table, seconds):
         number = f"{claim.value:.3g}, 95 % [{claim.low:.3g}, {claim.high:.3g}]"
         number = escape(claim.note or f"{number}, holds if {claim.region}")
-        console.print(
+        say(
             f"[{styles[claim.verdict]}]{claim.verdict:>13}[/]  {escape(claim.statement)}\n"
             f"{'':15}{escape(claim.measure)}: {number}\n"
             f"{'':15}[dim]the paper: {escape(claim.paper)}[/]"
         )
 
 
-def _estimate(
-    console: Console, options: argparse.Namespace, setting: Setting, name: str, cells: list[Cell]
-) -> int:
+def _estimate(options: Namespace, name: str, cells: list[Cell]) -> int:
     folder, left = options.out / name / options.preset, cells
     if folder.exists():
         left = grid.unknown(cells, Results(folder), retry_failed=options.retry_failed)
@@ -246,7 +226,7 @@ def _estimate(
     costs, todo = ([unit * cell.weight for cell in some] for some in (cells, left))
     workers = max(1, os.cpu_count() or 1 if options.workers is None else options.workers)
     wall = max(sum(todo) / workers, *todo, 0.0)
-    console.print(
+    options.console.print(
         f"{name} ({options.preset}): {len(cells)} cells, {len(left)} to do; about "
         f"{min(costs):.3g} to {max(costs):.3g} s each (from a timed one), "
         f"{_time(sum(todo))} of work, {_time(wall)} on {workers} workers (hours:minutes:seconds)"

@@ -6,25 +6,22 @@ this is not left to a library (pooch begins again). A terminal shows how far it 
 """
 
 import hashlib
-import http.client
 import shutil
-import ssl
 import sys
 import tarfile
 import time
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Collection
 from functools import partial
+from http.client import HTTPException, IncompleteRead
 from pathlib import Path
+from ssl import SSLError
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 from embens.files import write_atomically
 
-_NETWORK_ERRORS = (  # a full disk is none of them
-    *(urllib.error.URLError, http.client.HTTPException),
-    *(ConnectionError, TimeoutError, ssl.SSLError),
-)
+_NETWORK_ERRORS = (URLError, HTTPException, ConnectionError, TimeoutError, SSLError)
 _PASSING = (408, 425, 429)  # answers to a request that may succeed later, as do those from 500 on
 
 
@@ -44,8 +41,8 @@ def fetch(
     while True:
         start = _size(part)
         try:
-            _receive(url, part, timeout)
-        except _NETWORK_ERRORS as error:
+            _receive(url, part, start, timeout)
+        except _NETWORK_ERRORS as error:  # a full disk is none of them
             failures = 0 if _size(part) > most else failures + 1
             most, code = max(most, _size(part)), getattr(error, "code", 500)
             if failures >= attempts or (code < 500 and code not in _PASSING):
@@ -67,12 +64,11 @@ def fetch(
             )
 
 
-def _receive(url: str, part: Path, timeout: float) -> None:
-    start = _size(part)
-    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+def _receive(url: str, part: Path, start: int, timeout: float) -> None:
+    request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
-        response = urllib.request.urlopen(request, timeout=timeout)
-    except urllib.error.HTTPError as error:
+        response = urlopen(request, timeout=timeout)
+    except HTTPError as error:
         with error:
             if error.code == 416 and start:  # nothing left to send; the checksum decides
                 return
@@ -92,7 +88,7 @@ def _receive(url: str, part: Path, timeout: float) -> None:
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if length >= 0 and done != length:  # a cut connection looks like the end of the file
-        raise http.client.IncompleteRead(b"", length - done)
+        raise IncompleteRead(b"", length - done)
 
 
 def unpack(archive: Path, folder: Path, names: Collection[str]) -> None:
@@ -130,6 +126,5 @@ def _size(path: Path) -> int:
 
 
 def _md5(path: Path) -> str:
-    checksum = partial(hashlib.md5, usedforsecurity=False)
     with path.open("rb") as file:
-        return hashlib.file_digest(file, checksum).hexdigest()
+        return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()

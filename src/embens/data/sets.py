@@ -10,8 +10,6 @@ within it; without ``root``, in :func:`cache_folder`. Nothing is downloaded unle
 Not here: augmentation, and data too large for memory; ``embens.fit`` takes any ``DataLoader``.
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 import os
@@ -63,7 +61,7 @@ class Part(NamedTuple):
     def __repr__(self) -> str:
         return f"Part({len(self.targets)} samples of shape {tuple(self.inputs.shape[1:])})"
 
-    def take(self, index: Tensor) -> Part:
+    def take(self, index: Tensor) -> "Part":
         """Return these samples, in the order that they have here."""
         index = index.sort().values
         return Part(self.inputs[index], self.targets[index])
@@ -87,7 +85,7 @@ class DataSet:
     classes: int
     name: str
 
-    def split(self, validation: int, *, generator: torch.Generator | None = None) -> DataSet:
+    def split(self, validation: int, *, generator: torch.Generator | None = None) -> "DataSet":
         """Move this many samples, drawn at random, from the train part to the validation part."""
         if self.validation is not None:
             got = f"got one of {len(self.validation.targets)} samples; split it as it was loaded"
@@ -102,7 +100,7 @@ class DataSet:
         validation: int | None = None,
         test: int | None = None,
         generator: torch.Generator | None = None,
-    ) -> DataSet:
+    ) -> "DataSet":
         """Keep so many samples of each part: the first ones, or drawn if there is a generator."""
         parts = {}
         for name, size in {"train": train, "validation": validation, "test": test}.items():
@@ -117,14 +115,14 @@ class DataSet:
                 parts[name] = part.take(order[:size])
         return replace(self, **parts)
 
-    def standardise(self) -> DataSet:
+    def standardise(self) -> "DataSet":
         """Shift and scale channels or features to mean 0 and variance 1 (or 0) in train."""
         axes = [axis for axis in range(self.train.inputs.ndim) if axis != 1]
         variance, mean = torch.var_mean(self.train.inputs, axes, correction=0, keepdim=True)
         scale = torch.where(variance > 0, variance, 1).sqrt()
         return self._map(lambda inputs: inputs.sub(mean).div_(scale))
 
-    def downsample(self, size: int) -> DataSet:
+    def downsample(self, size: int) -> "DataSet":
         """Average images over areas, to this height and width."""
         shape = tuple(self.train.inputs.shape)
         if len(shape) != 4 or not 0 < size <= min(shape[2:]):
@@ -133,7 +131,7 @@ class DataSet:
             raise ValueError(f"size: expected {images}, got shape {shape}; {advice}")
         return self._map(lambda inputs: adaptive_avg_pool2d(inputs, size))
 
-    def flatten(self) -> DataSet:
+    def flatten(self) -> "DataSet":
         """Make each input a vector."""
         return self._map(lambda inputs: inputs.flatten(1))
 
@@ -141,7 +139,7 @@ class DataSet:
         """Return it with inputs and targets on a device, and inputs of a floating type."""
         return self._map(lambda x: x.to(device=device, dtype=dtype), device)
 
-    def _map(self, change: Callable[[Tensor], Tensor], device=None) -> DataSet:
+    def _map(self, change: Callable[[Tensor], Tensor], device=None) -> "DataSet":
         parts = {"train": self.train, "validation": self.validation, "test": self.test}
         for name, part in parts.items():
             parts[name] = part and Part(change(part.inputs), part.targets.to(device=device))

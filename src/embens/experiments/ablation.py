@@ -17,7 +17,7 @@ from embens import laws
 from embens.embedding.families import embed, last_layer_dropout
 from embens.ensemble import EmbeddedEnsemble
 from embens.experiments import fair
-from embens.experiments.claims import Claim, Frame, Rows, where
+from embens.experiments.claims import Claim, Frame, Rows, less, where
 from embens.experiments.contract import MEMBERS, Cell, Row, sweep, train
 from embens.experiments.figure import Figure, curves, panels
 from embens.experiments.setting import data_set
@@ -35,7 +35,6 @@ VARIANTS: dict[str, str] = {
     FAST: "#ff7f0e",
 }
 """With the paper's colours."""
-
 
 SWEEP = [sweep(variant=list(VARIANTS), members=MEMBERS), fair.sweep(1.0)]
 
@@ -75,12 +74,8 @@ def gradient_ratio(ensemble: EmbeddedEnsemble, inputs: Tensor, target: Tensor) -
     return math.sqrt(own / shared) if own > 0 < shared else math.nan
 
 
-def _several(rows: Rows, variant: str, column: str) -> float:
-    return rows.between("members", 4).where(variant=variant).mean(column)
-
-
-def _less(rows: Rows, variant: str, column: str) -> float:
-    return _several(rows, variant, column) - _several(rows, "baseline", column)
+def _several(rows: Rows, variant: str = "baseline") -> Rows:
+    return rows.between("members", 4).where(variant=variant)
 
 
 _DEPENDENT = "more dependent models: larger correlation and smaller accuracy"
@@ -99,12 +94,12 @@ _COMPARED = (
 )
 CLAIMS = [
     *(
-        Claim(partial(_less, variant=variant, column=column), above, below).says(
+        Claim(less(column, partial(_several, variant=variant), _several), above, below).says(
             f"{variant}: {text}", paper, f"{column} less the baseline's, mean over M ≥ 4"
         )
         for variant, column, above, below, text, paper in _COMPARED
     ),
-    Claim(lambda t: _several(t, LAST, "correlation"), above=0.95).says(
+    Claim(lambda t: _several(t, LAST).mean("correlation"), above=0.95).says(
         "members with a trainable last-layer modulation alone end up the same",
         "≈100 % correlation: they converge to the same minimum",
         "correlation, mean over M ≥ 4",

@@ -16,8 +16,6 @@ with their standard deviation :math:`s_B` the interval
 Both are Student's interval where :math:`T` is a mean of one number per seed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -48,37 +46,36 @@ class Rows:
             raise Missing(f"column {column}")
         return self.frame[column]
 
-    def where(self, **values: Any) -> Rows:
+    def where(self, **values: Any) -> "Rows":
         """Return the rows with these values; a list, tuple or set means any of them."""
         rows = self
         for column, value in values.items():
-            if isinstance(value, (list, tuple, set)):
-                chosen = rows[column].isin(list(value))
-            elif isinstance(value, float):
+            if isinstance(value, float):
                 chosen = (rows[column] - value).abs() < 1e-9
             else:
-                chosen = rows[column] == value
+                several = value if isinstance(value, (list, tuple, set)) else [value]
+                chosen = rows[column].isin(several)
             rows = rows._some(chosen, f"{column}={value}")
         return rows
 
-    def between(self, column: str, low: float = -math.inf, high: float = math.inf) -> Rows:
+    def between(self, column: str, low: float = -math.inf, high: float = math.inf) -> "Rows":
         """Return the rows in which a column lies in a range, its ends included."""
         return self._some(self[column].between(low, high), f"{column} from {low:g} to {high:g}")
 
-    def _some(self, chosen: Frame, what: str) -> Rows:
+    def _some(self, chosen: Frame, what: str) -> "Rows":
         if not chosen.any():
             raise Missing(f"cells with {what}")
         return Rows(self.frame[chosen])
 
-    def first(self, column: str) -> Rows:
+    def first(self, column: str) -> "Rows":
         """Return the rows with the smallest value of a column."""
         return Rows(self.frame[self[column] == self[column].min()])
 
-    def last(self, column: str) -> Rows:
+    def last(self, column: str) -> "Rows":
         """Return the rows with the largest value of a column."""
         return Rows(self.frame[self[column] == self[column].max()])
 
-    def by(self, column: str) -> list[tuple[Any, Rows]]:
+    def by(self, column: str) -> list[tuple[Any, "Rows"]]:
         """Return each value of a column with its rows."""
         return [(value, Rows(rows)) for value, rows in self.frame.groupby(column)]
 
@@ -148,6 +145,11 @@ def trend(some: Some, y: str, x: str = "members", **log: bool) -> Statistic:
     return slope
 
 
+def less(y: str, some: Some, other: Some) -> Statistic:
+    """Return the statistic that is the mean of a column over some rows less that over others."""
+    return lambda rows: some(rows).mean(y) - other(rows).mean(y)
+
+
 def inverted_u(some: Some, x: str = "members") -> Statistic:
     """Return the statistic that is the :meth:`Rows.rise_and_fall` of accuracy, over some rows."""
 
@@ -197,13 +199,13 @@ class Claim:
     verdict: str = UNDECIDED  # or "holds", "does not hold"
     note: str = ""  # why it is undecided, where that is not the interval
 
-    def says(self, statement: str, paper: str = "–", measure: str = "") -> Claim:
+    def says(self, statement: str, paper: str = "–", measure: str = "") -> "Claim":
         """Return the claim with its words; the measure's may be the statistic's docstring."""
         words = getattr(self.statistic, "func", self.statistic).__doc__ or ""  # a partial's own
         measure = measure or words.partition("\n")[0].rstrip(".")
         return replace(self, statement=statement, paper=paper, measure=measure)
 
-    def judge(self, table: Frame, draws: Sequence[Rows] = ()) -> Claim:
+    def judge(self, table: Frame, draws: Sequence[Rows] = ()) -> "Claim":
         """Return the claim with what a table says of it."""
         try:
             value, low, high, seeds = interval(table, self.statistic, draws=draws)
@@ -280,11 +282,9 @@ def interval(
 def bootstrap(table: Frame) -> list[Rows]:
     """Return tables of as many seeds, drawn with replacement and numbered anew."""
     import numpy
+    import pandas
 
-    seeds, found = sorted(table["seed"].unique()), []
-    rows = [numpy.flatnonzero(table["seed"] == seed) for seed in seeds]
-    for draw in numpy.random.default_rng(0).integers(len(seeds), size=(DRAWS, len(seeds))):
-        taken = [rows[k] for k in draw]
-        numbers = numpy.repeat(range(len(seeds)), [len(some) for some in taken])
-        found.append(Rows(table.iloc[numpy.concatenate(taken)].assign(seed=numbers)))
-    return found
+    seeds = [rows for _, rows in table.groupby("seed")]
+    draws = numpy.random.default_rng(0).integers(len(seeds), size=(DRAWS, len(seeds)))
+    numbered = ((seeds[k].assign(seed=number) for number, k in enumerate(draw)) for draw in draws)
+    return [Rows(pandas.concat(some)) for some in numbered]

@@ -27,17 +27,9 @@ from embens import laws, metrics
 from embens.data import DataSet, Part
 from embens.embedding import families
 from embens.ensemble import EmbeddedEnsemble
+from embens.experiments import contract
 from embens.experiments.claims import Claim, Frame, Rows
-from embens.experiments.contract import (
-    Cell,
-    Row,
-    Training,
-    batch_ensemble,
-    run,
-    score,
-    sweep,
-    train,
-)
+from embens.experiments.contract import Cell, Row, Training, batch_ensemble, run, score, train
 from embens.experiments.figure import PALETTE, Curve, Figure, Panel
 from embens.experiments.setting import Setting, count_parameters, data_set, reference
 from embens.training.snapshots import snapshots
@@ -91,8 +83,7 @@ def systems(members: int = 4) -> dict[str, dict[str, Callable[..., EmbeddedEnsem
 
 SYSTEMS = [system for kind in systems().values() for system in kind]
 
-
-SWEEP = [sweep(system=SYSTEMS, members=MEMBERS, width=WIDTH)]
+SWEEP = [contract.sweep(system=SYSTEMS, members=MEMBERS, width=WIDTH)]
 
 
 def make(cell: Cell) -> EmbeddedEnsemble:

@@ -32,7 +32,6 @@ BATCH = {"quick": 32, "cpu": 32, "paper": 128}
 TURNS = {"quick": 3, "cpu": 5, "paper": 10}
 SEEDS = {"quick": 4, "cpu": 5, "paper": 5}
 
-
 _SAME = {"width": 1.0, "batch": BATCH, "turns": TURNS}  # the width is relative to the paper's
 SWEEP = [
     sweep(family=[name for name in COLOURS if name != LLD], members=MEMBERS, **_SAME),

@@ -162,8 +162,7 @@ def ray(
                     yield cell, ray.get(reference)
                 except RayError as error:
                     text = f"Ray gave up after {RETRIES + 1} attempts: {error}"
-                    passed = time.perf_counter() - started
-                    yield cell, {"error": text, "seconds": passed}
+                    yield cell, {"error": text, "seconds": time.perf_counter() - started}
     finally:
         for reference in flying:
             ray.cancel(reference, force=True)

@@ -99,7 +99,7 @@ def lines(table: Frame, column: str, *, width: float = 1.0) -> list[Curve]:
 
 def beside(draw: Callable[..., list[Curve]], table: Frame, width: float = 1.0) -> Callable:
     """Return how to draw a column, with fair lines beside the curves of ``draw(y=column)``."""
-    return lambda column: [*draw(y=column), *lines(table, column, width=width)]
+    return lambda y: [*draw(y=y), *lines(table, y, width=width)]
 
 
 def claims(some: Some, jumps: bool = False) -> list[Claim]:

@@ -84,31 +84,28 @@ def curves(
     groups = {None: table} if by is None else dict(list(table.groupby(by)))
     chosen = colours if isinstance(colours, dict) else dict.fromkeys(groups, colours)
     found = []
-    for value, colour in chosen.items():
-        if value not in groups:
-            continue
+    for value, colour in ((value, c) for value, c in chosen.items() if value in groups):
         each = groups[value].groupby([x, "seed"])[y].mean().reset_index()  # a seed is one number
-        points = each.groupby(x)[y].agg(["mean", "sem"]).dropna(subset=["mean"])
+        points = each.groupby(x)[y].agg(["mean", "sem"]).dropna(subset=["mean"]).fillna(0.0)
         if len(points):
             name = label.format(f"{value:g}" if isinstance(value, float) else value)
-            x_y_error = (points.index, points["mean"], points["sem"].fillna(0.0))
-            values = [[float(v) for v in column] for column in x_y_error]
+            values = points.reset_index().astype(float).T.values.tolist()
             early = ends if values[0][-1] < table[x].max() else ""
             found.append(Curve(name, *values, colour=colour, style=style, ends=early))
     return found
 
 
 def panels(
-    draw: Callable[[str], list[Curve]],
+    draw: Callable[..., list[Curve]],
     titles: dict[str, str],
     x_label: str = "members M",
     *,
     x_log: int = 2,
     y_log: int = 0,
 ) -> list[Panel]:
-    """Return a panel for each of these columns, with a title and the curves of ``draw(column)``."""
+    """Return a panel for each of these columns, with a title and the curves of ``draw(y=…)``."""
     return [
-        Panel(title, x_label, LABELS.get(y, y.replace("_", " ")), draw(y), x_log, y_log)
+        Panel(title, x_label, LABELS.get(y, y.replace("_", " ")), draw(y=y), x_log, y_log)
         for y, title in titles.items()
     ]
 
@@ -177,10 +174,9 @@ def _draw_curve(axis: Any, curve: Curve) -> Any:
 
 def _set_scales(axis: Any, panel: Panel) -> None:
     """Set linear or logarithmic axes, with ticks at plain numbers."""
-    import numpy
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    numbers = FuncFormatter(lambda value, _: numpy.format_float_positional(value, 6, trim="-"))
+    numbers = FuncFormatter(lambda value, _: f"{value:.6f}".rstrip("0").rstrip("."))
     shown = [(axis.xaxis, panel.x_log, "x"), (axis.yaxis, panel.y_log, "y")]
     for line, base, name in shown:
         values = [v for curve in panel.curves for v in getattr(curve, name)]

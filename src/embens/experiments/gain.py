@@ -14,7 +14,7 @@ from functools import partial
 from embens import laws
 from embens.embedding.families import embed
 from embens.experiments import fair
-from embens.experiments.claims import Claim, Frame, Rows
+from embens.experiments.claims import Claim, Frame, Rows, less, where
 from embens.experiments.contract import Cell, Row, sweep, train
 from embens.experiments.figure import Figure, Panel, curves, panels, shades
 
@@ -24,7 +24,6 @@ WIDTH = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}
 RATE = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}  # times the setting's
 SEEDS = {"quick": 15, "cpu": 5, "paper": 3}
 QUICK = {"train": 500, "lr": 0.012}
-
 
 SWEEP = [sweep(p=SHIFTS, members=MEMBERS, width=WIDTH), fair.sweep(WIDTH)]
 
@@ -37,22 +36,15 @@ def measure(cell: Cell) -> Row:
     return train(cell, ensemble, lr=lr, gamma=gamma).evaluate()
 
 
-def _eight(rows: Rows, p: float = 0.0) -> Rows:
-    return fair.without(rows).where(p=p, members=8)
-
-
-def _one(rows: Rows) -> Rows:
-    return fair.only(rows).where(members=1)
-
-
+_eight, _one = where(p=0.0, members=8), where(networks=8, members=1)
 CLAIMS = [
     *fair.claims(_eight),
-    Claim(lambda t: _eight(t).mean("nll") - _one(t).mean("nll"), below=0.0).says(
+    Claim(less("nll", _eight, _one), below=0.0).says(
         "eight members have a lower log loss than one network at its own best rate",
         "ensembles improve on a single model",
         "difference of test log losses, M=8 less one network",
     ),
-    Claim(lambda t: _eight(t).mean("accuracy") - _eight(t, 1.0).mean("accuracy"), above=0.0).says(
+    Claim(less("accuracy", _eight, where(p=1.0, members=8)), above=0.0).says(
         "eight members that differ are better than eight that are one model",
         "at p=1 an embedded ensemble is a single model",
         "difference of test accuracies, p=0 less p=1, M=8",

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from embens.experiments.claims import Claim, Frame, Rows, line, trend, where
+from embens.experiments.claims import Claim, Frame, Rows, trend, where
 from embens.experiments.contract import Cell, Row, batch_ensemble, sweep
 from embens.experiments.figure import Curve, Figure, Panel, curves
 from embens.experiments.setting import data_set
@@ -28,7 +28,6 @@ WIDTHS = {
     "paper": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0),
 }
 SEEDS = {"quick": 30, "cpu": 10, "paper": 20}
-
 
 SWEEP = [
     sweep(kind=["centred", "shifted"], width=WIDTHS, members=8, samples=64),
@@ -72,18 +71,15 @@ def measure(cell: Cell) -> list[Row]:
 
 
 def _spread(rows: Rows, kind: str) -> float:
-    import numpy
-
-    norms = numpy.log10(rows.where(kind=kind, width=1.0)["norm"].clip(lower=1e-30))
+    norms = rows.where(kind=kind, width=1.0)["norm"].clip(lower=1e-30).map(math.log10)
     return float(norms.quantile(0.95) - norms.quantile(0.05))
 
 
 def _exponent_of_deviation(rows: Rows) -> float:
     """Exponent of the standard deviation in the width."""
-    widths, means = rows.where(kind="centred").curve("width", "cos_total")
-    _, squares = rows.where(kind="centred").curve("width", "cos2_total")
-    deviations = [math.sqrt(max(s - m * m, 1e-30)) for s, m in zip(squares, means, strict=True)]
-    return line([math.log2(w) for w in widths], [math.log2(d) for d in deviations])
+    means = rows.where(kind="centred").frame.groupby("width").mean(numeric_only=True).reset_index()
+    variance = (means["cos2_total"] - means["cos_total"] ** 2).clip(lower=1e-30)
+    return Rows(means.assign(deviation=variance**0.5)).slope("width", "deviation", log_y=True)
 
 
 _POWER, _INVERSE, _ROOT = "falls as 1/width", "|cos| ∝ 1/width", "|cos| ∝ width^−1/2"

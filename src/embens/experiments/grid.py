@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _PACKAGE = "embens.experiments"
 
-
 Record = dict[str, Any]
 """What became of a cell: its ``seconds`` and ``rows``, or an ``error``, which is text."""
 Engine = Callable[[Sequence[Cell]], Generator[tuple[Cell, Record]]]
@@ -44,8 +43,7 @@ def key_of(cell: Cell) -> str:
     """Return the key of a cell; one that several experiments sweep is the same in all of them."""
     code = code_version(cell.experiment)
     identity = {"experiment": cell.experiment, "cell": plain(cell), "code": code}
-    text = json.dumps(identity, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def plain(cell: Cell) -> dict[str, Any]:
@@ -113,11 +111,7 @@ def perform(cell: Cell) -> Record:
 
 
 def run(
-    name: str,
-    cells: Sequence[Cell],
-    results: "Results",
-    engine: Engine,
-    retry_failed: bool = False,
+    name: str, cells: Sequence[Cell], results: "Results", engine: Engine, retry_failed: bool = False
 ) -> tuple[int, list[Cell]]:
     """Measure the cells that have no result, longest first.
 

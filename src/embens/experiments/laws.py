@@ -18,7 +18,7 @@ from typing import Any
 from embens import metrics
 from embens.embedding.families import embed, independent, masksembles
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Rows, line
+from embens.experiments.claims import Claim, Frame, Rows, less, line, where
 from embens.experiments.contract import Cell, Row, run, sweep, train
 from embens.experiments.figure import LABELS, Curve, Figure, Panel, curves, panels, shades
 from embens.experiments.setting import data_set
@@ -50,19 +50,16 @@ WIDTHS = {"quick": (2.0, 4.0, 8.0), "cpu": (0.5, 1.0, 2.0), "paper": (0.5, 1.0, 
 MEMBERS = {"quick": 8, "cpu": 4, "paper": 8}
 ALONE = {"quick": list(CENTRED), "cpu": ["±1", "N(0, 1)"], "paper": ["±1", "N(0, 1)"]}
 QUICK = {"train": 500}  # all digits would be too easy
+_SINGLE = "N(1, ½) is nearly one model: separate networks correlate less, by 0.3"
 EXPECTED = {
     "signs have a lower log loss than normal modulations": ("nll", "±1", "N(0, 1)", 0.0),
     "so have they with the mean √½": ("nll", "±1, mean √½", "N(√½, ½)", 0.0),
     "signs are better than one network at the same rate": ("nll", "±1", ONE, 0.0),
     "signs are better than one network at M times the rate": ("nll", "±1", FASTER, 0.0),
     "signs are as good as separate networks, to 0.01 nats": ("nll", "±1", SEPARATE, 0.01),
-    "N(1, ½) is nearly one model: separate networks correlate less, by 0.3": (
-        *("correlation", SEPARATE, "N(1, ½)"),
-        -0.3,
-    ),
+    _SINGLE: ("correlation", SEPARATE, "N(1, ½)", -0.3),
 }
 """Statements: a column, of one less that of the other, is below a number."""
-
 
 SWEEP = [  # the most important ones first
     sweep(law=(ONE, FASTER), sites="none", width=WIDTHS, members=1),
@@ -129,19 +126,14 @@ def _errors(rows: Rows) -> tuple[float, float]:
     """Return the mean errors of forecast correlations, and of the constant that is best of all."""
     means = rows.where(sites=BOTH).frame.groupby(["law", "width"]).mean(numeric_only=True)
     found, forecast = means["correlation"], means["forecast_correlation"]
-    constant = found.median()
-    return (found - forecast).abs().mean(), (found - constant).abs().mean()
+    return (found - forecast).abs().mean(), (found - found.median()).abs().mean()
 
 
-def _less(rows: Rows, column: str, law: str, other: str) -> float:
-    others = rows.where(law=other, sites=[BOTH, "none"])
-    return rows.where(law=law, sites=BOTH).mean(column) - others.mean(column)
-
-
+_BOTH = {"sites": [BOTH, "none"]}
 _PER_HALF = "change per halving of the effective width, centred laws for u and v"
 CLAIMS = [
     *(
-        Claim(partial(_less, column=column, law=law, other=other), below=most).says(
+        Claim(less(column, where(law=law, **_BOTH), where(law=other, **_BOTH)), below=most).says(
             statement, measure=f"{column}: {law} less {other}, mean over widths"
         )
         for statement, (column, law, other, most) in EXPECTED.items()
@@ -176,10 +168,10 @@ def plot(table: Frame) -> Figure:
         "correlation": "u and v: whose members err apart?",
         "effective_width": "what tails leave of the width, before training",
     }
-    found = panels(lambda y: draw(parts[BOTH], y=y), titles, "width")
+    found = panels(partial(draw, parts[BOTH]), titles, "width")
     for sites in ("u", "v"):
         see = {"nll": f"{sites} alone: lower is better"}
-        found += panels(lambda y, sites=sites: draw(parts[sites], y=y), see, "width")
+        found += panels(partial(draw, parts[sites]), see, "width")
     groups = table[table["sites"] == BOTH].groupby(["law", "width"])
     means = groups[["forecast_correlation", "correlation"]].mean()
     points = [

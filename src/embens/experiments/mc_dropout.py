@@ -14,14 +14,13 @@ import torch
 
 from embens import laws
 from embens.embedding.families import mc_dropout
-from embens.experiments import fair
+from embens.experiments import claims, fair
 from embens.experiments.claims import Claim, Frame, Rows, growth_of_best, inverted_u, trend, where
 from embens.experiments.contract import MEMBERS, Cell, Row, score, sweep, train
 from embens.experiments.figure import Figure, curves, panels, shades
 from embens.prediction import predict
 
 WIDTHS = (0.5, 1.0, 2.0)
-
 
 SWEEP = [
     sweep(kind=["fresh shifted", "fresh centred"], width=1.0, members=1),  # one mask a step
@@ -60,10 +59,7 @@ def _learns(rows: Rows) -> float:
     return last[0].mean("accuracy") / last[1].mean("accuracy")
 
 
-def _correlation(rows: Rows) -> float:
-    return rows.between("masks", 4).mean("correlation")
-
-
+_several = partial(Rows.between, column="masks", low=4)
 CLAIMS = [
     Claim(trend(_fresh, "accuracy", "masks"), above=0.0).says(
         "with fresh shifted masks accuracy approaches its limit from below", "increases to a limit"
@@ -74,7 +70,7 @@ CLAIMS = [
     Claim(trend(_fresh, "member_accuracy", "masks"), above=-0.002).says(
         "members do not suffer (slope above −0.2 % per doubling)", "members do not suffer from M"
     ),
-    Claim(lambda t: _correlation(_fresh(t)), above=0.8).says(
+    Claim(lambda t: _several(_fresh(t)).mean("correlation"), above=0.8).says(
         "fresh shifted masks are highly correlated (collective)",
         "highly correlated",
         "correlation, mean over M ≥ 4",
@@ -82,7 +78,7 @@ CLAIMS = [
     Claim(_learns, below=0.5).says(
         "with fresh centred masks the network hardly learns (half the accuracy)", "does not learn"
     ),
-    Claim(lambda t: _correlation(_fresh(t)) - _correlation(_normal(t)), above=0.1).says(
+    Claim(lambda t: claims.less("correlation", _fresh, _normal)(_several(t)), above=0.1).says(
         "fixed centred masks are much less correlated (independent; by 0.1)",
         "models are not correlated",
         "correlation of fresh shifted less fixed centred masks, M ≥ 4, width 1",

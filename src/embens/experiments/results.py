@@ -76,11 +76,7 @@ def tidy(results: Results, name: str, setting: Setting) -> Frame:
             cell = {k: v for k, v in record["cell"].items() if k != "setting"}
             swept |= cell
             rows += [{**cell, **row, "seconds": record["seconds"]} for row in record["rows"]]
-    table = pandas.DataFrame(rows)
-    if not rows:
-        return table
-    order = [*swept, "epoch"] if "epoch" in table else [*swept]
-    return table.sort_values(order, kind="stable", ignore_index=True)
+    return pandas.DataFrame(rows).sort_values([*swept], kind="stable", ignore_index=True)
 
 
 def records(results: Results, name: str, setting: Setting) -> list[Record]:
@@ -143,7 +139,7 @@ def _write(folder: Path, manifest: dict, table: Frame, texts: dict[str, str]) ->
     figure = dataclasses.replace(experiment.plot(table), title=words["title"])
     texts["claims.json"] = json.dumps([claim.to_dict() for claim in claims], indent=1)
     texts["figure.json"] = json.dumps(plain(dataclasses.asdict(figure)))
-    manifest |= {**words, "files": {file: checksum(text, {}) for file, text in texts.items()}}
+    manifest |= {**words, "files": {file: checksum(text) for file, text in texts.items()}}
     texts["manifest.json"] = json.dumps(seal(manifest), indent=1)
     for file, text in texts.items():
         write_atomically(folder / file, text)

@@ -36,7 +36,6 @@ KEYS = ["width", "scale", "loss"]
 QUICK = {"train": 500}  # all digits would leave too few errors to correlate
 PATIENCE = 7  # times the preset's epochs are the most
 
-
 SWEEP = [
     sweep(family="embedded", p=SHIFTS, width=WIDTHS, scale=SCALES, members=4),
     sweep(family="separate", p=0.0, width=WIDTHS, scale=SCALES, members=4),  # p means nothing

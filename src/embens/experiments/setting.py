@@ -80,7 +80,6 @@ PRESETS = {
     ),
 }
 
-
 _CLASSES = {"fine": 100, "coarse": 20}
 
 

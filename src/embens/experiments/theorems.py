@@ -20,7 +20,7 @@ from torch import Tensor
 from embens import laws, networks
 from embens.embedding.families import embed
 from embens.ensemble import EmbeddedEnsemble
-from embens.experiments.claims import Claim, Frame, Rows, Some, trend, where
+from embens.experiments.claims import Claim, Frame, Rows, Some, less, trend, where
 from embens.experiments.contract import Cell, Row, batch_ensemble, sweep, train
 from embens.experiments.figure import PALETTE, Figure, Panel, curves, panels, shades
 from embens.experiments.setting import data_set
@@ -50,7 +50,6 @@ ERRORS = {
 }
 DRAWS = 60
 STEPS = (10, 30, 100, 300)
-
 
 _WIDTHS = {"outputs": slice(4), "training": slice(None), "classification": slice(1)}
 SWEEP = [sweep(part="kernels", case=list(LAWS), units=UNITS)]
@@ -187,12 +186,6 @@ def _not_uniform(rows: Rows) -> float:
     return math.log(_late(rows).mean("drift") / early.mean("drift"))
 
 
-def _target_class(rows: Rows) -> float:
-    """Their part in the change of the loss, late less early."""
-    late, early = (rows.where(part="classification", stage=stage) for stage in (1.0, 0.0))
-    return late.mean("target_part") - early.mean("target_part")
-
-
 def _coupling(rows: Rows, case: str) -> float:
     """Cross relative to same, at the largest width."""
     return rows.where(part="kernels", case=case).last("units").mean("ntk_coupling")
@@ -240,8 +233,10 @@ CLAIMS = [
         "the dynamics are those of the limit",
         "exponent of the relative error at the last step in the width",
     ),
-    Claim(_target_class, above=0.0).says(
-        "target-class components matter more late in training than at first", "they dominate late"
+    Claim(less("target_part", where(stage=1.0), where(stage=0.0)), above=0.0).says(
+        "target-class components matter more late in training than at first",
+        "they dominate late",
+        "Their part in the change of the loss, late less early",
     ),
 ]
 

@@ -11,6 +11,7 @@ longer in a wider network.
 
 import math
 from functools import partial
+from statistics import fmean
 
 from embens.embedding.families import embed
 from embens.experiments.claims import Claim, Frame, Missing, Rows, line
@@ -19,7 +20,6 @@ from embens.experiments.figure import Figure, curves, panels, shades
 
 SCHEMES = (("1", 1.0), ("M", 1.0), ("M", 4.0))
 APART = 0.2  # relative difference of losses at which curves are apart
-
 
 SWEEP = [sweep(gamma=gamma, width=w, members=MEMBERS) for gamma, w in SCHEMES]
 
@@ -57,11 +57,9 @@ def _slowdown(rows: Rows, gamma: str) -> float:
 
 def _duration(rows: Rows, width: float) -> float:
     """Return the log of the epoch at which curves part from that of one network, mean over M."""
-    import numpy
-
     losses = _losses(rows.where(gamma="M", width=width))
-    apart = numpy.log(losses.drop(index=1) / losses.loc[1]).abs() > APART
-    return float(numpy.log(_first(apart, apart.columns.max() + 1)).mean())
+    apart = (losses.drop(index=1) / losses.loc[1]).map(math.log).abs() > APART
+    return fmean(map(math.log, _first(apart, apart.columns.max() + 1)))
 
 
 def _longer(rows: Rows) -> float:

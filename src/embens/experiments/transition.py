@@ -36,7 +36,6 @@ SLOW = {"quick": (0.8, 0.9), "cpu": (0.9,), "paper": (0.8, 0.9)}  # also with ga
 MEMBERS = {**contract.MEMBERS, "paper": (1, 2, 3, 5, 7, 10, 14, 20, 28, 40)}
 SEEDS = {"quick": 4, "cpu": 5, "paper": 3}
 
-
 SWEEP = [
     sweep(p=SHIFTS, members=MEMBERS, gamma="M"),
     sweep(p=SLOW, members={k: some[1:] for k, some in MEMBERS.items()}, gamma="1"),

@@ -15,12 +15,8 @@ from embens.experiments.contract import Cell, Row, sweep, train
 from embens.experiments.figure import LABELS, Curve, Figure, Panel, curves, panels, shades
 from embens.experiments.transition import MEMBERS
 
-WIDTHS = {
-    "quick": (0.5, 1.0, 2.0, 4.0),
-    "cpu": (0.5, 1.0, 2.0),
-    "paper": (0.25, 0.5, 1.0, 2.0, 4.0),
-}
-
+_FEW = (0.5, 1.0, 2.0)
+WIDTHS = {"quick": (*_FEW, 4.0), "cpu": _FEW, "paper": (0.25, *_FEW, 4.0)}
 
 SWEEP = [sweep(width=WIDTHS, members=MEMBERS), fair.sweep(WIDTHS)]
 
@@ -50,8 +46,7 @@ def _advantage(rows: Rows) -> float:
         chosen = mine.where(members=int(mine.best("members")))
         size = math.log(chosen.mean("parameters"))
         if size >= sizes.iloc[0] - 1e-9:
-            found = numpy.interp(size, sizes, envelope["accuracy"])
-            gains.append(chosen.mean("accuracy") - found)
+            gains.append(chosen.mean("accuracy") - numpy.interp(size, sizes, envelope["accuracy"]))
     if not gains:
         raise Missing("separate networks with as many parameters")
     return sum(gains) / len(gains)

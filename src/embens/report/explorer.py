@@ -38,6 +38,7 @@ STEPS = 12  # of the angle whose cosine is p: in it everything is smooth, also a
 ANGLES = 25  # from 0 to π, at which kernels are given
 WIDTH = 64  # effective widths are fractions of it
 POINTS = 41  # at which the ensemble that fits a curve is drawn
+GRID = torch.linspace(-math.pi, math.pi, POINTS).double()
 DRAWN = 4  # members of which a sample is drawn
 DATA = torch.tensor([-2.5, -2.0, -1.6, 0.2, 0.5, 1.9], dtype=torch.float64)
 
@@ -72,8 +73,7 @@ def numbers(ensemble: EmbeddedEnsemble, normals: Tensor) -> dict[str, Any]:
         "width": effective_width(ensemble, circle(angles[:1], 0)) / WIDTH,
         "kernels": [block[:, 0].tolist() for block in blocks],
     }
-    grid = torch.linspace(-math.pi, math.pi, POINTS).double()
-    x, test = circle(DATA, 1), circle(grid, 1)
+    x, test = circle(DATA, 1), circle(GRID, 1)
     three = kernels(ensemble, x), kernels(ensemble, test, x), kernels(ensemble, test)
     flows = {members: gradient_flow(*three, target(DATA), members) for members in MEMBERS}
     for members, flow in flows.items():
@@ -86,8 +86,7 @@ def _fitted(flow: GradientFlow, t: float, normals: Tensor) -> dict[str, Any]:
     """Return what is known of the outputs on the grid at some time, and a sample of members."""
     mean, covariance, of_mean = flow.mean(t)[:, 0], flow.covariance(t), flow.ensemble_variance(t)
     variance = covariance.same.diagonal()
-    truth = target(torch.linspace(-math.pi, math.pi, POINTS).double())[:, 0]
-    bias = (mean - truth).square().mean()
+    bias = (mean - target(GRID)[:, 0]).square().mean()
     # What members have in common, and what is each one's own. Roots are symmetric, so that curves
     # move smoothly as the dials are turned.
     own = normals[1:] @ _root(covariance.same - covariance.cross)
@@ -112,16 +111,13 @@ ARCS = [math.pi / 2 * (1 - k / STEPS) for k in range(STEPS + 1)]
 """The arc cosines of the values of ``p``, from p = 0 to p = 1."""
 
 
-def positions() -> list[tuple[str, str, int, float]]:
-    """Return all positions of the dials, ``p`` changing fastest."""
-    return [*product(FAMILIES, ACTIVATIONS, DEPTHS, [round(math.cos(arc), 12) for arc in ARCS])]
-
-
-def render(progress: Callable[[list], Iterable] = iter) -> str:
-    """Return the page; ``progress`` wraps the positions that are computed."""
+def write(path: str | Path, progress: Callable[[list], Iterable] = iter) -> Path:
+    """Write the page; return where it is. ``progress`` wraps the positions that are computed."""
     generator = torch.Generator().manual_seed(4)
     normals = torch.randn(1 + DRAWN, POINTS, generator=generator).double()
-    rows = [numbers(ensemble_of(*dials), normals) for dials in progress(positions())]
+    shifts = [round(math.cos(arc), 12) for arc in ARCS]
+    positions = [*product(FAMILIES, ACTIVATIONS, DEPTHS, shifts)]  # the last changes fastest
+    rows = [numbers(ensemble_of(*dials), normals) for dials in progress(positions)]
     data = {
         "families": list(FAMILIES),
         "activations": list(ACTIVATIONS),
@@ -134,12 +130,7 @@ def render(progress: Callable[[list], Iterable] = iter) -> str:
     }
     packed = zlib.compress(json.dumps(data, allow_nan=False).encode(), 9)
     text = files("embens.report").joinpath("explorer.html").read_text(encoding="utf-8")
-    return text.replace("{{data}}", base64.b64encode(packed).decode())
-
-
-def write(path: str | Path, progress: Callable[[list], Iterable] = iter) -> Path:
-    """Write the page; return where it is."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, render(progress))
+    write_atomically(path, text.replace("{{data}}", base64.b64encode(packed).decode()))
     return path

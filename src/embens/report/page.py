@@ -48,7 +48,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
         sums = manifest.pop("files")
         for file in ("claims.json", "figure.json", "table.csv"):
             texts[file] = (folder / file).read_bytes().decode(errors="replace")
-            if checksum(texts[file], {}) != sums[file]:
+            if checksum(texts[file]) != sums[file]:
                 raise Refused(f"{file} has another checksum than manifest.json says")
     except (OSError, KeyError, Refused) as error:
         raise Refused(

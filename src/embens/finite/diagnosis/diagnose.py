@@ -6,8 +6,6 @@ is not known), and measures on a few samples how the members' gradients lie to e
 of a ``forecast``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +17,8 @@ from embens.checks import Gamma, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.ensemble.rates import gamma_of
 from embens.finite import checks
-from embens.finite.diagnosis import findings
-from embens.finite.diagnosis.measurement import (
-    Budget,
-    effective_widths,
-    few,
-    measure,
-    suggested_rates,
-)
+from embens.finite.diagnosis import findings, measurement
+from embens.finite.diagnosis.measurement import Budget, few
 from embens.finite.diagnosis.report import Diagnosis, LayerOverlap
 from embens.finite.forecasting import Forecast, forecast
 from embens.finite.gradients import cosines, off_diagonal, pair_error, unchanged
@@ -97,7 +89,7 @@ def diagnose(
 
     structure = None if ensemble.plan.separate else Structure(ensemble)
     biases = {} if structure is None else findings.output_biases(ensemble, structure)
-    measured = measure(ensemble, x, target, criterion, biases.values(), budget)
+    measured = measurement.measure(ensemble, x, target, criterion, biases.values(), budget)
     if ensemble is not given:
         measured.notes.append(
             "this is the network at test: one input for all members, whose blocks of first layers "
@@ -108,21 +100,25 @@ def diagnose(
     if structure is not None and biases and not structure.open:  # only biases couple members
         coupling, through_biases = 0.0, max(coupling, through_biases)
     with unchanged(ensemble, budget.generator):
-        rates = suggested_rates(ensemble, measured, criterion, natural)
+        rates = measurement.suggested_rates(ensemble, measured, criterion, natural)
     matrix, pull = cosines(measured.gram), _overlap(measured.gram)
     equal = found.coupling == 1 or min(pull.mean, found.coupling) >= findings.NEARLY_EQUAL
     equal = equal and not ensemble.plan.low_rank  # which begin equal, and part in training
-    sizes = {layer: float(g.diagonal().sum()) for layer, g in measured.grams.items()}
-    total = sum(sizes.values()) or 1.0
-    if expected is None:
-        expected = _expect(given, x, target, criterion, gamma, measured.notes)
+    total = float(measured.gram.trace()) or 1.0
+    if expected is None and criterion is not F.cross_entropy:
+        measured.notes.append("no forecast: it is made for classes and their cross-entropy alone")
+    elif expected is None:
+        try:
+            expected = forecast(given, x, target, gamma=gamma)
+        except (TypeError, ValueError, RuntimeError) as error:
+            measured.notes.append(f"no forecast: {str(error).splitlines()[0]}")
     report = Diagnosis(
         regime=found,
         forecast=expected,
         one_model=equal and ensemble.members > 1,
         pull=pull,
         pull_error=pair_error(matrix),
-        overlap={n: _overlap(g, sizes[n] / total) for n, g in measured.grams.items()},
+        overlap={n: _overlap(g, float(g.trace()) / total) for n, g in measured.grams.items()},
         gamma=natural,
         gamma_as_meant=meant,
         rates=rates,
@@ -133,15 +129,19 @@ def diagnose(
         rows=measured.rows,
         family=ensemble.plan.family,
         separate=ensemble.plan.separate,
-        widths=effective_widths(ensemble, measured.x),
+        widths=measurement.effective_widths(ensemble, measured.x),
         notes=measured.notes,
     )
+    last = {} if structure is None else structure.last
     facts = findings.Facts(
         ensemble=ensemble,
         report=report,
-        last={} if structure is None else dict(structure.last),
+        last=last,
+        shifted=[n for n, law in last.items() if law is not None and law.overlap != 0],
+        sites=[s for s in ensemble.plan.sites if s.law.overlap < 1],
         collective=coupling != 0,
-        biases=(tuple(biases), through_biases),
+        biases=list(biases),
+        bias_part=through_biases,
         gamma_given=gamma is not None,
         optimizer=optimizer,
         wanted=wanted,
@@ -157,25 +157,6 @@ def _overlap(gram: Tensor, share: float = 1.0) -> LayerOverlap:
         return LayerOverlap(0.0, 0.0, share)
     pairs = off_diagonal(cosines(gram))
     return LayerOverlap(float(pairs.mean()), float(pairs.square().mean().sqrt()), share)
-
-
-def _expect(
-    ensemble: EmbeddedEnsemble,
-    x: Any,
-    target: Any,
-    criterion: Criterion,
-    gamma: Gamma,
-    notes: list[str],
-) -> Forecast | None:
-    """Return the forecast of a usual training; where there can be none, note why."""
-    if criterion is not F.cross_entropy:
-        notes.append("no forecast: it is made for classes and their cross-entropy alone")
-        return None
-    try:
-        return forecast(ensemble, x, target, gamma=gamma)
-    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-        notes.append(f"no forecast: {str(error).splitlines()[0]}")
-        return None
 
 
 def _limit(
@@ -195,7 +176,7 @@ def _limit(
             if found.exact and rows.dim() == 2:
                 return found, float(natural_gamma(kernels(ensemble, rows), members))
             return found, gamma_of(members, found.coupling)
-        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             why = f"without the limit: {str(error).splitlines()[0]}"
     coupling = structure.estimate()
     kind = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT

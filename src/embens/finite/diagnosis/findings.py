@@ -5,8 +5,6 @@ what is wrong and what to do, or None; its name is the code of the finding. ``CH
 of them. Each has a test in which it must find something and one in which it must not.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -39,23 +37,14 @@ class Facts:
     ensemble: EmbeddedEnsemble
     report: Diagnosis
     last: Mapping[str, Law | None]  # the last layers, and the law of u in their inputs, if any
+    shifted: list[str]  # those with a law that has a mean, or couples members in another way
+    sites: list[Site]  # at which members differ
     collective: bool  # whether members are coupled in the limit by more than output biases
-    biases: tuple[tuple[str, ...], float]
-    """Shared output biases that can be trained, and how strongly they couple members: in the limit,
-    or as their mean part in the cosine of two members' gradients."""
+    biases: list[str]  # layers with shared output biases that can be trained
+    bias_part: float  # their coupling in the limit, or mean part in the cosine of two gradients
     gamma_given: bool  # whether the gradient scale is not the default one
     optimizer: Any
     wanted: str | None
-
-    @property
-    def sites(self) -> list[Site]:
-        """The sites at which members differ."""
-        return [s for s in self.ensemble.plan.sites if s.law.overlap < 1]
-
-    @property
-    def shifted(self) -> list[str]:
-        """The last layers with a law that has a mean, or couples members in another way."""
-        return [n for n, law in self.last.items() if law is not None and law.overlap != 0]
 
 
 def equal_members(facts: Facts) -> Trouble:
@@ -63,9 +52,9 @@ def equal_members(facts: Facts) -> Trouble:
     if not facts.report.one_model:
         return None
     laws = ", ".join(dict.fromkeys(repr(s.law) for s in facts.ensemble.plan.sites))
-    exactly = facts.report.coupling == 1
+    nearly = "" if facts.report.coupling == 1 else "nearly "
     return (
-        f"all {facts.ensemble.members} members are {'' if exactly else 'nearly '}one model "
+        f"all {facts.ensemble.members} members are {nearly}one model "
         f"({laws}; cosine of their gradients {facts.report.pull.mean:.3g}): they predict the same, "
         "learn the same from the same samples, and cost as much as different ones",
         "use a law that tells members apart, such as laws.Normal() or a smaller p in "
@@ -75,12 +64,12 @@ def equal_members(facts: Facts) -> Trouble:
 
 def shifted_laws(facts: Facts) -> Trouble:
     """Laws with a mean where independent members were wanted."""
-    shifted = facts.shifted
-    if facts.wanted != "independent" or not facts.collective or not shifted:
+    if facts.wanted != "independent" or not facts.collective or not facts.shifted:
         return None
+    law = facts.last[facts.shifted[0]]
     return (
         f"independent members were wanted, but the law of the modulations in the input of "
-        f"{_names(shifted)} is not centred ({facts.last[shifted[0]]!r}), which couples members",
+        f"{_names(facts.shifted)} is not centred ({law!r}), which couples members",
         "use a centred law there, such as laws.Normal() or p=0 in batch_ensemble",
     )
 
@@ -104,16 +93,14 @@ def uncentred_last_layer(facts: Facts) -> Trouble:
 
 def shared_output_bias(facts: Facts) -> Trouble:
     """A bias of the output layer that members of an independent ensemble share."""
-    layers, part = facts.biases
     centred = facts.last and None not in facts.last.values() and not facts.shifted
-    if not layers or not centred or facts.collective:
-        return None
     others = facts.ensemble.members - 1
-    if part * others < BIASED:
+    pull = facts.bias_part * others
+    if not facts.biases or not centred or facts.collective or pull < BIASED:
         return None
     return (
-        f"members are independent but for the shared bias of {_names(layers)}: through it the "
-        f"{others} others together, whose pulls add up, pull on a member {part * others:.2g} times "
+        f"members are independent but for the shared bias of {_names(facts.biases)}: through it "
+        f"the {others} others together, whose pulls add up, pull on a member {pull:.2g} times "
         "as strongly as it does itself (on these samples, now)",
         "leave the bias of the output layer out (bias=False), or freeze it "
         "(bias.requires_grad_(False))",
@@ -176,8 +163,7 @@ def large_gamma(facts: Facts) -> Trouble:
 
 def decayed_modulations(facts: Facts) -> Trouble:
     """Weight decay on modulations."""
-    ensemble = facts.ensemble
-    modulations = {id(p) for p in ensemble.individual_parameters() if p.requires_grad}
+    modulations = {id(p) for p in facts.ensemble.individual_parameters() if p.requires_grad}
     if facts.optimizer is None or not facts.sites or not modulations:
         return None
     if isinstance(facts.optimizer, torch.optim.Optimizer):
@@ -202,10 +188,9 @@ def cancelled_gamma(facts: Facts) -> Trouble:
     meant = facts.report.gamma_as_meant
     if facts.optimizer is None or meant == 1.0 or facts.ensemble.plan.separate:
         return None
-    kind = optimizer_class(facts.optimizer)
+    kind, factor = optimizer_class(facts.optimizer), meant / facts.report.gamma
     if not _is_scale_free(kind):
         return None
-    factor = meant / facts.report.gamma
     rate = "as it is" if abs(factor - 1) < 1e-9 else f"times {factor:.3g}"
     return (
         f"{kind.__name__} divides by the size of the gradient, and so cancels gamma={meant:.3g}",
@@ -264,13 +249,9 @@ def _is_scale_free(kind: type[torch.optim.Optimizer]) -> bool:
 
 def output_biases(ensemble: EmbeddedEnsemble, structure: Structure) -> dict[str, Tensor]:
     """Return the biases of the last layers that members share and that can be trained."""
-    shared, found = {id(p) for p in ensemble.shared_parameters() if p.requires_grad}, {}
-    for name in structure.last:
-        layer = structure.layers[name]
-        bias = getattr(layer, "bias", None)
-        if isinstance(bias, Tensor) and id(bias) in shared:
-            found[name] = bias
-    return found
+    shared = {id(p) for p in ensemble.shared_parameters() if p.requires_grad}
+    biases = {name: getattr(structure.layers[name], "bias", None) for name in structure.last}
+    return {name: b for name, b in biases.items() if isinstance(b, Tensor) and id(b) in shared}
 
 
 def _names(layers: Iterable[str]) -> str:

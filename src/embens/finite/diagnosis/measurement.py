@@ -13,8 +13,6 @@ at the present weights: a first guess for a sweep, not a promise. Momentum :math
 :math:`1+\beta` times as much.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -146,7 +144,7 @@ def effective_widths(ensemble: EmbeddedEnsemble, x: Any) -> list[float]:
     try:
         pair = (ensemble, Structure(ensemble).reference)
         return [effective_width(network, rows) for network in pair]
-    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):
         return []
 
 
@@ -175,10 +173,7 @@ def kept_bytes(ensemble: EmbeddedEnsemble) -> Iterator[dict[int, int]]:
 
 
 def suggested_rates(
-    ensemble: EmbeddedEnsemble,
-    measured: Measured,
-    criterion: Criterion,
-    gamma: float,
+    ensemble: EmbeddedEnsemble, measured: Measured, criterion: Criterion, gamma: float
 ) -> Rates:
     """Return the rates as far as they can be found."""
     shared, own = float(measured.gram.trace()), float(measured.individual.square().sum())
@@ -187,7 +182,7 @@ def suggested_rates(
     x, target = take(measured.x, rows), take(measured.target, rows)
     try:
         top = sharpness(ensemble, x, target, criterion, gamma)
-    except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         measured.notes.append(f"no stable rate: {str(error).splitlines()[0]}")
         return Rates(None, factor)
     return Rates(2 / top if top > 0 else math.inf, factor)
@@ -197,12 +192,9 @@ def sharpness(
     ensemble: EmbeddedEnsemble, x: Any, target: Any, criterion: Criterion, gamma: float
 ) -> float:
     r"""Return :math:`\lambda_{\max}(J D J^\top H)`, by power iterations with products alone."""
-    shared, own = (
-        [p for p in found if p.requires_grad]
-        for found in (ensemble.shared_parameters(), ensemble.individual_parameters())
-    )
-    parameters = [*shared, *own]
-    rates = [gamma / ensemble.members] * len(shared) + [1.0] * len(own)
+    groups = ensemble.parameter_groups(lr=1.0, gamma=gamma)
+    rates = {p: group["lr"] for group in groups for p in group["params"] if p.requires_grad}
+    parameters = list(rates)
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
         args, named = ensemble.bind(x)
         outputs = logits_of(ensemble(*args, **named))
@@ -219,7 +211,7 @@ def sharpness(
         vector = vector.reshape(outputs.shape)
         for _ in range(POWER):
             steps = grad(outputs, parameters, vector / vector.norm())
-            scaled = [rate * step for rate, step in zip(rates, steps, strict=True)]
+            scaled = [rate * step for rate, step in zip(rates.values(), steps, strict=True)]
             (moved,) = grad(pulled, dummy, scaled)
             (vector,) = grad(slope, outputs, moved)
             size = float(vector.norm())

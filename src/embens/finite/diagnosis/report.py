@@ -1,21 +1,17 @@
 """A diagnosis: what :func:`embens.diagnose` found, as text, as a dict, as a picture."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import textwrap
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from embens.finite.diagnosis.measurement import Rates
 from embens.finite.forecasting import Forecast
-
-if TYPE_CHECKING:
-    from embens.theory.regime import RegimeReport
+from embens.theory.regime import RegimeReport
 
 WIDTH = 92
 
@@ -126,7 +122,13 @@ class Diagnosis:
         if not self.separate:
             off = abs(self.gamma_as_meant - self.gamma) > 0.01 * self.gamma
             say("gamma", f"{self.gamma:.3g}" + f" (now {self.gamma_as_meant:.3g})" * off)
-        say("rates", self._rates_in_words())
+        rates, (stable, factor) = [], (self.rates.largest_stable, self.rates.modulation_factor)
+        if stable is not None:
+            rates.append(f"plain gradient descent is stable up to a rate of about {stable:.2g}")
+        if factor is not None:
+            most = f"{factor:.2g} times their rate, the most to try"
+            rates.append(f"modulations make steps as long as weights at {most}")
+        say("rates", "; ".join(rates) or "not measured")
         for note in self.notes:
             say("note", note)
         say("warnings", "none" if not self.warnings else "")
@@ -135,24 +137,12 @@ class Diagnosis:
             lines += textwrap.wrap(f"  do: {finding.what_to_do}", WIDTH, subsequent_indent="      ")
         return "\n".join(line.rstrip() for line in lines)
 
-    def _rates_in_words(self) -> str:
-        parts = []
-        if self.rates.largest_stable is not None:
-            stable = f"stable up to a rate of about {self.rates.largest_stable:.2g}"
-            parts.append(f"plain gradient descent is {stable}")
-        if self.rates.modulation_factor is not None:
-            most = f"{self.rates.modulation_factor:.2g} times their rate, the most to try"
-            parts.append(f"modulations make steps as long as weights at {most}")
-        return "; ".join(parts) or "not measured"
-
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the cosines of members' gradients, in all and by layer."""
-        import matplotlib
+        from matplotlib.figure import Figure
 
-        matplotlib.use("agg")
-        from matplotlib import pyplot as plt
-
-        figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), constrained_layout=True)
+        figure = Figure(figsize=(8, 3.6), layout="constrained")
+        axes = figure.subplots(1, 2)
         image = axes[0].imshow(self.cosines.numpy(), vmin=-1, vmax=1, cmap="RdBu_r")
         figure.colorbar(image, ax=axes[0], shrink=0.8)
         axes[0].set(title="cosine of members' gradients", xlabel="member", ylabel="member")
@@ -164,4 +154,3 @@ class Diagnosis:
         axes[1].set(title="by layer", xlabel="cosine of two members")
         axes[1].legend(fontsize=8)
         figure.savefig(path, dpi=80)
-        plt.close(figure)
