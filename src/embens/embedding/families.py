@@ -9,8 +9,6 @@ members' own (``own=``) train at the rate of any weight and have no sites. Own l
 network with many heads; own last blocks, with ``pre=None, post=None``, a TreeNet.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

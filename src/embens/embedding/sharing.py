@@ -8,8 +8,6 @@ Several members run as one larger batch, *folded*: up to the border, the first m
 those of the input; after it every sample has a row for each member.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterable, Iterator

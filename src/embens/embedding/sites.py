@@ -4,8 +4,6 @@ A *site* is the output (``pre``) or the input (``post``) of a parameter layer an
 layer.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

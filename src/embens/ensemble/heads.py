@@ -8,8 +8,6 @@ summed instead. The shares :math:`s_a` are 1, or drawn at each pass in training,
 (MixMo, Ramé et al. 2021).
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -9,8 +9,6 @@ weights, save where the weights are much the smaller. :class:`Once` is a module 
 once for all members. Attention and modules of the members' own have files of their own.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator

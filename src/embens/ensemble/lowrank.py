@@ -10,8 +10,6 @@ The members' weights are built, unless a matrix is added to a Linear layer, and 
 rows: then it runs on activations, :math:`W x + B (A x)`.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -7,8 +7,6 @@ layers. At infinite width :math:`f` has the covariance :math:`\Sigma`, and the f
 the rest of the tangent kernel, :math:`\Theta - \Sigma`.
 """
 
-from __future__ import annotations
-
 import importlib
 import threading
 import warnings

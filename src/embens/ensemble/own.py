@@ -1,7 +1,5 @@
 """Modules some of whose tensors depend on the member."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Iterator, Sequence

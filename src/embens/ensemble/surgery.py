@@ -4,8 +4,6 @@ A deep copy looks every object up in a memo first; putting the replacements ther
 the reference holds the originals, in lists and attributes as well.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 :func:`plain` is one member, or the mean of all; :func:`without_members` the network without them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

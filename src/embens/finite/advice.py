@@ -5,8 +5,6 @@ counted: parameters, the arithmetic of a pass, and the bytes that its backward p
 relative to the network alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace

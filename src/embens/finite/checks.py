@@ -1,7 +1,5 @@
 """Checks of what a measurement is given, before any work: the ensemble, inputs, and targets."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

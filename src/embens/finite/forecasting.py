@@ -6,8 +6,6 @@ probed and trained to their end (:mod:`embens.finite.experience`), give the fore
 ``docs/how-to/is-my-ensemble-an-ensemble.md`` has.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -5,8 +5,6 @@ the last layers of all four are solved for, by ridge regression. What these *rea
 rows that were held out is as if the training of this layer were over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics

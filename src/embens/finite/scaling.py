@@ -14,8 +14,6 @@ and in the first and last layers, −1 in the layers between, −1 for :math:`\c
 0 for shifted ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

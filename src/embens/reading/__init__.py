@@ -8,8 +8,6 @@ that runs is the user's own code, and no branch is baked in. Where neither works
 :func:`read_registration` takes the order in which layers were registered, and says so.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

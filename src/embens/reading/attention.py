@@ -6,8 +6,6 @@ place: four Linear layers, ``q_proj`` to ``out_proj``, and what torch does betwe
 option by option. Members that are taken out have torch's own again.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ A :class:`Trail` is what is known of a value: the layers upstream of it, its cha
 layers' outputs it is still affine. A :class:`Flow` is the result for the whole network.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ input of RNN, LSTM and GRU, and what :func:`register_layer` adds::
     embens.register_layer(MyLinear, lambda layer: (layer.n_in, layer.n_out))
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@
 watches one real call and takes any Python code.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ a module of torch by its type; whatever is not known here is *unclear*, and is t
 numbers before it is trusted.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from embens.reading.attention import Attention

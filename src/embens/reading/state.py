@@ -4,8 +4,6 @@ Read off the source of every ``forward`` and of the methods that it calls: the a
 assign, and those whose contents they change in place.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -6,8 +6,6 @@ that to pay, and small enough that a dozen of them are little beside the kernels
 Not here: kernels in files (:mod:`embens.theory.storage`).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec

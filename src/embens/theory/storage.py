@@ -6,8 +6,6 @@ there; the finished file appears all at once, and carries the fingerprint and a 
 at a time works on a file: it holds a lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -9,8 +9,6 @@ law over nodes chosen for the singularities of these functions at imaginary :mat
 sum over, so for variances of ordinary size, and for other laws, tables of :mod:`smooth` serve.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ smooth activations go by quadrature to 1e-10. Your own needs one line, ``registe
 if it is smooth; else write a dual and register a function that makes it.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import singledispatch

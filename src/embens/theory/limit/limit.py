@@ -4,8 +4,6 @@ A :class:`Limit` prepares a network and inputs once (the pass of every input wit
 gives the variances) and then computes any block of the kernels; ``blocks`` puts them together.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from functools import partial

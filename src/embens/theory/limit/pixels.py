@@ -8,8 +8,6 @@ an image; flatten, then Linear, is the mean over :math:`K(p, p)`. Where no pooli
 pairs of equal pixels matter. Any number of pixel axes will do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache, singledispatch

@@ -18,8 +18,6 @@ pre-activation modulation :math:`v`, with :math:`F, G, H` of :mod:`embens.theory
     K = F, \quad P^{com} = G\, \Theta^{com}, \quad P^{ind} = T(v)\, H_{aa} + G_{aa}\, \Theta^{ind}
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cache, partial, singledispatch
