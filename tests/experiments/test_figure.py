@@ -42,6 +42,11 @@ def test_there_is_a_curve_for_each_value_and_none_for_what_is_undefined():
     assert curves(table, "x", "missing") == []
 
 
+def test_one_curve_of_all_rows_has_the_name_of_what_it_shows():
+    table = pandas.DataFrame({"members": [1, 2], "seed": [0, 0], "own_rate": [0.1, 0.2]})
+    assert [curve.label for curve in curves(table, "members", "own_rate")] == ["own rate"]
+
+
 def test_a_figure_is_plain_json():
     figure = Figure([Panel("a", "x", "y", [Curve("c", [1.0], [math.nan])])])
     values = json.loads(json.dumps(plain(asdict(figure)), allow_nan=False))

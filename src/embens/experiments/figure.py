@@ -76,12 +76,14 @@ def curves(
 ) -> list[Curve]:
     """Return a curve of means over seeds, with standard errors, for each value of ``by``.
 
-    That is ``{}`` in ``label``. ``colours`` is one for all, or one for each value in the order of
-    curves (others are left out). ``ends`` says why a curve ends before others.
+    That is ``{}`` in ``label``; where one curve has all rows it is the name of ``y``. ``colours``
+    is one for all, or one for each value in the order of curves (others are left out). ``ends``
+    says why a curve ends before others.
     """
     if y not in table or not len(table):
         return []
-    groups = {None: table} if by is None else dict(list(table.groupby(by)))
+    whole = {LABELS.get(y, y.replace("_", " ")): table}
+    groups: dict[Any, Frame] = whole if by is None else dict(list(table.groupby(by)))
     chosen = colours if isinstance(colours, dict) else dict.fromkeys(groups, colours)
     found = []
     for value, colour in ((value, c) for value, c in chosen.items() if value in groups):
