@@ -89,6 +89,8 @@ def test_one_class_and_a_negative_class_weight_are_refused():
     with pytest.raises(ValueError, match="one class only, 1"):
         classifier().fit(np.eye(20), np.ones(20, int))
     with pytest.raises(ValueError, match="class_weight: expected numbers"):
+        classifier(class_weight={0: "a"}).fit(np.eye(20), np.arange(20) % 2)
+    with pytest.raises(ValueError, match="class_weight: expected numbers"):
         classifier(class_weight={0: -1.0}).fit(np.eye(20), np.arange(20) % 2)
     with pytest.raises(ValueError, match="one of them above 0"):
         classifier(class_weight={0: 0.0, 1: 0.0}).fit(np.eye(20), np.arange(20) % 2)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from typing import Any, Self
 
 import numpy as np
@@ -105,11 +106,13 @@ def prepare(
     values = head.values(y)
     if options.class_weight is not None:
         used = weights.nonzero().squeeze(1)
-        factors = torch.tensor(compute_sample_weight(options.class_weight, y[used.numpy()]))
+        given = options.class_weight
+        numbers = not isinstance(given, dict) or all(isinstance(v, Real) for v in given.values())
+        factors = compute_sample_weight(given, y[used.numpy()]) if numbers else [math.nan]
+        factors = torch.tensor(factors)
         if not (factors.isfinite() & (factors >= 0)).all() or not factors.any():
             raise ValueError(
-                "class_weight: expected numbers ≥ 0, one of them above 0; got "
-                f"{options.class_weight!r}"
+                f"class_weight: expected numbers ≥ 0, one of them above 0; got {given!r}"
             )
         weights[used] *= factors
     if not weights.all():
