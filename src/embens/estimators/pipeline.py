@@ -104,9 +104,9 @@ def prepare(
     """
     head = previous.head if previous else options.head.learn(y, options, known)
     values = head.values(y)
-    if options.class_weight is not None:
+    given: Any = options.class_weight
+    if given is not None:
         used = weights.nonzero().squeeze(1)
-        given = options.class_weight
         numbers = not isinstance(given, dict) or all(isinstance(v, Real) for v in given.values())
         factors = compute_sample_weight(given, y[used.numpy()]) if numbers else [math.nan]
         factors = torch.tensor(factors)
