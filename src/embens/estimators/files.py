@@ -6,10 +6,14 @@ such a file as well (:meth:`embens.estimators.preprocessing.Preprocessing.encode
 its minibatches from a disk, and is otherwise that of a table in memory, to the bit.
 """
 
+from __future__ import annotations
+
+import contextlib
 import itertools
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +82,14 @@ def gather(parts: Iterable[Any], folder: str | os.PathLike[str] | None = None) -
         raise ValueError("the table has no rows")
     if folder is None:
         return pa.concat_tables([first, *parts])
-    with tempfile.TemporaryFile(dir=folder) as file:
-        with pa.ipc.new_stream(file, first.schema) as writer:
-            for part in itertools.chain([first], parts):
-                writer.write_table(part)
-        mapped = np.memmap(file, mode="r")  # lasts as long as it is needed, without a name
-    return pa.ipc.open_stream(pa.py_buffer(mapped)).read_all().unify_dictionaries()
+    path = Path(folder, secrets.token_hex(8))
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as writer:
+        for part in itertools.chain([first], parts):
+            writer.write_table(part)
+    table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+    with contextlib.suppress(OSError):  # elsewhere a file that is mapped can't be removed
+        path.unlink()  # it lasts as long as it is mapped: nobody has to tidy up
+    return table.unify_dictionaries()
 
 
 def features(names: Sequence[str], others: Iterable[str]) -> list[str]:
@@ -114,22 +120,22 @@ def check_columns(wanted: Iterable[str], names: Sequence[str], why: str = "") ->
 
 def write(parts: Iterable[dict[str, Any]], path: Path) -> int:
     """Write columns, part after part, as CSV, or as Parquet by the name; return their rows."""
-    suffix, tables, counts = path.suffix.lower(), map(pa.table, parts), []
-    compression: Any = "gzip" if suffix == ".gz" else None
-    kind: Any = parquet.ParquetWriter if FORMATS.get(suffix) == "parquet" else csv.CSVWriter
+    rows, binary = 0, FORMATS.get(path.suffix.lower()) == "parquet"
+    compression: Any = "gzip" if path.suffix.lower() == ".gz" else None
 
     def content(temporary: Path) -> None:
-        first = next(tables)
-        with (
-            pa.output_stream(str(temporary), compression) as stream,
-            kind(stream, first.schema) as writer,
-        ):
-            for part in itertools.chain([first], tables):
+        nonlocal rows
+        with ExitStack() as stack:
+            stream = stack.enter_context(pa.output_stream(str(temporary), compression))
+            writer = None
+            for part in map(pa.table, parts):
+                kind: Any = parquet.ParquetWriter if binary else csv.CSVWriter
+                writer = writer or stack.enter_context(kind(stream, part.schema))
                 writer.write_table(part)
-                counts.append(part.num_rows)
+                rows += part.num_rows
 
     write_atomically(path, content)
-    return sum(counts)
+    return rows
 
 
 def predictions(estimator: Any, table: Any, coverage: float) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,7 +91,9 @@ def joint(known: Tensor, length: float | Tensor, noise: float | Tensor) -> Tenso
 @functools.cache
 def known() -> tuple[Experience, dict[str, float]]:
     """Return what is known, and by outcome the factor that makes its errors honest."""
-    with np.load(EXPERIENCE) as stored:
+    import numpy
+
+    with numpy.load(EXPERIENCE) as stored:
         names = stored["names"].tolist()
         numbers = {name: stored[name].astype(float) for name in stored if name != "names"}
     reach = dict(zip(names, numbers.pop("reach").tolist(), strict=True))
