@@ -166,10 +166,8 @@ def fit(prepared: Prepared, previous: Fitted | None = None) -> Fitted:
         if prepared.calibrate is not None:
             head = head.scored(*judge(ensemble, prepared.calibrate))
     if options.select is not None and prepared.stop is not None:
-        rows, metric = (
-            (prepared.stop[:-1], prepared.stop[-1]),
-            replace(head, temperature=1.0).metric,
-        )
+        rows = (prepared.stop[:-1], prepared.stop[-1])
+        metric = replace(head, temperature=1.0).metric
         ensemble = embens.select(ensemble, rows, int(options.select), metric=metric)
         head, held_out = calibrate(ensemble, prepared)
     built = previous.sizes if previous else sizes
