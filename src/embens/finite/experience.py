@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +42,8 @@ class Experience:
     spread: Tensor
     mean: Tensor
     scale: Tensor
-    length: float | Tensor
-    noise: float | Tensor
+    length: float
+    noise: float
 
     @classmethod
     def of(cls, features: Tensor, outcomes: Tensor, length: float, noise: float) -> Experience:
@@ -76,14 +77,14 @@ def standard(features: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
     return ((features - centre) / spread).clamp(-3, 3)
 
 
-def kernel(left: Tensor, right: Tensor, length: float | Tensor) -> Tensor:
+def kernel(left: Tensor, right: Tensor, length: float) -> Tensor:
     """Return how alike rows of standardised features are."""
     count = left.shape[1]
     near = torch.exp(-torch.cdist(left, right).square() / 2 / count / length**2)
     return (near + left @ right.T / count) / 2
 
 
-def joint(known: Tensor, length: float | Tensor, noise: float | Tensor) -> Tensor:
+def joint(known: Tensor, length: float, noise: float) -> Tensor:
     """Return the kernel of rows with noise."""
     return kernel(known, known, length) + noise * torch.eye(len(known), dtype=known.dtype)
 
@@ -97,7 +98,10 @@ def known() -> tuple[Experience, dict[str, float]]:
         names = stored["names"].tolist()
         numbers = {name: stored[name].astype(float) for name in stored if name != "names"}
     reach = dict(zip(names, numbers.pop("reach").tolist(), strict=True))
-    return Experience(**{name: torch.from_numpy(v) for name, v in numbers.items()}), reach
+    parts: dict[str, Any] = {
+        name: torch.from_numpy(v) if v.ndim else float(v) for name, v in numbers.items()
+    }
+    return Experience(**parts), reach
 
 
 def expect(probe: Probe) -> tuple[dict[str, float], dict[str, float]]:
