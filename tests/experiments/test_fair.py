@@ -120,3 +120,12 @@ def test_eight_members_are_compared_with_networks_of_their_width():
     assert (better.value, better.verdict) == (pytest.approx(0.10), HOLDS)
     assert as_good.value == pytest.approx(0.03)
     assert len(fair.without(Rows(made_up())).frame) + len(fair.only(Rows(made_up())).frame) == 40
+
+
+def test_members_are_as_many_as_there_are_up_to_eight():
+    table = made_up()
+    table["members"] = table["members"].where(table["p"].isna() | (table["members"] < 8), 2)
+    more = table[(table["p"] == 0.0) & (table["members"] == 2)].assign(members=16, accuracy=0.5)
+    table = pandas.concat([table, more])
+    better, as_good = judge(fair.claims(lambda rows: fair.without(rows).where(p=0.0)), table)
+    assert (better.value, as_good.value) == (pytest.approx(0.10), pytest.approx(0.09))

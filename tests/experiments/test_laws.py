@@ -53,7 +53,8 @@ def test_n_one_half_is_the_usual_one():
 
 
 def test_cells_modulate_what_they_say():
-    for cell in contract.cells("laws", PRESETS["quick"], [0])[::3]:
+    cells = contract.cells("laws", PRESETS["quick"], [0])
+    for cell in [cell for cell in cells if cell.experiment == "laws"][::3]:
         kinds = {site.kind for site in laws.make(cell).plan.sites}
         expected = {"u": {"post"}, "v": {"pre"}, "none": set(), laws.BOTH: {"pre", "post"}}
         if cell.law == "Masksembles":

@@ -217,13 +217,18 @@ def _estimate(options: Namespace, name: str, cells: list[Cell]) -> int:
     folder, left = options.out / name / options.preset, cells
     if folder.exists():
         left = grid.unknown(cells, Results(folder), retry_failed=options.retry_failed)
-    trial = min(cells, key=lambda cell: cell.weight).shortened()
-    perform(trial)  # loads data, warms up
-    result = perform(trial)
-    if "error" in result:
-        raise RuntimeError(f"{name}: the cell that was timed failed:\n{result['error']}")
-    unit = result["seconds"] / trial.weight
-    costs, todo = ([unit * cell.weight for cell in some] for some in (cells, left))
+    cheapest = min(cells, key=lambda cell: cell.weight)
+    trials = [cheapest.shortened(epochs=epochs) for epochs in (1, 9)]
+    perform(trials[0])  # loads data, warms up
+    timed = [perform(trial) for trial in trials]
+    if "error" in timed[0]:
+        raise RuntimeError(f"{name}: the cell that was timed failed:\n{timed[0]['error']}")
+    less, more = (trial.weight for trial in trials)
+    short, long = (result["seconds"] for result in timed)
+    epochs = more > less and long > short  # else nothing is trained, or it takes no time
+    unit = (long - short) / (more - less) if epochs else short / less
+    once = max(0.0, short - unit * less)  # what a cell does whatever its weight
+    costs, todo = ([once + unit * cell.weight for cell in some] for some in (cells, left))
     workers = max(1, os.cpu_count() or 1 if options.workers is None else options.workers)
     wall = max(sum(todo) / workers, *todo, 0.0)
     options.console.print(

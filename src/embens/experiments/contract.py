@@ -94,9 +94,13 @@ def sweep(experiment: str = "", **axes: Any) -> Callable[[Setting], list[Cell]]:
 
 
 def weight(cell: Cell) -> float:
-    """Return roughly what a cell costs where its members are trained."""
+    """Return roughly what a cell costs where its members are trained.
+
+    Layers take time of their own, and channels; their products count where there are many.
+    """
     setting, members, width = cell.setting, cell.members, getattr(cell, "width", 1.0)
-    step = 16 + members * width if setting.network == "mlp" else members * width**1.5
+    images = 1 + members * width * (1 + width * setting.channels[0] / 64)
+    step = 16 + members * width if setting.network == "mlp" else images
     return step * setting.epochs * setting.train
 
 

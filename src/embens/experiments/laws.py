@@ -18,6 +18,7 @@ from typing import Any
 from embens import metrics
 from embens.embedding.families import embed, independent, masksembles
 from embens.ensemble import EmbeddedEnsemble
+from embens.experiments import fair
 from embens.experiments.claims import Claim, Frame, Rows, less, line, where
 from embens.experiments.contract import Cell, Row, run, sweep, train
 from embens.experiments.figure import LABELS, Curve, Figure, Panel, curves, panels, shades
@@ -65,6 +66,7 @@ SWEEP = [  # the most important ones first
     sweep(law=(ONE, FASTER), sites="none", width=WIDTHS, members=1),
     sweep(law=ORDER, sites=BOTH, width=WIDTHS, members=MEMBERS),
     sweep(law=ALONE, sites=("u", "v"), width=WIDTHS, members=MEMBERS),
+    fair.sweep(WIDTHS),
 ]
 
 
@@ -152,6 +154,7 @@ CLAIMS = [
         "and twice as well as if all laws were alike",
         measure="error of the forecast, relative to that of the best constant",
     ),
+    *fair.claims(lambda rows: rows.where(law="±1", sites=BOTH).last("width")),
 ]
 
 
@@ -161,6 +164,19 @@ def plot(table: Frame) -> Figure:
     names |= dict(zip(ORDER[1:], shades(range(len(ORDER) - 1), "turbo").values(), strict=True))
     draw = partial(curves, x="width", by="law", colours=names)
     parts = {sites: table[table["sites"].isin([sites, "none"])] for sites in (BOTH, "u", "v")}
+    several = table.loc[table["sites"] == BOTH, "members"].max()
+    best = fair.only(Rows(table)).frame
+
+    def at_best_rate(y: str) -> list[Curve]:
+        return [
+            curve
+            for label, members in ((ONE, 1), (SEPARATE, several))
+            for curve in curves(
+                *(best[best["members"] == members], "width", y),
+                label=f"{label}, best rate", colours=names[label], style="dash",
+            )
+        ]  # fmt: skip
+
     titles = {
         "nll": "u and v: lower is better",
         "accuracy": "u and v: who gains over one network?",
@@ -168,7 +184,7 @@ def plot(table: Frame) -> Figure:
         "correlation": "u and v: whose members err apart?",
         "effective_width": "what tails leave of the width, before training",
     }
-    found = panels(partial(draw, parts[BOTH]), titles, "width")
+    found = panels(lambda y: [*draw(parts[BOTH], y=y), *at_best_rate(y)], titles, "width")
     for sites in ("u", "v"):
         see = {"nll": f"{sites} alone: lower is better"}
         found += panels(partial(draw, parts[sites]), see, "width")
@@ -179,7 +195,7 @@ def plot(table: Frame) -> Figure:
         for law, colour in names.items()
         if law in means.index
     ]
-    line = Curve("as forecast", [0.2, 1.0], [0.2, 1.0], colour="#000000", style="dash")
+    line = Curve("as forecast", [0.2, 1.0], [0.2, 1.0], colour="#c7c7c7", style="dash")
     axes = ("forecast before training", LABELS["correlation"])
     see = "is correlation known before training?"
     return Figure([*found, Panel(see, *axes, [*points, line])])
