@@ -42,7 +42,7 @@ from torch import nn
 import embens
 from embens import data, laws, metrics, networks
 from embens.finite import forecasting, probing
-from embens.finite.experience import EXPERIENCE, Experience, joint
+from embens.finite.experience import EXPERIENCE, SHORT, Experience, joint
 from embens.finite.probing import Probe, logit_of
 
 RESULTS = Path(__file__).parent / "results" / "forecast"
@@ -410,6 +410,43 @@ def development(seed: int) -> dict:
     }
 
 
+def ordinary(seed: int) -> dict:
+    """Return a setting with a network of torch's own layers, of a kind that people write.
+
+    Norm layers, residual connections, attention and dropout, with rates and batches that are
+    usual; seeds from 6000 on.
+    """
+    rng = random.Random(seed * 7 + 1)
+    network = rng.choice(["mlp", "mlp", "mlp, norm", "cnn", "cnn, norm", "residual", "attention"])
+    while True:
+        kind, options = draw_task(rng)
+        if "mlp" in network or (kind in PICTURES and options["size"] >= 8):
+            break
+    sgd = rng.random() < 0.6
+    rates = [0.003, 0.01, 0.01, 0.03, 0.1] if sgd else [0.0003, 0.001, 0.001, 0.003]
+    ensembles: list[tuple[str, int]] = []
+    while len({family for family, _ in ensembles}) < 3:
+        ensembles.append((rng.choices(list(FAMILIES), OFTEN)[0], rng.choice([2, 4, 4, 8])))
+    return {
+        "task": kind,
+        "options": options,
+        "seed": seed,
+        "rows": rng.choice([200, 500, 1000, 1000]),
+        "held": 3000,
+        "cnn": "mlp" not in network,
+        "network": network,
+        "epochs": rng.choice([5, 10, 20, 30, 30, 60] if "mlp" in network else [5, 10, 20, 30, 30]),
+        "optimizer": "sgd" if sgd else "adam",
+        "lr": rng.choice(rates),
+        "width": rng.choice([32, 64, 128] if "mlp" in network else [0.5, 1.0]),
+        "depth": rng.choice([1, 2, 3]),
+        "dropout": rng.choice([0.0, 0.0, 0.2]),
+        "weight_std": None,
+        "batch": rng.choice([32, 64, 128, 128] if "mlp" in network else [64, 128, 128]),
+        "ensembles": list(dict.fromkeys(ensembles)),
+    }
+
+
 def draw_task(rng: random.Random) -> tuple[str, dict]:
     """Return a kind of task and its options."""
     synthetic = ["teacher", "mixture", "friedman", "waves"]
@@ -477,7 +514,11 @@ def build(setting: dict):
     shape, width = train[0].shape, setting["width"]
     if not setting["cnn"]:
         train, test = ((x.flatten(1), y) for x, y in (train, test))
-    if setting["weight_std"] is None:
+    if "network" in setting:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network = written(setting, train[0].shape[1:], classes)
+    elif setting["weight_std"] is None:
         network = plain(setting, train[0].shape[1], classes)
     elif setting["cnn"]:
         image = {"inputs": shape[1], "outputs": classes, "image": shape[-1]}
@@ -510,6 +551,54 @@ def plain(setting: dict, inputs: int, classes: int):
                 layers += [nn.Linear(inputs, setting["width"]), nn.ReLU()]
                 inputs = setting["width"]
         return nn.Sequential(*layers, nn.Linear(inputs, classes))
+
+
+class Residual(nn.Module):
+    """Two convolutions with norms, around which the input goes."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        layers = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in "ab")
+        (self.one, self.two), norm = layers, partial(nn.BatchNorm2d, channels)
+        self.first, self.second = norm(), norm()
+
+    def forward(self, x):
+        return (x + self.second(self.two(self.first(self.one(x)).relu()))).relu()
+
+
+class Attention(nn.Module):
+    """The rows of an image are tokens of a small transformer."""
+
+    def __init__(self, shape, classes: int, width: int, depth: int, dropout: float):
+        super().__init__()
+        self.first, self.last = nn.Linear(shape[0] * shape[2], width), nn.Linear(width, classes)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.last(self.body(self.first(x.transpose(1, 2).flatten(2))).mean(1))
+
+
+def written(setting: dict, shape, classes: int) -> nn.Module:
+    """Return a network as people write it."""
+    kind, width, drop = setting["network"], setting["width"], setting["dropout"]
+    norm, layers, inputs = "norm" in kind, [], shape[0]
+    if kind == "attention":
+        return Attention(shape, classes, round(64 * width), min(2, setting["depth"]), drop)
+    if "mlp" in kind:
+        for _ in range(setting["depth"]):
+            layers += [nn.Linear(inputs, width), *[nn.BatchNorm1d(width)] * norm, nn.ReLU()]
+            layers += [nn.Dropout(drop)] * (drop > 0)
+            inputs = width
+        return nn.Sequential(*layers, nn.Linear(inputs, classes))
+    for k, channels in enumerate(round(width * c) for c in (8, 16, 32)):
+        layers += [nn.Conv2d(inputs, channels, 3, padding=1)]
+        layers += [nn.BatchNorm2d(channels)] * norm
+        layers += [Residual(channels)] if kind == "residual" and k else [nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] * (k < 2)
+        inputs = channels
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), *[nn.Dropout(drop)] * (drop > 0)]
+    return nn.Sequential(*layers, *head, nn.Linear(inputs, classes))
 
 
 def make(network, setting: dict, family: str, members: int):
@@ -582,7 +671,10 @@ def probe(path: Path) -> None:
         for e in line["ensembles"]:
             ensemble = make(network, line, e["family"], e["members"])
             begun = time.process_time()
-            found, _ = probing.run_probe(ensemble, *rows, planned, plan)
+            try:
+                found = probing.run_probe(ensemble, *rows, planned, plan)
+            except ValueError:  # it diverges
+                continue
             e["probe_seconds"] = round(time.process_time() - begun, 3)
             e["probe"] = rounded(asdict(found))
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
@@ -696,9 +788,18 @@ def fix(drawn: list[dict], planned: list[dict]) -> dict:
             if loss < best:
                 best, chosen, means, spreads = loss, known, found, spread
     reach = []
+    first = next(e for line in drawn for e in line["ensembles"] if "probe" in e)
+    column = list(Probe(**first["probe"]).features()).index("time")
+    short = features[:, column] < SHORT
     for name, mean, value, spread in zip(NAMES, means.T, values.T, spreads.T, strict=True):
         errors, constant = (mean - value)[real].abs(), (value - value[real].median())[real].abs()
-        reach.append(float(torch.quantile(errors / spread[real], 0.8)) / forecasting.REACH)
+        ratio = (mean - value).abs() / spread
+        reach.append(
+            [
+                float(torch.quantile(ratio[real & some], 0.8)) / forecasting.REACH
+                for some in (~short, short)
+            ]
+        )
         print(
             f"{name}: mean error {errors.mean():.3f}, of the best constant {constant.mean():.3f}, "
             f"rank {rank(mean[real], value[real]):.2f}"
@@ -747,7 +848,7 @@ def judge(name: str, pairs: list[tuple[dict, dict]]) -> str:
 
     Forecasts are compared with the mean over seeds, their intervals with each training.
     """
-    found = [forecasting.carry(Probe(**e["probe"]), e["members"]) for _, e in pairs]
+    found = [forecasting.carry(Probe(**e["probe"])) for _, e in pairs]
     truth, own = measured(pairs), [outcomes(line, e) for line, e in pairs]
     both = list(zip(found, truth, strict=True))
     middle = statistics.median(t["correlation"] for t in truth)
@@ -796,7 +897,7 @@ def best_members(pairs: list[tuple[dict, dict]]) -> str:
             sweep, key=lambda m: statistics.fmean(e["final"][str(m)]["enll"] for e in sweep[m])
         )
         for e in sweep[8]:
-            said = forecasting.carry(Probe(**e["probe"]), 8).best_members.value
+            said = forecasting.carry(Probe(**e["probe"])).best_members.value
             right, count = right + (best / 2 <= said <= 2 * best), count + 1
     return f"{right} of {count}" if count else "–"
 
@@ -830,7 +931,8 @@ def main() -> None:
     path = RESULTS / f"{options.name}.jsonl"
     if options.what == "train":
         if options.name == "development":
-            return train([development(s) for s in range(options.first, options.last)], path)
+            draw = ordinary if options.first >= 6000 else development
+            return train([draw(seed) for seed in range(options.first, options.last)], path)
         return train(judged()[options.first : options.last], path)
     if options.what == "probe":
         return probe(path)

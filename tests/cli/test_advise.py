@@ -23,9 +23,19 @@ def test_the_command_prints_text_or_numbers(capsys):
     proposals = json.loads(capsys.readouterr().out)
     assert all(p["cost"]["parameters"] <= 1.5 for p in proposals)
     assert {p["width"] for p in proposals} <= {0.5, 1.0}
+    losses = [p["log_loss"] for p in proposals]
+    assert losses == sorted(losses)
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == proposals
 
 
 def test_what_is_wrong_is_said_without_a_traceback(capsys):
     with pytest.raises(SystemExit):
         main(["advise", NETWORK, "--parameters", "0.1", "--epochs", "6"])
     assert "no ensemble keeps to this budget" in capsys.readouterr().err
+
+
+def test_a_network_of_a_file_has_no_other_widths(capsys):
+    with pytest.raises(SystemExit):
+        main(["advise", "net.py:build", "--widths", "0.5", "1"])
+    assert "the network of a file has its own" in capsys.readouterr().err

@@ -17,8 +17,12 @@ def test_proposals_keep_to_the_budget_and_are_sorted_by_what_to_expect():
     found = advise(mlp(), *task(), parameters=2.0, time=6.0, epochs=6)
     assert 1 <= len(found) <= 3
     assert all(p.cost.parameters <= 2 and p.cost.time <= 6 for p in found)
-    losses = [p.forecast.nll.value for p in found]
+    losses = [p.log_loss for p in found]
     assert losses == sorted(losses)
+    assert len({p.one_network for p in found}) == 1
+    for p in found:
+        better = p.forecast.nll.value < p.forecast.reference_nll.value
+        assert ("not worth it" in str(p)) == (not better)
     assert len({p.call.replace(str(p.members), "") for p in found}) == len(found)
 
 
@@ -66,3 +70,21 @@ def test_a_budget_that_nothing_keeps_to_is_an_error():
         advise(mlp(), *task(), parameters=0.5)
     with pytest.raises(ValueError, match="time must be a number above 0"):
         advise(mlp(), *task(), time=-1)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"members": (2, 0)}, ValueError, "must be at least 1; got 0"),
+        ({"check": 0}, ValueError, "must be at least 1; got 0"),
+        ({"widths": (0.0,)}, ValueError, "widths must be numbers above 0"),
+        ({"reference": None}, TypeError, "expected a network, or a function from a width; got N"),
+        ({"x": [1.0]}, TypeError, "x: expected a tensor"),
+        ({"lr": 1e4, "epochs": 60}, ValueError, "would diverge"),
+    ],
+)
+def test_bad_arguments_are_named(given, error, message):
+    x, y = task()
+    given = {"reference": mlp(), "x": x, "epochs": 6} | given
+    with pytest.raises(error, match=message):
+        advise(given.pop("reference"), given.pop("x"), y, **given)

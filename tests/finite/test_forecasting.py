@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ PLAN = {
     "tails of u": 0.0,
     "depth": 4.0,
     "bias": 0.0,
+    "norm": 0.0,
 }
 PROBE = Probe(8, 1000, 0.03, PLAN, mine=ALONE | {"nll": 1.1}, alone=ALONE)
 ESTIMATES = (
@@ -174,7 +176,7 @@ class TestForecast:
     @pytest.mark.parametrize(
         ("change", "error", "message"),
         [
-            ({"target": torch.randn(200)}, TypeError, r"whole numbers; got Tensor torch.float32"),
+            ({"target": torch.randn(200)}, TypeError, r"such as y.long.* got Tensor torch.float32"),
             ({"target": [0] * 200}, TypeError, "got list"),
             ({"ensemble": 3}, TypeError, "an ensemble or a network; got int"),
             ({"epochs": 0}, ValueError, "epochs must be at least 1"),
@@ -201,23 +203,87 @@ class TestForecast:
             with pytest.raises(ValueError, match=message):
                 forecast(mlp(), x, wrong)
 
-    def test_notes_a_rate_at_which_training_diverges(self):
-        found = forecast(embens.batch_ensemble(mlp(), 8), *task(), epochs=60, lr=1e4)
-        assert "diverged" in found.notes[0]
-        assert found.notes[0] in str(found)
+    def test_refuses_a_rate_at_which_training_diverges(self):
+        ensemble = embens.batch_ensemble(mlp(), 8)
+        with pytest.raises(ValueError, match=r"would diverge: the loss is .* a smaller lr"):
+            forecast(ensemble, *task(), epochs=60, lr=1e4)
+        x, y = task()
+        report = embens.diagnose(ensemble, 1e6 * x, y)
+        assert report.forecast is None
+        assert "would diverge" in str(report)
+
+    def test_separate_members_are_what_it_says_of_separate_networks(self):
+        found = forecast(embens.independent(mlp(), 4, generator=seeded()), *task(), epochs=12)
+        for name in ("correlation", "accuracy", "nll"):
+            assert getattr(found, name) == getattr(found, f"separate_{name}")
+        assert found.gain_over_separate.value == 0
+        assert found.member_accuracy == found.reference_accuracy
+
+    def test_for_other_numbers_of_members_is_made_as_if_there_were_so_many(self):
+        law = {"pre": laws.Signs(0.5), "post": laws.Signs(0.5)}
+        four, sixteen = (embens.embed(mlp(), m, **law, generator=seeded()) for m in (4, 16))
+        given = {"epochs": 12, "optimizer": torch.optim.Adam, "lr": 0.001}
+        for plan in ({}, given):
+            asked = forecast(four, *task(), members=16, **plan).probe
+            assert asked.plan == forecast(sixteen, *task(), **plan).probe.plan
+            assert forecast(four, *task(), **plan).probe.of(16).plan == pytest.approx(asked.plan)
+
+    def test_draws_of_dropout_are_its_own(self):
+        network = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+        ensemble, state = embens.batch_ensemble(network, 4), torch.get_rng_state()
+        first = forecast(ensemble, *task(), epochs=12)
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.manual_seed(5)
+        assert forecast(ensemble, *task(), epochs=12) == first
+        with torch.no_grad():
+            assert forecast(ensemble, *task(), epochs=12) == first
+
+    def test_takes_bare_parameters(self):
+        class Shifted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.shift, self.body = nn.Parameter(torch.zeros(6)), mlp()
+
+            def forward(self, x):
+                return self.body(x + self.shift)
+
+        assert forecast(Shifted(), *task(), epochs=12, members=4).members == 4
+
+    def test_refuses_networks_that_are_trained_or_frozen(self):
+        x, y = task()
+        network = mlp()
+        embens.fit(embens.join([network]), (x, y), epochs=1, progress=False)  # a copy
+        assert forecast(network, x, y, epochs=12).members == 8
+        alone = embens.independent(network, 1, generator=seeded())
+        embens.fit(alone, (x, y), epochs=40, lr=0.1, progress=False)
+        for trained in (alone.member(0), alone, embens.mc_dropout(alone.member(0), 4)):
+            with pytest.raises(ValueError, match=r"this one is trained: its loss is .* guessing"):
+                forecast(trained, x, y)
+        frozen = embens.low_rank(mlp(), 4, rank=1, kind="additive", shared="frozen")
+        with pytest.raises(ValueError, match=r"are frozen here"):
+            forecast(frozen, x, y)
+
+    def test_its_numbers_agree_with_each_other(self):
+        """Of two classes members disagree where one is right and one is not."""
+        for members in (2, 8):
+            found = forecast(mlp(), *task(), epochs=12, members=members)
+            right, alike = found.member_accuracy.value, found.correlation.value
+            least = 2 * right * (1 - right) * (1 - alike)
+            assert found.disagreement.value >= least - 1e-9
 
 
 class TestCarry:
-    def test_more_members_gain_more_and_always_less_more(self):
-        gains = [carry(PROBE, members).gain.value for members in (1, 2, 4, 8, 16)]
+    def test_more_members_have_more_of_what_there_is_to_gain(self):
+        """With all else equal: (1 − 1/M) of it."""
+        gains = [carry(replace(PROBE, members=m)).gain.value for m in (1, 2, 4, 8, 16)]
         steps = [b - a for a, b in itertools.pairwise(gains)]
         assert all(step > 0 for step in steps)
         assert steps == sorted(steps, reverse=True)
-        losses = [carry(PROBE, members).nll.value for members in (1, 2, 4, 8, 16)]
+        losses = [carry(replace(PROBE, members=m)).nll.value for m in (1, 2, 4, 8, 16)]
         assert losses == sorted(losses, reverse=True)
 
     def test_a_gain_is_the_difference_of_accuracies(self):
-        found = carry(PROBE, 8)
+        found = carry(PROBE)
         gain = found.accuracy.value - found.reference_accuracy.value
         assert found.gain.value == pytest.approx(gain)
         over = found.accuracy.value - found.separate_accuracy.value

@@ -18,7 +18,8 @@ from embens.finite.probing import describe, likeness
 class TestDescribe:
     def test_has_the_plan_as_logarithms_and_the_scale_of_the_weights(self):
         plan = {"lr": 0.1, "batch_size": 20, "gamma": None, "optimizer": torch.optim.SGD}
-        found = describe(embens.batch_ensemble(mlp(), 4), mlp(), plan, rows=100, planned=50)
+        sizes = {"rows": 100, "planned": 50, "members": 4, "rate": 1.0}
+        found = describe(embens.batch_ensemble(mlp(), 4), mlp(), plan, **sizes)
         assert found["lr"] == math.log(0.1)
         assert found["epochs"] == pytest.approx(math.log(10))
         assert found["time"] == pytest.approx(math.log(5))
@@ -28,7 +29,7 @@ class TestDescribe:
         with torch.no_grad():
             for p in tenth.parameters():
                 p.mul_(0.1)
-        smaller = describe(embens.batch_ensemble(tenth, 4), tenth, plan, rows=100, planned=50)
+        smaller = describe(embens.batch_ensemble(tenth, 4), tenth, plan, **sizes)
         assert smaller["scale"] == pytest.approx(found["scale"] - math.log(10), abs=1e-4)
 
 

@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 
+import torch
+
 from embens.cli.specification import NETWORK_HELP, parse_reference, parse_widths, read_training_data
 from embens.finite import advise
 
 _BUDGET = {"parameters": "numbers", "time": "a pass", "memory": "a step"}
-_PLAN = ("widths", "members", "epochs", "lr", "check")
+_PLAN = ("widths", "members", "epochs", "lr", "check", "seed")
 
 
 def add_arguments(add: Callable[..., object]) -> None:
@@ -24,16 +26,20 @@ def add_arguments(add: Callable[..., object]) -> None:
     add("--epochs", type=int, default=30, help="of the training that is planned (default 30)")
     add("--lr", type=float, default=0.01, help="its rate (default 0.01)")
     add("--check", type=int, metavar="EPOCHS", help="train the proposals for so many epochs")
+    add("--seed", type=int, default=0, help="of all that is drawn (default 0)")
     add("--json", action="store_true", help="print numbers for programs")
 
 
 def run(options: argparse.Namespace) -> None:
     """Run ``embens advise``."""
+    if ":" in options.reference and options.widths != [1.0]:
+        raise ValueError("--widths is for mlp(…) and cnn(…); the network of a file has its own")
+    torch.manual_seed(options.seed)
     reference, names = parse_reference(options.reference), (*_BUDGET, *_PLAN)
     given = {name: value for name, value in vars(options).items() if name in names}
     data = read_training_data(options.data, reference)
     proposals = advise(parse_widths(options.reference), *data, **given)
     if options.json:
-        print(json.dumps([asdict(proposal) for proposal in proposals], indent=1))
+        print(json.dumps([asdict(p) | {"log_loss": p.log_loss} for p in proposals], indent=1))
     else:
         print("\n\n".join(map(str, proposals)))

@@ -6,9 +6,11 @@ relative to the network alone.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +22,7 @@ from embens import laws, metrics
 from embens.checks import check_number, check_whole, suggest
 from embens.embedding import families
 from embens.ensemble import EmbeddedEnsemble
+from embens.finite import checks
 from embens.finite.diagnosis.measurement import kept_bytes, take
 from embens.finite.forecasting import Forecast, carry, forecast
 from embens.prediction import predict
@@ -59,6 +62,7 @@ class Cost:
 class Proposal:
     """An ensemble: how it is made, at which width, what it costs, and what to expect of it.
 
+    ``one_network`` is the log loss to expect of one of this width, the same for all proposals;
     ``checked`` has what a short training gave on rows that were held out, if it was asked for.
     """
 
@@ -67,7 +71,14 @@ class Proposal:
     width: float
     cost: Cost
     forecast: Forecast
+    one_network: float = math.nan
     checked: dict[str, float] | None = None
+
+    @property
+    def log_loss(self) -> float:
+        """What to expect, by how much the forecast has it better than one network."""
+        expected = self.forecast
+        return self.one_network * expected.nll.value / expected.reference_nll.value
 
     def __str__(self) -> str:
         cost, expected = self.cost, self.forecast
@@ -76,7 +87,8 @@ class Proposal:
             f"embens.{self.call}{at}",
             f"  costs {cost.parameters:.2f} × the parameters, {cost.time:.2f} × the time, "
             f"{cost.memory:.2f} × the memory of one network",
-            f"  log loss {expected.nll.value:.3f}, one network {expected.reference_nll.value:.3f}",
+            f"  log loss {self.log_loss:.3f}, one network {self.one_network:.3f}"
+            + ("" if self.log_loss < self.one_network else ": not worth it"),
             f"  {expected.verdict}",
         ]
         if self.checked:
@@ -124,22 +136,30 @@ def advise(
     for name, budget in (("parameters", parameters), ("time", time), ("memory", memory)):
         if budget != math.inf:
             check_number(name, budget, "a number above 0", lambda most: most > 0)
+    for count in (*members, proposals, 1 if check is None else check):
+        check_whole("members, proposals and check", count)
+    for width in widths:
+        check_number("widths", width, "numbers above 0", lambda one: one > 0)
+    if not callable(reference):
+        got = type(reference).__name__
+        raise TypeError(f"reference: expected a network, or a function from a width; got {got}")
+    checks.check_inputs(x)
     build = (lambda width: reference) if isinstance(reference, nn.Module) else reference
     widths = (1.0,) if isinstance(reference, nn.Module) else widths
     plan = {"batch_size": batch_size, "lr": lr, "seed": seed}
     generator = torch.Generator().manual_seed(seed)
     some = take(x, torch.arange(min(ROWS, len(target))))
     unit = _count(families.independent(build(1.0), 1, generator=generator), some)
-    best: dict[str, Proposal] = {}
-    loss = attrgetter("forecast.nll.value")
-    refused: ValueError | None = None
+    found: dict[str, list[Proposal]] = {}
+    refused: ValueError | None = None  # an ensemble that can't be made
+    failed: ValueError | None = None  # a forecast that can't
     for width in widths:
         network = build(width)
         for call, family in FAMILIES.items():
             affordable: dict[int, tuple[EmbeddedEnsemble, Cost]] = {}
             for count in members:
                 try:
-                    ensemble = family(network, check_whole("members", count), generator=generator)
+                    ensemble = family(network, count, generator=generator)
                 except ValueError as error:  # such as fewer units than members, in Disjoint
                     refused = error
                     continue
@@ -149,17 +169,24 @@ def advise(
             if not affordable:
                 continue
             ensemble, _ = affordable[max(affordable)]
-            probe = forecast(ensemble, x, target, epochs=epochs, **plan).probe
-            for count, (_, cost) in affordable.items():
-                text = call.format(f"reference, {count}")
-                made = Proposal(text, count, width, cost, carry(probe, count))
-                best[call] = min(best.get(call, made), made, key=loss)
-    if not best:
+            try:
+                probe = forecast(ensemble, x, target, epochs=epochs, **plan).probe
+            except ValueError as error:  # such as a rate at which this family diverges
+                failed = error
+                continue
+            found.setdefault(call, []).extend(
+                Proposal(call.format(f"reference, {m}"), m, width, cost, carry(probe.of(m)))
+                for m, (_, cost) in affordable.items()
+            )
+    if not found and failed is not None:
+        raise failed
+    if not found:
         raise ValueError(
             "no ensemble keeps to this budget, which is in multiples of what one network needs "
             f"(parameters={parameters:g}, time={time:g}, memory={memory:g}): allow more"
         ) from refused
-    chosen = sorted(best.values(), key=loss)[:proposals]
+    best = {call: min(some, key=attrgetter("log_loss")) for call, some in _compared(found).items()}
+    chosen = sorted(best.values(), key=attrgetter("log_loss"))[:proposals]
     if check is None:
         return chosen
     order = torch.randperm(len(target), generator=generator)
@@ -174,6 +201,20 @@ def advise(
         results = {name: float(score(outputs, target[held])) for name, score in scores.items()}
         checked.append(replace(proposal, checked=results))
     return checked
+
+
+def _compared(found: dict[str, list[Proposal]]) -> dict[str, list[Proposal]]:
+    """Return proposals with log losses that compare: all of a width have one network beside them.
+
+    Every probe has its own idea of that network, which differs by more than ensembles do.
+    """
+    beside: dict[float, list[float]] = {}
+    for proposal in chain.from_iterable(found.values()):
+        beside.setdefault(proposal.width, []).append(proposal.forecast.reference_nll.value)
+    one = {width: statistics.median(losses) for width, losses in beside.items()}
+    return {
+        call: [replace(p, one_network=one[p.width]) for p in some] for call, some in found.items()
+    }
 
 
 def _count(ensemble: EmbeddedEnsemble, x: Any, unit: Cost | None = None) -> Cost:

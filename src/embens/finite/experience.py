@@ -19,6 +19,7 @@ from embens.finite.probing import TINY, Probe
 
 EXPERIENCE = Path(__file__).with_name("experience.npz")
 SAMPLE = 800  # ensembles that tell how far a probe lies from all
+SHORT = 0.0  # logarithm of steps times rate: of shorter trainings less is known
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,17 @@ def joint(known: Tensor, length: float, noise: float) -> Tensor:
 
 
 @functools.cache
-def known() -> tuple[Experience, dict[str, float]]:
-    """Return what is known, and by outcome the factor that makes its errors honest."""
+def known() -> tuple[Experience, dict[str, tuple[float, float]]]:
+    """Return what is known, and by outcome the factors that make its errors honest.
+
+    There are two, of long and of short trainings.
+    """
     import numpy
 
     with numpy.load(EXPERIENCE) as stored:
         names = stored["names"].tolist()
         numbers = {name: stored[name].astype(float) for name in stored if name != "names"}
-    reach = dict(zip(names, numbers.pop("reach").tolist(), strict=True))
+    reach = dict(zip(names, map(tuple, numbers.pop("reach").tolist()), strict=True))
     parts: dict[str, Any] = {
         name: torch.from_numpy(v) if v.ndim else float(v) for name, v in numbers.items()
     }
@@ -106,8 +110,8 @@ def known() -> tuple[Experience, dict[str, float]]:
 
 def expect(probe: Probe) -> tuple[dict[str, float], dict[str, float]]:
     """Return what to expect after the training: means by name, and standard deviations."""
-    process, reach = known()
+    (process, reach), short = known(), probe.plan["time"] < SHORT
     features = torch.tensor([list(probe.features().values())], dtype=torch.float64)
     means, spreads = (values[0].tolist() for values in process.expect(features))
-    errors = (wide * spread for wide, spread in zip(reach.values(), spreads, strict=True))
+    errors = (wide[short] * spread for wide, spread in zip(reach.values(), spreads, strict=True))
     return dict(zip(reach, means, strict=True)), dict(zip(reach, errors, strict=True))

@@ -50,7 +50,7 @@ class Forecast:
     Correlation is that of two members' correctness, disagreement how often they will predict
     different classes, ``nll`` the log loss. The reference is the network alone, ``separate_…`` are
     as many separate networks; gains are of accuracy, over the reference or over these.
-    ``best_members`` have nearly all of the gain; ``notes`` say what went wrong.
+    ``best_members`` have nearly all of the gain.
     """
 
     correlation: Estimate
@@ -68,15 +68,14 @@ class Forecast:
     best_members: Estimate
     members: int
     probe: Probe
-    notes: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
         """One sentence: do members differ, what is gained, how many are enough."""
         low, high = (round(100 * end) for end in (self.correlation.low, self.correlation.high))
         separate = f"separate networks: {100 * self.separate_correlation.value:.0f} %"
-        few, many = (100 * end for end in (self.gain.low, self.gain.high))
-        gain = f"expect {few:+.0f} to {many:+.0f} points over one network"
+        few, many = (round(100 * end) for end in (self.gain.low, self.gain.high))
+        gain = f"expect {few:+d} to {many:+d} points over one network"
         if self.members == 1:
             return f"{gain.capitalize()}."
         alone = self.best_members.value == 1
@@ -107,7 +106,7 @@ class Forecast:
             f"(80 % intervals; {self.members} members, from a probe of "
             f"{100 * self.probe.done:.1f} % of {self.probe.steps} steps)",
         ]
-        return "\n".join([*rows, *(f"note: {note}" for note in self.notes)])
+        return "\n".join(rows)
 
 
 @suggest()
@@ -157,6 +156,7 @@ def forecast(
     check_whole("epochs", epochs)
     check_whole("batch_size", batch_size)
     check_number("lr", lr, "a number above 0", lambda rate: rate > 0)
+    check_number("weight_decay", weight_decay, "a number from 0 on", lambda decay: decay >= 0)
     if not isinstance(ensemble, EmbeddedEnsemble):
         if not isinstance(ensemble, nn.Module):
             raise TypeError(f"expected an ensemble or a network; got {type(ensemble).__name__}")
@@ -174,18 +174,23 @@ def forecast(
     plan = {"lr": lr, "modulation_lr": modulation_lr, "weight_decay": weight_decay, "gamma": gamma}
     plan |= {"batch_size": batch_size, "optimizer": optimizer or SGD, "seed": seed}
     planned = epochs * math.ceil(len(target) / batch_size)
-    probe, notes = run_probe(ensemble, x, target, planned, plan)
-    return carry(probe, count, notes)
+    return carry(run_probe(ensemble, x, target, planned, plan, count))
 
 
-def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
-    """Carry what a probe said to the end of training, for this number of members."""
+def carry(probe: Probe) -> Forecast:
+    """Carry what a probe said to the end of training."""
     means, errors = expect(probe)
-    if probe.mine["alike"] > 1 - TINY:  # equal members stay equal, and are the network itself
+    share = 1 - 1 / probe.members
+    if probe.separate:  # what is known of separate networks is known of members
+        means["more"] = max(0.0, means["separate_more"])
+        means["more_log_nll"] = min(0.0, means["separate_more_log_nll"])
+        means |= {"correlation": means["separate_correlation"], "lead": 0.0, "lead_log_nll": 0.0}
+        errors |= {"correlation": errors["separate_correlation"]}
+    elif probe.mine["alike"] > 1 - TINY:  # equal members stay equal, and are the network itself
         means |= {"correlation": 1.0, "disagreement": 0.0, "lead": 0.0, "more": 0.0}
         means |= {"lead_log_nll": 0.0, "more_log_nll": 0.0}
-        errors |= {"correlation": 0.0, "disagreement": 0.0, "gain": SEEDS}
-    share = 1 - 1 / members
+        chance = 0.5 / math.exp(probe.plan["rows"] / 2)  # of few rows, which differ by chance
+        errors |= {"correlation": 0.0, "disagreement": 0.0, "gain": max(SEEDS, chance)}
     gain = means["lead"] + share * means["more"]
     separate = share * max(0.0, means["separate_more"])
     half = REACH * errors["gain"]
@@ -200,13 +205,17 @@ def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
         return _around(means["log_nll"] + more, REACH * errors["log_nll"], math.exp)
 
     correlation, apart = around("correlation"), around("separate_correlation")
+    member = accuracy(means["lead"])
+    differ = 2 * member.value * (1 - member.value) * (1 - correlation.value)  # one right, one not
     one_model = correlation.value > apart.value + ONE_MODEL * (1 - apart.value)
     enough = (1, 1, 1) if one_model else (ENOUGH, ENOUGH // 2, 2 * ENOUGH)
     return Forecast(
         correlation=correlation,
         separate_correlation=apart,
-        disagreement=around("disagreement"),
-        member_accuracy=accuracy(means["lead"]),
+        disagreement=_around(
+            means["disagreement"], REACH * errors["disagreement"], lambda v: _unit(max(v, differ))
+        ),
+        member_accuracy=member,
         accuracy=accuracy(gain),
         nll=loss(means["lead_log_nll"] + share * means["more_log_nll"]),
         reference_accuracy=accuracy(0.0),
@@ -216,9 +225,8 @@ def carry(probe: Probe, members: int, notes: tuple[str, ...] = ()) -> Forecast:
         gain=_around(gain, half, lambda v: min(v, max(gain, 1 - accuracy(0.0).value))),
         gain_over_separate=_around(gain - separate, half),
         best_members=Estimate(*enough),
-        members=members,
+        members=probe.members,
         probe=probe,
-        notes=notes,
     )
 
 
@@ -229,8 +237,9 @@ def _around(value: float, half: float, link: Callable[[float], float] = lambda v
 def _classes(target: Any) -> Tensor:
     if not isinstance(target, Tensor) or target.is_floating_point() or target.dim() != 1:
         raise TypeError(
-            "a forecast is made for classes: target must be a tensor (n,) of whole numbers; got "
-            f"{type(target).__name__} {getattr(target, 'dtype', '')}"
+            "a forecast is made for classes: target must be a tensor (n,) of whole numbers, such "
+            f"as y.long() or y.squeeze(1); got {type(target).__name__} "
+            f"{getattr(target, 'dtype', '')} {tuple(getattr(target, 'shape', ()))}"
         )
     if len(target) < LEAST:
         raise ValueError(f"a forecast needs at least {LEAST} samples; got {len(target)}")

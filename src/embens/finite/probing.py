@@ -9,7 +9,7 @@ import contextlib
 import math
 import statistics
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from embens import metrics
 from embens.checks import Gamma, gradient_factor
 from embens.embedding.families import independent
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.rates import kind_of
+from embens.ensemble.rates import gamma_of, kind_of
 from embens.ensemble.wrapping import without_members
 from embens.finite.diagnosis.measurement import take
-from embens.finite.gradients import off_diagonal
+from embens.finite.gradients import off_diagonal, unchanged
 from embens.objective import check_labels
 from embens.theory.regime import Structure
 
@@ -33,6 +33,7 @@ STEP = 4e7  # floating-point operations that take as long as all that a step doe
 MEMBERS, SEPARATE = 2, 2  # at most trained, and networks beside them
 HELD, READ, STEPS = 500, 400, 8  # at most: rows held out, rows of readouts; at least: steps
 RIDGE = 0.01  # of the mean square of what a readout reads
+TRAINED = 0.7  # of the loss of knowing the classes' shares alone: what has less has learnt
 TINY = 1e-6
 
 
@@ -46,6 +47,8 @@ class Probe:
         mine: of two members: how ``alike`` their probabilities are within classes, their ``nll``,
             and ``accuracy`` and ``correlation`` of their readouts.
         alone: the same of separate networks.
+        separate: whether members are separate networks themselves.
+        overlap: of their laws, for other numbers of members.
     """
 
     members: int
@@ -54,6 +57,15 @@ class Probe:
     plan: dict[str, float]
     mine: dict[str, float]
     alone: dict[str, float]
+    separate: bool = False
+    overlap: float = 0.0
+
+    def of(self, members: int) -> "Probe":
+        """Return the same for another number of members, at the natural gradient scale."""
+        plan = self.plan | {"members": math.log(members)}
+        plan["crowd"] = plan["members"] if plan["scale_free"] else 0.0
+        plan["rate"] = math.log(gamma_of(members, self.overlap) / members)
+        return replace(self, members=members, plan=plan)
 
     def features(self) -> dict[str, float]:
         """Return what a forecast is made from: the plan, and what was seen."""
@@ -71,26 +83,55 @@ class Probe:
 
 
 def run_probe(
-    ensemble: EmbeddedEnsemble, x: Any, target: Tensor, planned: int, plan: dict[str, Any]
-) -> tuple[Probe, tuple[str, ...]]:
-    """Train for a small part of the planned steps; return what it showed, and what went wrong."""
-    generator, members = torch.Generator().manual_seed(plan["seed"]), ensemble.members
+    ensemble: EmbeddedEnsemble,
+    x: Any,
+    target: Tensor,
+    planned: int,
+    plan: dict[str, Any],
+    members: int | None = None,
+) -> Probe:
+    """Train for a small part of the planned steps, as if there were so many members."""
+    drawn = torch.Generator().manual_seed(plan["seed"])  # for what dropout draws
+    with unchanged(ensemble, drawn), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # members that are always right
+        return _run(ensemble, x, target, planned, plan, members or ensemble.members)
+
+
+def _run(
+    ensemble: EmbeddedEnsemble,
+    x: Any,
+    target: Tensor,
+    planned: int,
+    plan: dict[str, Any],
+    members: int,
+) -> Probe:
+    generator = torch.Generator().manual_seed(plan["seed"])
     order = torch.randperm(len(target), generator=generator)
     held, train = order.split([count := min(HELD, len(order) // 3), len(order) - count])
     batch = min(plan["batch_size"], len(train))
-    reference, some = _reference(ensemble), ensemble.subset(range(min(MEMBERS, members)))
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        args, named = ensemble.bind(take(x, train[:batch]))
-        logits = reference(*args, **named)
+    reference, some = _reference(ensemble), ensemble.subset(range(min(MEMBERS, ensemble.members)))
+    if not any(p.requires_grad for p in reference.parameters()):
+        raise ValueError(
+            "forecasts are of networks that are trained, and the weights that members share are "
+            "frozen here: train it, and look at rows that you hold out"
+        )
+    args, named = ensemble.bind(take(x, train[:batch]))
+    with torch.no_grad():
+        with FlopCounterMode(display=False) as counter:
+            logits = reference(*args, **named)
+        outputs = some(*args, **named)
     check_labels("target", target, logits.shape[-1])
+    _check_untrained([logits, *outputs], target[train[:batch]], target)
     step = STEP / max(1, 3 * counter.get_total_flops())  # and backward takes twice as long
     share = COST * (step + members) / (2 * step + some.members + SEPARATE)
     steps = min(planned, max(STEPS, round(share * planned)))
-    rate = gradient_factor(plan["gamma"], members, ensemble.natural_gamma)
-    pace = rate * members / ensemble.natural_gamma
+    natural = ensemble.natural_gamma
+    natural = natural if members == ensemble.members else gamma_of(members, ensemble.overlap)
+    rate = gradient_factor(plan["gamma"], members, natural)
+    pace = rate * members / natural
     wanted = F.one_hot(target[train[:READ]], classes := int(target.max()) + 1).double()
     readable = (*ensemble.bind(take(x, torch.cat([train[:READ], held]))), wanted)
-    labels, notes = target[held], []
+    labels = target[held]
 
     def trained(one: EmbeddedEnsemble, gamma: Gamma) -> dict[str, float]:
         rates = (plan[name] for name in ("lr", "modulation_lr", "weight_decay"))
@@ -99,14 +140,16 @@ def run_probe(
         turns = range(math.ceil(steps * batch / len(train)) + 1)
         turns = [train[torch.randperm(len(train), generator=generator)] for _ in turns]
         one.train()
-        for rows in torch.cat(turns).split(batch)[:steps]:
+        for number, rows in enumerate(torch.cat(turns).split(batch)[:steps]):
             args, named = one.bind(take(x, rows))
             outputs = one(*args, **named)
             targets = target[rows].expand(len(outputs), -1).flatten()
             loss = F.cross_entropy(outputs.flatten(0, 1), targets) * len(outputs)
             if not loss.isfinite():
-                notes.append("the probe diverged at the planned rate: take a smaller one")
-                break
+                raise ValueError(
+                    f"training would diverge: the loss is {loss.item()} after {number} steps. Take "
+                    "a smaller lr, or inputs of mean 0 and variance 1."
+                )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -127,14 +170,34 @@ def run_probe(
         }
         return {k: float(torch.as_tensor(v).nan_to_num(1.0)) for k, v in found.items()}
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # members that are always right
-        mine = trained(some, pace * some.natural_gamma)
-        alone = trained(independent(reference, SEPARATE, generator=generator), None)
-    given = {"classes": math.log(classes)} | describe(
-        ensemble, reference, plan, len(target), planned
-    )
-    return Probe(members, planned, steps / planned, given, mine, alone), tuple(dict.fromkeys(notes))
+    mine = trained(some, pace * some.natural_gamma)
+    others = independent(reference, SEPARATE, initialise=_redraw, generator=generator)
+    alone = trained(others, None)
+    given = {"classes": math.log(classes)}
+    given |= describe(ensemble, reference, plan, len(target), planned, members, rate)
+    done, separate = steps / planned, ensemble.plan.separate
+    mine = alone if separate else mine
+    return Probe(members, planned, done, given, mine, alone, separate, ensemble.overlap)
+
+
+def _check_untrained(networks: list[Tensor], target: Tensor, whole: Tensor) -> None:
+    """Refuse networks, by their logits, that know more than how frequent classes are."""
+    shares = whole.bincount().double() / len(whole)
+    guess = float(torch.special.entr(shares).sum())
+    loss = min(float(F.cross_entropy(logits, target)) for logits in networks)
+    if loss < TRAINED * guess:
+        raise ValueError(
+            "forecasts are of networks that are trained from scratch, and this one is trained: its "
+            f"loss is {loss:.2g} already, that of guessing {guess:.2g}. Train it on, and look at "
+            "rows that you hold out."
+        )
+
+
+def _redraw(module: nn.Module) -> None:
+    """Draw the parameters of a module anew, if it can; bare parameters stay as they are."""
+    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if reset is not None:
+        reset()
 
 
 def describe(
@@ -143,12 +206,13 @@ def describe(
     plan: dict[str, Any],
     rows: int,
     planned: int,
+    members: int,
+    rate: float,
 ) -> dict[str, float]:
     """Return what laws, network and plan are, as numbers; of sizes and rates the logarithms."""
     layers = [p.detach() for p in reference.parameters() if p.dim() > 1]
     scales = [float(p.square().mean().sqrt() * p[0].numel() ** 0.5) + TINY for p in layers]
-    free, members = kind_of(plan["optimizer"]).scale_free, ensemble.members
-    rate = gradient_factor(plan["gamma"], members, ensemble.natural_gamma)
+    free = kind_of(plan["optimizer"]).scale_free
     logs = {
         "members": members,
         "epochs": planned * plan["batch_size"] / rows,
@@ -171,6 +235,7 @@ def describe(
         **dict(zip(("own v", "tails of v", "v", "own u", "tails of u"), pre + post, strict=False)),
         "depth": len(layers),
         "bias": any(p.dim() == 1 for p in reference.parameters()),
+        "norm": any("norm" in type(m).__name__.lower() for m in reference.modules()),
     }
     return {k: math.log(v) for k, v in logs.items()} | {k: float(v) for k, v in others.items()}
 

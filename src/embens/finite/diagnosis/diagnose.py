@@ -7,6 +7,7 @@ of a ``forecast``.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def diagnose(
         optimizer: the optimizer that you mean to use, or its class or name, to be checked.
         wanted: "independent" if that is what members should be.
         expected: the ``embens.forecast`` of the training that you plan; None: it is made here, of
-            30 epochs as :func:`embens.fit` does them by default.
+            30 epochs as :func:`embens.fit` does them by default, with that optimizer.
         budget: how many samples, members and bytes to use at most; None: the default ones.
 
     Example:
@@ -109,7 +110,7 @@ def diagnose(
         measured.notes.append("no forecast: it is made for classes and their cross-entropy alone")
     elif expected is None:
         try:
-            expected = forecast(given, x, target, gamma=gamma)
+            expected = forecast(given, x, target, gamma=gamma, **_meant(optimizer))
         except (TypeError, ValueError, RuntimeError) as error:
             measured.notes.append(f"no forecast: {str(error).splitlines()[0]}")
     report = Diagnosis(
@@ -147,6 +148,16 @@ def diagnose(
         wanted=wanted,
     )
     return replace(report, warnings=findings.find(facts))
+
+
+def _meant(optimizer: Any) -> dict[str, Any]:
+    """Return what a forecast is told of an optimizer; one that is made has its rate."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        options = {k: v for k, v in optimizer.defaults.items() if k not in ("lr", "weight_decay")}
+        rate = float(optimizer.defaults["lr"])
+        return {"optimizer": partial(type(optimizer), **options), "lr": rate}
+    kind = None if optimizer is None else findings.optimizer_class(optimizer)
+    return {} if kind in (None, torch.optim.SGD) else {"optimizer": kind}
 
 
 def _overlap(gram: Tensor, share: float = 1.0) -> LayerOverlap:
