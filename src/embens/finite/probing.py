@@ -32,6 +32,7 @@ COST = 0.02  # of the planned training's time, for steps
 STEP = 4e7  # floating-point operations that take as long as all that a step does beside them
 MEMBERS, SEPARATE = 2, 2  # at most trained, and networks beside them
 HELD, READ, STEPS = 500, 400, 8  # at most: rows held out, rows of readouts; at least: steps
+SEEN = 64  # at least: rows of a first look
 RIDGE = 0.01  # of the mean square of what a readout reads
 TRAINED = 0.7  # of the loss of knowing the classes' shares alone: what has less has learnt
 TINY = 1e-6
@@ -115,14 +116,16 @@ def _run(
             "forecasts are of networks that are trained, and the weights that members share are "
             "frozen here: train it, and look at rows that you hold out"
         )
-    args, named = ensemble.bind(take(x, train[:batch]))
+    first = train[: max(batch, SEEN)]
+    args, named = ensemble.bind(take(x, first))
     with torch.no_grad():
         with FlopCounterMode(display=False) as counter:
             logits = reference(*args, **named)
         outputs = some(*args, **named)
     check_labels("target", target, logits.shape[-1])
-    _check_untrained([logits, *outputs], target[train[:batch]], target)
-    step = STEP / max(1, 3 * counter.get_total_flops())  # and backward takes twice as long
+    _warn_of_training([logits, *outputs], target[first], target)
+    work = counter.get_total_flops() * batch / len(first)
+    step = STEP / max(1, 3 * work)  # and backward takes twice as long
     share = COST * (step + members) / (2 * step + some.members + SEPARATE)
     steps = min(planned, max(STEPS, round(share * planned)))
     natural = ensemble.natural_gamma
@@ -180,16 +183,16 @@ def _run(
     return Probe(members, planned, done, given, mine, alone, separate, ensemble.overlap)
 
 
-def _check_untrained(networks: list[Tensor], target: Tensor, whole: Tensor) -> None:
-    """Refuse networks, by their logits, that know more than how frequent classes are."""
+def _warn_of_training(networks: list[Tensor], target: Tensor, whole: Tensor) -> None:
+    """Warn of networks, by their logits, that know more than how frequent classes are."""
     shares = whole.bincount().double() / len(whole)
     guess = float(torch.special.entr(shares).sum())
     loss = min(float(F.cross_entropy(logits, target)) for logits in networks)
     if loss < TRAINED * guess:
-        raise ValueError(
-            "forecasts are of networks that are trained from scratch, and this one is trained: its "
-            f"loss is {loss:.2g} already, that of guessing {guess:.2g}. Train it on, and look at "
-            "rows that you hold out."
+        warnings.warn(
+            f"this network seems to be trained already: its loss is {loss:.2g}, that of guessing "
+            f"{guess:.2g}. A forecast is of a training from scratch, and may be far off here.",
+            stacklevel=5,
         )
 
 
