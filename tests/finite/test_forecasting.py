@@ -285,3 +285,18 @@ class TestCarry:
         assert found.gain.value == pytest.approx(gain)
         over = found.accuracy.value - found.separate_accuracy.value
         assert found.gain_over_separate.value == pytest.approx(over)
+
+
+@pytest.mark.parametrize("given", [torch.optim.Adam, "AdamW", None])
+def test_a_diagnosis_forecasts_with_the_optimizer_that_is_meant(given):
+    ensemble = embens.batch_ensemble(mlp(), 4, generator=seeded())
+    found = embens.diagnose(ensemble, *task(), optimizer=given).forecast
+    kind = getattr(torch.optim, given) if isinstance(given, str) else given
+    assert found == forecast(ensemble, *task(), optimizer=kind)
+
+
+def test_an_optimizer_that_is_made_has_its_rate():
+    ensemble = embens.batch_ensemble(mlp(), 4, generator=seeded())
+    made = torch.optim.SGD(ensemble.parameter_groups(lr=0.02), lr=0.02, momentum=0.9)
+    found = embens.diagnose(ensemble, *task(), optimizer=made).forecast
+    assert found == forecast(ensemble, *task(), lr=0.02)
