@@ -173,13 +173,13 @@ def _run(
         }
         return {k: float(torch.as_tensor(v).nan_to_num(1.0)) for k, v in found.items()}
 
-    mine = trained(some, pace * some.natural_gamma)
+    done, separate = steps / planned, ensemble.plan.separate
+    mine = {} if separate else trained(some, pace * some.natural_gamma)
     others = independent(reference, SEPARATE, initialise=_redraw, generator=generator)
     alone = trained(others, None)
+    mine = mine or alone
     given = {"classes": math.log(classes)}
     given |= describe(ensemble, reference, plan, len(target), planned, members, rate)
-    done, separate = steps / planned, ensemble.plan.separate
-    mine = alone if separate else mine
     return Probe(members, planned, done, given, mine, alone, separate, ensemble.overlap)
 
 
