@@ -248,6 +248,9 @@ class TestForecast:
                 return self.body(x + self.shift)
 
         assert forecast(Shifted(), *task(), epochs=12, members=4).members == 4
+        found = embens.advise(Shifted(), *task(), epochs=6, members=(2,), proposals=99)
+        assert found
+        assert not any("independent" in p.call for p in found)  # which it can't redraw
 
     def test_warns_of_networks_that_are_trained_and_refuses_frozen_ones(self):
         x, y = task()

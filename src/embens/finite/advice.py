@@ -149,7 +149,7 @@ def advise(
     plan = {"batch_size": batch_size, "lr": lr, "seed": seed}
     generator = torch.Generator().manual_seed(seed)
     some = take(x, torch.arange(min(ROWS, len(target))))
-    unit = _count(families.independent(build(1.0), 1, generator=generator), some)
+    unit = _count(families.join([build(1.0)]), some)
     found: dict[str, list[Proposal]] = {}
     refused: ValueError | None = None  # an ensemble that can't be made
     failed: ValueError | None = None  # a forecast that can't
