@@ -81,6 +81,16 @@ class EmbeddedEnsemble(nn.Module):
         """How many members there are."""
         return self.plan.members
 
+    @property
+    def reference(self) -> nn.Module:
+        """The copy of the reference network."""
+        return self.network
+
+    @property
+    def spec(self) -> Plan:
+        """What the user asked for: members, sites and laws, per-member layers, low ranks."""
+        return self.plan
+
     def individual_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of which every member has its own (trainable modulations)."""
         tensors = {id(t): t for t in self._stacks(Individual)}  # some are tied
