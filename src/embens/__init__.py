@@ -1,54 +1,46 @@
-"""embens: embedded ensembles. One neural network, many models inside it."""
+"""embens: embedded ensembles. Many models inside one PyTorch network."""
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from embens import data, laws, metrics, networks
-from embens.embedding.families import (
+from embens import laws, metrics, networks
+from embens.embed import embed
+from embens.ensemble.module import EmbeddedEnsemble
+from embens.families import (
     adapt,
     batch_ensemble,
-    bayesian,
-    embed,
     independent,
-    join,
     last_layer_dropout,
     low_rank,
     masksembles,
     mc_dropout,
-    mimo,
-    rank1,
 )
-from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.export import to_onnx
-from embens.ensemble.surgery import load
-from embens.objective import gaussian_nll, objective
-from embens.prediction import Prediction, predict
-from embens.reading import register_layer
+from embens.optim import gaussian_nll, objective
+from embens.sites import register_layer
 
 if _TYPE_CHECKING:
-    from embens import finite, theory
-    from embens.finite import advise, diagnose, forecast
-    from embens.training import Divergence, EachMember, History, fit, select, snapshots
+    from embens import finite, tabular, theory, training
+    from embens.ensemble.export import to_onnx
+    from embens.ensemble.saving import load
+    from embens.evaluation import evaluate
+    from embens.finite import diagnose
+    from embens.prediction import Prediction, predict
+    from embens.training import Divergence, History, fit
 
 __all__ = [
     "Divergence",
-    "EachMember",
     "EmbeddedEnsemble",
     "History",
     "Prediction",
     "adapt",
-    "advise",
     "batch_ensemble",
-    "bayesian",
-    "data",
     "diagnose",
     "embed",
+    "evaluate",
     "finite",
     "fit",
-    "forecast",
     "gaussian_nll",
     "independent",
-    "join",
     "last_layer_dropout",
     "laws",
     "load",
@@ -56,31 +48,41 @@ __all__ = [
     "masksembles",
     "mc_dropout",
     "metrics",
-    "mimo",
     "networks",
     "objective",
     "predict",
-    "rank1",
     "register_layer",
-    "select",
-    "snapshots",
+    "tabular",
     "theory",
     "to_onnx",
+    "training",
 ]
+
+_ROOMS = ("finite", "tabular", "theory", "training")
+_HOMES = {
+    "Divergence": "embens.training",
+    "History": "embens.training",
+    "Prediction": "embens.prediction",
+    "diagnose": "embens.finite",
+    "evaluate": "embens.evaluation",
+    "fit": "embens.training",
+    "load": "embens.ensemble.saving",
+    "predict": "embens.prediction",
+    "to_onnx": "embens.ensemble.export",
+}
+"""Public names that are imported when they are first used, and where they are defined."""
 
 
 def __getattr__(name: str):
-    """Import what is large, or needs more than torch, when it is asked for."""
-    if name in ("estimators", "finite", "theory", "training"):
+    """Import rooms and functions that are large, or that need more than torch, on first use."""
+    if name in _ROOMS:
         return _import_module(f"embens.{name}")
-    if name in ("Divergence", "EachMember", "History", "fit", "select", "snapshots"):
-        return getattr(_import_module("embens.training"), name)
-    if name in ("advise", "diagnose", "forecast"):
-        return getattr(_import_module("embens.finite"), name)
+    if name in _HOMES:
+        return getattr(_import_module(_HOMES[name]), name)
     if name == "__version__":
         return _import_module("importlib.metadata").version("embens")
     raise AttributeError(f"module 'embens' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "estimators", "__version__"})
+    return sorted({*globals(), *__all__, "__version__"})

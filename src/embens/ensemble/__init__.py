@@ -1,8 +1,4 @@
-"""An ensemble: one network whose members run through it together, an ordinary module.
-
-``plan`` says what makes it out of a reference, ``surgery`` carries that out, ``layers`` are what is
-put in, ``run`` owns a pass, ``wrapping`` takes members out again, ``storage`` keeps it in a file.
-"""
+"""The ensemble: its module, the merged executor, files and export."""
 
 from embens.ensemble.module import EmbeddedEnsemble
 

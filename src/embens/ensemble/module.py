@@ -1,421 +1,661 @@
-"""The ensemble: one network, many members, an ordinary module.
+"""The ensemble: one network, many members, an ordinary ``nn.Module``.
 
-Made by :func:`embens.embed` and the named families. Axis order is ``(member, batch, …)``.
+:func:`embens.embed` and the families make it. Axis order is ``(member, batch, …)``. An ensemble
+consists of a copy of the reference, a spec, and the values of the members, stacked with the members
+first. How it runs is derived from these: folded (:mod:`embens.graph.folding`) where the reference can
+be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.merged`).
 """
-
-from __future__ import annotations
 
 import copy
 import inspect
 import math
 import operator
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from embens.checks import Gamma, check_choice, check_number, check_whole, suggest
-from embens.ensemble import rates, storage
-from embens.ensemble.export import to_onnx
-from embens.ensemble.folding import FoldingChoice
-from embens.ensemble.heads import InputHeads, draw_shares, weigh
-from embens.ensemble.layers import Modulation, Stochastic
-from embens.ensemble.ntkgp import NTKGP
-from embens.ensemble.own import Own, OwnState, iterates
-from embens.ensemble.plan import Plan
-from embens.ensemble.run import Current, Run
-from embens.ensemble.wrapping import Individual, Wrapper, plain, walk
-from embens.files import write_tensors
-from embens.objective import MOVED, OPTIONS, BatchKind, Criterion, Of, objective
-from embens.reading.attention import Attention
-from embens.reading.flow import left_over
+from embens import optim
+from embens.ensemble.merged import (
+    MemberCopy,
+    MergedExecutor,
+    computed_tensors,
+    member_tensors,
+    modulations_by_layer,
+    plain_module,
+)
+from embens.graph.folding import Folded, fold
+from embens.graph.reading import Flow, detached_state, read_flow
+from embens.graph.rowwise import Unfoldable
+from embens.sites import EnsembleSpec, PerMember, Site, find_layers
+from embens.trees import batch_size, gather
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
-"""The largest activation of a folded chunk, by device: on a CPU it should stay in the cache."""
+"""Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class MemberTensors(nn.Module):
+    """Tensors of all members, stacked along the first axis, by dotted name."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Register a parameter or a buffer; dots in its name become slashes."""
+        attribute = name.replace(".", "/")
+        if isinstance(tensor, nn.Parameter):
+            self.register_parameter(attribute, tensor)
+        else:
+            self.register_buffer(attribute, tensor)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return getattr(self, name.replace(".", "/"))
+
+    def __contains__(self, name: str) -> bool:
+        attribute = name.replace(".", "/")
+        return attribute in self._parameters or attribute in self._buffers
+
+    def names(self) -> list[str]:
+        """Return the dotted names."""
+        return [name.replace("/", ".") for name in (*self._parameters, *self._buffers)]
 
 
 class EmbeddedEnsemble(nn.Module):
     """M members in one network.
 
+    Args:
+        reference: the reference. The ensemble takes it over; pass a copy.
+        spec: how members differ.
+        values: stacked values of the members by name; parameters are trained, tensors are not.
+        flow: the data flow of the reference, if it was read already.
+
     Attributes:
-        network: the reference's copy with its modulated layers.
-        plan: what makes it an ensemble: sites, laws, what is shared.
-        chunk: how many members run together; None: chosen for the network and the batch. It never
-            changes the results beyond rounding, nor the order of members.
+        reference: the ensemble's copy of the reference.
+        spec: how members differ.
+        individual: stacked values of the members.
+        chunk: number of members that run together; None: chosen for the network and the batch. It
+            changes results by rounding only.
     """
 
-    def __init__(self, network: nn.Module, plan: Plan):
+    def __init__(
+        self,
+        reference: nn.Module,
+        spec: EnsembleSpec,
+        values: Mapping[str, Tensor],
+        flow: Flow | None = None,
+    ):
         super().__init__()
-        self.network = network
-        self.plan = plan
+        self.spec = spec
         self.chunk: int | None = None
-        self.training = network.training
-        self.current = Current()
-        self.individuals: dict[str, Individual] = {}
-        slot = 0
-        for name, module in walk(network):
-            if isinstance(module, Individual | Wrapper | Attention):
-                module.current = self.current
-            if isinstance(module, Individual):
-                self.individuals[name], module.slot = module, slot
-                slot += len(module.tensors())
-        modules = dict(walk(network))
-        places = [place.rpartition(".") for place in plan.state]
-        self.state = OwnState([(modules[owner], name) for owner, _, name in places], plan.members)
-        self.iterated = [m for m in network.modules() if iterates(m) and not plan.separate]
-        self.folding = FoldingChoice(self)
+        self.reference = reference
+        self.training = reference.training
+        self.layers = find_layers(reference)
+        self.individual = MemberTensors()
+        for name, tensor in values.items():
+            self.individual.add(name, tensor)
+        for item in spec.per_member:
+            for key in item.tensors:
+                _release(reference.get_submodule(item.module), key)
+        if spec.frozen:
+            for parameter in reference.parameters():
+                parameter.requires_grad_(False)
+        self._derive(flow)
 
-    def __deepcopy__(self, memo: dict) -> EmbeddedEnsemble:
-        memo.update(left_over(self))
-        copied = memo[id(self)] = object.__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    def _derive(self, flow: Flow | None = None) -> None:
+        """Forget everything that is derived from the reference, the spec and the values."""
+        self.flow = flow
+        self.merged = MergedExecutor(self)
+        self.foldings: list[_Folding] = []
+        self.argument_names: list[str] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("flow", "merged", "foldings", "argument_names"):
+            state.pop(name)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._derive()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddedEnsemble":
+        memo.update(detached_state(self.reference))
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
+
+    # Facts
 
     @property
     def members(self) -> int:
-        """How many members there are."""
-        return self.plan.members
+        """Number of members."""
+        return self.spec.members
 
     @property
-    def reference(self) -> nn.Module:
-        """The copy of the reference network."""
-        return self.network
+    def overlap(self) -> float:
+        r"""Product of the post laws' :math:`E[u_a u_b] / E[u^2]` over the hidden sites."""
+        return self.spec.overlap
 
     @property
-    def spec(self) -> Plan:
-        """What the user asked for: members, sites and laws, per-member layers, low ranks."""
-        return self.plan
+    def natural_gamma(self) -> float:
+        r"""Default gradient scale :math:`M / (1 + (M-1) r)` with the overlap :math:`r`."""
+        return optim.natural_gamma(self.spec)
+
+    def site_values(self, site: Site) -> Tensor:
+        """Return the values of a site, ``(member, size)``.
+
+        Args:
+            site: one of ``spec.sites``. Fresh sites have no values between passes.
+        """
+        if site.fresh:
+            raise ValueError(
+                f"the values of {site.key!r} are drawn at each pass. Use fresh=False for fixed ones."
+            )
+        return self.individual[site.key]
 
     def individual_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of which every member has its own (trainable modulations)."""
-        tensors = {id(t): t for t in self._stacks(Individual)}  # some are tied
-        yield from (t for t in tensors.values() if isinstance(t, nn.Parameter))
-
-    def _stacks(self, kind: type[Individual]) -> list[Tensor]:
-        modules = (m for m in self.individuals.values() if isinstance(m, kind))
-        return [t for m in modules for t in m.tensors().values()]
+        """Yield the parameters of which every member has its own, members first."""
+        yield from self.individual.parameters()
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that all members share (the reference's)."""
-        individual = {id(p) for p in self.individual_parameters()}
-        yield from (p for p in self.parameters() if id(p) not in individual)
+        """Yield the parameters that all members share."""
+        yield from self.reference.parameters()
 
-    @suggest()
     def parameter_groups(
         self,
         lr: float = 0.01,
         modulation_lr: float | None = None,
         weight_decay: float = 5e-4,
         *,
-        gamma: Gamma = None,
-        optimizer: rates.MakeOptimizer = torch.optim.SGD,
+        gamma: optim.Gamma = None,
+        optimizer: optim.MakeOptimizer = torch.optim.SGD,
         modulation_weight_decay: float = 0.0,
     ) -> list[dict[str, Any]]:
-        r"""Return the groups for a torch optimizer: shared parameters, modulations, own layers.
+        r"""Return parameter groups for a torch optimizer.
 
-        With them one step on :func:`embens.objective` is the paper's (``embens.ensemble.rates``).
+        With them, one step on :func:`embens.objective` is the paper's update.
 
-        The rate of the shared parameters is ``lr`` times :math:`\gamma(M)/M`, for optimizers of the
-        Adam kind times :math:`\gamma/\gamma^*`; that of modulations is ``modulation_lr`` (None:
-        ``lr``). ``weight_decay`` is of shared parameters and of members' own layers, in units of
-        ``lr``, whatever gamma is. ``gamma`` is a number (0: nothing shared moves), a function of
-        the number of members, or None for the natural value. ``optimizer`` is what the groups are
-        for, a class or a function from groups to an optimizer.
+        Args:
+            lr: learning rate. That of the shared parameters is ``lr`` times :math:`\gamma(M)/M`,
+                for optimizers of the Adam kind times :math:`\gamma/\gamma^*`.
+            modulation_lr: learning rate of modulations; None: ``lr``.
+            weight_decay: weight decay of shared parameters and per-member layers, in units of
+                ``lr``, independent of gamma.
+            gamma: a number (0: shared parameters do not move), a function of the number of
+                members, or None for the natural value.
+            optimizer: the class, or the function from groups to an optimizer, they are for.
+            modulation_weight_decay: weight decay of modulations.
+
+        Returns:
+            Up to three groups: shared parameters, modulations, per-member layers.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> groups = batch_ensemble(net, members=4).parameter_groups(lr=0.1, gamma=1)
+            >>> [group["lr"] for group in groups]
+            [0.025, 0.1]
         """
-        modulation_lr = lr if modulation_lr is None else modulation_lr
-        for name, value in (("lr", lr), ("modulation_lr", modulation_lr)):
-            check_number(name, value, "finite and not negative", lambda rate: rate >= 0)
-        factor, decay = rates.shared_factors(self, gamma, optimizer)
-        stacks = set(map(id, self._stacks(Own)))
-        shared = [] if self.plan.frozen else list(self.shared_parameters())
-        individual = list(self.individual_parameters())
-        own = [p for p in individual if id(p) in stacks]
-        modulations = [p for p in individual if id(p) not in stacks]
-        own_decay = weight_decay * (not self.plan.has_prior)
-        names = ("params", "lr", "weight_decay", "gamma_factor")
-        groups = (
-            (shared, lr * factor, weight_decay * decay, factor),
-            (modulations, modulation_lr, modulation_weight_decay, 1.0),
-            (own, lr, own_decay, 1.0),
+        return optim.parameter_groups(
+            self,
+            lr,
+            modulation_lr,
+            weight_decay,
+            gamma=gamma,
+            optimizer=optimizer,
+            modulation_weight_decay=modulation_weight_decay,
         )
-        return [dict(zip(names, group, strict=True)) for group in groups if group[0]]
 
     # Running
 
-    if TYPE_CHECKING:  # what a network with one output gives; with several, trees of tensors
-
-        def __call__(
-            self, *inputs: Any, batch: BatchKind = "same", chunk: int | None = None, **kwargs: Any
-        ) -> Tensor: ...
-
     def forward(
         self,
-        x: Any = ...,
-        /,
         *inputs: Any,
-        batch: BatchKind = "same",
+        batch: optim.BatchKind = "same",
         chunk: int | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run all members.
 
         Args:
-            x: the first input of the reference, unless all of them have names.
-            *inputs: more of them.
-            batch: "same": every member sees the inputs; "own": tensors among the inputs have the
+            *inputs: positional arguments of the reference.
+            batch: "same": every member sees the inputs; "own": tensors among ``inputs`` have the
                 members as their first axis; "split": row i of every tensor goes to member i mod M.
-            chunk: how many members run together, instead of ``self.chunk``.
-            **kwargs: passed on; tensors with a row for each sample go with the samples.
+            chunk: number of members that run together, instead of ``self.chunk``.
+            **kwargs: keyword arguments of the reference.
 
         Returns:
-            The outputs with the members as a new first axis; for "split" those of the reference.
+            The outputs with the members as a new first axis, ``(member, batch, …)``; for "split"
+            those of the reference, ``(batch, …)``.
         """
-        inputs = inputs if x is ... else (x, *inputs)
-        with self.run(inputs, kwargs, batch=batch, chunk=chunk) as run:
-            if batch == "split":
-                return run.split()
-            outputs = run.outputs()
-            return outputs if run.shares is None else weigh(outputs, run.shares)
-
-    def run(
-        self,
-        inputs: tuple,
-        kwargs: dict[str, Any] | None = None,
-        *,
-        batch: BatchKind = "same",
-        chunk: int | None = None,
-        cut: bool = False,
-    ) -> Run:
-        """Return a pass that is about to begin, for those who look at single members."""
-        self._check_batch(inputs, kwargs, batch)
-        size = self.chunk_size(inputs or (kwargs,), chunk)
-        run = Run(self, inputs, kwargs or {}, batch=batch, chunk=size, cut=cut)
-        if self.plan.heads is not None and batch == "own" and self.training:
-            run.shares = draw_shares(self.members, self.plan.heads.mix, next(self.parameters()))
-        return run
-
-    def chunk_size(self, inputs: tuple, chunk: int | None = None) -> int:
-        """Return how many members run together on these inputs."""
-        chunk = self.chunk if chunk is None else chunk
-        if chunk is not None:
-            return min(check_whole("chunk", chunk), self.members)
-        if self.members == 1 or self.folding.reason:
-            return 1
-        x = inputs[0] if inputs else None
-        if not isinstance(x, Tensor):
-            x = next((v for v in tree_leaves(inputs) if isinstance(v, Tensor)), None)
-        if x is None or torch.compiler.is_compiling() or self.plan.heads is not None:
-            return self.members
-        rows, positions = self.plan.widths
-        numbers = max(
-            len(x) * rows if x.dim() else 1, x.numel() * positions // self.plan.input_channels
-        )
-        size = numbers * (x.itemsize if x.is_floating_point() else 4)
-        budget = FOLDED_BYTES.get(x.device.type, FOLDED_BYTES["cuda"])
-        most = max(1, min(self.members, budget // max(1, size)))
-        return math.ceil(self.members / math.ceil(self.members / most))  # chunks of one size
-
-    def _check_batch(self, inputs: tuple, kwargs: dict | None, batch: BatchKind) -> None:
-        if self.plan.heads is not None:
-            if batch == "split":
-                raise ValueError(
-                    "batch='split' has no meaning here: every row takes an input of each member. "
-                    "Use batch='own' with inputs (member, batch, …)."
-                )
-            if sum(isinstance(x, Tensor) for x in tree_leaves((inputs, kwargs))) != 1:
-                raise ValueError("a network with a block for each member takes one tensor")
         if batch == "same":
-            return
-        check_choice("batch", batch, OPTIONS["batch"])
-        shapes = [tuple(x.shape) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+            return self._run(inputs, kwargs, chunk, per_member=False)
+        self._check_inputs(inputs, batch)
+        if batch == "own":
+            return self._run(inputs, kwargs, chunk, per_member=True)
+        return self._run_split(inputs, kwargs, chunk)
+
+    def _check_inputs(self, inputs: tuple, batch: str) -> None:
+        if batch not in ("own", "split"):
+            raise ValueError(f"batch must be 'same', 'own' or 'split', got {batch!r}.")
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if not shapes:
-            raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs")
-        firsts = {shape[:1] for shape in shapes}
-        if batch == "own" and firsts != {(self.members,)}:
+            raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs.")
+        leading = {shape[:1] for shape in shapes}
+        if batch == "own" and leading != {(self.members,)}:
             raise ValueError(
                 f"batch='own' expects inputs of shape ({self.members}, batch, …), a batch for each "
-                f"member; got {shapes}. For one batch of all members use batch='same' or 'split'."
+                f"member, got {shapes}. For one batch use batch='same' or 'split'."
             )
-        if len(firsts) > 1:
-            raise ValueError(f"batch='split' expects the same number of rows; got shapes {shapes}")
+        if len(leading) > 1:
+            raise ValueError(f"batch='split' expects equal numbers of rows, got shapes {shapes}.")
+
+    def _run(self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool) -> Any:
+        outputs = list(self._run_chunks(inputs, kwargs, chunk, per_member=per_member))
+        if len(outputs) == 1:
+            return outputs[0]
+        return gather(outputs, torch.cat)
+
+    def _run_chunks(
+        self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool
+    ) -> Iterator[Any]:
+        """Yield the outputs of one chunk of members after another, members first."""
+        folded, arguments = self._folded_for(inputs, kwargs, per_member)
+        values = self._sample_values()
+        if folded is None:
+            yield from self._run_merged(inputs, kwargs, values, per_member=per_member)
+            return
+        folded_pass = _FoldedPass(self, folded, arguments, values, per_member=per_member)
+        for start, count in self._chunks(folded, arguments, chunk):
+            yield folded_pass.run(start, count)
+
+    def _chunks(
+        self, folded: Folded, arguments: list[Tensor], chunk: int | None
+    ) -> list[tuple[int, int]]:
+        """Return first member and number of members of each chunk."""
+        size = self.chunk if chunk is None else chunk
+        if size is None:
+            size = self._default_chunk(folded, arguments)
+        elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"chunk must be a positive integer, got {size!r}.")
+        starts = range(0, self.members, size)
+        return [(start, min(size, self.members - start)) for start in starts]
+
+    def _default_chunk(self, folded: Folded, arguments: list[Tensor]) -> int:
+        """Return how many members run together: as many as keep activations small."""
+        if self.members == 1 or torch.compiler.is_compiling() or not arguments:
+            return self.members
+        x = arguments[0]
+        device = x.device.type
+        if folded.has_convolutions and device == "cpu":
+            return 1  # large batches of images leave the cache
+        positions = x.numel()
+        if x.is_floating_point() and x.dim() > 1:
+            channels = x.shape[1] if folded.has_convolutions else x.shape[-1]
+            positions //= max(1, channels)
+        size = positions * folded.width * 4
+        most = FOLDED_BYTES.get(device, FOLDED_BYTES["cuda"]) // max(1, size)
+        most = max(1, min(self.members, most))
+        chunks = math.ceil(self.members / most)
+        return math.ceil(self.members / chunks)  # chunks of nearly equal size
+
+    def _sample_values(self) -> dict[str, Tensor]:
+        """Return the values of all members for one pass, members first."""
+        individual = self.individual
+        values = {name: individual[name] for name in individual.names()}
+        for site in self.spec.sites:
+            if site.fresh:
+                module = self.reference.get_submodule(self.layers[site.layer].module)
+                example = next(module.parameters())
+                values[site.key] = site.law.sample(
+                    (self.members, site.size), dtype=example.dtype, device=example.device
+                )
+        return values
+
+    def _run_merged(
+        self, inputs: tuple, kwargs: dict, values: dict[str, Tensor], *, per_member: bool
+    ) -> Iterator[Any]:
+        """Yield the outputs of one member after another, with a member axis of size 1."""
+        computed = self.merged.begin()
+        for a in range(self.members):
+            member_inputs = inputs
+            if per_member:
+                member_inputs = tree_map_only(Tensor, lambda x, a=a: x[a], inputs)
+            outputs = self.merged.run(a, member_inputs, kwargs, values, computed)
+            _check_outputs(outputs)
+            yield tree_map_only(Tensor, lambda x: x.unsqueeze(0), outputs)
+
+    def _run_split(self, inputs: tuple, kwargs: dict, chunk: int | None) -> Any:
+        """Return the outputs of a batch whose row i belongs to member i mod M."""
+        members, rows = self.members, batch_size(inputs)
+        has_named_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(kwargs))
+        if rows and rows % members == 0 and not has_named_tensors:
+
+            def deal(x: Tensor) -> Tensor:
+                return x.unflatten(0, (-1, members)).transpose(0, 1)
+
+            outputs = self._run(tree_map_only(Tensor, deal, inputs), kwargs, chunk, per_member=True)
+            return tree_map_only(Tensor, lambda x: x.transpose(0, 1).flatten(0, 1), outputs)
+        values, computed = self._sample_values(), self.merged.begin()
+        outputs = []
+        for a in range(max(1, min(members, rows))):
+
+            def own_rows(x: Tensor, a: int = a) -> Tensor:
+                return x[a::members] if x.shape[:1] == (rows,) else x
+
+            args, named = tree_map_only(Tensor, own_rows, (inputs, kwargs))
+            outputs.append(self.merged.run(a, args, named, values, computed))
+
+        def interleave(parts: list[Tensor]) -> Tensor:
+            joined = torch.cat(parts)
+            order = torch.arange(rows).remainder(members).argsort(stable=True).argsort()
+            return joined[order.to(joined.device)] if len(joined) == rows else joined
+
+        return gather(outputs, interleave)
+
+    # Folded form
+
+    def _folded_for(
+        self, inputs: tuple, kwargs: dict, per_member: bool
+    ) -> tuple[Folded | None, list[Tensor]]:
+        """Return the folded network for a call, and its tensor arguments; None: run merged."""
+        call = self._bind_call(inputs, kwargs)
+        if call is None:
+            return None, []
+        tensors, constants = call
+        arguments = list(tensors.values())
+        ranks = {name: tensor.dim() for name, tensor in tensors.items()}
+        if per_member:
+            ranks = {name: rank - 1 for name, rank in ranks.items()}
+        batch_axis = 1 if per_member else 0
+        rows = arguments[0].shape[batch_axis] if arguments[0].dim() > batch_axis else 0
+        for tensor in arguments[1:]:
+            if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
+                return None, []
+        modes = (per_member, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+        for folding in self.foldings:
+            if folding.fits(ranks, constants, modes):
+                return folding.folded, arguments
+        folding = _Folding(self, ranks, constants, modes)
+        self.foldings.insert(0, folding)
+        return folding.folded, arguments
+
+    def _bind_call(
+        self, inputs: tuple, kwargs: dict
+    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return tensor arguments and other arguments by name; None if they cannot be told."""
+        if self.argument_names is None:
+            self.argument_names = _argument_names(self.reference)
+        if len(inputs) > len(self.argument_names):
+            return None
+        named = dict(zip(self.argument_names, inputs, strict=False)) | kwargs
+        tensors, constants = {}, {}
+        for name, value in named.items():
+            if isinstance(value, Tensor):
+                tensors[name] = value
+            elif isinstance(value, _PLAIN):
+                constants[name] = value
+            else:
+                return None
+        if not tensors or not set(named) <= set(self.argument_names):
+            return None
+        return tensors, constants
 
     # Training
 
     def bind(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call for inputs as data have them.
+        """Return the arguments of a call for inputs as data sets hold them.
 
-        A tuple or a list are several inputs, a dict has them by name, all else is the only one.
+        Args:
+            inputs: a tuple or list of positional arguments, a dictionary of keyword arguments, or
+                a single argument.
+
+        Returns:
+            Positional and keyword arguments.
         """
+        if isinstance(inputs, (tuple, list)):
+            return tuple(inputs), {}
         if not isinstance(inputs, Mapping):
-            return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
-        signature = inspect.signature(self.network.forward)
+            return (inputs,), {}
+        signature = inspect.signature(self.reference.forward)
         try:
             bound = signature.bind(**inputs)
         except TypeError as error:
-            names = ", ".join(map(repr, inputs))
+            names = ", ".join(repr(name) for name in inputs)
             raise TypeError(
-                f"inputs {names} of a reference that takes {signature}: {error}"
+                f"the inputs {names} do not fit the reference, which takes {signature}: {error}."
             ) from None
         return bound.args, bound.kwargs
 
-    @suggest(MOVED)
     def objective(
         self,
         outputs: Any,
         target: Any,
-        criterion: Criterion | None = None,
+        criterion: optim.Criterion | None = None,
         *,
-        batch: BatchKind = "same",
-        of: Of = "members",
+        batch: optim.BatchKind = "same",
+        of: optim.Of = "members",
     ) -> Tensor:
         """Return the sum of the members' losses; see :func:`embens.objective`."""
-        return objective(outputs, target, criterion, batch=batch, of=of, members=self.members)
+        return optim.objective(outputs, target, criterion, batch=batch, of=of, members=self.members)
 
     def backward(
         self,
         *inputs_and_target: Any,
-        criterion: Criterion | None = None,
+        criterion: optim.Criterion | None = None,
         chunk: int = 1,
         **kwargs: Any,
     ) -> Tensor:
         """Run forward and backward chunk by chunk and accumulate the objective's gradients.
 
-        Gives the gradients of ``self.objective(self(x), target).backward()`` with the memory of one
-        chunk: what members share is backpropagated once, at the end.
+        Gradients are those of ``self.objective(self(x), target).backward()``; the memory is that of
+        one chunk. Values that members share are computed and backpropagated once.
 
-        Takes the reference's inputs, then the target; a tuple or a dict in the place of the inputs
-        has several of them, as for :func:`embens.fit`. Returns the objective, detached.
+        Args:
+            *inputs_and_target: the reference's inputs, then the target. A tuple or dictionary in
+                the place of the inputs holds several of them, as for :func:`embens.fit`.
+            criterion: see :func:`embens.objective`.
+            chunk: number of members at a time.
+            **kwargs: keyword arguments of the reference.
+
+        Returns:
+            The objective, detached.
         """
         *inputs, target = inputs_and_target
         args, named = self.bind(inputs[0] if len(inputs) == 1 else inputs)
-        losses: list[Tensor] = []
+        named = {**named, **kwargs}
+        total: Any = 0.0
+        with torch.enable_grad():
+            folded, arguments = self._folded_for(args, named, per_member=False)
+            values = self._sample_values()
+            if folded is None:
+                outputs_of_chunks = self._run_merged(args, named, values, per_member=False)
+                for outputs in outputs_of_chunks:
+                    loss = optim.objective(outputs, target, criterion)
+                    loss.backward()
+                    total = total + loss.detach()
+                return total
+            folded_pass = _FoldedPass(self, folded, arguments, values, cut=True)
+            for start, count in self._chunks(folded, arguments, chunk):
+                loss = optim.objective(folded_pass.run(start, count), target, criterion)
+                loss.backward()
+                total = total + loss.detach()
+                del loss
+            folded_pass.backward_shared()
+        return total
 
-        def loss_of(outputs: Any) -> Tensor:
-            loss = objective(outputs, target, criterion)
-            losses.append(loss.detach())
-            return loss
-
-        with torch.enable_grad(), self.run(args, named | kwargs, chunk=chunk, cut=True) as run:
-            run.backward(loss_of)
-        return torch.stack(losses).sum()
-
-    def kl(self) -> Tensor:
-        """Return the divergence of the members' numbers from their prior, summed over members.
-
-        It is 0 but for :func:`embens.rank1` and :func:`embens.bayesian`. :func:`embens.fit` adds
-        ``kl() / rows`` to the objective, with the rows of the training data; so should a loop of
-        your own.
-        """
-        owners = (m.inner() if isinstance(m, Own) else m for m in self.individuals.values())
-        divergences = [m.kl() for m in owners if isinstance(m, (Stochastic, NTKGP))]
-        return torch.stack(divergences).sum() if divergences else torch.zeros(())
-
-    @property
-    def overlap(self) -> float:
-        r"""The product of the post laws' :math:`E[u_a u_b] / E u^2` over the hidden sites.
-
-        Last layers that were drawn for each member make it 0; matrices of low rank count by the
-        share of the weights that members have in common at the start.
-        """
-        if self.plan.own_last:
-            return 0.0
-        common = math.prod(1 / (1 + s.scale**2) for s in self.plan.low_rank)
-        posts = [s.law for s in self.plan.sites if s.kind == "post" and s.hidden]
-        return common * math.prod(law.overlap for law in posts)
-
-    @property
-    def natural_gamma(self) -> float:
-        r"""The default gradient scale :math:`M / (1 + (M-1) r)`, with ``r`` the overlap.
-
-        Where members are repeated, ``r`` is the mean over pairs, with 1 for two of the same.
-        """
-        overlap, pairs = self.overlap, self.members * (self.members - 1)
-        if self.plan.subset is not None and pairs:
-            twins = sum(n * (n - 1) for n in Counter(self.plan.subset.members).values())
-            overlap = (twins + (pairs - twins) * overlap) / pairs
-        return rates.gamma_of(self.members, overlap)
-
-    # Out again
+    # Members and files
 
     def member(self, a: int) -> nn.Module:
         """Return member ``a`` as a plain module with the same outputs.
 
-        Its layers are torch's own with that member's weights; only a layer whose weight can't hold
-        its modulations (hooks, a parametrization, a forward of its own) keeps a small wrapper.
-        """
-        a = self._find(a)
-        if any(s.fresh for s in self.plan.sites):
-            raise ValueError(
-                "masks that are drawn anew at each pass belong to no member; use fresh=False for a "
-                "fixed set"
-            )
-        with self.state.of(a):
-            return plain(self.network, a)
+        Its layers are torch's own with the member's weights. Only a layer that computes its weight
+        itself keeps hooks that scale its input and output.
 
-    def _find(self, a: Any) -> int:
+        Args:
+            a: index of the member; negative indices count from the end.
+        """
+        a = self._index(a)
+        if any(site.fresh for site in self.spec.sites):
+            raise ValueError(
+                "modulations that are drawn at each pass belong to no member. Use fresh=False for "
+                "a fixed set."
+            )
+        values = {name: stack.detach()[a] for name, stack in self._sample_values().items()}
+        return self._plain(values)
+
+    def _plain(self, values: Mapping[str, Tensor]) -> nn.Module:
+        """Return a plain network with some values in the place of a member's."""
+        with torch.no_grad(), self.merged.lock:
+            computed = computed_tensors(self.reference)
+            tensors = member_tensors(self.reference, self.layers, self.spec, values, computed)
+            tensors = self._with_gradient_flags({**computed, **tensors})
+            copied = MemberCopy(self)
+            copied.bind(tensors, modulations_by_layer(self.spec, values))
+            return plain_module(copied)
+
+    def _with_gradient_flags(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return leaves that require gradients where the originals do."""
+        requires_grad = {name: p.requires_grad for name, p in self.reference.named_parameters()}
+        leaves = {}
+        for name, tensor in tensors.items():
+            flag = requires_grad.get(
+                name, tensor.is_floating_point() and name not in self.individual
+            )
+            if name in self.individual:
+                flag = self.individual[name].requires_grad
+            leaves[name] = tensor.detach().requires_grad_(flag)
+        return leaves
+
+    def _index(self, a: Any) -> int:
         """Return the index of a member, which may be counted from the end."""
         if isinstance(a, bool) or not hasattr(a, "__index__"):
-            raise TypeError(f"a member is a whole number; got {a!r}")
-        if not -self.members <= (a := operator.index(a)) < self.members:
-            raise IndexError(f"member {a} of an ensemble of {self.members}")
-        return a % self.members
+            raise TypeError(f"the index of a member must be an integer, got {a!r}.")
+        index = operator.index(a)
+        if not -self.members <= index < self.members:
+            raise IndexError(f"member {index} does not exist, there are {self.members} members.")
+        return index % self.members
 
-    def subset(self, members: Iterable[int]) -> EmbeddedEnsemble:
+    def subset(self, members: Iterable[int]) -> "EmbeddedEnsemble":
         """Return an ensemble of some of the members, which shares no tensor with this one.
 
-        They are in the order that is given; one that comes twice has twice the weight in means.
+        Args:
+            members: indices of the members. A member that occurs twice counts twice in means.
         """
-        chosen = [self._find(a) for a in members]
+        chosen = [self._index(a) for a in members]
         if not chosen:
-            raise ValueError("members: expected at least one member; got none")
-        plan = self.plan.select(chosen)
-        if plan.repeats and any(s.fresh for s in plan.sites):
-            raise ValueError("a member whose masks are drawn anew at each pass can't come twice")
-        memo: dict[int, Any] = {}
-        for stack in (t for t in self._stacks(Individual) if t.numel()):
-            rows = stack.detach()[chosen]
-            parameter = isinstance(stack, nn.Parameter)
-            memo[id(stack)] = nn.Parameter(rows, stack.requires_grad) if parameter else rows
-        for heads in (m for m in self.individuals.values() if isinstance(m, InputHeads)):
-            memo[id(heads)] = heads.plain(None, memo)
-        network = copy.deepcopy(self.network, memo)
-        for module in network.modules():
-            if isinstance(module, Modulation):
-                module.members = plan.members
-        ensemble = EmbeddedEnsemble(network, plan)
+            raise ValueError("members must contain at least one index, got none.")
+        spec = self.spec.subset(chosen)
+        if spec.has_repeated_members and any(site.fresh for site in spec.sites):
+            raise ValueError(
+                "a member whose modulations are drawn at each pass cannot occur twice."
+            )
+        values: dict[str, Tensor] = {}
+        rows_of: dict[int, Tensor] = {}
+        for name in self.individual.names():
+            stack = self.individual[name]
+            if id(stack) not in rows_of:
+                rows = stack.detach()[chosen]
+                if isinstance(stack, nn.Parameter):
+                    rows = nn.Parameter(rows, stack.requires_grad)
+                rows_of[id(stack)] = rows
+            values[name] = rows_of[id(stack)]
+        reference = copy.deepcopy(self.reference, detached_state(self.reference))
+        ensemble = EmbeddedEnsemble(reference, spec, values, self.flow)
         ensemble.chunk = self.chunk
-        ensemble.state.values = [copy.deepcopy(self.state.values[a]) for a in chosen]
         return ensemble
 
-    def collapse(self) -> nn.Module:
-        """Return one plain network whose output is the mean of the members' outputs."""
-        if self.plan.not_collapsible:
+    def collapse(self, example_input: Any = None) -> nn.Module:
+        """Return one plain network whose output is the mean of the members' outputs.
+
+        It exists where the output is affine in the weights in which members differ, as in
+        last-layer dropout.
+
+        Args:
+            example_input: see :func:`embens.embed`; needed if the code cannot be traced.
+
+        Raises:
+            ValueError: if the mean is not one network.
+        """
+        if self.flow is None or example_input is not None:
+            self.flow = read_flow(self.reference, example_input)
+        reason = _why_not_collapsible(self)
+        if reason:
             raise ValueError(
-                f"this ensemble can't be collapsed: {self.plan.not_collapsible}. Only where the "
-                "output is linear in the modulations (last-layer dropout) is the mean of the "
-                "members one network."
+                f"this ensemble cannot be collapsed: {reason}. The mean of the members is one "
+                "network only if the output is linear in the modulations (last-layer dropout)."
             )
-        return plain(self.network, None)
+        with torch.no_grad():
+            computed = computed_tensors(self.reference)
+            means: dict[str, Tensor] = {}
+            values = self._sample_values()
+            for a in range(self.members):
+                chosen = {name: stack.detach()[a] for name, stack in values.items()}
+                tensors = member_tensors(self.reference, self.layers, self.spec, chosen, computed)
+                for name, tensor in tensors.items():
+                    means[name] = means.get(name, 0) + tensor / self.members
+            tensors = self._with_gradient_flags({**computed, **means})
+            copied = MemberCopy(self)
+            copied.bind(tensors, {})
+            return plain_module(copied)
+
+    def separate_buffer(self, module: str, name: str, value: Tensor) -> Tensor:
+        """Turn a shared buffer into one that every member has separately.
+
+        Args:
+            module: name of the module in the reference.
+            name: name of the buffer.
+            value: initial value for all members.
+
+        Returns:
+            The stacked buffer, members first.
+        """
+        stack = value.expand(self.members, *value.shape).clone()
+        self.individual.add(f"{module}.{name}".lstrip("."), stack)
+        _release(self.reference.get_submodule(module), name)
+        item = PerMember(module, (name,))
+        self.spec = replace(self.spec, per_member=(*self.spec.per_member, item))
+        self.foldings.clear()
+        return stack
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Separate the buffers that were per-member buffers when the state was saved."""
+        start = f"{prefix}individual."
+        for key in list(state_dict):
+            if not key.startswith(start):
+                continue
+            dotted = key.removeprefix(start).replace("/", ".")
+            module, _, name = dotted.rpartition(".")
+            if dotted not in self.individual:
+                modules = dict(self.reference.named_modules())
+                buffer = modules[module]._buffers.get(name) if module in modules else None
+                if buffer is not None:
+                    self.separate_buffer(module, name, buffer.detach().clone())
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def to_onnx(self, path: str | os.PathLike[str], example: Any) -> Path:
-        """Write all members to one ONNX file, outputs as here; see :func:`embens.to_onnx`."""
+        """Write all members to one ONNX file; see :func:`embens.to_onnx`."""
+        from embens.ensemble.export import to_onnx
+
         return to_onnx(self, path, example)
 
     def save(self, path: str | os.PathLike[str], *, shared: bool = True) -> None:
-        """Write the ensemble to one file, masks and laws included; see :func:`embens.load`.
+        """Write the ensemble to one safetensors file; :func:`embens.load` reads it.
 
-        With ``shared=False`` without the parameters that members share, for a network that stays
-        as it was: loading takes them from the reference, and refuses one with other weights.
+        Args:
+            path: the file.
+            shared: whether to write the shared parameters. False: loading takes them from the
+                reference, and refuses a reference with other weights.
         """
-        header, (common, rest) = {"plan": self.plan.to_dict()}, self.state_parts()
-        if not shared:
-            header["shared"] = storage.fingerprints(common)
-        write_tensors(path, storage.FORMAT, header, self.state_dict() if shared else rest)
+        from embens.ensemble.saving import save
+
+        save(self, path, shared=shared)
 
     def save_pretrained(
         self,
@@ -427,39 +667,227 @@ class EmbeddedEnsemble(nn.Module):
     ) -> None:
         """Write a folder with the ensemble and a model card, for ``embens.load(folder, …)``.
 
-        ``base`` says where the reference comes from, ``results`` are numbers for the card. The file
-        has the shared parameters if ``shared``; None: unless they were frozen.
+        Args:
+            folder: the folder.
+            shared: whether to write the shared parameters; None: unless they are frozen.
+            base: where the reference comes from, for the card.
+            results: numbers for the card.
         """
-        shared = not self.plan.frozen if shared is None else shared
-        base = base or getattr(getattr(self.network, "config", None), "_name_or_path", "")
-        (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
-        self.save(folder / storage.FILE, shared=shared)
-        (folder / storage.CARD).write_text(storage.card(self, base, results or {}, shared))
+        from embens.ensemble.saving import save_pretrained
 
-    def state_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the shared parameters in the state, and everything else in it."""
-        common, parts = {id(p) for p in self.shared_parameters()}, ({}, {})
-        for name, tensor in self.state_dict(keep_vars=True).items():
-            parts[id(tensor) not in common][name] = tensor
-        return parts
+        save_pretrained(self, folder, shared=shared, base=base, results=results or {})
 
     def extra_repr(self) -> str:
-        shared = sum(p.numel() for p in self.shared_parameters())
-        own = sum(p.numel() for p in self.individual_parameters())
-        recompute = ", recompute" if self.plan.recompute else ""
-        why = self.folding.reason and f", one member after another because {self.folding.reason}"
+        shared = sum(parameter.numel() for parameter in self.shared_parameters())
+        individual = sum(parameter.numel() for parameter in self.individual_parameters())
         return (
-            f"{self.plan.family}, members={self.members}, shared parameters={shared:,}, "
-            f"individual parameters={own:,}{recompute}{why}"
+            f"{self.spec.family}, members={self.members}, shared parameters={shared:,}, "
+            f"individual parameters={individual:,}, runs {self.executor}"
         )
 
+    @property
+    def executor(self) -> str:
+        """How members run: "folded", or "merged: …" with the reason.
 
-if torch.__version__ < (2, 10):  # type: ignore[operator]
-    _forward = EmbeddedEnsemble.forward
+        Before the first call this is judged for an input with two axes.
+        """
+        folding = self.foldings[0] if self.foldings else None
+        if folding is None:
+            names = _required_names(self.reference)
+            if not names:
+                return "merged: its arguments are not fixed"
+            ranks = {name: 2 for name in names}
+            folding = _Folding(self, ranks, {}, (False, True, False))
+            if folding.folded is None and "cannot trace" not in folding.reason:
+                return "folded or merged, depending on the input"
+        if folding.folded is not None:
+            return "folded"
+        return f"merged: {folding.reason}"
 
-    @torch.compiler.disable
-    def compiling_or_exporting_an_ensemble_needs_torch_2_10(self, *inputs, **options):
-        """Run all members uncompiled; the compiler names this function where that won't do."""
-        return _forward(self, *inputs, **options)
 
-    EmbeddedEnsemble.forward = compiling_or_exporting_an_ensemble_needs_torch_2_10  # type: ignore
+class _Folding:
+    """The folded form for one kind of call, or the reason why there is none.
+
+    Values of plain attributes of modules are part of the traced graph, so a folding is valid as long
+    as they are unchanged.
+    """
+
+    def __init__(
+        self,
+        ensemble: EmbeddedEnsemble,
+        ranks: dict[str, int],
+        constants: dict[str, Any],
+        modes: tuple[bool, ...],
+    ):
+        self.ranks, self.constants, self.modes = ranks, constants, modes
+        self.attributes: list[tuple[dict[str, Any], str, Any]] = []
+        for module in ensemble.reference.modules():
+            for key, value in vars(module).items():
+                if isinstance(value, _PLAIN):
+                    self.attributes.append((vars(module), key, value))
+        self.folded: Folded | None = None
+        self.reason = ""
+        try:
+            _refuse_parametrizations(ensemble.reference)
+            self.folded = fold(
+                ensemble.reference,
+                ensemble.layers,
+                ensemble.spec,
+                ranks,
+                {**_default_arguments(ensemble.reference), **constants},
+                per_member_inputs=modes[0],
+            )
+        except Unfoldable as error:
+            self.reason = str(error)
+
+    def fits(self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple) -> bool:
+        """Return whether the folding is valid for a call."""
+        if ranks != self.ranks or modes != self.modes or constants != self.constants:
+            return False
+        for attributes, key, value in self.attributes:
+            if attributes.get(key) != value:
+                return False
+        return True
+
+
+class _FoldedPass:
+    """One pass through a folded network.
+
+    Args:
+        ensemble: the ensemble.
+        folded: its folded form.
+        arguments: tensor arguments.
+        values: values of all members.
+        per_member: whether arguments have the members as their first axis.
+        cut: whether shared values are detached, so that every chunk can be backpropagated alone.
+    """
+
+    def __init__(
+        self,
+        ensemble: EmbeddedEnsemble,
+        folded: Folded,
+        arguments: list[Tensor],
+        values: dict[str, Tensor],
+        *,
+        per_member: bool = False,
+        cut: bool = False,
+    ):
+        self.members = ensemble.members
+        self.folded = folded
+        self.arguments = arguments
+        self.per_member = per_member
+        self.values = [values[name] for name in folded.values]
+        reference = ensemble.reference
+        self.tensors = []
+        for name in folded.tensors:
+            module, _, tensor = name.rpartition(".")
+            self.tensors.append(getattr(reference.get_submodule(module), tensor))
+        self.shared: Any = ()
+        if not per_member:
+            self.shared = folded.prefix.forward(*self.tensors, *arguments)
+        self.leaves = self.shared
+        if cut:
+            self.leaves = [_leaf(value) for value in self.shared]
+
+    def run(self, start: int, count: int) -> Any:
+        """Return the outputs of a chunk of members, members first."""
+        values = self.values
+        if count != self.members:
+            values = [value.narrow(0, start, count) for value in values]
+        shared = self.leaves
+        if self.per_member:
+            rows = [x.narrow(0, start, count).flatten(0, 1) for x in self.arguments]
+            shared = self.folded.prefix.forward(*self.tensors, *rows)
+        return self.folded.suffix.forward(count, *shared, *self.tensors, *values)
+
+    def backward_shared(self) -> None:
+        """Backpropagate what the chunks left at the shared values."""
+        outputs, gradients = [], []
+        for value, leaf in zip(self.shared, self.leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.grad is not None and value.requires_grad:
+                outputs.append(value)
+                gradients.append(leaf.grad)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.requires_grad:
+        return value.detach().requires_grad_()
+    return value
+
+
+def _release(module: nn.Module, name: str) -> None:
+    """Take a tensor that members have separately out of a module.
+
+    A placeholder without memory stays, as code may look whether the attribute is None.
+    """
+    for table in (module._parameters, module._buffers):
+        if name in table:
+            tensor = table.pop(name)
+            module._non_persistent_buffers_set.discard(name)
+            vars(module)[name] = torch.empty_like(tensor, device="meta", requires_grad=False)
+
+
+def _argument_names(reference: nn.Module) -> list[str]:
+    """Return the names of the arguments of a forward; none if their number is open."""
+    parameters = inspect.signature(reference.forward).parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return []
+    return [p.name for p in parameters]
+
+
+def _required_names(reference: nn.Module) -> list[str]:
+    parameters = inspect.signature(reference.forward).parameters
+    names = _argument_names(reference)
+    return [name for name in names if parameters[name].default is inspect.Parameter.empty]
+
+
+def _default_arguments(reference: nn.Module) -> dict[str, Any]:
+    parameters = inspect.signature(reference.forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _refuse_parametrizations(reference: nn.Module) -> None:
+    for name, module in reference.named_modules():
+        if parametrize.is_parametrized(module):
+            raise Unfoldable(f"{name or 'the reference'!r} is parametrized")
+
+
+def _check_outputs(outputs: Any) -> None:
+    """Raise if outputs hide their tensors."""
+    for leaf in tree_leaves(outputs):
+        if not isinstance(leaf, Tensor) and hasattr(leaf, "__dataclass_fields__"):
+            raise TypeError(
+                f"the reference returns a {type(leaf).__name__}, whose tensors cannot be found. "
+                "Return a tensor, tuple, list or dictionary, or register the class with "
+                "torch.utils._pytree.register_dataclass."
+            )
+
+
+def _why_not_collapsible(ensemble: EmbeddedEnsemble) -> str:
+    """Return why the mean of the members' outputs is not one network's; "" if it is."""
+    spec, flow = ensemble.spec, ensemble.flow
+    assert flow is not None
+    if spec.separate:
+        return "its members are separate networks"
+    if any(site.fresh for site in spec.sites):
+        return "its modulations are drawn at each pass"
+    differing = {site.layer for site in (*spec.sites, *spec.low_rank)}
+    for item in spec.per_member:
+        if item.module not in ensemble.layers:
+            return f"members have separate tensors in {item.module!r}"
+        differing.add(item.module)
+    for name in differing:
+        if not ensemble.layers[name].mergeable:
+            return f"the layer {name!r} computes its weight"
+        chained = flow.upstream.get(name, set()) & differing
+        if chained:
+            return f"the weights of {min(chained)!r} and {name!r} multiply each other"
+    if not flow.outputs:
+        return "the data flow after the modulated layers is unknown; pass example_input"
+    for trail in flow.outputs:
+        nonlinear = (trail.upstream & differing) - trail.affine
+        if nonlinear:
+            return f"the output is not linear in the output of {min(nonlinear)!r}"
+    return ""

@@ -1,0 +1,740 @@
+"""From a reference and laws to an ensemble: choose sites, write the spec, draw the values.
+
+Everything is validated before anything is built. The reference is copied, never changed; its
+weights are kept.
+"""
+
+import copy
+import fnmatch
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embens.ensemble.module import EmbeddedEnsemble
+from embens.graph.reading import Flow, detached_state, read_flow
+from embens.laws import Law, Normal
+from embens.sites import (
+    NORMS,
+    EnsembleSpec,
+    Layer,
+    LowRankSite,
+    PerMember,
+    Side,
+    Site,
+    find_layers,
+)
+
+Laws = Law | Mapping[str, Law | None] | None
+Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]
+Trainable = bool | Mapping[str, "bool | Mapping[str, bool]"]
+Initialise = Callable[[nn.Module], None]
+
+SIDES: tuple[Side, Side] = ("pre", "post")
+_NORMAL = Normal()
+
+
+def embed(
+    reference: nn.Module,
+    members: int = 8,
+    pre: Laws = _NORMAL,
+    post: Laws = _NORMAL,
+    sites: Sites = "hidden",
+    example_input: Any = None,
+    own: str | Iterable[str] = (),
+    trainable: Trainable = True,
+    generator: torch.Generator | None = None,
+    *,
+    own_weights: str | Initialise = "drawn",
+    fresh: bool = False,
+    norm_affine: str = "shared",
+    family: str = "embed",
+) -> EmbeddedEnsemble:
+    r"""Embed an ensemble into a reference network.
+
+    Member :math:`a` is the reference with weights :math:`v_a u_a^\top \circ W` and biases
+    :math:`v_a \circ b`.
+
+    Args:
+        reference: any module. It is copied, never changed, and its weights are kept.
+        members: number of members.
+        pre: law of :math:`v`, which multiplies the output of a layer, bias included. None: absent.
+            A mapping from names or wildcards of layers to laws modulates only those layers.
+        post: law of :math:`u`, which multiplies the input of a layer.
+        sites: "hidden" for the outputs of all but the last layers and the inputs of all but the
+            first; "last" for the inputs of the last layers; "all"; names or wildcards of layers; or
+            a function of (name, module), for both sides of those layers.
+        example_input: a batch, a tuple of positional arguments or a dictionary of keyword
+            arguments, for code that torch.fx cannot trace.
+        own: layers of which every member has a separate copy: names of layers, norm layers or
+            modules that hold them, wildcards, or "last" for the last layers.
+        trainable: False for fixed masks; or ``{"pre": …, "post": …}``, each a bool or a mapping
+            from layer names to bools.
+        generator: random generator for modulations and per-member layers.
+        own_weights: initial values of per-member layers: "drawn" separately for each member by
+            their ``reset_parameters``, "copied" from the reference, or a function that
+            reinitialises one module in place.
+        fresh: draw new modulations at every pass.
+        norm_affine: "shared", or "member" for per-member scales and shifts of norm layers.
+        family: name of the family, for ``repr`` and files.
+
+    Returns:
+        The ensemble. Its outputs are ``(member, batch, …)``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = embed(net, members=5)
+        >>> ensemble(torch.zeros(2, 4)).shape
+        torch.Size([5, 2, 3])
+    """
+    source = Source(reference, members, example_input)
+    if norm_affine not in ("shared", "member"):
+        raise ValueError(f"norm_affine must be 'shared' or 'member', got {norm_affine!r}.")
+    if not callable(own_weights) and own_weights not in ("drawn", "copied"):
+        raise ValueError(
+            f"own_weights must be 'drawn', 'copied' or a function of a module, got {own_weights!r}."
+        )
+    separate_layers = source.choose_per_member(own)
+    chosen = source.choose_sites(pre, post, sites, trainable, fresh, separate_layers)
+    spec = source.make_spec(
+        family,
+        chosen,
+        separate_layers=separate_layers,
+        drawn=own_weights != "copied",
+        norm_affine=norm_affine == "member",
+    )
+    initialise = own_weights if callable(own_weights) else None
+    ensemble = build(reference, spec, initialise, generator, flow=source.flow)
+    source.warn_about_cancelling_members(ensemble)
+    return ensemble
+
+
+class Source:
+    """A reference with its layers and its data flow, from which sites are chosen.
+
+    Args:
+        reference: the user's module.
+        members: number of members.
+        example_input: see :func:`embed`.
+    """
+
+    def __init__(self, reference: nn.Module, members: int, example_input: Any = None):
+        check_module(reference)
+        check_members(members)
+        self.reference = reference
+        self.members = members
+        self.layers = find_layers(reference)
+        if not self.layers:
+            raise ValueError(
+                "the reference has no parameter layer (Linear, Conv*, ConvTranspose*, Embedding, "
+                "RNN or attention), so there is nothing to modulate."
+            )
+        self.modules = dict(reference.named_modules())
+        self.flow = read_flow(reference, example_input)
+        self.used = [name for name in self.layers if name in self.flow.upstream]
+
+    # Modulated sites
+
+    def choose_sites(
+        self,
+        pre: Laws,
+        post: Laws,
+        sites: Sites,
+        trainable: Trainable = True,
+        fresh: bool = False,
+        separate_layers: Collection[str] = (),
+    ) -> tuple[Site, ...]:
+        """Return the modulated sites in the order of the layers."""
+        selected, hidden = self._select(sites)
+        selected = {site for site in selected if not is_within(site[0], separate_layers)}
+        self._refuse_separate(pre, post, sites, separate_layers)
+        flags = _flags_by_side(trainable)
+        chosen = []
+        for side, law in (("pre", pre), ("post", post)):
+            names = [
+                name
+                for name in self.used
+                if (name, side) in selected and self.layers[name].channels(side) is not None
+            ]
+            laws = _spread(law, names, side, "a law or None", (Law, type(None)))
+            modulated = [name for name in names if laws.get(name) is not None]
+            label = f"trainable[{side!r}]"
+            trained = _spread(flags[side], modulated, label, "True or False", (bool,))
+            for name in modulated:
+                repeat = self.flow.repeat.get(name, 1) if side == "post" else 1
+                size = self.layers[name].channels(side)
+                assert size is not None
+                chosen.append(
+                    Site(
+                        name,
+                        side,
+                        laws[name],
+                        size // repeat,
+                        repeat,
+                        trainable=trained.get(name, True) and not fresh,
+                        fresh=fresh,
+                        hidden=(name, side) in hidden,
+                    )
+                )
+        if not chosen and not separate_layers:
+            self._refuse_nothing(pre, post, sites)
+        order = {name: index for index, name in enumerate(self.layers)}
+        return tuple(sorted(chosen, key=lambda site: (order[site.layer], site.kind)))
+
+    def _select(self, sites: Sites) -> tuple[set[tuple[str, Side]], set[tuple[str, Side]]]:
+        """Return the selected sites and the hidden sites."""
+        first, last = self.flow.first, self.flow.last
+        hidden: set[tuple[str, Side]] = {(name, "pre") for name in self.used if name not in last}
+        hidden |= {(name, "post") for name in self.used if name not in first}
+        every: set[tuple[str, Side]] = {(name, side) for name in self.used for side in SIDES}
+        if sites == "hidden":
+            return hidden, hidden
+        if sites == "all":
+            return every, hidden
+        if sites == "last":
+            return {
+                (name, side) for name, side in hidden if name in last and side == "post"
+            }, hidden
+        names = self._select_layers(sites)
+        return {site for site in every if site[0] in names}, hidden
+
+    def _select_layers(self, sites: Sites) -> set[str]:
+        """Return the layers that names, wildcards or a predicate select."""
+        if callable(sites):
+            names = {n for n in self.used if sites(n, self.modules.get(n, self.reference))}
+            if not names:
+                raise ValueError(
+                    f"the predicate for sites selects no layer. Layers: {list_names(self.used)}."
+                )
+            return names
+        names = set()
+        for pattern in as_list(sites):
+            if not isinstance(pattern, str):
+                raise TypeError(
+                    "sites must be 'hidden', 'last', 'all', names or wildcards of layers, or a "
+                    f"function of (name, module), got {pattern!r}."
+                )
+            matches = match(pattern, self.used)
+            if not matches:
+                problem = "matches no layer"
+                if match(pattern, self.layers):
+                    problem = "names a layer that is never called"
+                raise ValueError(
+                    f"sites: {pattern!r} {problem}. Layers: {list_names(self.used)}; or 'hidden', "
+                    "'last', 'all'."
+                )
+            names.update(matches)
+        if not names:
+            raise ValueError(f"sites is empty. Name at least one of {list_names(self.used)}.")
+        return names
+
+    def _refuse_separate(
+        self, pre: Laws, post: Laws, sites: Sites, separate_layers: Collection[str]
+    ) -> None:
+        """Raise if a site is requested inside a layer that every member has separately."""
+        named: list[Any] = [] if callable(sites) else as_list(sites)
+        for law in (pre, post):
+            if isinstance(law, Mapping):
+                named += list(law)
+        for name in named:
+            if name in self.layers and is_within(name, separate_layers):
+                raise ValueError(
+                    f"{name!r} is a per-member layer, which needs no modulation. Remove it from "
+                    "sites, pre and post, or from own."
+                )
+
+    def _refuse_nothing(self, pre: Laws, post: Laws, sites: Sites) -> None:
+        if pre is None and post is None:
+            raise ValueError("no site is modulated: pre and post are both None.")
+        raise ValueError(
+            f"no site is modulated: sites={sites!r} selects none. A network with one layer has no "
+            "hidden site; use sites='all'."
+        )
+
+    # Low-rank and per-member layers
+
+    def choose_low_rank(
+        self,
+        sites: Sites,
+        template: LowRankSite,
+        separate_layers: Collection[str] = (),
+        *,
+        shrink: bool = False,
+    ) -> tuple[LowRankSite, ...]:
+        """Return low-rank sites for the selected layers.
+
+        Args:
+            sites: as for :func:`embed`.
+            template: rank, kind and scale of all sites.
+            separate_layers: per-member layers, which are left out.
+            shrink: whether smaller layers get a smaller rank; otherwise they are refused.
+        """
+        selected = {name for name, _ in self._select(sites)[0]}
+        chosen = []
+        for name in self.used:
+            layer = self.layers[name]
+            if name not in selected or is_within(name, separate_layers):
+                continue
+            if not layer.mergeable or layer.outputs is None:
+                kind = type(self.modules[layer.module]).__name__
+                raise ValueError(
+                    f"{name!r} ({kind}) has no weight matrix that low-rank members could change "
+                    "(a hook, max_norm, or a recurrent layer). Choose sites without it."
+                )
+            rows, columns = self._matrix_shape(layer)
+            rank = template.rank
+            if rank > min(rows, columns):
+                if not shrink:
+                    raise ValueError(
+                        f"rank must be at most {min(rows, columns)} for layer {name!r} with a "
+                        f"weight of {rows} × {columns}, got {rank}. Use a smaller rank, or choose "
+                        "sites without the layer."
+                    )
+                rank = min(rows, columns)
+            chosen.append(replace(template, layer=name, rank=rank))
+        return tuple(chosen)
+
+    def _matrix_shape(self, layer: Layer) -> tuple[int, int]:
+        """Return rows and columns of a layer's weight, its first axis against all others."""
+        weight = layer.part(getattr(self.modules[layer.module], layer.weights[0]))
+        rows, columns = weight.flatten(1).shape
+        return rows, columns
+
+    def choose_per_member(self, own: str | Iterable[str]) -> tuple[str, ...]:
+        """Return the modules of which every member has a separate copy."""
+        attentions = [
+            name
+            for name, module in self.modules.items()
+            if isinstance(module, nn.MultiheadAttention)
+        ]
+        candidates = []
+        for name, module in self.modules.items():
+            used = name in self.flow.upstream
+            if name in attentions:
+                used = f"{name}.out_proj".lstrip(".") in self.flow.upstream
+            inside = any(name != a and is_within(name, [a]) for a in attentions)
+            if (used and not inside) or isinstance(module, NORMS):
+                candidates.append(name)
+        chosen: set[str] = set()
+        for pattern in as_list(own):
+            if not isinstance(pattern, str):
+                raise TypeError(
+                    f"own must be 'last', or names or wildcards of layers, got {pattern!r}."
+                )
+            chosen.update(self._match_per_member(pattern, candidates))
+        for name in chosen:
+            self._check_per_member(name, chosen, attentions)
+        return tuple(name for name in self.modules if name in chosen)
+
+    def _match_per_member(self, pattern: str, candidates: list[str]) -> list[str]:
+        if pattern == "last" and pattern not in self.modules:
+            names = []
+            for name in self.flow.last:
+                # The output projection of an attention stands for the whole attention.
+                owner = self.layers[name].module
+                names.append(owner if owner in candidates else owner.rpartition(".")[0])
+            return names
+        if pattern in self.modules:
+            inside = [name for name in self.modules if is_within(name, [pattern])]
+            matches = [name for name in candidates if name in inside]
+            if matches:
+                self._refuse_unknown_parts(pattern, inside, candidates)
+        else:
+            matches = fnmatch.filter(candidates, pattern)
+        if not matches:
+            problem = "matches no layer"
+            if fnmatch.filter(self.layers, pattern):
+                problem = "names a layer that is never called"
+            raise ValueError(
+                f"own: {pattern!r} {problem}. Candidates: {list_names(candidates)}; or 'last'."
+            )
+        return matches
+
+    def _refuse_unknown_parts(self, pattern: str, inside: list[str], candidates: list[str]) -> None:
+        for name in inside:
+            module = self.modules[name]
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            has_tensors = any(tensor is not None for tensor in tensors)
+            if has_tensors and not is_within(name, candidates):
+                raise ValueError(
+                    f"own: {pattern!r} contains {name!r} ({type(module).__name__}), which is not a "
+                    "known layer. Name the layers, or add the class with embens.register_layer."
+                )
+
+    def _check_per_member(
+        self, name: str, chosen: Collection[str], attentions: Collection[str]
+    ) -> None:
+        module = self.modules[name]
+        has_children = any(True for _ in module.children())
+        if has_children and name not in attentions:
+            raise ValueError(
+                f"own: {name!r} is parametrized, so members cannot have separate copies. Remove "
+                "the parametrization with torch.nn.utils.parametrize.remove_parametrizations."
+            )
+        parameters = {id(parameter) for parameter in module.parameters()}
+        for other_name, other in self.modules.items():
+            if is_within(other_name, chosen):
+                continue
+            if parameters & {id(p) for p in other._parameters.values()}:
+                raise ValueError(
+                    f"own: {name!r} shares a weight with {other_name!r}. Name both or neither (in "
+                    "adapt: head='shared')."
+                )
+
+    # Specification
+
+    def make_spec(
+        self,
+        family: str,
+        sites: tuple[Site, ...] = (),
+        low_rank: tuple[LowRankSite, ...] = (),
+        *,
+        separate_layers: Sequence[str] = (),
+        drawn: bool = True,
+        norm_affine: bool = False,
+        frozen: bool = False,
+        pretrained: bool = False,
+    ) -> EnsembleSpec:
+        """Return the spec, with per-member statistics of norm layers where members differ."""
+        self._warn_about_guesses()
+        per_member = self._per_member_tensors(separate_layers, drawn)
+        differing = {site.layer for site in (*sites, *low_rank)}
+        differing |= {name for name in self.layers if is_within(name, separate_layers)}
+        per_member += self._norm_tensors(differing, separate_layers, norm_affine)
+        last_layers = {self.layers[name].module for name in self.flow.last}
+        has_individual_head = drawn and bool(last_layers) and bool(separate_layers)
+        for name in last_layers:
+            has_individual_head = has_individual_head and is_within(name, separate_layers)
+        return EnsembleSpec(
+            family,
+            self.members,
+            sites,
+            low_rank,
+            per_member,
+            frozen=frozen,
+            pretrained=pretrained,
+            individual_head=has_individual_head,
+        )
+
+    def _per_member_tensors(self, names: Sequence[str], drawn: bool) -> tuple[PerMember, ...]:
+        items = []
+        for name in names:
+            for part_name, part in self.modules[name].named_modules():
+                full_name = f"{name}.{part_name}".strip(".")
+                tensors = tensor_names(part)
+                if tensors:
+                    items.append(PerMember(full_name, tensors, drawn))
+        return tuple(items)
+
+    def _norm_tensors(
+        self, differing: set[str], separate_layers: Sequence[str], norm_affine: bool
+    ) -> tuple[PerMember, ...]:
+        """Return the running statistics, and perhaps scales, that differ between members.
+
+        A norm layer sees inputs of one member. Where inputs are the same for all members, one copy
+        of its statistics is right for all.
+        """
+        items = []
+        for name, module in self.modules.items():
+            if not isinstance(module, NORMS) or is_within(name, separate_layers):
+                continue
+            tensors = list(tensor_names(module)) if norm_affine else []
+            reads_same_input = (
+                name in self.flow.norms
+                and name not in self.flow.random
+                and not self.flow.norms[name] & differing
+            )
+            if not reads_same_input:
+                tensors += [b for b in module._buffers if module._buffers[b] is not None]
+            if tensors:
+                items.append(PerMember(name, tuple(dict.fromkeys(tensors))))
+        return tuple(items)
+
+    # Warnings
+
+    def _warn_about_guesses(self) -> None:
+        if self.flow.guesses:
+            guesses = "; ".join(dict.fromkeys(self.flow.guesses))
+            warnings.warn(
+                f"the data flow of the reference could not be read completely; guessed: {guesses}. "
+                "To be sure, pass example_input=x (a batch, or a tuple of arguments).",
+                stacklevel=4,
+            )
+        unknown = {}
+        for name, module in self.modules.items():
+            if name in self.layers or isinstance(module, (*NORMS, nn.MultiheadAttention)):
+                continue
+            for tensor_name, parameter in module._parameters.items():
+                if tensor_name.startswith("weight") and parameter is not None:
+                    if parameter.dim() > 1:
+                        unknown[name] = type(module).__name__
+        if unknown:
+            kinds = ", ".join(sorted(set(unknown.values())))
+            warnings.warn(
+                f"members do not differ in {list_names(unknown)}: layers of type {kinds} are "
+                "unknown. Add them with embens.register_layer(kind, channels), where "
+                "channels(layer) returns the numbers of input and output channels.",
+                stacklevel=4,
+            )
+
+    def warn_about_cancelling_members(self, ensemble: EmbeddedEnsemble) -> None:
+        """Warn if fixed modulations make the ensemble mean identically zero."""
+        sites = ensemble.spec.sites
+        if not sites or any(site.trainable for site in sites):
+            return
+        for site in sites:
+            if 1 + (self.members - 1) * site.law.overlap > 1e-9:
+                return
+        for name in self.flow.last:
+            if self.layers[name].biases:
+                return
+        if all(site.layer in self.flow.last for site in sites):
+            warnings.warn(
+                "the ensemble mean is identically zero: the fixed modulations of the last layer "
+                "sum to zero, and no bias follows. Use rho above -1/(M - 1), or trainable=True.",
+                stacklevel=3,
+            )
+
+
+# Building
+
+
+def build(
+    reference: nn.Module,
+    spec: EnsembleSpec,
+    initialise: Initialise | None = None,
+    generator: torch.Generator | None = None,
+    *,
+    flow: Flow | None = None,
+) -> EmbeddedEnsemble:
+    """Return the ensemble that a spec makes of a reference, which is not changed.
+
+    Args:
+        reference: the user's module.
+        spec: the specification.
+        initialise: reinitialises one module in place; None: its ``reset_parameters``.
+        generator: random generator of all values.
+        flow: the data flow of the reference, if it was read already.
+    """
+    networks = []
+    drawn = [item.module for item in spec.per_member if item.drawn]
+    if drawn:
+        for _ in range(spec.members):
+            network = copy.deepcopy(reference, detached_state(reference))
+            seed = int(torch.randint(2**62, (), generator=generator))
+            reinitialise_(network, drawn, initialise, seed)
+            networks.append(network)
+    values: dict[str, Tensor] = {}
+    stacks: dict[int, Tensor] = {}
+    for item in spec.per_member:
+        sources = networks if item.drawn else [reference] * spec.members
+        values.update(stack_tensors(reference, item, sources, stacks))
+    layers = find_layers(reference)
+    modules = dict(reference.named_modules())
+    for site in spec.sites:
+        if not site.fresh:
+            example = next(modules[layers[site.layer].module].parameters())
+            sample = sample_site(site, spec.members, example, generator)
+            values[site.key] = nn.Parameter(sample) if site.trainable else sample
+    for low_rank in spec.low_rank:
+        factors = sample_low_rank(low_rank, spec.members, layers, modules, generator)
+        values.update({name: nn.Parameter(factor) for name, factor in factors.items()})
+    copied = copy.deepcopy(reference, detached_state(reference))
+    return EmbeddedEnsemble(copied, spec, values, flow)
+
+
+def sample_site(
+    site: Site, members: int, example: Tensor, generator: torch.Generator | None
+) -> Tensor:
+    """Draw the values of a site, ``(member, size)``, with the type of an example."""
+    try:
+        return site.law.sample(
+            (members, site.size), generator, dtype=example.dtype, device=example.device
+        )
+    except ValueError as error:
+        raise ValueError(f"the {site.kind} modulations of {site.layer!r}: {error}") from None
+
+
+def sample_low_rank(
+    site: LowRankSite,
+    members: int,
+    layers: Mapping[str, Layer],
+    modules: Mapping[str, nn.Module],
+    generator: torch.Generator | None,
+) -> dict[str, Tensor]:
+    r"""Draw the factors :math:`B_a`, ``(member, row, rank)``, and :math:`A_a` of a site.
+
+    The product has the standard deviation ``site.scale``, for the additive kind relative to the
+    root mean square of the weight.
+    """
+    layer = layers[site.layer]
+    weight = layer.part(getattr(modules[layer.module], layer.weights[0]))
+    rows, columns = weight.flatten(1).shape
+    right_std = 1.0
+    product_std: Any = site.scale
+    if site.kind == "additive":
+        right_std = columns**-0.5
+        product_std = site.scale * weight.detach().square().mean().sqrt()
+    left_std = product_std / (right_std * site.rank**0.5)
+    options = {"generator": generator, "dtype": weight.dtype, "device": weight.device}
+    left = Normal().sample((members, rows, site.rank), **options) * left_std
+    right = Normal().sample((members, site.rank, columns), **options) * right_std
+    return {f"{site.layer}.left": left, f"{site.layer}.right": right}
+
+
+def stack_tensors(
+    reference: nn.Module,
+    item: PerMember,
+    sources: Sequence[nn.Module],
+    stacks: dict[int, Tensor],
+) -> dict[str, Tensor]:
+    """Return the per-member tensors of a module, members first.
+
+    Args:
+        reference: the user's module.
+        item: the module and its tensors.
+        sources: one network per member, from which tensors are taken.
+        stacks: stacks by the ``id`` of the reference's tensor, so that tied tensors stay tied.
+    """
+    values = {}
+    for name in item.tensors:
+        original = getattr(reference.get_submodule(item.module), name)
+        if id(original) not in stacks:
+            tensors = [getattr(s.get_submodule(item.module), name).detach() for s in sources]
+            stack = torch.stack(tensors)
+            if isinstance(original, nn.Parameter):
+                stack = nn.Parameter(stack, original.requires_grad)
+            stacks[id(original)] = stack
+        values[f"{item.module}.{name}".lstrip(".")] = stacks[id(original)]
+    return values
+
+
+def reinitialise_(
+    network: nn.Module, names: Collection[str], initialise: Initialise | None, seed: int
+) -> None:
+    """Draw new parameters for some modules and everything inside them, children first."""
+    devices = {p.device for p in network.parameters() if p.device.type == "cuda"}
+    modules = [(n, m) for n, m in network.named_modules() if is_within(n, names)]
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.manual_seed(seed)
+        for name, module in reversed(modules):
+            has_parameters = any(True for _ in module.parameters(recurse=False))
+            # nn.MultiheadAttention calls its method _reset_parameters.
+            reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+            if initialise is not None:
+                if has_parameters:
+                    initialise(module)
+            elif reset is not None:
+                reset()
+            elif has_parameters:
+                raise ValueError(
+                    f"the parameters of {name or 'the reference'!r} ({type(module).__name__}) "
+                    "cannot be reinitialised: it has no reset_parameters(). Pass initialise= (in "
+                    "embed: own_weights=), a function that reinitialises one module in place."
+                )
+
+
+# Small helpers
+
+
+def check_module(reference: Any) -> None:
+    """Raise if a reference cannot be embedded."""
+    if not isinstance(reference, nn.Module):
+        hint = " Pass an instance, not the class." if isinstance(reference, type) else ""
+        raise TypeError(
+            f"the reference must be a torch.nn.Module, got {type(reference).__name__}.{hint}"
+        )
+    for module in reference.modules():
+        kind = type(module).__name__
+        if kind.endswith(("DataParallel", "OptimizedModule", "ScriptModule")):
+            raise TypeError(
+                f"embed the module inside the {kind}, then wrap or compile the ensemble."
+            )
+        if isinstance(module, EmbeddedEnsemble):
+            raise TypeError("the reference is, or contains, an ensemble. Pass a plain network.")
+    for name, parameter in reference.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"the parameter {name!r} has no shape yet. Call the reference once on a batch."
+            )
+
+
+def check_members(members: Any) -> None:
+    """Raise if a number of members is not a positive integer."""
+    if isinstance(members, bool) or not hasattr(members, "__index__"):
+        raise TypeError(f"members must be a positive integer, got {members!r}.")
+    if members < 1:
+        raise ValueError(f"members must be a positive integer, got {members}.")
+
+
+def tensor_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters and buffers that a module holds itself."""
+    names = []
+    for table in (module._parameters, module._buffers):
+        names += [name for name, tensor in table.items() if tensor is not None]
+    return tuple(names)
+
+
+def is_within(name: str, outer: Iterable[str]) -> bool:
+    """Return whether a module is one of some modules, or lies inside one."""
+    return any(name == o or not o or name.startswith(o + ".") for o in outer)
+
+
+def match(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a name or wildcard stands for."""
+    names = list(names)
+    if pattern in names:
+        return [pattern]
+    return fnmatch.filter(names, pattern)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a single value, or several, as a list."""
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return list(value)
+    return [value]
+
+
+def list_names(names: Iterable[str], limit: int = 8) -> str:
+    """Return some names for an error message."""
+    texts = [repr(name) for name in names]
+    more = ", …" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + more
+
+
+def _flags_by_side(trainable: Trainable) -> dict[str, Any]:
+    """Return ``trainable`` for each side."""
+    if not isinstance(trainable, Mapping):
+        return dict.fromkeys(SIDES, trainable)
+    for key in trainable:
+        if key not in SIDES:
+            raise ValueError(f"the keys of trainable must be 'pre' and 'post', got {key!r}.")
+    return {side: trainable.get(side, True) for side in SIDES}
+
+
+def _spread(
+    value: Any, names: list[str], label: str, expected: str, types: tuple[type, ...]
+) -> dict[str, Any]:
+    """Spread one value, or a mapping from names and wildcards to values, over sites."""
+    if not isinstance(value, Mapping):
+        if not isinstance(value, types):
+            raise TypeError(f"{label} must be {expected}, or a mapping to it, got {value!r}.")
+        return dict.fromkeys(names, value)
+    spread: dict[str, Any] = {}
+    for pattern, item in value.items():
+        if not isinstance(item, types):
+            raise TypeError(f"{label}[{pattern!r}] must be {expected}, got {item!r}.")
+        matches = match(pattern, names) if isinstance(pattern, str) else []
+        if not matches:
+            raise ValueError(
+                f"{label}: {pattern!r} matches none of the selected sites {list_names(names)}. "
+                "(Inputs of first layers and outputs of last layers need sites='all'.)"
+            )
+        for name in matches:
+            # A full name takes precedence over a wildcard.
+            if name == pattern or name not in spread:
+                spread[name] = item
+    return spread

@@ -1,1 +1,0 @@
-"""From a reference network to an ensemble: which sites, what is shared, the named families."""

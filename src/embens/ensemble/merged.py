@@ -1,0 +1,383 @@
+r"""The merged executor: the definition of a member.
+
+Member :math:`a` is the reference with other tensors: modulated weights :math:`v_a u_a^\top \circ W`,
+low-rank or separate weights, and its own buffers. :func:`member_tensors` computes them. The executor
+keeps a copy of the reference for each member. A copy has the user's classes and code and shares every
+tensor that does not differ; before a pass the member's tensors are put into its parameter slots. So
+control flow, hooks, tied weights, code that mixes samples, and state in attributes behave as in a
+network of their own, and recomputation in the backward pass finds the member's weights.
+"""
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from embens.graph.reading import copy_module
+from embens.sites import EnsembleSpec, Layer, modulate
+
+if TYPE_CHECKING:
+    from embens.ensemble.module import EmbeddedEnsemble
+
+_TABLES = ("_parameters", "_buffers", "_modules", "parametrizations")
+_MISSING = object()
+
+
+def member_tensors(
+    reference: nn.Module,
+    layers: Mapping[str, Layer],
+    spec: EnsembleSpec,
+    values: Mapping[str, Tensor],
+    computed: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return the tensors of one member that differ from the reference's.
+
+    Args:
+        reference: the ensemble's copy of the reference.
+        layers: its parameter layers.
+        spec: how members differ.
+        values: the member's values, without the member axis.
+        computed: tensors of parametrized layers, evaluated once for all members.
+
+    Returns:
+        A dictionary from names such as ``"layer.weight"`` to tensors.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def current(layer: Layer, tensor_name: str) -> tuple[str, Tensor]:
+        name = f"{layer.module}.{tensor_name}".lstrip(".")
+        if name in tensors:
+            return name, tensors[name]
+        if name in computed:
+            return name, computed[name]
+        return name, getattr(reference.get_submodule(layer.module), tensor_name)
+
+    for item in spec.per_member:
+        for tensor_name in item.tensors:
+            name = f"{item.module}.{tensor_name}".lstrip(".")
+            tensors[name] = values[name]
+    for site in spec.low_rank:
+        layer = layers[site.layer]
+        name, tensor = current(layer, layer.weights[0])
+        weight = layer.part(tensor)
+        delta = (values[f"{site.layer}.left"] @ values[f"{site.layer}.right"]).view_as(weight)
+        weight = weight * (1 + delta) if site.kind == "multiplicative" else weight + delta
+        tensors[name] = layer.with_part(tensor, weight)
+    for layer_name, (pre, post) in modulations_by_layer(spec, values).items():
+        layer = layers[layer_name]
+        if not layer.mergeable:
+            continue
+        for tensor_name in layer.weights:
+            name, tensor = current(layer, tensor_name)
+            weight = modulate(layer, layer.part(tensor), "weight", pre, post)
+            tensors[name] = layer.with_part(tensor, weight)
+        if pre is not None:
+            for tensor_name in layer.biases:
+                name, tensor = current(layer, tensor_name)
+                bias = modulate(layer, layer.part(tensor), "bias", pre, None)
+                tensors[name] = layer.with_part(tensor, bias)
+    return tensors
+
+
+def modulations_by_layer(
+    spec: EnsembleSpec, values: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """Return one member's ``(pre, post)`` of each modulated layer, one value per channel."""
+    by_layer: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+    for site in spec.sites:
+        value = values[site.key]
+        if site.repeat > 1:
+            value = value.repeat_interleave(site.repeat)
+        pre, post = by_layer.get(site.layer, (None, None))
+        by_layer[site.layer] = (value, post) if site.kind == "pre" else (pre, value)
+    return by_layer
+
+
+class MergedExecutor:
+    """Runs members one after another, each with its own tensors.
+
+    Args:
+        ensemble: the ensemble.
+    """
+
+    def __init__(self, ensemble: "EmbeddedEnsemble"):
+        self.ensemble = ensemble
+        self.lock = threading.RLock()  # a copy holds the tensors of one pass at a time
+        self.copies: list[MemberCopy] = []
+        self.structure: list[Any] = []
+        self.checked_modes: set[bool] = set()
+
+    def begin(self) -> dict[str, Tensor]:
+        """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
+        structure = _structure(self.ensemble.reference)
+        if structure != self.structure or len(self.copies) != self.ensemble.members:
+            self.structure = structure
+            self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
+        return computed_tensors(self.ensemble.reference)
+
+    def run(
+        self,
+        a: int,
+        args: tuple,
+        kwargs: dict[str, Any],
+        values: dict[str, Tensor],
+        computed: Mapping[str, Tensor],
+    ) -> Any:
+        """Return the outputs of one member.
+
+        Args:
+            a: the member.
+            args: positional arguments of the reference.
+            kwargs: keyword arguments of the reference.
+            values: values of all members in this pass, members first. Buffers that turn out to
+                differ between members are added.
+            computed: what :meth:`begin` returned.
+        """
+        ensemble = self.ensemble
+        chosen = {name: stack[a] for name, stack in values.items()}
+        tensors = member_tensors(
+            ensemble.reference, ensemble.layers, ensemble.spec, chosen, computed
+        )
+        scales = modulations_by_layer(ensemble.spec, chosen)
+        copied = self.copies[a]
+        if torch.compiler.is_compiling():
+            copied.sync()
+            return torch.func.functional_call(
+                copied.module, tensors, args, kwargs, tie_weights=False
+            )
+        with self.lock:
+            copied.bind({**computed, **tensors}, scales)
+            guard = self._guard(copied)
+            outputs = copied.module(*args, **kwargs)
+            copied.store_buffers(tensors)
+            guard.check_parameters()
+            for name, key, before, after in guard.changed_buffers():
+                stack = ensemble.separate_buffer(name, key, before)
+                stack[a] = after
+                values[f"{name}.{key}".lstrip(".")] = stack
+                for other in self.copies:
+                    other.add_separate(name, key, "_buffers")
+        return outputs
+
+    def _guard(self, copied: "MemberCopy") -> "StateGuard":
+        mode = self.ensemble.training
+        guard = StateGuard(copied, keep_values=mode not in self.checked_modes)
+        self.checked_modes.add(mode)
+        return guard
+
+
+class MemberCopy:
+    """A copy of the reference that holds the tensors of one member.
+
+    Args:
+        ensemble: the ensemble.
+    """
+
+    def __init__(self, ensemble: "EmbeddedEnsemble"):
+        reference = ensemble.reference
+        self.module = copy_module(reference)
+        for module in list(self.module.modules()):
+            _remove_parametrizations(module)
+        # Modules of the reference with their copies, and the attributes that both began with.
+        self.pairs: list[tuple[str, nn.Module, nn.Module, dict[str, Any]]] = []
+        copies = dict(self.module.named_modules())
+        for name, module in reference.named_modules():
+            if name in copies:
+                prefix = f"{name}." if name else ""
+                self.pairs.append((prefix, module, copies[name], dict(vars(module))))
+        self.separate: list[tuple[str, str, str]] = []  # module, tensor, table
+        for item in ensemble.spec.per_member:
+            for key in item.tensors:
+                stack = ensemble.individual[f"{item.module}.{key}".lstrip(".")]
+                table = "_parameters" if isinstance(stack, nn.Parameter) else "_buffers"
+                self.add_separate(item.module, key, table)
+        self.scales: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        for name in {site.layer for site in ensemble.spec.sites}:
+            if not ensemble.layers[name].mergeable:
+                self._scale_by_hooks(ensemble.layers[name])
+
+    def add_separate(self, name: str, key: str, table: str) -> None:
+        """Make a tensor of a module one of the member's own."""
+        vars(self.module.get_submodule(name)).pop(key, None)
+        self.separate.append((name, key, table))
+
+    def sync(self) -> None:
+        """Copy attributes that were changed on the reference, such as the training mode."""
+        for _, module, copied, before in self.pairs:
+            for key, value in vars(module).items():
+                if key in _TABLES or before.get(key, _MISSING) is value:
+                    continue
+                before[key] = value
+                # The placeholder of a tensor that members have separately is not an attribute.
+                if key not in copied._parameters and key not in copied._buffers:
+                    vars(copied)[key] = value
+
+    def bind(
+        self,
+        tensors: Mapping[str, Tensor],
+        scales: dict[str, tuple[Tensor | None, Tensor | None]],
+    ) -> None:
+        """Put tensors into the parameter and buffer slots of the copy."""
+        self.sync()
+        self.scales = scales
+        for prefix, module, copied, _ in self.pairs:
+            for table in ("_parameters", "_buffers"):
+                slots = getattr(copied, table)
+                for key, tensor in getattr(module, table).items():
+                    slots[key] = tensors.get(prefix + key, tensor)
+            if parametrize.is_parametrized(module):
+                for key in module.parametrizations:
+                    copied._parameters[key] = tensors[prefix + key]
+        for name, key, table in self.separate:
+            slots = getattr(self.module.get_submodule(name), table)
+            slots[key] = tensors[f"{name}.{key}".lstrip(".")]
+
+    def store_buffers(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep per-member buffers that the code replaced instead of updating them in place."""
+        for name, key, table in self.separate:
+            if table != "_buffers":
+                continue
+            new = self.module.get_submodule(name)._buffers[key]
+            old = tensors[f"{name}.{key}".lstrip(".")]
+            if new is None or new is old:
+                continue
+            if new.shape != old.shape:
+                raise ValueError(
+                    f"the buffer {key!r} of {name or 'the reference'!r} changed its shape from "
+                    f"{tuple(old.shape)} to {tuple(new.shape)}. Register it with its final shape."
+                )
+            with torch.no_grad():
+                old.copy_(new)
+
+    def _scale_by_hooks(self, layer: Layer) -> None:
+        """Scale inputs and outputs of a layer that computes its weight itself."""
+        module = self.module.get_submodule(layer.module)
+
+        def scale_input(module: nn.Module, args: tuple) -> tuple:
+            post = self.scales[layer.name][1]
+            if post is None:
+                return args
+            return (args[0] * _along_channels(post, layer, args[0]), *args[1:])
+
+        def scale_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            pre = self.scales[layer.name][0]
+            return output if pre is None else output * _along_channels(pre, layer, output)
+
+        module.register_forward_pre_hook(scale_input)
+        module.register_forward_hook(scale_output)
+
+
+class StateGuard:
+    """Finds shared parameters and buffers that the user's code changes in a pass.
+
+    Args:
+        copied: the copy that is about to run.
+        keep_values: whether to keep the values of buffers, so that a change can be undone. This is
+            done in the first pass of each mode.
+    """
+
+    def __init__(self, copied: MemberCopy, *, keep_values: bool):
+        self.parameters: list[tuple[str, Tensor, int]] = []
+        self.buffers: list[tuple[str, nn.Module, str, Tensor, int, Tensor | None]] = []
+        for prefix, module, copied_module, _ in copied.pairs:
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.parameters.append((prefix + key, parameter, _version(parameter)))
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    saved = buffer.detach().clone() if keep_values else None
+                    name = prefix.removesuffix(".")
+                    version = _version(buffer)
+                    self.buffers.append((name, copied_module, key, buffer, version, saved))
+
+    def check_parameters(self) -> None:
+        """Raise if the pass changed a parameter in place."""
+        for name, parameter, version in self.parameters:
+            if _version(parameter) != version:
+                raise RuntimeError(
+                    f"the forward of the reference changes its parameter {name!r} in place, and "
+                    "members share it. Make it a buffer (register_buffer)."
+                )
+
+    def changed_buffers(self) -> list[tuple[str, str, Tensor, Tensor]]:
+        """Return module, name, old and new value of buffers that the pass changed."""
+        changes = []
+        for name, copied_module, key, buffer, version, saved in self.buffers:
+            new = copied_module._buffers.get(key)
+            is_changed = new is not buffer or _version(buffer) != version
+            if not is_changed and saved is not None:
+                # torch's batch_norm updates its statistics without counting a version.
+                is_changed = not _is_equal(buffer, saved)
+            if not is_changed:
+                continue
+            full_name = f"{name}.{key}".lstrip(".")
+            if saved is None or new is None or new.shape != buffer.shape:
+                raise RuntimeError(
+                    f"the forward of the reference changes the buffer {full_name!r} in some passes "
+                    "only, or changes its shape. Update it in every pass, with one shape."
+                )
+            changes.append((name, key, saved, new.detach().clone()))
+        return changes
+
+
+def _along_channels(values: Tensor, layer: Layer, x: Tensor) -> Tensor:
+    return values.to(x.dtype).view(-1, *(1,) * layer.spatial)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_equal(left: Tensor, right: Tensor) -> bool:
+    if left.is_meta:
+        return True
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def _structure(reference: nn.Module) -> list[Any]:
+    """Return what has to stay as it is for copies to be valid: modules and hooks."""
+    structure = []
+    for module in reference.modules():
+        hooks = (*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks)
+        structure.append((id(module), hooks))
+    return structure
+
+
+def _remove_parametrizations(module: nn.Module) -> None:
+    """Turn a copy of a parametrized module into a plain one with empty parameter slots.
+
+    ``parametrize.remove_parametrizations`` would change the class that the copy shares with the
+    reference.
+    """
+    if parametrize.is_parametrized(module):
+        names = list(module.parametrizations)
+        del module._modules["parametrizations"]
+        module.__class__ = type(module).__mro__[1]
+        for name in names:
+            module._parameters[name] = None
+
+
+def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that parametrizations compute, by name."""
+    tensors = {}
+    for name, module in reference.named_modules():
+        if parametrize.is_parametrized(module):
+            for key in module.parametrizations:
+                tensors[f"{name}.{key}".lstrip(".")] = getattr(module, key)
+    return tensors
+
+
+def plain_module(copied: MemberCopy) -> nn.Module:
+    """Return a plain network with the tensors that a member's copy holds, cloned."""
+    made: dict[int, Any] = {}
+    for module in copied.module.modules():
+        for tensor in module._parameters.values():
+            if tensor is not None and id(tensor) not in made:
+                made[id(tensor)] = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+        for buffer in module._buffers.values():
+            if buffer is not None and id(buffer) not in made:
+                made[id(buffer)] = buffer.detach().clone()
+    return copy_module(copied.module, made)

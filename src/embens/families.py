@@ -1,0 +1,388 @@
+"""The named families of embedded ensembles.
+
+Each function chooses laws, sites and what is trained, and calls the parts of :mod:`embens.embed`. In
+every family the reference is copied, never changed.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from embens import laws
+from embens.embed import (
+    Initialise,
+    Sites,
+    Source,
+    build,
+    check_members,
+    check_module,
+    embed,
+    tensor_names,
+)
+from embens.ensemble.module import EmbeddedEnsemble
+from embens.laws import Law
+from embens.sites import EnsembleSpec, LowRankSite, PerMember
+
+NEAR = 0.9
+"""Overlap of members near a trained network at the start of :func:`adapt`."""
+
+
+def batch_ensemble(
+    reference: nn.Module,
+    members: int = 8,
+    p: float = 0.0,
+    *,
+    law: Callable[[float], Law] = laws.Shifted,
+    sites: Sites = "hidden",
+    own: str | Iterable[str] = (),
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    """Embed a BatchEnsemble: trainable modulations, by default at the hidden sites.
+
+    Args:
+        reference: any module.
+        members: number of members.
+        p: mean of the modulations, whose second moment is 1. With 0 members are independent at
+            initialisation, with 1 they are equal.
+        law: a class of laws with one parameter: ``laws.Shifted``, the paper's N(p, 1 − p²), or
+            ``laws.Signs``.
+        sites: see :func:`embens.embed`.
+        own: see :func:`embens.embed`.
+        example_input: see :func:`embens.embed`.
+        generator: see :func:`embens.embed`.
+
+    Returns:
+        The ensemble.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> batch_ensemble(net, members=4, p=0.5)(torch.zeros(2, 4)).shape
+        torch.Size([4, 2, 3])
+    """
+    if isinstance(law, Law):
+        raise TypeError(f"law must be a class of laws such as laws.Signs, got {law}. See embed.")
+    return embed(
+        reference,
+        members,
+        pre=law(p),
+        post=law(p),
+        sites=sites,
+        own=own,
+        example_input=example_input,
+        generator=generator,
+        family="batch_ensemble",
+    )
+
+
+def mc_dropout(
+    reference: nn.Module,
+    members: int = 8,
+    law: Law | None = None,
+    fresh: bool = True,
+    *,
+    sites: Sites = "hidden",
+    own: str | Iterable[str] = (),
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    """Embed an MC-dropout ensemble: masks on the inputs of all but the first layers.
+
+    Args:
+        reference: any module.
+        members: number of members.
+        law: distribution of the masks; None: ``laws.Bernoulli(0.9)``.
+        fresh: draw new masks at each pass. False: a fixed set of masks.
+        sites: see :func:`embens.embed`.
+        own: see :func:`embens.embed`.
+        example_input: see :func:`embens.embed`.
+        generator: see :func:`embens.embed`.
+
+    Returns:
+        The ensemble.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3))
+        >>> ensemble, x = mc_dropout(net, members=4), torch.ones(2, 4)
+        >>> torch.equal(ensemble(x), ensemble(x))
+        False
+    """
+    return embed(
+        reference,
+        members,
+        pre=None,
+        post=laws.Bernoulli(0.9) if law is None else law,
+        sites=sites,
+        own=own,
+        trainable=False,
+        fresh=fresh,
+        example_input=example_input,
+        generator=generator,
+        family="mc_dropout",
+    )
+
+
+def masksembles(
+    reference: nn.Module,
+    members: int = 4,
+    overlap: float = 0.5,
+    *,
+    sites: Sites = "hidden",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    """Embed Masksembles: fixed masks that share a fraction of their ones.
+
+    Args:
+        reference: any module.
+        members: number of members.
+        overlap: shared fraction of the ones of two masks, from equal members (1) towards disjoint
+            ones. See :class:`embens.laws.Masks`.
+        sites: see :func:`embens.embed`.
+        example_input: see :func:`embens.embed`.
+        generator: see :func:`embens.embed`.
+
+    Returns:
+        The ensemble.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> masksembles(net, members=4, overlap=0.5)(torch.zeros(2, 4)).shape
+        torch.Size([4, 2, 3])
+    """
+    return embed(
+        reference,
+        members,
+        pre=None,
+        post=laws.Masks(overlap),
+        sites=sites,
+        trainable=False,
+        example_input=example_input,
+        generator=generator,
+        family="masksembles",
+    )
+
+
+def last_layer_dropout(
+    reference: nn.Module,
+    members: int = 8,
+    law: Law | None = None,
+    *,
+    example_input: Any = None,
+    trainable: bool = False,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    """Embed a last-layer dropout ensemble: fixed masks on the input of the last layer.
+
+    Everything before the last layer is computed once. ``ensemble.collapse()`` returns one network
+    with the mean output.
+
+    Args:
+        reference: any module.
+        members: number of members.
+        law: distribution of the masks; None: ``laws.Bernoulli(0.9)``. The paper's experiments use
+            ``laws.Normal()``.
+        example_input: see :func:`embens.embed`.
+        trainable: whether the masks are trained.
+        generator: see :func:`embens.embed`.
+
+    Returns:
+        The ensemble.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble, x = last_layer_dropout(net, members=50), torch.ones(2, 4)
+        >>> torch.allclose(ensemble.collapse()(x), ensemble(x).mean(0), atol=1e-6)
+        True
+    """
+    return embed(
+        reference,
+        members,
+        pre=None,
+        post=laws.Bernoulli(0.9) if law is None else law,
+        sites="last",
+        trainable=trainable,
+        example_input=example_input,
+        generator=generator,
+        family="last_layer_dropout",
+    )
+
+
+def low_rank(
+    reference: nn.Module,
+    members: int = 8,
+    rank: int | None = None,
+    kind: Literal["multiplicative", "additive"] = "multiplicative",
+    shared: Literal["trained", "frozen"] = "trained",
+    *,
+    scale: float | None = None,
+    sites: Sites = "all",
+    own: str | Iterable[str] = (),
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    r"""Embed members whose weights differ by matrices of low rank; biases are shared.
+
+    Args:
+        reference: any module.
+        members: number of members.
+        rank: rank of the matrices; None: 4, or the full rank of smaller layers.
+        kind: "multiplicative": :math:`W_a = W \circ (1 + B_a A_a)`, which contains BatchEnsemble;
+            "additive": :math:`W_a = W + B_a A_a`, as in LoRA with :math:`\alpha = r`.
+        shared: "trained", or "frozen" to train only the members' matrices.
+        scale: initial standard deviation of :math:`B_a A_a`, for the additive kind relative to the
+            root mean square of :math:`W`. With 0 members begin as the reference and differ after
+            the first steps. None: 0.5, or 0 for the additive kind.
+        sites: see :func:`embens.embed`.
+        own: see :func:`embens.embed`.
+        example_input: see :func:`embens.embed`.
+        generator: see :func:`embens.embed`.
+
+    Returns:
+        The ensemble.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = low_rank(net, members=5, rank=2, kind="additive", shared="frozen")
+        >>> ensemble(torch.zeros(2, 4)).shape, len(list(ensemble.individual_parameters()))
+        (torch.Size([5, 2, 3]), 4)
+    """
+    source = Source(reference, members, example_input)
+    _check_choice("kind", kind, ("multiplicative", "additive"))
+    _check_choice("shared", shared, ("trained", "frozen"))
+    if scale is None:
+        scale = 0.5 if kind == "multiplicative" else 0.0
+    if not math.isfinite(scale) or scale < 0:
+        raise ValueError(f"scale must be finite and not negative, got {scale}.")
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        raise ValueError(f"rank must be a positive integer, got {rank!r}.")
+    separate_layers = source.choose_per_member(own)
+    template = LowRankSite("", 4 if rank is None else rank, kind, scale)
+    chosen = source.choose_low_rank(sites, template, separate_layers, shrink=rank is None)
+    spec = source.make_spec(
+        "low_rank",
+        low_rank=chosen,
+        separate_layers=separate_layers,
+        frozen=shared == "frozen",
+    )
+    return build(reference, spec, generator=generator, flow=source.flow)
+
+
+def independent(
+    reference: nn.Module,
+    members: int = 8,
+    *,
+    initialise: Initialise | None = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    """Make M separate networks behind the interface of an ensemble.
+
+    The weights of the reference are not used.
+
+    Args:
+        reference: any module.
+        members: number of members.
+        initialise: called with every module that has parameters of its own, to reinitialise them in
+            place; None: the module's ``reset_parameters``.
+        generator: random generator of the weights.
+
+    Returns:
+        The ensemble.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = independent(net, members=3)
+        >>> list(ensemble.shared_parameters())
+        []
+    """
+    check_module(reference)
+    check_members(members)
+    if not any(True for _ in reference.parameters()):
+        raise ValueError("the reference has no parameters, so its members could not differ.")
+    per_member = []
+    for name, module in reference.named_modules():
+        tensors = tensor_names(module)
+        if tensors:
+            per_member.append(PerMember(name, tensors, drawn=True))
+    spec = EnsembleSpec("independent", members, per_member=tuple(per_member), separate=True)
+    return build(reference, spec, initialise, generator)
+
+
+def adapt(
+    reference: nn.Module,
+    members: int = 8,
+    by: Literal["low_rank", "modulations", "head"] = "low_rank",
+    *,
+    trunk: Literal["frozen", "trained"] = "frozen",
+    head: Literal["drawn", "copied", "shared"] = "drawn",
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    r"""Embed an ensemble into a trained network, to fine-tune it; members begin near the network.
+
+    The centred laws of :func:`embens.embed` and :func:`batch_ensemble` destroy what a network has
+    learned. They are for training from scratch.
+
+    Args:
+        reference: a trained network.
+        members: number of members.
+        by: how members differ below their last layers. "low_rank": :math:`W + B_a A_a`, with
+            :math:`B_a = 0` at first; "modulations": :math:`u, v \sim N(1, \varepsilon^2)` at the
+            hidden sites, where :math:`(1 + \varepsilon^2)^{-L} = 0.9` for :math:`L` modulated
+            inputs; "head": not at all.
+        trunk: "frozen", or "trained" to train the shared weights as well.
+        head: last layers: "drawn" separately for each member (for a new task), "copied" from the
+            network (for the task it knows), or "shared".
+        example_input: see :func:`embens.embed`.
+        generator: see :func:`embens.embed`.
+
+    Returns:
+        The ensemble.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = adapt(net, members=2, head="copied")
+        >>> x = torch.ones(2, 4)
+        >>> torch.allclose(ensemble(x)[0], net(x))
+        True
+    """
+    source = Source(reference, members, example_input)
+    _check_choice("by", by, ("modulations", "low_rank", "head"))
+    _check_choice("trunk", trunk, ("trained", "frozen"))
+    _check_choice("head", head, ("drawn", "copied", "shared"))
+    if by == "head" and head != "drawn" and members > 1:
+        raise ValueError(
+            f"by='head' with head={head!r} makes all members equal. Use head='drawn', or "
+            "by='modulations' or 'low_rank'."
+        )
+    separate_layers = source.choose_per_member("last") if head != "shared" else ()
+    low_rank_sites: tuple[LowRankSite, ...] = ()
+    sites = ()
+    if by == "low_rank":
+        template = LowRankSite("", 4, "additive")
+        low_rank_sites = source.choose_low_rank("all", template, separate_layers, shrink=True)
+    elif by == "modulations":
+        one = laws.Normal(1.0)
+        sites = source.choose_sites(one, one, "hidden", separate_layers=separate_layers)
+        inputs = max(1, sum(site.kind == "post" for site in sites))
+        near_one = laws.Normal(1.0, math.sqrt(NEAR ** (-1 / inputs) - 1))
+        sites = tuple(replace(site, law=near_one) for site in sites)
+    spec = source.make_spec(
+        "adapt",
+        sites,
+        low_rank_sites,
+        separate_layers=separate_layers,
+        drawn=head == "drawn",
+        frozen=trunk == "frozen",
+        pretrained=True,
+    )
+    return build(reference, spec, generator=generator, flow=source.flow)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}.")

@@ -1,0 +1,220 @@
+"""``nn.MultiheadAttention`` in the folded form: four projections and what is between them.
+
+torch's own module reads its packed weights without calling layers, so the projections of members are
+written out here, option by option.
+"""
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embens.graph.rowwise import Domain, Unfoldable, Value
+
+if TYPE_CHECKING:
+    from embens.graph.folding import Rewriter
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of an attention and of one call of it."""
+
+    heads: int
+    add_zero: bool
+    dropout: float
+    need_weights: bool
+    average_weights: bool
+    is_causal: bool
+
+
+def write_attention(
+    rewriter: "Rewriter", node: torch.fx.Node, module: nn.MultiheadAttention, name: str
+) -> None:
+    """Add an attention to the folded network."""
+    bound = inspect.signature(nn.MultiheadAttention.forward).bind(module, *node.args, **node.kwargs)
+    bound.apply_defaults()
+    call = bound.arguments
+    parts = [f"{name}.{projection}".lstrip(".") for projection in PROJECTIONS]
+    _check_attention(rewriter, module, name, call, parts)
+    facts = [rewriter.facts[source] for source in node.all_input_nodes]
+    is_member = any(fact.domain is Domain.MEMBER for fact in facts)
+    is_member = is_member or any(rewriter.has_difference(part) for part in parts)
+    is_member = is_member or (module.training and module.dropout > 0)
+    if not is_member:
+        rewriter.emit(node, Value(Domain.SHARED, 3, "tuple"))
+        return
+    arguments = []
+    for key in ("query", "key", "value", "key_padding_mask", "attn_mask"):
+        source = call[key]
+        is_node = isinstance(source, torch.fx.Node)
+        arguments.append(rewriter.argument(source, Domain.MEMBER) if is_node else source)
+    weights, values = [], []
+    for index, part in enumerate(parts):
+        rewriter.width = max(rewriter.width, rewriter.layers[part].inputs or 1)
+        weights.append(_projection_tensors(rewriter, module, name, index))
+        for side in ("pre", "post"):
+            site = rewriter.sites.get((part, side))
+            values.append(None if site is None else rewriter.value_node(site.key))
+    added = [_tensor(rewriter, module, name, key) for key in ("bias_k", "bias_v")]
+    options = (
+        module.num_heads,
+        module.add_zero_attn,
+        module.dropout if module.training else 0.0,
+        bool(call["need_weights"]),
+        bool(call["average_attn_weights"]),
+        bool(call["is_causal"]),
+    )
+    rewriter.in_suffix[node] = rewriter.suffix.call_function(
+        attend, (*arguments, weights, values, added, rewriter.count, options)
+    )
+    rewriter.facts[node] = Value(Domain.MEMBER, 3, "tuple")
+
+
+def _check_attention(
+    rewriter: "Rewriter",
+    module: nn.MultiheadAttention,
+    name: str,
+    call: dict[str, Any],
+    parts: list[str],
+) -> None:
+    """Raise if an attention cannot be folded."""
+    if type(module) is not nn.MultiheadAttention or not module.batch_first:
+        raise Unfoldable(f"the batch is not the first axis of the attention {name!r}")
+    is_separate = name in rewriter.per_member or parts[-1] in rewriter.per_member
+    if is_separate or any(part in rewriter.low_rank for part in parts):
+        raise Unfoldable(f"members have separate weights in the attention {name!r}")
+    for key in ("query", "key", "value"):
+        source = call[key]
+        if not isinstance(source, torch.fx.Node) or rewriter.facts[source].rank != 3:
+            raise Unfoldable(f"the batch is not the first axis of the attention {name!r}")
+        if rewriter.facts[source].domain is Domain.CONSTANT:
+            raise Unfoldable(f"an input of the attention {name!r} has no batch axis")
+    mask = call["attn_mask"]
+    if isinstance(mask, torch.fx.Node):
+        fact = rewriter.facts[mask]
+        if fact.rank != 2 or fact.domain is not Domain.CONSTANT:
+            raise Unfoldable(f"the mask of the attention {name!r} depends on the batch")
+
+
+def _projection_tensors(
+    rewriter: "Rewriter", module: nn.MultiheadAttention, name: str, index: int
+) -> tuple[Any, Any, int | None]:
+    """Return the nodes of weight and bias of a projection, and its place in packed tensors."""
+    if index == 3:
+        out_name = f"{name}.out_proj".lstrip(".")
+        weight = _tensor(rewriter, module.out_proj, out_name, "weight")
+        return weight, _tensor(rewriter, module.out_proj, out_name, "bias"), None
+    bias = _tensor(rewriter, module, name, "in_proj_bias")
+    if module.in_proj_weight is not None:
+        return _tensor(rewriter, module, name, "in_proj_weight"), bias, index
+    return _tensor(rewriter, module, name, f"{PROJECTIONS[index]}_weight"), bias, index
+
+
+def _tensor(rewriter: "Rewriter", module: nn.Module, name: str, tensor: str) -> Any:
+    if getattr(module, tensor, None) is None:
+        return None
+    return rewriter.tensor_nodes(f"{name}.{tensor}".lstrip("."))[1]
+
+
+# Functions of the suffix
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    weights: list,
+    values: list,
+    added: list,
+    count: int,
+    options: tuple,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what ``nn.MultiheadAttention`` returns, for blocks of rows of the members.
+
+    Args:
+        query: ``(member · batch, time, feature)``.
+        key: ``(member · batch, source, feature)``.
+        value: ``(member · batch, source, feature)``.
+        key_padding_mask: ``(member · batch, source)`` or None.
+        attn_mask: ``(time, source)`` or None.
+        weights: weight, bias and place in packed tensors of each projection.
+        values: pre and post values ``(member, feature)``, or None, of each projection.
+        added: ``bias_k`` and ``bias_v``, or None.
+        count: number of members.
+        options: see :class:`AttentionOptions`.
+    """
+    settings = AttentionOptions(*options)
+    width = weights[3][0].shape[1]
+
+    def project(x: Tensor, index: int) -> Tensor:
+        weight, bias, place = weights[index]
+        if place is not None:
+            rows = slice(place * width, (place + 1) * width)
+            weight = weight[rows] if weight.shape[0] != width else weight
+            bias = None if bias is None else bias[rows]
+        pre, post = values[2 * index], values[2 * index + 1]
+        x = F.linear(_scale(x, post, count), weight, bias)
+        return _scale(x, pre, count)
+
+    q, k, v = project(query, 0), project(key, 1), project(value, 2)
+    if added[0] is not None:
+        k = torch.cat([k, added[0].expand(len(k), -1, -1)], 1)
+        v = torch.cat([v, added[1].expand(len(v), -1, -1)], 1)
+    if settings.add_zero:
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    extra = k.shape[1] - key.shape[1]
+    q, k, v = (x.unflatten(-1, (settings.heads, -1)).transpose(1, 2) for x in (q, k, v))
+    mask = _joint_mask(attn_mask, key_padding_mask, q, extra)
+    attention = None
+    if settings.need_weights:
+        scores = (q / math.sqrt(q.shape[-1])) @ k.mT
+        attention = (scores if mask is None else scores + mask).softmax(-1)
+        if settings.dropout:
+            attention = F.dropout(attention, settings.dropout)
+        result = attention @ v
+        attention = attention.mean(1) if settings.average_weights else attention
+    else:
+        # With a padding mask or added keys, torch masks explicitly instead of using the hint.
+        causal = settings.is_causal and key_padding_mask is None and not extra
+        result = F.scaled_dot_product_attention(
+            q, k, v, None if causal else mask, settings.dropout, is_causal=causal
+        )
+    return project(result.transpose(1, 2).flatten(2), 3), attention
+
+
+def _scale(x: Tensor, values: Tensor | None, count: int) -> Tensor:
+    """Multiply ``(member · batch, time, feature)`` by the values of each member."""
+    if values is None:
+        return x
+    values = values.to(x.dtype)
+    if count == 1:
+        return x * values
+    return (x.unflatten(0, (count, -1)) * values[:, None, None, :]).flatten(0, 1)
+
+
+def _joint_mask(
+    attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, extra: int
+) -> Tensor | None:
+    """Return what is added to scores ``(batch, head, time, source)``, or None."""
+    mask = None if attn_mask is None else _additive(attn_mask, q)
+    if padding is not None:
+        padding = _additive(padding, q)[:, None, None, :]
+        mask = padding if mask is None else mask + padding
+    if mask is not None and extra:
+        mask = F.pad(mask, (0, extra))
+    return mask
+
+
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype is torch.bool:
+        return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
+    return mask.to(like.dtype)

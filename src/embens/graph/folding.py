@@ -1,0 +1,647 @@
+r"""The folded form of a network: several members as one larger batch.
+
+A traced reference consists of operations on values whose first axis is the batch. If every operation
+treats the rows of that axis independently (:mod:`embens.graph.rowwise`), the rows of several members
+can be concatenated: members are consecutive blocks of rows, and a modulation multiplies each block by
+the member's values.
+
+:func:`fold` writes two graphs. The *prefix* computes everything before the first modulation, once for
+all members. The *suffix* computes the rest for a chunk of members. Weights of the reference and values
+of the members are inputs of the graphs, so the graphs have no state.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from operator import mul
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch.fx.node import map_arg
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
+
+from embens.graph.members import (
+    convolution_options,
+    write_batch_norm,
+    write_layer_norm,
+    write_member_layer,
+)
+from embens.graph.reading import (
+    RANDOM_FUNCTIONS,
+    RANDOM_MODULES,
+    VIEWS,
+    Tracer,
+    copy_module,
+    is_in_place,
+    operation_name,
+    random_state,
+)
+from embens.graph.rowwise import QUERIES, Domain, Unfoldable, Value, infer
+from embens.sites import EnsembleSpec, Layer, Site, is_layer
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+POOLING = frozenset(nn.modules.pooling.__all__) - {"MaxUnpool1d", "MaxUnpool2d", "MaxUnpool3d"}
+PADDING = frozenset(nn.modules.padding.__all__)
+# Modules that work along the axes after the first, for inputs of at least two axes.
+ACTIVATIONS = frozenset(nn.modules.activation.__all__) - {"MultiheadAttention"}
+FEATUREWISE = ACTIVATIONS | frozenset(
+    "Identity LayerNorm RMSNorm GroupNorm LocalResponseNorm Dropout".split()
+)
+# Modules that need an axis of channels and positions after the batch.
+IMAGE_MODULES = frozenset(
+    "PixelShuffle PixelUnshuffle ChannelShuffle Upsample UpsamplingNearest2d UpsamplingBilinear2d "
+    "Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout InstanceNorm1d InstanceNorm2d "
+    "InstanceNorm3d".split()
+)
+_MISSING = object()
+
+
+@dataclass
+class Folded:
+    """A folded network.
+
+    Attributes:
+        prefix: computes the shared values; takes the tensors, then the arguments.
+        suffix: computes the outputs of a chunk; takes the number of members, the shared values, the
+            tensors and the members' values.
+        arguments: names of the arguments that the prefix takes.
+        tensors: names of the reference's parameters and buffers that both graphs take.
+        values: names of the members' values that the suffix takes.
+        has_convolutions: whether a convolution runs for each member.
+        width: largest number of channels of the layers that run for each member.
+    """
+
+    prefix: torch.fx.GraphModule
+    suffix: torch.fx.GraphModule
+    arguments: list[str]
+    tensors: list[str]
+    values: list[str]
+    has_convolutions: bool
+    width: int
+
+
+def fold(
+    reference: nn.Module,
+    layers: Mapping[str, Layer],
+    spec: EnsembleSpec,
+    ranks: Mapping[str, int],
+    constants: Mapping[str, Any],
+    *,
+    per_member_inputs: bool = False,
+) -> Folded:
+    """Trace a network and rewrite it for chunks of members.
+
+    Args:
+        reference: the network, in the mode in which it will run.
+        layers: its parameter layers.
+        spec: how members differ.
+        ranks: number of axes of every tensor argument, by name.
+        constants: values of the other arguments.
+        per_member_inputs: whether tensor arguments have a block of rows for every member already.
+
+    Raises:
+        Unfoldable: if members have to run one after another; the message says why.
+    """
+    root = copy_module(reference)
+    _refuse_hooks(root)
+    attributes = [dict(vars(module)) for module in root.modules()]
+    buffers = [dict(module._buffers) for module in root.modules()]
+    random_numbers = random_state()
+    try:
+        graph = Tracer(root, ranks, constants).trace_graph(root)
+    except Exception as error:  # the user's code may raise anything on symbolic values
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise Unfoldable(f"torch.fx cannot trace it: {reason[:200]}") from None
+    if random_state() != random_numbers:
+        raise Unfoldable("its code draws random numbers")
+    _refuse_state(root, attributes, buffers)
+    rewriter = Rewriter(root, layers, spec, ranks, per_member_inputs)
+    return rewriter.rewrite(graph, reference)
+
+
+def _refuse_hooks(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            raise Unfoldable(f"{name or 'the reference'!r} has a hook")
+        if "forward" in vars(module):
+            raise Unfoldable(f"the forward of {name or 'the reference'!r} was replaced")
+
+
+def _refuse_state(root: nn.Module, attributes: list[dict], buffers: list[dict]) -> None:
+    """Refuse a network whose code assigned an attribute or a buffer while it was traced."""
+    parts = zip(root.named_modules(), attributes, buffers, strict=True)
+    for (name, module), attributes_before, buffers_before in parts:
+        for table, before in ((vars(module), attributes_before), (module._buffers, buffers_before)):
+            for key, value in table.items():
+                if before.get(key, _MISSING) is not value:
+                    raise Unfoldable(f"its code assigns {f'{name}.{key}'.lstrip('.')!r}")
+
+
+class Rewriter:
+    """Analyses a traced graph node by node and writes the prefix and the suffix."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Mapping[str, Layer],
+        spec: EnsembleSpec,
+        ranks: Mapping[str, int],
+        per_member_inputs: bool,
+    ):
+        self.root = root
+        self.layers = layers
+        self.ranks = ranks
+        self.per_member_inputs = per_member_inputs
+        self.sites = {(site.layer, site.kind): site for site in spec.sites}
+        self.low_rank = {site.layer: site for site in spec.low_rank}
+        self.per_member = {item.module: set(item.tensors) for item in spec.per_member}
+        self.names = {id(module): name for name, module in root.named_modules()}
+        self.facts: dict[torch.fx.Node, Value] = {}
+        self.prefix, self.suffix = torch.fx.Graph(), torch.fx.Graph()
+        # Where a node of the traced graph is in the two new graphs.
+        self.in_prefix: dict[torch.fx.Node, torch.fx.Node] = {}
+        self.in_suffix: dict[torch.fx.Node, torch.fx.Node] = {}
+        # Inputs of the suffix: shared values, tensors and values of the members.
+        self.border: dict[torch.fx.Node, torch.fx.Node] = {}
+        self.repeated: dict[torch.fx.Node, torch.fx.Node] = {}
+        self.tensors: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
+        self.values: dict[str, torch.fx.Node] = {}
+        self.count = self.suffix.placeholder("count")
+        self.has_convolutions = False
+        self.width = 1
+
+    def rewrite(self, graph: torch.fx.Graph, reference: nn.Module) -> Folded:
+        """Return the folded network; its graphs call the modules of ``reference``."""
+        arguments: list[str] = []
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                arguments.append(str(node.target))
+                self._add_argument(node)
+            elif node.op == "get_attr":
+                self._add_tensor(node)
+            elif node.op == "call_module":
+                self._add_module(node)
+            elif node.op == "output":
+                self._add_output(node)
+            else:
+                self._add_operation(node)
+        self.prefix.output(tuple(self.in_prefix[node] for node in self.border))
+        argument_nodes = [node for node in self.prefix.nodes if node.op == "placeholder"]
+        tensor_nodes = list(self.tensors.values())
+        prefix_tensors = [pair[0] for pair in tensor_nodes]
+        argument_nodes = [node for node in argument_nodes if node not in prefix_tensors]
+        suffix_inputs = [self.count, *self.border.values(), *(pair[1] for pair in tensor_nodes)]
+        return Folded(
+            _graph_module(reference, self.prefix, [*prefix_tensors, *argument_nodes]),
+            _graph_module(reference, self.suffix, [*suffix_inputs, *self.values.values()]),
+            arguments,
+            list(self.tensors),
+            list(self.values),
+            self.has_convolutions,
+            self.width,
+        )
+
+    # Inputs and outputs of the graphs
+
+    def _add_argument(self, node: torch.fx.Node) -> None:
+        self.in_prefix[node] = self.prefix.placeholder(str(node.target))
+        domain = Domain.SHARED
+        if self.per_member_inputs:
+            domain = Domain.MEMBER
+            self.in_suffix[node] = self.border_node(node)
+        self.facts[node] = Value(domain, self.ranks[str(node.target)])
+
+    def _add_tensor(self, node: torch.fx.Node) -> None:
+        """Add a parameter or buffer that the code reads."""
+        owner, _, name = str(node.target).rpartition(".")
+        module = self.root.get_submodule(owner)
+        module_name = self.names[id(module)]
+        full_name = f"{module_name}.{name}".lstrip(".")
+        if self._differs(module_name, name):
+            is_queried = all(u.target is getattr and u.args[1] in QUERIES for u in node.users)
+            if not is_queried or name in self.per_member.get(module_name, ()):
+                raise Unfoldable(f"its code reads {full_name!r}, which differs between members")
+        tensor = getattr(module, name)
+        leading = tensor.shape[0] if tensor.dim() else None
+        self.facts[node] = Value(Domain.CONSTANT, tensor.dim(), leading=leading)
+        self.in_prefix[node], self.in_suffix[node] = self.tensor_nodes(full_name)
+
+    def _differs(self, module: str, tensor: str) -> bool:
+        """Return whether members have different versions of a tensor."""
+        if tensor in self.per_member.get(module, ()):
+            return True
+        for name, layer in self.layers.items():
+            is_part = layer.module == module and tensor in (*layer.weights, *layer.biases)
+            if is_part and self.has_difference(name):
+                return True
+        return False
+
+    def has_difference(self, layer: str) -> bool:
+        """Return whether members differ by modulations or low-rank weights in a layer."""
+        has_site = (layer, "pre") in self.sites or (layer, "post") in self.sites
+        return has_site or layer in self.low_rank
+
+    def tensor_nodes(self, name: str) -> tuple[torch.fx.Node, torch.fx.Node]:
+        """Return the inputs of prefix and suffix for a parameter or buffer."""
+        if name not in self.tensors:
+            label = "tensor_" + name.replace(".", "_")
+            self.tensors[name] = (self.prefix.placeholder(label), self.suffix.placeholder(label))
+        return self.tensors[name]
+
+    def value_node(self, key: str) -> torch.fx.Node:
+        """Return the input of the suffix for values of the members."""
+        if key not in self.values:
+            self.values[key] = self.suffix.placeholder("value_" + key.replace(".", "_"))
+        return self.values[key]
+
+    def border_node(self, source: torch.fx.Node) -> torch.fx.Node:
+        """Return the input of the suffix for a value that the prefix computes."""
+        if source not in self.border:
+            self.border[source] = self.suffix.placeholder(f"shared_{source.name}")
+        return self.border[source]
+
+    def argument(self, source: torch.fx.Node, domain: Domain) -> torch.fx.Node:
+        """Return the node for a value in the graph of a domain; shared rows are repeated."""
+        if domain is not Domain.MEMBER:
+            return self.in_prefix[source]
+        if source in self.in_suffix:
+            return self.in_suffix[source]
+        value = self.facts[source]
+        node = self.border_node(source)
+        if value.domain is Domain.CONSTANT or value.kind == "other":
+            return node
+        if value.kind in ("shape", "tuple"):
+            raise Unfoldable("members use the shape of a shared value, or several at once")
+        if source not in self.repeated:
+            function = mul if value.kind == "rows" else repeat_rows
+            self.repeated[source] = self.suffix.call_function(function, (node, self.count))
+        return self.repeated[source]
+
+    def input_of(self, source: Any, is_shared: bool) -> torch.fx.Node:
+        """Return the input of a layer: shared rows as they are, or rows of the members."""
+        if is_shared:
+            return self.border_node(source)
+        return self.argument(source, Domain.MEMBER)
+
+    def _add_output(self, node: torch.fx.Node) -> None:
+        for leaf in tree_leaves(node.args[0]):
+            if not isinstance(leaf, torch.fx.Node) and leaf is not None:
+                raise Unfoldable("an output is not a tensor")
+
+        def unfold(source: torch.fx.Node) -> torch.fx.Node:
+            value = self.facts[source]
+            if value.kind != "tensor" or value.domain is Domain.CONSTANT or not value.rank:
+                raise Unfoldable("an output does not have one row per sample")
+            rows = self.argument(source, Domain.MEMBER)
+            return self.suffix.call_function(unfold_members, (rows, self.count))
+
+        self.suffix.output(map_arg(node.args[0], unfold))
+
+    # Operations and modules
+
+    def emit(self, node: torch.fx.Node, value: Value) -> None:
+        """Copy a node into the graph of its domain."""
+        self.facts[node] = value
+        is_member = value.domain is Domain.MEMBER
+        graph = self.suffix if is_member else self.prefix
+        args = map_arg(node.args, lambda source: self.argument(source, value.domain))
+        kwargs = map_arg(dict(node.kwargs), lambda source: self.argument(source, value.domain))
+        target = node.target
+        if node.op == "call_module":
+            target = self.names[id(self.root.get_submodule(str(target)))]
+        copied = graph.create_node(node.op, target, args, kwargs)
+        environment = self.in_suffix if is_member else self.in_prefix
+        environment[node] = copied
+
+    def _add_operation(self, node: torch.fx.Node) -> None:
+        full_name = operation_name(node.target)
+        name = full_name.strip("_")
+        if is_in_place(full_name) or node.kwargs.get("inplace") is True:
+            self._check_in_place(node)
+        args = map_arg(node.args, lambda source: self.facts[source])
+        kwargs = map_arg(dict(node.kwargs), lambda source: self.facts[source])
+        value = infer(name, list(args), dict(kwargs))
+        is_random = name in RANDOM_FUNCTIONS
+        if name == "dropout":
+            training = args[2] if len(args) > 2 else kwargs.get("training", True)
+            is_random = training is not False
+        if name == "scaled_dot_product_attention":
+            dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+            is_random = dropout != 0.0
+        if is_random:
+            # Every member draws its own numbers.
+            value = replace(value, domain=Domain.MEMBER)
+        self.emit(node, value)
+
+    def _check_in_place(self, node: torch.fx.Node) -> None:
+        """Refuse in-place operations on values that are used elsewhere.
+
+        A value may be computed once and used by several chunks of members.
+        """
+        target = node.args[0] if node.args else node.kwargs.get("input")
+        if not isinstance(target, torch.fx.Node) or target.op in ("placeholder", "get_attr"):
+            raise Unfoldable("its code changes an input or a tensor in place")
+        is_view = target.op != "call_module" and operation_name(target.target) in VIEWS
+        is_flatten = target.op == "call_module" and isinstance(
+            self.root.get_submodule(str(target.target)), (nn.Flatten, nn.Unflatten, nn.Identity)
+        )
+        if len(target.users) > 1 or is_view or is_flatten:
+            raise Unfoldable("its code changes a value in place that is used elsewhere")
+        if target in self.border or target in self.repeated:
+            raise Unfoldable("its code changes a shared value in place")
+
+    def _add_module(self, node: torch.fx.Node) -> None:
+        module = self.root.get_submodule(str(node.target))
+        name = self.names[id(module)]
+        if isinstance(module, nn.MultiheadAttention):
+            from embens.graph.attention import write_attention
+
+            write_attention(self, node, module, name)
+            return
+        if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], torch.fx.Node):
+            raise Unfoldable(f"{name!r} ({type(module).__name__}) takes several inputs")
+        value = self.facts[node.args[0]]
+        if value.kind != "tensor" or value.rank is None or value.domain is Domain.CONSTANT:
+            raise Unfoldable(f"the input of {name!r} has no batch axis")
+        if getattr(module, "inplace", False):
+            self._check_in_place(node)
+        result = Value(value.domain, rank_after(module, name, value.rank))
+        if is_layer(module):
+            self._add_layer(node, module, name, result)
+        elif isinstance(module, BATCH_NORMS) and self._needs_member_norm(module, name, value):
+            self._finish(node, write_batch_norm(self, node, module, name), result)
+        elif name in self.per_member and not isinstance(module, BATCH_NORMS):
+            self._finish(node, write_layer_norm(self, node, module, name), result)
+        else:
+            is_random = isinstance(module, RANDOM_MODULES) and module.training
+            if is_random and getattr(module, "p", 1.0) > 0:
+                result = replace(result, domain=Domain.MEMBER)
+            self.emit(node, result)
+
+    def _needs_member_norm(self, module: Any, name: str, value: Value) -> bool:
+        """Return whether a BatchNorm normalises the rows of each member separately."""
+        if name in self.per_member:
+            return True
+        uses_batch = module.training or module.running_mean is None
+        return uses_batch and value.domain is Domain.MEMBER
+
+    def _finish(self, node: torch.fx.Node, written: torch.fx.Node, result: Value) -> None:
+        self.in_suffix[node] = written
+        self.facts[node] = replace(result, domain=Domain.MEMBER)
+
+    def _add_layer(self, node: torch.fx.Node, module: nn.Module, name: str, result: Value) -> None:
+        """Write a parameter layer with the differences between members."""
+        layer = self.layers[name]
+        is_separate = name in self.per_member or name in self.low_rank
+        pre, post = self.sites.get((name, "pre")), self.sites.get((name, "post"))
+        is_shared = result.domain is Domain.SHARED
+        if not is_shared or pre or post or is_separate:
+            self.width = max(self.width, layer.inputs or 1, layer.outputs or 1)
+            runs_per_member = post is not None or is_separate or not is_shared
+            if isinstance(module, _ConvNd) and runs_per_member:
+                self.has_convolutions = True
+        if is_separate:
+            if pre or post:
+                raise Unfoldable(f"{name!r} has modulations and separate weights")
+            value = self.facts[node.args[0]]  # type: ignore[index]
+            self._finish(node, write_member_layer(self, node, module, layer, value), result)
+            return
+        if not pre and not post:
+            self.emit(node, result)
+            return
+        if not layer.mergeable:
+            raise Unfoldable(f"{name!r} computes its weight")
+        if post is None and is_shared:
+            # The layer is the same for all members and belongs to the prefix.
+            self.emit(node, result)
+            written = self.border_node(node)
+        elif pre is not None and post is not None and self.is_plain(module):
+            written = self._write_modulated(node, module, layer, is_shared)
+            pre = None
+        else:
+            written = self.input_of(node.args[0], is_shared)
+            if post is not None:
+                written = self._scale(written, post, layer, is_shared)
+                is_shared = False
+            written = self.suffix.call_module(layer.module, (written,))
+        if pre is not None:
+            written = self._scale(written, pre, layer, is_shared)
+        self._finish(node, written, result)
+
+    def _scale(self, x: torch.fx.Node, site: Site, layer: Layer, is_shared: bool) -> torch.fx.Node:
+        arguments = (
+            x,
+            self.value_node(site.key),
+            self.count,
+            layer.spatial,
+            site.repeat,
+            is_shared,
+        )
+        return self.suffix.call_function(scale_members, arguments)
+
+    def is_plain(self, module: nn.Module) -> bool:
+        """Return whether a layer is one of torch's, so that its function can be called directly."""
+        if type(module) is nn.Linear:
+            return True
+        return type(module) in CONVOLUTIONS and module.padding_mode == "zeros"
+
+    def weights_of(self, module: nn.Module, layer: Layer) -> tuple[torch.fx.Node, Any]:
+        """Return the suffix's inputs for weight and bias of a layer; the bias may be None."""
+        weight = self.tensor_nodes(f"{layer.module}.weight".lstrip("."))[1]
+        if getattr(module, "bias", None) is None:
+            return weight, None
+        return weight, self.tensor_nodes(f"{layer.module}.bias".lstrip("."))[1]
+
+    def _write_modulated(
+        self, node: torch.fx.Node, module: nn.Module, layer: Layer, is_shared: bool
+    ) -> torch.fx.Node:
+        """Write a Linear layer or a convolution that is modulated on both sides."""
+        pre, post = self.sites[layer.name, "pre"], self.sites[layer.name, "post"]
+        x = self.input_of(node.args[0], is_shared)
+        weight, bias = self.weights_of(module, layer)
+        values = (self.value_node(pre.key), self.value_node(post.key))
+        arguments = (x, weight, bias, *values, post.repeat, self.count, is_shared)
+        if isinstance(module, nn.Linear):
+            return self.suffix.call_function(modulated_linear, arguments)
+        function, options = convolution_options(module)
+        arguments = (*arguments, layer.transposed, function, options)
+        return self.suffix.call_function(modulated_convolution, arguments)
+
+
+def rank_after(module: nn.Module, name: str, rank: int) -> int:
+    """Return the rank of a module's output, if the module treats rows independently.
+
+    Raises:
+        Unfoldable: if it is unknown, or if the input has no batch axis of its own.
+    """
+    kind = type(module).__name__
+    if isinstance(module, _ConvNd):
+        is_known = rank == len(module.kernel_size) + 2
+    elif isinstance(module, nn.Embedding):
+        return rank + 1
+    elif isinstance(module, nn.RNNBase):
+        raise Unfoldable(f"the batch is not the first axis of the states of {name!r}")
+    elif is_layer(module):
+        is_known = rank >= 2
+    elif not type(module).__module__.startswith("torch.nn"):
+        raise Unfoldable(f"{name!r} ({kind}) is not known to treat samples independently")
+    elif isinstance(module, nn.Flatten):
+        start = module.start_dim + rank if module.start_dim < 0 else module.start_dim
+        end = module.end_dim + rank if module.end_dim < 0 else module.end_dim
+        if start > 0:
+            return rank - (end - start)
+        is_known = False
+    elif isinstance(module, nn.Unflatten):
+        if isinstance(module.dim, int) and module.dim % rank > 0:
+            return rank - 1 + len(module.unflattened_size)
+        is_known = False
+    elif isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)):
+        is_known = isinstance(module.dim, int) and module.dim % rank > 0
+    elif isinstance(module, BATCH_NORMS):
+        is_known = rank >= 2
+    elif kind in FEATUREWISE:
+        shape = getattr(module, "normalized_shape", ())
+        is_known = rank >= 2 and len(shape) < rank
+    elif kind in POOLING or kind in PADDING:
+        axes = next((int(letter) for letter in kind if letter.isdigit()), 0)
+        is_known = axes > 0 and rank == axes + 2
+    else:
+        is_known = kind in IMAGE_MODULES and rank >= 3
+        if kind.startswith("InstanceNorm") and getattr(module, "track_running_stats", False):
+            is_known = False
+    if not is_known:
+        raise Unfoldable(
+            f"{name!r} ({kind}) on {rank} axes is not known to treat samples independently"
+        )
+    return rank
+
+
+def _graph_module(
+    reference: nn.Module, graph: torch.fx.Graph, inputs: list[torch.fx.Node]
+) -> torch.fx.GraphModule:
+    """Return a graph as a module whose arguments have a given order."""
+    ordered = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in inputs:
+        copies[node] = ordered.node_copy(node)
+    for node in graph.nodes:
+        if node not in copies:
+            copies[node] = ordered.node_copy(node, lambda source: copies[source])
+    ordered.eliminate_dead_code(is_impure_node=_is_kept)
+    return torch.fx.GraphModule(reference, ordered)
+
+
+def _is_kept(node: torch.fx.Node) -> bool:
+    """Return whether a node stays although nothing uses its result."""
+    return node.op in ("placeholder", "output", "call_module") or is_in_place(
+        operation_name(node.target)
+    )
+
+
+# Functions of the suffix
+
+
+def repeat_rows(x: Tensor, count: int) -> Tensor:
+    """Repeat the rows of a batch as a block for each member."""
+    if count == 1:
+        return x
+    return x.unsqueeze(0).expand(count, *x.shape).flatten(0, 1)
+
+
+def unfold_members(x: Tensor, count: int) -> Tensor:
+    """Return ``(member, row, …)`` for blocks of rows."""
+    if count == 1:
+        return x.unsqueeze(0)
+    return x.unflatten(0, (count, -1))
+
+
+def scale_members(
+    x: Tensor, values: Tensor, count: int, spatial: int, repeat: int, is_shared: bool
+) -> Tensor:
+    """Multiply the rows of each member by its values.
+
+    Args:
+        x: ``(member · row, …, channel, position…)``; without members if ``is_shared``.
+        values: ``(member, size)``.
+        count: number of members.
+        spatial: number of axes after the channels.
+        repeat: number of consecutive features per value.
+        is_shared: whether ``x`` has one block of rows for all members.
+    """
+    if values.dtype is not x.dtype:
+        values = values.to(x.dtype)
+    if repeat > 1:
+        values = values.repeat_interleave(repeat, dim=1)
+    if count == 1:
+        return x * values.view(-1, *(1,) * spatial)
+    if not is_shared:
+        x = x.unflatten(0, (count, -1))
+        rank = x.dim()
+    else:
+        rank = x.dim() + 1
+    if rank == 3 and not spatial:
+        values = values.unsqueeze(1)
+    else:
+        middle = (1,) * (rank - 2 - spatial)
+        values = values.view(count, *middle, values.shape[1], *(1,) * spatial)
+    return (x * values).flatten(0, 1)
+
+
+def modulated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pre: Tensor,
+    post: Tensor,
+    repeat: int,
+    count: int,
+    is_shared: bool,
+) -> Tensor:
+    """Apply a Linear layer with modulated inputs and outputs."""
+    x = scale_members(x, post, count, 0, repeat, is_shared)
+    x = F.linear(x, weight, bias)
+    return scale_members(x, pre, count, 0, 1, False)
+
+
+def modulated_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pre: Tensor,
+    post: Tensor,
+    repeat: int,
+    count: int,
+    is_shared: bool,
+    transposed: bool,
+    function: str,
+    options: dict[str, Any],
+) -> Tensor:
+    """Apply a convolution with modulated inputs and outputs.
+
+    Weights are smaller than activations, so a single member's weights are merged.
+    """
+    convolve = getattr(F, function)
+    spatial = x.dim() - 2
+    if count == 1 and options["groups"] == 1 and weight.numel() < x.numel():
+        scale = pre.to(weight.dtype).mT * post.to(weight.dtype)
+        if transposed:
+            scale = scale.mT
+        weight = weight * scale.view(*scale.shape, *(1,) * spatial)
+        if bias is not None:
+            bias = bias * pre[0].to(bias.dtype)
+        return convolve(x, weight, bias, **options)
+    x = scale_members(x, post, count, spatial, repeat, is_shared)
+    x = convolve(x, weight, bias, **options)
+    return scale_members(x, pre, count, spatial, 1, False)

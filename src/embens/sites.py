@@ -1,0 +1,543 @@
+r"""Parameter layers, the sites of their modulations, and the specification of an ensemble.
+
+Member :math:`a` of an ensemble is the reference with other weights. In a modulated layer they are
+
+.. math:: W_a = v_a u_a^\top \circ W, \qquad b_a = v_a \circ b ,
+
+where ``post`` (:math:`u`) multiplies the input of the layer and ``pre`` (:math:`v`) its output. A
+*site* is one side of one layer. A :class:`Layer` says where a layer keeps its weights and which of
+their axes are inputs and outputs; :func:`register_layer` adds kinds of layers.
+
+An :class:`EnsembleSpec` is everything that the user asked for. It is small and immutable, and it is
+saved with the tensors. How an ensemble runs is derived from the reference and the spec.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils import parametrize
+
+from embens.laws import Law, from_dict
+
+Side = Literal["pre", "post"]
+Channels = Callable[[Any], tuple[int | None, int | None]]
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+# Layers
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One parameter layer of a reference.
+
+    Attributes:
+        name: the name of its sites. It is the name of the module, or, for the projections of an
+            ``nn.MultiheadAttention`` called ``attention``, ``attention.q_proj`` and so on.
+        module: the name of the module that holds the tensors.
+        weights: names of the weights in that module.
+        biases: names of the biases in that module.
+        inputs: number of input channels; None if the inputs are indices.
+        outputs: number of output channels; None if the output can't be modulated.
+        spatial: number of axes that follow the channels in inputs and outputs.
+        groups: number of groups of a convolution.
+        transposed: whether weights have the axes ``(in, out, …)`` instead of ``(out, in, …)``.
+        rows: first and last row in packed weights of attention; None for whole tensors.
+        mergeable: whether scaling weights and biases scales inputs and outputs. False for layers
+            that compute their weight from the parameters; these are scaled by hooks.
+    """
+
+    name: str
+    module: str
+    weights: tuple[str, ...] = ("weight",)
+    biases: tuple[str, ...] = ()
+    inputs: int | None = None
+    outputs: int | None = None
+    spatial: int = 0
+    groups: int = 1
+    transposed: bool = False
+    rows: tuple[int, int] | None = None
+    mergeable: bool = True
+
+    def channels(self, side: Side) -> int | None:
+        """Return the number of channels on one side of the layer."""
+        if side == "pre":
+            return self.outputs
+        return self.inputs
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return the rows of a weight or bias that belong to this layer."""
+        if self.rows is None or tensor.shape[0] == self.outputs:
+            return tensor
+        return tensor[self.rows[0] : self.rows[1]]
+
+    def with_part(self, tensor: Tensor, part: Tensor) -> Tensor:
+        """Return a weight or bias with other rows in the place of this layer's."""
+        if self.rows is None or tensor.shape[0] == self.outputs:
+            return part
+        return torch.cat([tensor[: self.rows[0]], part, tensor[self.rows[1] :]])
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How one class of layers holds its channels.
+
+    Attributes:
+        channels: function of a layer that returns its numbers of input and output channels.
+        weight: order of the first two axes of its weight, "out in" or "in out"; "" if the layer is
+            not linear in its weight.
+    """
+
+    channels: Channels
+    weight: str = ""
+
+
+_KINDS: dict[type | str, LayerKind] = {
+    nn.Linear: LayerKind(lambda layer: (layer.in_features, layer.out_features), "out in"),
+    _ConvTransposeNd: LayerKind(lambda layer: (layer.in_channels, layer.out_channels), "in out"),
+    _ConvNd: LayerKind(lambda layer: (layer.in_channels, layer.out_channels), "out in"),
+    nn.Embedding: LayerKind(lambda layer: (None, layer.embedding_dim), "in out"),
+    nn.RNNBase: LayerKind(lambda layer: (layer.input_size, None), "out in"),
+    "transformers.pytorch_utils.Conv1D": LayerKind(
+        lambda layer: tuple(layer.weight.shape), "in out"
+    ),
+}
+"""Kinds by class, or by the full name of a class of a library that need not be installed."""
+
+_STOCK_MODULES = ("torch.nn.modules.", "embens.networks", "transformers.pytorch_utils")
+
+
+def register_layer(kind: type | str, channels: Channels, *, weight: str = "") -> None:
+    """Make a class of layers known, so that its inputs and outputs become sites.
+
+    Args:
+        kind: a module class, or its full name ``"package.module.Class"``.
+        channels: a function of a layer that returns its numbers of input and output channels, the
+            sizes of the last axes of its input and output.
+        weight: the order of the axes of ``layer.weight``, ``"out in"`` or ``"in out"``, for layers
+            whose output is linear in ``layer.weight`` and ``layer.bias``. Members then have plain
+            layers with other weights. ``""``: members scale inputs and outputs with hooks.
+
+    Raises:
+        TypeError: if ``channels`` is not callable.
+        ValueError: if ``weight`` is not one of the three values.
+
+    Example:
+        >>> import torch
+        >>> class Swapped(nn.Module):  # x @ weight, as in GPT-2
+        ...     def __init__(self, inputs, outputs):
+        ...         super().__init__()
+        ...         self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        ...
+        ...     def forward(self, x):
+        ...         return x @ self.weight
+        >>> register_layer(Swapped, lambda layer: layer.weight.shape, weight="in out")
+    """
+    if weight not in ("", "out in", "in out"):
+        raise ValueError(f"weight must be '', 'out in' or 'in out', got {weight!r}.")
+    if not callable(channels):
+        raise TypeError(f"channels must be a function of a layer, got {channels!r}.")
+    _KINDS[kind] = LayerKind(channels, weight)
+
+
+def kind_of(module: nn.Module) -> LayerKind | None:
+    """Return the kind of a parameter layer, or None if the module is not one."""
+    for cls in type(module).__mro__:
+        kind = _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if kind is not None:
+            return kind
+    return None
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Return whether a module is a parameter layer or an attention."""
+    return kind_of(module) is not None or isinstance(module, nn.MultiheadAttention)
+
+
+def find_layers(reference: nn.Module) -> dict[str, Layer]:
+    """Return the parameter layers of a network by name, in the order of registration.
+
+    Args:
+        reference: any module. A module that is registered twice is listed once.
+
+    Returns:
+        A dictionary from names to layers. An attention contributes four layers, ``q_proj``,
+        ``k_proj``, ``v_proj`` and ``out_proj``.
+
+    Example:
+        >>> layers = find_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+        >>> {name: (layer.inputs, layer.outputs) for name, layer in layers.items()}
+        {'0': (2, 3), '2': (3, 1)}
+    """
+    layers: dict[str, Layer] = {}
+    for name, module in reference.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            for projection in _attention_layers(name, module):
+                layers[projection.name] = projection
+        elif name not in layers and kind_of(module) is not None:
+            layers[name] = _layer(name, module)
+    return layers
+
+
+def _layer(name: str, module: nn.Module) -> Layer:
+    kind = kind_of(module)
+    assert kind is not None
+    inputs, outputs = kind.channels(module)
+    if isinstance(module, nn.RNNBase):
+        weights = ["weight_ih_l0"]
+        if module.bidirectional:
+            weights.append("weight_ih_l0_reverse")
+        return Layer(name, name, tuple(weights), (), inputs, None)
+    biases = ()
+    if getattr(module, "bias", None) is not None:
+        biases = ("bias",)
+    return Layer(
+        name,
+        name,
+        biases=biases,
+        inputs=inputs,
+        outputs=outputs,
+        spatial=len(module.kernel_size) if isinstance(module, _ConvNd) else 0,
+        groups=module.groups if isinstance(module, _ConvNd) else 1,
+        transposed=kind.weight == "in out",
+        mergeable=_is_mergeable(module, kind),
+    )
+
+
+def _is_mergeable(module: nn.Module, kind: LayerKind) -> bool:
+    """Return whether a layer with scaled weights has scaled inputs and outputs."""
+    if getattr(module, "weight", None) is None or not kind.weight:
+        return False
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return False  # rows are renormalised after scaling
+    if "weight" not in module._parameters and not parametrize.is_parametrized(module, "weight"):
+        return False  # a hook computes the weight at each call
+    if not isinstance(module, (nn.Linear, _ConvNd, nn.Embedding)):
+        return True  # registered with the order of its axes
+    forward_class = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return forward_class.__module__.startswith(_STOCK_MODULES)
+
+
+def _attention_layers(name: str, module: nn.MultiheadAttention) -> list[Layer]:
+    """Return the four projections of an attention."""
+    width = module.embed_dim
+    input_widths = {"q_proj": width, "k_proj": module.kdim, "v_proj": module.vdim}
+    layers = []
+    for index, (projection, inputs) in enumerate(input_widths.items()):
+        rows = (index * width, (index + 1) * width)
+        packed = module.in_proj_weight is not None
+        layers.append(
+            Layer(
+                f"{name}.{projection}".lstrip("."),
+                name,
+                weights=("in_proj_weight",) if packed else (f"{projection}_weight",),
+                biases=() if module.in_proj_bias is None else ("in_proj_bias",),
+                inputs=inputs,
+                outputs=width,
+                rows=rows,
+            )
+        )
+    out_name = f"{name}.out_proj".lstrip(".")
+    biases = () if module.out_proj.bias is None else ("bias",)
+    layers.append(Layer(out_name, out_name, biases=biases, inputs=width, outputs=width))
+    return layers
+
+
+def modulate(
+    layer: Layer, tensor: Tensor, kind: str, pre: Tensor | None, post: Tensor | None
+) -> Tensor:
+    r"""Return one member's weight :math:`v u^\top \circ W` or bias :math:`v \circ b`.
+
+    Args:
+        layer: the layer that the tensor belongs to.
+        tensor: a weight or a bias of the layer, the rows of this layer only.
+        kind: "weight" or "bias".
+        pre: :math:`v` of one member, ``(out,)``, or None.
+        post: :math:`u` of one member, ``(in,)``, or None.
+
+    Returns:
+        A tensor of the same shape.
+    """
+    if kind == "bias":
+        return tensor if pre is None else tensor * pre
+    scale = _weight_scale(layer, pre, post)
+    if scale is None:
+        return tensor
+    positions = tensor.dim() - 2
+    return tensor * scale.reshape(*scale.shape, *(1,) * positions)
+
+
+def _weight_scale(layer: Layer, pre: Tensor | None, post: Tensor | None) -> Tensor | None:
+    """Return the factors of a weight over its first two axes, which may have size 1."""
+    if layer.groups > 1:
+        return _grouped_scale(layer, pre, post)
+    out_scale = None if pre is None else pre.unsqueeze(1)
+    in_scale = None if post is None else post.unsqueeze(0)
+    if out_scale is None or in_scale is None:
+        scale = in_scale if out_scale is None else out_scale
+    else:
+        scale = out_scale * in_scale
+    if scale is not None and layer.transposed:
+        scale = scale.mT
+    return scale
+
+
+def _grouped_scale(layer: Layer, pre: Tensor | None, post: Tensor | None) -> Tensor | None:
+    """Return the factors of a grouped convolution's weight, ``(out, in / groups)`` or swapped."""
+    if pre is None and post is None:
+        return None
+    assert layer.inputs is not None and layer.outputs is not None
+    groups = layer.groups
+    shape = (groups, layer.outputs // groups, layer.inputs // groups)
+    reference = pre if pre is not None else post
+    assert reference is not None
+    scale = reference.new_ones(shape)
+    if pre is not None:
+        scale = scale * pre.view(groups, -1, 1)
+    if post is not None:
+        scale = scale * post.view(groups, 1, -1)
+    if layer.transposed:
+        scale = scale.mT
+    return scale.flatten(0, 1)
+
+
+# Specification
+
+
+@dataclass(frozen=True)
+class Site:
+    """One modulated side of one layer.
+
+    Attributes:
+        layer: name of the layer.
+        kind: "pre" (the layer's output) or "post" (its input).
+        law: distribution of the initial values.
+        size: number of values per member.
+        repeat: number of consecutive features per value, for a Linear layer after a Flatten.
+        trainable: whether the values are parameters; otherwise they are fixed.
+        fresh: whether new values are drawn at every pass.
+        hidden: whether it is one of the paper's hidden sites.
+    """
+
+    layer: str
+    kind: Side
+    law: Law
+    size: int
+    repeat: int = 1
+    trainable: bool = True
+    fresh: bool = False
+    hidden: bool = True
+
+    @property
+    def key(self) -> str:
+        """The name of its values."""
+        return f"{self.layer}.{self.kind}"
+
+
+@dataclass(frozen=True)
+class LowRankSite:
+    """A layer whose weights differ between members by a matrix of low rank.
+
+    Attributes:
+        layer: name of the layer.
+        rank: rank of the matrix.
+        kind: "multiplicative" or "additive".
+        scale: initial standard deviation of the matrix, relative to the weights.
+    """
+
+    layer: str
+    rank: int
+    kind: Literal["multiplicative", "additive"]
+    scale: float = 0.0
+
+
+@dataclass(frozen=True)
+class PerMember:
+    """A module of which every member has separate tensors.
+
+    Attributes:
+        module: name of the module.
+        tensors: names of its parameters and buffers that are separate.
+        drawn: whether parameters were initialised separately for each member.
+    """
+
+    module: str
+    tensors: tuple[str, ...]
+    drawn: bool = False
+
+
+@dataclass(frozen=True)
+class EnsembleSpec:
+    """What the user asked for: everything that makes an ensemble out of a reference.
+
+    Attributes:
+        family: name of the function that made the ensemble.
+        members: number of members.
+        sites: modulated sites.
+        low_rank: layers with low-rank members.
+        per_member: modules with separate tensors for each member.
+        frozen: whether the shared parameters are not trained.
+        pretrained: whether the members begin near a trained reference.
+        separate: whether members share no parameter.
+        individual_head: whether every member has its own, separately drawn last layer.
+        sampled: number of members that the modulations were sampled for, which joint laws depend
+            on. It is larger than ``members`` in a subset.
+        chosen: indices of a subset's members in the original ensemble; empty for all members.
+    """
+
+    family: str
+    members: int
+    sites: tuple[Site, ...] = ()
+    low_rank: tuple[LowRankSite, ...] = ()
+    per_member: tuple[PerMember, ...] = ()
+    frozen: bool = False
+    pretrained: bool = False
+    separate: bool = False
+    individual_head: bool = False
+    sampled: int = 0
+    chosen: tuple[int, ...] = ()
+
+    @property
+    def has_repeated_members(self) -> bool:
+        """Whether some members of a subset are the same."""
+        return len(set(self.chosen)) < len(self.chosen)
+
+    @property
+    def overlap(self) -> float:
+        r"""The product of the post laws' :math:`E[u_a u_b] / E[u^2]` over the hidden sites.
+
+        Separately drawn last layers make it 0. Low-rank layers count with the fraction of the
+        weights that members have in common.
+        """
+        if self.individual_head:
+            return 0.0
+        overlap = 1.0
+        for site in self.sites:
+            if site.kind == "post" and site.hidden:
+                overlap *= site.law.overlap
+        for low_rank in self.low_rank:
+            overlap /= 1 + low_rank.scale**2
+        return overlap
+
+    def subset(self, members: Iterable[int]) -> "EnsembleSpec":
+        """Return the spec of an ensemble of some of the members."""
+        original = self.chosen or tuple(range(self.members))
+        chosen = tuple(original[a] for a in members)
+        sampled = self.sampled or self.members
+        return replace(self, members=len(chosen), sampled=sampled, chosen=chosen)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the spec in a form that JSON can hold."""
+        data = asdict(self)
+        data["sites"] = [{**asdict(site), "law": site.law.to_dict()} for site in self.sites]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "EnsembleSpec":
+        """Return the spec that :meth:`to_dict` described.
+
+        Raises:
+            ValueError, TypeError, KeyError: if the data do not describe a spec.
+        """
+        values = dict(data)
+        values["sites"] = tuple(
+            _typed(Site, {**site, "law": from_dict(site["law"])}) for site in data["sites"]
+        )
+        values["low_rank"] = tuple(_typed(LowRankSite, site) for site in data["low_rank"])
+        values["per_member"] = tuple(
+            _typed(PerMember, {**item, "tensors": tuple(item["tensors"])})
+            for item in data["per_member"]
+        )
+        values["chosen"] = tuple(data["chosen"])
+        spec = _typed(cls, values)
+        spec.check()
+        return spec
+
+    def check(self) -> None:
+        """Raise ValueError for values that no ensemble can have."""
+        if self.members < 1:
+            raise ValueError(f"members must be a positive integer, got {self.members}.")
+        if self.chosen and len(self.chosen) != self.members:
+            raise ValueError(f"chosen must name {self.members} members, got {self.chosen}.")
+        for index in self.chosen:
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise TypeError(f"chosen must be integers, got {index!r}.")
+            if not 0 <= index < self.sampled:
+                raise ValueError(f"chosen must be below {self.sampled}, got {index}.")
+        for site in self.sites:
+            if site.kind not in ("pre", "post"):
+                raise ValueError(f"the kind of a site must be 'pre' or 'post', got {site.kind!r}.")
+            if site.size < 1 or site.repeat < 1:
+                raise ValueError(f"the site {site.key!r} has size {site.size} × {site.repeat}.")
+        for low_rank in self.low_rank:
+            if low_rank.kind not in ("multiplicative", "additive"):
+                raise ValueError(f"unknown low-rank kind {low_rank.kind!r}.")
+            if low_rank.rank < 1 or not math.isfinite(low_rank.scale):
+                raise ValueError(f"the low-rank layer {low_rank.layer!r} has invalid values.")
+
+    def check_reference(self, reference: nn.Module) -> None:
+        """Raise ValueError if a reference lacks a layer of the spec or has other sizes."""
+        layers = find_layers(reference)
+        modules = dict(reference.named_modules())
+        for site in self.sites:
+            layer = _require(layers, site.layer)
+            channels = layer.channels(site.kind)
+            if site.size * site.repeat != channels:
+                raise ValueError(
+                    f"the {site.kind} site of layer {site.layer!r} has {site.size} × {site.repeat} "
+                    f"values, the reference's layer has {channels} channels: another shape. Pass "
+                    "the architecture that was saved."
+                )
+        for low_rank in self.low_rank:
+            _require(layers, low_rank.layer)
+        for item in self.per_member:
+            module = _require(modules, item.module)
+            for name in item.tensors:
+                if getattr(module, name, None) is None:
+                    raise ValueError(
+                        f"the reference's module {item.module!r} has no tensor {name!r}. Pass the "
+                        "architecture that was saved."
+                    )
+
+
+_FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
+    "family": str,
+    "members": int,
+    "layer": str,
+    "module": str,
+    "kind": str,
+    "size": int,
+    "repeat": int,
+    "rank": int,
+    "scale": (int, float),
+    "sampled": int,
+}
+_FLAGS = "trainable fresh hidden drawn frozen pretrained separate individual_head".split()
+_FIELD_TYPES |= dict.fromkeys(_FLAGS, bool)
+
+
+def _typed(cls: type, values: Mapping[str, Any]) -> Any:
+    """Build a dataclass from parsed JSON after checking the types of its plain fields."""
+    for name, value in values.items():
+        expected = _FIELD_TYPES.get(name)
+        if expected is None:
+            continue
+        is_number_as_flag = isinstance(value, bool) and expected is not bool
+        if is_number_as_flag or not isinstance(value, expected):
+            raise TypeError(f"{cls.__name__}.{name} has the wrong type, got {value!r}.")
+    return cls(**values)
+
+
+def _require(items: Mapping[str, Any], name: str) -> Any:
+    if name not in items:
+        raise ValueError(
+            f"the reference has no module {name!r}, which the saved ensemble has. Pass a reference "
+            "of the architecture that was saved."
+        )
+    return items[name]
