@@ -370,14 +370,43 @@ def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def plain_module(copied: MemberCopy) -> nn.Module:
-    """Return a plain network with the tensors that a member's copy holds, cloned."""
-    made: dict[int, Any] = {}
-    for module in copied.module.modules():
-        for tensor in module._parameters.values():
-            if tensor is not None and id(tensor) not in made:
-                made[id(tensor)] = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+def plain_member(ensemble: "EmbeddedEnsemble", a: int) -> nn.Module:
+    """Return a member as a plain network that shares no tensor with the ensemble."""
+    values = {name: stack.detach()[a] for name, stack in ensemble.sample_values().items()}
+    with torch.no_grad():
+        computed = computed_tensors(ensemble.reference)
+        tensors = member_tensors(
+            ensemble.reference, ensemble.layers, ensemble.spec, values, computed
+        )
+        scales = modulations_by_layer(ensemble.spec, values)
+        return plain_network(ensemble, {**computed, **tensors}, scales)
+
+
+def plain_network(
+    ensemble: "EmbeddedEnsemble",
+    tensors: Mapping[str, Tensor],
+    scales: dict[str, tuple[Tensor | None, Tensor | None]],
+) -> nn.Module:
+    """Return a copy of the reference with some tensors replaced; all tensors are cloned.
+
+    Args:
+        ensemble: the ensemble.
+        tensors: tensors to replace, by name.
+        scales: modulations of layers that are scaled by hooks.
+    """
+    copied = MemberCopy(ensemble)
+    copied.bind(tensors, scales)
+    trainable = {name: p.requires_grad for name, p in ensemble.reference.named_parameters()}
+    clones: dict[int, Any] = {}
+    for name, module in copied.module.named_modules():
+        prefix = f"{name}." if name else ""
+        for key, tensor in module._parameters.items():
+            if tensor is not None and id(tensor) not in clones:
+                flag = trainable.get(prefix + key, True)
+                if prefix + key in ensemble.individual:
+                    flag = ensemble.individual[prefix + key].requires_grad
+                clones[id(tensor)] = nn.Parameter(tensor.detach().clone(), flag)
         for buffer in module._buffers.values():
-            if buffer is not None and id(buffer) not in made:
-                made[id(buffer)] = buffer.detach().clone()
-    return copy_module(copied.module, made)
+            if buffer is not None and id(buffer) not in clones:
+                clones[id(buffer)] = buffer.detach().clone()
+    return copy_module(copied.module, clones)

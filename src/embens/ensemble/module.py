@@ -22,16 +22,9 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
-from embens.ensemble.merged import (
-    MemberCopy,
-    MergedExecutor,
-    computed_tensors,
-    member_tensors,
-    modulations_by_layer,
-    plain_module,
-)
+from embens.ensemble.merged import MergedExecutor
 from embens.graph.folding import Folded, fold
-from embens.graph.reading import Flow, detached_state, read_flow
+from embens.graph.reading import Flow, detached_state
 from embens.graph.rowwise import Unfoldable
 from embens.sites import EnsembleSpec, PerMember, Site, find_layers
 from embens.trees import batch_size, gather
@@ -60,9 +53,13 @@ class MemberTensors(nn.Module):
         attribute = name.replace(".", "/")
         return attribute in self._parameters or attribute in self._buffers
 
-    def names(self) -> list[str]:
-        """Return the dotted names."""
-        return [name.replace("/", ".") for name in (*self._parameters, *self._buffers)]
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by dotted name."""
+        tensors = {}
+        for table in (self._parameters, self._buffers):
+            for attribute, tensor in table.items():
+                tensors[attribute.replace("/", ".")] = tensor
+        return tensors
 
 
 class EmbeddedEnsemble(nn.Module):
@@ -109,13 +106,13 @@ class EmbeddedEnsemble(nn.Module):
     def _derive(self, flow: Flow | None = None) -> None:
         """Forget everything that is derived from the reference, the spec and the values."""
         self.flow = flow
-        self.merged = MergedExecutor(self)
+        self._merged: MergedExecutor | None = None
         self.foldings: list[_Folding] = []
         self.argument_names: list[str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("flow", "merged", "foldings", "argument_names"):
+        for name in ("flow", "_merged", "foldings", "argument_names"):
             state.pop(name)
         return state
 
@@ -129,6 +126,13 @@ class EmbeddedEnsemble(nn.Module):
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
+
+    @property
+    def merged(self) -> MergedExecutor:
+        """The merged executor, which is built when it is first used."""
+        if self._merged is None:
+            self._merged = MergedExecutor(self)
+        return self._merged
 
     # Facts
 
@@ -267,7 +271,7 @@ class EmbeddedEnsemble(nn.Module):
     ) -> Iterator[Any]:
         """Yield the outputs of one chunk of members after another, members first."""
         folded, arguments = self._folded_for(inputs, kwargs, per_member)
-        values = self._sample_values()
+        values = self.sample_values()
         if folded is None:
             yield from self._run_merged(inputs, kwargs, values, per_member=per_member)
             return
@@ -305,10 +309,9 @@ class EmbeddedEnsemble(nn.Module):
         chunks = math.ceil(self.members / most)
         return math.ceil(self.members / chunks)  # chunks of nearly equal size
 
-    def _sample_values(self) -> dict[str, Tensor]:
+    def sample_values(self) -> dict[str, Tensor]:
         """Return the values of all members for one pass, members first."""
-        individual = self.individual
-        values = {name: individual[name] for name in individual.names()}
+        values = self.individual.tensors()
         for site in self.spec.sites:
             if site.fresh:
                 module = self.reference.get_submodule(self.layers[site.layer].module)
@@ -342,7 +345,7 @@ class EmbeddedEnsemble(nn.Module):
 
             outputs = self._run(tree_map_only(Tensor, deal, inputs), kwargs, chunk, per_member=True)
             return tree_map_only(Tensor, lambda x: x.transpose(0, 1).flatten(0, 1), outputs)
-        values, computed = self._sample_values(), self.merged.begin()
+        values, computed = self.sample_values(), self.merged.begin()
         outputs = []
         for a in range(max(1, min(members, rows))):
 
@@ -473,7 +476,7 @@ class EmbeddedEnsemble(nn.Module):
         total: Any = 0.0
         with torch.enable_grad():
             folded, arguments = self._folded_for(args, named, per_member=False)
-            values = self._sample_values()
+            values = self.sample_values()
             if folded is None:
                 outputs_of_chunks = self._run_merged(args, named, values, per_member=False)
                 for outputs in outputs_of_chunks:
@@ -507,31 +510,9 @@ class EmbeddedEnsemble(nn.Module):
                 "modulations that are drawn at each pass belong to no member. Use fresh=False for "
                 "a fixed set."
             )
-        values = {name: stack.detach()[a] for name, stack in self._sample_values().items()}
-        return self._plain(values)
+        from embens.ensemble.merged import plain_member
 
-    def _plain(self, values: Mapping[str, Tensor]) -> nn.Module:
-        """Return a plain network with some values in the place of a member's."""
-        with torch.no_grad(), self.merged.lock:
-            computed = computed_tensors(self.reference)
-            tensors = member_tensors(self.reference, self.layers, self.spec, values, computed)
-            tensors = self._with_gradient_flags({**computed, **tensors})
-            copied = MemberCopy(self)
-            copied.bind(tensors, modulations_by_layer(self.spec, values))
-            return plain_module(copied)
-
-    def _with_gradient_flags(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return leaves that require gradients where the originals do."""
-        requires_grad = {name: p.requires_grad for name, p in self.reference.named_parameters()}
-        leaves = {}
-        for name, tensor in tensors.items():
-            flag = requires_grad.get(
-                name, tensor.is_floating_point() and name not in self.individual
-            )
-            if name in self.individual:
-                flag = self.individual[name].requires_grad
-            leaves[name] = tensor.detach().requires_grad_(flag)
-        return leaves
+        return plain_member(self, a)
 
     def _index(self, a: Any) -> int:
         """Return the index of a member, which may be counted from the end."""
@@ -558,8 +539,7 @@ class EmbeddedEnsemble(nn.Module):
             )
         values: dict[str, Tensor] = {}
         rows_of: dict[int, Tensor] = {}
-        for name in self.individual.names():
-            stack = self.individual[name]
+        for name, stack in self.individual.tensors().items():
             if id(stack) not in rows_of:
                 rows = stack.detach()[chosen]
                 if isinstance(stack, nn.Parameter):
@@ -583,27 +563,9 @@ class EmbeddedEnsemble(nn.Module):
         Raises:
             ValueError: if the mean is not one network.
         """
-        if self.flow is None or example_input is not None:
-            self.flow = read_flow(self.reference, example_input)
-        reason = _why_not_collapsible(self)
-        if reason:
-            raise ValueError(
-                f"this ensemble cannot be collapsed: {reason}. The mean of the members is one "
-                "network only if the output is linear in the modulations (last-layer dropout)."
-            )
-        with torch.no_grad():
-            computed = computed_tensors(self.reference)
-            means: dict[str, Tensor] = {}
-            values = self._sample_values()
-            for a in range(self.members):
-                chosen = {name: stack.detach()[a] for name, stack in values.items()}
-                tensors = member_tensors(self.reference, self.layers, self.spec, chosen, computed)
-                for name, tensor in tensors.items():
-                    means[name] = means.get(name, 0) + tensor / self.members
-            tensors = self._with_gradient_flags({**computed, **means})
-            copied = MemberCopy(self)
-            copied.bind(tensors, {})
-            return plain_module(copied)
+        from embens.ensemble.collapsing import collapse
+
+        return collapse(self, example_input)
 
     def separate_buffer(self, module: str, name: str, value: Tensor) -> Tensor:
         """Turn a shared buffer into one that every member has separately.
@@ -696,7 +658,7 @@ class EmbeddedEnsemble(nn.Module):
             names = _required_names(self.reference)
             if not names:
                 return "merged: its arguments are not fixed"
-            ranks = {name: 2 for name in names}
+            ranks = dict.fromkeys(names, 2)
             folding = _Folding(self, ranks, {}, (False, True, False))
             if folding.folded is None and "cannot trace" not in folding.reason:
                 return "folded or merged, depending on the input"
@@ -777,11 +739,7 @@ class _FoldedPass:
         self.arguments = arguments
         self.per_member = per_member
         self.values = [values[name] for name in folded.values]
-        reference = ensemble.reference
-        self.tensors = []
-        for name in folded.tensors:
-            module, _, tensor = name.rpartition(".")
-            self.tensors.append(getattr(reference.get_submodule(module), tensor))
+        self.tensors = [getattr(module, name) for module, name in folded.tensors]
         self.shared: Any = ()
         if not per_member:
             self.shared = folded.prefix.forward(*self.tensors, *arguments)
@@ -863,31 +821,3 @@ def _check_outputs(outputs: Any) -> None:
                 "Return a tensor, tuple, list or dictionary, or register the class with "
                 "torch.utils._pytree.register_dataclass."
             )
-
-
-def _why_not_collapsible(ensemble: EmbeddedEnsemble) -> str:
-    """Return why the mean of the members' outputs is not one network's; "" if it is."""
-    spec, flow = ensemble.spec, ensemble.flow
-    assert flow is not None
-    if spec.separate:
-        return "its members are separate networks"
-    if any(site.fresh for site in spec.sites):
-        return "its modulations are drawn at each pass"
-    differing = {site.layer for site in (*spec.sites, *spec.low_rank)}
-    for item in spec.per_member:
-        if item.module not in ensemble.layers:
-            return f"members have separate tensors in {item.module!r}"
-        differing.add(item.module)
-    for name in differing:
-        if not ensemble.layers[name].mergeable:
-            return f"the layer {name!r} computes its weight"
-        chained = flow.upstream.get(name, set()) & differing
-        if chained:
-            return f"the weights of {min(chained)!r} and {name!r} multiply each other"
-    if not flow.outputs:
-        return "the data flow after the modulated layers is unknown; pass example_input"
-    for trail in flow.outputs:
-        nonlinear = (trail.upstream & differing) - trail.affine
-        if nonlinear:
-            return f"the output is not linear in the output of {min(nonlinear)!r}"
-    return ""

@@ -76,7 +76,8 @@ class Folded:
         suffix: computes the outputs of a chunk; takes the number of members, the shared values, the
             tensors and the members' values.
         arguments: names of the arguments that the prefix takes.
-        tensors: names of the reference's parameters and buffers that both graphs take.
+        tensors: modules of the reference and names of their parameters and buffers that both graphs
+            take.
         values: names of the members' values that the suffix takes.
         has_convolutions: whether a convolution runs for each member.
         width: largest number of channels of the layers that run for each member.
@@ -85,7 +86,7 @@ class Folded:
     prefix: torch.fx.GraphModule
     suffix: torch.fx.GraphModule
     arguments: list[str]
-    tensors: list[str]
+    tensors: list[tuple[nn.Module, str]]
     values: list[str]
     has_convolutions: bool
     width: int
@@ -207,7 +208,7 @@ class Rewriter:
             _graph_module(reference, self.prefix, [*prefix_tensors, *argument_nodes]),
             _graph_module(reference, self.suffix, [*suffix_inputs, *self.values.values()]),
             arguments,
-            list(self.tensors),
+            [_locate(reference, name) for name in self.tensors],
             list(self.values),
             self.has_convolutions,
             self.width,
@@ -528,6 +529,12 @@ def rank_after(module: nn.Module, name: str, rank: int) -> int:
     return rank
 
 
+def _locate(reference: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds a parameter or buffer, and its name there."""
+    owner, _, tensor = name.rpartition(".")
+    return reference.get_submodule(owner), tensor
+
+
 def _graph_module(
     reference: nn.Module, graph: torch.fx.Graph, inputs: list[torch.fx.Node]
 ) -> torch.fx.GraphModule:
@@ -585,7 +592,7 @@ def scale_members(
     if repeat > 1:
         values = values.repeat_interleave(repeat, dim=1)
     if count == 1:
-        return x * values.view(-1, *(1,) * spatial)
+        return x * values.view(-1, *(1,) * spatial) if spatial or x.dim() < 2 else x * values
     if not is_shared:
         x = x.unflatten(0, (count, -1))
         rank = x.dim()

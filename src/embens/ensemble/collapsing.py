@@ -1,0 +1,66 @@
+"""The mean of the members as one plain network, where it exists."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embens.ensemble.merged import computed_tensors, member_tensors, plain_network
+from embens.ensemble.module import EmbeddedEnsemble
+from embens.graph.reading import Flow, read_flow
+
+
+def collapse(ensemble: EmbeddedEnsemble, example_input: Any = None) -> nn.Module:
+    """Return a network with the mean output; see :meth:`embens.EmbeddedEnsemble.collapse`.
+
+    If the output is affine in the tensors in which members differ, the network with the mean of
+    these tensors has the mean output.
+    """
+    flow = ensemble.flow
+    if flow is None or example_input is not None:
+        flow = read_flow(ensemble.reference, example_input)
+    reason = _why_not_collapsible(ensemble, flow)
+    if reason:
+        raise ValueError(
+            f"this ensemble cannot be collapsed: {reason}. The mean of the members is one network "
+            "only if the output is linear in the modulations (last-layer dropout)."
+        )
+    with torch.no_grad():
+        computed = computed_tensors(ensemble.reference)
+        means: dict[str, Tensor] = {}
+        values = ensemble.sample_values()
+        for a in range(ensemble.members):
+            chosen = {name: stack.detach()[a] for name, stack in values.items()}
+            tensors = member_tensors(
+                ensemble.reference, ensemble.layers, ensemble.spec, chosen, computed
+            )
+            for name, tensor in tensors.items():
+                means[name] = means.get(name, 0) + tensor / ensemble.members
+        return plain_network(ensemble, {**computed, **means}, {})
+
+
+def _why_not_collapsible(ensemble: EmbeddedEnsemble, flow: Flow) -> str:
+    """Return why the mean of the members' outputs is not one network's; "" if it is."""
+    spec = ensemble.spec
+    if spec.separate:
+        return "its members are separate networks"
+    if any(site.fresh for site in spec.sites):
+        return "its modulations are drawn at each pass"
+    differing = {site.layer for site in (*spec.sites, *spec.low_rank)}
+    for item in spec.per_member:
+        if item.module not in ensemble.layers:
+            return f"members have separate tensors in {item.module!r}"
+        differing.add(item.module)
+    for name in differing:
+        if not ensemble.layers[name].mergeable:
+            return f"the layer {name!r} computes its weight"
+        chained = flow.upstream.get(name, set()) & differing
+        if chained:
+            return f"the weights of {min(chained)!r} and {name!r} multiply each other"
+    if not flow.outputs:
+        return "the data flow after the modulated layers is unknown; pass example_input"
+    for trail in flow.outputs:
+        nonlinear = (trail.upstream & differing) - trail.affine
+        if nonlinear:
+            return f"the output is not linear in the output of {min(nonlinear)!r}"
+    return ""
