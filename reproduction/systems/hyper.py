@@ -65,13 +65,13 @@ def select(outputs: Tensor, target: Tensor, size: int, metric: Metric | None = N
         metric = metrics.nll
     # Ties and small differences are decided in double precision.
     outputs = outputs.double()
-    chosen: list[int] = []
+    choices: list[int] = []
     for _ in range(size):
-        scores = [float(metric(outputs[[*chosen, a]], target)) for a in range(len(outputs))]
+        scores = [float(metric(outputs[[*choices, a]], target)) for a in range(len(outputs))]
         if any(math.isnan(score) for score in scores):
             raise ValueError("metric must return numbers, got NaN.")
-        chosen.append(scores.index(min(scores)))
-    return chosen
+        choices.append(scores.index(min(scores)))
+    return choices
 
 
 def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
@@ -152,15 +152,15 @@ def hyper_deep_ensemble(
         network = copy.deepcopy(reference)
         train_network(network, train_data, recipe)
         candidates.append(network)
-    chosen = _select_networks(candidates, validation_data, members)
+    choices = _select_networks(candidates, validation_data, members)
 
     stratified = []
-    for index in sorted(set(chosen)):
+    for index in sorted(set(choices)):
         for network in redraw(reference, members, generator):
             train_network(network, train_data, recipes[index])
             stratified.append(network)
-    chosen = _select_networks(stratified, validation_data, members)
-    return SeparateNetworks([stratified[index] for index in chosen])
+    choices = _select_networks(stratified, validation_data, members)
+    return SeparateNetworks([stratified[index] for index in choices])
 
 
 @torch.no_grad()

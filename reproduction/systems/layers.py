@@ -8,6 +8,9 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def first_layer(network: nn.Module) -> str:
     """Return the name of the first Linear or Conv layer, in order of registration.
 
+    Args:
+        network: network with at least two such layers.
+
     Example:
         >>> first_layer(nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
         '1'
@@ -17,6 +20,9 @@ def first_layer(network: nn.Module) -> str:
 
 def last_layer(network: nn.Module) -> str:
     """Return the name of the last Linear or Conv layer, in order of registration.
+
+    Args:
+        network: network with at least two such layers.
 
     Example:
         >>> last_layer(nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))

@@ -92,7 +92,12 @@ class Recipe:
 
 
 def constant(step: int, steps: int) -> float:
-    """Return 1: the learning rate does not change."""
+    """Return 1, the factor of a constant learning rate.
+
+    Args:
+        step: step of the run, from 0.
+        steps: number of steps of the run.
+    """
     return 1.0
 
 
@@ -100,6 +105,10 @@ def linear_decay(step: int, steps: int) -> float:
     """Return the paper's schedule: constant for half of the run, then linear down to 1 %.
 
     This is the default schedule of ``embens.fit``, applied per step instead of per epoch.
+
+    Args:
+        step: step of the run, from 0.
+        steps: number of steps of the run.
 
     Example:
         >>> [round(linear_decay(step, 4), 3) for step in range(5)]
@@ -110,7 +119,12 @@ def linear_decay(step: int, steps: int) -> float:
 
 
 def shuffle(rows: int, generator: torch.Generator) -> Tensor:
-    """Return a random order of the rows, ``(row,)``."""
+    """Return a random order of the samples, ``(row,)``.
+
+    Args:
+        rows: number of samples.
+        generator: source of randomness.
+    """
     return torch.randperm(rows, generator=generator)
 
 

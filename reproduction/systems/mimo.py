@@ -6,8 +6,8 @@ One network takes M inputs, concatenated along their channels, and has M outputs
 
 The weight of the first layer consists of M blocks :math:`W_a`, with one bias. The last layer has M
 heads. The trunk between them runs once. In training the M inputs are different samples; at test
-time all of them are the same sample. The training loss is the sum over the heads of the loss on
-their own samples.
+time all of them are the same sample. The training loss is the sum of the members' losses,
+each on the samples of that member.
 
 MIMO has :math:`s_a = 1`. MixMo draws the mixing ratios :math:`\lambda` of each training batch from
 a symmetric Dirichlet distribution (Beta(α, α) for two members), mixes with :math:`s_a = M
@@ -102,7 +102,7 @@ class MIMO(nn.Module):
         return self._separate(outputs)
 
     def forward_members(self, inputs: Tensor, shares: Tensor | None = None) -> Tensor:
-        """Return the outputs of all members, each for its own inputs.
+        """Return the outputs of all members for per-member inputs.
 
         Args:
             inputs: inputs, ``(member, batch, …)``.

@@ -75,6 +75,7 @@ class NTKGPMember(nn.Module):
         _draw_(self.direction, generator)
         for parameter in self.direction.get_submodule(last).parameters():
             parameter.zero_()
+        # After the draw, since θ⁰ is where training starts.
         self.initial = copy.deepcopy(self.network).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,6 +91,7 @@ class NTKGPMember(nn.Module):
 
         start = tuple(self.initial.parameters())
         direction = tuple(self.direction.parameters())
+        # Two reverse passes instead of forward mode: every activation supports them.
         _, product = torch.autograd.functional.jvp(evaluate, start, direction)
         return product
 

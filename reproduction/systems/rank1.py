@@ -8,10 +8,10 @@ trainable mean and standard deviation, and is drawn at every pass by reparametri
 
 with :math:`n` training samples. Shared weights are point estimates with weight decay.
 
-Differences from the paper: modulations are at the hidden sites, not at all layers, unless ``sites``
-says otherwise. Means are drawn from the prior and standard deviations start at :math:`s`. The KL
-divergence is summed over members, as the losses are. There is no annealing of the KL term. Noise
-is shared by all samples of a batch.
+Differences from the paper: by default only hidden sites are modulated, not all layers. Means are
+drawn from the prior and standard deviations start at :math:`s`. The KL divergence is summed over
+members, as the losses are. There is no annealing of the KL term. Noise is shared by all samples of
+a batch.
 """
 
 import math
@@ -70,7 +70,8 @@ class Rank1(nn.Module):
             reference, members, pre=law, post=law, sites=sites, generator=generator
         )
         modulations = {id(parameter) for parameter in self.ensemble.individual_parameters()}
-        self.names = []
+        # Parallel lists: the names of the means in the ensemble, and the log standard deviations.
+        self.names: list[str] = []
         self.log_stds = nn.ParameterList()
         for name, parameter in self.ensemble.named_parameters():
             if id(parameter) in modulations:
@@ -131,6 +132,10 @@ class Rank1(nn.Module):
         """Return the parameter groups for SGD, with the ensemble's learning rates.
 
         Standard deviations train at the rate of the modulations, without weight decay.
+
+        Args:
+            lr: learning rate; see ``EmbeddedEnsemble.parameter_groups``.
+            weight_decay: weight decay of shared parameters.
         """
         groups = self.ensemble.parameter_groups(lr=lr, weight_decay=weight_decay)
         groups.append({"params": list(self.log_stds), "lr": lr, "weight_decay": 0.0})

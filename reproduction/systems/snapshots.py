@@ -16,7 +16,7 @@ the step within a cycle of length :math:`c`, the rate is :math:`\eta` times
 
   with the running mean :math:`\bar\theta`, the diagonal of variances :math:`\Sigma`, and the last
   :math:`K` deviations from the running mean as the columns of :math:`D`. Statistics of batch norm
-  are computed anew for each draw.
+  are recomputed for each draw.
 
 Differences from the papers: cycles may differ in length by one step when M does not divide T. The
 lowest rate of fast geometric ensembles is a fixed fraction of the highest.
