@@ -1,0 +1,1 @@
+"""Reproduction of the paper's experiments; not part of the installed package."""
