@@ -1,16 +1,19 @@
-r"""Laws: the distributions that modulations are drawn from.
+r"""Laws: distributions of modulations, with exact moments.
 
-In the limit a post-activation modulation :math:`u` enters by ``mean`` and ``second_moment`` alone.
-A pre-activation modulation :math:`v` sits inside :math:`\phi(v z)`; it enters by its
-``half_moment`` where :math:`\phi` is piecewise linear, by its ``quadrature`` where it is smooth. At
-finite width the ``kurtosis`` counts as well. Members draw independently of each other, unless the
-law is :class:`Joint`; between two of them theory needs ``pair_moment`` and
-``pair_half_moment``.
+The infinite-width theory needs these expectations of a law:
 
-Laws are immutable values. Your own is a subclass of :class:`Discrete` with ``atoms``, or of
-:class:`Law` with ``mean``, ``second_moment`` and ``sample``; ``half_moment`` and ``quadrature`` are
-needed only for theory of pre-activations and of finite width. Files and the command line find every
-law that is defined or imported (:func:`known`).
+- A post-activation modulation :math:`u` enters through ``mean`` and ``second_moment``.
+- A pre-activation modulation :math:`v` appears inside the activation, :math:`\phi(v z)`. It enters
+  through ``half_moment`` if :math:`\phi` is piecewise linear and through ``quadrature`` otherwise.
+- Corrections at finite width also use ``kurtosis``.
+- Pairs of members need ``pair_moment`` and ``pair_half_moment``. Members are independent unless the
+  law is a :class:`Joint` law.
+
+Laws are immutable values: frozen dataclasses that compare by their parameters. To define a law,
+derive from :class:`Discrete` and define ``atoms``, or derive from :class:`Law` and define ``mean``,
+``second_moment`` and ``sample``. Define ``half_moment`` and ``quadrature`` as well if you need the
+theory of pre-activation modulations or of finite width. A law that is saved to files must be a
+frozen dataclass; :func:`from_dict` finds it by its class name.
 """
 
 import dataclasses
@@ -19,7 +22,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -27,14 +29,7 @@ from torch import Tensor
 
 from embens.checks import check_number, closest
 
-
-def _number(
-    expected: str,
-    valid: Callable[[float], bool] = math.isfinite,
-    default: Any = dataclasses.MISSING,
-) -> Any:
-    """Return a field of a law that is a number, and checked."""
-    return dataclasses.field(default=default, metadata={"expected": expected, "valid": valid})
+QUADRATURE_NODES = 181
 
 
 class Law(ABC):
@@ -42,7 +37,8 @@ class Law(ABC):
 
     Example:
         >>> class Exponential(Law):
-        ...     mean, second_moment = 1.0, 2.0
+        ...     mean = 1.0
+        ...     second_moment = 2.0
         ...
         ...     def sample(self, shape, generator=None, dtype=None, device=None):
         ...         noise = torch.rand(shape, generator=generator, dtype=dtype, device=device)
@@ -51,14 +47,8 @@ class Law(ABC):
         0.5
     """
 
-    balanced = False  # whether the squares of a member's numbers in a layer sum up to their mean
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            if "expected" in field.metadata:
-                name = f"{type(self).__name__}: {field.name}"
-                value = check_number(name, getattr(self, field.name), **field.metadata)
-                object.__setattr__(self, field.name, value)
+    balanced = False
+    """Whether the mean square over the units of a layer equals ``second_moment`` in every draw."""
 
     @property
     @abstractmethod
@@ -78,91 +68,182 @@ class Law(ABC):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Draw independent values, on the device of the generator, and move them to ``device``."""
+        """Draw independent values.
+
+        Args:
+            shape: shape of the result.
+            generator: source of randomness; None: the global generator. Values are drawn on the
+                device of the generator and then moved.
+            dtype: floating type of the result; None: the default type of torch.
+            device: device of the result.
+
+        Returns:
+            A tensor of the given shape.
+
+        Example:
+            >>> Rademacher().sample((2, 3), torch.Generator().manual_seed(0)).shape
+            torch.Size([2, 3])
+        """
 
     @property
     def variance(self) -> float:
-        """Variance; zero for a law that does not tell members apart."""
+        """Variance :math:`E u^2 - (E u)^2`."""
         return max(0.0, self.second_moment - self.mean**2)
 
     @property
     def overlap(self) -> float:
-        r"""Share :math:`E[u_a u_b] / E u^2` of a signal that two members have in common.
+        r"""Correlation of two members' modulations, :math:`E[u_a u_b] / E u^2`.
 
-        It is 0 for centred laws and 1 for constant ones, 0 included, under which members are equal.
+        It is 0 for centred laws and 1 for constant laws, including the constant 0.
+
+        Example:
+            >>> Bernoulli(keep=0.9).overlap
+            0.9
         """
-        return 1.0 if self.variance == 0 else self.mean**2 / self.second_moment
+        if self.variance == 0:
+            return 1.0
+        return self.mean**2 / self.second_moment
 
     @property
     def kurtosis(self) -> float:
-        r"""Weight of the tails, :math:`E u^4 / (E u^2)^2`: 1 for signs, 3 for centred normal laws.
+        r"""Normalised fourth moment :math:`E u^4 / (E u^2)^2`.
 
-        It costs a member width (:func:`embens.theory.effective_width`).
+        It is 1 for signs and 3 for centred normal laws. A larger kurtosis reduces the effective
+        width of a member (:func:`embens.theory.effective_width`).
         """
         nodes, weights = self.quadrature()
-        return float(weights @ nodes**4) / self.second_moment**2 if self.second_moment else 1.0
+        if self.second_moment == 0:
+            return 1.0
+        return float(weights @ nodes**4) / self.second_moment**2
 
     def marginal(self, members: int) -> "Law":
-        """Return the law of the numbers of one among so many members: this one, unless joint."""
+        """Return the law of a single member (``self`` unless the law is joint).
+
+        Args:
+            members: number of members of the ensemble.
+        """
         return self
 
     def pair_moment(self, members: int) -> float:
-        """Return :math:`E[u_a u_b]` of two among so many members; independent: their mean²."""
+        """Return :math:`E[u_a u_b]` of two different members.
+
+        Args:
+            members: number of members of the ensemble.
+
+        Returns:
+            The expectation; the square of the mean for independent members.
+
+        Example:
+            >>> Shifted(0.5).pair_moment(8), Disjoint().pair_moment(8)
+            (0.25, 0.0)
+        """
         return self.mean**2
 
     def half_moment(self, k: int, sign: int) -> float:
-        r"""Return :math:`E \max(\pm v, 0)^k` for k = 1, 2, and :math:`P(\pm v > 0)` for k = 0."""
+        r"""Return :math:`E \max(\pm v, 0)^k`, or :math:`P(\pm v > 0)` for ``k=0``.
+
+        Args:
+            k: the power, 0, 1 or 2.
+            sign: 1 for the positive half-line, -1 for the negative one.
+
+        Example:
+            >>> Signs(0.5).half_moment(1, sign=-1)
+            0.25
+        """
         raise NotImplementedError(
-            f"{type(self).__name__} has no half-line moments, which ReLU-like activations need. "
-            "Define half_moment(k, sign) for k in (0, 1, 2) and sign in (1, -1), or use Discrete."
+            f"{type(self).__name__} has no half-line moments, which piecewise linear activations "
+            "need. Define half_moment(k, sign) for k in (0, 1, 2) and sign in (1, -1), or derive "
+            "the law from Discrete."
         )
 
     def pair_half_moment(self, sign_a: int, sign_b: int) -> float:
-        r"""Return :math:`E[\max(\pm v_a, 0) \max(\pm v_b, 0)]` of two members."""
+        r"""Return :math:`E[\max(\pm v_a, 0) \max(\pm v_b, 0)]` of two different members.
+
+        Args:
+            sign_a: half-line of the first member, 1 or -1.
+            sign_b: half-line of the second member, 1 or -1.
+        """
         return self.half_moment(1, sign_a) * self.half_moment(1, sign_b)
 
-    def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
-        r"""Return float64 nodes and weights such that :math:`E f(v) \approx \sum_i w_i f(v_i)`."""
+    def quadrature(self, n: int = QUADRATURE_NODES) -> tuple[Tensor, Tensor]:
+        r"""Return nodes and weights with :math:`E f(v) \approx \sum_i w_i f(v_i)`.
+
+        Args:
+            n: number of nodes; discrete laws return one node per value instead.
+
+        Returns:
+            Nodes and weights ``(node,)``, in float64 on the CPU.
+
+        Example:
+            >>> nodes, weights = Ternary(0.5).quadrature()
+            >>> nodes.tolist(), weights.tolist()
+            ([-1.0, 0.0, 1.0], [0.25, 0.5, 0.25])
+        """
         raise NotImplementedError(
-            f"{type(self).__name__} has no quadrature, which smooth activations and the "
-            "kurtosis need. Define quadrature(n) -> (nodes, weights), or use Discrete."
+            f"{type(self).__name__} has no quadrature, which smooth activations and the kurtosis "
+            "need. Define quadrature(n) -> (nodes, weights), or derive the law from Discrete."
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the law's name and its parameters, for :func:`from_dict`."""
+        """Return the class name and the parameters, the inverse of :func:`from_dict`.
+
+        Raises:
+            TypeError: if the law is not a dataclass.
+            ValueError: if another law has the same class name.
+
+        Example:
+            >>> Normal(0.5).to_dict()
+            {'law': 'Normal', 'mean': 0.5, 'std': 1.0}
+        """
         name = type(self).__name__
         if not dataclasses.is_dataclass(self):
-            message = f"the law {name} has no fields to write to a file; make it a frozen dataclass"
-            raise TypeError(message)
-        if known()[name] is not type(self):
-            raise ValueError(f"a file knows a law by its name, and two are called {name}")
+            raise TypeError(
+                f"{name} has no fields that can be saved. Make the law a frozen dataclass."
+            )
+        if registered()[name] is not type(self):
+            raise ValueError(
+                f"Files identify laws by their class name, but two laws are called {name}. "
+                "Rename one of them."
+            )
         return {"law": name, **dataclasses.asdict(self)}
 
 
-class _Drawn(Law):
-    """Laws of embens, drawn by torch.rand or torch.randn where the generator is."""
+class _Sampled(Law):
+    """Law whose samples are a function of independent noise, uniform on [0, 1) by default."""
 
-    _source = staticmethod(torch.rand)
+    _draw_noise = staticmethod(torch.rand)
 
     def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
         dtype = dtype or torch.get_default_dtype()
         if not dtype.is_floating_point:
-            raise TypeError(f"sample needs a floating dtype, such as torch.float32; got {dtype}.")
-        place = self._place(device) if generator is None else generator.device
-        working = torch.promote_types(dtype, torch.float32)
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        noise = self._source(shape, generator=generator, dtype=working, device=place)
-        return self._from(noise).to(dtype=dtype, device=device)
+            raise TypeError(
+                f"sample needs a floating dtype, got {dtype}. Pass for example torch.float32."
+            )
+        if isinstance(shape, int):
+            shape = (shape,)
+        noise_device = self._noise_device(device)
+        if generator is not None:
+            noise_device = generator.device
+        # Noise in half precision would be too coarse to compare with probabilities.
+        noise_dtype = torch.promote_types(dtype, torch.float32)
+        noise = self._draw_noise(
+            tuple(shape), generator=generator, dtype=noise_dtype, device=noise_device
+        )
+        return self._transform(noise).to(dtype=dtype, device=device)
 
-    def _place(self, device: Any) -> Any:
+    def _noise_device(self, device: torch.device | str | None) -> torch.device | str | None:
+        """Return the device on which noise is drawn if there is no generator."""
         return device
 
     @abstractmethod
-    def _from(self, noise: Tensor) -> Tensor: ...
+    def _transform(self, noise: Tensor) -> Tensor:
+        """Turn noise into samples of the same shape."""
 
 
-class Discrete(_Drawn):
-    """Law on finitely many values.
+class Discrete(_Sampled):
+    """Law with finitely many values.
+
+    Derive from it and define ``atoms``, pairs of a value and its probability.
 
     Example:
         >>> class Die(Discrete):
@@ -174,7 +255,7 @@ class Discrete(_Drawn):
     @property
     @abstractmethod
     def atoms(self) -> Sequence[tuple[float, float]]:
-        """Pairs of a value and its probability."""
+        """Pairs of a value and its probability; the probabilities sum to 1."""
 
     @property
     def mean(self) -> float:
@@ -184,34 +265,41 @@ class Discrete(_Drawn):
     def second_moment(self) -> float:
         return math.fsum(p * value**2 for value, p in self._support())
 
-    def _from(self, noise: Tensor) -> Tensor:
-        values, probabilities = zip(*self._support(), strict=True)
-        result = torch.full_like(noise, values[0])
-        for value, start in zip(values[1:], accumulate(probabilities), strict=False):
-            result = torch.where(noise >= start, value, result)
-        return result
-
     def half_moment(self, k: int, sign: int) -> float:
         _check_half_moment(k, sign)
         return math.fsum(p * abs(value) ** k for value, p in self._support() if sign * value > 0)
 
-    def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
-        nodes, weights = torch.tensor(self._support(), dtype=torch.float64, device="cpu").unbind(1)
-        return nodes, weights
+    def quadrature(self, n: int = QUADRATURE_NODES) -> tuple[Tensor, Tensor]:
+        table = torch.tensor(self._support(), dtype=torch.float64, device="cpu")
+        return table[:, 0], table[:, 1]
+
+    def _transform(self, noise: Tensor) -> Tensor:
+        # Inverse of the cumulative distribution function.
+        support = self._support()
+        samples = torch.full_like(noise, support[0][0])
+        threshold = support[0][1]
+        for value, probability in support[1:]:
+            samples = torch.where(noise >= threshold, value, samples)
+            threshold += probability
+        return samples
 
     def _support(self) -> list[tuple[float, float]]:
+        """Return the atoms with a positive probability."""
         probabilities = [p for _, p in self.atoms]
-        if not abs(math.fsum(probabilities) - 1) < 1e-9 or min(probabilities) < 0:
+        is_normalised = abs(math.fsum(probabilities) - 1) < 1e-9
+        if not is_normalised or min(probabilities) < 0:
             raise ValueError(
-                f"{type(self).__name__}: the probabilities in atoms must be >= 0 and sum to 1; "
+                f"{type(self).__name__}: the probabilities in atoms must be >= 0 and sum to 1, "
                 f"got {probabilities}. Divide them by their sum."
             )
         return [(float(value), float(p)) for value, p in self.atoms if p > 0]
 
 
-class _Gaussian(_Drawn):
-    std: float  # may be 0
-    _source = staticmethod(torch.randn)
+class _Gaussian(_Sampled):
+    """Normal laws; subclasses define ``mean`` and ``std``, which may be 0."""
+
+    std: float
+    _draw_noise = staticmethod(torch.randn)
 
     @property
     def second_moment(self) -> float:
@@ -223,11 +311,8 @@ class _Gaussian(_Drawn):
 
     @property
     def kurtosis(self) -> float:
-        share = self.overlap  # mean² of the second moment
-        return 3 - 2 * share**2
-
-    def _from(self, noise: Tensor) -> Tensor:
-        return self.mean + self.std * noise
+        # The overlap is the share of mean² in the second moment.
+        return 3 - 2 * self.overlap**2
 
     def half_moment(self, k: int, sign: int) -> float:
         _check_half_moment(k, sign)
@@ -235,92 +320,171 @@ class _Gaussian(_Drawn):
         if std == 0:
             return mean**k if mean > 0 else 0.0
         ratio = mean / std
-        mass = math.erfc(-ratio / math.sqrt(2)) / 2
-        edge = std * math.exp(-ratio * ratio / 2) / math.sqrt(2 * math.pi)
-        return max(0.0, (mass, mean * mass + edge, (mean**2 + std**2) * mass + mean * edge)[k])
+        probability = math.erfc(-ratio / math.sqrt(2)) / 2
+        density = std * math.exp(-ratio * ratio / 2) / math.sqrt(2 * math.pi)
+        if k == 0:
+            moment = probability
+        elif k == 1:
+            moment = mean * probability + density
+        else:
+            moment = (mean**2 + std**2) * probability + mean * density
+        # Far in the tail the two terms cancel, and rounding may make the difference negative.
+        return max(0.0, moment)
 
-    def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
-        # The trapezoid rule: large values of v bring the poles of activations such as tanh near the
-        # real axis, where it beats Gauss–Hermite by several digits.
+    def quadrature(self, n: int = QUADRATURE_NODES) -> tuple[Tensor, Tensor]:
         if n < 2:
-            raise ValueError(f"quadrature needs n >= 2 nodes; got {n}. Leave n out for 181.")
+            raise ValueError(f"quadrature needs at least 2 nodes, got n={n}.")
         if self.std == 0:
             return Constant(self.mean).quadrature()
-        reach = min(9.0, math.sqrt(math.pi * (n - 1)))  # so that cut-off and step err alike
-        normal = torch.linspace(-reach, reach, n, dtype=torch.float64, device="cpu")
-        return self.mean + self.std * normal, torch.softmax(-(normal**2) / 2, dim=0)
+        # We use the trapezoid rule instead of Gauss–Hermite. Large values of v move the poles of
+        # activations such as tanh close to the real axis; there the trapezoid rule is more accurate
+        # by several digits. The range balances the errors of truncation and of the step size.
+        reach = min(9.0, math.sqrt(math.pi * (n - 1)))
+        nodes = torch.linspace(-reach, reach, n, dtype=torch.float64, device="cpu")
+        weights = torch.softmax(-(nodes**2) / 2, dim=0)
+        return self.mean + self.std * nodes, weights
+
+    def _transform(self, noise: Tensor) -> Tensor:
+        return self.mean + self.std * noise
+
+
+# --- Independent members -------------------------------------------------------------------------
 
 
 @final
 @dataclass(frozen=True)
 class Constant(Discrete):
-    """One value for every member; 1 leaves the network as it is."""
+    """The same value for every member; 1 leaves the network unchanged.
 
-    value: float = _number("a finite number, the same for every member", default=1.0)
+    Mean ``value``, second moment ``value**2``, overlap 1.
+
+    Args:
+        value: the value.
+
+    Example:
+        >>> Constant(2.0).second_moment
+        4.0
+    """
+
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_field(self, "value", "a finite number")
 
     @property
-    def atoms(self):
+    def atoms(self) -> list[tuple[float, float]]:
         return [(self.value, 1.0)]
 
 
 @final
 @dataclass(frozen=True)
 class Normal(_Gaussian):
-    """Normal law with this mean and this standard deviation."""
+    r"""Normal law :math:`N(\mathrm{mean}, \mathrm{std}^2)`.
 
-    mean: float = _number("a finite number", default=0.0)  # pyright: ignore
-    std: float = _number("a number >= 0, the root of the variance", lambda s: s >= 0, default=1.0)
+    Second moment ``mean**2 + std**2``, kurtosis 3 if centred.
 
+    Args:
+        mean: the expectation.
+        std: the standard deviation, at least 0.
 
-@dataclass(frozen=True)
-class _Unit(Law):
-    """Laws of mean p and second moment 1."""
+    Example:
+        >>> Normal(1.0, 0.5).overlap
+        0.8
+    """
 
-    p: float = _number(
-        "a number in [-1, 1], since E u^2 = 1 (for other means use Normal)", lambda p: -1 <= p <= 1
-    )
-    second_moment = 1.0  # pyright: ignore
+    mean: float = 0.0  # pyright: ignore[reportIncompatibleMethodOverride]
+    std: float = 1.0
 
-    @property
-    def mean(self):
-        return self.p
+    def __post_init__(self) -> None:
+        _check_field(self, "mean", "a finite number")
+        _check_field(self, "std", "a number >= 0", lambda std: std >= 0)
 
 
 @final
 @dataclass(frozen=True)
-class Shifted(_Unit, _Gaussian):
-    """Normal law :math:`N(p, 1 - p^2)`, from independent members (0) to equal ones (1)."""
+class Shifted(_Gaussian):
+    r"""Normal law :math:`N(p, 1 - p^2)` with second moment 1 and overlap :math:`p^2`.
+
+    It interpolates between independent members (``p=0``) and equal members (``p=1``).
+
+    Args:
+        p: the mean, from -1 to 1.
+
+    Example:
+        >>> Shifted(0.6).mean, Shifted(0.6).std, Shifted(0.6).second_moment
+        (0.6, 0.8, 1.0)
+    """
+
+    p: float
+
+    def __post_init__(self) -> None:
+        _check_signed_unit(self, "p")
 
     @property
-    def std(self):  # pyright: ignore
+    def mean(self) -> float:
+        return self.p
+
+    @property
+    def std(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # The product keeps full accuracy for p near ±1, unlike 1 − p².
         return math.sqrt((1 - self.p) * (1 + self.p))
+
+    @property
+    def second_moment(self) -> float:
+        return 1.0
 
 
 @final
 @dataclass(frozen=True)
 class Bernoulli(Discrete):
-    """Dropout: ``scale`` with probability ``keep``, else 0; ``scale=1/keep`` makes the mean 1."""
+    """Dropout mask: ``scale`` with probability ``keep``, otherwise 0.
 
-    keep: float = _number("in (0, 1], one minus the dropout rate", lambda k: 0 < k <= 1, 0.5)
-    scale: float = _number("a finite number, the value of a unit that is kept", default=1.0)
+    Mean ``keep * scale``, second moment ``keep * scale**2``, overlap ``keep``. With
+    ``scale=1 / keep`` the mean is 1.
+
+    Args:
+        keep: probability of keeping a unit, one minus the dropout rate; in (0, 1].
+        scale: value of a unit that is kept.
+
+    Example:
+        >>> Bernoulli(keep=0.5, scale=2.0).mean
+        1.0
+    """
+
+    keep: float = 0.5
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        expected = "in (0, 1], one minus the dropout rate"
+        _check_field(self, "keep", expected, lambda keep: 0 < keep <= 1)
+        _check_field(self, "scale", "a finite number")
 
     @property
-    def atoms(self):
+    def atoms(self) -> list[tuple[float, float]]:
         return [(0.0, 1 - self.keep), (self.scale, self.keep)]
 
 
 @final
 @dataclass(frozen=True)
-class Uniform(_Drawn):
-    """Uniform law from ``low`` to ``high``, by default with mean 0 and second moment 1."""
+class Uniform(_Sampled):
+    """Uniform law on [low, high], by default with mean 0 and second moment 1.
 
-    low: float = _number("a finite number", default=-math.sqrt(3))
-    high: float = _number("a finite number", default=math.sqrt(3))
+    Args:
+        low: lower end.
+        high: upper end, greater than ``low``.
+
+    Example:
+        >>> Uniform(0.0, 3.0).mean, Uniform(0.0, 3.0).second_moment
+        (1.5, 3.0)
+    """
+
+    low: float = -math.sqrt(3)
+    high: float = math.sqrt(3)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        expected = "a number above low (for one value use Constant)"
-        check_number("Uniform: high", self.high, expected, lambda high: high > self.low)
+        _check_field(self, "low", "a finite number")
+        expected = "a number above low (for a single value use Constant)"
+        _check_field(self, "high", expected, lambda high: high > self.low)
 
     @property
     def mean(self) -> float:
@@ -330,36 +494,52 @@ class Uniform(_Drawn):
     def second_moment(self) -> float:
         return self.half_moment(2, 1) + self.half_moment(2, -1)
 
-    def _from(self, noise: Tensor) -> Tensor:
-        return self.low + (self.high - self.low) * noise
-
     def half_moment(self, k: int, sign: int) -> float:
         _check_half_moment(k, sign)
-        low, high = sorted(max(0.0, sign * end) for end in (self.low, self.high))
-        return (high ** (k + 1) - low ** (k + 1)) / ((k + 1) * (self.high - self.low))
+        # The part of the interval on this half-line, mirrored to positive numbers.
+        ends = [max(0.0, sign * self.low), max(0.0, sign * self.high)]
+        difference = max(ends) ** (k + 1) - min(ends) ** (k + 1)
+        return difference / ((k + 1) * (self.high - self.low))
 
-    def quadrature(self, n: int = 181) -> tuple[Tensor, Tensor]:
-        # Gauss–Legendre: nodes are the eigenvalues of the recurrence of Legendre's polynomials.
+    def quadrature(self, n: int = QUADRATURE_NODES) -> tuple[Tensor, Tensor]:
+        # Gauss–Legendre by Golub and Welsch (1969): the nodes are the eigenvalues of the symmetric
+        # recurrence matrix of the Legendre polynomials. `eigh` reads its lower triangle only.
         k = torch.arange(1, n, dtype=torch.float64, device="cpu")
-        nodes, vectors = torch.linalg.eigh(torch.diag(k / (4 * k**2 - 1).sqrt(), -1))
+        recurrence = torch.diag(k / (4 * k**2 - 1).sqrt(), -1)
+        nodes, vectors = torch.linalg.eigh(recurrence)
         weights = vectors[0] ** 2
         return self.mean + (self.high - self.low) / 2 * nodes, weights / weights.sum()
+
+    def _transform(self, noise: Tensor) -> Tensor:
+        return self.low + (self.high - self.low) * noise
 
 
 @final
 @dataclass(frozen=True)
 class Ternary(Discrete):
-    """Symmetric law on {-scale, 0, scale} that is 0 with probability ``zero``."""
+    """Symmetric law on {-scale, 0, scale}.
 
-    zero: float = _number(
-        "a number in [0, 1), the probability of 0 (for 1 use Constant(0))",
-        lambda zero: 0 <= zero < 1,
-        default=1 / 3,
-    )
-    scale: float = _number("a finite number, the size of what is not 0", default=1.0)
+    Mean 0, second moment ``(1 - zero) * scale**2``, overlap 0.
+
+    Args:
+        zero: probability of 0; in [0, 1).
+        scale: size of the other two values.
+
+    Example:
+        >>> Ternary(zero=0.5).kurtosis
+        2.0
+    """
+
+    zero: float = 1 / 3
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        expected = "a number in [0, 1), the probability of 0 (for 1 use Constant(0))"
+        _check_field(self, "zero", expected, lambda zero: 0 <= zero < 1)
+        _check_field(self, "scale", "a finite number")
 
     @property
-    def atoms(self):
+    def atoms(self) -> list[tuple[float, float]]:
         side = (1 - self.zero) / 2
         return [(-self.scale, side), (0.0, self.zero), (self.scale, side)]
 
@@ -367,128 +547,226 @@ class Ternary(Discrete):
 @final
 @dataclass(frozen=True)
 class Rademacher(Discrete):
-    """Random sign, -1 or 1."""
+    """Random sign: -1 or 1 with equal probability. Mean 0, second moment 1.
+
+    Example:
+        >>> Rademacher().mean, Rademacher().second_moment
+        (0.0, 1.0)
+    """
 
     @property
-    def atoms(self):
+    def atoms(self) -> list[tuple[float, float]]:
         return [(-1.0, 0.5), (1.0, 0.5)]
 
 
 @final
 @dataclass(frozen=True)
-class Signs(_Unit, Discrete):
-    """Random sign of mean p: 1 with probability :math:`(1 + p) / 2`, else -1."""
+class Signs(Discrete):
+    r"""Biased random sign: 1 with probability :math:`(1 + p) / 2`, otherwise -1.
 
-    @property
-    def atoms(self):
-        return [(-1.0, (1 - self.p) / 2), (1.0, (1 + self.p) / 2)]
+    Mean :math:`p`, second moment 1, overlap :math:`p^2`.
 
+    Args:
+        p: the mean, from -1 to 1.
 
-class Joint(_Drawn):
-    r"""Law of the numbers of one unit in all members at once, which are exchangeable.
-
-    The first axis of a sample is that of the members. :math:`E u^2 = 1`, so ``overlap`` is
-    :math:`E[u_a u_b]`; the ``marginal`` law of one member may depend on how many there are.
+    Example:
+        >>> Signs(0.5).atoms
+        [(-1.0, 0.25), (1.0, 0.75)]
     """
 
-    second_moment = 1.0  # pyright: ignore
-    _source = staticmethod(torch.randn)
+    p: float
+
+    def __post_init__(self) -> None:
+        _check_signed_unit(self, "p")
+
+    @property
+    def atoms(self) -> list[tuple[float, float]]:
+        return [(-1.0, (1 - self.p) / 2), (1.0, (1 + self.p) / 2)]
 
     @property
     def mean(self) -> float:
-        raise TypeError(f"the mean of {self!r} depends on how many members there are: marginal(M)")
+        return self.p
+
+    @property
+    def second_moment(self) -> float:
+        return 1.0
+
+
+# --- Joint laws ----------------------------------------------------------------------------------
+
+
+class Joint(_Sampled):
+    r"""Law of the values of a unit in all members, which are exchangeable but dependent.
+
+    The first axis of a sample is the member axis. Joint laws have :math:`E u^2 = 1`, so ``overlap``
+    is :math:`E[u_a u_b]`. The law of one member may depend on the number of members;
+    ``marginal(members)`` returns it.
+
+    Example:
+        >>> Disjoint().marginal(4)
+        Bernoulli(keep=0.25, scale=2.0)
+    """
+
+    _draw_noise = staticmethod(torch.randn)
+
+    @property
+    def mean(self) -> float:
+        raise TypeError(
+            f"The mean of {self!r} depends on the number of members. Use law.marginal(M).mean."
+        )
+
+    @property
+    def second_moment(self) -> float:
+        return 1.0
 
     @property
     def kurtosis(self) -> float:
-        raise TypeError(f"the kurtosis of {self!r} is that of one of M members: marginal(M)")
+        raise TypeError(
+            f"The kurtosis of {self!r} depends on the number of members. "
+            "Use law.marginal(M).kurtosis."
+        )
 
     @abstractmethod
-    def marginal(self, members: int) -> Law: ...
+    def marginal(self, members: int) -> Law:
+        """Return the law of a single member of an ensemble of ``members`` members."""
 
     def pair_moment(self, members: int) -> float:
-        self.marginal(members)  # checks that there can be so many
+        self.marginal(members)  # raises if the law does not exist for this number of members
         return self.overlap
 
     def equal_share(self, members: int) -> float:
-        """Return with which weight, maybe below 0, two members are equal, else independent."""
+        """Return the mixture weight of "equal" in the law of two members.
+
+        The joint law of two members is a mixture: with this weight their values are equal, and
+        otherwise independent. The weight may be negative.
+
+        Args:
+            members: number of members of the ensemble.
+
+        Raises:
+            NotImplementedError: if the law of two members is not such a mixture.
+        """
         raise NotImplementedError(
-            f"expectations of smooth activations over two members' v of the law {self!r} are not "
-            "known: they are no product over members. Use the law for post, use ReLU and its "
-            "relatives, or measure finite networks (embens.finite.nngp and ntk)."
+            f"The joint expectation of a smooth activation over two members' v is not available "
+            f"for {self!r}. Use the law for post, use a piecewise linear activation such as ReLU, "
+            "or measure finite networks (embens.finite.nngp and ntk)."
         )
 
-    def _place(self, device: Any) -> Any:  # masks are arranged by values, which meta has none of
-        return "cpu" if device is not None and torch.device(device).type == "meta" else device
+    def _noise_device(self, device: torch.device | str | None) -> torch.device | str | None:
+        # Masks are arranged by sorting the noise, and tensors on the meta device have no values.
+        if device is not None and torch.device(device).type == "meta":
+            return "cpu"
+        return device
 
-    def _from(self, noise: Tensor) -> Tensor:
+    def _transform(self, noise: Tensor) -> Tensor:
+        if noise.numel() == 0:
+            return noise
         rows = torch.atleast_1d(noise)
-        values = self._arrange(rows.reshape(len(rows), -1)) if noise.numel() else noise
+        values = self._arrange(rows.reshape(len(rows), -1))
         return values.reshape(noise.shape)
 
     @abstractmethod
     def _arrange(self, noise: Tensor) -> Tensor:
-        """Return the numbers ``(member, unit)`` from independent normal ones.
+        """Turn independent normal noise ``(member, unit)`` into values of the same shape.
 
-        The sum of a row does not depend on its order: chance for members, and for units.
+        The order of a row's entries is a random order of the units. The sum of a row does not
+        depend on that order, so the order of the sums is an independent order of the members.
         """
 
 
-class _Exclusive(Joint):
+class _JointMasks(Joint):
+    """Masks whose ones are placed jointly, so that every unit is used and shares are equal."""
+
     balanced = True
 
     def marginal(self, members: int) -> Bernoulli:
+        # Every earlier mask covers the fraction `overlap` of a mask, so the mask of member a adds
+        # the fraction (1 − overlap)^a of its ones as new units. Together the masks cover all units.
         keep = 1 / math.fsum((1 - self.overlap) ** a for a in range(members))
         return Bernoulli(keep, 1 / math.sqrt(keep))
 
     def pair_half_moment(self, sign_a: int, sign_b: int) -> float:
-        return self.overlap if sign_a == sign_b == 1 else 0.0
+        if sign_a == 1 and sign_b == 1:
+            return self.overlap
+        return 0.0
 
     def equal_share(self, members: int) -> float:
         keep = self.marginal(members).keep
-        return (self.overlap - keep) / (1 - keep) if keep < 1 else 1.0
+        if keep == 1:
+            return 1.0
+        return (self.overlap - keep) / (1 - keep)
 
 
 @final
 @dataclass(frozen=True)
-class Masks(_Exclusive):
-    r"""Masksembles (Durasov et al. 2021): two masks have the share ``overlap`` = 1/S in common.
+class Masks(_JointMasks):
+    r"""Masksembles (Durasov et al., 2021): two masks share the fraction ``overlap`` of their ones.
 
-    On :math:`N` units every mask has :math:`m \approx N / \sum_{a<M} (1 - 1/S)^a` ones, and every
-    unit is in some mask. Unlike theirs, ones are :math:`\sqrt{N/m}`, for :math:`E u^2 = 1`.
+    On :math:`N` units every mask has :math:`m \approx N / \sum_{a<M} (1 - \mathrm{overlap})^a`
+    ones, and every unit is in at least one mask. Unlike in the original, ones have the value
+    :math:`\sqrt{N/m}`, so that :math:`E u^2 = 1`.
+
+    Args:
+        overlap: one over the scale S of Masksembles; in (0, 1].
+
+    Example:
+        >>> masks = Masks(overlap=0.5).sample((4, 64), torch.Generator().manual_seed(0))
+        >>> (masks > 0).sum(1).tolist()
+        [34, 34, 34, 34]
     """
 
-    overlap: float = _number(  # pyright: ignore
-        "in (0, 1], one over the scale S", lambda overlap: 0 < overlap <= 1, 0.5
-    )
+    overlap: float = 0.5  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def __post_init__(self) -> None:
+        expected = "in (0, 1], one over the scale S of Masksembles"
+        _check_field(self, "overlap", expected, lambda overlap: 0 < overlap <= 1)
 
     def _arrange(self, noise: Tensor) -> Tensor:
         members, units = noise.shape
         ones = max(round(units * self.marginal(members).keep), math.ceil(units / members))
-        masks, unused = torch.zeros_like(noise), torch.ones_like(noise[0]).bool()
-        for turn, member in enumerate(noise.sum(1).argsort().tolist()):
-            left, order = int(unused.sum()), noise[member].argsort()
-            share = round(left * self.marginal(members - turn).keep)  # as in a smaller layer
-            new = min(ones, max(share, ones - units + left))
-            kept = torch.cat([order[unused[order]][:new], order[~unused[order]][: ones - new]])
-            masks[member, kept], unused[kept] = math.sqrt(units / ones), False
+        masks = torch.zeros_like(noise)
+        is_unused = torch.ones_like(noise[0], dtype=torch.bool)
+        member_order = noise.sum(1).argsort().tolist()
+        for position, member in enumerate(member_order):
+            unit_order = noise[member].argsort()
+            unused_units = unit_order[is_unused[unit_order]]
+            used_units = unit_order[~is_unused[unit_order]]
+            # The remaining members divide the unused units as if these were a smaller layer. If
+            # there are too few used units to fill the mask, more unused ones are needed.
+            share = round(len(unused_units) * self.marginal(members - position).keep)
+            new = min(ones, max(share, ones - len(used_units)))
+            selected = torch.cat([unused_units[:new], used_units[: ones - new]])
+            masks[member, selected] = math.sqrt(units / ones)
+            is_unused[selected] = False
         return masks
 
 
 @final
 @dataclass(frozen=True)
-class Disjoint(_Exclusive):
-    r"""Orthogonal dropout: every unit belongs to one member, with the value :math:`\sqrt M`."""
+class Disjoint(_JointMasks):
+    r"""Orthogonal dropout: every unit belongs to exactly one member, with value :math:`\sqrt M`.
 
-    overlap = 0.0  # pyright: ignore
+    Second moment 1, overlap 0. A layer needs at least as many units as there are members.
+
+    Example:
+        >>> masks = Disjoint().sample((2, 6), torch.Generator().manual_seed(0))
+        >>> (masks > 0).sum(0).tolist()
+        [1, 1, 1, 1, 1, 1]
+    """
+
+    @property
+    def overlap(self) -> float:
+        return 0.0
 
     def _arrange(self, noise: Tensor) -> Tensor:
         members, units = noise.shape
         if units < members:
             raise ValueError(
-                f"Disjoint: expected a unit for every member; got {members} members and {units} "
+                f"Disjoint needs at least one unit per member, got {members} members and {units} "
                 "units. Use fewer members or a wider layer, or leave this site out."
             )
-        owners = noise.sum(1).argsort().repeat(-(-units // members))[:units]
+        rounds = math.ceil(units / members)
+        owners = noise.sum(1).argsort().repeat(rounds)[:units]
         masks = torch.zeros_like(noise)
         masks[owners, noise[0].argsort()] = math.sqrt(members)
         return masks
@@ -497,57 +775,124 @@ class Disjoint(_Exclusive):
 @final
 @dataclass(frozen=True)
 class Correlated(Joint):
-    r"""Normal numbers with :math:`E[u_a u_b] = \rho`, at least :math:`-1/(M-1)`: members repel."""
+    r"""Jointly normal values with mean 0, second moment 1 and :math:`E[u_a u_b] = \rho`.
 
-    rho: float = _number("a number in [-1, 1], as E u^2 = 1", lambda rho: -1 <= rho <= 1)
+    Args:
+        rho: the correlation, at least :math:`-1/(M-1)`; members repel each other below 0.
+
+    Example:
+        >>> Correlated(-0.2).pair_moment(members=4)
+        -0.2
+    """
+
+    rho: float
+
+    def __post_init__(self) -> None:
+        _check_signed_unit(self, "rho")
 
     @property
     def overlap(self) -> float:
         return self.rho
 
     def marginal(self, members: int) -> Normal:
+        # 1 + (M − 1) rho is the smallest eigenvalue of the covariance if rho is negative. The
+        # tolerance admits a rounded -1 / (M - 1).
         if 1 + (members - 1) * self.rho < -1e-9:
             raise ValueError(
                 f"Correlated: rho must be at least -1/(M - 1) = {-1 / (members - 1):.6g} for "
-                f"{members} members; got {self.rho}. Use a larger rho, or fewer members."
+                f"{members} members, got {self.rho}. Use a larger rho or fewer members."
             )
         return Normal()
 
     def pair_half_moment(self, sign_a: int, sign_b: int) -> float:
+        # The arc-cosine kernel of degree 1 (Cho and Saul, 2009).
         rho = sign_a * sign_b * self.rho
         return (math.sqrt(1 - rho**2) + rho * (math.pi - math.acos(rho))) / (2 * math.pi)
 
     def _arrange(self, noise: Tensor) -> Tensor:
-        self.marginal(len(noise))
+        members = len(noise)
+        self.marginal(members)  # raises if rho is too small
+        # The covariance has the eigenvalue 1 + (M − 1) rho for the mean over members, and 1 − rho
+        # for deviations from the mean.
         common = noise.mean(0)
-        scale = math.sqrt(max(0.0, 1 + (len(noise) - 1) * self.rho))
-        return math.sqrt(1 - self.rho) * (noise - common) + scale * common
+        common_scale = math.sqrt(max(0.0, 1 + (members - 1) * self.rho))
+        return math.sqrt(1 - self.rho) * (noise - common) + common_scale * common
 
 
-def known() -> dict[str, type[Law]]:
-    """Return every law by its name: embens' own, and yours as soon as their class is defined.
+# --- Files ---------------------------------------------------------------------------------------
 
-    Of two classes with one name, embens' own is taken, else the one that was defined last.
+
+def registered() -> dict[str, type[Law]]:
+    """Return all laws by class name, including laws defined by the user.
+
+    If two classes have the same name, laws of this module take precedence, then the class that was
+    defined last.
+
+    Example:
+        >>> registered()["Normal"]
+        <class 'embens.laws.Normal'>
     """
-    found: list[type[Law]] = [Law]
-    for kind in found:  # grows as it is read
-        found += kind.__subclasses__()
-    found.sort(key=lambda kind: kind.__module__ == __name__)
-    return {kind.__name__: kind for kind in found if not inspect.isabstract(kind)}
+    user_classes: dict[str, type[Law]] = {}
+    library_classes: dict[str, type[Law]] = {}
+    pending: list[type[Law]] = [Law]
+    # Breadth first, in the order of definition.
+    while pending:
+        law_class = pending.pop(0)
+        pending.extend(law_class.__subclasses__())
+        if inspect.isabstract(law_class):
+            continue
+        if law_class.__module__ == __name__:
+            library_classes[law_class.__name__] = law_class
+        else:
+            user_classes[law_class.__name__] = law_class
+    return {**user_classes, **library_classes}
 
 
 def from_dict(data: dict[str, Any]) -> Law:
-    """Return the law that :meth:`Law.to_dict` described; nothing is imported or executed."""
-    kinds, fields = known(), dict(data)
-    name = fields.pop("law")
-    if name not in kinds:
+    """Return the law that :meth:`Law.to_dict` described.
+
+    Only laws that are defined in this process are found; nothing is imported or executed.
+
+    Args:
+        data: the class name under "law", and the parameters.
+
+    Raises:
+        ValueError: if there is no law of this name.
+
+    Example:
+        >>> from_dict({"law": "Signs", "p": 0.5})
+        Signs(p=0.5)
+    """
+    parameters = dict(data)
+    name = parameters.pop("law")
+    law_classes = registered()
+    if name not in law_classes:
         raise ValueError(
-            f"the file uses a law {name!r} that is not known here{closest(name, kinds)}. If it is "
-            "your own, import the module that defines it."
+            f"the file uses an unknown law {name!r}{closest(name, law_classes)}. If you defined "
+            "this law, import its module first."
         )
-    return kinds[name](**fields)
+    return law_classes[name](**parameters)
 
 
-def _check_half_moment(k: int, sign: int):
+# --- Checks --------------------------------------------------------------------------------------
+
+
+def _check_field(
+    law: Law, name: str, expected: str, valid: Callable[[float], bool] = math.isfinite
+) -> None:
+    """Check a parameter of a law and convert it to float."""
+    value = check_number(f"{type(law).__name__}: {name}", getattr(law, name), expected, valid)
+    object.__setattr__(law, name, value)  # laws are frozen
+
+
+def _check_signed_unit(law: Law, name: str) -> None:
+    """Check a parameter that lies in [-1, 1] because the second moment is 1."""
+    expected = "a number in [-1, 1], since the second moment is 1 (for other means use Normal)"
+    _check_field(law, name, expected, lambda value: -1 <= value <= 1)
+
+
+def _check_half_moment(k: int, sign: int) -> None:
     if k not in (0, 1, 2) or sign not in (1, -1):
-        raise ValueError(f"half_moment takes k in (0, 1, 2), sign in (1, -1); got {k}, {sign}.")
+        raise ValueError(
+            f"half_moment needs k in (0, 1, 2) and sign in (1, -1), got k={k} and sign={sign}."
+        )
