@@ -1,118 +1,167 @@
 import inspect
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from embens import checks
 from embens.checks import (
     check_choice,
     check_members,
     check_number,
+    check_rows,
     check_whole,
     closest,
+    find_gaps,
     gradient_factor,
+    name_rows,
+    short_repr,
+    suggest,
 )
 
 
-def test_whole_numbers_are_returned_as_ints():
-    assert check_whole("epochs", 0, least=0) == 0
-    assert type(check_whole("epochs", np.int64(3))) is int
-    assert check_members(4) == 4
+class TestCheckWhole:
+    def test_returns_python_integers(self):
+        assert check_whole("epochs", 0, least=0) == 0
+        assert type(check_whole("epochs", np.int64(3))) is int
+        assert check_members(4) == 4
+
+    @pytest.mark.parametrize("value", [1.0, "1", True, None, torch.ones(())])
+    def test_raises_for_other_types(self, value):
+        with pytest.raises(TypeError, match=r"depth must be a positive integer, got .*\.$"):
+            check_whole("depth", value)
+
+    @pytest.mark.parametrize(
+        ("value", "least", "message"),
+        [
+            (0, 1, r"depth must be a positive integer, got 0\."),
+            (-1, 0, r"depth must be a non-negative integer, got -1\."),
+            (1, 2, r"depth must be an integer of at least 2, got 1\."),
+        ],
+    )
+    def test_raises_below_the_smallest_valid_value(self, value, least, message):
+        with pytest.raises(ValueError, match=message):
+            check_whole("depth", value, least)
+
+    def test_names_the_members(self):
+        with pytest.raises(ValueError, match=r"members must be a positive integer, got 0\."):
+            check_members(0)
 
 
-@pytest.mark.parametrize("value", [1.0, "1", True, None, torch.ones(())])
-def test_what_is_no_whole_number_is_refused(value):
-    with pytest.raises(TypeError, match="depth must be a whole number; got "):
-        check_whole("depth", value)
+class TestCheckNumber:
+    @pytest.mark.parametrize("value", [2, 2.0, np.float32(2), torch.tensor(2), torch.tensor([2.0])])
+    def test_returns_floats(self, value):
+        number = check_number("rate", value, "a number")
+        assert number == 2
+        assert type(number) is float
+
+    @pytest.mark.parametrize("value", ["2", True, None, 2j, torch.ones(2), torch.tensor(True)])
+    def test_raises_for_other_types(self, value):
+        with pytest.raises(TypeError, match="rate must be a number above 0, got "):
+            check_number("rate", value, "a number above 0", lambda rate: rate > 0)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, torch.tensor(0.0)])
+    def test_raises_for_values_that_are_not_finite_or_not_valid(self, value):
+        with pytest.raises(ValueError, match="rate must be a number above 0, got "):
+            check_number("rate", value, "a number above 0", lambda rate: rate > 0)
 
 
-def test_whole_numbers_have_a_least():
-    with pytest.raises(ValueError, match="depth must be at least 2; got 1"):
-        check_whole("depth", 1, least=2)
-    with pytest.raises(ValueError, match="members must be at least 1; got 0"):
-        check_members(0)
+class TestCheckChoice:
+    def test_returns_a_valid_choice(self):
+        assert check_choice("pool", "max", ("average", "max")) == "max"
+
+    def test_suggests_the_closest_choice(self):
+        message = r"pool: unknown 'averge'; did you mean 'average'\? Candidates: 'average', 'max'"
+        with pytest.raises(ValueError, match=message):
+            check_choice("pool", "averge", ("average", "max"))
+        with pytest.raises(ValueError, match=r"pool: unknown None\. Candidates: 'average', 'max'"):
+            check_choice("pool", None, ("average", "max"))
+
+    def test_lists_at_most_twenty_candidates(self):
+        assert closest("x", ["a", "b"]) == ". Candidates: 'a', 'b'"
+        assert closest("layer.10", [f"layer.{i}" for i in range(21)]).endswith("'layer.19', …")
 
 
-@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), torch.tensor(2), torch.tensor([2.0])])
-def test_numbers_of_any_kind_are_returned_as_floats(value):
-    number = check_number("rate", value, "a number")
-    assert number == 2
-    assert type(number) is float
+class TestSuggest:
+    @pytest.fixture
+    def function(self):
+        @suggest({"old": ": it is called new now."})
+        def function(first: int, second: int = 2, *, third: str = "") -> str:
+            """Join the arguments."""
+            return f"{first} {second} {third}"
+
+        return function
+
+    def test_keeps_result_signature_and_docstring(self, function):
+        assert function(1, third="a") == "1 2 a"
+        assert list(inspect.signature(function).parameters) == ["first", "second", "third"]
+        assert function.__doc__ == "Join the arguments."
+
+    def test_suggests_a_name_or_gives_the_hint(self, function):
+        with pytest.raises(TypeError, match="function has no argument 'thrid'; did you mean 'thi"):
+            function(1, thrid="a")
+        with pytest.raises(TypeError, match="no argument 'old': it is called new now"):
+            function(1, old="a")
+
+    def test_leaves_missing_arguments_to_python(self, function):
+        with pytest.raises(TypeError, match="missing 1 required"):
+            function()
 
 
-@pytest.mark.parametrize("value", ["2", True, None, 2j, torch.ones(2), torch.tensor(True)])
-def test_what_is_no_number_is_refused(value):
-    with pytest.raises(TypeError, match="rate must be a number above 0; got "):
-        check_number("rate", value, "a number above 0", lambda rate: rate > 0)
+class TestCheckRows:
+    def test_returns_the_number_of_rows(self):
+        assert check_rows("x", {"a": torch.zeros(5, 2), "b": [torch.zeros(5)]}, "tensors") == 5
+
+    @pytest.mark.parametrize("values", [[], [1, 2], torch.tensor(1.0), (torch.zeros(2), "a")])
+    def test_raises_for_anything_but_tensors_with_rows(self, values):
+        with pytest.raises(TypeError, match=r"x must be a batch of tensors, got \("):
+            check_rows("x", values, "a batch of tensors")
+
+    def test_raises_for_different_numbers_of_rows(self):
+        message = r"x must have the same number of rows in all tensors, got shapes \(2,\), \(3, 1\)"
+        with pytest.raises(ValueError, match=message):
+            check_rows("x", (torch.zeros(2), torch.zeros(3, 1)), "tensors")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, torch.tensor(0.0)])
-def test_numbers_must_be_finite_and_valid(value):
-    with pytest.raises(ValueError, match="rate must be a number above 0; got "):
-        check_number("rate", value, "a number above 0", lambda rate: rate > 0)
+class TestFindGaps:
+    def test_describes_the_rows(self):
+        x = torch.zeros(30, 2)
+        x[4:18, 1] = torch.inf
+        text = find_gaps("inputs", {"a": x})
+        assert text.startswith("inputs['a'] have infinite values in rows 4, 5, 6")
+        assert text.endswith("13 and 4 more")
+        assert find_gaps("inputs", torch.tensor(torch.nan)) == "inputs have NaN in row 0"
+        assert find_gaps("inputs", (torch.tensor([torch.nan]),)) == "inputs have NaN in row 0"
+
+    def test_is_empty_if_all_values_are_finite(self):
+        assert find_gaps("inputs", {"a": torch.zeros(3, 2), "n": torch.arange(30), "s": "x"}) == ""
+        assert find_gaps("inputs", torch.full((3,), 3e38)) == ""  # only the sum overflows
+
+    def test_names_one_row_or_several(self):
+        assert name_rows(torch.tensor([[False, True], [False, False]])) == "row 0"
+        assert name_rows(torch.tensor([True, True])) == "rows 0, 1"
 
 
-def test_a_choice_is_one_of_those_there_are():
-    assert check_choice("pool", "max", ("average", "max")) == "max"
-    with pytest.raises(ValueError, match=r"pool: unknown 'averge'; did you mean 'average'\? Cand"):
-        check_choice("pool", "averge", ("average", "max"))
-    with pytest.raises(ValueError, match=r"pool: unknown None\. Candidates: 'average', 'max'"):
-        check_choice("pool", None, ("average", "max"))
+class TestGradientFactor:
+    def test_takes_a_number_a_function_or_none(self):
+        assert gradient_factor(2.0, 4, natural=1.0) == 0.5
+        assert gradient_factor(torch.tensor(2.0), 4, natural=1.0) == 0.5
+        assert gradient_factor(lambda members: members, 4, natural=1.0) == 1
+        assert gradient_factor(None, 4, natural=1.0) == 0.25
+
+    def test_raises_for_other_values(self):
+        with pytest.raises(TypeError, match=r"gamma must be a number, a function .* got 'large'"):
+            gradient_factor("large", 4, natural=1.0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="gamma must be finite and not negative, got -1"):
+            gradient_factor(-1, 4, natural=1.0)
 
 
-def test_candidates_are_named_up_to_twenty():
-    assert closest("x", ["a", "b"]) == ". Candidates: 'a', 'b'"
-    assert closest("layer.10", [f"layer.{i}" for i in range(21)]).endswith("'layer.19', …")
+def test_short_repr_shows_shapes_instead_of_values():
+    @dataclass(repr=False)
+    class Kernel:
+        same: torch.Tensor
+        name: str
+        __repr__ = short_repr
 
-
-def test_gamma_is_a_number_a_function_of_the_members_or_natural():
-    assert gradient_factor(2.0, 4, natural=1.0) == 0.5
-    assert gradient_factor(lambda members: members, 4, natural=1.0) == 1
-    assert gradient_factor(None, 4, natural=1.0) == 0.25
-    with pytest.raises(TypeError, match="gamma must be a number, a function"):
-        gradient_factor("large", 4, natural=1.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="finite and not negative; got -1"):
-        gradient_factor(-1, 4, natural=1.0)
-
-
-def test_a_misspelled_argument_gets_a_hint_and_the_signature_stays():
-    @checks.suggest({"old": ": it is called new now."})
-    def function(first: int, second: int = 2, *, third: str = "") -> str:
-        """Say it."""
-        return f"{first} {second} {third}"
-
-    assert function(1, third="a") == "1 2 a"
-    assert list(inspect.signature(function).parameters) == ["first", "second", "third"]
-    assert function.__doc__ == "Say it."
-    with pytest.raises(TypeError, match=r"function has no argument 'thrid'; did you mean 'third'"):
-        function(1, thrid="a")
-    with pytest.raises(TypeError, match=r"no argument 'old': it is called new now"):
-        function(1, old="a")
-    with pytest.raises(TypeError, match="missing 1 required"):
-        function()
-
-
-def test_rows_that_are_not_finite_are_found_and_named():
-    x = torch.zeros(30, 2)
-    assert checks.find_gaps("inputs", {"a": x, "n": torch.arange(30)}) == ""
-    x[4:18, 1] = torch.inf
-    found = checks.find_gaps("inputs", {"a": x})
-    assert found.startswith("inputs['a'] have infinite numbers in rows 4, 5, 6")
-    assert found.endswith("13 and 4 more")
-    assert checks.find_gaps("x", torch.full((3,), 3e38)) == ""  # only its sum overflows
-    assert checks.find_gaps("x", torch.tensor(torch.nan)) == "x have NaN in row 0"
-
-
-def test_a_short_repr_has_shapes_and_no_values():
-    import torch
-
-    from embens.data import DataSet, Part
-    from embens.theory import Kernels, MemberKernel
-
-    block = MemberKernel(torch.rand(40, 30), torch.rand(40, 30))
-    assert repr(block) == "MemberKernel(same=(40, 30), cross=(40, 30))"
-    assert repr(Kernels(block, block, block)).count("(40, 30)") == 6
-    part = Part(torch.rand(9, 3, 8, 8), torch.arange(9))
-    assert "Part(9 samples of shape (3, 8, 8))" in repr(DataSet(part, None, part, 9, "noise"))
+    assert repr(Kernel(torch.rand(40, 30), "ntk")) == "Kernel(same=(40, 30), name='ntk')"

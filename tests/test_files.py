@@ -1,3 +1,5 @@
+"""Atomic writes, locks, checksums; files that are killed or mutated."""
+
 import json
 import multiprocessing
 import os
@@ -12,13 +14,25 @@ import torch
 
 from embens.files import (
     Format,
+    Refused,
+    check_header,
+    checksum,
     locked,
     pack,
     read_tensors,
+    read_tree,
+    refusing,
+    remove,
+    seal,
     unpack,
+    unseal,
     write_atomically,
     write_tensors,
+    write_tree,
 )
+
+KIND = Format("numbers", 1)
+posix_only = pytest.mark.skipif(os.name != "posix", reason="needs posix permissions and links")
 
 
 @pytest.fixture
@@ -26,135 +40,154 @@ def path(tmp_path):
     return tmp_path / "file.txt"
 
 
-@pytest.mark.parametrize(
-    "content", ["né", "né".encode(), lambda path: path.write_bytes("né".encode())]
-)
-def test_text_bytes_and_what_a_function_writes_arrive_whole(path, content):
-    for _ in range(2):
-        write_atomically(str(path), content)
-        assert path.read_bytes() == "né".encode()
-    assert [p.name for p in path.parent.iterdir()] == ["file.txt"]
+def names(folder):
+    return {path.name for path in folder.iterdir()}
 
 
-def fail(path):
-    path.write_text("half")
-    raise OSError("disk full")
-
-
-@pytest.mark.parametrize("there", [True, False])
-@pytest.mark.parametrize("step", ["write", "fsync", "replace"])
-def test_a_failure_leaves_the_old_file_and_nothing_else(path, monkeypatch, step, there):
-    if there:
-        path.write_text("old")
-
-    def refuse(*_):
-        raise OSError("disk full")
-
-    if step != "write":
-        monkeypatch.setattr(os, step, refuse)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, fail if step == "write" else "new")
-    assert {p.name: p.read_text() for p in path.parent.iterdir()} == (
-        {"file.txt": "old"} if there else {}
+class TestWriteAtomically:
+    @pytest.mark.parametrize(
+        "content", ["né", "né".encode(), lambda path: path.write_bytes("né".encode())]
     )
+    def test_writes_and_replaces_text_bytes_and_the_files_of_functions(self, path, content):
+        for _ in range(2):
+            write_atomically(str(path), content)
+            assert path.read_bytes() == "né".encode()
+        assert names(path.parent) == {"file.txt"}
 
+    @pytest.mark.parametrize("exists", [True, False])
+    @pytest.mark.parametrize("step", ["write", "fsync", "replace"])
+    def test_leaves_the_old_file_and_nothing_else_after_a_failure(
+        self, path, monkeypatch, step, exists
+    ):
+        if exists:
+            path.write_text("old")
 
-def test_an_interrupt_leaves_nothing_behind(path):
-    def interrupt(_):
-        raise KeyboardInterrupt
+        def fail(*_):
+            raise OSError("disk full")
 
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(path, interrupt)
-    assert list(path.parent.iterdir()) == []
+        def write_half(temporary):
+            temporary.write_text("half")
+            fail()
 
+        content = "new"
+        if step == "write":
+            content = write_half
+        else:
+            monkeypatch.setattr(os, step, fail)
+        with pytest.raises(OSError, match="disk full"):
+            write_atomically(path, content)
+        contents = {p.name: p.read_text() for p in path.parent.iterdir()}
+        assert contents == ({"file.txt": "old"} if exists else {})
 
-def test_a_new_file_has_the_permissions_of_any_new_file(path):
-    ordinary = path.with_name("ordinary")
-    ordinary.write_text("")
-    write_atomically(path, "new")
-    assert path.stat().st_mode == ordinary.stat().st_mode
+    def test_leaves_nothing_behind_after_an_interrupt(self, path):
+        def interrupt(_):
+            raise KeyboardInterrupt
 
+        with pytest.raises(KeyboardInterrupt):
+            write_atomically(path, interrupt)
+        assert names(path.parent) == set()
 
-@pytest.mark.skipif(os.name != "posix", reason="permissions are those of posix")
-def test_a_replaced_file_keeps_its_permissions(path):
-    path.write_text("old")
-    path.chmod(0o640)
-    write_atomically(path, "new")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    def test_gives_a_new_file_the_usual_permissions(self, path):
+        ordinary = path.with_name("ordinary")
+        ordinary.write_text("")
+        write_atomically(path, "new")
+        assert path.stat().st_mode == ordinary.stat().st_mode
 
+    @posix_only
+    def test_keeps_the_permissions_of_the_old_file(self, path):
+        path.write_text("old")
+        path.chmod(0o640)
+        write_atomically(path, "new")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
-@pytest.mark.skipif(os.name != "posix", reason="links need rights elsewhere")
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path, there):
-    (tmp_path / "far").mkdir()
-    target, link = tmp_path / "far" / "target", tmp_path / "link"
-    if there:
-        target.write_text("old")
-    link.symlink_to(target)
-    write_atomically(link, "new")
-    assert link.is_symlink()
-    assert target.read_text() == "new"
-    assert [p.name for p in target.parent.iterdir()] == ["target"]
+    @posix_only
+    def test_keeps_the_permissions_if_a_function_replaces_the_temporary_file(self, path):
+        def replace(temporary):
+            other = path.with_name("other")
+            other.write_text("new")
+            other.chmod(0o600)
+            os.replace(other, temporary)
 
+        path.write_text("old")
+        path.chmod(0o644)
+        write_atomically(path, replace)
+        assert path.read_text() == "new"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
-def test_a_reader_never_sees_half_a_file(path):
-    pages = [letter * 100_000 for letter in "ab"]
-    write_atomically(path, pages[0])
-    writer = threading.Thread(target=lambda: [write_atomically(path, p) for p in pages * 10])
-    writer.start()
-    while writer.is_alive():
-        assert path.read_text() in pages
-    writer.join()
+    @posix_only
+    @pytest.mark.parametrize("exists", [True, False])
+    def test_replaces_the_target_of_a_link(self, tmp_path, exists):
+        target, link = tmp_path / "far" / "target", tmp_path / "link"
+        target.parent.mkdir()
+        if exists:
+            target.write_text("old")
+        link.symlink_to(target)
+        write_atomically(link, "new")
+        assert link.is_symlink()
+        assert target.read_text() == "new"
+        assert names(target.parent) == {"target"}
 
+    def test_never_shows_a_reader_a_partial_file(self, path):
+        pages = [letter * 100_000 for letter in "ab"]
+        write_atomically(path, pages[0])
 
-def test_a_missing_folder_is_said_to_be_missing(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        write_atomically(tmp_path / "none" / "file", "new")
+        def write_often():
+            for page in pages * 10:
+                write_atomically(path, page)
 
+        writer = threading.Thread(target=write_often)
+        writer.start()
+        while writer.is_alive():
+            assert path.read_text() in pages
+        writer.join()
 
-@pytest.mark.skipif(os.name != "posix", reason="permissions are those of posix")
-def test_a_function_that_replaces_the_file_does_not_change_its_permissions(path):
-    def replace(temporary):
-        other = path.with_name("other")
-        other.write_text("new")
-        other.chmod(0o600)
-        os.replace(other, temporary)
+    def test_raises_if_the_folder_is_missing(self, tmp_path):
+        with pytest.raises(FileNotFoundError):
+            write_atomically(tmp_path / "none" / "file", "new")
 
-    path.write_text("old")
-    path.chmod(0o644)
-    write_atomically(path, replace)
-    assert path.read_text() == "new"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    def test_creates_a_folder_at_once(self, tmp_path):
+        def fill(folder):
+            (folder / "within").mkdir(parents=True)
+            (folder / "within" / "file").write_text("text")
 
+        write_atomically(tmp_path / "folder", fill)
+        assert [p.name for p in tmp_path.rglob("*")] == ["folder", "within", "file"]
 
-def test_tensors_of_every_shape_and_type_come_back(tmp_path):
-    whole, kind = torch.arange(12.0).view(3, 4), Format("numbers", 1)
-    tensors = {"view": whole[:, 1], "turned": whole.T, "one": torch.randn(33, 3)[:, 0][:1]}
-    tensors |= {"tied": whole, "none": torch.empty(0, 2), "scalar": torch.tensor(3)}
-    types = (torch.bool, torch.bfloat16, torch.complex64, torch.int8)
-    tensors |= {str(t): torch.ones(3, dtype=t) for t in types}
-    write_tensors(tmp_path / "file", kind, {"note": [1, None, "é"]}, tensors)
-    header, found = read_tensors(tmp_path / "file", kind)
-    assert header == {"format": "numbers", "version": 1, "note": [1, None, "é"]}
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+    @pytest.mark.parametrize("content", ["new", lambda path: path.mkdir()])
+    @pytest.mark.parametrize("filled", [True, False])
+    def test_never_replaces_a_folder(self, tmp_path, content, filled):
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        if filled:
+            (folder / "precious").write_text("text")
+        with pytest.raises(IsADirectoryError, match=r"A folder is never replaced.*folder'"):
+            write_atomically(folder, content)
+        with pytest.raises(IsADirectoryError):
+            write_tensors(folder, KIND, {}, {})
+        assert names(tmp_path) == {"folder"}
+        assert names(folder) == ({"precious"} if filled else set())
+
+    def test_does_not_replace_a_file_by_a_folder(self, path):
+        path.write_text("old")
+        with pytest.raises(OSError, match=r"file\.txt"):
+            write_atomically(path, lambda temporary: temporary.mkdir())
+        assert path.read_text() == "old"
+        assert names(path.parent) == {"file.txt"}
 
 
 def in_another_process(function, *arguments):
-    """Return the process that a function ran in, and its exit code."""
+    """Run a function in another process; return its process number and its exit code."""
     process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
     process.start()
     process.join()
     return process.pid, process.exitcode
 
 
-def die_writing(path):
+def write_and_die(path):
     write_atomically(path, lambda temporary: (temporary.write_text("half"), os._exit(1)))
 
 
-def die_with_the_lock(path):
+def lock_and_die(path):
     try:
         with locked(path, "this"):
             os._exit(1)
@@ -162,96 +195,170 @@ def die_with_the_lock(path):
         os._exit(7)
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next_and_nothing_else_is(path):
-    in_another_process(die_writing, path)
-    assert len(list(path.parent.iterdir())) == 1
-    others = {f".other.{'0' * 8}-1-{'0' * 8}", f".file.txt.{'0' * 8}-1-{'0' * 8}", ".file.txt"}
-    for name in others:
-        path.with_name(name).write_text("of another file, another machine, or the user's")
-    write_atomically(path, "new")
-    assert {p.name for p in path.parent.iterdir()} == {"file.txt", *others}
+class TestLeftovers:
+    def test_of_a_killed_writer_are_removed_by_the_next_one(self, path):
+        in_another_process(write_and_die, path)
+        assert len(names(path.parent)) == 1
+        # Temporary files of another file and of another machine, and a file of the user.
+        others = {f".other.{'0' * 8}-1-{'0' * 8}", f".file.txt.{'0' * 8}-1-{'0' * 8}", ".file.txt"}
+        for name in others:
+            path.with_name(name).write_text("keep")
+        write_atomically(path, "new")
+        assert names(path.parent) == {"file.txt", *others}
+
+    def test_are_removed_after_a_day_on_any_machine(self, path):
+        leftover = path.with_name(f".file.txt.{'0' * 8}-1-{'0' * 8}")
+        leftover.write_text("half")
+        os.utime(leftover, (0, 0))
+        write_atomically(path, "new")
+        assert names(path.parent) == {"file.txt"}
+
+    def test_files_and_folders_are_removed_if_they_exist(self, path):
+        remove(path)
+        path.write_text("text")
+        remove(path)
+        path.mkdir()
+        (path / "within").write_text("text")
+        remove(path)
+        assert names(path.parent) == set()
 
 
-def test_a_folder_is_replaced_as_a_whole(tmp_path):
-    def make(text):
-        def fill(folder):
-            (folder / "within").mkdir(parents=True)
-            (folder / "within" / text).write_text(text)
+class TestLocks:
+    def test_have_one_owner_and_name_it(self, path):
+        with locked(path, "this"):
+            message = f"^this is in use by process {os.getpid()} on"
+            with pytest.raises(BlockingIOError, match=message), locked(path, "this"):
+                pass
+            assert in_another_process(lock_and_die, path)[1] == 7
+        assert not path.exists()
 
-        return fill
-
-    for text in "ab":
-        write_atomically(tmp_path / "folder", make(text))
-    assert [p.name for p in tmp_path.rglob("*")] == ["folder", "within", "b"]
-
-
-def test_a_lock_has_one_owner_and_names_it(path):
-    with locked(path, "this"):
-        whose = f"^this is in use by process {os.getpid()} on"
-        with pytest.raises(BlockingIOError, match=whose), locked(path, "this"):
-            pass
-        assert in_another_process(die_with_the_lock, path)[1] == 7
-    assert not path.exists()
+    def test_of_a_dead_process_are_free(self, path):
+        process, code = in_another_process(lock_and_die, path)
+        assert code == 1
+        assert path.read_text().startswith(f"process {process} on")
+        with locked(path, "this"):
+            assert path.read_text().startswith(f"process {os.getpid()} on")
 
 
-def test_the_lock_of_a_process_that_died_is_free(path):
-    process, code = in_another_process(die_with_the_lock, path)
-    assert code == 1
-    assert path.read_text().startswith(f"process {process} on")
-    with locked(path, "this"):
-        assert path.read_text().startswith(f"process {os.getpid()} on")
+class TestTensors:
+    def test_of_every_shape_and_type_are_restored(self, path):
+        matrix = torch.arange(12.0).view(3, 4)
+        tensors = {
+            "view": matrix[:, 1],
+            "transposed": matrix.T,
+            "one": torch.randn(33, 3)[:, 0][:1],
+            "tied": matrix,
+            "empty": torch.empty(0, 2),
+            "scalar": torch.tensor(3),
+        }
+        for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.int8):
+            tensors[str(dtype)] = torch.ones(3, dtype=dtype)
+        write_tensors(path, KIND, {"note": [1, None, "é"]}, tensors)
+        header, restored = read_tensors(path, KIND)
+        assert header == {"format": "numbers", "version": 1, "note": [1, None, "é"]}
+        assert restored.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert restored[name].dtype == tensor.dtype
+            assert torch.equal(restored[name], tensor), name
+
+    def test_on_the_meta_device_and_without_a_folder_raise(self, path):
+        with pytest.raises(ValueError, match="'x' has no values to write: it is on the meta dev"):
+            write_tensors(path, KIND, {}, {"x": torch.zeros(2, device="meta")})
+        with pytest.raises(FileNotFoundError, match=r"the folder .* does not exist"):
+            write_tensors(path / "none" / "file", KIND, {}, {})
+        with pytest.raises(FileNotFoundError, match="there is no file"):
+            read_tensors(path, KIND)
+
+    @pytest.mark.parametrize(
+        ("header", "message"),
+        [
+            ([], "x has no embens header; expected an 'numbers' file"),
+            ({"format": "letters"}, "x is an 'letters' file; expected an 'numbers' file"),
+            ({"format": "numbers", "version": 2}, "version 2, this embens reads 1; use a newer"),
+            ({"format": "numbers", "version": 0}, "version 0, this embens reads 1; read it with"),
+            ({"format": "numbers", "version": "?"}, "read it with the embens that wrote it"),
+        ],
+    )
+    def test_of_another_kind_or_version_are_refused(self, header, message):
+        with pytest.raises(Refused, match=message):
+            check_header("x", header, KIND)
+
+    def test_with_a_changed_value_are_refused(self):
+        arrays = {"x": torch.arange(3)}
+        sealed = seal({"a": 1}, arrays)
+        assert unseal("x", sealed, arrays) == {"a": 1}
+        for record, values in (({**sealed, "a": 2}, arrays), (sealed, {"x": torch.ones(3)})):
+            with pytest.raises(Refused, match="x is damaged: its content has another checksum"):
+                unseal("x", record, values)
+
+    def test_have_the_checksum_of_earlier_versions(self):
+        arrays = {"b": torch.arange(3), "a": torch.ones(2, 2, dtype=torch.bfloat16)}
+        assert checksum("text", arrays) == (
+            "2f5f41d844da323c199e27031ef5cb28d5a90c493a772f5523d7db85daa83908"
+        )
+
+    def test_errors_of_the_system_are_not_refusals(self, path):
+        with pytest.raises(FileNotFoundError), refusing(path):
+            path.read_text()
+        with (
+            pytest.raises(Refused, match=r"file.txt can't be read: KeyError\('a'\)"),
+            refusing(path),
+        ):
+            raise KeyError("a")
 
 
-KILLS = {"kernel": 300, "fit": 155, "grid": 50, "stream": 35}
-"""The least number of writes, renames and removals, at each of which it is killed once; 40 moments
-more are spread over its time."""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_work_that_is_killed_at_a_write_and_run_again_ends_with_the_same_bits(tmp_path):
-    found = killing.kills(tmp_path, kernel=(60, 1), fit=(50, 1))
-    assert min(found.values()) >= 3
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.parametrize("work", KILLS)
-def test_work_that_is_killed_at_every_write_and_at_any_moment_ends_with_the_same_bits(
-    work, tmp_path
-):
-    assert killing.kills(tmp_path, **{work: (1, 40)})[work] >= KILLS[work]
-    assert KILLS["kernel"] > 200
-    assert sum(KILLS.values()) > 500
-
-
-@pytest.mark.parametrize("kind", mutated.KINDS)
-def test_a_mutated_file_is_refused_or_has_the_same_contents(kind, tmp_path):
-    found = mutated.mutate_often(kind, tmp_path, 15)
-    assert found["refused"] > 1
-    assert found["after"] - found["before"] < 1000
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", mutated.KINDS)
-def test_none_of_2000_mutated_files_is_executed_or_taken_for_another_or_fills_the_memory(
-    kind, tmp_path
-):
-    found = mutated.mutate_apart(kind, tmp_path, 2000)
-    assert found["refused"] > 500
-    assert found["after"] < 1000  # megabytes, with those of torch
-
-
-def test_trees_are_packed_without_loss():
-    tree = {
+class TestTrees:
+    TREE = {  # noqa: RUF012
         "a": [1, 2.5, "b", None, True, float("inf"), 0.1 + 0.2],
         3: (torch.arange(3), {"x": torch.zeros(2, dtype=torch.bfloat16)}),
         "c": Counter({1: 2}),
         "d": [],
     }
-    tensors: dict[str, torch.Tensor] = {}
-    found = unpack(json.loads(json.dumps(pack(tree, tensors))), tensors)
-    assert repr(found) == repr(tree)
-    with pytest.raises(TypeError, match="no function"):
-        pack({"f": pack}, {})
-    with pytest.raises(KeyError):
-        unpack({"dtype": "save"}, {})
+
+    def test_are_packed_without_loss(self):
+        tensors: dict[str, torch.Tensor] = {}
+        packed = json.loads(json.dumps(pack(self.TREE, tensors)))
+        assert repr(unpack(packed, tensors)) == repr(self.TREE)
+
+    def test_are_restored_from_files(self, path):
+        write_tree(path, KIND, self.TREE)
+        assert repr(read_tree(path, KIND)) == repr(self.TREE)
+
+    def test_with_other_objects_raise(self):
+        with pytest.raises(TypeError, match="got function"):
+            pack({"f": pack}, {})
+        with pytest.raises(ValueError, match="unknown kind of container 'dtype'"):
+            unpack({"dtype": "save"}, {})
+
+
+# The number of writes, renames and removals of each work. It is killed once at each of them, and at
+# 40 moments spread evenly over its run time.
+KILLS = {"kernel": 300, "fit": 155, "grid": 50}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_work_that_is_killed_and_repeated_ends_with_the_same_files(tmp_path):
+    kills = killing.kills(tmp_path, kernel=(60, 1), fit=(50, 1))
+    assert min(kills.values()) >= 3
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.parametrize("work", KILLS)
+def test_work_that_is_killed_at_every_write_ends_with_the_same_files(work, tmp_path):
+    assert killing.kills(tmp_path, **{work: (1, 40)})[work] >= KILLS[work]
+
+
+@pytest.mark.parametrize("kind", mutated.KINDS)
+def test_a_mutated_file_is_refused_or_unchanged(kind, tmp_path):
+    counts = mutated.mutate_often(kind, tmp_path, 15)
+    assert counts["refused"] > 1
+    assert counts["after"] - counts["before"] < 1000  # megabytes of memory
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", mutated.KINDS)
+def test_2000_mutated_files_execute_nothing_and_use_little_memory(kind, tmp_path):
+    counts = mutated.mutate_apart(kind, tmp_path, 2000)
+    assert counts["refused"] > 500
+    assert counts["after"] < 1000  # megabytes, including torch

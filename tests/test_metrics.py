@@ -39,7 +39,7 @@ labelled = pytest.mark.parametrize("metric", LABELLED, ids=lambda f: f.__name__)
 def example(members=4, batch=20, classes=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     outputs = 2 * torch.randn(members, batch, classes, generator=generator, dtype=torch.float64)
-    target = torch.arange(batch) % 2  # also marks samples of both kinds for ood_auroc
+    target = torch.arange(batch) % 2  # also flags samples of both kinds for ood_auroc
     return outputs.to(dtype), target
 
 
@@ -73,7 +73,7 @@ def test_computes_in_float32_at_least(metric, dtype):
 
 
 @every
-def test_gives_the_same_under_no_grad_and_leaves_its_arguments_alone(metric):
+def test_is_the_same_under_no_grad_and_keeps_its_arguments(metric):
     outputs, target = example()
     before = outputs.clone(), target.clone()
     free = tensors(metric(outputs, target))
@@ -90,21 +90,21 @@ def test_gives_the_same_under_no_grad_and_leaves_its_arguments_alone(metric):
 
 @pytest.mark.parametrize("metric", [f for f in FUNCTIONS if f not in PAIRS])
 @pytest.mark.parametrize(("members", "batch"), [(1, 20), (4, 2), (1, 2)])
-def test_takes_a_single_member_and_a_small_batch(metric, members, batch):
+def test_accepts_a_single_member_and_a_small_batch(metric, members, batch):
     outputs, target = example(members, batch)
     for values in tensors(metric(outputs, target)):
         assert metric is metrics.reliability or values.isfinite().all()
 
 
 @pytest.mark.parametrize("metric", [f for f in LABELLED if f not in PAIRS])
-def test_takes_a_single_sample(metric):
+def test_accepts_a_single_sample(metric):
     outputs, target = example(batch=1)
     for values in tensors(metric(outputs, target)):
         assert metric is metrics.reliability or values.isfinite().all()
 
 
 @every
-def test_gives_no_nan_where_probabilities_are_zero(metric):
+def test_is_not_nan_where_probabilities_are_zero(metric):
     outputs = torch.tensor([1e4, -1e4, 3e38, -3e38]).outer(torch.tensor([1.0, -1.0]))
     outputs = outputs.expand(3, 4, 2) * torch.tensor([1.0, 1.0, -1.0])[:, None, None]
     for values in tensors(metric(outputs, torch.tensor([0, 0, 1, 1]))):
@@ -115,20 +115,20 @@ def test_gives_no_nan_where_probabilities_are_zero(metric):
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (lambda x: x.tolist(), TypeError, "got list; convert with torch.as_tensor"),
-        (lambda x: x.argmax(-1), TypeError, "got torch.int64; pass the logits"),
-        (lambda x: x[0], ValueError, r"got shape \(20, 2\); for a single model add the member"),
+        (lambda x: x.tolist(), TypeError, "got list. Convert with torch.as_tensor"),
+        (lambda x: x.argmax(-1), TypeError, "got torch.int64. Pass logits"),
+        (lambda x: x[0], ValueError, r"got shape \(20, 2\). For a single model add the member"),
         (lambda x: x[None], ValueError, r"got shape \(1, 4, 20, 2\)"),
-        (lambda x: x[:, :0], ValueError, r"got the empty shape \(4, 0, 2\); pass at least one"),
+        (lambda x: x[:, :0], ValueError, r"got the empty shape \(4, 0, 2\). Pass at least one"),
         (lambda x: x[:0], ValueError, r"got the empty shape \(0, 20, 2\)"),
-        (lambda x: x[..., :1], ValueError, "got a single class .* for one logit z"),
+        (lambda x: x[..., :1], ValueError, "got a single class .* For one logit z"),
         (lambda x: x / 0, ValueError, "got 160 values that are NaN or infinite"),
-        (lambda x: x * torch.nan, ValueError, "look for a diverged run"),
+        (lambda x: x * torch.nan, ValueError, "Did the training diverge"),
     ],
 )
-def test_says_what_is_wrong_with_outputs(metric, spoil, error, message):
+def test_raises_for_invalid_outputs(metric, spoil, error, message):
     outputs, target = example()
-    with pytest.raises(error, match=f"outputs: expected finite logits .*{message}"):
+    with pytest.raises(error, match=f"outputs must be finite floating logits .*{message}"):
         metric(spoil(outputs), target)
 
 
@@ -136,24 +136,24 @@ def test_says_what_is_wrong_with_outputs(metric, spoil, error, message):
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (lambda y: y.tolist(), TypeError, "got list; convert with torch.as_tensor"),
-        (lambda y: y.float(), TypeError, r"got torch.float32; convert with target.long\(\)"),
+        (lambda y: y.tolist(), TypeError, "got list. Convert with torch.as_tensor"),
+        (lambda y: y.float(), TypeError, r"got torch.float32. Convert with target.long\(\)"),
         (lambda y: y.bool(), TypeError, "got torch.bool"),
-        (lambda y: y[:, None], ValueError, r"got shape \(20, 1\); squeeze a column"),
+        (lambda y: y[:, None], ValueError, r"got shape \(20, 1\). Squeeze a column"),
         (lambda y: y[1:], ValueError, r"got shape \(19,\)"),
         (lambda y: y + 1, ValueError, "got indices from 1 to 2"),
         (lambda y: -100 * y, ValueError, "got indices from -100 to 0"),
     ],
 )
-def test_says_what_is_wrong_with_the_target(metric, spoil, error, message):
+def test_raises_for_an_invalid_target(metric, spoil, error, message):
     outputs, target = example()
-    expected = r"target: expected 20 class indices from 0 to 1, shape \(20,\)"
+    expected = r"target must be 20 class indices from 0 to 1, shape \(20,\)"
     with pytest.raises(error, match=f"{expected}, {message}"):
         metric(outputs, spoil(target))
 
 
 @labelled
-def test_takes_any_integer_type_of_target(metric):
+def test_accepts_any_integer_type_of_target(metric):
     outputs, target = example()
     for dtype in (torch.uint8, torch.int32):
         for a, b in zip(
@@ -165,7 +165,7 @@ def test_takes_any_integer_type_of_target(metric):
 
 
 @pytest.mark.parametrize("metric", [f for f in FUNCTIONS if f not in LABELLED])
-def test_needs_no_target_where_it_plays_no_part(metric):
+def test_needs_no_target_if_it_is_not_used(metric):
     outputs, target = example()
     if metric is metrics.ood_auroc:
         return
@@ -193,7 +193,7 @@ def test_ensemble_accuracy_is_that_of_the_mean_output(case):
     torch.testing.assert_close(metrics.ensemble_accuracy(outputs, target).float(), expected)
 
 
-def test_ensemble_accuracy_follows_the_mean_output_where_the_mean_probability_differs():
+def test_ensemble_accuracy_uses_the_mean_output_not_the_mean_probability():
     outputs = torch.tensor([[[9.0, 0.0]], [[0.0, 4.0]], [[0.0, 4.0]]])
     assert outputs.softmax(-1).mean(0).argmax(-1).item() == 1
     assert metrics.ensemble_accuracy(outputs, torch.tensor([0])) == 1
@@ -238,7 +238,7 @@ def test_brier_is_scikit_learns(case):
     assert metrics.brier(outputs, target).item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_brier_is_two_when_sure_and_wrong():
+def test_brier_is_two_for_a_confident_error():
     assert metrics.brier(torch.tensor([[[1e4, 0.0]]]), torch.tensor([1])) == 2
 
 
@@ -268,7 +268,7 @@ def correlated(request):
 
 
 def outputs_of(correct):
-    """Two-class outputs that are right on class 0 where told to be."""
+    """Return two-class outputs with this correctness, and the target."""
     correct = torch.as_tensor(correct, dtype=torch.float32)
     return torch.stack([correct, 1 - correct], -1), torch.zeros(correct.shape[1], dtype=torch.int64)
 
@@ -295,7 +295,7 @@ def test_correlation_of_equal_members_is_one_and_of_opposite_ones_minus_one():
     assert metrics.correctness_correlation(*outputs_of([row, opposite])) == pytest.approx(-1)
 
 
-def test_correlation_leaves_out_members_that_are_always_or_never_right():
+def test_correlation_leaves_out_members_with_constant_correctness():
     rows = [[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 0, 1]]
     alone = metrics.correctness_correlation(*outputs_of(rows))
     joined = metrics.correctness_correlation(*outputs_of([*rows, [1] * 4, [0] * 4]))
@@ -304,12 +304,14 @@ def test_correlation_leaves_out_members_that_are_always_or_never_right():
 
 
 @pytest.mark.parametrize(
-    ("rows", "left"),
+    ("rows", "remaining"),
     [([[1, 1], [0, 0]], "0 of 2"), ([[1, 0], [0, 0], [1, 1]], "1 of 3"), ([[1, 0]], "1 of 1")],
 )
-def test_correlation_without_a_pair_is_nan_with_a_warning(rows, left):
+def test_correlation_without_a_pair_is_nan_with_a_warning(rows, remaining):
     outputs, target = outputs_of(rows)
-    with pytest.warns(RuntimeWarning, match=f"correctness_correlation is NaN: .* {left} members"):
+    with pytest.warns(
+        RuntimeWarning, match=f"correctness_correlation is NaN: .* got {remaining} members"
+    ):
         assert metrics.correctness_correlation(outputs, target).isnan()
 
 
@@ -322,7 +324,7 @@ def test_the_warning_points_at_the_caller():
     assert [warning.filename for warning in caught] == [__file__, __file__]
 
 
-def test_correlation_does_not_mind_the_order_of_members(correlated):
+def test_correlation_does_not_depend_on_the_order_of_members(correlated):
     outputs, target = correlated
     torch.testing.assert_close(
         metrics.correctness_correlation(outputs.flip(0), target),
@@ -343,7 +345,7 @@ def test_disagreement_runs_from_zero_to_one():
 
 
 def test_disagreement_of_one_member_is_nan_with_a_warning(correlated):
-    with pytest.warns(RuntimeWarning, match="disagreement is NaN: .* outputs have 1 member"):
+    with pytest.warns(RuntimeWarning, match="disagreement is NaN: .* got 1"):
         assert metrics.disagreement(correlated[0][:1]).isnan()
 
 
@@ -377,7 +379,7 @@ def test_reliability_is_scikit_learns_curve(case):
     assert curve.samples.sum() == 200
 
 
-def test_certain_predictions_share_the_last_bin():
+def test_a_confidence_of_one_belongs_to_the_last_bin():
     outputs = torch.tensor([[[1e4, 0.0], [3.5, 0.0]]])
     curve = metrics.reliability(outputs, torch.tensor([0, 1]))
     assert curve.samples[-1] == 2
@@ -386,7 +388,7 @@ def test_certain_predictions_share_the_last_bin():
 
 @pytest.mark.parametrize("bins", [0, -1, 2.5])
 def test_bins_must_be_a_positive_integer(case, bins):
-    with pytest.raises(ValueError, match=f"bins: expected a positive integer, got {bins}"):
+    with pytest.raises(ValueError, match=f"bins must be a positive integer, got {bins}"):
         metrics.expected_calibration_error(*case, bins=bins)
 
 
@@ -410,12 +412,12 @@ def test_mutual_information_of_equal_members_is_zero():
     torch.testing.assert_close(information, torch.zeros(500), atol=1e-6, rtol=0)
 
 
-def test_mutual_information_of_sure_and_different_members_is_the_log_of_their_number():
+def test_mutual_information_of_confident_and_different_members_is_log_members():
     outputs = 1e4 * torch.eye(5)[:, None, :]
     torch.testing.assert_close(metrics.mutual_information(outputs), torch.tensor([math.log(5)]))
 
 
-def test_least_confidence_keeps_the_order_of_sure_samples():
+def test_least_confidence_orders_confident_samples():
     outputs = torch.tensor([[[20.0, 0.0], [30.0, 0.0], [40.0, 0.0]]])
     expected = torch.tensor([-20.0, -30.0, -40.0]).exp()
     torch.testing.assert_close(metrics.least_confidence(outputs), expected, atol=0, rtol=1e-5)
@@ -433,53 +435,53 @@ SCORES = [metrics.mutual_information, metrics.predictive_entropy, metrics.least_
 def test_ood_auroc_is_that_of_scikit_learn_and_torchmetrics(case, score):
     outputs, _ = case
     other, _ = draw(9, batch=50, spread=0.8)
-    marks = torch.tensor([0] * 200 + [1] * 50)
+    flags = torch.tensor([0] * 200 + [1] * 50)
     scores = torch.cat([score(outputs), score(other)])
     got = metrics.ood_auroc(outputs, other, score=score)
-    assert got.item() == pytest.approx(roc_auc_score(marks, scores), abs=1e-12)
+    assert got.item() == pytest.approx(roc_auc_score(flags, scores), abs=1e-12)
     ranks = scores.argsort().argsort() / 250  # torchmetrics wants scores between 0 and 1
-    assert got.item() == pytest.approx(peer.binary_auroc(ranks, marks).item(), abs=1e-6)
+    assert got.item() == pytest.approx(peer.binary_auroc(ranks, flags).item(), abs=1e-6)
 
 
-def test_ood_auroc_takes_marks_in_place_of_other_outputs(case):
+def test_ood_auroc_accepts_flags_in_place_of_other_outputs(case):
     outputs, _ = case
     other, _ = draw(9, batch=50, spread=3)
     both = torch.cat([other, outputs], 1)
-    marks = torch.tensor([1] * 50 + [0] * 200)
+    flags = torch.tensor([1] * 50 + [0] * 200)
     expected = metrics.ood_auroc(outputs, other)
-    assert metrics.ood_auroc(both, marks) == expected
-    assert metrics.ood_auroc(both, marks.bool()) == expected
+    assert metrics.ood_auroc(both, flags) == expected
+    assert metrics.ood_auroc(both, flags.bool()) == expected
 
 
 def test_ood_auroc_counts_ties_half():
     outputs = torch.randint(3, (2, 60, 3), generator=torch.Generator().manual_seed(0)).float()
-    marks = torch.arange(60) % 3 == 0
+    flags = torch.arange(60) % 3 == 0
     scores = metrics.predictive_entropy(outputs).mul(20).round()
     assert len(scores.unique()) < 15
-    got = metrics.ood_auroc(outputs, marks, score=lambda _: scores)
-    assert got.item() == pytest.approx(roc_auc_score(marks, scores), abs=1e-7)
-    assert metrics.ood_auroc(outputs, marks, score=lambda f: torch.ones(f.shape[1])) == 0.5
+    got = metrics.ood_auroc(outputs, flags, score=lambda _: scores)
+    assert got.item() == pytest.approx(roc_auc_score(flags, scores), abs=1e-7)
+    assert metrics.ood_auroc(outputs, flags, score=lambda f: torch.ones(f.shape[1])) == 0.5
 
 
-def test_ood_auroc_is_zero_or_one_when_scores_are_apart():
+def test_ood_auroc_is_zero_or_one_if_scores_are_separated():
     outputs = torch.zeros(2, 4, 2)
-    marks = torch.tensor([0, 0, 1, 1])
-    assert metrics.ood_auroc(outputs, marks, score=lambda _: marks.float()) == 1
-    assert metrics.ood_auroc(outputs, marks, score=lambda _: -marks.float()) == 0
+    flags = torch.tensor([0, 0, 1, 1])
+    assert metrics.ood_auroc(outputs, flags, score=lambda _: flags.float()) == 1
+    assert metrics.ood_auroc(outputs, flags, score=lambda _: -flags.float()) == 0
 
 
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        ([0, 1], TypeError, "target: expected a tensor, got list"),
-        (torch.tensor([0, 1, 1]), ValueError, r"target: expected 2 marks, .* got shape \(3,\)"),
-        (torch.tensor([1, 1]), ValueError, r"of both kinds, got .* the values \[1\]"),
+        ([0, 1], TypeError, "target must be a tensor, got list"),
+        (torch.tensor([0, 1, 1]), ValueError, r"target must be 2 flags, .* got shape \(3,\)"),
+        (torch.tensor([1, 1]), ValueError, r"with both values, got .* the values \[1\]"),
         (torch.tensor([0, 2]), ValueError, r"the values \[0, 2\]"),
-        (torch.zeros(4, 2, 2), ValueError, r"like outputs, \(3, 2, 2\) but for the batch"),
-        (torch.zeros(3, 2, 5), ValueError, r"got \(3, 2, 5\); use the same members and classes"),
+        (torch.zeros(4, 2, 2), ValueError, r"logits \(3, other, 2\) like outputs"),
+        (torch.zeros(3, 2, 5), ValueError, r"like outputs, got shape \(3, 2, 5\)"),
     ],
 )
-def test_ood_auroc_says_what_is_wrong_with_its_target(target, error, message):
+def test_ood_auroc_raises_for_an_invalid_target(target, error, message):
     with pytest.raises(error, match=message):
         metrics.ood_auroc(torch.zeros(3, 2, 2), target)
 
@@ -487,12 +489,12 @@ def test_ood_auroc_says_what_is_wrong_with_its_target(target, error, message):
 @pytest.mark.parametrize(
     ("score", "message"),
     [
-        (lambda f: f.mean(0), r"one number per sample, \(2,\), got shape \(2, 2\)"),
+        (lambda f: f.mean(0), r"one number per sample, shape \(2,\), got shape \(2, 2\)"),
         (lambda f: f[0, :, 0] * torch.nan, "one number per sample.* got NaN"),
     ],
 )
-def test_ood_auroc_says_what_is_wrong_with_a_score(score, message):
-    with pytest.raises(ValueError, match=f"score: .*{message}"):
+def test_ood_auroc_raises_for_an_invalid_score(score, message):
+    with pytest.raises(ValueError, match=f"score must return {message}"):
         metrics.ood_auroc(torch.zeros(3, 2, 2), torch.tensor([0, 1]), score=score)
 
 

@@ -74,7 +74,7 @@ class TestEveryLayer:
                 parameter.mul_(3)
         torch.testing.assert_close(layer(x), 3 * once)
 
-    def test_draws_itself_anew_from_the_same_law(self, layer):
+    def test_resamples_its_parameters(self, layer):
         again = copy.deepcopy(layer)
         again.reset_parameters(generator())
         assert torch.equal(again.weight, layer.weight)
@@ -83,7 +83,7 @@ class TestEveryLayer:
         assert not torch.equal(again.weight, layer.weight)
         assert not torch.equal(again.bias, layer.bias)
 
-    def test_draws_from_the_global_generator_if_it_gets_none(self, layer):
+    def test_resamples_with_the_global_generator_by_default(self, layer):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             layer.reset_parameters()
@@ -92,7 +92,7 @@ class TestEveryLayer:
             layer.reset_parameters()
         assert torch.equal(layer.weight, first)
 
-    def test_leaves_the_global_generator_alone_if_it_gets_its_own(self, kind, parametrization):
+    def test_leaves_the_global_generator_alone_if_it_gets_a_generator(self, kind, parametrization):
         before = torch.get_rng_state()
         LAYERS[kind](parametrization=parametrization, generator=generator())
         assert torch.equal(torch.get_rng_state(), before)
@@ -103,18 +103,18 @@ class TestEveryLayer:
             assert torch.equal(again(x), expected)
             assert again.extra_repr() == layer.extra_repr()
 
-    def test_shows_its_law(self, layer, parametrization):
+    def test_shows_its_distribution(self, layer, parametrization):
         assert f"parametrization={parametrization!r}, weight_std=1.5, bias_std=0.3" in repr(layer)
 
     def test_has_the_state_of_the_plain_layer(self, layer):
         assert list(layer.state_dict()) == ["weight", "bias"]
 
-    def test_keeps_its_type_when_drawn_anew(self, layer, x):
+    def test_keeps_its_dtype_when_resampled(self, layer, x):
         layer = layer.bfloat16()
         layer.reset_parameters(generator())
         assert layer.weight.dtype == layer(x.bfloat16()).dtype == torch.bfloat16
 
-    def test_has_no_bias_unless_asked(self, kind, parametrization):
+    def test_has_no_bias_by_default(self, kind, parametrization):
         layer = LAYERS[kind](parametrization=parametrization)
         assert layer.bias is None
 
@@ -128,7 +128,7 @@ class TestEveryLayer:
         torch.testing.assert_close(torch.func.grad(loss)(parameters)["weight"], layer.weight.grad)
 
 
-class TestTheLawOfWeights:
+class TestInitialisation:
     FAN_IN, FAN_OUT = 9 * 30, 9 * 50
 
     @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ class TestTheLawOfWeights:
         assert_has_std(convolution.bias.detach(), bias_std)
 
     @pytest.mark.parametrize("name", ["ntk", "standard"])
-    def test_makes_outputs_of_the_same_variance(self, name):
+    def test_gives_outputs_the_expected_variance(self, name):
         law = {"weight_std": 1.5, "bias_std": 0.5, "parametrization": name}
         linear = Linear(20, 40_000, **law, generator=generator())
         x = torch.randn(20, generator=generator(1))
         expected = math.sqrt(1.5**2 * x.square().mean().item() + 0.5**2)
         assert_has_std(linear(x).detach(), expected)
 
-    def test_is_one_function_in_two_parametrizations(self):
+    def test_gives_the_same_function_in_two_parametrizations(self):
         x = torch.randn(6, 10, generator=generator(1))
         ntk, standard = (
             mlp(10, 30, 2, 4, weight_std=1.4, bias_std=0.2, parametrization=name, generator=g)
@@ -168,15 +168,15 @@ class TestTheLawOfWeights:
         )
         torch.testing.assert_close(ntk(x), standard(x))
 
-    def test_refuses_what_is_no_deviation(self):
+    def test_raises_for_invalid_standard_deviations(self):
         with pytest.raises(ValueError, match=r"weight_std must be a number >= 0.*got -1"):
             Linear(2, 2, weight_std=-1)
         with pytest.raises(ValueError, match=r"bias_std must be a number >= 0.*got nan"):
             Conv2d(2, 2, 3, bias_std=math.nan)
-        with pytest.raises(TypeError, match=r"weight_std must be a number >= 0, .*; got '1'"):
+        with pytest.raises(TypeError, match=r"weight_std must be a number >= 0, .*, got '1'"):
             mlp(weight_std="1")
 
-    def test_refuses_unknown_parametrizations(self):
+    def test_raises_for_unknown_parametrizations(self):
         with pytest.raises(ValueError, match=r"parametrization: unknown 'standart'; did you m"):
             Linear(2, 2, parametrization="standart")
 
@@ -192,7 +192,7 @@ class TestMlp:
         assert network(torch.zeros(7, 3)).shape == (7, 2)
         assert len(layers(network)) == 2
 
-    def test_keeps_a_relu_signal_with_weight_std_root_two(self):
+    def test_preserves_a_relu_signal_with_weight_std_root_two(self):
         x = torch.randn(50, 64, generator=generator(1))
         network = mlp(64, 1024, 3, 2000, weight_std=math.sqrt(2), generator=generator())
         ratio = network(x).square().mean() / (2 * x.square().mean())
@@ -204,27 +204,27 @@ class TestMlp:
             mlp(4, 8, 2, 1, bias_std=1.0, parametrization=parametrization, generator=generator())
             for _ in range(2)
         )
-        for left, right in zip(first.parameters(), second.parameters(), strict=True):
-            assert torch.equal(left, right)
+        for expected, repeated in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(expected, repeated)
         assert not torch.equal(first[0].bias, first[2].bias)
 
     def test_has_biases_in_every_layer_or_in_none(self):
         assert all(layer.bias is None for layer in layers(mlp(4, 8)))
         assert all(layer.bias is not None for layer in layers(mlp(4, 8, bias_std=0.1)))
 
-    def test_compiles_whole(self, parametrization):
+    def test_compiles_without_graph_breaks(self, parametrization):
         network = mlp(4, 8, 2, 3, bias_std=0.1, parametrization=parametrization)
         x = torch.randn(5, 4, generator=generator())
         compiled = torch.compile(network, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(x), network(x))
 
     @pytest.mark.parametrize("name", ["inputs", "width", "depth", "outputs"])
-    def test_refuses_sizes_that_are_no_positive_numbers(self, name):
-        with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
+    def test_raises_for_sizes_that_are_not_positive_integers(self, name):
+        with pytest.raises(ValueError, match=f"{name} must be a positive integer, got 0"):
             mlp(**{name: 0})
-        with pytest.raises(TypeError, match=rf"{name} must be a whole number; got 1\.5"):
+        with pytest.raises(TypeError, match=rf"{name} must be a positive integer, got 1\.5"):
             mlp(**{name: 1.5})
-        with pytest.raises(TypeError, match=f"{name} must be a whole number; got True"):
+        with pytest.raises(TypeError, match=f"{name} must be a positive integer, got True"):
             mlp(**{name: True})
 
 
@@ -248,7 +248,7 @@ class TestActivations:
         assert set(self.FUNCTIONS) == set(ACTIVATIONS)
 
     @pytest.mark.parametrize("name", ACTIVATIONS)
-    def test_are_the_functions_of_their_names(self, name):
+    def test_compute_the_function_of_their_name(self, name):
         network = mlp(4, 8, 2, activation=name)
         x = torch.linspace(-3, 3, 61, dtype=torch.float64)
         torch.testing.assert_close(network[1](x), self.FUNCTIONS[name](x), rtol=1e-12, atol=1e-12)
@@ -256,24 +256,26 @@ class TestActivations:
 
     def test_of_leaky_relu_take_a_slope(self):
         assert mlp(4, 8, activation="leaky_relu", activation_slope=0.2)[1].negative_slope == 0.2
-        with pytest.raises(ValueError, match=r"activation_slope=0.2 belongs to leaky_relu.*'relu'"):
+        with pytest.raises(
+            ValueError, match=r"activation_slope=0.2 applies to 'leaky_relu' only.*'relu'"
+        ):
             mlp(4, 8, activation_slope=0.2)
 
-    def test_can_be_modules_which_are_copied(self):
-        mine = nn.PReLU(init=0.7)
-        network = mlp(4, 8, 2, activation=mine)
-        assert network[1] is not mine
+    def test_may_be_modules_which_are_copied(self):
+        prelu = nn.PReLU(init=0.7)
+        network = mlp(4, 8, 2, activation=prelu)
+        assert network[1] is not prelu
         assert network[1] is not network[3]
         assert network[3].weight.item() == pytest.approx(0.7)
 
-    def test_with_unknown_names_are_refused(self):
+    def test_with_unknown_names_raise(self):
         with pytest.raises(ValueError, match=r"activation: unknown 'rellu'; did you mean 'relu'"):
             mlp(activation="rellu")
         with pytest.raises(ValueError, match=r"activation: unknown '🦆'\. Candidates: 'relu', "):
             cnn(activation="🦆")
 
     def test_must_be_instances(self):
-        with pytest.raises(TypeError, match=r"a module such as .*, or a name; got .*Mish"):
+        with pytest.raises(TypeError, match=r"a name or a module such as .*, got .*Mish"):
             mlp(activation=nn.Mish)
 
 
@@ -320,7 +322,7 @@ class TestCnn:
         x = torch.randn(2, 3, 32, 32, generator=generator(1))
         assert torch.equal(first(x), second(x))
 
-    def test_compiles_whole(self):
+    def test_compiles_without_graph_breaks(self):
         network = cnn((4, 8), outputs=3, parametrization="ntk")
         x = torch.randn(2, 3, 8, 8, generator=generator())
         compiled = torch.compile(network, fullgraph=True, backend="eager")
@@ -329,21 +331,21 @@ class TestCnn:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"channels": ()}, r"channels must hold one number per convolution; got none"),
-            ({"channels": (4, 0)}, r"channels must be at least 1; got 0"),
-            ({"width": 0}, r"width must be a positive factor of the channels; got 0"),
-            ({"width": -1.0}, r"width must be a positive factor of the channels; got -1\.0"),
-            ({"width": math.inf}, r"width must be a positive factor of the channels; got inf"),
-            ({"outputs": 0}, r"outputs must be at least 1; got 0"),
+            ({"channels": ()}, r"channels must contain one number per convolution, got none"),
+            ({"channels": (4, 0)}, r"channels must be a positive integer, got 0"),
+            ({"width": 0}, r"width must be a positive factor of the channels, got 0"),
+            ({"width": -1.0}, r"width must be a positive factor of the channels, got -1\.0"),
+            ({"width": math.inf}, r"width must be a positive factor of the channels, got inf"),
+            ({"outputs": 0}, r"outputs must be a positive integer, got 0"),
             ({"pool": "mean"}, r"pool: unknown 'mean'.* Candidates: 'average', 'max'"),
             ({"readout": "flat"}, r"readout: unknown 'flat'; did you mean 'flatten'"),
             (
                 {"readout": "flatten", "image": 28},
-                r"divisible by 8, since 3 poolings.*got 28\. Give",
+                r"divisible by 8, since 3 poolings.*got 28\. Use",
             ),
             ({"weight_std": -1.0}, r"weight_std must be a number >= 0.*got -1\.0"),
         ],
     )
-    def test_refuses_what_it_cannot_build(self, arguments, message):
+    def test_raises_for_invalid_arguments(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             networks.cnn(**arguments)

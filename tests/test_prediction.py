@@ -1,23 +1,28 @@
-"""Predictions against formulas, for every family and task."""
+"""Predictions against formulas, for every family, task and kind of data."""
 
 from __future__ import annotations
 
-import weakref
+import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import embens
 from embens import metrics
-from embens.files import Refused
-from embens.prediction import Prediction, StoredPrediction, predict
+from embens.prediction import Prediction, predict
 
 
 def reference(outputs: int = 3) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, outputs)),
+        nn.Linear(4, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(8, outputs),
     )
 
 
@@ -48,19 +53,19 @@ def test_members_are_the_outputs_in_evaluation_mode(family, batch_size, x):
     torch.testing.assert_close(prediction.variance, outputs.var(0, correction=0))
 
 
-def test_uncertainty_of_classes_follows_the_formulas(x):
+def test_class_uncertainties_equal_their_formulas(x):
     prediction = predict(embens.batch_ensemble(reference(), 5), x)
-    each = prediction.members.softmax(-1)
-    mean = each.mean(0)
+    probabilities = prediction.members.softmax(-1)
+    mean = probabilities.mean(0)
     entropy = -(mean * mean.log()).sum(-1)
-    information = entropy + (each * each.log()).sum(-1).mean(0)
+    information = entropy + (probabilities * probabilities.log()).sum(-1).mean(0)
     torch.testing.assert_close(prediction.probabilities, mean)
     torch.testing.assert_close(prediction.entropy, entropy)
     torch.testing.assert_close(prediction.mutual_information, information, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(prediction.entropy, metrics.predictive_entropy(prediction.members))
 
 
-def test_the_gaussian_mixture_has_its_two_parts(x):
+def test_the_variance_of_a_gaussian_mixture_has_two_parts(x):
     prediction = predict(embens.batch_ensemble(reference(2), 5), x, task="gaussian")
     means, variances = prediction.members[..., 0], prediction.members[..., 1].exp()
     torch.testing.assert_close(prediction.mean, means.mean(0))
@@ -68,6 +73,7 @@ def test_the_gaussian_mixture_has_its_two_parts(x):
     torch.testing.assert_close(prediction.epistemic, means.var(0, correction=0))
     second = (means.square() + variances).mean(0)
     torch.testing.assert_close(prediction.variance, second - prediction.mean.square())
+    torch.testing.assert_close(prediction.std, prediction.variance.sqrt())
 
 
 def test_point_predictions_have_no_aleatoric_part(x):
@@ -77,8 +83,34 @@ def test_point_predictions_have_no_aleatoric_part(x):
     assert torch.equal(prediction.variance, prediction.epistemic)
 
 
+def test_intervals_of_point_predictions_are_those_of_a_normal(x):
+    prediction = predict(embens.batch_ensemble(reference(1), 5), x, task="regression")
+    low, high = prediction.interval(0.9)
+    assert low.shape == high.shape == (23, 1)
+    torch.testing.assert_close((low + high) / 2, prediction.mean)
+    torch.testing.assert_close(high, prediction.mean + 1.6448536 * prediction.std)
+    torch.testing.assert_close(prediction.quantile(0.05), low)
+    torch.testing.assert_close(prediction.quantile(0.5), prediction.mean)
+
+
+def test_intervals_of_gaussian_members_are_those_of_the_mixture():
+    members = torch.tensor([[[0.0, 0.0]], [[10.0, math.log(4.0)]]], dtype=torch.float64)
+    prediction = Prediction(members, "gaussian")
+    low, high = prediction.interval(0.8)
+
+    def cdf(value):
+        return (torch.special.ndtr(value) + torch.special.ndtr((value - 10) / 2)) / 2
+
+    assert cdf(low).item() == pytest.approx(0.1)
+    assert cdf(high).item() == pytest.approx(0.9)
+    with pytest.raises(ValueError, match="level must be a number between 0 and 1, got 90"):
+        prediction.interval(90)
+    with pytest.raises(ValueError, match="q must be a number between 0 and 1, got 0"):
+        prediction.quantile(0)
+
+
 @pytest.mark.parametrize("members", [1, 5, 8])
-def test_fresh_masks_are_drawn_as_many_as_asked_for(members, x):
+def test_the_requested_number_of_fresh_masks_is_drawn(members, x):
     ensemble = embens.mc_dropout(reference(), 5, fresh=True, law=embens.laws.Normal())
 
     def run(batch_size, seed=0):
@@ -90,7 +122,7 @@ def test_fresh_masks_are_drawn_as_many_as_asked_for(members, x):
     outputs = run(1024)
     assert outputs.shape == (members, 23, 3)
     assert len({tuple(o.flatten().tolist()) for o in outputs}) == members
-    torch.testing.assert_close(run(7), outputs)  # one mask for all samples
+    torch.testing.assert_close(run(7), outputs)  # the same masks for all batches
     assert not torch.equal(run(1024, seed=1), outputs)
 
 
@@ -104,7 +136,7 @@ def test_fresh_masks_come_from_the_global_generator_by_default(x):
     assert not torch.equal(first, second)
 
 
-def test_the_mode_of_every_part_is_restored(x):
+def test_the_mode_of_every_module_is_restored(x):
     ensemble = embens.batch_ensemble(reference(), 3)
     frozen = next(m for m in ensemble.modules() if isinstance(m, nn.BatchNorm1d))
     frozen.eval()
@@ -124,7 +156,7 @@ def test_the_dtype_is_kept(dtype, x):
     assert prediction.entropy.isfinite().all()
 
 
-def test_several_inputs_and_no_samples_work(x):
+def test_several_inputs_and_empty_batches_work(x):
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
@@ -137,33 +169,37 @@ def test_several_inputs_and_no_samples_work(x):
     ensemble = embens.batch_ensemble(Sum(), 3)
     assert predict(ensemble, (x, x), batch_size=5).members.shape == (3, 23, 3)
     assert predict(ensemble, (x[:0], x[:0])).mean.shape == (0, 3)
-    with pytest.raises(ValueError, match="as many rows in all of them"):
+    with pytest.raises(ValueError, match="same number of rows in all tensors"):
         predict(ensemble, (x, x[:3]))
 
 
-def test_errors_say_what_to_do(x):
+def test_invalid_arguments_raise(x):
     ensemble = embens.batch_ensemble(reference(), 5)
-    with pytest.raises(ValueError, match=r"members=7: the 5 members .* embed with fresh=True"):
+    with pytest.raises(ValueError, match=r"members=7 needs masks .* the 5 members .*fresh=True"):
         predict(ensemble, x, members=7)
     with pytest.raises(ValueError, match="task: unknown 'regresion'; did you mean 'regression'"):
         predict(ensemble, x, task="regresion")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="batch_size must be a positive integer, got 0"):
         predict(ensemble, x, batch_size=0)
-    with pytest.raises(TypeError, match=r"x: expected a tensor \(batch, …\)"):
+    with pytest.raises(TypeError, match=r"x must be a tensor \(batch, …\)"):
         predict(ensemble, x.tolist())
-    with pytest.raises(ValueError, match=r"expects outputs \(…, 2\)"):
+    with pytest.raises(ValueError, match=r"needs outputs \(…, 2\)"):
         predict(ensemble, x, task="gaussian")
     with pytest.raises(ValueError, match="entropy is defined for 'classification'"):
         _ = predict(ensemble, x, task="regression").entropy
     with pytest.raises(ValueError, match="aleatoric is defined for 'regression' and 'gaussian'"):
         _ = Prediction(ensemble(x)).aleatoric
+    with pytest.raises(ValueError, match="x must contain at least one batch"):
+        predict(ensemble, iter([]))
+    with pytest.raises(TypeError, match="'batchsize'; did you mean 'batch_size'"):
+        predict(ensemble, x, batchsize=3)
     fresh = embens.mc_dropout(reference(), 5, fresh=True)
-    with pytest.raises(ValueError, match="members must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="members must be a positive integer, got 0"):
         predict(fresh, x, members=0)
 
 
 @pytest.mark.parametrize("as_tuple", [True, False])
-def test_inputs_by_name_and_several_outputs(as_tuple, x):
+def test_named_inputs_and_several_outputs_work(as_tuple, x):
     class Heads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -182,84 +218,50 @@ def test_inputs_by_name_and_several_outputs(as_tuple, x):
         torch.testing.assert_close(prediction.members, expected)
         probabilities = expected[label].softmax(-1).mean(0)
         torch.testing.assert_close(prediction[label].probabilities, probabilities)
-        with pytest.raises(TypeError, match=r"take one output: prediction\[key\]\.entropy"):
+        with pytest.raises(TypeError, match=r"Select one output: prediction\[key\]\.entropy"):
             _ = prediction.entropy
     assert "(3, 23, 3)" in repr(prediction)
-    with pytest.raises(TypeError, match="one output"):
+    with pytest.raises(TypeError, match="single output"):
         _ = prediction[label][0]
 
 
 def test_rows_that_are_not_finite_are_named(x):
     ensemble = embens.batch_ensemble(reference(), 3)
     x[[2, 9]] = torch.nan
-    with pytest.raises(ValueError, match="x have NaN in rows 2, 9, and so have the outputs"):
+    with pytest.raises(ValueError, match="inputs have NaN in rows 2, 9, so the outputs are not"):
         predict(ensemble, x)
-    with pytest.raises(TypeError, match="'batchsize'; did you mean 'batch_size'"):
-        predict(ensemble, x, batchsize=3)
+    with pytest.raises(ValueError, match="in row 0 of the batch that starts at row 6"):
+        predict(ensemble, x[3:], batch_size=2)
+    x[2] = torch.inf
+    with pytest.raises(ValueError, match="inputs have infinite values in row 2"):
+        predict(ensemble, x[:8])
 
 
+def make_sources(x):
+    target = torch.arange(len(x))
+    return {
+        "array": x.numpy(),
+        "double array": x.double().numpy(),
+        "tensor data set": TensorDataset(x),
+        "data set with targets": TensorDataset(x, target),
+        "loader": DataLoader(TensorDataset(x), batch_size=10),
+        "loader with targets": DataLoader(TensorDataset(x, target), batch_size=10),
+        "loader of tensors": DataLoader(x, batch_size=10),
+        "iterator": iter(x.split(10)),
+    }
+
+
+@pytest.mark.parametrize("kind", make_sources(torch.zeros(2, 4)))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prediction_that_is_streamed_to_disk_is_the_one_in_memory(family, x, tmp_path):
+def test_all_kinds_of_data_give_the_same_prediction(family, kind, x):
     ensemble = FAMILIES[family](reference())
-    fresh = any(site.random for site in ensemble.plan.sites)
-    options = {"members": 7} if fresh else {}
-    expected = predict(ensemble, x, generator=torch.Generator().manual_seed(3), **options)
-    for inputs in (x, iter(x.split(10))):
-        generator = torch.Generator().manual_seed(3)
-        stored = predict(
-            *(ensemble, inputs), batch_size=10, generator=generator, to=tmp_path / "p", **options
-        )
-        parts = list(stored)
-        assert [part.members.shape[1] for part in parts] == [10, 10, 3]
-        assert len(stored) == len(StoredPrediction(tmp_path / "p")) == 23
-        torch.testing.assert_close(torch.cat([p.members for p in parts], 1), expected.members)
-        together = torch.cat([part.mutual_information for part in parts])
-        torch.testing.assert_close(together, expected.mutual_information)
+    expected = predict(ensemble, x, generator=torch.Generator().manual_seed(3))
+    data = make_sources(x)[kind]
+    prediction = predict(ensemble, data, batch_size=10, generator=torch.Generator().manual_seed(3))
+    assert prediction.members.dtype == torch.float32
+    torch.testing.assert_close(prediction.members, expected.members)
 
 
-def test_streaming_never_holds_more_than_a_batch(x, tmp_path):
-    ensemble, alive, most = embens.batch_ensemble(reference(), 5), weakref.WeakSet(), []
-
-    def batches():
-        for _ in range(6):
-            batch = x.clone()
-            alive.add(batch)
-            most.append(len(alive))
-            yield batch
-
-    assert len(predict(ensemble, batches(), to=tmp_path / "p")) == 6 * 23
-    assert max(most) <= 2
-
-
-def test_outputs_of_any_shape_and_dtype_are_streamed(tmp_path):
-    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.Unflatten(-1, (2, 3)))
-    for dtype in (torch.float64, torch.bfloat16):
-        ensemble = embens.batch_ensemble(net.to(dtype), 3)
-        inputs = torch.randn(5, 4, dtype=dtype)
-        (part,) = predict(ensemble, inputs, task="regression", to=tmp_path / "p")
-        expected = predict(ensemble, inputs, task="regression").members
-        assert part.members.shape == (3, 5, 2, 3)
-        assert part.task == "regression"
-        torch.testing.assert_close(part.members, expected.to(part.members.dtype))
-
-
-def test_what_can_not_be_streamed_is_refused_and_leaves_no_file(x, tmp_path):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
-
-        def forward(self, x):
-            h = torch.relu(self.a(x))
-            return h, self.b(h)
-
-    with pytest.raises(TypeError, match="one output; got a tuple"):
-        predict(embens.batch_ensemble(Two(), 3), x, to=tmp_path / "p")
-    with pytest.raises(ValueError, match="at least one batch"):
-        predict(embens.batch_ensemble(reference(), 3), iter([]), to=tmp_path / "p")
-    with pytest.raises(TypeError, match="a tensor"):
-        predict(embens.batch_ensemble(reference(), 3), iter([x]))
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "q").write_text("no Arrow")
-    with pytest.raises(Refused, match="can't be read"):
-        StoredPrediction(tmp_path / "q")
+def test_arrays_get_the_dtype_of_the_ensemble(x):
+    ensemble = embens.batch_ensemble(reference().double(), 3)
+    assert predict(ensemble, np.float32(x)).members.dtype == torch.float64

@@ -1,7 +1,8 @@
-"""Checks that every part of the library makes of its arguments, each written once.
+"""Argument checks shared by all modules.
 
-They return the value that they were given, so that a check is part of the line that uses it. A
-value of another type is a ``TypeError``, one out of range a ``ValueError``.
+Each check returns the validated value. A value of the wrong type raises ``TypeError``, a value out
+of range ``ValueError``. Messages state the problem, the value received and, where there is one, the
+fix.
 """
 
 import difflib
@@ -18,67 +19,170 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 T = TypeVar("T")
 
+Gamma = float | int | Callable[[int], float] | None
+
+MAX_CANDIDATES = 20  # candidates listed in an error message
+MAX_ROWS = 10  # row indices listed in an error message
+
 
 def check_whole(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number of at least ``least``."""
+    """Check that a value is an integer of at least ``least``.
+
+    Args:
+        name: name of the argument, for the error message.
+        value: the value to check; booleans and floats are not integers.
+        least: smallest valid value.
+
+    Returns:
+        The value as a Python ``int``.
+
+    Raises:
+        TypeError: if the value is not an integer.
+        ValueError: if the value is smaller than ``least``.
+
+    Example:
+        >>> check_whole("epochs", 0)
+        Traceback (most recent call last):
+        ValueError: epochs must be a positive integer, got 0.
+    """
+    if least == 1:
+        expected = "a positive integer"
+    elif least == 0:
+        expected = "a non-negative integer"
+    else:
+        expected = f"an integer of at least {least}"
+    message = f"{name} must be {expected}, got {value!r}."
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be a whole number; got {value!r}")
+        raise TypeError(message)
     if value < least:
-        raise ValueError(f"{name} must be at least {least}; got {value}")
+        raise ValueError(message)
     return int(value)
 
 
 def check_members(members: Any) -> int:
-    """Return the number of members: whole, and at least one."""
+    """Check the number of members, a positive integer.
+
+    Example:
+        >>> check_members(8)
+        8
+    """
     return check_whole("members", members)
 
 
 def check_number(
     name: str, value: Any, expected: str, valid: Callable[[float], bool] = math.isfinite
 ) -> float:
-    """Return a finite number as a float; a tensor of one element is one.
+    """Check that a value is a finite real number that satisfies a condition.
 
-    ``expected`` ends the sentence "the argument must be …"; ``valid`` tells which numbers will do.
+    Args:
+        name: name of the argument, for the error message.
+        value: a number, or a tensor with one element.
+        expected: completes the sentence "the argument must be …".
+        valid: returns whether a finite number is valid.
+
+    Returns:
+        The value as a Python ``float``.
+
+    Raises:
+        TypeError: if the value is not a real number.
+        ValueError: if the value is NaN, infinite or not valid.
+
+    Example:
+        >>> check_number("rate", -1, "a number above 0", lambda rate: rate > 0)
+        Traceback (most recent call last):
+        ValueError: rate must be a number above 0, got -1.
     """
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    message = f"{name} must be {expected}; got {value!r}."
+    number = value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        number = value.item()
+    message = f"{name} must be {expected}, got {value!r}."
     if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(message)
-    if not (math.isfinite(number) and valid(float(number))):
+    number = float(number)
+    if not math.isfinite(number) or not valid(number):
         raise ValueError(message)
-    return float(number)
+    return number
 
 
 def check_choice(name: str, value: T, choices: Iterable[T]) -> T:
-    """Return one of the choices."""
+    """Check that a value is one of several choices.
+
+    Args:
+        name: name of the argument, for the error message.
+        value: the value to check.
+        choices: the valid values.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: if the value is none of the choices; the message suggests the closest one.
+
+    Example:
+        >>> check_choice("pool", "averge", ("average", "max"))
+        Traceback (most recent call last):
+        ValueError: pool: unknown 'averge'; did you mean 'average'? Candidates: 'average', 'max'
+    """
     choices = list(choices)
     if value not in choices:
-        raise ValueError(f"{name}: unknown {value!r}{closest(str(value), map(str, choices))}")
+        hint = closest(str(value), [str(choice) for choice in choices])
+        raise ValueError(f"{name}: unknown {value!r}{hint}")
     return value
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:
-    """Return "; did you mean …?" and the candidates, for an error message."""
+    """Return the end of an error message that suggests a name.
+
+    Args:
+        name: the name that was not found.
+        candidates: the valid names; at most 20 of them are listed.
+
+    Returns:
+        "; did you mean …? Candidates: …", or ". Candidates: …" if no candidate is similar.
+
+    Example:
+        >>> closest("relo", ["relu", "tanh"])
+        "; did you mean 'relu'? Candidates: 'relu', 'tanh'"
+    """
     candidates = list(candidates)
-    near = difflib.get_close_matches(str(name), candidates, n=1, cutoff=0.5)
-    shown = ", ".join(map(repr, candidates[:20])) + (", …" if len(candidates) > 20 else "")
-    return (f"; did you mean {near[0]!r}?" if near else ".") + f" Candidates: {shown}"
+    listed = ", ".join(repr(candidate) for candidate in candidates[:MAX_CANDIDATES])
+    if len(candidates) > MAX_CANDIDATES:
+        listed += ", …"
+    similar = difflib.get_close_matches(str(name), candidates, n=1, cutoff=0.5)
+    if similar:
+        return f"; did you mean {similar[0]!r}? Candidates: {listed}"
+    return f". Candidates: {listed}"
 
 
 def suggest(hints: Mapping[str, str] | None = None) -> Callable[[T], T]:
-    """Decorate a function, so that a misspelled keyword argument gets "did you mean".
+    """Decorate a function so that a misspelled keyword argument gets a suggestion.
 
-    ``hints`` says more of some names. The signature stays what it is, for readers and for tools.
+    The signature and the docstring of the function are kept.
+
+    Args:
+        hints: for some names, the text that follows "has no argument 'name'".
+
+    Returns:
+        The decorator.
+
+    Example:
+        >>> @suggest()
+        ... def train(epochs=1):
+        ...     pass
+        >>> train(epoch=3)
+        Traceback (most recent call last):
+        TypeError: train has no argument 'epoch'; did you mean 'epochs'? Candidates: 'epochs'
     """
+    hints = hints or {}
 
     def decorate(function: Any) -> Any:
-        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs:
-                if name not in known:
-                    hint = (hints or {}).get(name) or closest(name, known)
+                if name not in names:
+                    hint = hints.get(name) or closest(name, names)
                     raise TypeError(f"{function.__name__} has no argument {name!r}{hint}")
             return function(*args, **kwargs)
 
@@ -88,51 +192,135 @@ def suggest(hints: Mapping[str, str] | None = None) -> Callable[[T], T]:
 
 
 def check_rows(name: str, values: Any, expected: str) -> int:
-    """Return the number of rows that all tensors of a tree have, which is made of tensors alone."""
+    """Check that all leaves of a nested container are tensors with the same number of rows.
+
+    Args:
+        name: name of the argument, for the error message.
+        values: a tensor, or a nested container of tensors.
+        expected: completes the sentence "the argument must be …".
+
+    Returns:
+        The number of rows, the length of the first axis.
+
+    Raises:
+        TypeError: if there is no tensor, or a leaf is not a tensor with at least one axis.
+        ValueError: if the tensors differ in their number of rows.
+
+    Example:
+        >>> import torch
+        >>> check_rows("x", (torch.zeros(5, 2), torch.zeros(5)), "tensors")
+        5
+    """
     leaves = tree_leaves(values)
-    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+    valid = all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves)
+    if not leaves or not valid:
         kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
-        raise TypeError(f"{name}: expected {expected}; got ({kinds})")
-    if len({len(leaf) for leaf in leaves}) > 1:
+        raise TypeError(f"{name} must be {expected}, got ({kinds}).")
+    rows = len(leaves[0])
+    if any(len(leaf) != rows for leaf in leaves):
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
-        raise ValueError(f"{name}: expected as many rows in all of them; got shapes {shapes}")
-    return len(leaves[0])
+        raise ValueError(
+            f"{name} must have the same number of rows in all tensors, got shapes {shapes}."
+        )
+    return rows
 
 
 def find_gaps(name: str, values: Any) -> str:
-    """Return where numbers of some tensors are NaN or infinite, as a sentence; "" if nowhere."""
+    """Describe non-finite entries; return "" if there are none.
+
+    Args:
+        name: a plural noun for the values, such as "inputs".
+        values: a tensor, or a nested container of tensors and other leaves.
+
+    Returns:
+        A clause without a final period that names the first tensor with NaN or infinite values and
+        its rows.
+
+    Example:
+        >>> import torch
+        >>> find_gaps("inputs", torch.tensor([[1.0], [torch.nan]]))
+        'inputs have NaN in row 1'
+    """
     for path, leaf in tree_flatten_with_path(values)[0]:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.is_meta:
             continue
-        if not math.isfinite(leaf.detach().sum()) and (bad := ~leaf.isfinite()).any():
-            kind = "NaN" if leaf.isnan().any() else "infinite numbers"
-            place = "" if isinstance(values, tuple) and len(values) == 1 else keystr(path)
-            return f"{name}{place} have {kind} in {name_rows(bad)}"
+        # A finite sum is the cheap and usual case. The sum of finite values may overflow, so an
+        # infinite sum alone proves nothing.
+        if math.isfinite(leaf.detach().sum()):
+            continue
+        non_finite = ~leaf.isfinite()
+        if not non_finite.any():
+            continue
+        kind = "NaN" if leaf.isnan().any() else "infinite values"
+        place = keystr(path)
+        if isinstance(values, tuple) and len(values) == 1:
+            place = ""
+        return f"{name}{place} have {kind} in {name_rows(non_finite)}"
     return ""
 
 
-def name_rows(bad: Tensor) -> str:
-    """Return the numbers of the rows in which something of ``(row, …)`` is true, as text."""
-    rows = bad.reshape(len(bad) if bad.dim() else 1, -1).any(1).nonzero().flatten().tolist()
-    more = f" and {len(rows) - 10} more" if len(rows) > 10 else ""
-    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:10]))}{more}"
+def name_rows(flags: Tensor) -> str:
+    """List the rows in which any entry of a boolean tensor ``(row, …)`` is true.
 
+    Args:
+        flags: a boolean tensor; one without axes counts as a single row.
 
-Gamma = float | int | Callable[[int], float] | None
+    Returns:
+        Text such as "row 3" or "rows 3, 7"; at most 10 rows are listed.
+
+    Example:
+        >>> import torch
+        >>> name_rows(torch.tensor([False, True, True]))
+        'rows 1, 2'
+    """
+    if flags.dim() == 0:
+        flags = flags.reshape(1)
+    rows = flags.flatten(1).any(1) if flags.dim() > 1 else flags
+    indices = rows.nonzero().flatten().tolist()
+    text = "row " if len(indices) == 1 else "rows "
+    text += ", ".join(str(index) for index in indices[:MAX_ROWS])
+    if len(indices) > MAX_ROWS:
+        text += f" and {len(indices) - MAX_ROWS} more"
+    return text
 
 
 def gradient_factor(gamma: Gamma, members: int, natural: float) -> float:
-    r"""Return :math:`\gamma(M)/M`."""
-    value = natural if gamma is None else gamma(members) if callable(gamma) else gamma
+    r"""Return :math:`\gamma(M) / M`, the factor of the shared learning rate.
+
+    Args:
+        gamma: a number, a function of the number of members, or None for ``natural``.
+        members: the number of members :math:`M`.
+        natural: the value of :math:`\gamma` if ``gamma`` is None.
+
+    Returns:
+        The factor, at least 0.
+
+    Example:
+        >>> gradient_factor(2.0, members=8, natural=1.0)
+        0.25
+    """
+    value = gamma
+    if gamma is None:
+        value = natural
+    elif callable(gamma):
+        value = gamma(members)
     if not isinstance(value, Real | Tensor):
         raise TypeError(
-            f"gamma must be a number, a function of the number of members, or None; got {gamma!r}"
+            f"gamma must be a number, a function of the number of members, or None, got {gamma!r}."
         )
     return check_number("gamma", value, "finite and not negative", lambda g: g >= 0) / members
 
 
 def short_repr(self: Any) -> str:
-    """Return a dataclass in one line, with the shapes of tensors instead of their values."""
-    parts = {f.name: getattr(self, f.name) for f in fields(self)}
-    texts = (f"{n}={tuple(v.shape) if isinstance(v, Tensor) else v!r}" for n, v in parts.items())
-    return f"{type(self).__name__}({', '.join(texts)})"
+    """Return a dataclass in one line, with the shapes of tensors instead of their values.
+
+    Args:
+        self: a dataclass instance; assign the function to ``__repr__`` of its class.
+    """
+    parts = []
+    for field in fields(self):
+        value = getattr(self, field.name)
+        if isinstance(value, Tensor):
+            value = tuple(value.shape)
+        parts.append(f"{field.name}={value!r}")
+    return f"{type(self).__name__}({', '.join(parts)})"

@@ -1,13 +1,11 @@
-"""Stores: files that are whole or not there, that say what they are, and that have one writer.
+"""Atomic, checksummed files and locks.
 
-Everything that is kept is kept in one way. A file or folder is written under another name beside
-its place, synced and renamed; what a writer that was killed has left is removed by the next one.
-Tensors, and trees of them, are safetensors with a JSON header and a checksum over both; nothing
-read is executed. What is written over a long time has a lock, which names its owner and is free
-when that is dead.
-
-Not here: files that grow line by line (:mod:`embens.experiments.results`), and downloads
-(:mod:`embens.data.download`).
+- A file is written under a temporary name in the same folder, synced to the disk and renamed, so
+  that readers see the old or the new file, never a part. Temporary files of killed writers are
+  removed by the next writer.
+- Tensors, and nested containers of them, are stored as safetensors with a JSON header and a
+  checksum of both. Reading a file never executes code.
+- A lock file contains the process that holds it; the lock of a dead process is free.
 """
 
 import contextlib
@@ -29,17 +27,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_LEFTOVER = re.compile(r"\.(.+)\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}")
-_DAY = 86_400
 PathLike = str | os.PathLike[str]
+
+# Temporary names are ".<name>.<host>-<process>-<random>".
+_TEMPORARY_NAME = re.compile(r"\.(.+)\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}")
+_DAY = 86_400  # seconds
 
 
 class Refused(ValueError):
-    """A file that is damaged, of another version, or of another kind."""
+    """A file is damaged, has another version, or is of another kind."""
 
 
 class Format(NamedTuple):
-    """What a file with tensors says that it is, and the version that is written and read."""
+    """Kind of a file with tensors.
+
+    Attributes:
+        name: name of the format, stored in the header.
+        version: the version that is written and the only one that is read.
+    """
 
     name: str
     version: int
@@ -47,122 +52,269 @@ class Format(NamedTuple):
 
 @contextlib.contextmanager
 def refusing(path: PathLike) -> Iterator[None]:
-    """Turn whatever a file's content leads to into :class:`Refused`, with the file's name."""
+    """Convert errors caused by the content of a file into :class:`Refused`.
+
+    Errors of the operating system, such as missing permissions, pass unchanged.
+
+    Args:
+        path: the file that is read; the message contains its name.
+
+    Example:
+        >>> with refusing("settings.json"):
+        ...     json.loads("{")
+        Traceback (most recent call last):
+        embens.files.Refused: settings.json can't be read: JSONDecodeError(...)
+    """
     try:
         yield
     except Refused:
         raise
     except Exception as error:
+        # Parsers raise OSError without an errno, or with EINVAL for an invalid seek.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise  # the system's, not the content's
+            raise
         reason = str(error) if type(error) is ValueError else repr(error)
         raise Refused(f"{Path(path).name} can't be read: {reason:.1000}") from error
 
 
-def write_atomically(path: PathLike, content: str | bytes | Callable[[Path], object]) -> None:
-    """Write a file so that whoever reads it sees the old one or the new one, whole.
+# --- Atomic writing ------------------------------------------------------------------------------
 
-    ``content`` is text, bytes, or a function that writes a file or makes a folder at the path it is
-    given: one with another name in the same folder, synced to the disk and renamed at the end. The
-    new file has the permissions of the old one; if ``path`` is a link, what it leads to is
-    replaced. If anything fails, the old file stays as it was and nothing else is left.
+
+def write_atomically(path: PathLike, content: str | bytes | Callable[[Path], object]) -> None:
+    """Write a file so that readers see either the old or the new content.
+
+    If writing fails, the old file is unchanged and nothing else remains. A new file keeps the
+    permissions of the old one. If ``path`` is a symbolic link, its target is replaced.
+
+    Args:
+        path: file to write. It may replace a file, but never a folder.
+        content: text, bytes, or a function that writes a file or creates a folder at the temporary
+            path it receives.
+
+    Raises:
+        IsADirectoryError: if ``path`` is an existing folder, which is left unchanged.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "note.txt"
+        >>> write_atomically(path, "text")
+        >>> path.read_text()
+        'text'
     """
     path = Path(os.path.realpath(path))
-    temporary, old = _beside(path), _beside(path)
+    if path.is_dir():
+        raise IsADirectoryError(
+            errno.EISDIR, "A folder is never replaced. Remove it or choose another path", str(path)
+        )
+    temporary = _temporary_path(path)
     try:
         remove_leftovers(path.parent, path.name)
         if callable(content):
             content(temporary)
+        elif isinstance(content, str):
+            temporary.write_bytes(content.encode())
         else:
-            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        _sync(*temporary.rglob("*"), temporary)
+            temporary.write_bytes(content)
+        for written in temporary.rglob("*"):
+            _sync(written)
+        _sync(temporary)
         if path.is_file():
             temporary.chmod(path.stat().st_mode)
-        if path.is_dir():  # it can't be replaced at once
-            os.replace(path, old)
         os.replace(temporary, path)
     except BaseException as error:
-        _remove(temporary)
+        _remove_now(temporary)
+        # The error of a full disk does not contain a path.
         if isinstance(error, OSError) and error.errno and error.filename is None:
-            error.filename = str(path)  # a full disk does not say where
+            error.filename = str(path)
         raise
-    _remove(old)
-    _sync(path.parent)
+    _sync(path.parent)  # makes the new name durable
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there, all at once."""
+    """Remove a file or a folder, if it exists, in one step.
+
+    Args:
+        path: the file or folder. It disappears at once, even if the removal of its content is
+            interrupted.
+    """
     if path.exists():
-        os.replace(path, old := _beside(path))
-        _remove(old)
+        temporary = _temporary_path(path)
+        os.replace(path, temporary)
+        _remove_now(temporary)
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what writers that were killed left in a folder, of all files or of one."""
+    """Remove temporary files of killed writers.
+
+    A file is removed if its writer ran on this machine and is dead, or if it is older than a day.
+
+    Args:
+        folder: the folder to clean.
+        name: the file whose temporary files are removed; None: of all files.
+    """
     for path in folder.glob(".*"):
-        match = _LEFTOVER.fullmatch(path.name)
-        if match is None or name not in (None, match[1]):
+        match = _TEMPORARY_NAME.fullmatch(path.name)
+        if match is None:
             continue
-        with contextlib.suppress(OSError):  # another writer may do the same
-            dead = match[2] == _host() and not _is_alive(int(match[3]))
-            if dead or time.time() - path.stat().st_mtime > _DAY:
-                _remove(path)
+        target, host, process = match.groups()
+        if name is not None and target != name:
+            continue
+        with contextlib.suppress(OSError):  # another writer may remove it at the same time
+            is_dead = host == _host() and not _is_alive(int(process))
+            is_old = time.time() - path.stat().st_mtime > _DAY
+            if is_dead or is_old:
+                _remove_now(path)
+
+
+def _temporary_path(path: Path) -> Path:
+    writer = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return path.with_name(f".{path.name}.{writer}")
+
+
+def _host() -> str:
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+
+
+def _is_alive(process: int) -> bool:
+    if os.name != "posix":
+        return True  # signal 0 would end the process there; old files are removed by their age
+    try:
+        os.kill(process, 0)  # signal 0 only checks that the process exists
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _remove_now(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    is_file = path.is_file()
+    if not is_file and os.name != "posix":
+        return  # only posix can open a folder
+    handle = os.open(path, os.O_RDWR if is_file else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- Locks ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock: a file that has this process in it while it lasts.
+    """Hold a lock for the duration of a ``with`` block.
 
-    If another process, or another call in this one, holds it, that is a ``BlockingIOError`` which
-    names ``what`` is in use and by whom. The lock of a process that died is free, and what it left
-    in the folder of the lock is removed.
+    When the lock is taken, temporary files of dead writers in its folder are removed.
+
+    Args:
+        path: the lock file, which contains the process that holds the lock.
+        what: name of the resource, for the error message.
+
+    Raises:
+        BlockingIOError: if another process, or another call in this one, holds the lock.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with locked(folder / ".lock", "the folder"):
+        ...     (folder / ".lock").read_text()
+        'process ... on ...'
     """
     from filelock import FileLock, Timeout
 
-    lock, owner = FileLock(path, timeout=0), ""
+    lock = FileLock(path, timeout=0)
+    owner = ""
     with contextlib.suppress(OSError):
-        owner = path.read_text(errors="replace").strip()  # before the attempt, which empties it
+        owner = path.read_text(errors="replace").strip()  # acquire() truncates the file
     try:
         lock.acquire()
     except Timeout:
         raise BlockingIOError(
-            f"{what} is in use by {owner or 'another process'}; wait until it ends, or choose "
-            "another place"
+            f"{what} is in use by {owner or 'another process'}. Wait until it ends, or choose "
+            "another path."
         ) from None
     try:
-        with contextlib.suppress(OSError):  # a full disk is for what comes next
+        with contextlib.suppress(OSError):  # on a full disk the lock still works, without an owner
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         remove_leftovers(path.parent)
         yield
     finally:
-        with contextlib.suppress(OSError):  # elsewhere an open file can't be removed
-            path.unlink()  # before it is free: who waits for it sees that it is gone
+        # Unlink before release: a process that acquires the lock in between sees that the file is
+        # gone and creates it again. Some systems cannot remove an open file.
+        with contextlib.suppress(OSError):
+            path.unlink()
         lock.release()
+
+
+# --- Tensors -------------------------------------------------------------------------------------
 
 
 def write_tensors(
     path: PathLike, kind: Format, header: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write tensors, and a header that JSON can hold, to one safetensors file with a checksum."""
+    """Write tensors and a header to one safetensors file with a checksum.
+
+    Args:
+        path: file to write.
+        kind: format of the file.
+        header: values that JSON can represent.
+        tensors: tensors by name; they may share memory.
+
+    Raises:
+        FileNotFoundError: if the folder does not exist.
+        ValueError: if a tensor is on the meta device.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "x.safetensors"
+        >>> write_tensors(path, Format("example", 1), {"note": "text"}, {"x": torch.zeros(2)})
+        >>> header, tensors = read_tensors(path, Format("example", 1))
+        >>> header["note"], tensors["x"]
+        ('text', tensor([0., 0.]))
+    """
     from safetensors.torch import save
 
-    if not Path(path).parent.is_dir():
-        raise FileNotFoundError(f"the folder {str(Path(path).parent)!r} does not exist")
-    kept: dict[str, Tensor] = {}
-    places: set[int] = set()
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the folder {str(folder)!r} does not exist")
+    stored: dict[str, Tensor] = {}
+    addresses: set[int] = set()
     for name, tensor in tensors.items():
         if tensor.is_meta:
-            raise ValueError(f"{name!r} has no numbers to write: it is on the meta device")
+            raise ValueError(f"{name!r} has no values to write: it is on the meta device")
         tensor = tensor.detach().cpu().contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        kept[name] = tensor.clone() if place in places else tensor  # tied weights
-        places.add(place)
-    header = seal({"format": kind.name, "version": kind.version, **header}, kept)
-    write_atomically(path, save(kept, {"embens": json.dumps(header)}))
+        address = tensor.untyped_storage().data_ptr()
+        if address in addresses:
+            tensor = tensor.clone()  # safetensors rejects shared memory, as of tied weights
+        addresses.add(address)
+        stored[name] = tensor
+    header = {"format": kind.name, "version": kind.version, **header}
+    write_atomically(path, save(stored, {"embens": json.dumps(seal(header, stored))}))
 
 
 def read_tensors(path: PathLike, kind: Format) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the header and the tensors of a file that :func:`write_tensors` wrote."""
+    """Read a file of :func:`write_tensors`.
+
+    Args:
+        path: file to read.
+        kind: expected format.
+
+    Returns:
+        The header and the tensors.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        Refused: if the file is damaged, or has another format or version.
+    """
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -174,133 +326,208 @@ def read_tensors(path: PathLike, kind: Format) -> tuple[dict[str, Any], dict[str
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 metadata = file.metadata() or {}
         except SafetensorError as error:
-            reason = f"(truncated, or another format): {error}"
-            raise Refused(f"{path.name} is not a whole safetensors file {reason}") from None
+            raise Refused(
+                f"{path.name} is not a whole safetensors file (truncated, or another format): "
+                f"{error}"
+            ) from None
         header = json.loads(metadata.get("embens", "{}"))
         check_header(path.name, header, kind)
         return unseal(path.name, header, tensors), tensors
 
 
+def check_header(name: str, header: Any, kind: Format) -> None:
+    """Check the format and the version in the header of a file.
+
+    Args:
+        name: name of the file, for the error message.
+        header: the header.
+        kind: expected format.
+
+    Raises:
+        Refused: if the format or the version differ.
+    """
+    file_format = header.get("format") if isinstance(header, dict) else None
+    if not file_format:
+        raise Refused(f"{name} has no embens header; expected an {kind.name!r} file")
+    if file_format != kind.name:
+        raise Refused(f"{name} is an {file_format!r} file; expected an {kind.name!r} file")
+    version = header.get("version")
+    if version == kind.version:
+        return
+    if isinstance(version, int) and version > kind.version:
+        advice = "use a newer embens"
+    else:
+        advice = "read it with the embens that wrote it"
+    raise Refused(
+        f"{name} has format version {version}, this embens reads {kind.version}; {advice}"
+    )
+
+
+# --- Trees ---------------------------------------------------------------------------------------
+
+
 def write_tree(path: PathLike, kind: Format, tree: dict[str, Any]) -> None:
-    """Write a tree of dicts, lists, numbers, strings and tensors to one safetensors file."""
+    """Write a nested container of numbers, strings and tensors to one safetensors file.
+
+    Args:
+        path: file to write.
+        kind: format of the file.
+        tree: dicts, lists and tuples of numbers, strings, None and tensors.
+    """
     tensors: dict[str, Tensor] = {}
-    write_tensors(path, kind, {"tree": pack(tree, tensors)}, tensors)
+    packed = pack(tree, tensors)
+    write_tensors(path, kind, {"tree": packed}, tensors)
 
 
 def read_tree(path: PathLike, kind: Format) -> dict[str, Any]:
-    """Return the tree in a file that :func:`write_tree` wrote."""
+    """Read a file of :func:`write_tree`.
+
+    Args:
+        path: file to read.
+        kind: expected format.
+
+    Returns:
+        The nested container.
+    """
     header, tensors = read_tensors(path, kind)
     with refusing(path):
         return dict(unpack(header["tree"], tensors))
 
 
 def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a tree as JSON can hold it; its tensors are added to ``tensors``."""
+    """Convert a nested container to values that JSON can represent.
+
+    A container becomes a dict of one entry, whose key is its type. Lists of plain numbers and
+    strings are kept.
+
+    Args:
+        tree: the container.
+        tensors: the tensors of the container are added to this dict.
+
+    Returns:
+        The converted container, for :func:`unpack`.
+
+    Raises:
+        TypeError: if the container holds anything else.
+
+    Example:
+        >>> tensors = {}
+        >>> pack({"rates": (0.1, torch.zeros(2))}, tensors)
+        {'dict': [['rates', {'tuple': [0.1, {'tensor': '0'}]}]]}
+        >>> list(tensors)
+        ['0']
+    """
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if isinstance(tree, Tensor):
         name = str(len(tensors))
         tensors[name] = tree.detach()
         return {"tensor": name}
-    if hasattr(tree, "tolist"):  # of numpy
+    if hasattr(tree, "tolist"):  # an array or a scalar of numpy
         return pack(tree.tolist(), tensors)
     if isinstance(tree, dict):
         kind = "counter" if isinstance(tree, Counter) else "dict"
         return {kind: [[pack(k, tensors), pack(v, tensors)] for k, v in tree.items()]}
+    if type(tree) is list and all(type(value) in (int, float, str) for value in tree):
+        return tree
     if isinstance(tree, (list, tuple)):
-        if type(tree) is list and all(type(v) in (int, float, str) for v in tree):
-            return tree
-        return {"list" if isinstance(tree, list) else "tuple": [pack(v, tensors) for v in tree]}
+        kind = "list" if isinstance(tree, list) else "tuple"
+        return {kind: [pack(value, tensors) for value in tree]}
     raise TypeError(
-        f"a file holds tensors, numbers, strings, lists and dicts, no {type(tree).__name__} "
-        f"({tree!r:.80})"
+        "a file holds tensors, numbers, strings, lists and dicts, got "
+        f"{type(tree).__name__} ({tree!r:.80})"
     )
 
 
 def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the tree that was packed."""
+    """Convert the result of :func:`pack` back.
+
+    Args:
+        tree: the converted container.
+        tensors: the tensors of the container.
+
+    Returns:
+        The container.
+
+    Raises:
+        ValueError: if ``tree`` is not a result of :func:`pack`.
+    """
     if not isinstance(tree, dict):
         return tree
-    ((kind, value),) = tree.items()
+    ((kind, value),) = tree.items()  # raises ValueError unless there is exactly one entry
     if kind == "tensor":
         return tensors[value]
-    make = {"list": list, "tuple": tuple, "dict": dict, "counter": lambda v: Counter(dict(v))}[kind]
-    if kind in ("list", "tuple"):
-        return make(unpack(v, tensors) for v in value)
-    return make([(unpack(k, tensors), unpack(v, tensors)) for k, v in value])
+    if kind == "list":
+        return [unpack(item, tensors) for item in value]
+    if kind == "tuple":
+        return tuple(unpack(item, tensors) for item in value)
+    if kind not in ("dict", "counter"):
+        raise ValueError(f"unknown kind of container {kind!r}")
+    entries = {unpack(key, tensors): unpack(item, tensors) for key, item in value}
+    return Counter(entries) if kind == "counter" else entries
 
 
-def check_header(name: str, header: Any, kind: Format) -> None:
-    """Raise :class:`Refused` where a header is of another kind of file, or of another version."""
-    found = header.get("format") if isinstance(header, dict) else None
-    if found != kind.name:
-        what = f"is an {found!r} file" if found else "has no embens header"
-        raise Refused(f"{name} {what}; expected an {kind.name!r} file")
-    version = header.get("version")
-    if version != kind.version:
-        newer = isinstance(version, int) and version > kind.version
-        advice = "use a newer embens" if newer else "read it with the embens that wrote it"
-        reads = f"this embens reads {kind.version}"
-        raise Refused(f"{name} has format version {version}, {reads}; {advice}")
+# --- Checksums -----------------------------------------------------------------------------------
 
 
-def seal(record: dict[str, Any], arrays: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """Return what JSON can hold with a checksum of it, and of arrays that belong to it."""
+def seal(record: dict[str, Any], arrays: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Add a checksum to a record.
+
+    Args:
+        record: values that JSON can represent.
+        arrays: arrays or tensors that the checksum includes.
+
+    Returns:
+        The record with the additional key "sha256".
+
+    Example:
+        >>> unseal("record", seal({"a": 1}))
+        {'a': 1}
+    """
     return {**record, "sha256": checksum(json.dumps(record), arrays)}
 
 
-def unseal(name: str, sealed: dict[str, Any], arrays: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """Return what was sealed, or raise :class:`Refused` if anything in it is not as it was."""
+def unseal(
+    name: str, sealed: dict[str, Any], arrays: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Verify and remove the checksum of a record.
+
+    Args:
+        name: name of the file, for the error message.
+        sealed: result of :func:`seal`.
+        arrays: arrays or tensors that the checksum includes.
+
+    Returns:
+        The record.
+
+    Raises:
+        Refused: if the checksum does not match.
+    """
     record = {key: value for key, value in sealed.items() if key != "sha256"}
-    if seal(record, arrays)["sha256"] != sealed.get("sha256"):
+    if checksum(json.dumps(record), arrays) != sealed.get("sha256"):
         raise Refused(f"{name} is damaged: its content has another checksum")
     return record
 
 
-def checksum(text: str, arrays: Mapping[str, Any] = {}) -> str:
-    """Return the SHA-256 of a text and of the names, types, shapes and values of arrays."""
+def checksum(text: str, arrays: Mapping[str, Any] | None = None) -> str:
+    """Return the SHA-256 checksum of a text and of arrays.
+
+    Args:
+        text: the text.
+        arrays: arrays or tensors by name; their names, types, shapes and values count.
+
+    Returns:
+        The checksum in hexadecimal digits.
+
+    Example:
+        >>> checksum("text")[:8]
+        '982d9e3e'
+    """
     digest = hashlib.sha256(text.encode())
-    for name in sorted(arrays):
-        array = torch.as_tensor(arrays[name])
-        digest.update(f"\n{name} {array.dtype} {tuple(array.shape)}\n".encode())
-        values = array.contiguous().as_strided((array.numel(),), (1,))
+    for name, array in sorted((arrays or {}).items()):
+        tensor = torch.as_tensor(array)
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # numpy lacks types such as bfloat16, so we hash the bytes.
+        values = tensor.contiguous().as_strided((tensor.numel(),), (1,))
         digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _beside(path: Path) -> Path:
-    writer = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return path.with_name(f".{path.name}.{writer}")
-
-
-def _host() -> str:
-    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
-
-
-def _is_alive(process: int) -> bool:
-    if os.name != "posix":
-        return True  # who knows; the file is removed when it is old
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sync(*paths: Path) -> None:
-    for path in paths:
-        if path.is_file() or os.name == "posix":  # elsewhere a folder can't be opened
-            handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)

@@ -1,16 +1,17 @@
-r"""Metrics of an ensemble, as functions of ``(outputs, target)``.
+r"""Metrics of ensembles of classifiers, as functions of ``(outputs, target)``.
 
-``outputs`` are logits ``(member, batch, class)`` and ``target`` class indices ``(batch,)``. All is
-computed on the device of the outputs, in float32 at least, and returned as a tensor.
+``outputs`` are logits ``(member, batch, class)`` and ``target`` class indices ``(batch,)``.
+Metrics are computed on the device of the outputs, in float32 or higher precision, and returned as
+tensors.
 
-Two means over members are in use, and they differ. ``ensemble_accuracy`` takes the class with the
-largest *mean output*, as the paper does. All else takes the *mean probability*, the predictive
-distribution of the mixture of members,
+Two averages over members are in use. ``ensemble_accuracy`` predicts the class with the largest
+*mean output*, as in the paper. All other metrics of the ensemble use the *mean probability*, the
+predictive distribution of the mixture of members:
 
 .. math::
     \bar p(c \mid x) = \frac1M \sum_a \mathrm{softmax}(f_a(x))_c .
 
-Entropies are in nats, one value per sample. Not here: scores of outputs that are not classes.
+Entropies and log-likelihoods are in nats. For regression see :func:`embens.evaluate`.
 """
 
 from __future__ import annotations
@@ -29,52 +30,130 @@ if TYPE_CHECKING:
 
 Outputs: TypeAlias = "Float[Tensor, 'member batch class']"
 Target: TypeAlias = "Int[Tensor, ' batch']"
-Ignored: TypeAlias = "Int[Tensor, ' batch'] | None"  # accepted, so that all are called alike
+Ignored: TypeAlias = "Int[Tensor, ' batch'] | None"  # so that all metrics have the same signature
+
+
+# --- Accuracy and proper scores ------------------------------------------------------------------
 
 
 def ensemble_accuracy(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
-    """Fraction of samples whose class has the largest mean output."""
+    """Accuracy of the class with the largest mean output.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: class indices ``(batch,)``.
+
+    Returns:
+        The fraction of correct predictions.
+
+    Example:
+        >>> outputs = torch.tensor([[[4.0, 0.0]], [[0.0, 1.0]]])
+        >>> ensemble_accuracy(outputs, torch.tensor([0])).item()
+        1.0
+    """
     outputs, target = _check(outputs, target)
-    return (outputs.mean(0).argmax(-1) == target).to(outputs.dtype).mean()
+    correct = outputs.mean(0).argmax(-1) == target
+    return correct.to(outputs.dtype).mean()
 
 
 def member_accuracy(outputs: Outputs, target: Target) -> Float[Tensor, " member"]:
-    """Accuracy of each member by itself."""
+    """Accuracy of each member.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: class indices ``(batch,)``.
+
+    Returns:
+        The fraction of correct predictions of each member, ``(member,)``.
+
+    Example:
+        >>> outputs = torch.tensor([[[4.0, 0.0]], [[0.0, 1.0]]])
+        >>> member_accuracy(outputs, torch.tensor([0]))
+        tensor([1., 0.])
+    """
     outputs, target = _check(outputs, target)
-    return (outputs.argmax(-1) == target).to(outputs.dtype).mean(1)
+    correct = outputs.argmax(-1) == target
+    return correct.to(outputs.dtype).mean(1)
 
 
 def nll(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
-    r"""Negative log-likelihood :math:`-\log \bar p(y \mid x)`, mean in nats; differentiable."""
+    r"""Negative log-likelihood of the mean probability, :math:`-\log \bar p(y \mid x)`.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: class indices ``(batch,)``.
+
+    Returns:
+        The mean over the batch, in nats; differentiable.
+
+    Example:
+        >>> nll(torch.zeros(3, 1, 2), torch.tensor([0]))  # log 2
+        tensor(0.6931)
+    """
     outputs, target = _check(outputs, target)
-    return -_log_mean_probability(outputs).gather(1, target[:, None]).mean()
+    log_likelihood = _log_mean_probability(outputs).gather(1, target[:, None])
+    return -log_likelihood.mean()
 
 
 def member_nll(outputs: Outputs, target: Target) -> Float[Tensor, " member"]:
-    """Negative log-likelihood of each member by itself; its mean is the members' mean loss."""
+    """Negative log-likelihood of each member.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: class indices ``(batch,)``.
+
+    Returns:
+        The mean over the batch, in nats, ``(member,)``; differentiable.
+
+    Example:
+        >>> member_nll(torch.zeros(3, 1, 2), torch.tensor([0]))
+        tensor([0.6931, 0.6931, 0.6931])
+    """
     outputs, target = _check(outputs, target)
     index = target[None, :, None].expand(len(outputs), -1, 1)
     return -_log_probabilities(outputs).gather(2, index).mean((1, 2))
 
 
 def brier(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
-    r"""Brier score of the mean probability, from 0 (best) to 2; differentiable.
+    r"""Brier score of the mean probability, from 0 (best) to 2.
 
     .. math::
         \frac1n \sum_i \sum_c \big(\bar p(c \mid x_i) - \delta_{c y_i}\big)^2
 
-    With two classes this is twice the score that is often quoted for binary targets.
+    With two classes it is twice the score that is common for binary targets.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: class indices ``(batch,)``.
+
+    Returns:
+        The mean over the batch; differentiable.
+
+    Example:
+        >>> brier(torch.zeros(3, 1, 2), torch.tensor([0]))
+        tensor(0.5000)
     """
     outputs, target = _check(outputs, target)
-    truth = one_hot(target, outputs.shape[-1])
-    return (_log_mean_probability(outputs).exp() - truth).square().sum(-1).mean()
+    probabilities = _log_mean_probability(outputs).exp()
+    errors = probabilities - one_hot(target, outputs.shape[-1])
+    return errors.square().sum(-1).mean()
+
+
+# --- Diversity -----------------------------------------------------------------------------------
 
 
 def correctness_correlation(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
-    """Pearson correlation between members being right (1) or wrong (0), averaged over pairs.
+    """Pearson correlation of the members' correctness (1 or 0), averaged over pairs of members.
 
-    Members that are right on all samples, or on none, have no correlation and leave the pairs;
-    where no pair is left, it is NaN, with a warning.
+    Members that are correct on all samples, or on none, have no correlation and are left out. If no
+    pair remains, the result is NaN with a warning.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: class indices ``(batch,)``.
+
+    Returns:
+        The correlation, from -1 to 1.
 
     Example:
         >>> right, wrong = [1.0, 0.0], [0.0, 1.0]
@@ -84,26 +163,58 @@ def correctness_correlation(outputs: Outputs, target: Target) -> Float[Tensor, "
     """
     outputs, target = _check(outputs, target)
     correct = outputs.argmax(-1) == target
-    correct = correct[correct.any(1) & ~correct.all(1)].to(outputs.dtype)
-    if (members := len(correct)) < 2:
-        reason = f"{members} of {len(outputs)} members are right on some samples, wrong on others"
-        return _without_pairs(outputs, "correctness_correlation", f"{reason}; take more samples")
+    varies = correct.any(1) & ~correct.all(1)
+    correct = correct[varies].to(outputs.dtype)
+    members = len(correct)
+    if members < 2:
+        message = (
+            "correctness_correlation is NaN: it needs two members that are correct on some samples "
+            f"and wrong on others, got {members} of {len(outputs)} members. Use more samples."
+        )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return outputs.new_tensor(torch.nan)
+    # The diagonal of the correlation matrix consists of ones.
     return (torch.corrcoef(correct).sum() - members) / (members * (members - 1))
 
 
 def disagreement(outputs: Outputs, target: Ignored = None) -> Float[Tensor, ""]:
-    """Fraction of samples on which two members predict different classes, averaged over pairs."""
+    """Fraction of samples with different predictions, averaged over pairs of members.
+
+    With a single member the result is NaN with a warning.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: not used.
+
+    Returns:
+        The fraction, from 0 to 1.
+
+    Example:
+        >>> disagreement(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])).item()
+        1.0
+    """
     outputs = _check_outputs(outputs)
     members, _, classes = outputs.shape
     if members < 2:
-        return _without_pairs(outputs, "disagreement", "outputs have 1 member, not several")
+        message = "disagreement is NaN: it needs at least two members, got 1."
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return outputs.new_tensor(torch.nan)
     votes = one_hot(outputs.argmax(-1), classes).sum(0)
-    agreeing = (votes * (votes - 1)).sum(1) / (members * (members - 1))
-    return 1 - agreeing.to(outputs.dtype).mean()
+    agreement = (votes * (votes - 1)).sum(1) / (members * (members - 1))
+    return 1 - agreement.to(outputs.dtype).mean()
+
+
+# --- Calibration ---------------------------------------------------------------------------------
 
 
 class Reliability(NamedTuple):
-    """A reliability diagram: one value per bin of confidence, NaN where a bin is empty."""
+    """Reliability diagram with one value per confidence bin; NaN for empty bins.
+
+    Attributes:
+        confidence: mean confidence ``(bin,)``.
+        accuracy: fraction of correct predictions ``(bin,)``.
+        samples: number of samples ``(bin,)``.
+    """
 
     confidence: Float[Tensor, " bin"]
     accuracy: Float[Tensor, " bin"]
@@ -111,8 +222,24 @@ class Reliability(NamedTuple):
 
 
 def reliability(outputs: Outputs, target: Target, *, bins: int = 15) -> Reliability:
-    """Mean confidence and accuracy in bins of equal width of the predicted class's probability."""
-    confidence, correct, membership = _binned(outputs, target, bins)
+    """Mean confidence and accuracy in bins of equal width.
+
+    The confidence is the mean probability of the predicted class.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: class indices ``(batch,)``.
+        bins: number of bins.
+
+    Returns:
+        Confidence, accuracy and number of samples per bin.
+
+    Example:
+        >>> diagram = reliability(torch.zeros(3, 4, 2), torch.tensor([0, 0, 0, 1]), bins=2)
+        >>> diagram.confidence[1].item(), diagram.accuracy[1].item(), diagram.samples.tolist()
+        (0.5, 0.75, [0.0, 4.0])
+    """
+    confidence, correct, membership = _assign_bins(outputs, target, bins)
     samples = membership.sum(0)
     return Reliability(confidence @ membership / samples, correct @ membership / samples, samples)
 
@@ -120,54 +247,104 @@ def reliability(outputs: Outputs, target: Target, *, bins: int = 15) -> Reliabil
 def expected_calibration_error(
     outputs: Outputs, target: Target, *, bins: int = 15
 ) -> Float[Tensor, ""]:
-    r"""Mean distance between confidence and accuracy over the bins of :func:`reliability`.
+    r"""Expected calibration error, the weighted gap between confidence and accuracy.
 
     .. math::
         \sum_b \frac{n_b}{n} \left| \mathrm{accuracy}_b - \mathrm{confidence}_b \right|
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: class indices ``(batch,)``.
+        bins: number of bins, as in :func:`reliability`.
+
+    Returns:
+        The error, from 0 to 1.
+
+    Example:
+        >>> expected_calibration_error(torch.zeros(3, 4, 2), torch.tensor([0, 0, 0, 1])).item()
+        0.25
     """
-    confidence, correct, membership = _binned(outputs, target, bins)
+    confidence, correct, membership = _assign_bins(outputs, target, bins)
     return ((correct - confidence) @ membership).abs().sum() / len(correct)
 
 
-def _binned(outputs: Tensor, target: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the confidence and correctness of each sample, and its bin as ``(batch, bin)``."""
+def _assign_bins(outputs: Tensor, target: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return confidence and correctness ``(batch,)``, and bins as one-hot rows ``(batch, bin)``."""
     if not isinstance(bins, int) or bins < 1:
-        raise ValueError(f"bins: expected a positive integer, got {bins!r}; 15 is usual")
+        raise ValueError(f"bins must be a positive integer, got {bins!r}.")
     outputs, target = _check(outputs, target)
     confidence, predicted = _log_mean_probability(outputs).exp().max(-1)
     edges = torch.linspace(0, 1, bins + 1, dtype=outputs.dtype, device=outputs.device)
+    # Without the outer edges a confidence of exactly 1 belongs to the last bin.
     index = torch.bucketize(confidence.detach(), edges[1:-1], right=True)
     correct = (predicted == target).to(outputs.dtype)
     return confidence, correct, one_hot(index, bins).to(outputs.dtype)
 
 
+# --- Uncertainty ---------------------------------------------------------------------------------
+
+
 def predictive_entropy(outputs: Outputs, target: Ignored = None) -> Float[Tensor, " batch"]:
-    r"""Entropy of the mean probability, :math:`H(\bar p)`: the total uncertainty of each sample."""
+    r"""Entropy of the mean probability, :math:`H(\bar p)`: the total uncertainty.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: not used.
+
+    Returns:
+        One value per sample ``(batch,)``, in nats.
+
+    Example:
+        >>> predictive_entropy(torch.zeros(3, 1, 2))  # log 2
+        tensor([0.6931])
+    """
     log_mean = _log_mean_probability(_check_outputs(outputs))
     return -(log_mean.exp() * log_mean).sum(-1)
 
 
 def mutual_information(outputs: Outputs, target: Ignored = None) -> Float[Tensor, " batch"]:
-    r"""Mutual information between the class and the member: the epistemic part, per sample.
+    r"""Mutual information between class and member: the epistemic part of the uncertainty.
 
     .. math::
         I = H(\bar p) - \frac1M \sum_a H(p_a) = \frac1M \sum_a \mathrm{KL}(p_a \,\|\, \bar p)
 
-    Computed from the right-hand side; what rounding makes negative is set to 0.
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: not used.
+
+    Returns:
+        One value per sample ``(batch,)``, in nats, at least 0.
+
+    Example:
+        >>> mutual_information(torch.tensor([[[99.0, 0.0]], [[0.0, 99.0]]]))  # log 2
+        tensor([0.6931])
     """
     outputs = _check_outputs(outputs)
-    log_members, log_mean = _log_probabilities(outputs), _log_mean_probability(outputs)
+    # The mean divergence is more accurate than the difference of entropies for similar members.
+    log_members = _log_probabilities(outputs)
+    log_mean = _log_mean_probability(outputs)
     divergence = (log_members.exp() * (log_members - log_mean)).sum(-1)
     return divergence.mean(0).clamp(min=0)
 
 
 def least_confidence(outputs: Outputs, target: Ignored = None) -> Float[Tensor, " batch"]:
-    r"""Probability of not being the predicted class, :math:`1 - \max_c \bar p_c`, per sample.
+    r"""Probability that the predicted class is wrong, :math:`1 - \max_c \bar p_c`.
 
-    Summed over the other classes, so that confident samples keep their order.
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: not used.
+
+    Returns:
+        One value per sample ``(batch,)``.
+
+    Example:
+        >>> least_confidence(torch.zeros(3, 1, 4)).item()
+        0.75
     """
-    probability = _log_mean_probability(_check_outputs(outputs)).exp()
-    return probability.scatter(-1, probability.argmax(-1, keepdim=True), 0).sum(-1)
+    probabilities = _log_mean_probability(_check_outputs(outputs)).exp()
+    # We add up the other classes. Near 1 the difference 1 − p would round to 0 and lose the order.
+    predicted = probabilities.argmax(-1, keepdim=True)
+    return probabilities.scatter(-1, predicted, 0).sum(-1)
 
 
 def ood_auroc(
@@ -176,89 +353,128 @@ def ood_auroc(
     *,
     score: Callable[[Tensor], Tensor] = mutual_information,
 ) -> Float[Tensor, ""]:
-    """Chance that a sample out of distribution scores higher than one within; ties count half.
+    """Area under the ROC curve for detecting out-of-distribution samples.
 
-    The area under the ROC curve, from the exact rank statistic. The target are logits on samples
-    out of the distribution; or, if ``outputs`` has samples of both kinds, which of them are (true
-    or 1). The ``score`` is an uncertainty of each sample: :func:`mutual_information`,
-    :func:`predictive_entropy`, :func:`least_confidence`.
+    It is the probability that a sample out of distribution has a higher score than one in
+    distribution, computed exactly; ties count one half.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: logits ``(member, other, class)`` of samples out of distribution. If ``outputs``
+            contain samples of both kinds: flags ``(batch,)``, true or 1 for out of distribution.
+        score: uncertainty per sample, such as :func:`mutual_information`,
+            :func:`predictive_entropy` or :func:`least_confidence`.
+
+    Returns:
+        The area, from 0 to 1.
+
+    Example:
+        >>> sure, unsure = torch.tensor([[[9.0, 0.0]]]), torch.tensor([[[1.0, 0.0]]])
+        >>> ood_auroc(sure, unsure, score=predictive_entropy).item()
+        1.0
     """
-    outputs = _check_outputs(outputs)
+    outputs, is_ood = _join_ood_samples(_check_outputs(outputs), target)
+    scores = score(outputs).detach()
+    if scores.shape != is_ood.shape:
+        raise ValueError(
+            f"score must return one number per sample, shape {tuple(is_ood.shape)}, got shape "
+            f"{tuple(scores.shape)}."
+        )
+    if scores.isnan().any():
+        raise ValueError("score must return one number per sample, got NaN.")
+    inside = scores[~is_ood].sort().values
+    outside = scores[is_ood]
+    # The first count excludes ties and the second includes them, so that a tie counts one half.
+    below = int(torch.searchsorted(inside, outside, right=False).sum())
+    below_or_equal = int(torch.searchsorted(inside, outside, right=True).sum())
+    return outputs.new_tensor((below + below_or_equal) / (2 * len(inside) * len(outside)))
+
+
+def _join_ood_samples(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of all samples and a mask ``(batch,)`` of those out of distribution."""
     if not isinstance(target, Tensor):
-        raise TypeError(f"target: expected a tensor, got {type(target).__name__}")
+        raise TypeError(f"target must be a tensor, got {type(target).__name__}.")
+    members, batch, classes = outputs.shape
     if target.is_floating_point():
-        other, (members, batch, classes) = _check_outputs(target), outputs.shape
-        if (len(other), other.shape[-1]) != (members, classes):
+        other = _check_outputs(target)
+        if other.shape[0] != members or other.shape[2] != classes:
             raise ValueError(
-                f"target: expected logits like outputs, {tuple(outputs.shape)} but for the batch, "
-                f"got {tuple(other.shape)}; use the same members and classes"
+                f"target must be logits ({members}, other, {classes}) like outputs, got shape "
+                f"{tuple(other.shape)}."
             )
         outputs = torch.cat([outputs, other.to(outputs.device)], 1)
         target = torch.arange(outputs.shape[1]) >= batch
-    if target.shape != outputs.shape[1:2] or target.unique().tolist() != [0, 1]:
-        got = f"shape {tuple(target.shape)} and the values {target.unique().tolist()[:5]}"
-        expected = f"{outputs.shape[1]} marks, 1 where out of distribution, of both kinds"
-        raise ValueError(f"target: expected {expected}, got {got}")
-    scores, marks = score(outputs), target.bool().to(outputs.device)
-    if scores.shape != marks.shape or scores.isnan().any():
-        got = f"shape {tuple(scores.shape)}" if scores.shape != marks.shape else "NaN"
-        raise ValueError(f"score: expected one number per sample, {tuple(marks.shape)}, got {got}")
-    within, out = scores[~marks].detach().sort().values, scores[marks].detach()
-    pairs = sum(int(torch.searchsorted(within, out, right=ties).sum()) for ties in (False, True))
-    return outputs.new_tensor(pairs / (2 * len(within) * len(out)))
+    values = target.unique().tolist()
+    if target.shape != (outputs.shape[1],) or values != [0, 1]:
+        raise ValueError(
+            f"target must be {outputs.shape[1]} flags, 1 for samples out of distribution, with "
+            f"both values, got shape {tuple(target.shape)} with the values {values[:5]}."
+        )
+    return outputs, target.bool().to(outputs.device)
 
 
-def _check_outputs(outputs: Tensor) -> Tensor:
-    """Return logits in float32 at least, or say what is wrong."""
-    expected = "outputs: expected finite logits (member, batch, class) of floating type"
-    if not isinstance(outputs, Tensor):
-        raise TypeError(f"{expected}, got {type(outputs).__name__}; convert with torch.as_tensor")
-    if not outputs.is_floating_point():
-        raise TypeError(f"{expected}, got {outputs.dtype}; pass the logits, not predicted classes")
-    shape = tuple(outputs.shape)
-    if len(shape) != 3:
-        got = f"shape {shape}; for a single model add the member axis: outputs.unsqueeze(0)"
-    elif 0 in shape:
-        got = f"the empty shape {shape}; pass at least one member and one sample"
-    elif shape[-1] < 2:
-        both = "torch.cat([torch.zeros_like(z), z], -1)"
-        got = f"a single class in shape {shape}; for one logit z pass both classes: {both}"
-    elif not (finite := outputs.isfinite()).all():
-        got = f"{int((~finite).sum())} values that are NaN or infinite; look for a diverged run"
-    else:
-        return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    raise ValueError(f"{expected}, got {got}")
-
-
-def _check(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return checked outputs and class indices as int64, or say what is wrong."""
-    outputs = _check_outputs(outputs)
-    _, batch, classes = outputs.shape
-    expected = f"target: expected {batch} class indices from 0 to {classes - 1}, shape ({batch},)"
-    if not isinstance(target, Tensor):
-        raise TypeError(f"{expected}, got {type(target).__name__}; convert with torch.as_tensor")
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise TypeError(f"{expected}, got {target.dtype}; convert with target.long()")
-    target = target.to(device=outputs.device, dtype=torch.int64)
-    if target.shape != (batch,):
-        got = f"shape {tuple(target.shape)}; squeeze a column, take the argmax of one-hot rows"
-    elif target.min() < 0 or target.max() >= classes:
-        got = f"indices from {int(target.min())} to {int(target.max())}"
-    else:
-        return outputs, target
-    raise ValueError(f"{expected}, got {got}")
+# --- Probabilities and checks --------------------------------------------------------------------
 
 
 def _log_probabilities(outputs: Tensor) -> Tensor:
-    """Return the members' log-probabilities, finite also where a probability underflows to 0."""
+    """Return the members' log-probabilities, finite where a probability underflows to 0."""
     return outputs.log_softmax(-1).clamp(min=torch.finfo(outputs.dtype).min)
 
 
 def _log_mean_probability(outputs: Tensor) -> Tensor:
+    """Return the logarithm of the mean probability, ``(batch, class)``."""
     return _log_probabilities(outputs).logsumexp(0) - math.log(len(outputs))
 
 
-def _without_pairs(outputs: Tensor, name: str, reason: str) -> Tensor:
-    message = f"{name} is NaN: expected at least two members to pair, but {reason}"
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
-    return outputs.new_tensor(torch.nan)
+def _check_outputs(outputs: Tensor) -> Tensor:
+    """Check logits and convert them to float32 or higher precision."""
+    expected = "outputs must be finite floating logits (member, batch, class)"
+    if not isinstance(outputs, Tensor):
+        kind = type(outputs).__name__
+        raise TypeError(f"{expected}, got {kind}. Convert with torch.as_tensor.")
+    if not outputs.is_floating_point():
+        raise TypeError(f"{expected}, got {outputs.dtype}. Pass logits, not predicted classes.")
+    shape = tuple(outputs.shape)
+    if len(shape) != 3:
+        raise ValueError(
+            f"{expected}, got shape {shape}. For a single model add the member axis: "
+            "outputs.unsqueeze(0)."
+        )
+    if 0 in shape:
+        raise ValueError(
+            f"{expected}, got the empty shape {shape}. Pass at least one member and one sample."
+        )
+    if shape[-1] < 2:
+        raise ValueError(
+            f"{expected}, got a single class in shape {shape}. For one logit z per sample pass "
+            "torch.cat([torch.zeros_like(z), z], -1)."
+        )
+    finite = outputs.isfinite()
+    if not finite.all():
+        count = int((~finite).sum())
+        raise ValueError(
+            f"{expected}, got {count} values that are NaN or infinite. Did the training diverge?"
+        )
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+
+
+def _check(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Check logits and class indices; convert the indices to int64."""
+    outputs = _check_outputs(outputs)
+    _, batch, classes = outputs.shape
+    expected = f"target must be {batch} class indices from 0 to {classes - 1}, shape ({batch},)"
+    if not isinstance(target, Tensor):
+        kind = type(target).__name__
+        raise TypeError(f"{expected}, got {kind}. Convert with torch.as_tensor.")
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(f"{expected}, got {target.dtype}. Convert with target.long().")
+    if target.shape != (batch,):
+        raise ValueError(
+            f"{expected}, got shape {tuple(target.shape)}. Squeeze a column; take the argmax of "
+            "one-hot rows."
+        )
+    target = target.to(device=outputs.device, dtype=torch.int64)
+    smallest, largest = int(target.min()), int(target.max())
+    if smallest < 0 or largest >= classes:
+        raise ValueError(f"{expected}, got indices from {smallest} to {largest}.")
+    return outputs, target

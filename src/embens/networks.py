@@ -1,14 +1,17 @@
-r"""Reference networks, and layers that know the law of their own weights.
+r"""Reference networks whose layers know their initialisation.
 
-An infinite-width limit is that of a network *with* its initialisation, which the layers here carry:
+The infinite-width limit of a network depends on the distribution of its weights. The layers here
+store it as ``weight_std`` (:math:`\sigma_w`), ``bias_std`` (:math:`\sigma_b`) and
+``parametrization``. With :math:`N` inputs per output (``fan_in``), a layer computes
 
 .. math::
-    y = \frac{\sigma_w}{\sqrt{N}} W x + \sigma_b b, \qquad W, b \sim N(0, 1)
+    y = \frac{\sigma_w}{\sqrt{N}} W x + \sigma_b b, \qquad W, b \sim N(0, 1) .
 
-in the ``"ntk"`` parametrization, where :math:`N` is the number of inputs of one output. With
-``"standard"``, :math:`\sigma_w / \sqrt{N}` and :math:`\sigma_b` are in the law of :math:`W` and
-:math:`b` instead: the same functions at initialisation, other gradients. ``"xavier"`` replaces
-:math:`1 / N` by the paper's :math:`2 / (N + N')` with :math:`N'` outputs of one input.
+- ``"ntk"``: :math:`W` and :math:`b` are the parameters; the scales belong to the forward pass.
+- ``"standard"``: the scales are part of the initialisation of the parameters. The function at
+  initialisation is the same, but gradients differ.
+- ``"xavier"``: as ``"standard"``, with :math:`1 / N` replaced by :math:`2 / (N + N')`, where
+  :math:`N'` is the number of outputs per input. This is the initialisation of the paper.
 """
 
 import copy
@@ -25,18 +28,29 @@ from embens.checks import check_choice, check_number, check_whole
 from embens.laws import Normal
 
 PARAMETRIZATIONS = ("ntk", "standard", "xavier")
+DEFAULT_SLOPE = 0.01  # of leaky ReLU
 
 
 class Parametrized(nn.Module):
-    """What the layers of this module share: the law of their parameters.
+    r"""Base of layers that know the distribution of their parameters.
 
-    Sizes and options are those of torch's layer. ``weight_std`` is :math:`σ_w`, ``bias_std``
-    :math:`σ_b`, 0 for a layer without biases; ``fan_in`` the number of inputs that one output sees.
+    It is combined with a layer of torch, as in :class:`Linear`.
+
+    Args:
+        *sizes: positional arguments of the torch layer.
+        weight_std: the scale :math:`\sigma_w` of the weights.
+        bias_std: the scale :math:`\sigma_b` of the biases; 0: the layer has no bias.
+        parametrization: "ntk", "standard" or "xavier".
+        generator: draws the parameters; None: the global generator.
+        **options: keyword arguments of the torch layer, apart from ``bias``.
+
+    Attributes:
+        fan_in: number of inputs per output.
     """
 
     weight: Tensor
     bias: Any
-    linear_in_parameters = True  # in weight and bias together
+    linear_in_parameters = True  # the output is linear in (weight, bias) together
 
     def __init__(
         self,
@@ -57,29 +71,52 @@ class Parametrized(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew, from the same law."""
+        """Resample the parameters from their distribution.
+
+        Args:
+            generator: source of randomness; None: the global generator.
+        """
         if not hasattr(self, "parametrization"):
-            return  # torch's constructor calls this before the law is known
-        fan_out = self.weight.numel() // self.weight.shape[1]
-        std = {
-            "ntk": 1.0,
-            "standard": self.weight_std / math.sqrt(self.fan_in),
-            "xavier": self.weight_std * math.sqrt(2 / (self.fan_in + fan_out)),
-        }[self.parametrization]
-        _draw_(self.weight, std, generator)
+            # The constructor of the torch layer calls this method too early; ours calls it again.
+            return
+        if self.parametrization == "ntk":
+            weight_std = 1.0
+            bias_std = 1.0
+        elif self.parametrization == "standard":
+            weight_std = self.weight_std / math.sqrt(self.fan_in)
+            bias_std = self.bias_std
+        else:
+            fan_out = self.weight.numel() // self.weight.shape[1]
+            weight_std = self.weight_std * math.sqrt(2 / (self.fan_in + fan_out))
+            bias_std = self.bias_std
+        _resample_(self.weight, weight_std, generator)
         if self.bias is not None:
-            _draw_(self.bias, 1.0 if self.parametrization == "ntk" else self.bias_std, generator)
+            _resample_(self.bias, bias_std, generator)
 
     def effective_parameters(
         self, weight: Tensor | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return its weight and bias, or others, as the plain torch layer would have them."""
-        weight = self.weight if weight is None else weight
-        bias = self.bias if bias is None else bias
-        if self.parametrization != "ntk":
-            return weight, bias
-        scale = self.weight_std / math.sqrt(self.fan_in)
-        return weight * scale, None if bias is None else bias * self.bias_std
+        """Return the weight and bias of a plain torch layer with the same outputs.
+
+        Args:
+            weight: a weight to use instead of the layer's.
+            bias: a bias to use instead of the layer's.
+
+        Example:
+            >>> layer = Linear(4, 3, weight_std=2.0)
+            >>> weight, bias = layer.effective_parameters()
+            >>> torch.equal(weight, layer.weight)  # 2 / √4 = 1
+            True
+        """
+        if weight is None:
+            weight = self.weight
+        if bias is None:
+            bias = self.bias
+        if self.parametrization == "ntk":
+            weight = weight * (self.weight_std / math.sqrt(self.fan_in))
+            if bias is not None:
+                bias = bias * self.bias_std
+        return weight, bias
 
     def extra_repr(self) -> str:
         return (
@@ -89,40 +126,62 @@ class Parametrized(nn.Module):
 
 
 class Linear(Parametrized, nn.Linear):
-    """Linear layer in one of the parametrizations."""
+    """Linear layer ``(batch, in) -> (batch, out)`` that knows its initialisation.
+
+    Arguments as for :class:`Parametrized`; the sizes are ``in_features`` and ``out_features``.
+
+    Example:
+        >>> Linear(4, 3)(torch.zeros(2, 4)).shape
+        torch.Size([2, 3])
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, *self.effective_parameters())
+        weight, bias = self.effective_parameters()
+        return F.linear(input, weight, bias)
 
 
 class Conv2d(Parametrized, nn.Conv2d):
-    """Convolution in one of the parametrizations."""
+    """Convolution ``(batch, in, height, width) -> (batch, out, …)`` that knows its initialisation.
+
+    Arguments as for :class:`Parametrized`; the sizes are ``in_channels``, ``out_channels`` and
+    ``kernel_size``.
+
+    Example:
+        >>> Conv2d(3, 8, 3, padding=1)(torch.zeros(2, 3, 5, 5)).shape
+        torch.Size([2, 8, 5, 5])
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(input, *self.effective_parameters())
+        weight, bias = self.effective_parameters()
+        return self._conv_forward(input, weight, bias)
 
 
-class _Function(nn.Module):
-    """A method of tensors that has the name of the class."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return getattr(input, type(self).__name__.lower())()
-
-
-class Abs(_Function):
+class Abs(nn.Module):
     """Absolute value."""
 
+    def forward(self, input: Tensor) -> Tensor:
+        return input.abs()
 
-class Erf(_Function):
+
+class Erf(nn.Module):
     """Error function."""
 
+    def forward(self, input: Tensor) -> Tensor:
+        return input.erf()
 
-class Sin(_Function):
+
+class Sin(nn.Module):
     """Sine."""
 
+    def forward(self, input: Tensor) -> Tensor:
+        return input.sin()
 
-class Cos(_Function):
+
+class Cos(nn.Module):
     """Cosine."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.cos()
 
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -148,28 +207,54 @@ def mlp(
     outputs: int = 1,
     *,
     activation: str | nn.Module = "relu",
-    activation_slope: float = 0.01,
+    activation_slope: float = DEFAULT_SLOPE,
     weight_std: float = 1.0,
     bias_std: float = 0.0,
     parametrization: str = "ntk",
     generator: torch.Generator | None = None,
 ) -> nn.Sequential:
-    """Build a perceptron with ``depth`` hidden layers of ``width`` units.
+    """Build a multilayer perceptron.
 
-    The activation is a name in ``ACTIVATIONS``, or a module, which is copied for each layer;
-    ``activation_slope`` is the slope of ``"leaky_relu"`` for negative inputs. A ``weight_std`` of
-    sqrt(2) keeps the size of a signal under ReLU; with ``bias_std=0`` there are no biases. The
-    parametrization is ``"ntk"``, ``"standard"`` or ``"xavier"``.
+    Args:
+        inputs: number of input features.
+        width: number of units of each hidden layer.
+        depth: number of hidden layers.
+        outputs: number of outputs.
+        activation: a name in ``ACTIVATIONS``, or a module, which is copied for each layer.
+        activation_slope: slope of "leaky_relu" for negative inputs.
+        weight_std: scale of the weights; the square root of 2 preserves the signal under ReLU.
+        bias_std: scale of the biases; 0: no biases.
+        parametrization: "ntk", "standard" or "xavier".
+        generator: draws the parameters; None: the global generator.
+
+    Returns:
+        A network ``(batch, inputs) -> (batch, outputs)``.
+
+    Example:
+        >>> net = mlp(inputs=4, width=16, depth=2, outputs=3)
+        >>> net(torch.zeros(5, 4)).shape
+        torch.Size([5, 3])
     """
-    sizes = {"inputs": inputs, "width": width, "depth": depth, "outputs": outputs}
-    for name, size in sizes.items():
-        check_whole(name, size)
-    law = {"weight_std": weight_std, "bias_std": bias_std, "parametrization": parametrization}
+    check_whole("inputs", inputs)
+    check_whole("width", width)
+    check_whole("depth", depth)
+    check_whole("outputs", outputs)
+
+    sizes = [inputs, *[width] * depth, outputs]
     modules: list[nn.Module] = []
-    for fan_in, fan_out in pairwise([inputs, *[width] * depth, outputs]):
-        linear = Linear(fan_in, fan_out, **law, generator=generator)
-        modules += [linear, make_activation(activation, activation_slope)]
-    return nn.Sequential(*modules[:-1])
+    for fan_in, fan_out in pairwise(sizes):
+        if modules:
+            modules.append(make_activation(activation, activation_slope))
+        layer = Linear(
+            fan_in,
+            fan_out,
+            weight_std=weight_std,
+            bias_std=bias_std,
+            parametrization=parametrization,
+            generator=generator,
+        )
+        modules.append(layer)
+    return nn.Sequential(*modules)
 
 
 def cnn(
@@ -182,64 +267,118 @@ def cnn(
     pool: str = "average",
     readout: str = "mean",
     activation: str | nn.Module = "relu",
-    activation_slope: float = 0.01,
+    activation_slope: float = DEFAULT_SLOPE,
     weight_std: float = 1.0,
     parametrization: str = "xavier",
     generator: torch.Generator | None = None,
 ) -> nn.Sequential:
-    """Build the paper's convolutional network: 3×3 filters, 2×2 pooling between layers, no biases.
+    """Build the convolutional network of the paper.
 
-    ``width`` is a factor of all ``channels``. Pooling is ``"average"`` or ``"max"``. The readout is
-    the ``"mean"`` over pixels, or ``"flatten"``, with weights for each pixel of an ``image`` of
-    this height and width. Everything else is as in :func:`mlp`.
+    It has 3×3 convolutions with padding 1, 2×2 pooling between them, and no biases.
+
+    Args:
+        channels: number of channels of each convolution.
+        width: factor of all ``channels``.
+        inputs: number of channels of the images.
+        outputs: number of outputs.
+        image: height and width of the images; only ``readout="flatten"`` depends on it.
+        pool: "average" or "max".
+        readout: "mean" over pixels, or "flatten", with separate weights for each pixel.
+        activation: a name in ``ACTIVATIONS``, or a module, which is copied for each layer.
+        activation_slope: slope of "leaky_relu" for negative inputs.
+        weight_std: scale of the weights.
+        parametrization: "ntk", "standard" or "xavier".
+        generator: draws the parameters; None: the global generator.
+
+    Returns:
+        A network ``(batch, inputs, image, image) -> (batch, outputs)``.
+
+    Example:
+        >>> net = cnn((4, 8), outputs=10)
+        >>> net(torch.zeros(5, 3, 32, 32)).shape
+        torch.Size([5, 10])
     """
     if not channels:
-        raise ValueError("channels must hold one number per convolution; got none. Try (64, 128).")
-    named = [("inputs", inputs), ("outputs", outputs), ("image", image)]
-    for name, size in named + [("channels", count) for count in channels]:
-        check_whole(name, size)
+        raise ValueError(
+            "channels must contain one number per convolution, got none. Try (64, 128)."
+        )
+    for count in channels:
+        check_whole("channels", count)
+    check_whole("inputs", inputs)
+    check_whole("outputs", outputs)
+    check_whole("image", image)
     check_number("width", width, "a positive factor of the channels", lambda width: width > 0)
     check_choice("pool", pool, ("average", "max"))
     check_choice("readout", readout, ("mean", "flatten"))
-    shrink = 2 ** (len(channels) - 1)
-    if readout == "flatten" and image % shrink:
-        raise ValueError(
-            f"image must be divisible by {shrink}, since {len(channels) - 1} poolings halve it; "
-            f'got {image}. Give another image size, fewer channels, or readout="mean".'
-        )
 
-    law = {"weight_std": weight_std, "parametrization": parametrization, "generator": generator}
-    sizes = [inputs, *(max(1, round(width * count)) for count in channels)]
+    distribution = {
+        "weight_std": weight_std,
+        "parametrization": parametrization,
+        "generator": generator,
+    }
     modules: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(sizes):
-        modules += [
-            Conv2d(fan_in, fan_out, 3, padding=1, **law),
-            make_activation(activation, activation_slope),
-            nn.AvgPool2d(2) if pool == "average" else nn.MaxPool2d(2),
-        ]
-    modules.pop()  # no pooling after the last convolution
-    pixels = (image // shrink) ** 2 if readout == "flatten" else 1
+    fan_in = inputs
+    for count in channels:
+        if modules:
+            modules.append(nn.AvgPool2d(2) if pool == "average" else nn.MaxPool2d(2))
+        fan_out = max(1, round(width * count))
+        modules.append(Conv2d(fan_in, fan_out, 3, padding=1, **distribution))
+        modules.append(make_activation(activation, activation_slope))
+        fan_in = fan_out
+
+    features = fan_in
     if readout == "mean":
         modules.append(nn.AdaptiveAvgPool2d(1))
-    return nn.Sequential(*modules, nn.Flatten(), Linear(sizes[-1] * pixels, outputs, **law))
+    else:
+        features *= _pixels_after_pooling(image, len(channels) - 1)
+    modules.append(nn.Flatten())
+    modules.append(Linear(features, outputs, **distribution))
+    return nn.Sequential(*modules)
 
 
-def make_activation(activation: str | nn.Module, slope: float = 0.01) -> nn.Module:
-    """Return a new activation of this name, or a copy of this module."""
+def make_activation(activation: str | nn.Module, slope: float = DEFAULT_SLOPE) -> nn.Module:
+    """Create an activation.
+
+    Args:
+        activation: a name in ``ACTIVATIONS``, or a module to copy.
+        slope: slope of "leaky_relu" for negative inputs.
+
+    Returns:
+        A new module.
+
+    Example:
+        >>> make_activation("leaky_relu", slope=0.2)
+        LeakyReLU(negative_slope=0.2)
+    """
     if isinstance(activation, nn.Module):
         return copy.deepcopy(activation)
     if not isinstance(activation, str):
         raise TypeError(
-            f"activation must be a module such as torch.nn.Mish(), or a name; got {activation!r}"
+            f"activation must be a name or a module such as torch.nn.Mish(), got {activation!r}."
         )
     check_choice("activation", activation, ACTIVATIONS)
     if activation == "leaky_relu":
         return nn.LeakyReLU(slope)
-    if slope != 0.01:
-        raise ValueError(f"activation_slope={slope} belongs to leaky_relu, not to {activation!r}")
+    if slope != DEFAULT_SLOPE:
+        raise ValueError(
+            f"activation_slope={slope} applies to 'leaky_relu' only, got activation={activation!r}."
+        )
     return ACTIVATIONS[activation]()
 
 
-def _draw_(parameter: Tensor, std: float, generator: torch.Generator | None) -> None:
-    law = Normal(0.0, std)
-    parameter.copy_(law.sample(parameter.shape, generator, parameter.dtype, parameter.device))
+def _pixels_after_pooling(image: int, poolings: int) -> int:
+    """Return the number of pixels of a square image after 2×2 poolings."""
+    divisor = 2**poolings
+    if image % divisor != 0:
+        raise ValueError(
+            f"image must be divisible by {divisor}, since {poolings} poolings halve it, got "
+            f'{image}. Use another image size, fewer channels, or readout="mean".'
+        )
+    return (image // divisor) ** 2
+
+
+def _resample_(parameter: Tensor, std: float, generator: torch.Generator | None) -> None:
+    values = Normal(0.0, std).sample(
+        parameter.shape, generator, dtype=parameter.dtype, device=parameter.device
+    )
+    parameter.copy_(values)

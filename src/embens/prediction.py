@@ -1,7 +1,8 @@
-r"""Predict with an ensemble: what the members say, and how sure they are together.
+r"""Predict with an ensemble: mean output, uncertainty and decisions.
 
-What it says of classes are :mod:`embens.metrics`. For regression the ensemble is a mixture of its
-members: if each gives a mean :math:`\mu_a` and a variance :math:`\sigma_a^2`, the mixture has
+For classification the predictive distribution is the mean of the members' class probabilities; see
+:mod:`embens.metrics`. For regression the ensemble is a mixture of its members. If member :math:`a`
+predicts the mean :math:`\mu_a` and the variance :math:`\sigma_a^2`, the mixture has
 
 .. math::
     \mu = \frac1M\sum_a \mu_a, \qquad
@@ -11,40 +12,46 @@ members: if each gives a mean :math:`\mu_a` and a variance :math:`\sigma_a^2`, t
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens import checks, metrics, uncertainty
-from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.export import evaluating
-from embens.ensemble.run import gather
-from embens.files import refusing, write_atomically
+from embens import checks, metrics, mixtures, sources, uncertainty
+from embens.modes import evaluating
 from embens.objective import logits_of
+from embens.trees import batch_size as count_rows
+from embens.trees import gather
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-Score = Callable[[Tensor], Tensor]  # an uncertainty of each row, of all members' outputs
+    from embens.ensemble import EmbeddedEnsemble
+
+Score = Callable[[Tensor], Tensor]  # from outputs of all members to an uncertainty per row
 Task = Literal["classification", "regression", "gaussian"]
-Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The members' outputs, and what follows from them; for the ``task`` see :func:`predict`.
+    """Outputs of all members, and the quantities that follow from them.
 
-    Where the network returns a tuple or a dict, so are the ``members``, and ``prediction[key]`` is
-    the prediction of one output, which has all the rest; outputs that have ``logits``, as those of
-    transformers, have it at once.
+    If the network returns a tuple or a dict, ``members`` has the same structure, and
+    ``prediction[key]`` is the prediction of one output. For outputs with ``logits``, as in
+    transformers, the properties refer to the logits.
+
+    Attributes:
+        members: outputs ``(member, batch, *output)``.
+        task: the meaning of the outputs, see :func:`predict`.
+
+    Example:
+        >>> prediction = Prediction(torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]]))
+        >>> prediction.probabilities
+        tensor([[0.5000, 0.5000]])
     """
 
     members: Float[Tensor, "member batch *output"]
@@ -52,61 +59,143 @@ class Prediction:
 
     def __getitem__(self, key: Any) -> Prediction:
         if isinstance(self.members, Tensor):
-            raise TypeError("the network has one output; index .members, .mean or .probabilities")
+            raise TypeError(
+                "The network has a single output. Index .members, .mean or .probabilities instead."
+            )
         return Prediction(self.members[key], self.task)
+
+    def __repr__(self) -> str:
+        def shape(leaf: Any) -> Any:
+            return tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
+
+        return f"Prediction(task={self.task!r}, members of shape {tree_map(shape, self.members)})"
+
+    # --- Moments of the outputs
 
     @property
     def means(self) -> Tensor:
-        """The members' point predictions: the outputs, without log-variances."""
-        members = self._outputs("means", *get_args(Task))
-        return members[..., 0] if self.task == "gaussian" else members
-
-    def __repr__(self) -> str:
-        shapes = tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, self.members)
-        return f"Prediction(task={self.task!r}, members of shape {shapes})"
+        """Point predictions of the members: the outputs without log-variances."""
+        outputs = self._outputs("means", *get_args(Task))
+        if self.task == "gaussian":
+            return outputs[..., 0]
+        return outputs
 
     @property
     def mean(self) -> Tensor:
-        """Mean output over members; for regression the mean of the mixture."""
+        """Mean output over members."""
         return self.means.mean(0)
 
     @property
     def epistemic(self) -> Tensor:
-        """Variance of the members' point predictions (population variance, over members)."""
+        """Variance of the members' point predictions, divided by M."""
         return self.means.var(0, correction=0)
 
     @property
     def aleatoric(self) -> Tensor:
-        """Mean of the variances that members predict; 0 where they predict none."""
+        """Mean of the variances that members predict; 0 for point predictions."""
         outputs = self._outputs("aleatoric", "regression", "gaussian")
-        gaussian = self.task == "gaussian"
-        return outputs[..., 1].exp().mean(0) if gaussian else torch.zeros_like(self.mean)
+        if self.task == "gaussian":
+            return outputs[..., 1].exp().mean(0)
+        return torch.zeros_like(self.mean)
 
     @property
     def variance(self) -> Tensor:
-        """Variance of the mixture; where members predict no variance, of their outputs."""
-        return self.epistemic + self.aleatoric if self.task == "gaussian" else self.epistemic
+        """Variance of the mixture; for point predictions the variance over members."""
+        if self.task == "gaussian":
+            return self.epistemic + self.aleatoric
+        return self.epistemic
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation of the mixture, the square root of ``variance``."""
+        return self.variance.sqrt()
+
+    # --- Classification
 
     @property
     def probabilities(self) -> Tensor:
-        """Mean of the members' class probabilities, ``(batch, class)``."""
+        """Mean of the members' class probabilities ``(batch, class)``."""
         return self._outputs("probabilities", "classification").softmax(-1).mean(0)
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of the mean probability, in nats: all uncertainty of each sample."""
+        """Entropy of the mean probability ``(batch,)``, in nats: the total uncertainty."""
         return metrics.predictive_entropy(self._outputs("entropy", "classification"))
 
     @property
     def mutual_information(self) -> Tensor:
-        """Entropy of the mean probability less the members' mean entropy: the epistemic part."""
+        """Mutual information of class and member ``(batch,)``, in nats: the epistemic part."""
         return metrics.mutual_information(self._outputs("mutual_information", "classification"))
 
-    # Decisions, by the prediction of held-out rows and what happened there
+    # --- Regression
+
+    @property
+    def components(self) -> tuple[Tensor, Tensor]:
+        """Means and standard deviations of the predictive mixture of normals, ``(component, …)``.
+
+        With ``task="gaussian"`` there is one component per member. Point predictions have no
+        distribution of their own; there the single component has the mean and the standard
+        deviation of the ensemble.
+        """
+        if self.task == "gaussian":
+            outputs = self._outputs("components", "gaussian")
+            return outputs[..., 0], (outputs[..., 1] / 2).exp()
+        return self.mean[None], self.std[None]
+
+    def quantile(self, q: float) -> Tensor:
+        """Return a quantile of the predictive distribution (``components``).
+
+        Args:
+            q: the probability, between 0 and 1.
+
+        Returns:
+            The quantile, with the shape of ``mean``.
+
+        Example:
+            >>> prediction = Prediction(torch.tensor([[-1.0], [1.0]]), "regression")
+            >>> prediction.quantile(0.975)  # of the normal distribution with mean 0 and std 1
+            tensor([1.9600])
+        """
+        means, stds = self.components
+        return mixtures.quantile(means, stds, q)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Return the central prediction interval.
+
+        Args:
+            level: probability of the interval under the predictive distribution.
+
+        Returns:
+            Lower and upper ends, with the shape of ``mean``.
+
+        Example:
+            >>> low, high = Prediction(torch.tensor([[-1.0], [1.0]]), "regression").interval(0.95)
+            >>> low, high
+            (tensor([-1.9600]), tensor([1.9600]))
+        """
+        level = checks.check_number(
+            "level", level, "a number between 0 and 1", lambda level: 0 < level < 1
+        )
+        return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
+
+    # --- Decisions
 
     def risk_coverage(self, target: Tensor, score: Score | None = None) -> uncertainty.RiskCoverage:
-        """Return the share of errors, or the squared error, of the most certain rows."""
-        target = self._check(self, target)
+        """Return the risk of the most certain rows as a function of their number.
+
+        Args:
+            target: class indices or values ``(batch,)``.
+            score: the uncertainty; None: ``metrics.least_confidence``, or the variance.
+
+        Returns:
+            The curve; the loss is the error rate, or the squared error.
+
+        Example:
+            >>> prediction = Prediction(torch.tensor([[[3.0, 0.0], [1.0, 0.0]]]))
+            >>> prediction.risk_coverage(torch.tensor([0, 1])).risk.tolist()
+            [0.0, 0.5]
+        """
+        target = self._check_target(target)
         if self.task == "classification":
             losses = self.probabilities.argmax(-1) != target
         else:
@@ -114,196 +203,217 @@ class Prediction:
         return uncertainty.risk_coverage(losses.flatten(), self._scores(score))
 
     def reject(self, fraction: float, score: Score | None = None) -> Bool[Tensor, " batch"]:
-        """Return which rows are the least certain fraction, to be left to somebody else.
+        """Select the least certain rows.
 
-        ``score`` is the uncertainty to go by; None: ``metrics.least_confidence``, or the variance.
+        Args:
+            fraction: fraction of rows to select.
+            score: the uncertainty; None: ``metrics.least_confidence``, or the variance.
+
+        Returns:
+            Boolean mask of the selected rows.
+
+        Example:
+            >>> prediction = Prediction(torch.tensor([[[3.0, 0.0], [1.0, 0.0]]]))
+            >>> prediction.reject(0.5)
+            tensor([False,  True])
         """
         checks.check_number("fraction", fraction, "a number from 0 to 1", lambda f: 0 <= f <= 1)
         scores = self._scores(score)
-        worst = scores.argsort(descending=True)[: round(fraction * len(scores))]
-        return torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, worst, True)
+        count = round(fraction * len(scores))
+        rejected = torch.zeros_like(scores, dtype=torch.bool)
+        rejected[scores.argsort(descending=True)[:count]] = True
+        return rejected
 
     def flag(
         self, held_out: Prediction, rate: float = 0.05, score: Score | None = None
     ) -> uncertainty.Flags:
-        """Flag rows that are not like the held-out ones, with a rate of false alarms at most.
+        """Flag rows that are less certain than held-out rows.
 
-        ``score`` is the uncertainty to go by; None: the mutual information (of one member, which
-        has none, the entropy), or the variance.
+        Args:
+            held_out: prediction for rows that were not used in training.
+            rate: largest rate of false alarms.
+            score: the uncertainty; None: the mutual information (the entropy for a single member),
+                or the variance.
+
+        Returns:
+            The scores, the threshold and the flagged rows.
+
+        Example:
+            >>> sure = Prediction(torch.tensor([9.0, 0.0]).expand(1, 20, 2))
+            >>> unsure = Prediction(torch.zeros(1, 3, 2))
+            >>> unsure.flag(sure).flagged
+            tensor([True, True, True])
         """
         checks.check_number("rate", rate, "a number between 0 and 1", lambda r: 0 < r < 1)
-        self._check(held_out)
+        self._check_like(held_out)
         if score is None and self.task == "classification":
-            several = len(self.means) > 1
-            score = metrics.mutual_information if several else metrics.predictive_entropy
+            score = metrics.mutual_information
+            if len(self.means) == 1:  # a single member has no mutual information
+                score = metrics.predictive_entropy
         return uncertainty.Flags(self._scores(score), held_out._scores(score), rate)
 
     def temperature(self, target: Int[Tensor, " batch"]) -> float:
-        """Return what logits should be divided by, from the classes of held-out rows."""
+        """Return the number by which logits should be divided for calibration.
+
+        Args:
+            target: classes of these rows, which must not be used in training.
+
+        Returns:
+            The temperature, for :meth:`tempered`.
+        """
         outputs = self._outputs("temperature", "classification")
-        return uncertainty.best_temperature(outputs, self._check(self, target))
+        return uncertainty.best_temperature(outputs, self._check_target(target))
 
     def tempered(self, temperature: float) -> Prediction:
-        """Return the prediction with logits divided by a temperature."""
+        """Return the prediction with logits divided by a temperature.
+
+        Args:
+            temperature: a positive number.
+
+        Example:
+            >>> Prediction(torch.tensor([[[4.0, 0.0]]])).tempered(2.0).members
+            tensor([[[2., 0.]]])
+        """
         checks.check_number("temperature", temperature, "a number above 0", lambda t: t > 0)
         return Prediction(self._outputs("tempered", "classification") / temperature, self.task)
 
     def conformal_sets(
         self, held_out: Prediction, target: Int[Tensor, " row"], coverage: float = 0.9
     ) -> uncertainty.ConformalSets:
-        """Return sets of classes that hold the true one with a chance of at least ``coverage``.
+        """Return sets of classes that contain the true class with a given probability.
 
-        ``target`` are the classes of held-out rows that neither training nor the temperature saw.
+        Args:
+            held_out: prediction for rows that neither training nor the temperature used.
+            target: classes of the held-out rows.
+            coverage: the probability, between 0 and 1.
+
+        Returns:
+            The sets of all rows.
+
+        Example:
+            >>> held_out = Prediction(torch.tensor([3.0, 0.0]).expand(1, 20, 2))
+            >>> target = torch.zeros(20, dtype=torch.int64)
+            >>> Prediction(torch.tensor([[[9.0, 0.0]]])).conformal_sets(held_out, target).sets
+            tensor([[ True, False]])
         """
-        target = self._check(held_out, target)
-        right = held_out.probabilities.gather(1, target[:, None]).squeeze(1)
-        threshold = -uncertainty.conformal_quantile(-right, coverage)  # 1 − p, without rounding
+        self._check_like(held_out)
+        self._scores(None)  # raises if the logits are not finite
+        target = held_out._check_target(target)
+        true_class = held_out.probabilities.gather(1, target[:, None]).squeeze(1)
+        # −p orders rows as 1 − p does, without rounding.
+        threshold = -uncertainty.conformal_quantile(-true_class, coverage)
         return uncertainty.ConformalSets(self.probabilities >= threshold, coverage, threshold)
 
     def plot_reliability(self, target: Tensor, path: uncertainty.File) -> None:
-        """Draw accuracy against confidence; the diagonal is calibrated."""
+        """Plot accuracy against confidence; a calibrated ensemble is on the diagonal.
+
+        Args:
+            target: class indices ``(batch,)``.
+            path: file to write.
+        """
         outputs = self._outputs("plot_reliability", "classification")
-        found = metrics.reliability(outputs, target)
+        diagram = metrics.reliability(outputs, target)
         error = metrics.expected_calibration_error(outputs, target)
-        labels = {"xlabel": "confidence", "ylabel": "accuracy", "xlim": (0, 1), "ylim": (0, 1)}
         title = f"expected calibration error {error:.3f}"
+        labels = {"xlabel": "confidence", "ylabel": "accuracy", "xlim": (0, 1), "ylim": (0, 1)}
         with uncertainty.picture(path, title=title, **labels) as axes:
             axes.plot([0, 1], [0, 1], "k:")
-            axes.plot(found.confidence.tolist(), found.accuracy.tolist(), "o-")
+            axes.plot(diagram.confidence.tolist(), diagram.accuracy.tolist(), "o-")
 
-    def _scores(self, score: Score | None) -> Float[Tensor, " batch"]:
-        if self.task == "classification":
-            scores = (score or metrics.least_confidence)(self._outputs("scores", self.task))
-        else:
-            scores = self.variance if score is None else score(self.members)
-            if score is None and not scores.any():
-                raise ValueError("no row is less certain: members agree on all. Pass a score.")
-        if scores.numel() != len(self.mean):
-            raise ValueError(
-                f"expected one uncertainty for each row; got {tuple(scores.shape)}. Pass a score, "
-                "or take one output: Prediction(prediction.members[..., k], prediction.task)."
-            )
-        return uncertainty.known(scores.flatten())
-
-    def _check(self, held_out: Prediction, target: Any = None) -> Any:
-        """Return the target of a prediction that is like this one, on its device."""
-        mine, other = ((p.task, *p.mean.shape[1:]) for p in (self, held_out))
-        if mine != other:
-            raise ValueError(f"held_out: expected a prediction like this, {mine}; got {other}")
-        if target is None:
-            return None
-        rows = len(held_out.mean)
-        if not isinstance(target, Tensor) or len(target) != rows:
-            got = len(target) if isinstance(target, Tensor) else type(target).__name__
-            raise ValueError(f"target: expected a tensor of the {rows} rows predicted; got {got}")
-        if self.task == "classification":  # which says what is wrong with classes, or logits
-            metrics.nll(held_out._outputs("target", self.task), target)
-            self._scores(None)
-        return target.to(held_out.mean.device)
+    # --- Checks
 
     def _outputs(self, name: str, *tasks: Task) -> Tensor:
-        """Return the outputs for a value that is defined for these tasks."""
-        members = logits_of(self.members)
-        if not isinstance(members, Tensor):
+        """Return the outputs for a quantity that is defined for these tasks."""
+        outputs = logits_of(self.members)
+        if not isinstance(outputs, Tensor):
             kind = type(self.members).__name__
             raise TypeError(
-                f"the network returns a {kind}; take one output: prediction[key].{name}"
+                f"The network returns a {kind}. Select one output: prediction[key].{name}."
             )
-        if self.task in tasks:
-            return members
-        raise ValueError(
-            f"{name} is defined for {' and '.join(map(repr, tasks))}; this prediction is for "
-            f"{self.task!r}. Pass task={tasks[-1]!r} to predict if that is what outputs are."
-        )
+        if self.task not in tasks:
+            names = " and ".join(repr(task) for task in tasks)
+            raise ValueError(
+                f"{name} is defined for {names}, but this prediction has task={self.task!r}. Pass "
+                f"task={tasks[-1]!r} to predict if the outputs have this meaning."
+            )
+        return outputs
 
+    def _scores(self, score: Score | None) -> Float[Tensor, " batch"]:
+        """Return the uncertainty of each row."""
+        if self.task == "classification":
+            outputs = self._outputs("scores", "classification")
+            scores = metrics.least_confidence(outputs) if score is None else score(outputs)
+        elif score is None:
+            scores = self.variance
+            if not scores.any():
+                raise ValueError(
+                    "The variance of all rows is 0, so that no row is less certain. Pass a score."
+                )
+        else:
+            scores = score(self.members)
+        if scores.numel() != len(self.mean):
+            raise ValueError(
+                f"expected one uncertainty for each row, got shape {tuple(scores.shape)}. Pass a "
+                "score, or select one output: Prediction(prediction.members[..., k], "
+                "prediction.task)."
+            )
+        return uncertainty.check_scores(scores.flatten())
 
-class StoredPrediction:
-    """A prediction in an Arrow file, to be gone through one batch after another.
+    def _check_like(self, held_out: Prediction) -> None:
+        """Check that another prediction has the same task and the same outputs."""
+        expected = (self.task, *self.mean.shape[1:])
+        received = (held_out.task, *held_out.mean.shape[1:])
+        if received != expected:
+            raise ValueError(
+                f"held_out must have the task and the output shape of this prediction, {expected}, "
+                f"got {received}."
+            )
 
-    A row of the file is a sample: the outputs of all its members, ``(member, *output)``.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]):
-        import pyarrow as pa
-
-        self.path = Path(path)
-        with refusing(path), pa.memory_map(str(path)) as source:
-            reader = pa.ipc.open_file(source)
-            metadata = reader.schema.metadata or {}
-            if b"embens" not in metadata:
-                raise ValueError("it has no predictions of embens")
-            self.shape, self.task = json.loads(metadata[b"embens"])
-            self._rows = sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __iter__(self) -> Iterator[Prediction]:
-        import pyarrow as pa
-
-        with pa.memory_map(str(self.path)) as source:
-            reader = pa.ipc.open_file(source)
-            for i in range(reader.num_record_batches):
-                values = torch.tensor(reader.get_batch(i).column(0).flatten().to_numpy())
-                yield Prediction(values.view(-1, *self.shape).movedim(1, 0), self.task)
-
-    @classmethod
-    def write(
-        cls, path: str | os.PathLike[str], parts: Iterable[Any], task: Task
-    ) -> StoredPrediction:
-        """Write members' outputs ``(member, batch, …)``, batch by batch; the file appears whole."""
-        import pyarrow as pa
-
-        def fill(place: Path) -> None:
-            writer = schema = None
-            with pa.OSFile(str(place), "wb") as sink:
-                for part in map(logits_of, parts):
-                    if not isinstance(part, Tensor):
-                        kind = type(part).__name__
-                        raise TypeError(f"to: expected a network with one output; got a {kind}")
-                    samples = part.movedim(0, 1).cpu()
-                    shape, flat = list(samples.shape[1:]), samples.flatten()
-                    numbers = (flat.float() if flat.dtype == torch.bfloat16 else flat).numpy()
-                    column = pa.FixedSizeListArray.from_arrays(numbers, math.prod(shape))
-                    if writer is None:
-                        about = {"embens": json.dumps([shape, task])}
-                        schema = pa.schema([("members", column.type)], about)
-                        writer = pa.ipc.new_file(sink, schema)
-                    writer.write(pa.record_batch([column], schema=schema))
-                if writer is None:
-                    raise ValueError("x: expected at least one batch; got none")
-                writer.close()
-
-        write_atomically(path, fill)
-        return cls(path)
+    def _check_target(self, target: Tensor) -> Tensor:
+        """Check the target of this prediction and move it to the device of the outputs."""
+        rows = len(self.mean)
+        if not isinstance(target, Tensor):
+            raise TypeError(
+                f"target must be a tensor with {rows} rows, got {type(target).__name__}."
+            )
+        if len(target) != rows:
+            raise ValueError(f"target must be a tensor with {rows} rows, got {len(target)} rows.")
+        if self.task == "classification":
+            metrics.nll(self._outputs("target", "classification"), target)  # checks both
+        return target.to(self.mean.device)
 
 
 @checks.suggest()
 def predict(
     ensemble: EmbeddedEnsemble,
-    x: Inputs | Iterable[Inputs],
+    x: Any,
     *,
     batch_size: int = 1024,
     members: int | None = None,
     task: Task = "classification",
     generator: torch.Generator | None = None,
-    to: str | os.PathLike[str] | None = None,
-) -> Prediction | Any:
-    """Run an ensemble on data, batch by batch, in evaluation mode and without gradients.
+) -> Prediction:
+    """Run an ensemble on data in batches, in evaluation mode and without gradients.
 
     Args:
-        ensemble: its mode is restored afterwards.
-        x: inputs ``(batch, …)``, a tuple of them, or a dict by their names; moved to the ensemble's
-            device batch by batch, while the outputs come back to that of ``x``. With ``to`` also an
-            iterator, or a loader, of such batches.
-        batch_size: how many samples at a time.
-        members: how many masks to draw, where they are fresh at each pass (one mask for all
-            samples); None: as many as the ensemble has members.
-        task: "classification" (outputs are logits), "regression" (outputs are point predictions)
-            or "gaussian" (outputs ``(…, 2)`` are a mean and the logarithm of a variance).
-        generator: draws fresh masks; None: the global one.
-        to: an Arrow file to write the outputs to, batch by batch, where they don't fit in memory;
-            the result then gives the prediction of one batch after another.
+        ensemble: the ensemble; its mode is restored afterwards.
+        x: inputs ``(batch, …)`` as a tensor or a numpy array; a tuple for several inputs, or a dict
+            by argument name; a data set or a loader, whose targets are ignored (the last element of
+            an item is the target, unless it is the only one). Batches are moved to the device of
+            the ensemble, outputs back to the device of the inputs. Floating arrays are converted to
+            the dtype of the ensemble.
+        batch_size: samples per batch; a loader determines its own.
+        members: number of masks to draw, if the ensemble resamples its masks at each pass; one mask
+            is used for all samples. None: the number of members of the ensemble.
+        task: "classification" (outputs are logits), "regression" (point predictions) or "gaussian"
+            (outputs ``(…, 2)`` are a mean and the logarithm of a variance).
+        generator: draws masks; None: the global generator.
+
+    Returns:
+        The outputs of all members, with their mean and uncertainty.
+
+    Raises:
+        ValueError: if ``members`` is given but masks are fixed, or inputs are not finite.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -314,52 +424,129 @@ def predict(
     """
     checks.check_choice("task", task, get_args(Task))
     checks.check_whole("batch_size", batch_size)
-    batches = x if isinstance(x, Iterable) and not isinstance(x, (Tensor, tuple, Mapping)) else None
-    if batches is None or to is None:
-        x = dict(x) if isinstance(x, Mapping) else x
-        rows = checks.check_rows("x", x, "a tensor (batch, …), a tuple or a dict of them")
-        starts = range(0, rows or 1, batch_size)
-        batches = (tree_map(lambda v, i=i: v[i : i + batch_size], x) for i in starts)
-    count = ensemble.members if members is None else checks.check_members(members)
-    seeds: list[int | None] = [None]
-    if any(site.random for site in ensemble.plan.sites):
-        device = "cpu" if generator is None else generator.device
-        passes = -(-count // ensemble.members)
-        seeds = torch.randint(2**62, (passes,), generator=generator, device=device).tolist()
-    elif members is not None:
-        raise ValueError(
-            f"members={members}: the {ensemble.members} members of this ensemble are fixed, none "
-            "can be drawn. Leave members out, or embed with fresh=True (mc_dropout)."
-        )
-    with evaluating(ensemble), torch.no_grad():
-        parts = (_run(ensemble, batch, seeds, count, task) for batch in batches)
-        if to is not None:
-            return StoredPrediction.write(to, parts, task)
-        parts = list(parts)
-    result = parts[0] if len(parts) == 1 else gather(parts, lambda some: torch.cat(some, 1))
-    return Prediction(result, task)
+    batches = sources.input_batches(x, batch_size, floating_dtype(ensemble))
+    outputs = run_batches(ensemble, batches, members=members, generator=generator)
+    check_gaussian(outputs, task)
+    return Prediction(outputs, task)
 
 
-def _run(
-    ensemble: EmbeddedEnsemble, x: Any, seeds: Sequence[int | None], count: int, task: Task
+def run_batches(
+    ensemble: EmbeddedEnsemble,
+    batches: Iterable[Any],
+    *,
+    members: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> Any:
-    """Return the outputs of so many members for one batch, with one pass for each seed."""
-    home = tree_leaves(x)[0]
-    device = next(ensemble.parameters(), home).device
-    devices = [device] if device.type == "cuda" else []
-    args, kwargs = ensemble.bind(tree_map(lambda v: v.to(device), x))
+    """Return the outputs of all members for batches of inputs, as :func:`predict` does.
+
+    Args:
+        ensemble: the ensemble.
+        batches: batches of inputs, each a tensor, or a tuple or dict of tensors.
+        members: number of masks to draw, if they are resampled; None: as many as members.
+        generator: draws masks; None: the global generator.
+
+    Returns:
+        Outputs ``(member, batch, …)`` of all batches together.
+    """
+    count = ensemble.members
+    if members is not None:
+        count = checks.check_members(members)
+    seeds = _mask_seeds(ensemble, members, count, generator)
+    parts = []
+    first_row = 0
+    with evaluating(ensemble), torch.no_grad():
+        for inputs in batches:
+            outputs = _run(ensemble, inputs, seeds)
+            _check_finite(inputs, outputs, first_row)
+            device = tree_leaves(inputs)[0].device
+            parts.append(_select_members(outputs, count, device))
+            first_row += count_rows(inputs)
+    if not parts:
+        raise ValueError("x must contain at least one batch, got none. Has an iterator been used?")
+    if len(parts) == 1:
+        return parts[0]
+    return gather(parts, lambda tensors: torch.cat(tensors, 1))
+
+
+def floating_dtype(ensemble: EmbeddedEnsemble) -> torch.dtype:
+    """Return the dtype of the first floating parameter, or the default type of torch."""
+    for parameter in ensemble.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return torch.get_default_dtype()
+
+
+def check_gaussian(outputs: Any, task: Task) -> None:
+    """Check that outputs are pairs of a mean and a log-variance if the task says so.
+
+    Args:
+        outputs: outputs ``(member, batch, …)``.
+        task: the meaning of the outputs.
+    """
+    if task == "gaussian" and isinstance(outputs, Tensor) and outputs.shape[-1] != 2:
+        raise ValueError(
+            "task='gaussian' needs outputs (…, 2), a mean and a log-variance, got shape "
+            f"{tuple(outputs.shape[1:])}. For point predictions use task='regression'."
+        )
+
+
+def _mask_seeds(
+    ensemble: EmbeddedEnsemble,
+    members: int | None,
+    count: int,
+    generator: torch.Generator | None,
+) -> list[int | None]:
+    """Return one seed per pass; a single None if masks are fixed.
+
+    All batches use the same seeds, so that all samples see the same masks.
+    """
+    if any(site.fresh for site in ensemble.spec.sites):
+        device = "cpu" if generator is None else generator.device
+        passes = math.ceil(count / ensemble.members)
+        return torch.randint(2**62, (passes,), generator=generator, device=device).tolist()
+    if members is not None:
+        raise ValueError(
+            f"members={members} needs masks that are resampled, but the {ensemble.members} members "
+            "of this ensemble are fixed. Omit members, or use mc_dropout(…, fresh=True)."
+        )
+    return [None]
+
+
+def _run(ensemble: EmbeddedEnsemble, inputs: Any, seeds: list[int | None]) -> Any:
+    """Return the outputs for one batch, with one pass per seed."""
+    device = next(ensemble.parameters(), tree_leaves(inputs)[0]).device
+    args, kwargs = ensemble.bind(tree_map(lambda tensor: tensor.to(device), inputs))
+    cuda_devices = [device] if device.type == "cuda" else []
     outputs = []
     for seed in seeds:
-        with torch.random.fork_rng(devices, enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
+        if seed is None:
             outputs.append(ensemble(*args, **kwargs))
-    result = outputs[0] if len(outputs) == 1 else gather(outputs, torch.cat)
-    if checks.find_gaps("outputs", result) and (gaps := checks.find_gaps("x", x)):
-        raise ValueError(f"{gaps}, and so have the outputs. Leave these rows out, or fill them in.")
-    if task == "gaussian" and isinstance(result, Tensor) and result.shape[-1] != 2:
+            continue
+        with torch.random.fork_rng(cuda_devices):
+            torch.manual_seed(seed)
+            outputs.append(ensemble(*args, **kwargs))
+    if len(outputs) == 1:
+        return outputs[0]
+    return gather(outputs, torch.cat)
+
+
+def _select_members(outputs: Any, count: int, device: torch.device) -> Any:
+    """Keep the first members, and move the outputs to a device."""
+
+    def select(leaf: Any) -> Any:
+        return leaf[:count].to(device) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(select, outputs)
+
+
+def _check_finite(inputs: Any, outputs: Any, first_row: int) -> None:
+    """Raise if outputs are not finite because inputs are not."""
+    if not checks.find_gaps("outputs", outputs):
+        return
+    description = checks.find_gaps("inputs", inputs)
+    if description and first_row > 0:
+        description += f" of the batch that starts at row {first_row}"
+    if description:
         raise ValueError(
-            f"task='gaussian' expects outputs (…, 2), a mean and a log-variance; got "
-            f"{tuple(result.shape[1:])}. For point predictions use task='regression'."
+            f"{description}, so the outputs are not finite. Remove these rows or impute the values."
         )
-    return tree_map(lambda v: v[:count].to(home.device) if isinstance(v, Tensor) else v, result)

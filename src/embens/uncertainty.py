@@ -1,19 +1,21 @@
-r"""Uncertainty that is used: decisions from predictions, on rows that training did not see.
+r"""Decisions based on uncertainty: temperatures, conformal sets, rejection and flags.
 
-**Temperature.** Logits divided by one number, or members' standard deviations multiplied by one,
-chosen to minimise the mixture's negative log-likelihood (Guo et al., 2017). One row is added of
-which every class is as likely (as Platt, 1999), or the best temperature of a classifier without
-errors would be 0; to the rows of a regressor thirty that are exactly as far off as the model says.
+All of them are calibrated on held-out rows that were not used in training.
 
-**Conformal quantiles.** With scores of :math:`n` rows that played no part in training, and
-:math:`Q` the :math:`\lceil (n+1)\,c \rceil`-th smallest of them, the score of a new row is at most
-:math:`Q` with a chance of at least :math:`c` (and at most :math:`c + 1/(n+1)` if scores don't tie),
-whatever the model, as long as rows are exchangeable (Vovk et al., 2005): over rows and calibration
-sets, not for each :math:`x`. From the score :math:`1 - \bar p_y` come sets of classes (Sadinle et
-al., 2019), from an uncertainty the flag of what is not like the rest.
+**Temperature scaling** (Guo et al., 2017) divides all logits by one number, the one that minimises
+the negative log-likelihood of the mixture of members. As in Platt (1999), the likelihood is
+regularised: one row on which all classes are equally likely is added. Without it the optimal
+temperature of a classifier without errors would be 0.
 
-**Risk and coverage.** The mean loss of the rows that are kept if the least certain ones are not
-answered, by the share that is kept (Geifman and El-Yaniv, 2017).
+**Conformal quantiles** (Vovk et al., 2005). Let :math:`Q` be the :math:`\lceil (n+1)\,c \rceil`-th
+smallest of :math:`n` held-out scores. If rows are exchangeable, the score of a new row is at most
+:math:`Q` with probability at least :math:`c`, and at most :math:`c + 1/(n+1)` without ties. The
+probability is over rows and calibration sets; it does not hold for each :math:`x`. The score
+:math:`1 - \bar p_y` gives sets of classes (Sadinle et al., 2019); an uncertainty gives flags for
+rows that differ from the held-out rows.
+
+**Risk and coverage** (Geifman and El-Yaniv, 2017): the mean loss of the rows that are kept if the
+least certain rows are rejected, as a function of the fraction that is kept.
 """
 
 from __future__ import annotations
@@ -34,157 +36,283 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 File = str | os.PathLike[str]
-RANGE = (0.05, 20.0)  # temperatures that are tried
-ADDED = 30  # rows that are added where a factor of standard deviations is chosen
+RANGE = (0.05, 20.0)  # bounds of the search for a scale
+ADDED = 30  # rows that regularise a scale of standard deviations (embens.tabular)
 
 
 def best_scale(loss: Callable[[float], Tensor]) -> float:
-    """Return the positive number that minimises a loss; 1 if nothing is better by a hair."""
+    """Return the positive number that minimises a loss.
+
+    Args:
+        loss: a function of the number.
+
+    Returns:
+        The minimiser between 0.05 and 20, or 1 if it is not better than 1.
+
+    Example:
+        >>> round(best_scale(lambda scale: torch.tensor((scale - 3.0) ** 2)), 2)
+        3.0
+    """
     from scipy.optimize import minimize_scalar
 
-    found = minimize_scalar(
-        lambda x: float(loss(math.exp(x))),
-        bounds=[math.log(b) for b in RANGE],
+    result = minimize_scalar(
+        lambda log_scale: float(loss(math.exp(log_scale))),
+        bounds=(math.log(RANGE[0]), math.log(RANGE[1])),
         method="bounded",
         options={"xatol": 1e-4},
     )
-    return math.exp(found.x) if found.fun < float(loss(1.0)) else 1.0
+    if result.fun < float(loss(1.0)):
+        return math.exp(result.x)
+    return 1.0
 
 
 def best_temperature(outputs: Tensor, target: Tensor) -> float:
-    """Return what logits ``(member, row, class)`` should be divided by."""
-    outputs, rows = outputs.double(), outputs.shape[1]
+    """Return the temperature that minimises the regularised negative log-likelihood.
 
-    def loss(t: float) -> Tensor:
-        log_mean = (outputs / t).log_softmax(-1).logsumexp(0) - math.log(len(outputs))
-        return rows * metrics.nll(outputs / t, target) - log_mean.mean()
+    Args:
+        outputs: logits ``(member, batch, class)`` of held-out rows.
+        target: class indices ``(batch,)``.
+
+    Returns:
+        The number by which logits should be divided.
+
+    Example:
+        >>> outputs = 4.0 * torch.eye(2).repeat(1, 50, 1)  # confident, and wrong on one row in ten
+        >>> target = torch.tensor([0, 1] * 50)
+        >>> target[:10] = 1 - target[:10]
+        >>> best_temperature(outputs, target) > 1
+        True
+    """
+    outputs = outputs.double()
+    rows = outputs.shape[1]
+
+    def loss(temperature: float) -> Tensor:
+        scaled = outputs / temperature
+        log_mean = scaled.log_softmax(-1).logsumexp(0) - math.log(len(scaled))
+        # The mean over rows and classes is the loss of one row with uniform class probabilities.
+        return rows * metrics.nll(scaled, target) - log_mean.mean()
 
     return best_scale(loss)
 
 
 def conformal_quantile(scores: Tensor, coverage: float) -> float:
-    """Return what a new row's score is at most, with a chance of at least ``coverage``."""
+    """Return a bound for the score of a new row that holds with probability ``coverage``.
+
+    Args:
+        scores: scores of held-out rows ``(row,)``.
+        coverage: the probability, between 0 and 1.
+
+    Returns:
+        The conformal quantile of the scores.
+
+    Raises:
+        ValueError: if there are too few rows for this coverage, or a score is NaN.
+
+    Example:
+        >>> conformal_quantile(torch.arange(1.0, 100.0), coverage=0.9)  # of 1, …, 99
+        90.0
+    """
     if not 0 < coverage < 1:
-        raise ValueError(f"coverage: expected a number between 0 and 1; got {coverage}")
+        raise ValueError(f"coverage must be a number between 0 and 1, got {coverage}.")
+    # The tolerance keeps a rounded product such as 0.9 * 10 from reaching the next integer.
     rank = math.ceil((len(scores) + 1) * coverage - 1e-9)
     if rank > len(scores):
         raise ValueError(
-            f"coverage={coverage} needs at least {least_rows(coverage)} held-out rows; there are "
-            f"{len(scores)}. Ask for less, or hold out more rows (of an estimator: fit with more, "
-            "or with a larger validation_fraction)."
+            f"coverage={coverage} needs at least {least_rows(coverage)} held-out rows, got "
+            f"{len(scores)}. Use a smaller coverage, or hold out more rows (for an estimator: fit "
+            "with more rows or a larger validation_fraction)."
         )
-    return float(known(scores).sort().values[rank - 1])
-
-
-def known(scores: Tensor) -> Tensor:
-    """Return scores, none of which is NaN: it would be neither large nor small."""
-    if scores.isnan().any():
-        rows = scores.isnan().nonzero()[:5, 0].tolist()
-        raise ValueError(f"the uncertainty, output or target of rows {rows} is NaN; leave them out")
-    return scores
+    return float(check_scores(scores).sort().values[rank - 1])
 
 
 def least_rows(coverage: float) -> int:
-    """Return how many held-out rows a coverage needs."""
+    """Return the number of held-out rows that a coverage needs.
+
+    Example:
+        >>> least_rows(0.95)
+        19
+    """
     return math.ceil(coverage / (1 - coverage) - 1e-9)
+
+
+def check_scores(scores: Tensor) -> Tensor:
+    """Check that no score is NaN, since NaN cannot be ordered.
+
+    Args:
+        scores: scores ``(row,)``.
+
+    Returns:
+        The scores.
+    """
+    is_nan = scores.isnan()
+    if is_nan.any():
+        rows = is_nan.nonzero()[:5, 0].tolist()
+        raise ValueError(
+            f"scores must not be NaN, got NaN in rows {rows}. Remove rows whose output or target "
+            "is NaN."
+        )
+    return scores
 
 
 @contextmanager
 def picture(path: File, **labels: Any) -> Iterator[Any]:
-    """Draw on the axes that it gives, and write them to a file."""
+    """Create axes to draw on, and save the figure at the end.
+
+    Args:
+        path: file to write.
+        **labels: properties of the axes, such as ``xlabel`` and ``title``.
+
+    Yields:
+        The axes of matplotlib.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5, 3.4), layout="constrained")
-    yield (axes := figure.subplots())
+    axes = figure.subplots()
+    yield axes
     axes.set(**labels)
-    if axes.get_legend_handles_labels()[0]:
+    handles, _ = axes.get_legend_handles_labels()
+    if handles:
         axes.legend()
     figure.savefig(path, dpi=100)
 
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """The mean loss of the rows that are kept (``risk``), by their share (``coverage``)."""
+    """Risk-coverage curve.
+
+    Attributes:
+        coverage: fraction of rows that is kept ``(batch,)``, increasing to 1.
+        risk: mean loss of the kept rows ``(batch,)``.
+    """
 
     coverage: Float[Tensor, " batch"]
     risk: Float[Tensor, " batch"]
 
     @property
     def area(self) -> float:
-        """Mean risk over all shares (AURC); the smaller, the better."""
+        """Area under the curve (AURC); lower is better."""
         return float(self.risk.mean())
 
     def plot(self, path: File) -> None:
-        """Draw the curve, and the risk of rows that are kept at random."""
-        kept, risk = self.coverage.tolist(), self.risk.tolist()
-        labels = {"xlabel": "share of rows that is kept", "ylabel": "mean loss of these"}
-        with picture(path, **labels) as axes:
-            axes.plot(kept, risk, label=f"least certain left out, area {self.area:.3f}")
-            axes.axhline(risk[-1], color="grey", ls="--", label="at random")
+        """Plot the curve and, for comparison, the risk of random rejection.
+
+        Args:
+            path: file to write.
+        """
+        coverage, risk = self.coverage.tolist(), self.risk.tolist()
+        with picture(path, xlabel="fraction of rows kept", ylabel="mean loss") as axes:
+            axes.plot(coverage, risk, label=f"least certain rejected, area {self.area:.3f}")
+            axes.axhline(risk[-1], color="grey", ls="--", label="random rejection")
 
 
 def risk_coverage(losses: Float[Tensor, " batch"], scores: Float[Tensor, " batch"]) -> RiskCoverage:
-    """Return the risk of keeping the most certain rows; of those that tie, any are kept first."""
-    losses, (_, group) = losses.double(), scores.unique(return_inverse=True)
-    sums = losses.new_zeros(2, int(group.max()) + 1)  # ties have their mean loss
-    sums.index_add_(1, group, torch.stack([losses, torch.ones_like(losses)]))
+    """Return the mean loss of the most certain rows, for every number of rows.
+
+    Args:
+        losses: loss of each row ``(batch,)``.
+        scores: uncertainty of each row ``(batch,)``; rows that tie are kept in random order, and
+            the result is the expectation.
+
+    Returns:
+        The curve.
+
+    Example:
+        >>> risk_coverage(torch.tensor([0.0, 1.0]), torch.tensor([0.1, 0.7])).risk.tolist()
+        [0.0, 0.5]
+    """
+    losses = losses.double()
+    # In the expectation over random orders, each row of a tie has the mean loss of the tie.
+    _, group = scores.unique(return_inverse=True)
+    groups = int(group.max()) + 1
+    loss_sums = losses.new_zeros(groups).index_add_(0, group, losses)
+    counts = losses.new_zeros(groups).index_add_(0, group, torch.ones_like(losses))
+    mean_losses = (loss_sums / counts)[group]
     kept = torch.arange(1, len(losses) + 1).to(losses)
-    expected = (sums[0] / sums[1])[group[scores.argsort()]].cumsum(0) / kept
-    return RiskCoverage(kept / len(losses), expected)
+    risk = mean_losses[scores.argsort()].cumsum(0) / kept
+    return RiskCoverage(kept / len(losses), risk)
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Rows that are less certain than held-out ones almost ever are."""
+    """Rows that are less certain than held-out rows.
 
-    scores: Float[Tensor, " batch"]  # how uncertain rows are
-    held_out: Float[Tensor, " row"]  # and those that are as they should be
-    rate: float  # of false alarms, at most
+    Attributes:
+        scores: uncertainty of the rows ``(batch,)``.
+        held_out: uncertainty of held-out rows ``(row,)``.
+        rate: largest rate of false alarms.
+    """
+
+    scores: Float[Tensor, " batch"]
+    held_out: Float[Tensor, " row"]
+    rate: float
 
     @property
     def threshold(self) -> float:
-        """The uncertainty above which a row is flagged."""
+        """Uncertainty above which a row is flagged."""
         return conformal_quantile(self.held_out, 1 - self.rate)
 
     @property
     def flagged(self) -> Bool[Tensor, " batch"]:
-        """Which rows are."""
+        """Boolean mask of the flagged rows."""
         return self.scores > self.threshold
 
     def plot(self, path: File) -> None:
-        """Draw how uncertain held-out rows and these are, and the threshold."""
-        flagged = f"these, {self.flagged.float().mean():.0%} flagged"
+        """Plot histograms of the uncertainty of both sets of rows, and the threshold.
+
+        Args:
+            path: file to write.
+        """
+        new_label = f"new rows, {self.flagged.float().mean():.0%} flagged"
+        threshold_label = f"{self.rate:.0%} false alarms"
         with picture(path, xlabel="uncertainty", ylabel="density") as axes:
-            for label, scores in (("held out", self.held_out), (flagged, self.scores)):
-                axes.hist(scores.tolist(), bins=30, density=True, alpha=0.5, label=label)
-            label = f"{self.rate:.0%} of false alarms"
-            axes.axvline(self.threshold, color="k", ls="--", label=label)
+            axes.hist(self.held_out.tolist(), bins=30, density=True, alpha=0.5, label="held out")
+            axes.hist(self.scores.tolist(), bins=30, density=True, alpha=0.5, label=new_label)
+            axes.axvline(self.threshold, color="k", ls="--", label=threshold_label)
 
 
 @dataclass(frozen=True)
 class ConformalSets:
-    """Sets of classes that hold the true one with a chance of at least ``coverage``."""
+    """Sets of classes that contain the true class with a given probability.
 
-    sets: Bool[Tensor, "batch class"]  # a row may have none, if it is like no other
+    Attributes:
+        sets: membership of classes in the sets ``(batch, class)``; a set may be empty.
+        coverage: the probability that a set contains the true class.
+        threshold: smallest probability of a class in a set.
+    """
+
+    sets: Bool[Tensor, "batch class"]
     coverage: float
-    threshold: float  # the probability that a class in a set has at least
+    threshold: float
 
     @property
     def sizes(self) -> Tensor:
-        """How many classes each row's set has."""
+        """Number of classes in each set ``(batch,)``."""
         return self.sets.sum(-1)
 
     def covered(self, target: Tensor) -> float:
-        """Return the share of rows whose class is in their set."""
+        """Return the fraction of rows whose set contains the true class.
+
+        Args:
+            target: class indices ``(batch,)``.
+        """
         if target.shape != self.sets.shape[:1]:
-            expected = f"expected a class for each of {len(self.sets)} rows"
-            raise ValueError(f"target: {expected}; got shape {tuple(target.shape)}")
-        return float(self.sets.gather(1, target[:, None].to(self.sets.device)).double().mean())
+            raise ValueError(
+                f"target must contain one class per row, shape ({len(self.sets)},), got shape "
+                f"{tuple(target.shape)}."
+            )
+        contains = self.sets.gather(1, target[:, None].to(self.sets.device))
+        return float(contains.double().mean())
 
     def plot(self, path: File) -> None:
-        """Draw how many rows have sets of which size."""
-        shares = self.sizes.bincount(minlength=self.sets.shape[1] + 1) / len(self.sets)
-        title = f"{self.coverage:.0%} hold the true class"
-        labels = {"xlabel": "classes in the set", "ylabel": "share of rows", "title": title}
+        """Plot the distribution of the set sizes.
+
+        Args:
+            path: file to write.
+        """
+        classes = self.sets.shape[1]
+        shares = self.sizes.bincount(minlength=classes + 1) / len(self.sets)
+        title = f"{self.coverage:.0%} of sets contain the true class"
+        labels = {"xlabel": "classes in the set", "ylabel": "fraction of rows", "title": title}
         with picture(path, **labels) as axes:
             axes.bar(range(len(shares)), shares.tolist())

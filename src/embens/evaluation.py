@@ -1,0 +1,190 @@
+"""Evaluate an ensemble on labelled data: one dictionary of scores.
+
+Integer targets are classes and floating targets are values; the scores are those of
+:mod:`embens.metrics` and :mod:`embens.mixtures`. The predictive distribution for regression is the
+one of :meth:`embens.Prediction.quantile`: with ``task="gaussian"`` the mixture of the members'
+normal distributions, and otherwise the normal distribution with the mean and the standard deviation
+of the members' point predictions. The latter contains no observation noise, so that ``nll``,
+``crps`` and ``coverage`` measure the spread of the members alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from embens import checks, metrics, mixtures, sources
+from embens.objective import logits_of
+from embens.prediction import Prediction, Task, check_gaussian, floating_dtype, run_batches
+
+if TYPE_CHECKING:
+    from embens.ensemble import EmbeddedEnsemble
+
+TASKS = (None, "classification", "regression", "gaussian")
+
+
+@checks.suggest()
+def evaluate(
+    ensemble: EmbeddedEnsemble,
+    data: Any,
+    *,
+    batch_size: int = 1024,
+    members: int | None = None,
+    task: Task | None = None,
+    level: float = 0.9,
+    generator: torch.Generator | None = None,
+) -> dict[str, float]:
+    """Return the scores of an ensemble on labelled data.
+
+    Args:
+        ensemble: the ensemble; it runs in evaluation mode, and its mode is restored afterwards.
+        data: tensors or arrays ``(inputs, target)``, a data set or a loader; several inputs:
+            ``((x, z), target)``.
+        batch_size: samples per batch; a loader determines its own.
+        members: number of masks to draw, if they are resampled, as for :func:`embens.predict`.
+        task: "classification", "regression" or "gaussian", as for :func:`embens.predict`. None:
+            classification for integer targets, regression for floating ones.
+        level: nominal level of the central prediction interval whose coverage is reported.
+        generator: draws masks; None: the global generator.
+
+    Returns:
+        For classification:
+
+        - ``accuracy``: accuracy of the mean output.
+        - ``nll``, ``brier``, ``ece``: negative log-likelihood (nats), Brier score and expected
+          calibration error of the mean probability.
+        - ``member_accuracy``: mean accuracy of the members.
+        - ``disagreement``: fraction of different predictions, averaged over pairs of members.
+        - ``correctness_correlation``: correlation of the members' correctness.
+
+        The last two are NaN where they are undefined, for example for a single member.
+
+        For regression:
+
+        - ``rmse``: root mean squared error of the mean.
+        - ``nll``, ``crps``: mean negative log-likelihood (nats) and continuous ranked probability
+          score of the predictive distribution. ``nll`` may be infinite where members agree.
+        - ``coverage``: fraction of targets inside the central interval of probability ``level``
+          (0.9 by default); a calibrated ensemble has a coverage of ``level``.
+
+    Raises:
+        TypeError: if there are no targets.
+        ValueError: if the shapes of outputs and targets do not match.
+
+    Example:
+        >>> from embens import batch_ensemble, networks
+        >>> ensemble = batch_ensemble(networks.mlp(4, 8, 2, outputs=3), 5)
+        >>> scores = evaluate(ensemble, (torch.randn(20, 4), torch.arange(20) % 3))
+        >>> list(scores)[:4]
+        ['accuracy', 'nll', 'brier', 'ece']
+    """
+    checks.check_choice("task", task, TASKS)
+    checks.check_whole("batch_size", batch_size)
+    outputs, target = _run(ensemble, data, batch_size, members, generator)
+    if task is None:
+        task = "regression" if target.is_floating_point() else "classification"
+    if task == "classification":
+        return classification_scores(outputs, target)
+    check_gaussian(outputs, task)
+    return regression_scores(Prediction(outputs, task), target, level)
+
+
+def classification_scores(outputs: Tensor, target: Tensor) -> dict[str, float]:
+    """Return the classification scores of :func:`evaluate`.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: class indices ``(batch,)``.
+
+    Example:
+        >>> scores = classification_scores(torch.eye(2).expand(3, 2, 2), torch.tensor([0, 1]))
+        >>> scores["accuracy"], scores["disagreement"]
+        (1.0, 0.0)
+    """
+    scores = {
+        "accuracy": metrics.ensemble_accuracy(outputs, target),
+        "nll": metrics.nll(outputs, target),
+        "brier": metrics.brier(outputs, target),
+        "ece": metrics.expected_calibration_error(outputs, target),
+        "member_accuracy": metrics.member_accuracy(outputs, target).mean(),
+    }
+    with warnings.catch_warnings():
+        # NaN says enough here.
+        warnings.filterwarnings("ignore", message=".* is NaN", category=RuntimeWarning)
+        scores["disagreement"] = metrics.disagreement(outputs)
+        scores["correctness_correlation"] = metrics.correctness_correlation(outputs, target)
+    return {name: float(value) for name, value in scores.items()}
+
+
+def regression_scores(
+    prediction: Prediction, target: Tensor, level: float = 0.9
+) -> dict[str, float]:
+    """Return the regression scores of :func:`evaluate`.
+
+    Args:
+        prediction: prediction with the task "regression" or "gaussian".
+        target: values with the shape of ``prediction.mean``, apart from axes of length 1.
+        level: nominal level of the prediction interval.
+
+    Example:
+        >>> prediction = Prediction(torch.tensor([[-1.0, 4.0], [1.0, 6.0]]), "regression")
+        >>> scores = regression_scores(prediction, torch.tensor([0.0, 8.0]), level=0.5)
+        >>> round(scores["rmse"], 4), scores["coverage"]
+        (2.1213, 0.5)
+    """
+    mean = prediction.mean
+    target = _match_shape(target, mean).to(mean.device)
+    means, stds = prediction.components
+    means, stds, target = means.double(), stds.double(), target.double()
+    low, high = prediction.interval(level)
+    is_covered = (low.double() <= target) & (target <= high.double())
+    scores = {
+        "rmse": (mean.double() - target).square().mean().sqrt(),
+        "nll": mixtures.negative_log_likelihood(means, stds, target).mean(),
+        "crps": mixtures.crps(means, stds, target).mean(),
+        "coverage": is_covered.double().mean(),
+    }
+    return {name: float(value) for name, value in scores.items()}
+
+
+def _run(
+    ensemble: EmbeddedEnsemble,
+    data: Any,
+    batch_size: int,
+    members: int | None,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs ``(member, batch, …)`` and the targets of all batches."""
+    targets: list[Tensor] = []
+
+    def inputs() -> Iterator[Any]:
+        dtype = floating_dtype(ensemble)
+        for batch_inputs, target in sources.labelled_batches(data, batch_size, dtype):
+            targets.append(target)
+            yield batch_inputs
+
+    outputs = logits_of(run_batches(ensemble, inputs(), members=members, generator=generator))
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            "evaluate needs a network with a single output, or one with 'logits', got a "
+            f"{type(outputs).__name__}. Use predict and embens.metrics for one output of several."
+        )
+    if not all(isinstance(target, Tensor) for target in targets):
+        raise TypeError(f"target must be a tensor, got {type(targets[0]).__name__}.")
+    return outputs, torch.cat(targets)
+
+
+def _match_shape(target: Tensor, mean: Tensor) -> Tensor:
+    """Reshape the target to the shape of the mean if they differ in axes of length 1 only."""
+    target_sizes = [size for size in target.shape[1:] if size != 1]
+    mean_sizes = [size for size in mean.shape[1:] if size != 1]
+    if len(target) != len(mean) or target_sizes != mean_sizes:
+        raise ValueError(
+            f"target must have the shape of the mean output, {tuple(mean.shape)}, got "
+            f"{tuple(target.shape)}."
+        )
+    return target.reshape(mean.shape)

@@ -1,0 +1,376 @@
+"""Base classes of laws, their registry, and checks of their parameters."""
+
+import dataclasses
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embens.checks import check_number, closest
+
+QUADRATURE_NODES = 181
+
+
+class Law(ABC):
+    """Distribution of a modulation.
+
+    Example:
+        >>> class Exponential(Law):
+        ...     mean = 1.0
+        ...     second_moment = 2.0
+        ...
+        ...     def sample(self, shape, generator=None, dtype=None, device=None):
+        ...         noise = torch.rand(shape, generator=generator, dtype=dtype, device=device)
+        ...         return -torch.log1p(-noise)
+        >>> Exponential().overlap
+        0.5
+    """
+
+    balanced = False
+    """Whether the mean square over the units of a layer equals ``second_moment`` in every draw."""
+
+    @property
+    @abstractmethod
+    def mean(self) -> float:
+        """Expectation :math:`E u`."""
+
+    @property
+    @abstractmethod
+    def second_moment(self) -> float:
+        """Expectation :math:`E u^2`."""
+
+    @abstractmethod
+    def sample(
+        self,
+        shape: int | Sequence[int],
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Draw independent values.
+
+        Args:
+            shape: shape of the result.
+            generator: source of randomness; None: the global generator. Values are drawn on the
+                device of the generator and then moved.
+            dtype: floating type of the result; None: the default type of torch.
+            device: device of the result.
+
+        Returns:
+            A tensor of the given shape.
+
+        Example:
+            >>> from embens import laws
+            >>> laws.Normal().sample((2, 3), torch.Generator().manual_seed(0)).shape
+            torch.Size([2, 3])
+        """
+
+    @property
+    def variance(self) -> float:
+        """Variance :math:`E u^2 - (E u)^2`."""
+        return max(0.0, self.second_moment - self.mean**2)
+
+    @property
+    def overlap(self) -> float:
+        r"""Correlation of two members' modulations, :math:`E[u_a u_b] / E u^2`.
+
+        It is 0 for centred laws and 1 for constant laws, including the constant 0.
+
+        Example:
+            >>> from embens import laws
+            >>> laws.Bernoulli(keep=0.9).overlap
+            0.9
+        """
+        if self.variance == 0:
+            return 1.0
+        return self.mean**2 / self.second_moment
+
+    @property
+    def kurtosis(self) -> float:
+        r"""Normalised fourth moment :math:`E u^4 / (E u^2)^2`.
+
+        It is 1 for signs and 3 for centred normal laws. A larger kurtosis reduces the effective
+        width of a member (:func:`embens.theory.effective_width`).
+        """
+        nodes, weights = self.quadrature()
+        if self.second_moment == 0:
+            return 1.0
+        return float(weights @ nodes**4) / self.second_moment**2
+
+    def marginal(self, members: int) -> "Law":
+        """Return the law of a single member (``self`` unless the law is joint).
+
+        Args:
+            members: number of members of the ensemble.
+        """
+        return self
+
+    def pair_moment(self, members: int) -> float:
+        """Return :math:`E[u_a u_b]` of two different members.
+
+        Args:
+            members: number of members of the ensemble.
+
+        Returns:
+            The expectation; the square of the mean for independent members.
+
+        Example:
+            >>> from embens import laws
+            >>> laws.Shifted(0.5).pair_moment(8), laws.Disjoint().pair_moment(8)
+            (0.25, 0.0)
+        """
+        return self.mean**2
+
+    def half_moment(self, k: int, sign: int) -> float:
+        r"""Return :math:`E \max(\pm v, 0)^k`, or :math:`P(\pm v > 0)` for ``k=0``.
+
+        Args:
+            k: the power, 0, 1 or 2.
+            sign: 1 for the positive half-line, -1 for the negative one.
+
+        Example:
+            >>> from embens import laws
+            >>> laws.Signs(0.5).half_moment(1, sign=-1)
+            0.25
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no half-line moments, which piecewise linear activations "
+            "need. Define half_moment(k, sign) for k in (0, 1, 2) and sign in (1, -1), or derive "
+            "the law from Discrete."
+        )
+
+    def pair_half_moment(self, sign_a: int, sign_b: int) -> float:
+        r"""Return :math:`E[\max(\pm v_a, 0) \max(\pm v_b, 0)]` of two different members.
+
+        Args:
+            sign_a: half-line of the first member, 1 or -1.
+            sign_b: half-line of the second member, 1 or -1.
+        """
+        return self.half_moment(1, sign_a) * self.half_moment(1, sign_b)
+
+    def quadrature(self, n: int = QUADRATURE_NODES) -> tuple[Tensor, Tensor]:
+        r"""Return nodes and weights with :math:`E f(v) \approx \sum_i w_i f(v_i)`.
+
+        Args:
+            n: number of nodes; discrete laws return one node per value instead.
+
+        Returns:
+            Nodes and weights ``(node,)``, in float64 on the CPU.
+
+        Example:
+            >>> from embens import laws
+            >>> nodes, weights = laws.Ternary(0.5).quadrature()
+            >>> nodes.tolist(), weights.tolist()
+            ([-1.0, 0.0, 1.0], [0.25, 0.5, 0.25])
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no quadrature, which smooth activations and the kurtosis "
+            "need. Define quadrature(n) -> (nodes, weights), or derive the law from Discrete."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the class name and the parameters, the inverse of :func:`from_dict`.
+
+        Raises:
+            TypeError: if the law is not a dataclass.
+            ValueError: if another law has the same class name.
+
+        Example:
+            >>> from embens import laws
+            >>> laws.Normal(0.5).to_dict()
+            {'law': 'Normal', 'mean': 0.5, 'std': 1.0}
+        """
+        name = type(self).__name__
+        if not dataclasses.is_dataclass(self):
+            raise TypeError(
+                f"{name} has no fields that can be saved. Make the law a frozen dataclass."
+            )
+        if registered()[name] is not type(self):
+            raise ValueError(
+                f"Files identify laws by their class name, but two laws are called {name}. "
+                "Rename one of them."
+            )
+        return {"law": name, **dataclasses.asdict(self)}
+
+
+class Sampled(Law):
+    """Base of laws whose samples are a function of independent noise.
+
+    The noise is uniform on [0, 1) unless a subclass replaces ``_draw_noise``.
+    """
+
+    _draw_noise = staticmethod(torch.rand)
+
+    def sample(self, shape, generator=None, dtype=None, device=None) -> Tensor:
+        dtype = dtype or torch.get_default_dtype()
+        if not dtype.is_floating_point:
+            raise TypeError(
+                f"sample needs a floating dtype, got {dtype}. Pass for example torch.float32."
+            )
+        if isinstance(shape, int):
+            shape = (shape,)
+        noise_device = self._noise_device(device)
+        if generator is not None:
+            noise_device = generator.device
+        # Noise in half precision would be too coarse to compare with probabilities.
+        noise_dtype = torch.promote_types(dtype, torch.float32)
+        noise = self._draw_noise(
+            tuple(shape), generator=generator, dtype=noise_dtype, device=noise_device
+        )
+        return self._transform(noise).to(dtype=dtype, device=device)
+
+    def _noise_device(self, device: torch.device | str | None) -> torch.device | str | None:
+        """Return the device on which noise is drawn if there is no generator."""
+        return device
+
+    @abstractmethod
+    def _transform(self, noise: Tensor) -> Tensor:
+        """Turn noise into samples of the same shape."""
+
+
+class Discrete(Sampled):
+    """Law with finitely many values.
+
+    Derive from it and define ``atoms``, pairs of a value and its probability.
+
+    Example:
+        >>> class Die(Discrete):
+        ...     atoms = tuple((face, 1 / 6) for face in range(1, 7))
+        >>> Die().mean, Die().half_moment(0, sign=-1)
+        (3.5, 0.0)
+    """
+
+    @property
+    @abstractmethod
+    def atoms(self) -> Sequence[tuple[float, float]]:
+        """Pairs of a value and its probability; the probabilities sum to 1."""
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(p * value for value, p in self._support())
+
+    @property
+    def second_moment(self) -> float:
+        return math.fsum(p * value**2 for value, p in self._support())
+
+    def half_moment(self, k: int, sign: int) -> float:
+        check_half_moment(k, sign)
+        return math.fsum(p * abs(value) ** k for value, p in self._support() if sign * value > 0)
+
+    def quadrature(self, n: int = QUADRATURE_NODES) -> tuple[Tensor, Tensor]:
+        table = torch.tensor(self._support(), dtype=torch.float64, device="cpu")
+        return table[:, 0], table[:, 1]
+
+    def _transform(self, noise: Tensor) -> Tensor:
+        # Inverse of the cumulative distribution function.
+        support = self._support()
+        samples = torch.full_like(noise, support[0][0])
+        threshold = support[0][1]
+        for value, probability in support[1:]:
+            samples = torch.where(noise >= threshold, value, samples)
+            threshold += probability
+        return samples
+
+    def _support(self) -> list[tuple[float, float]]:
+        """Return the atoms with a positive probability."""
+        probabilities = [p for _, p in self.atoms]
+        is_normalised = abs(math.fsum(probabilities) - 1) < 1e-9
+        if not is_normalised or min(probabilities) < 0:
+            raise ValueError(
+                f"{type(self).__name__}: the probabilities in atoms must be >= 0 and sum to 1, "
+                f"got {probabilities}. Divide them by their sum."
+            )
+        return [(float(value), float(p)) for value, p in self.atoms if p > 0]
+
+
+# --- Files ---------------------------------------------------------------------------------------
+
+
+def registered() -> dict[str, type[Law]]:
+    """Return all laws by class name, including laws defined by the user.
+
+    If two classes have the same name, laws of embens take precedence, then the class that was
+    defined last.
+
+    Example:
+        >>> from embens import laws
+        >>> laws.registered()["Normal"] is laws.Normal
+        True
+    """
+    user_classes: dict[str, type[Law]] = {}
+    library_classes: dict[str, type[Law]] = {}
+    pending: list[type[Law]] = [Law]
+    # Breadth first, in the order of definition.
+    while pending:
+        law_class = pending.pop(0)
+        pending.extend(law_class.__subclasses__())
+        if inspect.isabstract(law_class):
+            continue
+        if law_class.__module__.startswith("embens.laws."):
+            library_classes[law_class.__name__] = law_class
+        else:
+            user_classes[law_class.__name__] = law_class
+    return {**user_classes, **library_classes}
+
+
+def from_dict(data: dict[str, Any]) -> Law:
+    """Return the law that :meth:`Law.to_dict` described.
+
+    Only laws that are defined in this process are found; nothing is imported or executed.
+
+    Args:
+        data: the class name under "law", and the parameters.
+
+    Raises:
+        ValueError: if there is no law of this name.
+
+    Example:
+        >>> from embens import laws
+        >>> laws.from_dict({"law": "Signs", "p": 0.5})
+        Signs(p=0.5)
+    """
+    parameters = dict(data)
+    name = parameters.pop("law")
+    law_classes = registered()
+    if name not in law_classes:
+        raise ValueError(
+            f"the file uses an unknown law {name!r}{closest(name, law_classes)}. If you defined "
+            "this law, import its module first."
+        )
+    return law_classes[name](**parameters)
+
+
+# --- Checks --------------------------------------------------------------------------------------
+
+
+def check_field(
+    law: Law, name: str, expected: str, valid: Callable[[float], bool] = math.isfinite
+) -> None:
+    """Check a parameter of a law and convert it to float.
+
+    Args:
+        law: the law, a frozen dataclass.
+        name: name of the parameter.
+        expected: completes the sentence "the parameter must be …".
+        valid: returns whether a finite number is valid.
+    """
+    value = check_number(f"{type(law).__name__}: {name}", getattr(law, name), expected, valid)
+    object.__setattr__(law, name, value)  # the dataclass is frozen
+
+
+def check_signed_unit(law: Law, name: str) -> None:
+    """Check a parameter that lies in [-1, 1] because the second moment is 1."""
+    expected = "a number in [-1, 1], since the second moment is 1 (for other means use Normal)"
+    check_field(law, name, expected, lambda value: -1 <= value <= 1)
+
+
+def check_half_moment(k: int, sign: int) -> None:
+    """Check the arguments of :meth:`Law.half_moment`."""
+    if k not in (0, 1, 2) or sign not in (1, -1):
+        raise ValueError(
+            f"half_moment needs k in (0, 1, 2) and sign in (1, -1), got k={k} and sign={sign}."
+        )
