@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from embens import checks, metrics, mixtures, sources
-from embens.objective import logits_of
+from embens.optim import logits_of
 from embens.prediction import Prediction, Task, check_gaussian, floating_dtype, run_batches
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from embens import checks, metrics, mixtures, sources, uncertainty
 from embens.modes import evaluating
-from embens.objective import logits_of
+from embens.optim import logits_of
 from embens.trees import batch_size as count_rows
 from embens.trees import gather
 
