@@ -46,7 +46,7 @@ def test_early_stopping_needs_validation_data():
 
 @pytest.mark.parametrize("patience", [0, -1])
 def test_a_patience_below_one_raises(patience):
-    with pytest.raises(ValueError, match="patience must be at least 1"):
+    with pytest.raises(ValueError, match="patience must be"):
         EarlyStopping(patience)
 
 
