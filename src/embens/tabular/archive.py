@@ -205,11 +205,6 @@ def check_exportable(fitted: Fitted) -> None:
             f"An ONNX file takes only numbers, but the columns {names} are categorical. Fit "
             "without them."
         )
-    if any(site.fresh for site in fitted.ensemble.spec.sites):
-        raise ValueError(
-            "Masks that are resampled at each pass cannot be exported to ONNX. Fit with another "
-            "family."
-        )
     if getattr(fitted.head, "transform", None) == "quantile":
         raise ValueError(
             "target_transform='quantile' cannot be exported to ONNX. Fit with 'log' or 'none'."

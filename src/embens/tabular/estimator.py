@@ -235,8 +235,8 @@ class TableEstimator(Display, Options, BaseEstimator):
         checked with onnxruntime.
 
         Raises:
-            ValueError: if the table has categorical columns, the family resamples its masks, or
-                the target transform is "quantile".
+            ValueError: if the table has categorical columns, or the target transform is
+                "quantile".
         """
         archive.to_onnx(self, path)
 

@@ -25,7 +25,7 @@ from torch.nn.utils import skip_init
 
 import embens
 from embens import EmbeddedEnsemble, networks
-from embens.laws import Signs
+from embens.laws import Bernoulli, Signs
 from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Options, Sizes
 from embens.tabular.targets import Head
@@ -251,15 +251,16 @@ def embed(
         sizes: number of members and mean of the signs.
         generator: source of the modulations and per-member weights.
     """
+    members = sizes.members
     if options.family == "independent":
-        return embens.independent(reference, sizes.members, generator=generator)
-    if options.family != "batch_ensemble":
-        family = embens.mc_dropout
-        if options.family == "last_layer_dropout":
-            family = embens.last_layer_dropout
-        if options.law is None:
-            return family(reference, sizes.members, generator=generator)
-        return family(reference, sizes.members, law=options.law, generator=generator)
+        return embens.independent(reference, members, generator=generator)
+    if options.family == "mc_dropout":
+        # Fixed masks: predictions are deterministic, and the ensemble can be exported.
+        law = options.law or Bernoulli(0.9)
+        return embens.mc_dropout(reference, members, law=law, fresh=False, generator=generator)
+    if options.family == "last_layer_dropout":
+        law = options.law or Bernoulli(0.9)
+        return embens.last_layer_dropout(reference, members, law=law, generator=generator)
     law = options.law or Signs(sizes.p)
     sites = options.sites
     if sites == "auto":
@@ -272,7 +273,7 @@ def embed(
         sites = "hidden"
     return embens.embed(
         reference,
-        sizes.members,
+        members,
         pre=law,
         post=post,
         sites=sites,
