@@ -25,7 +25,7 @@ from torch.nn.utils import skip_init
 
 import embens
 from embens import EmbeddedEnsemble, networks
-from embens.laws import Bernoulli, Signs
+from embens.laws import Bernoulli, Normal, Signs
 from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Options, Sizes
 from embens.tabular.targets import Head
@@ -259,7 +259,7 @@ def embed(
         law = options.law or Bernoulli(0.9)
         return embens.mc_dropout(reference, members, law=law, fresh=False, generator=generator)
     if options.family == "last_layer_dropout":
-        law = options.law or Bernoulli(0.9)
+        law = options.law or Normal()
         return embens.last_layer_dropout(reference, members, law=law, generator=generator)
     law = options.law or Signs(sizes.p)
     sites = options.sites
