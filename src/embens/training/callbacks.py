@@ -1,140 +1,190 @@
-"""What is told of a run: callbacks, which :func:`embens.fit` tells what happens, and its progress.
+"""The callback protocol of :func:`embens.fit`, and callbacks that log.
 
-A callback has any of ``on_step(ensemble, record)``, with the ``epoch``, the ``step`` of the run,
-the mean ``loss`` of the members and the rates; ``on_epoch(ensemble, record)``, with a row of
-``history.epochs``; and ``on_end(ensemble, history)``, with what ``fit`` is about to return. A plain
-function is called as ``on_epoch``. What they draw at random does not change the run; of several
-processes only the first has callbacks. Where one has ``state_dict`` and ``load_state_dict``, its
-state is kept in the run's checkpoints.
+A callback is an object of a subclass of :class:`Callback`, or a plain function of
+``(ensemble, record)``, which is called after each epoch.
 """
 
-import csv
-import math
-import os
-import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-from torch import Tensor
+import csv
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from embens.checks import closest
+from embens.ensemble import EmbeddedEnsemble
 from embens.files import write_atomically
 
-MOMENTS = ("on_step", "on_epoch", "on_end")
-_INTERVAL = 0.1  # seconds between updates of the bar
-_SHOWN = ("loss", "ensemble_accuracy", "validation_loss", "validation_ensemble_accuracy")
+if TYPE_CHECKING:
+    from embens.training.history import History
+    from embens.training.options import Options
+    from embens.training.run import Run
+
+MOMENTS = ("on_start", "on_gradients", "on_step", "on_epoch", "on_end")
 
 
-def by_moment(callbacks: Sequence[Any]) -> dict[str, list[Callable]]:
-    """Return the functions to call at each moment; refuse objects that would not be called."""
+class Callback:
+    """Base class of callbacks; override the methods you need.
+
+    A callback that watches a run needs no more than these methods: it exists in the first process
+    only, and random numbers that it draws do not change the run. A callback that changes training
+    sets ``changes_training = True``: it then exists in every process, shares the run's random
+    generators, and its :meth:`settings` identify the run in checkpoints.
+
+    Example:
+        >>> class PrintLoss(Callback):
+        ...     def on_epoch(self, run, record):
+        ...         print(f"epoch {record['epoch']}: {record['loss']:.3f}")
+    """
+
+    changes_training = False
+
+    def setup(self, options: Options) -> None:
+        """Change options before the run is built (see :class:`embens.training.Options`)."""
+
+    def on_start(self, run: Run) -> None:
+        """Called once before the first step."""
+
+    def on_gradients(self, run: Run) -> None:
+        """Called when the gradients of a step are complete, before the optimizer's step."""
+
+    def on_step(self, run: Run) -> None:
+        """Called after each step of the optimizer."""
+
+    def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
+        """Called after each epoch with its row of ``history.epochs``."""
+
+    def on_end(self, run: Run, history: History) -> None:
+        """Called once at the end, with the result of ``fit``."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that change the result: by default, all public attributes."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to be saved in checkpoints: tensors, numbers, strings, lists, dicts."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned."""
+
+
+class EpochFunction(Callback):
+    """Call a function of ``(ensemble, record)`` after each epoch."""
+
+    def __init__(self, function: Callable[[EmbeddedEnsemble, dict[str, Any]], object]):
+        self.function = function
+
+    def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
+        self.function(run.ensemble, record)
+
+
+def as_callbacks(callbacks: Any) -> list[Callback]:
+    """Return callbacks as a list of :class:`Callback`; raise TypeError for anything else."""
     if not isinstance(callbacks, Sequence):
-        raise TypeError(f"callbacks: expected a list of them; got {type(callbacks).__name__}")
-    found: dict[str, list[Callable]] = {moment: [] for moment in MOMENTS}
+        kind = type(callbacks).__name__
+        raise TypeError(f"callbacks: expected a list of callbacks, got {kind}.")
+    result: list[Callback] = []
     for callback in callbacks:
-        kind, names = type(callback).__name__, [n for n in dir(callback) if n.startswith("on_")]
-        if not names and not callable(callback):
+        if isinstance(callback, Callback):
+            _check_names(callback)
+            result.append(callback)
+        elif callable(callback) and not isinstance(callback, type):
+            result.append(EpochFunction(callback))
+        else:
             raise TypeError(
-                f"callbacks: expected functions, or objects with any of {', '.join(MOMENTS)}; got "
-                f"{kind}. A logger goes into embens.training.Log(logger)."
+                "callbacks: expected objects of a subclass of embens.training.Callback, or "
+                f"functions of (ensemble, record); got {callback!r:.80}."
             )
-        if wrong := sorted({*names} - {*MOMENTS}):
-            hint = closest(wrong[0], MOMENTS)
-            raise TypeError(f"callbacks: {kind} has an unknown {wrong[0]}{hint}")
-        for name in names or ["on_epoch"]:
-            found[name].append(getattr(callback, name, callback))
-    return found
+    kinds = [type(callback) for callback in result if callback.changes_training]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise ValueError(f"callbacks has {kinds.count(kind)} {kind.__name__}; pass one.")
+    return result
 
 
-class CSV:
-    """Append a row for each epoch to a file.
+def _check_names(callback: Callback) -> None:
+    """Raise if a method looks like one of the protocol but would never be called."""
+    for name in dir(callback):
+        if name.startswith("on_") and name not in MOMENTS:
+            kind = type(callback).__name__
+            raise TypeError(f"callbacks: {kind} has an unknown {name}{closest(name, MOMENTS)}")
 
-    A run that goes on from a checkpoint goes on with its file: rows after the checkpoint are
-    written again, not twice. A run that starts anew starts the file anew.
+
+class CSVLog(Callback):
+    """Append a row per epoch to a CSV file.
+
+    A run that resumes from a checkpoint continues its file: rows after the checkpoint are replaced.
+    A run from the start replaces the file.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: during the run, if the file has other columns.
+
+    Example:
+        >>> log = CSVLog("history.csv")
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path, self._last = Path(path), -1
+        self.path = Path(path)
+        self._last_epoch: int | None = None
 
-    def on_epoch(self, ensemble: Any, record: dict[str, Any]) -> None:
-        epoch, columns = record["epoch"], list(record)
-        if self._last < 0 or epoch <= self._last:  # keep the whole rows before this one
-            lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-            header, column = ",".join(columns) + "\n", columns.index("epoch")
-            if lines[:1] not in ([], [header]):
-                raise ValueError(f"{self.path} has other columns than this run; use another file")
-            rows = [line for line in lines[1:] if line.endswith("\n")]
-            rows = [line for line in rows if int(line.split(",")[column]) < epoch]
-            write_atomically(self.path, "".join([header, *rows]))
+    def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
+        """Append the record."""
+        epoch = record["epoch"]
+        if self._last_epoch is None or epoch <= self._last_epoch:
+            self._keep_rows_before(epoch, list(record))
         with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, columns, lineterminator="\n").writerow(record)
-        self._last = epoch
+            csv.DictWriter(file, list(record), lineterminator="\n").writerow(record)
+        self._last_epoch = epoch
+
+    def _keep_rows_before(self, epoch: int, columns: list[str]) -> None:
+        header = ",".join(columns) + "\n"
+        lines = []
+        if self.path.exists():
+            lines = self.path.read_text().splitlines(keepends=True)
+        if lines and lines[0] != header:
+            raise ValueError(f"{self.path} has other columns than this run; use another file.")
+        kept = [header]
+        for line in lines[1:]:
+            # A line without an end is a write that was interrupted.
+            complete = line.endswith("\n")
+            if complete and int(line.split(",")[columns.index("epoch")]) < epoch:
+                kept.append(line)
+        write_atomically(self.path, "".join(kept))
 
 
-class Log:
-    """Pass epochs on to a logger that has ``log(dict)`` or ``add_scalar(name, value, epoch)``."""
+class Log(Callback):
+    """Pass the record of each epoch to a logger.
 
-    def __init__(self, logger: Any):
-        self.logger = logger
-        if not hasattr(logger, "log") and not hasattr(logger, "add_scalar"):
-            kind = type(logger).__name__
-            raise TypeError(f"logger: expected one with log(dict) or add_scalar; got {kind}")
+    Args:
+        writer: an object with ``add_scalar(name, value, epoch)``, such as TensorBoard's
+            ``SummaryWriter``, or with ``log(dict)``, such as a Weights & Biases run.
 
-    def on_epoch(self, ensemble: Any, record: dict[str, Any]) -> None:
-        if not hasattr(self.logger, "add_scalar"):
-            self.logger.log(dict(record))
-            return
-        for name in record.keys() - {"epoch"}:
-            self.logger.add_scalar(name, record[name], record["epoch"])
+    Raises:
+        TypeError: if the writer has neither method.
 
-
-class Progress:
-    """A bar over all steps, a line for each epoch, or nothing.
-
-    Shown if ``wanted``; None: if the error stream is a terminal. An epoch has so many steps, 0
-    where that is not known.
+    Example:
+        >>> class Printer:
+        ...     def log(self, record):
+        ...         print(record)
+        >>> callback = Log(Printer())
     """
 
-    def __init__(self, wanted: bool | None, epochs: int, steps: int):
-        terminal = sys.stderr is not None and sys.stderr.isatty()
-        self.epochs, self.wanted = epochs, terminal if wanted is None else wanted
-        self.shown: float = 0.0
-        self.bar: Any = None
-        if not (self.wanted and terminal):
-            return
-        try:
-            from rich import progress
-            from rich.console import Console
-        except ImportError:
-            return
-        self.bar = progress.Progress(
-            *(progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()),
-            *(progress.TimeRemainingColumn(), progress.TextColumn("{task.fields[text]}")),
-            console=Console(file=sys.stderr),
-        )
-        self.bar.add_task("", total=steps * epochs or None, text="")  # number 0
+    def __init__(self, writer: Any):
+        if not hasattr(writer, "log") and not hasattr(writer, "add_scalar"):
+            kind = type(writer).__name__
+            raise TypeError(f"writer: expected an object with log(dict) or add_scalar; got {kind}.")
+        self.writer = writer
 
-    def beginning(self, done: int) -> AbstractContextManager:
-        """Return a context in which the bar is shown; so many steps were done before."""
-        self.done = done
-        return self.bar or nullcontext()
-
-    def step(self, loss: Tensor, members: int) -> None:
-        """Move the bar, a few times a second; the loss is the sum of the members'."""
-        self.done += 1
-        if self.bar is None or (now := time.monotonic()) - self.shown <= _INTERVAL:
+    def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
+        """Log the record."""
+        if not hasattr(self.writer, "add_scalar"):
+            self.writer.log(dict(record))
             return
-        self.shown = now
-        text = f"{self.bar.tasks[0].speed or 0:.1f} steps/s, loss {float(loss) / members:.4g}"
-        self.bar.update(0, completed=self.done, text=text)
-
-    def epoch(self, record: dict[str, Any]) -> None:
-        values = [(name, v) for name in _SHOWN if (v := record.get(name, math.nan)) == v]
-        words = [f"{n.replace('ensemble_', '').replace('_', ' ')} {v:.4g}, " for n, v in values]
-        text = f"epoch {record['epoch']}/{self.epochs}: {''.join(words)}{record['seconds']:.2g} s"
-        if self.bar:
-            self.bar.update(0, completed=self.done, text=text)
-        elif self.wanted:
-            print(text, file=sys.stderr)
+        for name, value in record.items():
+            if name != "epoch":
+                self.writer.add_scalar(name, value, record["epoch"])

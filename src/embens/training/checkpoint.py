@@ -1,76 +1,201 @@
-"""Checkpoints: one safetensors file each, written atomically, read without executing anything.
+"""Checkpoints of a run, from which it continues bit for bit.
 
-Two files are kept. A folder is used by one run at a time, which holds its lock.
+A checkpoint is one safetensors file with a checksum. It is written atomically, and reading it
+executes no code. A folder holds the last two checkpoints of one run; a lock file keeps other
+processes out.
 """
 
+from __future__ import annotations
+
+import functools
 import json
 import os
 import re
 import warnings
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
+from embens.checks import check_whole
 from embens.files import Format, Refused, locked, read_tree, refusing, write_tree
+from embens.training.callbacks import Callback
 
-FORMAT = Format("embens checkpoint", 4)
-KEEP = 2
-_NAME = re.compile(r"step-\d{10}(-[0-9a-f]{16})?\.safetensors")  # -…: of versions before
+if TYPE_CHECKING:
+    from embens.training.run import Run
+
+FORMAT = Format("embens checkpoint", 5)
+KEPT_FILES = 2
+FILE_NAME = re.compile(r"step-\d{10}\.safetensors")
+LONG_TENSOR = 1000
+"""Tensors with at least this many elements identify a run by their shape only."""
 
 
-class Checkpoints:
-    """The checkpoints of one run, in a folder of their own; those of another are an error."""
+class Checkpoint(Callback):
+    """Save the state of the run, and continue from the last saved state.
 
-    def __init__(self, folder: str | os.PathLike[str], run: dict[str, Any]):
+    A run that was stopped at any moment, also by ``kill -9``, continues from its last checkpoint
+    and ends with the same bits as an uninterrupted one. The data are compared by their number of
+    rows only. With a ``DataLoader`` a run continues from the end of an epoch. To train a finished
+    ensemble further, choose another folder.
+
+    Args:
+        folder: holds the checkpoints of this run only; created if needed.
+        every: steps between checkpoints; None: one per epoch.
+
+    Raises:
+        NotADirectoryError: if ``folder`` is a file.
+        ValueError: when the run starts, if the folder has a checkpoint of a different run (other
+            arguments, callbacks, laws or shapes).
+        BlockingIOError: when the run starts, if another run uses the folder.
+
+    Example:
+        >>> callbacks = [Checkpoint("run-1", every=100)]
+    """
+
+    changes_training = True
+
+    def __init__(self, folder: str | os.PathLike[str], every: int | None = None):
         self.folder = Path(folder)
-        self.run = json.loads(json.dumps(run))
-        self.refused: set[Path] = set()
+        self.every = every
+        if every is not None:
+            check_whole("every", every)
         if self.folder.exists() and not self.folder.is_dir():
             raise NotADirectoryError(f"checkpoint: expected a folder; {str(folder)!r} is a file")
+        self._identity: dict[str, Any] = {}
+        self._refused: set[Path] = set()
+
+    def settings(self) -> dict[str, Any]:
+        """Return nothing: a run may continue with other checkpoints."""
+        return {}
+
+    def on_start(self, run: Run) -> None:
+        """Lock the folder and restore the last checkpoint, if there is one."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        if run.world.rank == 0:
+            lock = locked(self.folder / ".lock", f"the checkpoint folder {str(self.folder)!r}")
+            run.cleanup.enter_context(lock)
+        self._identity = json.loads(json.dumps(identify(run)))
+        state = self.load_last()
+        if state is not None:
+            run.load_state_dict(state)
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Return a context in which no other run has the folder."""
-        return locked(self.folder / ".lock", f"the checkpoint folder {str(self.folder)!r}")
+    def on_step(self, run: Run) -> None:
+        """Save every ``every`` steps, and before an epoch is cut short."""
+        if not run.train.resumable:
+            return
+        due = self.every is not None and run.steps % self.every == 0
+        if due or run.stopped is not None:
+            self.save(run)
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write a state, then remove all but the last two files."""
-        path = self.folder / f"step-{step:010d}.safetensors"
+    def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
+        """Save after each epoch, unless checkpoints go by steps."""
+        if run.interrupted:
+            return
+        by_steps = self.every is not None and run.train.resumable
+        if not by_steps or run.stopped is not None:
+            self.save(run)
+
+    def save(self, run: Run) -> None:
+        """Write a checkpoint, then remove all but the last two."""
+        run.check_objectives()
+        state = run.state_dict()
+        if run.world.rank > 0 or not run.has_finite_weights():
+            return
+        path = self.folder / f"step-{run.steps:010d}.safetensors"
         try:
-            write_tree(path, FORMAT, {"run": self.run, "state": state})
+            write_tree(path, FORMAT, {"run": self._identity, "state": state})
         except TypeError as error:
             raise TypeError(
-                f"checkpoint: {error}; it is in the state of the optimizer or of the schedule. Use "
-                "others, or train without checkpoint="
+                f"checkpoint: {error}; it is in the state of the optimizer, the scheduler or a "
+                "callback. Use another one, or train without Checkpoint."
             ) from None
-        self.refused.discard(path)
-        for old in [file for file in self._files() if file not in self.refused][KEEP:]:
+        self._refused.discard(path)
+        files = [file for file in self._files() if file not in self._refused]
+        for old in files[KEPT_FILES:]:
             old.unlink(missing_ok=True)
-        return path
 
     def load_last(self) -> dict[str, Any] | None:
-        """Return the state of the last good file, or None; say which files were refused and why."""
+        """Return the state of the last readable checkpoint, or None; warn about damaged files."""
         for path in self._files():
             try:
                 content = read_tree(path, FORMAT)
                 with refusing(path):
-                    state, run = content["state"], dict(content["run"])
+                    state = content["state"]
+                    identity = dict(content["run"])
             except Refused as error:
-                warnings.warn(f"checkpoint refused: {error}", stacklevel=5)
-                self.refused.add(path)
+                warnings.warn(f"checkpoint refused: {error}", stacklevel=2)
+                self._refused.add(path)
                 continue
-            for key in {**self.run, **run}:
-                values = run.get(key), self.run.get(key)
-                if values[0] != values[1]:
-                    theirs, mine = (f"{json.dumps(v):.200}" for v in values)
-                    raise ValueError(
-                        f"{path} is of a different run: {key} was {theirs}, now it is {mine}. Use "
-                        "the same arguments to continue it, or another folder to start anew."
-                    )
+            self._check_identity(path, identity)
             return state
         return None
 
+    def _check_identity(self, path: Path, saved: dict[str, Any]) -> None:
+        for key in {**self._identity, **saved}:
+            before, now = saved.get(key), self._identity.get(key)
+            if before != now:
+                raise ValueError(
+                    f"{path} is of a different run: {key} was {json.dumps(before):.200}, now it is "
+                    f"{json.dumps(now):.200}. Use the same arguments to continue it, or another "
+                    "folder to start anew."
+                )
+
     def _files(self) -> list[Path]:
-        """Return the files, last step first."""
-        found = self.folder.glob("step-*.safetensors")
-        return sorted((path for path in found if _NAME.fullmatch(path.name)), reverse=True)
+        """Return the checkpoints, last step first."""
+        files = []
+        for path in self.folder.glob("step-*.safetensors"):
+            if FILE_NAME.fullmatch(path.name):
+                files.append(path)
+        return sorted(files, reverse=True)
+
+
+def identify(run: Run) -> dict[str, Any]:
+    """Return what identifies a run, as JSON: the same arguments give the same result."""
+    ensemble = run.ensemble
+    identity: dict[str, Any] = {"family": ensemble.spec.family, "members": ensemble.members}
+    for name, value in run.arguments.items():
+        identity[name] = describe(value)
+    for callback in run.callbacks:
+        if callback.changes_training:
+            for name, value in callback.settings().items():
+                identity[f"{type(callback).__name__}.{name}"] = describe(value)
+    identity["options"] = {name: describe(value) for name, value in vars(run.options).items()}
+    sites = ensemble.spec.sites
+    identity["sites"] = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in sites]
+    for name, tensor in ensemble.state_dict().items():
+        identity[f"shape of {name}"] = [list(tensor.shape), str(tensor.dtype)]
+    identity["batches or rows"] = run.train.count
+    return identity
+
+
+def describe(value: Any) -> Any:
+    """Describe a setting as JSON that is the same in every process.
+
+    Functions are described by their names, modules by their ``repr`` and tensors.
+
+    Example:
+        >>> describe(functools.partial(nn.functional.mse_loss, reduction="sum"))
+        ['torch.nn.functional.mse_loss', [], [['reduction', 'sum']]]
+    """
+    if isinstance(value, functools.partial):
+        value = [value.func, value.args, sorted(value.keywords.items())]
+    elif isinstance(value, nn.Module):
+        value = [repr(value), *value.state_dict().values()]
+    if isinstance(value, (tuple, list)):
+        return [describe(element) for element in value]
+    if isinstance(value, dict):
+        return {str(name): describe(element) for name, element in value.items()}
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() < LONG_TENSOR else list(value.shape)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if value == value else "nan"  # JSON has no NaN
+    if isinstance(value, torch.dtype):
+        return str(value)
+    name = getattr(value, "__qualname__", None)
+    if name is not None:
+        return f"{value.__module__}.{name}"
+    return type(value).__name__

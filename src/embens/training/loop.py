@@ -1,36 +1,77 @@
-"""``embens.fit``: the plain loop around :func:`embens.objective`, and what determines a run."""
+"""``embens.fit``: the training loop.
+
+A step is forward, backward, update. Everything else is a callback (:mod:`embens.training`).
+
+Losses are checked for NaN and infinity only every :data:`CHECK_INTERVAL` steps, because each check
+waits for the device. A divergence is therefore noticed a few steps late, and the ensemble gets the
+weights of the last epoch.
+"""
 
 import functools
-import os
+import math
+import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any, Literal
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from embens import metrics
-from embens.checks import Gamma, check_choice, check_number, check_whole, gradient_factor, suggest
+from embens.checks import Gamma, check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.export import evaluating
-from embens.ensemble.rates import MakeOptimizer
-from embens.objective import OPTIONS, BatchKind, Criterion, Of
-from embens.training import randomness
-from embens.training.each import EachMember
-from embens.training.history import History
-from embens.training.trainer import Trainer
+from embens.modes import evaluating
+from embens.training import parallel, randomness
+from embens.training.batches import Minibatch, batches_of
+from embens.training.callbacks import Callback, as_callbacks
+from embens.training.checkpoint import Checkpoint
+from embens.training.history import History, epoch_row
+from embens.training.inspection import check_data, explain_batch_norm
+from embens.training.options import Options, is_larger_better
+from embens.training.progress import Progress
+from embens.training.run import Run, copy_weights
+from embens.training.schedule import MakeScheduler, linear_decay
+from embens.training.tally import Tally
+from embens.trees import gather
 
-MakeScheduler = Callable[[Optimizer], LRScheduler]
-Metric = str | Callable[[Tensor, Tensor], Any] | None
-MORE: dict[Any, bool] = {"accuracy": True, metrics.ensemble_accuracy: True, "loss": False}
-"""Whether more of a metric is better."""
-MORE |= dict.fromkeys((metrics.nll, metrics.brier, metrics.expected_calibration_error), False)
-_NO_SETTINGS = "ensemble train validation callbacks checkpoint every progress time_limit".split()
+Criterion = Callable[[Any, Any], Tensor]
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+
+CHECK_INTERVAL = 64
+"""Steps between checks for losses that are not finite."""
+DEFAULT_LR = 0.01
+
+_GROUPS = ". Pass optimizer=torch.optim.SGD(ensemble.parameter_groups(lr=…, {}=…), momentum=0.9)."
+_CALLBACK = ". Pass callbacks=[embens.training.{}]."
+REMOVED_ARGUMENTS = {
+    "modulation_lr": _GROUPS.format("modulation_lr"),
+    "weight_decay": _GROUPS.format("weight_decay"),
+    "modulation_weight_decay": _GROUPS.format("modulation_weight_decay"),
+    "batch": _CALLBACK.format('Batches("own")') + ' "split" is the other choice.',
+    "of": _CALLBACK.format('Objective(of="mean")'),
+    "chunk": _CALLBACK.format("Objective(chunk=…)"),
+    "metric": _CALLBACK.format("KeepBest(metric=…)"),
+    "maximise": _CALLBACK.format("KeepBest(metric=…, maximise=…)"),
+    "patience": _CALLBACK.format("EarlyStopping(patience)"),
+    "keep": _CALLBACK.format("KeepLast()") + " The best epoch is kept by default.",
+    "clip": _CALLBACK.format("ClipGradients(norm)"),
+    "accumulate": _CALLBACK.format("Accumulate(batches)"),
+    "autocast": _CALLBACK.format("Autocast(dtype)"),
+    "compile": _CALLBACK.format("Compile()"),
+    "schedule_by": _CALLBACK.format("ScheduleEveryStep()"),
+    "average": _CALLBACK.format("WeightAveraging(epochs)"),
+    "time_limit": _CALLBACK.format("TimeLimit(seconds)"),
+    "checkpoint": _CALLBACK.format("Checkpoint(folder)"),
+    "every": _CALLBACK.format("Checkpoint(folder, every=…)"),
+    "each": ". Per-member hyperparameters are not part of the library; write a loop around "
+    "embens.objective.",
+}
+"""Hints for arguments that callbacks or the optimizer replace."""
 
 
-@suggest()
+@suggest(REMOVED_ARGUMENTS)
 def fit(
     ensemble: EmbeddedEnsemble,
     train: Any,
@@ -38,33 +79,13 @@ def fit(
     *,
     epochs: int,
     batch_size: int = 128,
-    lr: float = 0.01,
-    modulation_lr: float | None = None,
-    weight_decay: float = 5e-4,
-    modulation_weight_decay: float = 0.0,
+    lr: float = DEFAULT_LR,
     gamma: Gamma = None,
-    criterion: Criterion | None = None,
-    batch: BatchKind = "same",
-    of: Of = "members",
-    chunk: int | None = None,
-    optimizer: MakeOptimizer | None = None,
+    optimizer: MakeOptimizer | Optimizer | None = None,
     scheduler: MakeScheduler | None = None,
-    callbacks: Sequence[Any] = (),
-    metric: Metric = None,
-    maximise: bool | None = None,
-    patience: int | None = None,
-    keep: str = "best",
+    criterion: Criterion | None = None,
     seed: int = 0,
-    clip: float | None = None,
-    accumulate: int = 1,
-    autocast: torch.dtype | None = None,
-    compile: bool = False,
-    schedule_by: Literal["epoch", "step"] = "epoch",
-    each: EachMember | None = None,
-    average: float | None = None,
-    time_limit: float | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    every: int | None = None,
+    callbacks: Sequence[Any] = (),
     progress: bool | None = None,
 ) -> History:
     r"""Train an ensemble in place.
@@ -73,70 +94,44 @@ def fit(
         \Delta u_a = -\eta_u \frac{\partial L_a}{\partial u_a}, \qquad
         \Delta w = -\eta_w \frac{\gamma(M)}{M} \sum_a \frac{\partial L_a}{\partial w}
 
-    The result depends on the arguments and the ensemble's weights alone; the global random
-    generators are left as they were. Under ``torchrun`` all processes share each batch, and the
-    result is that of one process, to rounding. If the run diverges, ``Divergence`` is raised and
-    the ensemble has its last good weights.
+    With validation data the ensemble ends with the weights of its best epoch
+    (:class:`~embens.training.KeepBest`, :class:`~embens.training.KeepLast`). The result depends on
+    the arguments and the initial weights only; global random generators are left unchanged. Under
+    ``torchrun`` the processes share each batch, and the result equals that of one process up to
+    rounding.
 
     Args:
-        ensemble: of any family; ``embens.independent(reference, members)`` are separate networks.
-        train: tensors ``(inputs, targets)``, a ``Dataset`` of such pairs, or a ``DataLoader``;
-            several inputs are ``((x, z), y)`` or ``({"a": x, "b": z}, y)``, with the names that the
-            reference gives them. Numbers that are not finite are refused, unless the network and
-            the criterion make finite losses of them.
-        validation: the same, to be evaluated after each epoch.
-        epochs: how many.
-        batch_size: samples in a step, in all processes together; a loader has its own.
-        lr: rate :math:`\eta_w`; see :meth:`~embens.EmbeddedEnsemble.parameter_groups` for what
-            optimizers of the Adam kind make of gamma.
-        modulation_lr: rate of the individual parameters; None: ``lr``.
-        weight_decay: of the shared parameters.
-        modulation_weight_decay: of the individual parameters.
-        gamma: factor of the shared rate: a number, a function of M, or None for the natural value.
-        criterion: a function of one member's outputs and the target; None: by the target, see
+        ensemble: an ensemble of any family.
+        train: tensors ``(inputs, targets)``, a ``Dataset`` of such pairs, or a ``DataLoader``.
+            Several inputs are ``((x, z), y)`` or ``({"x": x, "z": z}, y)``, with the argument
+            names of the reference.
+        validation: data of the same form, evaluated after each epoch.
+        epochs: number of epochs.
+        batch_size: rows per step, in all processes together; a loader has its own.
+        lr: learning rate :math:`\eta_w = \eta_u`. For separate rates and weight decays pass an
+            optimizer of ``ensemble.parameter_groups(lr=…, modulation_lr=…, weight_decay=…)``.
+        gamma: gradient scaling: a number, a function of M, or None for the natural value. See
+            :meth:`~embens.EmbeddedEnsemble.parameter_groups`.
+        optimizer: a function from parameter groups to an optimizer, such as ``torch.optim.AdamW``;
+            or an optimizer, whose groups then determine the rates (leave out lr and gamma). None:
+            SGD with momentum 0.9.
+        scheduler: a function from the optimizer to a torch scheduler, which makes one step per
+            epoch (``ReduceLROnPlateau``: by the metric). None: the paper's,
+            :func:`embens.training.linear_decay`.
+        criterion: a function of the outputs of one member and the target; None: by the target, see
             :func:`embens.objective`.
-        batch: "same": all members see the batch; "own": each has its own, drawn separately;
-            "split": row i goes to member i mod M. In networks with an input for each member
-            (``embens.mimo``) it is "own": tensors, data sets and the batches of a loader are dealt
-            out to every member in another order.
-        of: "members", or "mean" or "moments" for the loss of all members together; see
-            :func:`embens.objective`.
-        chunk: how many members to backpropagate at a time, to save memory; None: all.
-        optimizer: a function from parameter groups to an optimizer, such as
-            ``torch.optim.AdamW``; None: SGD with momentum 0.9.
-        scheduler: a function from the optimizer to a torch scheduler, which makes a step after each
-            epoch (``ReduceLROnPlateau`` by the metric; choose its mode for it); None: the
-            paper's, constant for half the epochs, then linearly to 1 % (``linear_decay``).
-        callbacks: objects with any of ``on_step``, ``on_epoch`` and ``on_end``, or functions of the
-            ensemble and an epoch's record; see :mod:`embens.training.callbacks`, which has ``CSV``
-            and ``Log``.
-        metric: what is best on the validation data: "accuracy" (of the ensemble), "loss" (mean of
-            the members'), or a function of ``(outputs, target)`` such as ``embens.metrics.nll``;
-            None: "accuracy" for classes, otherwise "loss".
-        maximise: whether more is better, for a function of your own.
-        patience: stop after so many epochs without a better metric.
-        keep: "best": with validation data, end with the weights of the best epoch; "last".
-        seed: of the order of samples, and of whatever is random in the network and the data set.
-        clip: the largest norm of a member's gradient, its own and γ/M times the shared one
-            (:func:`embens.training.clip_gradients_`), so that it means the same for any M.
-        accumulate: so many batches make a step, on the mean over their rows.
-        autocast: ``torch.bfloat16``, or ``torch.float16`` with a gradient scaler, for the passes
-            through the network; losses are computed in full precision.
-        compile: run the network's steps through ``torch.compile``.
-        schedule_by: "step": the scheduler makes a step after each step of the optimizer.
-        each: rates, label smoothing, row weights and targets of each member's own, as an
-            ``embens.EachMember``.
-        average: judge, and end with, not the weights of the last step but their running mean over
-            about so many epochs, in full precision; statistics of norm layers are the last ones.
-        time_limit: seconds after which the run ends, with the best weights until then; the epoch
-            that it cuts short is judged. With a checkpoint it can go on where it was.
-        checkpoint: a folder to keep checkpoints of this run in. If it has one, the run goes on
-            from there and ends as if it had never stopped (a loader: from the last epoch). A
-            checkpoint of another run (other arguments, laws or shapes) is refused; the data are
-            compared by their number of rows alone. To train a finished ensemble further, call
-            ``fit`` again with another folder.
-        every: steps between checkpoints; None: one after each epoch.
-        progress: show a progress bar; None: if the error stream is a terminal.
+        seed: of the sample order and of all randomness in the network and the data set.
+        callbacks: objects of subclasses of :class:`embens.training.Callback`, or functions of
+            ``(ensemble, record)`` to be called after each epoch.
+        progress: whether to show progress; None: if the error stream is a terminal.
+
+    Returns:
+        The history of losses and accuracies.
+
+    Raises:
+        Divergence: if a loss or a weight is not finite. The ensemble then has the weights of the
+            last good epoch.
+        ValueError: if data are not finite, labels are no classes, or options exclude one another.
 
     Example:
         >>> from embens import batch_ensemble
@@ -147,142 +142,281 @@ def fit(
         >>> history.epochs[-1]["ensemble_accuracy"] > 0.9
         True
     """
-    given = locals()
+    _check_ensemble(ensemble)
+    check_whole("epochs", epochs, 0)
+    check_whole("batch_size", batch_size)
+    check_whole("seed", seed, 0)
+    callback_list = as_callbacks(callbacks)
+    options = Options()
+    for callback in callback_list:
+        callback.setup(options)
+    options.check()
+
+    world = parallel.join(next(ensemble.parameters()).device)
+    if world.size > 1 and options.batch == "split":
+        raise ValueError('Batches("split") needs one process; use Batches("own").')
+    members = ensemble.members if options.batch == "own" else None
+    train_batches = batches_of(train, batch_size, seed=seed, members=members, world=world)
+    validation_batches = None
+    if validation is not None:
+        validation_batches = batches_of(validation, batch_size, seed=None, name="validation")
+
+    parallel.broadcast_(world, ensemble.state_dict().values())
+    optimizer = _make_optimizer(ensemble, optimizer, lr, gamma)
+    arguments = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
+        "gamma": gamma,
+        "optimizer": [type(optimizer).__name__, _group_settings(optimizer)],
+        "scheduler": scheduler,
+        "criterion": criterion,
+        "seed": seed,
+    }
+    with (
+        evaluating(ensemble),  # restores the mode of every module
+        randomness.seeded(seed),
+        torch.enable_grad(),
+        ExitStack() as cleanup,
+    ):
+        run = Run(
+            ensemble,
+            train_batches,
+            validation_batches,
+            optimizer,
+            _make_scheduler(optimizer, scheduler, epochs, options),
+            options,
+            _order_callbacks(callback_list, world.rank),
+            arguments,
+            cleanup,
+        )
+        show = progress if world.rank == 0 else False
+        return _train(run, Progress(show, epochs, run.steps_per_epoch))
+
+
+def _train(run: Run, progress: Progress) -> History:
+    """Train until the run is stopped, and load the final weights."""
+    run.notify("on_start")
+    # A barrier too: no process starts before all have read the checkpoint.
+    parallel.broadcast_(run.world, run.ensemble.state_dict().values())
+    if run.stopped is None:
+        check_data(run)
+    with progress.running():
+        while run.stopped is None:
+            _train_epoch(run, progress)
+            _end_epoch(run, progress)
+    run.optimizer.zero_grad(set_to_none=True)
+    if run.best_weights is not None:
+        run.ensemble.load_state_dict(run.best_weights)
+    elif run.evaluated is not run.ensemble:
+        run.ensemble.load_state_dict(run.evaluated.state_dict())
+    history = run.history()
+    run.notify("on_end", history)
+    return history
+
+
+def _train_epoch(run: Run, progress: Progress) -> None:
+    """Make the remaining steps of an epoch."""
+    run.ensemble.train()
+    start = time.perf_counter() - run.seconds
+    batches = run.train.epoch(run.epoch, run.step * run.options.accumulate)
+    while minibatches := list(islice(batches, run.options.accumulate)):
+        _take_step(run, minibatches)
+        run.seconds = time.perf_counter() - start
+        run.notify("on_step")
+        progress.step(run)
+        if run.stopped is not None:
+            run.interrupted = True
+            break
+    run.seconds = time.perf_counter() - start
+
+
+def _take_step(run: Run, minibatches: list[Minibatch]) -> None:
+    """Make one step on the mean over the rows of the batches."""
+    for parameter in run.parameters:
+        parameter.grad = None
+    try:
+        objective = _accumulate_gradients(run, minibatches)
+    except (RuntimeError, ValueError):
+        # Code of the user may raise because values are not finite: then it is a divergence.
+        if run.steps == 0:
+            run.ensemble.load_state_dict(run.good_weights)
+        run.check_objectives()
+        raise
+    rows = sum(batch.rows for batch in minibatches)
+    totals = [batch.total for batch in minibatches]
+    total = None if None in totals else sum(totals)
+    objective = parallel.average_(run.world, objective, run.parameters, rows, total)
+
+    scaler = run.passes.scaler
+    scaler.unscale_(run.optimizer)
+    run.notify("on_gradients")
+    if run.gradient_norms is None:
+        run.gradient_norms = (gradient_norm(run.shared), gradient_norm(run.individual))
+    scale = scaler.get_scale()
+    scaler.step(run.optimizer)
+    scaler.update()
+    run.step += 1
+    run.steps += 1
+    skipped = scaler.get_scale() < scale  # gradients were not finite in half precision
+    if run.options.schedule_every == "step" and not skipped:
+        run.scheduler.step()
+
+    run.last_objective = objective
+    run.unchecked_objectives.append(objective)
+    if run.step % CHECK_INTERVAL == 0:
+        run.check_objectives()
+
+
+def _accumulate_gradients(run: Run, minibatches: list[Minibatch]) -> Tensor:
+    """Add the gradients of some batches, weighted by their rows; return their objective."""
+    rows = sum(batch.rows for batch in minibatches)
+    inspect = run.train.tensors is None  # tensors were checked before the first step
+    objectives = []
+    for batch in minibatches:
+        weight = batch.rows / rows if rows > 0 else 1.0
+        name = f"train: batch {run.step + 1}"
+        with explain_batch_norm(f"{name} has {batch.rows} rows"):
+            objective, result = run.passes.train(batch, weight, name, inspect)
+        objectives.append(objective)
+        run.last_members = len(result.losses)
+        if batch.rows > 0:
+            run.tally.add(*result)
+    return sum(objectives[1:], objectives[0])
+
+
+def _end_epoch(run: Run, progress: Progress) -> None:
+    """Validate, write the epoch's record and prepare the next epoch."""
+    run.check_objectives()
+    run.check_weights()
+    run.tally.flush()
+    parallel.sum_(run.world, run.tally.sums.values())
+    record: dict[str, Any] = {"epoch": run.epoch + 1, **run.tally.summary()}
+    if run.validation is not None:
+        record.update(_validate(run))
+    record.update(run.learning_rates())
+    norms = run.gradient_norms or (math.nan, math.nan)
+    record["gradient_norm_shared"], record["gradient_norm_individual"] = norms
+    record["seconds"] = run.seconds
+    run.records.append(record)
+    run.epoch += 1
+    run.begin_epoch()
+    run.good_weights = copy_weights(run.ensemble)
+    metric = record.get("metric", math.nan)
+    run.update_best(metric)
+    if isinstance(run.scheduler, ReduceLROnPlateau):
+        run.scheduler.step(record["loss"] if math.isnan(metric) else metric)
+    elif run.options.schedule_every == "epoch":
+        run.scheduler.step()
+    if run.epoch == run.epochs:
+        run.stop("epochs")
+    row = epoch_row(record)
+    progress.epoch(run, row)
+    run.notify("on_epoch", row)
+
+
+@torch.no_grad()
+def _validate(run: Run) -> dict[str, Any]:
+    """Evaluate on the validation data; return columns of the record, with the metric."""
+    metric = run.options.metric
+    tally = Tally(run.ensemble.members, device=run.device)
+    results = []
+    seed = randomness.combine(run.seed, run.epoch, 1)
+    with evaluating(run.evaluated), randomness.seeded(seed):
+        for result in run.passes.evaluate(run.validation, run.evaluated):
+            tally.add(*result)
+            if callable(metric):
+                results.append(result)
+    columns = tally.summary("validation_")
+    if metric is None:
+        is_regression = math.isnan(columns["validation_ensemble_accuracy"])
+        metric = "loss" if is_regression else "accuracy"
+    if callable(metric):
+        outputs = gather([r.outputs for r in results], lambda parts: torch.cat(parts, 1))
+        target = gather([r.target for r in results], torch.cat)
+        value = metric(outputs, target)
+    elif metric == "accuracy":
+        value = columns["validation_ensemble_accuracy"]
+    else:
+        value = columns["validation_loss"]
+    columns["metric"] = run.agree(value)
+    run.larger_is_better = is_larger_better(metric, run.options.maximise)
+    return columns
+
+
+def gradient_norm(parameters: list[Tensor]) -> float:
+    """Return the norm of all gradients together; NaN if there are none."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return math.nan
+    return float(torch.nn.utils.get_total_norm(gradients))
+
+
+def _check_ensemble(ensemble: Any) -> None:
     if not isinstance(ensemble, EmbeddedEnsemble):
         kind = type(ensemble).__name__
         hint = "Embed it first: embens.embed(network, members=…), or embens.independent(network, 1)"
         if kind in ("DistributedDataParallel", "DataParallel"):
             hint = "Pass its .module: fit itself averages over processes under torchrun"
         raise TypeError(f"fit expects an ensemble; got {kind}. {hint}.")
-    if not any(p.requires_grad for p in ensemble.parameters()):
+    if not any(parameter.requires_grad for parameter in ensemble.parameters()):
         raise ValueError("the ensemble has no parameter that requires a gradient")
-    if ensemble.plan.heads is not None and batch == "same":
-        given["batch"] = "own"
-    Settings(**given).check()
-    settings = Settings(**{name: given[name] for name in given if name not in _NO_SETTINGS})
-    with evaluating(ensemble), randomness.seeded(seed), torch.enable_grad():  # modes are kept
-        run = Trainer(ensemble, train, validation, settings, callbacks, progress)
-        return run.train(checkpoint, every, time_limit)
 
 
-class Settings(SimpleNamespace):
-    """The arguments of :func:`embens.fit` that can change its result, by their names there."""
-
-    def check(self) -> None:
-        for name in ("epochs", "batch_size", "chunk", "patience", "seed", "accumulate", "every"):
-            if (value := getattr(self, name)) is not None:
-                check_whole(name, value, 0 if name in ("epochs", "seed") else 1)
-        choices = {**OPTIONS, "keep": ("best", "last"), "schedule_by": ("epoch", "step")}
-        choices["autocast"] = (None, torch.bfloat16, torch.float16)
-        for name, possible in choices.items():
-            check_choice(name, getattr(self, name), possible)
-        for name in ("clip", "average", "time_limit"):
-            if (value := getattr(self, name)) is not None:
-                check_number(name, value, "a number above 0", lambda number: number > 0)
-        if self.compile and (self.chunk is not None or torch.__version__ < (2, 10)):  # type: ignore[operator]
-            raise ValueError("compile=True needs torch 2.10, and all members at once: no chunk=")
-        if self.each is not None:
-            if self.chunk is not None or self.batch == "split" or self.of != "members":
-                raise ValueError("each= needs all members at once: no chunk=, batch='split' or of=")
-            if self.each.dropout is not None and self.compile:
-                raise ValueError("each: members with dropout of their own can't be compiled")
-        if self.chunk is not None and (self.batch != "same" or self.of != "members"):
-            raise ValueError("chunk= needs batch='same' and of='members'; leave it out")
-        if self.of != "members" and self.batch != "same":
-            raise ValueError(f"of={self.of!r} needs batch='same'; got batch={self.batch!r}")
-        if self.patience is not None and self.validation is None:
-            raise ValueError("patience: early stopping needs validation data; got none")
-        self.more_is_better(self.metric or "accuracy")
-
-    def make_optimizer(self, ensemble: EmbeddedEnsemble) -> Optimizer:
-        """Return the optimizer, with gamma in its rates; None: SGD with momentum 0.9."""
-        # On the CPU the fused kernel takes any memory for contiguous, and no sparse gradients.
-        sparse = any(getattr(module, "sparse", False) for module in ensemble.modules())
-        dense = (p.is_contiguous() and p.device.type == "cpu" for p in ensemble.parameters())
-        fused = not sparse and all(dense)
-        make = self.optimizer or functools.partial(SGD, momentum=0.9, fused=fused)
-        groups = ensemble.parameter_groups(
-            *(self.lr, self.modulation_lr, self.weight_decay),
-            gamma=self.gamma,
-            optimizer=make,
-            modulation_weight_decay=self.modulation_weight_decay,
-        )
-        return make(groups)
-
-    def make_scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        return (self.scheduler or linear_decay(self.epochs))(optimizer)
-
-    def gamma_of(self, ensemble: EmbeddedEnsemble) -> float:
-        factor = gradient_factor(self.gamma, ensemble.members, ensemble.natural_gamma)
-        return ensemble.members * factor
-
-    def describe(
-        self, ensemble: EmbeddedEnsemble, optimizer: Optimizer, rows: int
-    ) -> dict[str, Any]:
-        """Return what identifies a run, for its checkpoints."""
-        hidden, plan = ("params", "lr", "initial_lr"), ensemble.plan
-        groups = optimizer.param_groups
-        groups = [{k: describe(v) for k, v in g.items() if k not in hidden} for g in groups]
-        tensors = ensemble.state_dict().items()
-        return {
-            "family": plan.family + str(plan.heads or ""),
-            "members": ensemble.members,
-            "sites": [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in plan.sites],
-            **{f"shape of {name}": [list(t.shape), str(t.dtype)] for name, t in tensors},
-            **{name: describe(value) for name, value in vars(self).items()},
-            "gamma": self.gamma_of(ensemble),
-            "optimizer": {"name": type(optimizer).__name__, "groups": groups},
-            "batches or rows": rows,
-        }
-
-    def more_is_better(self, metric: Metric) -> bool:
-        """Return the direction of a metric; ``maximise`` says so for a function of the user's."""
-        if isinstance(metric, str):
-            check_choice("metric", metric, ("accuracy", "loss"))
-        if self.maximise is None and metric not in MORE:
-            raise ValueError("metric: is more better? Not known; pass maximise=True or False")
-        return MORE[metric] if self.maximise is None else self.maximise
+def _make_optimizer(
+    ensemble: EmbeddedEnsemble, optimizer: MakeOptimizer | Optimizer | None, lr: float, gamma: Gamma
+) -> Optimizer:
+    """Return the user's optimizer, or make one of the ensemble's parameter groups."""
+    if isinstance(optimizer, Optimizer):
+        if lr != DEFAULT_LR or gamma is not None:
+            raise ValueError(
+                "optimizer has its own learning rates; leave out lr= and gamma=, or pass them to "
+                "ensemble.parameter_groups(lr=…, gamma=…)."
+            )
+        trained = set()
+        for group in optimizer.param_groups:
+            trained.update(id(parameter) for parameter in group["params"])
+        if not any(id(parameter) in trained for parameter in ensemble.parameters()):
+            raise ValueError(
+                "optimizer has no parameter of this ensemble; build it from "
+                "ensemble.parameter_groups(…) of the ensemble that you train."
+            )
+        return optimizer
+    make = optimizer
+    if make is None:
+        make = functools.partial(SGD, momentum=0.9, fused=can_fuse(ensemble))
+    groups = ensemble.parameter_groups(lr, gamma=gamma, optimizer=make)
+    return make(groups)
 
 
-def linear_decay(epochs: int, *, hold: float = 0.5, final: float = 0.01) -> MakeScheduler:
-    """Return the paper's schedule: a constant rate, then linearly down.
-
-    Args:
-        epochs: of the whole run.
-        hold: fraction of the epochs with the full rate.
-        final: fraction of the rate at the end; the last epoch comes one step short of it.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        >>> scheduler = linear_decay(8, final=0.0)(optimizer)
-        >>> [scheduler.lr_lambdas[0](epoch) for epoch in range(8)]
-        [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
-    """
-    if not 0 <= hold <= 1 or not 0 <= final <= 1:
-        raise ValueError(f"hold and final are fractions from 0 to 1; got {hold} and {final}")
-
-    def factor(epoch: int) -> float:
-        left = (epochs - epoch) / max(epochs * (1 - hold), 1e-12)
-        return final + (1 - final) * min(1.0, max(0.0, left))
-
-    return lambda optimizer: LambdaLR(optimizer, factor)
+def can_fuse(ensemble: EmbeddedEnsemble) -> bool:
+    """Return whether torch's fused SGD is correct and available for all parameters."""
+    # On the CPU the fused kernel assumes contiguous memory and dense gradients.
+    if any(getattr(module, "sparse", False) for module in ensemble.modules()):
+        return False
+    return all(p.is_contiguous() and p.device.type == "cpu" for p in ensemble.parameters())
 
 
-def describe(value: Any) -> Any:
-    """Return JSON for a function, a module or a number that is the same in every process."""
-    if isinstance(value, EachMember):
-        value = list(vars(value).values())
-    elif isinstance(value, functools.partial):
-        value = [value.func, value.args, sorted(value.keywords.items())]
-    elif isinstance(value, nn.Module):
-        value = [repr(value), *value.state_dict().values()]
-    if isinstance(value, (tuple, list)):
-        return [describe(v) for v in value]
-    if isinstance(value, Tensor):
-        return value.tolist() if value.numel() < 1000 else list(value.shape)
-    if value is None or (isinstance(value, (bool, int, str, float)) and value == value):
-        return value
-    if name := getattr(value, "__qualname__", ""):
-        return f"{value.__module__}.{name}"
-    return str(value) if isinstance(value, (torch.dtype, float)) else type(value).__name__
+def _make_scheduler(
+    optimizer: Optimizer, scheduler: MakeScheduler | None, epochs: int, options: Options
+) -> Any:
+    make = scheduler or linear_decay(epochs)
+    result = make(optimizer)
+    if isinstance(result, ReduceLROnPlateau) and options.schedule_every == "step":
+        raise ValueError("ReduceLROnPlateau needs a metric per epoch; leave out ScheduleEveryStep.")
+    return result
+
+
+def _group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of all groups, without their parameters."""
+    settings = []
+    for group in optimizer.param_groups:
+        settings.append({name: value for name, value in group.items() if name != "params"})
+    return settings
+
+
+def _order_callbacks(callbacks: list[Callback], rank: int) -> list[Callback]:
+    """Return the callbacks of this process; checkpoints last, to save what the others have done."""
+    if rank > 0:
+        callbacks = [callback for callback in callbacks if callback.changes_training]
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))

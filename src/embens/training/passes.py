@@ -1,200 +1,217 @@
-"""What a run computes of a batch: outputs, losses and gradients, and whether its data will do.
-
-Data are looked at once: tensors before the first step, those of a loader as they come. Numbers that
-are not finite are refused where the loss is not finite either.
-"""
+"""Forward and backward passes of a run through batches."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from embens.checks import Gamma, check_number, find_gaps, gradient_factor
+from embens.checks import find_gaps
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.export import evaluating
-from embens.ensemble.run import gather
 from embens.objective import (
-    BatchKind,
+    Criterion,
     check_labels,
     default_criterion,
+    gaussian_nll,
     ignored_label,
     logits_of,
     member_losses,
+    squared_error,
 )
-from embens.training import parallel, randomness
-from embens.training.batches import AnyBatches, Loaded, Minibatch, Shuffled, map_tensors
-from embens.training.each import EachMember
+from embens.training.batches import AnySource, Minibatch, map_tensors
+from embens.training.options import Options
+from embens.trees import gather
 
-Result = tuple[Tensor, Any, Any, int]
-"""What a batch gave: the losses of members, their outputs, the target and how many rows."""
+DEFAULT_CRITERIA: dict[str, Criterion] = {
+    "cross_entropy": F.cross_entropy,
+    "squared_error": squared_error,
+    "gaussian_nll": gaussian_nll,
+}
+
+
+class PassResult(NamedTuple):
+    """The result of a forward pass.
+
+    Attributes:
+        losses: mean losses of the members, ``(member,)``, detached.
+        outputs: outputs of the ensemble, ``(member, batch, …)``, detached.
+        target: the target on the device of the ensemble.
+        rows: number of rows.
+    """
+
+    losses: Tensor
+    outputs: Any
+    target: Any
+    rows: int
 
 
 class Passes:
-    """Passes of an ensemble through batches; a criterion of None is chosen on the first one."""
+    """Compute outputs, losses and gradients of batches.
 
-    def __init__(self, ensemble: EmbeddedEnsemble, settings: Any, batches: AnyBatches):
-        self.ensemble, self.settings, self.batches = ensemble, settings, batches
+    Args:
+        ensemble: the ensemble that is trained.
+        options: of the run.
+        criterion: the criterion; None: chosen on the first batch and then kept.
+    """
+
+    def __init__(self, ensemble: EmbeddedEnsemble, options: Options, criterion: Criterion | None):
+        self.ensemble = ensemble
+        self.options = options
+        self.criterion = criterion
+        self.uses_logits = criterion is None
         self.device = next(ensemble.parameters()).device
-        self.criterion = settings.criterion
-        half = settings.autocast == torch.float16  # else the scaler does nothing
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
-        self.forward: Callable = ensemble
-        if settings.compile:
-            # A graph for each shape: which one runs must not depend on those that ran before.
+        half_precision = options.autocast == torch.float16
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half_precision)
+        self.forward: Callable[..., Any] = ensemble
+        if options.compile:
+            # dynamic=False compiles one graph per shape. Otherwise the graph would depend on the
+            # shapes seen before, and a resumed run would differ in the last bits.
             self.forward = torch.compile(lambda *a, **k: ensemble(*a, **k), dynamic=False)
-        if settings.each is not None and settings.each.dropout is not None:
-            self.forward = settings.each.dropping(ensemble)
-        self._labels: list[tuple[str, Any]] = []
+        self._unchecked_targets: list[tuple[str, Any]] = []
 
-    def train(self, name: str, batch: Minibatch, weight: float) -> tuple[Tensor, Result]:
-        """Add a batch's gradients, times a weight; return its objective and what it gave."""
-        gaps = "" if self.batches.tensors else self._look(name, batch.inputs, batch.target)
-        inputs, target = self._move((batch.inputs, batch.target))
-        with _explaining(f"{name} has {batch.rows} rows"):
-            losses, outputs = self._backward(inputs, target, weight, batch.numbers)
-        loss = losses.sum()
-        if self.ensemble.plan.has_prior:
-            kl = self.ensemble.kl() / self._rows()
-            self._scaled(kl, weight).backward()
-            loss = loss + kl.detach()
-        _refuse(name, gaps, loss)
-        return loss if weight == 1 else weight * loss, (losses, outputs, target, batch.rows)
+    def train(
+        self, batch: Minibatch, weight: float, name: str, inspect: bool
+    ) -> tuple[Tensor, PassResult]:
+        """Add the gradients of a batch, multiplied by a weight.
+
+        Args:
+            batch: the batch.
+            weight: its share of the rows of a step.
+            name: of the batch, for error messages.
+            inspect: whether to look for invalid values in the batch.
+
+        Returns:
+            The weighted objective, and the losses and outputs.
+        """
+        gaps = self.inspect(name, batch.inputs, batch.target) if inspect else ""
+        inputs, target = self.move((batch.inputs, batch.target))
+        if self.options.chunk is None:
+            losses, outputs = self._backward(inputs, target, weight)
+        else:
+            losses, outputs = self._backward_in_chunks(inputs, target, weight)
+        objective = losses.sum()
+        refuse_gaps(name, gaps, objective)
+        if weight != 1:
+            objective = weight * objective
+        return objective, PassResult(losses, outputs, target, batch.rows)
+
+    def _backward(self, inputs: Any, target: Any, weight: float) -> tuple[Tensor, Any]:
+        args, kwargs = self.ensemble.bind(inputs)
+        with self.autocast():
+            outputs = self.forward(*args, batch=self.options.batch, **kwargs)
+        outputs = self._prepare(outputs)
+        losses = self._losses(outputs, target, self.options.batch)
+        self._scale(losses.sum(), weight).backward()
+        return losses.detach(), map_tensors(Tensor.detach, outputs)
+
+    def _backward_in_chunks(self, inputs: Any, target: Any, weight: float) -> tuple[Tensor, Any]:
+        all_losses, all_outputs = [], []
+
+        def criterion(outputs: Any, target: Any) -> Tensor:
+            """Return the scaled loss of one member, and keep its loss and outputs."""
+            outputs = self._prepare(outputs)
+            with self.autocast(enabled=False):
+                stacked = map_tensors(lambda output: output[None], outputs)
+                (loss,) = self._losses(stacked, target, "same")
+            all_losses.append(loss.detach())
+            all_outputs.append(map_tensors(Tensor.detach, outputs))
+            return self._scale(loss, weight)
+
+        with self.autocast():
+            self.ensemble.backward(
+                inputs, target, criterion=criterion, chunk=self.options.chunk or 1
+            )
+        return torch.stack(all_losses), gather(all_outputs, torch.stack)
 
     def evaluate(
-        self, name: str, batches: AnyBatches, ensemble: EmbeddedEnsemble, kind: BatchKind = "same"
-    ) -> Iterator:
-        """Yield what every batch gives, in the mode of an ensemble that is like the one here."""
-        for number, batch in enumerate(batches.epoch(0), 1):
-            where = f"{name}: batch {number}"
-            gaps = "" if batches.tensors else self._look(where, batch.inputs, batch.target)
-            inputs, target = self._move((batch.inputs, batch.target))
+        self, source: AnySource, ensemble: EmbeddedEnsemble, batch: str = "same"
+    ) -> Iterator[PassResult]:
+        """Yield the results of all batches of a data source, without gradients.
+
+        Args:
+            source: the data.
+            ensemble: the ensemble of the run, or an average of its weights.
+            batch: how to call the ensemble.
+        """
+        for number, minibatch in enumerate(source.epoch(0), 1):
+            name = f"{source.name}: batch {number}"
+            gaps = ""
+            if source.tensors is None:
+                gaps = self.inspect(name, minibatch.inputs, minibatch.target)
+            inputs, target = self.move((minibatch.inputs, minibatch.target))
             args, kwargs = ensemble.bind(inputs)
-            with self._autocast(enabled=ensemble is self.ensemble):
-                outputs = self._take(ensemble(*args, batch=kind, **kwargs))
-            losses = self._losses(outputs, target, kind)
-            _refuse(where, gaps, losses.sum())
-            yield losses, outputs, target, batch.rows
+            with self.autocast(enabled=ensemble is self.ensemble):
+                outputs = ensemble(*args, batch=batch, **kwargs)
+            outputs = self._prepare(outputs)
+            losses = self._losses(outputs, target, batch)
+            refuse_gaps(name, gaps, losses.sum())
+            yield PassResult(losses, outputs, target, minibatch.rows)
 
-    def _backward(
-        self, inputs: Any, target: Any, weight: float, rows: Tensor | None
-    ) -> tuple[Tensor, Any]:
-        """Add gradients, of some members after others; return members' losses and outputs."""
-        settings, seen = self.settings, []
+    def autocast(self, enabled: bool = True) -> AbstractContextManager:
+        """Return the autocast context of the run."""
+        dtype = self.options.autocast
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype, enabled)
 
-        def loss_of(outputs: Any) -> Tensor:
-            outputs = self._take(outputs)
-            with self._autocast(enabled=False):
-                losses = self._losses(outputs, target, settings.batch, settings.each, rows)
-            seen.append((losses.detach(), map_tensors(Tensor.detach, outputs)))
-            return self._scaled(losses.sum(), weight)
+    def move(self, values: Any) -> Any:
+        """Move tensors to the device of the ensemble."""
+        return map_tensors(lambda value: value.to(self.device, non_blocking=True), values)
 
-        args, kwargs = self.ensemble.bind(inputs)
-        if settings.chunk is None:
-            with self._autocast():
-                outputs = self.forward(*args, batch=settings.batch, **kwargs)
-            loss_of(outputs).backward()
-            return seen[0]
-        run = self.ensemble.run(args, kwargs, chunk=settings.chunk, cut=True)
-        with run, self._autocast():
-            run.backward(loss_of)
-        losses, outputs = (gather(parts, torch.cat) for parts in zip(*seen, strict=True))
-        return losses, outputs
-
-    def _rows(self) -> int:
-        batches = self.batches
-        try:
-            return batches.count if isinstance(batches, Shuffled) else len(batches.data.dataset)
-        except (AttributeError, TypeError):
-            raise TypeError(
-                "train: the divergence from the prior is divided by the number of rows, which this "
-                "loader does not know; pass tensors, or a DataLoader of a data set with a length"
-            ) from None
-
-    def _scaled(self, loss: Tensor, weight: float) -> Tensor:
-        return self.scaler.scale(loss if weight == 1 else weight * loss)
-
-    def _autocast(self, enabled: bool = True) -> AbstractContextManager:
-        kind = self.settings.autocast
-        return nullcontext() if kind is None else torch.autocast(self.device.type, kind, enabled)
-
-    def _take(self, outputs: Any) -> Any:
-        """Return outputs in full precision; the logits of several, if no criterion takes them."""
-        outputs = logits_of(outputs) if self.settings.criterion is None else outputs
-        if self.settings.autocast is None:
-            return outputs
-        half = (torch.bfloat16, torch.float16)
-        return map_tensors(lambda v: v.float() if v.dtype in half else v, outputs)
-
-    def _losses(
-        self,
-        outputs: Any,
-        target: Any,
-        batch: BatchKind,
-        each: EachMember | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        if self.criterion is None:
-            self.criterion = default_criterion(outputs, target, batch, self.settings.of)
-        if self._labels and (ignored := ignored_label(self.criterion)) is not None:
-            classes = outputs.shape[1 if batch == "split" else 2]
-            for name, values in self._labels:
-                check_labels(name, values, classes, ignored)
-        self._labels = []
-        if each is not None:
-            return each.losses(outputs, target, self.criterion, batch, rows)
-        members, of = self.ensemble.members if batch == "split" else None, self.settings.of
-        return member_losses(outputs, target, self.criterion, batch=batch, of=of, members=members)
-
-    def _move(self, values: Any) -> Any:
-        return map_tensors(lambda v: v.to(self.device, non_blocking=True), values)
-
-    # Data
-
-    def _look(self, name: str, inputs: Any, target: Any) -> str:
-        """Return where data that were not looked at before are not finite; note their labels."""
-        self._labels.append((name, target))
+    def inspect(self, name: str, inputs: Any, target: Any) -> str:
+        """Describe non-finite values of new data; remember the target for a check of its labels."""
+        self._unchecked_targets.append((name, target))
         return find_gaps("inputs", inputs) or find_gaps("targets", target)
 
-    @torch.no_grad()
-    def check(self, validation: AnyBatches | None, first: bool) -> None:
-        """Refuse, before anything is spent, tensors that would not do.
+    def _prepare(self, outputs: Any) -> Any:
+        """Return outputs in full precision; only the logits, if the criterion is a default."""
+        if self.uses_logits:
+            outputs = logits_of(outputs)
+        if self.options.autocast is None:
+            return outputs
+        return map_tensors(_full_precision, outputs)
 
-        Where they are not finite the first epoch is rehearsed: their losses may be. Before the
-        first step, so is a last batch with few rows, which BatchNorm may refuse.
-        """
-        settings, criterion, train = self.settings, self.criterion, self.batches
-        for name, batches in (("train", train), ("validation", validation)):
-            if batches is None or batches.tensors is None:
-                continue
-            if not (gaps := self._look(name, *batches.tensors)):
-                continue
-            kind = settings.batch if name == "train" else "same"
-            with evaluating(self.ensemble), randomness.seeded(settings.seed):
-                for losses, *_ in self.evaluate(name, batches, self.ensemble, kind):
-                    parallel.sum_(train.world, [loss := losses.sum()])
-                    _refuse(name, gaps, loss)
-            self.criterion = criterion
-        rows = (train.count - 1) % settings.batch_size + 1
-        split = self.ensemble.members if settings.batch == "split" else 1
-        if not first or isinstance(train, Loaded) or rows >= 2 * train.world.size * split:
-            return
-        (last,) = train.epoch(0, len(train) - 1)
-        what = f"train: the last of {train.count} rows in batches of {settings.batch_size}"
-        before = {k: v.clone() for k, v in self.ensemble.state_dict().items()}
-        try:
-            self.ensemble.train()
-            args, kwargs = self.ensemble.bind(self._move(last.inputs))
-            explained = _explaining(f"{what} are {rows}")
-            with explained, randomness.seeded(settings.seed), self._autocast():
-                self.ensemble(*args, batch=settings.batch, **kwargs)
-        finally:
-            self.ensemble.load_state_dict(before)
+    def _losses(self, outputs: Any, target: Any, batch: Any) -> Tensor:
+        if self.criterion is None:
+            self.criterion = default_criterion(outputs, target, batch, self.options.of)
+        if self._unchecked_targets:
+            self._check_labels(outputs, batch)
+        members = self.ensemble.members if batch == "split" else None
+        return member_losses(
+            outputs, target, self.criterion, batch=batch, of=self.options.of, members=members
+        )
+
+    def _check_labels(self, outputs: Any, batch: str) -> None:
+        """Check the labels of new data, now that the number of classes is known."""
+        ignored = ignored_label(self.criterion)
+        if ignored is not None:
+            classes = outputs.shape[1 if batch == "split" else 2]
+            for name, target in self._unchecked_targets:
+                check_labels(name, target, classes, ignored)
+        self._unchecked_targets = []
+
+    def _scale(self, loss: Tensor, weight: float) -> Tensor:
+        if weight != 1:
+            loss = weight * loss
+        return self.scaler.scale(loss)
+
+    def criterion_name(self) -> str | None:
+        """Return the name of the default criterion in use, for checkpoints."""
+        for name, criterion in DEFAULT_CRITERIA.items():
+            if criterion is self.criterion:
+                return name
+        return None
+
+    def restore_criterion(self, name: str | None) -> None:
+        """Use a default criterion by name; None changes nothing."""
+        if name is not None:
+            self.criterion = DEFAULT_CRITERIA[name]
 
 
-def _refuse(name: str, gaps: str, loss: Tensor) -> None:
-    """Raise if a loss is not finite because data are not."""
+def refuse_gaps(name: str, gaps: str, loss: Tensor) -> None:
+    """Raise ValueError if data have non-finite values and the loss is not finite either."""
     if gaps and not loss.isfinite():
         raise ValueError(
             f"{name}: {gaps}, and the loss is {float(loss)} there. Leave these rows out, or fill "
@@ -202,52 +219,7 @@ def _refuse(name: str, gaps: str, loss: Tensor) -> None:
         )
 
 
-@contextmanager
-def _explaining(what: str) -> Iterator[None]:
-    """Say what to do where torch has one row for BatchNorm."""
-    try:
-        yield
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        raise ValueError(
-            f"{what}, and BatchNorm needs at least two rows of each member in training. Choose "
-            "another batch_size, or pass a DataLoader with drop_last=True."
-        ) from error
-
-
-@torch.no_grad()
-def clip_gradients_(ensemble: EmbeddedEnsemble, bound: float, *, gamma: Gamma = None) -> Tensor:
-    r"""Clip the gradients of an ensemble in place; return the members' norms before, ``(member,)``.
-
-    To a member :math:`a` a step is one of its own network. Its gradient's norm :math:`n_a` and the
-    factor :math:`c_a` that clips it to :math:`C` are
-
-    .. math::
-        n_a^2 = \Big\| \frac{\gamma}{M} \sum_b \frac{\partial L_b}{\partial w} \Big\|^2
-              + \Big\| \frac{\partial L_a}{\partial u_a} \Big\|^2, \qquad
-        c_a = \min\Big(1, \frac{C}{n_a}\Big).
-
-    Individual gradients are multiplied by their member's :math:`c_a`, shared ones by the smallest,
-    so no member's norm exceeds :math:`C`, which means the same for any number of members.
-
-    Args:
-        ensemble: with the plain gradients of the objective, before the optimizer's step.
-        bound: the largest norm, :math:`C`.
-        gamma: as for :meth:`~embens.EmbeddedEnsemble.parameter_groups`.
-    """
-    check_number("clip", bound, "a number above 0", lambda value: value > 0)
-    factor = gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
-    shared = [p.grad for p in ensemble.shared_parameters() if p.grad is not None]
-    own = [p.grad for p in ensemble.individual_parameters() if p.grad is not None]
-    squares = [g.reshape(ensemble.members, -1).square().sum(1) for g in own]
-    if shared:
-        square = (factor * torch.nn.utils.get_total_norm(shared)).square()
-        squares.append(square.expand(ensemble.members))
-    norms = torch.stack(squares).sum(0).sqrt()
-    scales = (bound / norms).clamp(max=1.0)
-    for gradient in shared:
-        gradient.mul_(scales.min())
-    for gradient in own:
-        gradient.mul_(scales.view(-1, *(1,) * (gradient.dim() - 1)))
-    return norms
+def _full_precision(value: Tensor) -> Tensor:
+    if value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value

@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from embens.training.hugging_face import EnsembleTrainer
+    from embens.training.huggingface import EnsembleTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS, TOKENS, CLASSES = 24, 7, 3

@@ -1,0 +1,256 @@
+"""Options of the training loop, and the callbacks that set them.
+
+Each option is set by one callback. The loop reads :class:`Options` where it needs them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from embens import metrics
+from embens.checks import check_choice, check_whole
+from embens.training.callbacks import Callback
+
+Metric = str | Callable[[Tensor, Tensor], Any] | None
+DIRECTIONS: dict[Any, bool] = {
+    "accuracy": True,
+    "loss": False,
+    metrics.ensemble_accuracy: True,
+    metrics.nll: False,
+    metrics.brier: False,
+    metrics.expected_calibration_error: False,
+}
+"""Whether a larger value of a metric is better."""
+
+
+@dataclass
+class Options:
+    """Options that callbacks may change in :meth:`Callback.setup`.
+
+    Attributes:
+        accumulate: batches per step of the optimizer.
+        autocast: dtype of the forward passes; None: that of the parameters.
+        batch: which rows members see: "same", "own" or "split" (:class:`Batches`).
+        chunk: members per backward pass; None: all at once.
+        compile: whether to compile the forward pass.
+        keep_best: whether to end with the weights of the best epoch.
+        maximise: whether a larger metric is better; None: by the metric.
+        metric: selects the best epoch.
+        of: what the criterion is applied to: "members", "mean" or "moments" (:class:`Objective`).
+        schedule_every: when the scheduler makes a step: "epoch" or "step".
+    """
+
+    accumulate: int = 1
+    autocast: torch.dtype | None = None
+    batch: Literal["same", "own", "split"] = "same"
+    chunk: int | None = None
+    compile: bool = False
+    keep_best: bool = True
+    maximise: bool | None = None
+    metric: Metric = None
+    of: Literal["members", "mean", "moments"] = "members"
+    schedule_every: Literal["epoch", "step"] = "epoch"
+
+    def check(self) -> None:
+        """Raise ValueError for options that exclude one another."""
+        if self.chunk is not None and (self.batch != "same" or self.of != "members"):
+            raise ValueError("Objective(chunk=…) cannot be combined with of=… or Batches(…).")
+        if self.compile and self.chunk is not None:
+            raise ValueError("Compile() needs all members at once; leave out Objective(chunk=…).")
+        if self.of != "members" and self.batch != "same":
+            raise ValueError(
+                f"Objective(of={self.of!r}) needs the same rows for all members; leave out "
+                f"Batches({self.batch!r})."
+            )
+
+    def choose_metric(self, metric: Metric, maximise: bool | None) -> None:
+        """Set the metric that selects the best epoch, unless None."""
+        if metric is None:
+            return
+        if self.metric is not None and self.metric != metric:
+            raise ValueError("callbacks choose two metrics; pass metric= to one of them.")
+        self.metric = metric
+        self.maximise = maximise
+
+
+def is_larger_better(metric: Metric, maximise: bool | None) -> bool:
+    """Return the direction of a metric.
+
+    Raises:
+        ValueError: if the metric is unknown, or a function without a known direction.
+    """
+    if isinstance(metric, str):
+        check_choice("metric", metric, ("accuracy", "loss"))
+    if maximise is not None:
+        return maximise
+    if metric not in DIRECTIONS:
+        raise ValueError(
+            "metric: the direction of this function is unknown; pass maximise=True or False."
+        )
+    return DIRECTIONS[metric]
+
+
+class Accumulate(Callback):
+    """Make one step of the optimizer per ``batches`` batches, on the mean over their rows.
+
+    Args:
+        batches: batches per step.
+
+    Example:
+        >>> callbacks = [Accumulate(4)]
+    """
+
+    changes_training = True
+
+    def __init__(self, batches: int):
+        self.batches = check_whole("batches", batches)
+
+    def setup(self, options: Options) -> None:
+        """Set ``options.accumulate``."""
+        options.accumulate = self.batches
+
+
+class Autocast(Callback):
+    """Run forward passes in half precision; losses are computed in full precision.
+
+    Args:
+        dtype: ``torch.bfloat16``, or ``torch.float16`` (with a gradient scaler).
+
+    Example:
+        >>> callbacks = [Autocast(torch.bfloat16)]
+    """
+
+    changes_training = True
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16):
+        self.dtype = check_choice("dtype", dtype, (torch.bfloat16, torch.float16))
+
+    def setup(self, options: Options) -> None:
+        """Set ``options.autocast``."""
+        options.autocast = self.dtype
+
+
+class Batches(Callback):
+    """Show members different rows.
+
+    Args:
+        kind: "own": each member has its own order of the training data, and batches
+            ``(member, batch, …)`` (a loader has to yield this shape); "split": row ``i`` of a
+            batch goes to member ``i mod M``.
+
+    Example:
+        >>> callbacks = [Batches("own")]
+    """
+
+    changes_training = True
+
+    def __init__(self, kind: Literal["own", "split"]):
+        self.kind = check_choice("kind", kind, ("own", "split"))
+
+    def setup(self, options: Options) -> None:
+        """Set ``options.batch``."""
+        options.batch = self.kind
+
+
+class Compile(Callback):
+    """Compile the forward pass with ``torch.compile``; needs torch 2.10.
+
+    Example:
+        >>> callbacks = [Compile()]
+    """
+
+    changes_training = True
+
+    def setup(self, options: Options) -> None:
+        """Set ``options.compile``."""
+        if torch.__version__ < (2, 10):  # type: ignore[operator]
+            raise ValueError(f"Compile() needs torch 2.10, got {torch.__version__}.")
+        options.compile = True
+
+
+class Objective(Callback):
+    """Choose the training objective and its backward pass.
+
+    Args:
+        of: what the criterion is applied to. "members": the outputs of each member; "mean": the
+            mean output; "moments": one normal distribution with the mean and variance of the
+            members' mixture. See :func:`embens.objective`.
+        chunk: members per backward pass, to save memory; None: all at once.
+
+    Example:
+        >>> callbacks = [Objective(chunk=2)]
+    """
+
+    changes_training = True
+
+    def __init__(
+        self, of: Literal["members", "mean", "moments"] = "members", *, chunk: int | None = None
+    ):
+        self.of = check_choice("of", of, ("members", "mean", "moments"))
+        self.chunk = chunk
+        if chunk is not None:
+            check_whole("chunk", chunk)
+
+    def setup(self, options: Options) -> None:
+        """Set ``options.of`` and ``options.chunk``."""
+        options.of = self.of
+        options.chunk = self.chunk
+
+
+class ScheduleEveryStep(Callback):
+    """Step the scheduler after each step of the optimizer instead of each epoch.
+
+    Example:
+        >>> callbacks = [ScheduleEveryStep()]
+    """
+
+    changes_training = True
+
+    def setup(self, options: Options) -> None:
+        """Set ``options.schedule_every``."""
+        options.schedule_every = "step"
+
+
+class KeepBest(Callback):
+    """End with the weights of the best epoch by a metric on the validation data.
+
+    Without this callback ``fit`` does the same with the default metric.
+
+    Args:
+        metric: "accuracy" (of the ensemble), "loss" (mean over members), or a function of
+            ``(outputs, target)`` such as ``embens.metrics.nll``; None: "accuracy" for
+            classification, "loss" otherwise.
+        maximise: whether larger is better; needed for functions outside ``embens.metrics``.
+
+    Example:
+        >>> callbacks = [KeepBest(metrics.nll)]
+    """
+
+    changes_training = True
+
+    def __init__(self, metric: Metric = None, maximise: bool | None = None):
+        if metric is not None:
+            is_larger_better(metric, maximise)
+        self.metric = metric
+        self.maximise = maximise
+
+    def setup(self, options: Options) -> None:
+        """Set ``options.metric``."""
+        options.choose_metric(self.metric, self.maximise)
+
+
+class KeepLast(Callback):
+    """End with the weights of the last epoch, also with validation data.
+
+    Example:
+        >>> callbacks = [KeepLast()]
+    """
+
+    changes_training = True
+
+    def setup(self, options: Options) -> None:
+        """Set ``options.keep_best``."""
+        options.keep_best = False

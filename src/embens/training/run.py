@@ -1,0 +1,300 @@
+"""The state of a training run."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from embens.ensemble import EmbeddedEnsemble
+from embens.training import parallel, randomness
+from embens.training.batches import AnySource
+from embens.training.callbacks import MOMENTS, Callback
+from embens.training.history import History, make_history
+from embens.training.options import Options
+from embens.training.parallel import World
+from embens.training.passes import Passes
+from embens.training.tally import Tally
+
+
+class Divergence(ArithmeticError):
+    """A loss or a weight is not finite; the ensemble has the weights of the last good epoch.
+
+    Attributes:
+        history: of the epochs before.
+    """
+
+    def __init__(self, message: str, history: History):
+        super().__init__(message)
+        self.history = history
+
+
+class Run:
+    """The state of a training run; callbacks receive it.
+
+    Attributes:
+        ensemble: the ensemble that is trained.
+        evaluated: the ensemble that is validated and returned: ``ensemble``, or its average.
+        train: the training batches.
+        validation: the validation batches, or None.
+        optimizer: the optimizer.
+        scheduler: the learning-rate scheduler.
+        options: set by callbacks.
+        arguments: of ``fit``, as far as they determine the result.
+        gamma: the gamma passed to ``fit``.
+        seed: the seed passed to ``fit``.
+        world: rank and number of processes.
+        epochs: number of epochs of the whole run.
+        epoch: number of completed epochs.
+        step: number of completed steps in the current epoch.
+        steps: number of completed steps in the whole run.
+        best_epoch: the epoch with the best metric so far, counted from 1.
+        stopped: why the run ends; None while it continues.
+        interrupted: whether the last epoch was cut short.
+        cleanup: contexts that are closed at the end of the run, also after an error.
+    """
+
+    def __init__(
+        self,
+        ensemble: EmbeddedEnsemble,
+        train: AnySource,
+        validation: AnySource | None,
+        optimizer: Optimizer,
+        scheduler: Any,
+        options: Options,
+        callbacks: list[Callback],
+        arguments: dict[str, Any],
+        cleanup: ExitStack,
+    ):
+        self.ensemble = ensemble
+        self.evaluated = ensemble
+        self.train = train
+        self.validation = validation
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.options = options
+        self.callbacks = callbacks
+        self.arguments = arguments
+        self.cleanup = cleanup
+        self.gamma = arguments["gamma"]
+        self.seed: int = arguments["seed"]
+        self.epochs: int = arguments["epochs"]
+        self.world: World = train.world
+        self.device = next(ensemble.parameters()).device
+        self.passes = Passes(ensemble, options, arguments["criterion"])
+        self.shared = list(ensemble.shared_parameters())
+        self.individual = list(ensemble.individual_parameters())
+        self.parameters = self.shared + self.individual
+        self.steps_per_epoch = math.ceil(len(train) / options.accumulate)
+
+        self.epoch = 0
+        self.steps = 0
+        self.records: list[dict[str, Any]] = []
+        self.best_value = math.nan
+        self.larger_is_better = False
+        self.best_epoch: int | None = None
+        self.best_weights: dict[str, Tensor] | None = None
+        self.stopped: str | None = "epochs" if self.epochs == 0 else None
+        self.interrupted = False
+        self.last_objective: Tensor | None = None
+        self.last_members = ensemble.members  # a small split batch has rows for fewer members
+        self.unchecked_objectives: list[Tensor] = []
+        self.begin_epoch()
+        self.good_weights = copy_weights(ensemble)
+        self._listeners = {moment: _listeners(callbacks, moment) for moment in MOMENTS}
+
+    def begin_epoch(self) -> None:
+        """Reset what is counted per epoch."""
+        self.step = 0
+        self.seconds = 0.0
+        self.gradient_norms: tuple[float, float] | None = None
+        self.tally = Tally(self.ensemble.members, self.options.batch, self.device)
+
+    # For callbacks
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the members at the last step."""
+        if self.last_objective is None:
+            return math.nan
+        return float(self.last_objective) / self.last_members
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return the next step's rates of shared (``lr``) and individual parameters."""
+        return {
+            "lr": self._rate_of(self.shared),
+            "modulation_lr": self._rate_of(self.individual),
+        }
+
+    def _rate_of(self, parameters: list[Tensor]) -> float:
+        if not parameters:
+            return math.nan
+        for group in self.optimizer.param_groups:
+            if any(parameter is parameters[0] for parameter in group["params"]):
+                return float(group["lr"])
+        return math.nan
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step or epoch; the first reason counts."""
+        if self.stopped is None:
+            self.stopped = reason
+
+    def agree(self, value: float) -> float:
+        """Return a number of the first process, so that all processes decide alike."""
+        if self.world.size == 1:
+            return float(value)
+        number = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
+        parallel.broadcast_(self.world, [number])
+        return float(number)
+
+    def notify(self, moment: str, *arguments: Any) -> None:
+        """Call a method of all callbacks that have it."""
+        for callback in self._listeners[moment]:
+            method = getattr(callback, moment)
+            if callback.changes_training:
+                method(self, *arguments)
+            else:
+                with randomness.seeded(self.seed):
+                    method(self, *arguments)
+
+    # For the loop
+
+    def history(self) -> History:
+        """Return the history up to now."""
+        return make_history(self.records, self.best_epoch, self.stopped or "epochs")
+
+    def update_best(self, metric: float) -> None:
+        """Remember the current epoch if its metric is the best so far; ignore NaN."""
+        if math.isnan(metric):
+            return
+        is_better = metric > self.best_value if self.larger_is_better else metric < self.best_value
+        if self.best_epoch is None or is_better:
+            self.best_value = metric
+            self.best_epoch = self.epoch
+            if self.options.keep_best:
+                self.best_weights = copy_weights(self.evaluated)
+
+    def check_objectives(self) -> None:
+        """Raise :class:`Divergence` if an objective since the last check is not finite."""
+        if not self.unchecked_objectives:
+            return
+        values = torch.stack(self.unchecked_objectives).tolist()
+        self.unchecked_objectives = []
+        first_step = self.step - len(values) + 1
+        for step, value in enumerate(values, first_step):
+            if not math.isfinite(value):
+                raise self.divergence(f"the loss is {value}", step)
+
+    def has_finite_weights(self) -> bool:
+        """Return whether all parameters are finite."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.parameters)
+
+    def check_weights(self) -> None:
+        """Raise :class:`Divergence` if a weight is not finite."""
+        if not self.has_finite_weights():
+            raise self.divergence("a weight is not finite", self.step)
+
+    def divergence(self, problem: str, step: int) -> Divergence:
+        """Restore the last good weights and return the error to raise."""
+        rates = self.learning_rates()
+        self.ensemble.load_state_dict(self.good_weights)
+        self.optimizer.zero_grad(set_to_none=True)
+        origin = f"after epoch {self.epoch}" if self.epoch > 0 else "before training"
+        return Divergence(
+            f"the run diverged in epoch {self.epoch + 1} at step {step}: {problem}. The ensemble "
+            f"has its weights from {origin} again. Try a lower lr (rate of the shared parameters "
+            f"now {rates['lr']:g}, of modulations {rates['modulation_lr']:g}), a smaller gamma (it "
+            "multiplies the rate of the shared parameters; 1 is the mean gradient), standardised "
+            "inputs, or embens.training.ClipGradients.",
+            self.history(),
+        )
+
+    # For checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state between two steps; to be called in all processes."""
+        self.tally.flush()
+        sums = {name: value.clone() for name, value in self.tally.sums.items()}
+        parallel.sum_(self.world, sums.values())
+        # At the start of an epoch the good weights are those of the ensemble.
+        between_epochs = self.step == 0
+        callback_states = []
+        for callback in self.callbacks:
+            state = callback.state_dict()
+            if state:
+                callback_states.append([type(callback).__name__, state])
+        return {
+            "ensemble": self.ensemble.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.passes.scaler.state_dict(),
+            "epoch": self.epoch,
+            "step": self.step,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "gradient_norms": self.gradient_norms,
+            "records": self.records,
+            "best_value": self.best_value,
+            "best_epoch": self.best_epoch,
+            "best_weights": self.best_weights,
+            "good_weights": None if between_epochs else self.good_weights,
+            "stopped": self.stopped if between_epochs else None,
+            "tally": sums,
+            "random": randomness.get_states(),
+            "generators": [generator.get_state() for generator in self.train.generators],
+            "criterion": self.passes.criterion_name(),
+            "callbacks": callback_states,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned."""
+        self.ensemble.load_state_dict(state["ensemble"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.passes.scaler.load_state_dict(state["scaler"])
+        # The scheduler would warn that the optimizer has made no step.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.epoch = state["epoch"]
+        self.step = state["step"]
+        self.steps = state["steps"]
+        self.seconds = state["seconds"]
+        self.gradient_norms = state["gradient_norms"]
+        self.records = state["records"]
+        self.best_value = state["best_value"]
+        self.best_epoch = state["best_epoch"]
+        self.best_weights = state["best_weights"]
+        self.good_weights = state["good_weights"] or copy_weights(self.ensemble)
+        self.stopped = state["stopped"]
+        if self.world.rank == 0:  # sums over processes: one process has them, the others zeros
+            for name, value in state["tally"].items():
+                self.tally.sums[name].copy_(value)
+        randomness.set_states(state["random"])
+        for generator, value in zip(self.train.generators, state["generators"], strict=True):
+            generator.set_state(value)
+        self.passes.restore_criterion(state["criterion"])
+        self._load_callbacks(state["callbacks"])
+
+    def _load_callbacks(self, states: list[Any]) -> None:
+        """Give each callback the first unused state of its class."""
+        unused = list(states)
+        for callback in self.callbacks:
+            for position, (name, state) in enumerate(unused):
+                if name == type(callback).__name__:
+                    callback.load_state_dict(state)
+                    del unused[position]
+                    break
+
+
+def copy_weights(ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
+    """Return a copy of all tensors of an ensemble."""
+    return {name: tensor.detach().clone() for name, tensor in ensemble.state_dict().items()}
+
+
+def _listeners(callbacks: list[Callback], moment: str) -> list[Callback]:
+    """Return the callbacks that override a method."""
+    default = getattr(Callback, moment)
+    return [callback for callback in callbacks if getattr(type(callback), moment) is not default]
