@@ -53,11 +53,11 @@ def test_a_fit_ends_at_its_time_limit():
 def test_a_run_that_diverges_is_repeated_with_a_lower_rate(monkeypatch):
     rates, fit = [], embens.fit
 
-    def diverges_twice(ensemble, *args, lr, **options):
-        rates.append(lr)
+    def diverges_twice(ensemble, *args, optimizer, **options):
+        rates.append(optimizer.param_groups[-1]["lr"])
         if len(rates) < 3:
             raise embens.Divergence("not finite.", History([], []))
-        return fit(ensemble, *args, lr=lr, **options)
+        return fit(ensemble, *args, optimizer=optimizer, **options)
 
     monkeypatch.setattr(embens, "fit", diverges_twice)
     x, target = mixed_table(200)
@@ -73,7 +73,8 @@ def test_calibration_rows_are_used_for_nothing_else():
     X, y = mixed_table(300)
     model = regressor(max_epochs=5)
     random_state = np.random.RandomState(model.random_state)
-    _, split_seed = random_state.randint(2**31 - 1), random_state.randint(2**31 - 1)
+    random_state.randint(2**31 - 1)  # the seed of training
+    split_seed = random_state.randint(2**31 - 1)
     generator = torch.Generator().manual_seed(split_seed)
     split = defaults.split_rows(300, "auto", stride=2, generator=generator)
     other = y.copy()

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import embens
-from embens import EmbeddedEnsemble
+from embens import EmbeddedEnsemble, training
 from embens.tabular import defaults
 from embens.tabular.columns import FOLDS, Preprocessing, learn_columns
 from embens.tabular.defaults import Options, Sizes
@@ -343,35 +342,34 @@ def run_training(
     train_rows, validation = prepared.train, prepared.validation
     epochs = sizes.epochs
     validation_data = None
-    patience = None
+    callbacks = [training.ScheduleEveryStep(), training.WeightAveraging(AVERAGED_EPOCHS)]
     if validation is None:
         epochs = min(epochs, defaults.MAX_EPOCHS_WITHOUT_VALIDATION)
     else:
         validation_data = (validation.inputs, validation.target)
-        patience = sizes.patience
+        callbacks.append(
+            training.EarlyStopping(sizes.patience, head.calibrated_metric, maximise=False)
+        )
+    if seconds < math.inf:
+        callbacks.append(training.TimeLimit(seconds))
+    is_float32 = train_rows.numbers.dtype == torch.float32
+    if head.allows_bfloat16 and is_float32 and has_fast_bfloat16():
+        callbacks.append(training.Autocast(torch.bfloat16))
+    groups = ensemble.parameter_groups(
+        lr=sizes.lr, weight_decay=sizes.weight_decay, optimizer=torch.optim.AdamW
+    )
     steps_per_epoch = math.ceil(len(train_rows) / sizes.batch_size)
-    autocast = None
-    if head.allows_bfloat16 and train_rows.numbers.dtype == torch.float32 and has_fast_bfloat16():
-        autocast = torch.bfloat16
     return embens.fit(
         ensemble,
         (train_rows.inputs, train_rows.target),
         validation_data,
         epochs=epochs,
         batch_size=sizes.batch_size,
-        lr=sizes.lr,
-        weight_decay=sizes.weight_decay,
-        criterion=head.criterion,
-        optimizer=partial(torch.optim.AdamW, fused=True),
+        optimizer=torch.optim.AdamW(groups, fused=True),
         scheduler=cosine_schedule(steps_per_epoch, epochs, seconds),
-        schedule_by="step",
-        metric=head.calibrated_metric,
-        maximise=False,
-        patience=patience,
-        average=AVERAGED_EPOCHS,
-        autocast=autocast,
+        criterion=head.criterion,
         seed=prepared.seed,
-        time_limit=None if seconds == math.inf else seconds,
+        callbacks=callbacks,
         progress=bool(prepared.options.verbose) and verbose,
     )
 
