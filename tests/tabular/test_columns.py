@@ -13,13 +13,13 @@ from tabular.problems import mixed_table, regressor
 
 from embens.tabular import columns
 from embens.tabular.columns import learn_columns
-from embens.tabular.defaults import Options
+from embens.tabular.defaults import Arguments
 from embens.tabular.frames import from_array, from_frame
 from embens.tabular.perceptron import Encoder
 
 
 def learn(table, weights=None, **changes):
-    return learn_columns(table, Options(**changes), weights)
+    return learn_columns(table, Arguments(**changes), weights)
 
 
 def original_edges(column):
@@ -72,12 +72,14 @@ class TestKindsOfColumns:
         table = from_frame(pd.DataFrame({"text": text, "x": np.arange(80.0)}))
         preprocessing = learn(table)
         assert preprocessing.categorical == []
-        assert preprocessing.notes == ["text has another text in nearly every row and is ignored"]
+        assert preprocessing.notes == [
+            "text has a different text in nearly every row and is ignored"
+        ]
         assert len(learn(table, categorical_features=["text"]).categorical) == 1
 
     def test_a_column_without_values_is_ignored_with_a_note(self):
         preprocessing = learn(from_array(np.array([[np.nan, 1.0], [np.nan, 2.0]])))
-        assert preprocessing.notes == ["column 0 has no value at all and is ignored"]
+        assert preprocessing.notes == ["column 0 has no values and is ignored"]
 
 
 class TestBins:
@@ -101,8 +103,8 @@ class TestBins:
     def test_edges_of_a_tree_lie_where_the_target_changes(self):
         x = np.random.default_rng(0).uniform(size=(2000, 1))
         target = torch.from_numpy(x > 0.61).double()
-        options = Options(binning="tree", bins=8)
-        (column,) = learn_columns(from_array(x), options, None, target).numeric
+        arguments = Arguments(binning="tree", bins=8)
+        (column,) = learn_columns(from_array(x), arguments, None, target).numeric
         below = x[x <= 0.61].max()
         assert np.abs(original_edges(column) - below).min() < 1e-6
 
@@ -183,7 +185,7 @@ class TestTargetStatistics:
         self.preprocessing = self.learn()
 
     def learn(self):
-        return learn_columns(self.table, Options(), None, self.target, self.folds)
+        return learn_columns(self.table, Arguments(), None, self.target, self.folds)
 
     def statistics(self, folds=None):
         numbers, _ = self.preprocessing.encode(self.table, torch.float64, folds)

@@ -8,7 +8,7 @@ from tabular.problems import classes_of, classifier, mixed_table
 
 from embens import laws
 from embens.tabular import defaults
-from embens.tabular.defaults import Options
+from embens.tabular.defaults import Arguments
 
 
 def split(rows, fraction="auto", *, stride=4, strata=None):
@@ -47,12 +47,12 @@ def test_a_fraction_that_leaves_no_training_rows_is_an_error():
 
 
 def test_a_tiny_table_is_one_batch_without_dropout():
-    sizes = defaults.choose_sizes(30, Options())
+    sizes = defaults.choose_sizes(30, Arguments())
     assert (sizes.batch_size, sizes.dropout) == (30, 0.0)
 
 
 def test_a_large_table_has_the_smallest_number_of_epochs():
-    assert defaults.choose_sizes(10**6, Options()).epochs == defaults.MIN_EPOCHS
+    assert defaults.choose_sizes(10**6, Arguments()).epochs == defaults.MIN_EPOCHS
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_separate_networks_take_no_law():
 
 
 def test_the_race_compares_only_what_is_auto():
-    sizes = defaults.choose_sizes(1000, Options())
-    assert len(defaults.race_candidates(sizes, Options())) == len(defaults.RACE)
-    fixed_dropout = defaults.race_candidates(sizes, Options(dropout=0.2))
+    sizes = defaults.choose_sizes(1000, Arguments())
+    assert len(defaults.race_candidates(sizes, Arguments())) == len(defaults.RACE)
+    fixed_dropout = defaults.race_candidates(sizes, Arguments(dropout=0.2))
     assert {candidate.dropout for candidate in fixed_dropout} == {0.2}
     assert len(fixed_dropout) == 2
-    assert len(defaults.race_candidates(sizes, Options(dropout=0.2, weight_decay=0.0))) == 1
+    assert len(defaults.race_candidates(sizes, Arguments(dropout=0.2, weight_decay=0.0))) == 1

@@ -125,3 +125,23 @@ def test_large_integers_in_arrow_tables_are_rounded():
     values = [2**60 + 1, None, 3]
     numbers = from_frame(pa.table({"id": values})).numbers(0)
     np.testing.assert_array_equal(numbers, [2.0**60, np.nan, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, 2.0], r"must have shape \(3,\), got \(2,\)"),
+        ([[1.0], [1.0], [1.0]], r"must have shape \(3,\), got \(3, 1\)"),
+        ([1.0, -1.0, 1.0], "Negative values"),
+        ([0.0, 0.0, 0.0], "all weights are zero"),
+        ([1.0, np.nan, 1.0], "NaN"),
+    ],
+)
+def test_invalid_sample_weights_are_errors(weights, message):
+    with pytest.raises(ValueError, match=message):
+        frames.read_weights(weights, 3)
+
+
+def test_one_sample_weight_is_that_of_all_rows():
+    assert frames.read_weights(2, 3).tolist() == [2.0, 2.0, 2.0]
+    assert frames.read_weights(None, 3).tolist() == [1.0, 1.0, 1.0]

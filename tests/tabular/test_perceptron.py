@@ -9,7 +9,7 @@ from tabular.problems import classes_of, classifier, mixed_table, regressor
 from torch import nn
 
 from embens.tabular.columns import learn_columns
-from embens.tabular.defaults import Options
+from embens.tabular.defaults import Arguments
 from embens.tabular.frames import from_array, from_frame
 from embens.tabular.perceptron import Encoder, Periodic, build_network
 
@@ -17,7 +17,7 @@ from embens.tabular.perceptron import Encoder, Periodic, build_network
 def encode(values, **changes):
     """Return the preprocessing of an array and its encoded columns, in float64."""
     table = from_array(np.asarray(values, dtype=float).reshape(len(values), -1))
-    preprocessing = learn_columns(table, Options(**changes))
+    preprocessing = learn_columns(table, Arguments(**changes))
     encoder = Encoder(preprocessing).double()
     return preprocessing, encoder(*preprocessing.encode(table, torch.float64))
 
@@ -66,7 +66,7 @@ def test_a_column_without_values_is_encoded_as_zeros():
 
 def test_large_numbers_keep_their_differences_in_float32():
     table = from_array(1.6e9 + np.arange(1000.0)[:, None])
-    preprocessing = learn_columns(table, Options(bins=4))
+    preprocessing = learn_columns(table, Arguments(bins=4))
     scores = Encoder(preprocessing)(*preprocessing.encode(table))[:, 0]
     assert (scores.diff() > 0).all()
 

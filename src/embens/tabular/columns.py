@@ -24,13 +24,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.special import ndtri
 from torch import Tensor
 
-from embens.tabular.defaults import Options
+from embens.tabular.defaults import Arguments
 from embens.tabular.frames import Table, choose_categorical
 
 MAX_INPUTS = 4096  # network inputs of all bins together, and of all categories together
@@ -189,7 +190,7 @@ def _to_codes(labels: Sequence[str | None], categories: Sequence[str]) -> Tensor
 
 def learn_columns(
     table: Table,
-    options: Options,
+    arguments: Arguments,
     weights: Tensor | None = None,
     target: Tensor | None = None,
     folds: Tensor | None = None,
@@ -200,7 +201,7 @@ def learn_columns(
 
     Args:
         table: the training rows.
-        options: the arguments of the estimator.
+        arguments: of the estimator.
         weights: sample weights ``(row,)``.
         target: ``(row, number)``, for target statistics and tree bins.
         folds: the fold of each row, 0 to ``FOLDS - 1``, for target statistics.
@@ -208,12 +209,12 @@ def learn_columns(
     if weights is None:
         weights = torch.ones(table.rows, dtype=torch.float64)
     notes: list[str] = []
-    categorical_positions = choose_categorical(table, options.categorical_features)
+    categorical_positions = choose_categorical(table, arguments.categorical_features)
     numeric = _learn_numeric_columns(
-        table, categorical_positions, options, weights.numpy(), target, notes
+        table, categorical_positions, arguments, weights.numpy(), target, notes
     )
     categorical = _learn_categorical_columns(
-        table, categorical_positions, options, weights, target, folds, notes
+        table, categorical_positions, arguments, weights, target, folds, notes
     )
     return Preprocessing(table.names, numeric, categorical, notes)
 
@@ -221,7 +222,7 @@ def learn_columns(
 def _learn_numeric_columns(
     table: Table,
     categorical_positions: list[int],
-    options: Options,
+    arguments: Arguments,
     weights: np.ndarray,
     target: Tensor | None,
     notes: list[str],
@@ -231,47 +232,60 @@ def _learn_numeric_columns(
     for position in range(len(table.names)):
         if position not in excluded:
             places += [(position, part) for part in table.date_parts(position)]
-    if isinstance(options.bins, str):
+    if isinstance(arguments.bins, str):
         bins = min(MAX_BINS, max(MIN_BINS, table.rows // ROWS_PER_BIN))
     else:
-        bins = int(options.bins)
+        bins = int(arguments.bins)
     bins = max(1, min(bins, MAX_INPUTS // max(1, len(places))))
     tree_target = None
-    if options.binning == "tree" and target is not None:
+    if arguments.binning == "tree" and target is not None:
         tree_target = target.numpy()
     columns = []
     for position, part in places:
-        name = table.names[position]
-        if part:
-            name = f"{name}:{part}"
-        values = table.numbers(position, part)
-        present = ~np.isnan(values)
-        if not present.any():
-            notes.append(f"{table.names[position]} has no value at all and is ignored")
-            empty = torch.empty(0)
-            columns.append(NumericColumn(position, name, part, 0.0, 1.0, empty, empty, False))
-            continue
-        column_target = None
-        if tree_target is not None:
-            column_target = tree_target[present]
-        centre, scale = _robust_scale(values[present], weights[present])
-        scaled = ((values[present] - centre) / scale).clip(-MAX_SCALED, MAX_SCALED)
-        scaled = scaled.astype("float32").astype("float64")  # as the network sees them
-        edges = bin_edges(scaled, weights[present], bins, column_target)
-        scores = edge_scores(scaled, weights[present], edges, options.scaling)
-        columns.append(
-            NumericColumn(
-                position,
-                name,
-                part,
-                centre,
-                scale,
-                torch.tensor(edges, dtype=torch.float32),
-                torch.tensor(scores, dtype=torch.float32),
-                has_missing=not present.all(),
-            )
+        column = _learn_numeric_column(
+            table, position, part, weights, bins, arguments.scaling, tree_target
         )
+        if len(column.edges) == 0:
+            notes.append(f"{table.names[position]} has no values and is ignored")
+        columns.append(column)
     return columns
+
+
+def _learn_numeric_column(
+    table: Table,
+    position: int,
+    part: str,
+    weights: np.ndarray,
+    bins: int,
+    scaling: str,
+    tree_target: np.ndarray | None,
+) -> NumericColumn:
+    name = table.names[position]
+    if part:
+        name = f"{name}:{part}"
+    values = table.numbers(position, part)
+    present = ~np.isnan(values)
+    if not present.any():
+        empty = torch.empty(0)
+        return NumericColumn(position, name, part, 0.0, 1.0, empty, empty, has_missing=False)
+    if tree_target is not None:
+        tree_target = tree_target[present]
+    values, weights = values[present], weights[present]
+    centre, scale = _robust_scale(values, weights)
+    scaled = ((values - centre) / scale).clip(-MAX_SCALED, MAX_SCALED)
+    scaled = scaled.astype("float32").astype("float64")  # as the network sees them
+    edges = bin_edges(scaled, weights, bins, tree_target)
+    scores = edge_scores(scaled, weights, edges, scaling)
+    return NumericColumn(
+        position,
+        name,
+        part,
+        centre,
+        scale,
+        torch.tensor(edges, dtype=torch.float32),
+        torch.tensor(scores, dtype=torch.float32),
+        has_missing=not present.all(),
+    )
 
 
 def _robust_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
@@ -356,53 +370,66 @@ def edge_scores(
 def _learn_categorical_columns(
     table: Table,
     positions: list[int],
-    options: Options,
+    arguments: Arguments,
     weights: Tensor,
     target: Tensor | None,
     folds: Tensor | None,
     notes: list[str],
 ) -> list[CategoricalColumn]:
-    chosen_by_type = isinstance(options.categorical_features, str)
+    chosen_by_type = isinstance(arguments.categorical_features, str)
     labels_by_position = {}
     for position in positions:
         labels = table.labels(position)
         if chosen_by_type and _is_text(labels):
             notes.append(
-                f"{table.names[position]} has another text in nearly every row and is ignored"
+                f"{table.names[position]} has a different text in nearly every row and is ignored"
             )
         else:
             labels_by_position[position] = labels
     count = len(labels_by_position)
-    budget = max(2, min(int(options.max_categories), MAX_INPUTS // max(1, count)))
-    if budget < options.max_categories and count > 16:
+    budget = max(2, min(int(arguments.max_categories), MAX_INPUTS // max(1, count)))
+    if budget < arguments.max_categories and count > 16:
         notes.append(f"{count} categorical columns: {budget} categories kept of each")
-    has_statistics = target is not None and folds is not None and target.shape[1] <= MAX_STATISTICS
-    min_weight = min(10.0, float(weights.sum()) / 1000)
-    columns = []
-    for position, labels in labels_by_position.items():
-        frequency: dict[str | None, float] = defaultdict(float)
-        for label, weight in zip(labels, weights.tolist(), strict=True):
-            frequency[label] += weight
-        has_missing = frequency.pop(None, None) is not None
-        categories = _most_frequent(frequency, budget, min_weight)
-        all_labels: list[str] = []
-        statistics = torch.empty(1 + FOLDS, 0, 0)
-        if has_statistics and len(frequency) > MANY_CATEGORIES:
-            all_labels = sorted(frequency)
-            codes = _to_codes(labels, all_labels)
-            statistics = target_statistics(codes, len(all_labels), target, weights, folds)
-        columns.append(
-            CategoricalColumn(
-                position,
-                table.names[position],
-                categories,
-                has_rare=len(frequency) > len(categories),
-                has_missing=has_missing,
-                labels=all_labels,
-                statistics=statistics,
-            )
+    if target is not None and target.shape[1] > MAX_STATISTICS:
+        target = None
+    return [
+        _learn_categorical_column(
+            position, table.names[position], labels, budget, weights, target, folds
         )
-    return columns
+        for position, labels in labels_by_position.items()
+    ]
+
+
+def _learn_categorical_column(
+    position: int,
+    name: str,
+    labels: list[str | None],
+    budget: int,
+    weights: Tensor,
+    target: Tensor | None,
+    folds: Tensor | None,
+) -> CategoricalColumn:
+    frequency: dict[Any, float] = defaultdict(float)
+    for label, weight in zip(labels, weights.tolist(), strict=True):
+        frequency[label] += weight
+    has_missing = frequency.pop(None, None) is not None
+    min_weight = min(10.0, float(weights.sum()) / 1000)
+    categories = _most_frequent(frequency, budget, min_weight)
+    all_labels: list[str] = []
+    statistics = torch.empty(1 + FOLDS, 0, 0)
+    if target is not None and folds is not None and len(frequency) > MANY_CATEGORIES:
+        all_labels = sorted(frequency)
+        codes = _to_codes(labels, all_labels)
+        statistics = target_statistics(codes, len(all_labels), target, weights, folds)
+    return CategoricalColumn(
+        position,
+        name,
+        categories,
+        has_rare=len(frequency) > len(categories),
+        has_missing=has_missing,
+        labels=all_labels,
+        statistics=statistics,
+    )
 
 
 def _most_frequent(frequency: dict, budget: int, min_weight: float) -> list[str]:

@@ -30,7 +30,7 @@ RACE = ((0.1, 3e-4), (0.0, 3e-4), (0.3, 3e-4), (0.1, 0.1))
 
 
 @dataclass(eq=False, repr=False)
-class Options:
+class Arguments:
     """Arguments that both estimators have, with their defaults."""
 
     family: str = "batch_ensemble"
@@ -63,7 +63,7 @@ class Options:
     random_state: Any = None
     n_jobs: int | None = None
     verbose: int = 0
-    # Not arguments: the two estimators override these class attributes by arguments of theirs.
+    # Arguments of only one estimator, with the values that the other one uses.
     class_weight: ClassVar[Any] = None
     loss: ClassVar[str] = "likelihood"
     target_transform: ClassVar[str] = "none"
@@ -91,33 +91,33 @@ RANGES = {
 }
 
 
-def check_options(options: Options) -> None:
+def check_arguments(arguments: Arguments) -> None:
     """Raise ValueError if an argument is invalid."""
     for name, choices in CHOICES.items():
-        value = getattr(options, name)
+        value = getattr(arguments, name)
         if value not in choices:
             names = ", ".join(repr(choice) for choice in choices)
             raise ValueError(f"{name} must be one of {names}, got {value!r}.")
     for name in (*COUNTS, "patience"):
-        _check_number(options, name, Integral, 1, math.inf, "a positive integer")
+        _check_number(arguments, name, Integral, 1, math.inf, "a positive integer")
     for name, (low, high) in RANGES.items():
-        _check_number(options, name, Real, low, high, f"a number from {low:g} to {high:g}")
-    if options.law is None:
+        _check_number(arguments, name, Real, low, high, f"a number from {low:g} to {high:g}")
+    if arguments.law is None:
         return
-    if not isinstance(options.law, Law):
-        raise ValueError(f"law must be a law of embens.laws or None, got {options.law!r}.")
-    if options.family == "independent":
+    if not isinstance(arguments.law, Law):
+        raise ValueError(f"law must be a law of embens.laws or None, got {arguments.law!r}.")
+    if arguments.family == "independent":
         raise ValueError(
             "law must be None for family='independent', whose members have no modulations, "
-            f"got {options.law!r}."
+            f"got {arguments.law!r}."
         )
 
 
 def _check_number(
-    options: Options, name: str, kind: Any, low: float, high: float, expected: str
+    arguments: Arguments, name: str, kind: Any, low: float, high: float, expected: str
 ) -> None:
-    value = getattr(options, name)
-    default = getattr(Options, name)
+    value = getattr(arguments, name)
+    default = getattr(Arguments, name)
     if default == "auto":
         expected += " or 'auto'"
         if isinstance(value, str) and value == "auto":
@@ -152,18 +152,18 @@ def resolve(value: Any, default: Any) -> Any:
     return type(default)(value)
 
 
-def choose_sizes(rows: int, options: Options) -> Sizes:
+def choose_sizes(rows: int, arguments: Arguments) -> Sizes:
     """Return the arguments as given; choose those that are "auto" by the number of training rows.
 
     Example:
-        >>> sizes = choose_sizes(10_000, Options())
+        >>> sizes = choose_sizes(10_000, Arguments())
         >>> sizes.members, sizes.width, sizes.batch_size, sizes.epochs, sizes.patience
         (16, 256, 256, 46, 11)
     """
-    batch_size = resolve(options.batch_size, default_batch_size(rows))
+    batch_size = resolve(arguments.batch_size, default_batch_size(rows))
     steps_per_epoch = max(1, rows // batch_size)
     epochs = min(MAX_EPOCHS, max(MIN_EPOCHS, STEPS // steps_per_epoch))
-    epochs = resolve(options.max_epochs, epochs)
+    epochs = resolve(arguments.max_epochs, epochs)
     width = 256
     if rows < 500:
         width = 64
@@ -174,15 +174,15 @@ def choose_sizes(rows: int, options: Options) -> Sizes:
     if rows >= LARGE_ROWS:
         lr = 4e-3
     return Sizes(
-        members=resolve(options.members, 16),
-        p=resolve(options.p, 0.0),
-        width=resolve(options.width, width),
+        members=resolve(arguments.members, 16),
+        p=resolve(arguments.p, 0.0),
+        width=resolve(arguments.width, width),
         batch_size=batch_size,
         epochs=epochs,
-        patience=resolve(options.patience, max(8, epochs // 4)),
-        dropout=resolve(options.dropout, dropout),
-        weight_decay=resolve(options.weight_decay, weight_decay),
-        lr=resolve(options.lr, lr),
+        patience=resolve(arguments.patience, max(8, epochs // 4)),
+        dropout=resolve(arguments.dropout, dropout),
+        weight_decay=resolve(arguments.weight_decay, weight_decay),
+        lr=resolve(arguments.lr, lr),
     )
 
 
@@ -202,14 +202,14 @@ def shorten(sizes: Sizes) -> Sizes:
     return replace(sizes, members=max(1, sizes.members // 4), epochs=epochs, patience=epochs)
 
 
-def race_candidates(sizes: Sizes, options: Options) -> list[Sizes]:
+def race_candidates(sizes: Sizes, arguments: Arguments) -> list[Sizes]:
     """Return the distinct candidates of the tuning race: dropout and weight decay if "auto"."""
     candidates = []
     for dropout, weight_decay in RACE:
         candidate = replace(
             sizes,
-            dropout=resolve(options.dropout, dropout),
-            weight_decay=resolve(options.weight_decay, weight_decay),
+            dropout=resolve(arguments.dropout, dropout),
+            weight_decay=resolve(arguments.weight_decay, weight_decay),
         )
         if candidate not in candidates:
             candidates.append(candidate)

@@ -23,7 +23,7 @@ from torch import Tensor
 from embens import EmbeddedEnsemble
 from embens.tabular import archive, pipeline
 from embens.tabular.columns import Preprocessing
-from embens.tabular.defaults import Options, Sizes, check_options
+from embens.tabular.defaults import Arguments, Sizes, check_arguments
 from embens.tabular.display import Display
 from embens.tabular.frames import read_table, read_weights
 from embens.training import History
@@ -39,7 +39,7 @@ class Uncertainty(NamedTuple):
     epistemic: np.ndarray
 
 
-class TableEstimator(Display, Options, BaseEstimator):
+class TableEstimator(Display, Arguments, BaseEstimator):
     """Embedded ensemble for tables; base class of the two estimators."""
 
     head_class: ClassVar[type[pipeline.AnyHead]]
@@ -88,7 +88,7 @@ class TableEstimator(Display, Options, BaseEstimator):
         classes: Any = None,
     ) -> Self:
         start = time.monotonic()
-        check_options(self)
+        check_arguments(self)
         if y is None:
             name = type(self).__name__
             raise ValueError(f"{name} requires y to be passed, but the target y is None")

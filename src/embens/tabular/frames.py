@@ -19,7 +19,7 @@ import torch
 from narwhals.dependencies import is_into_dataframe
 from sklearn.utils import column_or_1d
 from sklearn.utils.class_weight import compute_sample_weight
-from sklearn.utils.validation import _check_sample_weight, check_array, validate_data
+from sklearn.utils.validation import check_array, validate_data
 from torch import Tensor
 
 DATE_PARTS = {"month": "month", "day": "day", "weekday": "day_of_week", "hour": "hour"}
@@ -267,11 +267,26 @@ def read_target(y: Any) -> np.ndarray:
 
 
 def read_weights(sample_weight: Any, rows: int) -> Tensor:
-    """Return the sample weights as float64 ``(row,)``; the default is 1."""
-    weights = _check_sample_weight(
-        sample_weight, np.empty((rows, 1)), dtype=np.float64, ensure_non_negative=True
+    """Return the sample weights as float64 ``(row,)``.
+
+    Args:
+        sample_weight: one weight for each row, one number for all rows, or None for 1.
+        rows: the number of rows.
+    """
+    if sample_weight is None:
+        return torch.ones(rows, dtype=torch.float64)
+    if isinstance(sample_weight, Real):
+        sample_weight = np.full(rows, float(sample_weight))
+    weights = check_array(
+        sample_weight,
+        ensure_2d=False,
+        dtype="float64",
+        ensure_non_negative=True,
+        input_name="sample_weight",
     )
-    if not np.any(weights):
+    if weights.shape != (rows,):
+        raise ValueError(f"sample_weight must have shape ({rows},), got {weights.shape}.")
+    if not weights.any():
         raise ValueError("sample_weight must have a positive value, but all weights are zero.")
     return torch.tensor(weights)
 

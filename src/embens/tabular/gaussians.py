@@ -31,7 +31,7 @@ import torch
 from sklearn.utils.validation import check_array
 from torch import Tensor
 
-from embens.tabular.defaults import Options
+from embens.tabular.defaults import Arguments
 from embens.tabular.frames import read_target
 from embens.tabular.targets import Head, log_mean, split_targets
 from embens.uncertainty import ADDED, best_scale
@@ -97,14 +97,14 @@ class GaussianHead(Head):
             raise ValueError(f"y must be numeric for a regressor: {error}") from None
 
     @classmethod
-    def learn(cls, y: np.ndarray, options: Options, classes: Any = None) -> Self:
-        stopping = options.metric
+    def learn(cls, y: np.ndarray, arguments: Arguments, classes: Any = None) -> Self:
+        stopping = arguments.metric
         if stopping == "auto":
-            stopping = {"squared": "rmse", "quantile": "crps"}.get(options.loss, "nll")
-        transform = options.target_transform
+            stopping = {"squared": "rmse", "quantile": "crps"}.get(arguments.loss, "nll")
+        transform = arguments.target_transform
         if transform == "auto":
             transform = "none"
-        return cls(y[:1].size, options.loss, stopping, transform, single=y.ndim == 1)
+        return cls(y[:1].size, arguments.loss, stopping, transform, single=y.ndim == 1)
 
     @property
     def detached(self) -> bool:  # type: ignore[override]

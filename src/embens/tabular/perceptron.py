@@ -27,7 +27,7 @@ import embens
 from embens import EmbeddedEnsemble, networks
 from embens.laws import Bernoulli, Normal, Signs
 from embens.tabular.columns import Preprocessing
-from embens.tabular.defaults import Options, Sizes
+from embens.tabular.defaults import Arguments, Sizes
 from embens.tabular.targets import Head
 
 
@@ -192,7 +192,7 @@ class TableNetwork(nn.Module):
 def build_network(
     preprocessing: Preprocessing,
     head: Head,
-    options: Options,
+    arguments: Arguments,
     sizes: Sizes,
     generator: torch.Generator | None = None,
 ) -> TableNetwork:
@@ -201,11 +201,11 @@ def build_network(
     Args:
         preprocessing: the encoding of the table.
         head: the head of the target, which has the number of outputs.
-        options: the arguments of the estimator.
+        arguments: of the estimator.
         sizes: width and dropout rate.
         generator: source of the initial weights.
     """
-    embedding = options.numerical_embedding
+    embedding = arguments.numerical_embedding
     encoder = Encoder(preprocessing, bins=embedding in ("piecewise", "both"))
     numbers = torch.zeros(1, preprocessing.width)
     codes = torch.zeros(1, len(preprocessing.categorical), dtype=torch.int64)
@@ -219,7 +219,7 @@ def build_network(
     perceptron = networks.mlp(
         inputs,
         sizes.width,
-        int(options.depth),
+        int(arguments.depth),
         head.outputs,
         weight_std=math.sqrt(2),
         bias_std=0.1,
@@ -238,7 +238,7 @@ def build_network(
 def embed(
     reference: TableNetwork,
     head: Head,
-    options: Options,
+    arguments: Arguments,
     sizes: Sizes,
     generator: torch.Generator | None = None,
 ) -> EmbeddedEnsemble:
@@ -247,22 +247,22 @@ def embed(
     Args:
         reference: the reference network.
         head: the head of the target, which has the default sites.
-        options: family, law, sites and per-member layers.
+        arguments: family, law, sites and per-member layers.
         sizes: number of members and mean of the signs.
         generator: source of the modulations and per-member weights.
     """
     members = sizes.members
-    if options.family == "independent":
+    if arguments.family == "independent":
         return embens.independent(reference, members, generator=generator)
-    if options.family == "mc_dropout":
+    if arguments.family == "mc_dropout":
         # Fixed masks: predictions are deterministic, and the ensemble can be exported.
-        law = options.law or Bernoulli(0.9)
+        law = arguments.law or Bernoulli(0.9)
         return embens.mc_dropout(reference, members, law=law, fresh=False, generator=generator)
-    if options.family == "last_layer_dropout":
-        law = options.law or Normal()
+    if arguments.family == "last_layer_dropout":
+        law = arguments.law or Normal()
         return embens.last_layer_dropout(reference, members, law=law, generator=generator)
-    law = options.law or Signs(sizes.p)
-    sites = options.sites
+    law = arguments.law or Signs(sizes.p)
+    sites = arguments.sites
     if sites == "auto":
         sites = head.default_sites
     post = law
@@ -277,6 +277,6 @@ def embed(
         pre=law,
         post=post,
         sites=sites,
-        own="last" if options.own else (),
+        own="last" if arguments.own else (),
         generator=generator,
     )

@@ -21,7 +21,7 @@ import embens
 from embens import EmbeddedEnsemble, training
 from embens.tabular import defaults
 from embens.tabular.columns import FOLDS, Preprocessing, learn_columns
-from embens.tabular.defaults import Options, Sizes
+from embens.tabular.defaults import Arguments, Sizes
 from embens.tabular.frames import Table, class_weight_factors
 from embens.tabular.gaussians import MIN_SKEWNESS, GaussianHead
 from embens.tabular.perceptron import build_network, embed
@@ -77,7 +77,7 @@ class Prepared:
     """Encoded rows and everything else that training needs.
 
     Attributes:
-        options: the arguments of the estimator.
+        arguments: of the estimator.
         seed: of the initial weights and of training.
         deadline: when the fit has to end, by the monotonic clock.
         preprocessing: the encoding of the columns.
@@ -87,7 +87,7 @@ class Prepared:
         calibration: held-out rows for conformal scores only, if any.
     """
 
-    options: Options
+    arguments: Arguments
     seed: int
     deadline: float
     preprocessing: Preprocessing
@@ -127,7 +127,7 @@ def prepare(
     table: Table,
     y: np.ndarray,
     weights: Tensor,
-    options: Options,
+    arguments: Arguments,
     head_class: type[AnyHead],
     *,
     seed: int,
@@ -142,7 +142,7 @@ def prepare(
         table: the features.
         y: the target, ``(row,)`` or ``(row, target)``.
         weights: sample weights ``(row,)``; rows of weight 0 are ignored.
-        options: the arguments of the estimator.
+        arguments: of the estimator.
         head_class: the class of the head.
         seed: of weights and training.
         split_seed: of the random split.
@@ -150,10 +150,10 @@ def prepare(
         previous: a previous fit, whose encoding is used again.
         classes: all classes, if ``y`` does not have all of them.
     """
-    head = previous.head if previous else head_class.learn(y, options, classes)
+    head = previous.head if previous else head_class.learn(y, arguments, classes)
     values = head.values(y)
-    if options.class_weight is not None:
-        weights = weights * class_weight_factors(options.class_weight, y, weights)
+    if arguments.class_weight is not None:
+        weights = weights * class_weight_factors(arguments.class_weight, y, weights)
     if not weights.all():
         used = weights.nonzero().squeeze(1)
         table, values, weights = table.take(used.numpy()), values[used], weights[used]
@@ -161,28 +161,26 @@ def prepare(
     generator = torch.Generator().manual_seed(split_seed)
     split = defaults.split_rows(
         table.rows,
-        options.validation_fraction,
+        arguments.validation_fraction,
         stride=head.calibration_stride,
         strata=head.strata(values),
         generator=generator,
     )
-    train_weights = weights[split.train]
-    folds = torch.randint(FOLDS, train_weights.shape, generator=generator)
+    folds = torch.randint(FOLDS, split.train.shape, generator=generator)
     if previous is None:
-        head = head.scaled(values[split.train], train_weights)
+        head = head.scaled(values[split.train], weights[split.train])
         sample = torch.randperm(len(split.train), generator=generator)
         sample = sample[: defaults.MAX_LEARNING_ROWS].sort().values
-        sample_rows = split.train[sample]
+        rows = split.train[sample]
         preprocessing = learn_columns(
-            table.take(sample_rows.numpy()),
-            options,
-            train_weights[sample],
-            head.statistics_target(values[sample_rows]),
+            table.take(rows.numpy()),
+            arguments,
+            weights[rows],
+            head.statistics_target(values[rows]),
             folds[sample],
         )
-        dtype = torch.float32
-        if table.rows < defaults.TINY_ROWS:
-            dtype = torch.float64  # so that a weight of 2 equals two rows, to rounding
+        # In float64 a weight of 2 equals two rows, to rounding.
+        dtype = torch.float64 if table.rows < defaults.TINY_ROWS else torch.float32
     else:
         preprocessing = previous.preprocessing
         dtype = previous.dtype
@@ -190,11 +188,17 @@ def prepare(
     row_folds = torch.zeros(table.rows, dtype=torch.int64)
     row_folds[split.train] = 1 + folds
     numbers, codes = preprocessing.encode(table, dtype, row_folds)
-    rows = Rows(numbers, codes, head.pack(values, weights / train_weights.mean(), dtype))
-    validation = rows[split.validation] if len(split.validation) else None
-    calibration = rows[split.calibration] if len(split.calibration) else None
+    target = head.pack(values, weights / weights[split.train].mean(), dtype)
+    encoded = Rows(numbers, codes, target)
     return Prepared(
-        options, seed, deadline, preprocessing, head, rows[split.train], validation, calibration
+        arguments,
+        seed,
+        deadline,
+        preprocessing,
+        head,
+        train=encoded[split.train],
+        validation=encoded[split.validation] if len(split.validation) else None,
+        calibration=encoded[split.calibration] if len(split.calibration) else None,
     )
 
 
@@ -205,16 +209,16 @@ def fit(prepared: Prepared, previous: Fitted | None = None) -> Fitted:
         prepared: the encoded rows.
         previous: a previous fit, whose ensemble is trained further in place.
     """
-    options = prepared.options
-    sizes = defaults.choose_sizes(len(prepared.train), options)
+    arguments = prepared.arguments
+    sizes = defaults.choose_sizes(len(prepared.train), arguments)
     if previous is not None:
         run = train(previous.ensemble, prepared, sizes)
         head, held_out = calibrate(previous.ensemble, prepared)
         return replace(previous, head=head, run=run, held_out=held_out)
-    if options.tune and prepared.validation is not None:
+    if arguments.tune and prepared.validation is not None:
         prepared = choose_transform(prepared, sizes)
         sizes = race(prepared, sizes)
-    refit = options.refit and prepared.validation is not None
+    refit = arguments.refit and prepared.validation is not None
     ensemble = build_ensemble(prepared, sizes)
     run = train(ensemble, prepared, sizes, share=0.5 if refit else 0.95)
     head, held_out = calibrate(ensemble, prepared)
@@ -233,7 +237,7 @@ def fit(prepared: Prepared, previous: Fitted | None = None) -> Fitted:
 def choose_transform(prepared: Prepared, sizes: Sizes) -> Prepared:
     """Choose the transform of a skewed target by the CRPS of short runs on held-out rows."""
     head = prepared.head
-    if not isinstance(head, GaussianHead) or prepared.options.target_transform != "auto":
+    if not isinstance(head, GaussianHead) or prepared.arguments.target_transform != "auto":
         return prepared
     standardised = prepared.train.target[:, : head.targets].double()
     skewness = (standardised - standardised.mean(0)).pow(3).mean(0).abs().max()
@@ -276,7 +280,7 @@ def with_transform(prepared: Prepared, transform: str) -> Prepared:
 
 def race(prepared: Prepared, sizes: Sizes) -> Sizes:
     """Choose dropout and weight decay by successive halving of short runs with few members."""
-    candidates = defaults.race_candidates(sizes, prepared.options)
+    candidates = defaults.race_candidates(sizes, prepared.arguments)
     epochs = defaults.shorten(sizes).epochs
     share = 0.3 / (2 * len(candidates))
     while len(candidates) > 1:
@@ -296,10 +300,10 @@ def race(prepared: Prepared, sizes: Sizes) -> Sizes:
 def build_ensemble(prepared: Prepared, sizes: Sizes) -> EmbeddedEnsemble:
     """Build the reference network and embed an ensemble in it."""
     generator = torch.Generator().manual_seed(prepared.seed)
-    head, options = prepared.head, prepared.options
-    reference = build_network(prepared.preprocessing, head, options, sizes, generator)
+    head, arguments = prepared.head, prepared.arguments
+    reference = build_network(prepared.preprocessing, head, arguments, sizes, generator)
     reference = reference.to(prepared.train.numbers.dtype)
-    return embed(reference, head, options, sizes, generator)
+    return embed(reference, head, arguments, sizes, generator)
 
 
 def train(
@@ -370,7 +374,7 @@ def run_training(
         criterion=head.criterion,
         seed=prepared.seed,
         callbacks=callbacks,
-        progress=bool(prepared.options.verbose) and verbose,
+        progress=bool(prepared.arguments.verbose) and verbose,
     )
 
 
@@ -416,7 +420,7 @@ def calibrate(
         "ensemble": float(head.metric(outputs, rows.target)),
         "members": [float(head.metric(member, rows.target)) for member in outputs.split(1)],
     }
-    if prepared.options.calibrate:
+    if prepared.arguments.calibrate:
         head = head.calibrated(outputs, rows.target)
     if prepared.calibration is not None:  # None if there are fewer held-out rows than the stride
         rows = prepared.calibration

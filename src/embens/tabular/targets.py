@@ -26,7 +26,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from embens.tabular.defaults import Options
+from embens.tabular.defaults import Arguments
 from embens.tabular.frames import describe_rows, read_target
 from embens.uncertainty import best_scale
 
@@ -62,12 +62,12 @@ class Head(ABC):
 
     @classmethod
     @abstractmethod
-    def learn(cls, y: np.ndarray, options: Options, classes: Any = None) -> Self:
+    def learn(cls, y: np.ndarray, arguments: Arguments, classes: Any = None) -> Self:
         """Return the head for a target.
 
         Args:
             y: the target of all rows.
-            options: the arguments of the estimator.
+            arguments: of the estimator.
             classes: all classes of a classifier, if ``y`` does not have all of them.
         """
 
@@ -191,7 +191,7 @@ class ClassHead(Head):
         return y
 
     @classmethod
-    def learn(cls, y: np.ndarray, options: Options, classes: Any = None) -> Self:
+    def learn(cls, y: np.ndarray, arguments: Arguments, classes: Any = None) -> Self:
         single = y.ndim == 1
         columns = [y]
         if not single:
