@@ -80,7 +80,16 @@ CHOICES = {
     "metric": ("auto", "nll", "crps", "rmse"),
     "numerical_embedding": ("piecewise", "periodic", "both", "none"),
 }
-COUNTS = ("members", "width", "depth", "bins", "max_categories", "batch_size", "max_epochs")
+COUNTS = (
+    "members",
+    "width",
+    "depth",
+    "bins",
+    "max_categories",
+    "batch_size",
+    "max_epochs",
+    "patience",
+)
 RANGES = {
     "p": (-1, 1),
     "dropout": (0, 0.99),
@@ -98,7 +107,7 @@ def check_arguments(arguments: Arguments) -> None:
         if value not in choices:
             names = ", ".join(repr(choice) for choice in choices)
             raise ValueError(f"{name} must be one of {names}, got {value!r}.")
-    for name in (*COUNTS, "patience"):
+    for name in COUNTS:
         _check_number(arguments, name, Integral, 1, math.inf, "a positive integer")
     for name, (low, high) in RANGES.items():
         _check_number(arguments, name, Real, low, high, f"a number from {low:g} to {high:g}")
