@@ -1,8 +1,8 @@
 """Kill a process at its n-th write, rename or removal, for every n in turn, or at any moment.
 
-A worker process imports what is needed, works once, and forks a child for each run.
-In the child every function that changes a disk counts, and the n-th call ends the process: a write
-after half its bytes, everything else before it happens.
+A worker process imports all modules, runs the work once, and forks a child per kill. In the child,
+every function that changes the disk is counted, and the n-th call ends the process: a write after
+half of its bytes, any other call before it takes effect.
 """
 
 from __future__ import annotations
@@ -24,49 +24,57 @@ from pathlib import Path
 
 SCRIPT = "import sys, killing; killing.work(*sys.argv[1:])"
 FUNCTIONS = "replace rename unlink remove rmdir mkdir fsync truncate chmod".split()
+KILLED = (9, -9)
+"""Exit codes of a child that was killed: by itself, or by a signal."""
+
+Work = Callable[[Path], object]
 
 
-class Deadly:
-    """Counts what changes the disk; ends the process at the call with a number."""
+class Killer:
+    """Count the calls that change the disk; end the process at the call with a given number."""
 
-    def __init__(self, last: int):
-        self.left, self.calls = last, 0
+    def __init__(self, last_call: int):
+        self.last_call = last_call
+        self.calls = 0
         for name in FUNCTIONS:
             setattr(os, name, self.counted(getattr(os, name)))
-        whole = io.open
+        original_open = io.open
 
-        def opened(file, mode="r", *arguments, **options):
-            found = whole(file, mode, *arguments, **options)
-            return _Wrapper(found, self) if set(mode) & set("wax+") else found
+        def counting_open(file, mode="r", *arguments, **options):
+            opened = original_open(file, mode, *arguments, **options)
+            if set(mode) & set("wax+"):
+                return CountedFile(opened, self)
+            return opened
 
-        io.open = builtins.open = opened
+        io.open = builtins.open = counting_open
 
     def counted(self, function: Callable) -> Callable:
         def call(*arguments, **options):
-            self.tick()
+            self.count()
             return function(*arguments, **options)
 
         return call
 
-    def tick(self, before: Callable = lambda: None) -> None:
+    def count(self, before_kill: Callable = lambda: None) -> None:
         self.calls += 1
-        if self.calls == self.left:
-            before()
+        if self.calls == self.last_call:
+            before_kill()
             os._exit(9)
 
 
-class _Wrapper:
-    """A file whose writes count."""
+class CountedFile:
+    """A file whose writes are counted."""
 
-    def __init__(self, file, deadly: Deadly):
-        self._file, self._deadly = file, deadly
+    def __init__(self, file, killer: Killer):
+        self._file = file
+        self._killer = killer
 
     def write(self, content):
-        def half():
+        def write_half():
             self._file.write(content[: len(content) // 2])
             self._file.flush()
 
-        self._deadly.tick(half)
+        self._killer.count(write_half)
         return self._file.write(content)
 
     def __enter__(self):
@@ -84,10 +92,12 @@ class _Wrapper:
 
 
 def work(folder: str, plans: str) -> None:
-    """Print how often each function was killed, and ended the same when it was run again.
+    """Kill functions of :mod:`killed` and repeat them; print the number of kills of each.
 
-    A plan is the name of a function of :mod:`killed`, and how: at every so many calls that change
-    the disk, and at so many moments spread evenly over its time.
+    Args:
+        folder: for all files.
+        plans: JSON: for each function a pair of the step between calls at which to kill (0: none),
+            and the number of moments, spread evenly over its run time, at which to kill.
     """
     import killed
 
@@ -99,64 +109,88 @@ def work(folder: str, plans: str) -> None:
     print(json.dumps(counts))
 
 
-def kill_often(function: Callable[[Path], object], folder: Path, step: int, moments: int) -> int:
-    function(Path(tempfile.mkdtemp(dir=folder)))  # imports what every child would
-    begun = time.monotonic()
-    reference, kills = outcome(function, folder / "whole"), 0
-    seconds = time.monotonic() - begun
+def kill_often(function: Work, folder: Path, step: int, moments: int) -> int:
+    """Return the number of kills; raise AssertionError if a repetition ends differently."""
+    function(Path(tempfile.mkdtemp(dir=folder)))  # imports modules that every child would import
+    start = time.monotonic()
+    reference = outcome(function, folder / "whole")
+    seconds = time.monotonic() - start
     assert reference[0] == 0, reference
-    plans = [{"last": last} for last in range(step, 10**6 if step else 0, step or 1)]
-    moment = [{"after": seconds * (k + 0.5) / moments} for k in range(moments)]
-    for number, plan in enumerate([*moment, *plans]):
-        place = folder / str(number)
-        code, _ = outcome(function, place, **plan)
-        if code == 0 and "last" in plan:
-            break  # it was done before
-        assert code in (0, 9, -9), (plan, code)
-        kills += code != 0
-        again = outcome(function, place)
-        assert again == reference, f"killed at {plan}: {again} is not {reference}"
-        for path in folder.glob(f"*{number}"):
-            shutil.rmtree(path)
+    kills = 0
+    for number in range(moments):
+        delay = seconds * (number + 0.5) / moments
+        kills += kill_and_repeat(function, folder, f"moment{number}", reference, delay=delay)
+    if step == 0:
+        return kills
+    call = step
+    while kill_and_repeat(function, folder, f"call{call}", reference, last_call=call):
+        kills += 1
+        call += step
     return kills
 
 
-def outcome(
-    function: Callable[[Path], object], folder: Path, last: int = 0, after: float = 0.0
-) -> tuple[int, dict]:
-    """Return the exit code of a child, and what is in its folder afterwards if it was not killed.
+def kill_and_repeat(
+    function: Work, folder: Path, name: str, reference: tuple[int, dict], **plan: float
+) -> bool:
+    """Return whether the function was killed; it may have ended before."""
+    code, _ = outcome(function, folder / name, **plan)
+    assert code == 0 or code in KILLED, (plan, code)
+    repeated = outcome(function, folder / name)
+    assert repeated == reference, f"killed at {plan}: {repeated} is not {reference}"
+    for path in folder.glob(f"*{name}"):
+        shutil.rmtree(path)
+    return code in KILLED
 
-    It ends at the ``last`` call that changes the disk, or ``after`` so many seconds.
+
+def outcome(
+    function: Work, folder: Path, last_call: int = 0, delay: float = 0.0
+) -> tuple[int, dict]:
+    """Run a function in a child; return its exit code and the checksums of its files.
+
+    Args:
+        function: called with the folder.
+        folder: created if needed.
+        last_call: number of the disk call at which the child is killed; 0: none.
+        delay: seconds after which the child is killed; 0: never.
     """
     folder.mkdir(exist_ok=True)
     process = os.fork()
     if process == 0:
-        try:
-            signal.alarm(300)
-            sys.stdout = io.StringIO()
-            if last:
-                Deadly(last)
-            function(folder)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    if after:
-        time.sleep(after)
+        run_child(function, folder, last_call)
+    if delay > 0:
+        time.sleep(delay)
         os.kill(process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    if code in (9, -9):
+    if code in KILLED:
         return code, {}
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    sums = {str(p.relative_to(folder)): hashlib.md5(p.read_bytes()).hexdigest() for p in files}
-    return code, sums
+    checksums = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            checksums[str(path.relative_to(folder))] = hashlib.md5(path.read_bytes()).hexdigest()
+    return code, checksums
+
+
+def run_child(function: Work, folder: Path, last_call: int) -> None:
+    """Run a function and end the process."""
+    try:
+        signal.alarm(300)
+        sys.stdout = io.StringIO()
+        if last_call > 0:
+            Killer(last_call)
+        function(folder)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 def kills(folder: Path, **plans: tuple[int, int]) -> dict[str, int]:
-    """Return how often functions were killed in a process of their own; see :func:`work`."""
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Run :func:`work` in a separate process; return the number of kills of each function."""
+    paths = [str(Path(__file__).parent)]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", SCRIPT, str(folder), json.dumps(plans)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])

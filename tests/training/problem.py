@@ -1,4 +1,4 @@
-"""A small problem that trains in a moment, for the tests of the loop."""
+"""A small problem that trains in a moment, and helpers, for the tests of training."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import embens
+from embens.training import Callback
 
 ROWS = 60
 
@@ -23,8 +24,12 @@ def reference(outputs: int = 3, dropout: float = 0.0) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(
-            *(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(dropout)),
-            *(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, outputs)),
+            nn.Linear(4, 16),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(16, 16),
+            nn.ReLU(),
+            nn.Linear(16, outputs),
         )
 
 
@@ -62,3 +67,37 @@ class Pairs(Dataset):
         if self.noise:
             x = x + 0.1 * torch.randn(x.shape) + 0.1 * random.random()
         return x, self.y[i]
+
+
+class Recorder(Callback):
+    """Record all steps, epochs and the end of a run."""
+
+    def __init__(self):
+        self.steps, self.losses, self.rates, self.epochs, self.ends = [], [], [], [], []
+
+    def on_step(self, run):
+        torch.rand(3)  # must not change the run
+        self.steps.append((run.epoch, run.step, run.steps))
+        self.losses.append(run.loss)
+        self.rates.append(run.learning_rates())
+
+    def on_epoch(self, run, record):
+        self.epochs.append(record)
+
+    def on_end(self, run, history):
+        self.ends.append(history)
+
+
+class Stop(Exception):
+    """Raised by tests to interrupt a run."""
+
+
+class Interrupt(Callback):
+    """Raise after a number of steps, as a crash would."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def on_gradients(self, run):
+        if run.steps == self.steps:
+            raise Stop

@@ -1,11 +1,13 @@
-"""``fit``: what it trains, on what data, and how it ends."""
+"""``fit``: its steps, its arguments, and every family."""
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from functools import partial
+from types import SimpleNamespace
 
-import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,20 +16,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import problem
 
 import embens
-from embens import data, laws, metrics
-from embens.training import fit, linear_decay
+from embens import laws
+from embens.training import KeepLast, fit, linear_decay
 from embens.training.batches import batches_of
-from embens.training.loop import Settings, describe
-
-WHOLE = data.DataSet(
-    data.Part(*problem.data()), None, data.Part(*problem.data()), classes=3, name="toy"
-)
+from embens.training.loop import REMOVED_ARGUMENTS, can_fuse
 
 
-def bare_loop(ensemble, x, y, *, epochs, batch_size, lr=0.01, gamma=None, members=None, **kwargs):
-    """Train as ``fit`` does by default, in the same order."""
-    groups = ensemble.parameter_groups(lr, gamma=gamma, **kwargs)
-    optimizer = torch.optim.SGD(groups, momentum=0.9, fused=True)
+def bare_loop(ensemble, optimizer, x, y, *, epochs, batch_size):
+    """Train as ``fit`` does, in the same order."""
     scheduler = linear_decay(epochs)(optimizer)
     for epoch in range(epochs):
         order = batches_of((x, y), batch_size, seed=0).order(epoch)
@@ -38,87 +34,88 @@ def bare_loop(ensemble, x, y, *, epochs, batch_size, lr=0.01, gamma=None, member
         scheduler.step()
 
 
+def test_fit_has_the_promised_arguments():
+    names = list(inspect.signature(fit).parameters)
+    assert names == [
+        "ensemble",
+        "train",
+        "validation",
+        "epochs",
+        "batch_size",
+        "lr",
+        "gamma",
+        "optimizer",
+        "scheduler",
+        "criterion",
+        "seed",
+        "callbacks",
+        "progress",
+    ]
+
+
 def test_fit_is_the_plain_loop():
     x, y = problem.data()
-    mine, theirs = problem.ensemble(), problem.ensemble()
-    fit(mine, (x, y), epochs=4, batch_size=16, lr=0.05, modulation_lr=0.2, gamma=2)
-    bare_loop(theirs, x, y, epochs=4, batch_size=16, lr=0.05, modulation_lr=0.2, gamma=2)
-    problem.assert_equal(problem.weights(mine), problem.weights(theirs))
+    fitted, expected = problem.ensemble(), problem.ensemble()
+    fit(fitted, (x, y), epochs=4, batch_size=16, lr=0.05, gamma=2)
+    groups = expected.parameter_groups(lr=0.05, gamma=2)
+    optimizer = torch.optim.SGD(groups, momentum=0.9, fused=True)
+    bare_loop(expected, optimizer, x, y, epochs=4, batch_size=16)
+    problem.assert_equal(problem.weights(fitted), problem.weights(expected))
+
+
+def test_an_optimizer_sets_all_rates_and_decays():
+    x, y = problem.data()
+    weights = []
+    for train in (partial(fit, train=(x, y)), partial(bare_loop, x=x, y=y)):
+        ensemble = problem.ensemble()
+        groups = ensemble.parameter_groups(
+            lr=0.05, modulation_lr=0.2, weight_decay=0.01, modulation_weight_decay=0.02, gamma=2
+        )
+        optimizer = torch.optim.AdamW(groups)
+        train(ensemble=ensemble, optimizer=optimizer, epochs=4, batch_size=16)
+        weights.append(problem.weights(ensemble))
+    problem.assert_equal(*weights)
+
+
+def test_an_optimizer_excludes_lr_and_gamma_and_needs_parameters_of_the_ensemble():
+    ensemble, other = problem.ensemble(), problem.ensemble()
+    optimizer = torch.optim.SGD(ensemble.parameter_groups())
+    for options in ({"lr": 0.1}, {"gamma": 1}):
+        with pytest.raises(ValueError, match="leave out lr= and gamma="):
+            fit(ensemble, problem.data(), epochs=1, optimizer=optimizer, **options)
+    with pytest.raises(ValueError, match="no parameter of this ensemble"):
+        fit(other, problem.data(), epochs=1, optimizer=optimizer)
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
 
 
 FAMILIES = {
-    "independent regime": lambda: problem.ensemble(),
-    "collective regime": lambda: problem.ensemble(p=0.9),
-    "fixed masks": lambda: embens.mc_dropout(problem.reference(), 3),
-    "fresh masks": lambda: embens.mc_dropout(problem.reference(), 3, fresh=True),
-    "last layer": lambda: embens.last_layer_dropout(problem.reference(), 3),
-    "independent networks": lambda: embens.independent(
-        problem.reference(), 3, generator=torch.Generator().manual_seed(0)
-    ),
-    **{
-        name: partial(lambda family: family(problem.reference(), 3), family)
-        for name, family in (cases.FAMILIES | cases.STOCHASTIC).items()
-    },
-    "bayesian": lambda: cases.bayesian(
-        problem.reference(), 3, generator=torch.Generator().manual_seed(0)
-    ),
-    "one network, drawn anew": lambda: embens.independent(
-        problem.reference(), 1, generator=torch.Generator().manual_seed(0)
-    ),
-    "the reference itself": lambda: embens.embed(
-        problem.reference(), 1, pre=None, post=laws.Constant(), trainable=False
+    "independent regime": lambda net: embens.batch_ensemble(net, 3, generator=generator()),
+    "collective regime": lambda net: embens.batch_ensemble(net, 3, p=0.9, generator=generator()),
+    "fixed masks": lambda net: embens.mc_dropout(net, 3, fresh=False, generator=generator()),
+    "fresh masks": lambda net: embens.mc_dropout(net, 3, fresh=True),
+    "last layer": lambda net: embens.last_layer_dropout(net, 3, generator=generator()),
+    "masksembles": lambda net: embens.masksembles(net, 3, generator=generator()),
+    "low rank": lambda net: embens.low_rank(net, 3, generator=generator()),
+    "own last layer": lambda net: embens.embed(net, 3, own="last", generator=generator()),
+    "independent networks": lambda net: embens.independent(net, 3, generator=generator()),
+    "one network": lambda net: embens.independent(net, 1, generator=generator()),
+    "the reference": lambda net: embens.embed(
+        net, 1, pre=None, post=laws.Constant(), trainable=False
     ),
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
-def test_every_family_and_baseline_is_trained_by_the_same_call(family):
-    ensemble = family()
-    lr = 0.2 if ensemble.plan.family == "bayesian" else 0.05  # a penalty, and NTK's rates
-    history = fit(ensemble, problem.data(), epochs=15, batch_size=16, lr=lr)
+def test_every_family_is_trained_by_the_same_call(family):
+    ensemble = family(problem.reference())
+    history = fit(ensemble, problem.data(), epochs=15, batch_size=16, lr=0.05)
     losses = [row["loss"] for row in history.epochs]
     assert losses[-1] < 0.7 * losses[0]
     assert history.epochs[-1]["ensemble_accuracy"] > 0.8
     assert len(history.members) == 15 * ensemble.members
-
-
-def mimo(mix=None, repetition=0.0):
-    generator = torch.Generator().manual_seed(0)
-    return embens.mimo(problem.reference(), 2, repetition, mix, generator=generator)
-
-
-@pytest.mark.parametrize("mix", [None, "linear"])
-@pytest.mark.parametrize("wrap", ["tensors", "loader"])
-def test_networks_with_an_input_for_each_member_learn_on_rows_of_their_own(mix, wrap):
-    x, y = problem.data(200)
-    train = (x, y) if wrap == "tensors" else DataLoader(TensorDataset(x, y), 16)
-    ensemble = mimo(mix)
-    options = {"epochs": 30, "batch_size": 16, "lr": 0.05, "keep": "last"}
-    history = fit(ensemble, train, problem.data(50, 3), **options)
-    assert history.epochs[-1]["validation_ensemble_accuracy"] > 0.75
-    again = mimo(mix)
-    fit(again, train, problem.data(50, 3), **options)
-    problem.assert_equal(problem.weights(ensemble), problem.weights(again))
-
-
-def test_a_step_of_networks_with_an_input_for_each_member_is_that_of_the_loop():
-    x, y = problem.data()
-    mine, theirs = mimo(repetition=0.5), mimo(repetition=0.5)
-    fit(mine, (x, y), epochs=2, batch_size=16, lr=0.05)
-    groups = theirs.parameter_groups(0.05)
-    optimizer = torch.optim.SGD(groups, momentum=0.9, fused=True)
-    scheduler = linear_decay(2)(optimizer)
-    for epoch in range(2):
-        order = batches_of((x, y), 16, seed=0, own=2, repetition=0.5).order(epoch)
-        for index in order.split(16, 1):
-            optimizer.zero_grad()
-            outputs = theirs(x[index], batch="own")
-            embens.objective(outputs, y[index], batch="own").backward()
-            optimizer.step()
-        scheduler.step()
-    problem.assert_equal(problem.weights(mine), problem.weights(theirs))
-    with pytest.raises(ValueError, match="'split' has no meaning"):
-        fit(mine, (x, y), epochs=1, batch="split")
 
 
 def test_independent_networks_train_as_each_would_alone():
@@ -142,7 +139,7 @@ def test_independent_networks_train_as_each_would_alone():
 def test_the_mode_of_every_module_is_restored():
     ensemble = problem.ensemble(dropout=0.3)
     ensemble.eval()
-    ensemble.network[0].train()
+    next(iter(ensemble.children())).train()
     modes = [m.training for m in ensemble.modules()]
     fit(ensemble, problem.data(), problem.data(20, 5), epochs=1)
     assert [m.training for m in ensemble.modules()] == modes
@@ -158,52 +155,48 @@ def test_no_epochs_change_nothing():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"epochs": -1}, ValueError, "epochs must be at least 0; got -1"),
-        ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
-        ({"every": 0}, ValueError, "every must be at least 1"),
-        ({"patience": 3}, ValueError, "patience: early stopping needs validation data"),
-        ({"keep": "bets"}, ValueError, "keep: unknown 'bets'; did you mean 'best'"),
-        ({"batch": "spilt"}, ValueError, "batch: unknown 'spilt'; did you mean 'split'"),
-        ({"chunk": 2, "batch": "own"}, ValueError, "chunk= needs batch=.same."),
-        ({"of": "mean", "batch": "own"}, ValueError, "of='mean' needs batch='same'"),
-        ({"lr": -1.0}, ValueError, "lr must be finite and not negative"),
+        ({"epochs": -1}, ValueError, "epochs must be"),
+        ({"batch_size": 0}, ValueError, "batch_size must be"),
+        ({"seed": -1}, ValueError, "seed must be"),
+        ({"lr": -1.0}, ValueError, "lr must be"),
         ({"optimiser": torch.optim.Adam}, TypeError, "'optimiser'; did you mean 'optimizer'"),
         ({"schedule": linear_decay(1)}, TypeError, "'schedule'; did you mean 'scheduler'"),
         (
             {"optimizer": lambda groups: None},
             TypeError,
-            "expected a function from parameter groups",
+            "optimizer",
         ),
         ({"optimizer": lambda g: torch.optim.LBFGS(g[0]["params"])}, TypeError, "need a closure"),
         ({"train": problem.data()[0]}, TypeError, "train: expected tensors"),
-        ({"train": (problem.data()[0], problem.data()[1][:5])}, ValueError, "as many rows in all"),
-        ({"train": data}, TypeError, "train: expected tensors"),
-        ({"train": WHOLE}, TypeError, r"got DataSet\. Pass one part: data\.train"),
+        ({"train": (problem.data()[0], problem.data()[1][:5])}, ValueError, "rows in all"),
+        ({"train": problem}, TypeError, "train: expected tensors"),
+        (
+            {"train": SimpleNamespace(train=1, test=2)},
+            TypeError,
+            r"got SimpleNamespace\. Pass one part: data\.train",
+        ),
         ({"train": DataLoader(torch.zeros(5, 4))}, TypeError, r"batches \(inputs, targets\)"),
         ({"train": TensorDataset(torch.zeros(0, 4), torch.zeros(0))}, ValueError, "at least one"),
     ],
 )
-def test_wrong_arguments_say_what_is_expected(arguments, error, message):
+def test_wrong_arguments_raise(arguments, error, message):
     arguments = {"train": problem.data(), "epochs": 1, **arguments}
     with pytest.raises(error, match=message):
         fit(problem.ensemble(), **arguments)
 
 
-def test_what_is_no_ensemble_is_refused_with_a_hint():
+@pytest.mark.parametrize("name", REMOVED_ARGUMENTS)
+def test_removed_arguments_name_their_replacement(name):
+    with pytest.raises(TypeError, match=f"fit has no argument '{name}'\\. P") as error:
+        fit(problem.ensemble(), problem.data(), epochs=1, **{name: 1})
+    callbacks = re.findall(r"embens\.training\.(\w+)", str(error.value))
+    assert all(hasattr(embens.training, callback) for callback in callbacks)
+    assert callbacks or "parameter_groups" in str(error.value) or name == "each"
+
+
+def test_a_network_that_is_no_ensemble_raises():
     with pytest.raises(TypeError, match=r"got Sequential\. Embed it first"):
         fit(problem.reference(), problem.data(), epochs=1)  # type: ignore[arg-type]
-
-
-def test_metrics_have_their_directions():
-    train, validation = problem.data(), problem.data(40, 9)
-    for metric, best in (("accuracy", max), ("loss", min), (metrics.nll, min)):
-        history = fit(problem.ensemble(), train, validation, epochs=5, lr=0.1, metric=metric)
-        values = [row["metric"] for row in history.epochs]
-        assert history.best_epoch == values.index(best(values)) + 1
-    with pytest.raises(ValueError, match="pass maximise=True or False"):
-        fit(problem.ensemble(), train, validation, epochs=1, metric=lambda o, t: 0.0)
-    with pytest.raises(ValueError, match="metric: unknown 'acuracy'; did you mean 'accuracy'"):
-        fit(problem.ensemble(), train, validation, epochs=1, metric="acuracy")
 
 
 def test_any_torch_scheduler_is_used():
@@ -219,63 +212,15 @@ def test_any_torch_scheduler_is_used():
     assert rates(plateau, validation=problem.data()) == pytest.approx([1e-2, 1e-2, 1e-3, 1e-4])
 
 
-def test_updates_are_fused_where_torch_does_it_right():
-    """On the CPU its kernel takes any memory for contiguous, and refuses sparse gradients."""
-    settings = Settings(
-        lr=0.1,
-        modulation_lr=None,
-        weight_decay=0.0,
-        modulation_weight_decay=0.0,
-        gamma=None,
-        optimizer=None,
-    )
-
+def test_updates_are_fused_only_where_the_kernel_is_correct():
     def fused(reference):
-        ensemble = embens.embed(reference, 2, pre=None, post=laws.Rademacher(), sites="all")
-        return settings.make_optimizer(ensemble).param_groups[0]["fused"]
+        return can_fuse(embens.embed(reference, 2, pre=None, post=laws.Rademacher(), sites="all"))
 
     assert fused(nn.Linear(4, 3))
     strided = nn.Linear(4, 3)
     strided.weight = nn.Parameter(torch.randn(4, 3).t())
     assert not fused(nn.Sequential(strided))
     assert not fused(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3)))
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, None),
-        (0.5, 0.5),
-        (math.nan, "nan"),
-        ((1, "a", [True]), [1, "a", [True]]),
-        (torch.arange(2), [0, 1]),
-        (torch.zeros(40, 40), [40, 40]),
-        (F.mse_loss, "torch.nn.functional.mse_loss"),
-        (
-            partial(F.mse_loss, reduction="sum"),
-            ["torch.nn.functional.mse_loss", [], [["reduction", "sum"]]],
-        ),
-        (nn.MSELoss(), ["MSELoss()"]),
-        (problem, "module"),
-    ],
-)
-def test_what_determines_a_run_is_written_down_as_json(value, expected):
-    assert describe(value) == expected
-
-
-def test_the_paper_s_schedule_is_constant_then_linear():
-    optimizer = optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.01)
-    scheduler = linear_decay(1000)(optimizer)
-    found = []
-    for _ in range(1000):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert found[:501] == [0.01] * 501
-    assert found[750] == pytest.approx((0.01 + 1e-4) / 2)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
-    with pytest.raises(ValueError, match="fractions from 0 to 1"):
-        linear_decay(10, hold=2)
 
 
 @pytest.mark.parametrize(
@@ -292,8 +237,9 @@ def test_the_paper_s_schedule_is_constant_then_linear():
 def test_with_adam_gamma_is_in_the_shared_rate(gamma, p, factor):
     ensemble = problem.ensemble(members=4, p=p)
     before = problem.weights(ensemble)
-    run = partial(fit, ensemble, problem.data(), epochs=1, lr=1e-3, weight_decay=0.0, gamma=gamma)
-    row = run(optimizer=optim.Adam, batch_size=problem.ROWS).epochs[0]
+    groups = ensemble.parameter_groups(1e-3, weight_decay=0.0, gamma=gamma, optimizer=optim.Adam)
+    options = {"epochs": 1, "batch_size": problem.ROWS, "optimizer": optim.Adam(groups)}
+    row = fit(ensemble, problem.data(), **options).epochs[0]
     assert row["lr"] == pytest.approx(1e-3 * factor)
     assert row["modulation_lr"] == pytest.approx(1e-3)
     shared = {id(p) for p in ensemble.shared_parameters()}
@@ -307,8 +253,10 @@ def test_with_adam_and_sgd_gamma_changes_the_first_step_by_the_same_factor():
     def step(optimizer, gamma):
         ensemble = problem.ensemble(members=4)
         before = [p.detach().clone() for p in ensemble.shared_parameters()]
-        options = {"optimizer": optimizer, "gamma": gamma, "weight_decay": 0.0, "lr": 1e-3}
-        fit(ensemble, problem.data(), epochs=1, batch_size=problem.ROWS, **options)
+        make = partial(optimizer, weight_decay=0.0)
+        groups = ensemble.parameter_groups(1e-3, weight_decay=0.0, gamma=gamma, optimizer=make)
+        options = {"epochs": 1, "batch_size": problem.ROWS, "optimizer": make(groups)}
+        fit(ensemble, problem.data(), **options)
         after = ensemble.shared_parameters()
         return torch.cat([(p - q).flatten() for p, q in zip(after, before, strict=True)])
 
@@ -329,14 +277,14 @@ def test_with_adam_a_member_learns_at_most_at_the_pace_of_the_reference():
     losses = [F.mse_loss(ensemble(x)[a], y) for a in range(members)]
     own = [torch.autograd.grad(loss, hidden)[0] for loss in losses]
     before = hidden.detach().clone()
-    options = {"criterion": F.mse_loss, "optimizer": optim.Adam, "weight_decay": 0.0, "lr": rate}
-    fit(ensemble, (x, y), epochs=1, **options)
+    groups = ensemble.parameter_groups(rate, weight_decay=0.0, optimizer=optim.Adam)
+    fit(ensemble, (x, y), epochs=1, criterion=F.mse_loss, optimizer=optim.Adam(groups))
     together = sum(float((gradient * (hidden.detach() - before)).sum()) for gradient in own)
     alone = sum(float(-rate * g.abs().sum()) for g in own)  # Adam's first step is the sign
     assert members**-0.5 < together / alone < 1
 
 
-def test_an_optimizer_of_one_s_own_is_used_with_its_options():
+def test_a_function_that_makes_an_optimizer_is_used_with_its_options():
     seen = []
 
     def factory(groups):
@@ -352,3 +300,38 @@ def test_an_optimizer_of_one_s_own_is_used_with_its_options():
     optimizer.step()
     for key, tensor in problem.weights(expected).items():
         torch.testing.assert_close(ensemble.state_dict()[key], tensor)
+
+
+def test_the_default_criterion_is_chosen_once():
+    """Multi-label targets: some batches look like probabilities."""
+    x, _ = problem.data()
+    y = (x[:, :3] > 0.5).float()
+    y[:8] = F.one_hot(torch.arange(8) % 3, 3).float()
+    first, second = problem.ensemble(), problem.ensemble()
+    loader = DataLoader(TensorDataset(x, y), 4)
+    history = fit(first, loader, epochs=2)
+    expected = fit(second, loader, epochs=2, criterion=F.cross_entropy)
+    assert history.epochs[-1]["loss"] == pytest.approx(expected.epochs[-1]["loss"])
+    problem.assert_equal(problem.weights(first), problem.weights(second))
+
+
+def test_validation_does_not_change_the_training():
+    def run(validation):
+        net = problem.reference(dropout=0.3)
+        ensemble = embens.mc_dropout(net, 3, fresh=True, generator=generator())
+        options = {"epochs": 3, "batch_size": 16, "callbacks": [KeepLast()]}
+        fit(ensemble, problem.data(), validation, **options)
+        return problem.weights(ensemble)
+
+    problem.assert_equal(run(None), run(problem.data(20, 5)))
+
+
+def test_regression_has_losses_and_no_accuracies():
+    x, _ = problem.data()
+    ensemble, data = problem.ensemble(outputs=1), (x, x.sum(1, keepdim=True))
+    history = fit(ensemble, data, data, criterion=F.mse_loss, epochs=20, batch_size=16)
+    assert history.epochs[-1]["loss"] < 0.5 * history.epochs[0]["loss"]
+    assert math.isnan(history.epochs[0]["ensemble_accuracy"])
+    values = [row["metric"] for row in history.epochs]
+    assert values == [row["validation_loss"] for row in history.epochs]
+    assert history.best_epoch == values.index(min(values)) + 1

@@ -22,7 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import problem
 import embens
-from embens.training import fit
+from embens.training import (
+    Batches, Callback, Checkpoint, ClipGradients, KeepLast, Objective, TimeLimit, fit
+)
 
 torch.set_num_threads(1)
 folder = sys.argv[1]
@@ -30,13 +32,13 @@ rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 results = {}
 
 
-def trained(name, ensemble, **options):
+def trained(name, ensemble, *callbacks, progress=False):
     if rank:  # only the first process has the right weights to begin with
         with torch.no_grad():
             for parameter in ensemble.parameters():
                 parameter.add_(1.0)
     history = fit(ensemble, problem.data(65), problem.data(20, 5), epochs=3, batch_size=16, lr=0.05,
-                  keep="last", **options)
+                  callbacks=[KeepLast(), *callbacks], progress=progress)
     columns = ("loss", "ensemble_accuracy", "correlation", "validation_loss",
                "gradient_norm_shared", "gradient_norm_individual")
     rows = torch.tensor([[row[c] for c in columns] for row in history.epochs])
@@ -44,41 +46,41 @@ def trained(name, ensemble, **options):
 
 
 trained("same", problem.ensemble())
-trained("own", problem.ensemble(), batch="own")
-trained("chunk", problem.ensemble(), chunk=2)
-told = []
+trained("own", problem.ensemble(), Batches("own"))
+trained("chunk", problem.ensemble(), Objective(chunk=2))
+seen = []
 
 
-class Told:
-    def on_step(self, ensemble, record):
-        told.append(record["loss"])
+class Observer(Callback):
+    def on_step(self, run):
+        seen.append(run.loss)
 
-    def on_end(self, ensemble, history):
-        told.append(len(history.epochs))
+    def on_end(self, run, history):
+        seen.append(len(history.epochs))
 
 
-trained("callbacks", problem.ensemble(), callbacks=[Told()], clip=0.5)
-results["told"] = told
+trained("callbacks", problem.ensemble(), Observer(), ClipGradients(0.5))
+results["seen"] = seen
 trained("fresh", embens.mc_dropout(problem.reference(), 3, fresh=True))
-trained("checkpoint", problem.ensemble(), checkpoint=f"{folder}/checkpoints{world}", every=4,
+trained("checkpoint", problem.ensemble(), Checkpoint(f"{folder}/checkpoints{world}", every=4),
         progress=True)
 
-limit = 1 + rank  # clocks that do not agree
-limited = fit(problem.ensemble(), problem.data(65), epochs=10**6, time_limit=limit, progress=False)
+limit = TimeLimit(1 + rank)  # clocks that do not agree
+limited = fit(problem.ensemble(), problem.data(65), epochs=10**6, callbacks=[limit], progress=False)
 results["limited"] = limited.stopped, len(limited.epochs)
 assert dist.is_initialized() == (world > 1)
 x, y = problem.data(32)
-mine = slice(rank, None, world)
+rows = slice(rank, None, world)
 
 
 def stepped(name, ensemble, wrap, kind=torch.optim.SGD, **options):
-    # a loop of one's own: the groups of the ensemble, and nothing else
+    # a plain loop: only the groups are of the ensemble
     model = wrap(ensemble) if world > 1 else ensemble
     groups = ensemble.parameter_groups(0.01, 0.02, gamma=2, optimizer=kind)
     optimizer = kind(groups, **options)
     for _ in range(3):
         optimizer.zero_grad()
-        embens.objective(model(x[mine]), y[mine]).backward()
+        embens.objective(model(x[rows]), y[rows]).backward()
         optimizer.step()
     results[name] = {
         name: getattr(p, "full_tensor", lambda p=p: p)().detach()
@@ -160,7 +162,7 @@ def test_only_the_first_process_shows_progress_and_writes(results):
 
 
 def test_only_the_first_process_has_callbacks(results):
-    told = results["1-0"]["told"]
-    assert len(told) == 3 * 5 + 1
-    assert results["2-0"]["told"] == pytest.approx(told, rel=1e-4)
-    assert results["2-1"]["told"] == []
+    seen = results["1-0"]["seen"]
+    assert len(seen) == 3 * 5 + 1
+    assert results["2-0"]["seen"] == pytest.approx(seen, rel=1e-4)
+    assert results["2-1"]["seen"] == []

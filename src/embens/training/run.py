@@ -189,8 +189,12 @@ class Run:
             if not math.isfinite(value):
                 raise self.divergence(f"the loss is {value}", step)
 
+    @torch.no_grad()
     def has_finite_weights(self) -> bool:
         """Return whether all parameters are finite."""
+        # One fused reduction; it may overflow, so only a finite norm is conclusive.
+        if math.isfinite(torch.nn.utils.get_total_norm(self.parameters)):
+            return True
         return all(bool(parameter.isfinite().all()) for parameter in self.parameters)
 
     def check_weights(self) -> None:
