@@ -5,10 +5,14 @@ the history. Nothing in it is executed when it is read. ``joblib`` works as well
 risks of pickle.
 """
 
+import importlib.util
 import json
+import logging
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -45,7 +49,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
     if arguments["law"] is not None:
         arguments["law"] = arguments["law"].to_dict()
     head = dict(vars(fitted.head))
-    if "labels" in head:
+    if "labels" in head:  # arrays become lists, so keep their types
         head["labels"] = [(label.dtype.str, label) for label in head["labels"]]
     preprocessing = fitted.preprocessing
     tree = {
@@ -178,7 +182,7 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> None:
     steps = torch.linspace(-2, 2, 8, dtype=torch.float64)[:, None]
     example = network.centre + steps * network.scale
     example[0, 0] = float("nan")
-    with evaluating(network), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+    with evaluating(network), torch.no_grad(), quiet_export():
         expected = network(example)
         program = torch.onnx.export(
             torch.export.export(
@@ -197,8 +201,26 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> None:
     write_atomically(path, content)
 
 
+@contextmanager
+def quiet_export() -> Iterator[None]:
+    """Hide the warnings of torch's exporter; the check with onnxruntime decides."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def check_exportable(fitted: Fitted) -> None:
     """Raise ValueError if an estimator cannot be written as an ONNX file."""
+    for library in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(library) is None:
+            raise ModuleNotFoundError(
+                f"to_onnx needs {library}. Install it with pip install 'embens[onnx]'."
+            )
     if fitted.preprocessing.categorical:
         names = [column.name for column in fitted.preprocessing.categorical]
         raise ValueError(

@@ -101,6 +101,7 @@ class Table:
     def labels(self, position: int) -> list[str | None]:
         """Return the categories of a column as text, with None for missing values."""
         values = self.column(position).to_list()
+        # Convert distinct values only; columns usually have few.
         label_of_value = {value: to_label(value) for value in set(values)}
         return [label_of_value[value] for value in values]
 
@@ -213,6 +214,7 @@ def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
         )
         names = [str(name) for name in getattr(estimator, "feature_names_in_", [])]
         table = from_array(_to_dense(array), names)
+    # Here and not in the encoder, which sees blocks of rows: messages have the right row numbers.
     table.check_numbers()
     return table
 

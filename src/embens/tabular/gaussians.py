@@ -144,6 +144,7 @@ class GaussianHead(Head):
                     "target_transform='log' needs targets that are not negative, got "
                     f"{values.min().item():g}."
                 )
+            # Zeros are shifted by half of the smallest positive value.
             smallest = values.where(values > 0, math.inf).amin(0)
             has_zero = (values == 0).any(0)
             return torch.where(has_zero, smallest / 2, 0.0)[None]
@@ -157,6 +158,7 @@ class GaussianHead(Head):
         if self.knots is None:
             return values
         if self.transform == "log":
+            # Held-out values can be smaller than all training values: their logarithm is finite.
             return (values + self.knots[0]).clamp(min=1e-150).log()
         return _interpolate(values, self.knots[0], self.knots[1])
 
@@ -203,11 +205,13 @@ class GaussianHead(Head):
 
     def _quantile_components(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Centre a Gaussian at each quantile, with a width from the distance of its neighbours."""
+        # Sorting makes quantiles that cross each other consistent.
         centres = outputs.unflatten(-1, (self.targets, -1)).sort(-1).values
         slopes = centres.diff(dim=-1) / NINE_POINTS.diff().to(centres)
         inner = (slopes[..., 1:] + slopes[..., :-1]) / 2
         widths = torch.cat([slopes[..., :1], inner, slopes[..., -1:]], -1)
         widths = widths.clamp(min=math.exp(MIN_LOG_VARIANCE / 2))
+        # Shrink the centres, so that the mixture of wide components keeps the variance.
         middle = centres.mean(-1, keepdim=True)
         centres = middle + NINE_SHRINKAGE * (centres - middle)
         return centres.movedim(-1, 1), COMPONENT_WIDTH * widths.movedim(-1, 1)
@@ -219,6 +223,8 @@ class GaussianHead(Head):
         std = self.std * std * self.temperature
         if self.knots is None:
             return mean, std
+        # A Gaussian is not Gaussian after the inverse transform. Eight narrow components are
+        # nearly linear there: each is mapped by its two ends.
         points = EIGHT_SHRINKAGE * EIGHT_POINTS[:, None, None]
         centres = mean.unsqueeze(2) + std.unsqueeze(2) * points
         half_width = COMPONENT_WIDTH * std.unsqueeze(2)

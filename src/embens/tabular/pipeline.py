@@ -169,15 +169,13 @@ def prepare(
     folds = torch.randint(FOLDS, split.train.shape, generator=generator)
     if previous is None:
         head = head.scaled(values[split.train], weights[split.train])
+        # A large table needs only a sample of its rows for bins and categories.
         sample = torch.randperm(len(split.train), generator=generator)
         sample = sample[: defaults.MAX_LEARNING_ROWS].sort().values
         rows = split.train[sample]
+        statistics_target = head.statistics_target(values[rows])
         preprocessing = learn_columns(
-            table.take(rows.numpy()),
-            arguments,
-            weights[rows],
-            head.statistics_target(values[rows]),
-            folds[sample],
+            table.take(rows.numpy()), arguments, weights[rows], statistics_target, folds[sample]
         )
         # In float64 a weight of 2 equals two rows, to rounding.
         dtype = torch.float64 if table.rows < defaults.TINY_ROWS else torch.float32
@@ -281,15 +279,15 @@ def with_transform(prepared: Prepared, transform: str) -> Prepared:
 def race(prepared: Prepared, sizes: Sizes) -> Sizes:
     """Choose dropout and weight decay by successive halving of short runs with few members."""
     candidates = defaults.race_candidates(sizes, prepared.arguments)
+    # Each of the two rounds may take 15 % of the remaining time.
     epochs = defaults.shorten(sizes).epochs
     share = 0.3 / (2 * len(candidates))
     while len(candidates) > 1:
         losses = {}
         for candidate in candidates:
             short = replace(defaults.shorten(candidate), epochs=epochs, patience=epochs)
-            run = train(
-                build_ensemble(prepared, short), prepared, short, share=share, verbose=False
-            )
+            ensemble = build_ensemble(prepared, short)
+            run = train(ensemble, prepared, short, share=share, verbose=False)
             losses[candidate] = min(row["metric"] for row in run.epochs)
         candidates = sorted(candidates, key=losses.__getitem__)[: len(candidates) // 2]
         epochs *= 2

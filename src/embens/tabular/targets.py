@@ -44,7 +44,8 @@ class Head(ABC):
         detached: whether the second half of the outputs does not train the hidden layers.
         default_sites: where members differ by default.
         allows_bfloat16: whether the network may run in bfloat16 during training.
-        calibration_stride: every so many held-out rows, one is reserved for conformal scores.
+        calibration_stride: every ``calibration_stride``-th held-out row is reserved for
+            conformal scores.
     """
 
     single: bool = True
@@ -250,7 +251,7 @@ class ClassHead(Head):
         columns = []
         for codes, size in zip(values.long().T, self.sizes, strict=True):
             indicators = one_hot(codes, size)
-            if size == 2:
+            if size == 2:  # the two indicators add up to 1
                 indicators = indicators[:, 1:]
             columns.append(indicators)
         return torch.cat(columns, 1).double()
@@ -261,6 +262,7 @@ class ClassHead(Head):
         return values[:, 0]
 
     def losses(self, outputs: Tensor, target: Tensor) -> Tensor:
+        # A plain gather over all members is faster than cross_entropy member by member.
         target = target.view(len(target), -1)
         log_probabilities = []
         for k, logits in enumerate(outputs.split(self.sizes, dim=-1)):
@@ -287,6 +289,7 @@ class ClassHead(Head):
         return replace(self, temperature=best_scale(loss))
 
     def with_scores(self, outputs: Tensor, target: Tensor) -> Self:
+        # The score of a row is minus the probability of its class: unlikely classes score high.
         return replace(self, scores=-self.log_likelihood(outputs.double(), target).exp())
 
     def probabilities(self, outputs: Tensor) -> list[Tensor]:
