@@ -228,7 +228,7 @@ def perform(cell: Cell) -> Row:
 def in_process(cell: Cell) -> Row:
     """Perform in a process of its own; one that died was over the limit, or out of memory."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "benchmarks.tables", "embens.estimators"])
+    context.set_forkserver_preload([*PRELOAD, "benchmarks.tables", "embens.tabular"])
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(theirs, cell))
     process.start()

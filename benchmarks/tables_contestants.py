@@ -143,7 +143,7 @@ def finish(part: Part, model: Any, columns: Callable, parameters: int | None = N
 
 
 def embens(part: Part, seed: int, **options: Any) -> Model:
-    from embens.estimators import (
+    from embens.tabular import (
         EmbeddedEnsembleClassifier,
         EmbeddedEnsembleRegressor,
         neg_crps,

@@ -1,49 +1,46 @@
-"""The classifier: probabilities, uncertainty, calibration, several labels."""
+"""Classifier: probabilities, uncertainty, calibration, sets, several labels."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from estimators.problems import classes_of, classifier, fitted, mixed_table
 from scipy import stats
 from sklearn.datasets import make_multilabel_classification
 from sklearn.utils.class_weight import compute_sample_weight
+from tabular.problems import classes_of, classifier, fitted, mixed_table
 
 
 class TestTheClassifier:
     def setup_method(self):
-        self.model, X, y = fitted()
-        self.test = (X, y)
+        self.model, self.X, self.y = fitted()
 
     def test_uncertainty_adds_up_and_is_the_entropy_of_the_prediction(self):
-        found = self.model.predict_uncertainty(self.test[0])
-        chance = self.model.predict_proba(self.test[0])
-        np.testing.assert_allclose(found.total, stats.entropy(chance, axis=1), atol=1e-9)
-        np.testing.assert_allclose(found.aleatoric + found.epistemic, found.total)
-        assert (found.epistemic >= 0).all()
-        assert found.epistemic.max() > 0
+        uncertainty = self.model.predict_uncertainty(self.X)
+        probabilities = self.model.predict_proba(self.X)
+        entropy = stats.entropy(probabilities, axis=1)
+        np.testing.assert_allclose(uncertainty.total, entropy, atol=1e-9)
+        np.testing.assert_allclose(uncertainty.aleatoric + uncertainty.epistemic, uncertainty.total)
+        assert (uncertainty.epistemic >= 0).all()
+        assert uncertainty.epistemic.max() > 0
 
     def test_members_average_to_the_prediction(self):
-        members = self.model.predict_members(self.test[0])
+        members = self.model.predict_members(self.X)
         assert members.shape == (4, 100, 3)
-        np.testing.assert_allclose(members.mean(0), self.model.predict_proba(self.test[0]))
+        np.testing.assert_allclose(members.mean(0), self.model.predict_proba(self.X))
 
-    def test_calibration_is_no_worse_on_the_rows_it_is_chosen_by(self):
+    def test_the_temperature_divides_the_logits(self):
         X, target = mixed_table(400)
         plain = classifier(max_epochs=30, calibrate=False).fit(X[:300], classes_of(target[:300]))
         assert plain.temperature_ == 1.0
         assert self.model.temperature_ != 1.0
-        factor = self.model.temperature_
-        np.testing.assert_allclose(
-            np.log(self.model.predict_members(self.test[0])[..., :1])
-            - np.log(self.model.predict_members(self.test[0])[..., 1:]),
-            (
-                np.log(plain.predict_members(self.test[0])[..., :1])
-                - np.log(plain.predict_members(self.test[0])[..., 1:])
-            )
-            / factor,
-            rtol=1e-4, atol=1e-6,
-        )  # fmt: skip
+        log_ratio = log_ratios(self.model.predict_members(self.X))
+        plain_log_ratio = log_ratios(plain.predict_members(self.X))
+        expected = plain_log_ratio / self.model.temperature_
+        np.testing.assert_allclose(log_ratio, expected, rtol=1e-4, atol=1e-6)
+
+
+def log_ratios(probabilities):
+    return np.log(probabilities[..., :1]) - np.log(probabilities[..., 1:])
 
 
 class TestSeveralLabels:
@@ -65,7 +62,7 @@ class TestSeveralLabels:
         assert (model.predict(self.X)[:, 1] == y[:, 1]).mean() > 0.9
 
 
-def test_a_classifier_that_is_right_on_all_held_out_rows_is_not_made_more_certain_without_bound():
+def test_the_temperature_of_a_classifier_without_errors_is_bounded():
     rng = np.random.default_rng(0)
     X = rng.normal(size=(300, 2))
     X[:, 0] += 4 * np.sign(X[:, 0])
@@ -76,7 +73,7 @@ def test_a_classifier_that_is_right_on_all_held_out_rows_is_not_made_more_certai
 
 
 @pytest.mark.parametrize("weights", ["balanced", {"low": 3.0, "mid": 0.5, "high": 1.0}])
-def test_class_weights_multiply_the_weights_of_rows_as_in_scikit_learn(weights):
+def test_class_weights_multiply_sample_weights(weights):
     X, target = mixed_table()
     y, rows = classes_of(target), np.random.default_rng(0).uniform(0.5, 2, len(X))
     ours = classifier(class_weight=weights, max_epochs=3).fit(X, y, sample_weight=rows)
@@ -85,19 +82,19 @@ def test_class_weights_multiply_the_weights_of_rows_as_in_scikit_learn(weights):
     np.testing.assert_allclose(ours.predict_proba(X), theirs.predict_proba(X), rtol=1e-6)
 
 
-def test_one_class_and_a_negative_class_weight_are_refused():
-    with pytest.raises(ValueError, match="one class only, 1"):
+def test_one_class_and_invalid_class_weights_are_errors():
+    with pytest.raises(ValueError, match="only one class, 1"):
         classifier().fit(np.eye(20), np.ones(20, int))
-    with pytest.raises(ValueError, match="class_weight: expected numbers"):
+    with pytest.raises(ValueError, match="class_weight must have numbers"):
         classifier(class_weight={0: "a"}).fit(np.eye(20), np.arange(20) % 2)
-    with pytest.raises(ValueError, match="class_weight: expected numbers"):
+    with pytest.raises(ValueError, match="class_weight must have numbers"):
         classifier(class_weight={0: -1.0}).fit(np.eye(20), np.arange(20) % 2)
-    with pytest.raises(ValueError, match="one of them above 0"):
+    with pytest.raises(ValueError, match="at least one of them positive"):
         classifier(class_weight={0: 0.0, 1: 0.0}).fit(np.eye(20), np.arange(20) % 2)
 
 
-class TestSetsOfClasses:
-    def test_they_hold_the_class_as_often_as_they_promise(self):
+class TestPredictionSets:
+    def test_sets_have_the_requested_coverage(self):
         X, target = mixed_table(3000)
         y = classes_of(target)
         model = classifier(max_epochs=4, validation_fraction=0.5).fit(X[:1500], y[:1500])
@@ -109,17 +106,17 @@ class TestSetsOfClasses:
             assert inside == pytest.approx(coverage, abs=4 * error)
         assert sets.shape == (1500, 3)
 
-    def test_without_held_out_rows_there_are_none(self):
-        with pytest.raises(ValueError, match="need rows that were held out"):
+    def test_sets_without_held_out_rows_are_an_error(self):
+        with pytest.raises(ValueError, match="need held-out rows"):
             classifier(max_epochs=1).fit(np.eye(20), np.arange(20) % 2).predict_set(np.eye(20))
 
 
-def test_new_rows_are_learnt_by_parts_and_classes_may_come_later():
+def test_partial_fit_learns_new_rows_and_classes_that_were_declared():
     X, target = mixed_table(600)
     y = classes_of(target)
-    known = y[:300] != "high"
+    without_high = y[:300] != "high"
     model = classifier(max_epochs=8)
-    model.partial_fit(X[:300][known], y[:300][known], classes=["high", "low", "mid"])
+    model.partial_fit(X[:300][without_high], y[:300][without_high], classes=["high", "low", "mid"])
     assert list(model.classes_) == ["high", "low", "mid"]
     before = (model.predict(X[500:]) == y[500:]).mean()
     ensemble = model.ensemble_

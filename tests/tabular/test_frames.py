@@ -1,4 +1,4 @@
-"""Every kind of input, and what is refused."""
+"""Reading arrays, data frames, targets and weights."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
-from estimators.problems import classes_of, classifier, mixed_table, regressor
+from tabular.problems import classes_of, classifier, mixed_table, regressor
 
-from embens.estimators import tables
-from embens.estimators.tables import from_array, from_frame
+from embens.tabular import frames
+from embens.tabular.frames import from_array, from_frame
 
 
-class TestEveryKindOfInput:
+class TestInputs:
     def setup_method(self):
         self.X, self.target = mixed_table()
         self.y = classes_of(self.target)
@@ -23,24 +23,24 @@ class TestEveryKindOfInput:
         with pytest.raises(ValueError, match="same order"):
             model.predict(self.X[self.X.columns[::-1]])
 
-    def test_sparse_input_is_what_it_would_be_dense(self, monkeypatch):
+    def test_a_sparse_matrix_gives_the_same_model_as_a_dense_one(self, monkeypatch):
         from scipy import sparse
 
         X = sparse.random_array((200, 6), density=0.3, rng=0, format="csr")
         y = np.asarray(X.sum(1) > 1)
-        found = classifier(max_epochs=2).fit(X, y).predict_proba(X)
+        probabilities = classifier(max_epochs=2).fit(X, y).predict_proba(X)
         dense = classifier(max_epochs=2).fit(X.toarray(), y).predict_proba(X.toarray())
-        np.testing.assert_array_equal(found, dense)
-        monkeypatch.setattr(tables, "DENSE", 1000)
-        with pytest.raises(ValueError, match="choose columns, or fewer rows"):
+        np.testing.assert_array_equal(probabilities, dense)
+        monkeypatch.setattr(frames, "MAX_DENSE", 1000)
+        with pytest.raises(ValueError, match="Select columns or rows"):
             classifier().fit(X, y)
 
-    def test_a_target_may_be_a_column_of_pyarrow(self):
+    def test_a_target_can_be_a_pyarrow_array(self):
         table = pa.Table.from_pandas(self.X)
-        first = classifier().fit(self.X, self.y).predict_proba(self.X)
+        expected = classifier().fit(self.X, self.y).predict_proba(self.X)
         for y in (pa.array(self.y), pa.chunked_array([self.y])):
-            found = classifier().fit(table, y).predict_proba(table)
-            np.testing.assert_array_equal(found, first)
+            probabilities = classifier().fit(table, y).predict_proba(table)
+            np.testing.assert_array_equal(probabilities, expected)
 
     @pytest.mark.parametrize("missing", [None, np.nan, pd.NA])
     def test_a_missing_target_is_an_error_that_names_the_row(self, missing):
@@ -63,15 +63,15 @@ class TestEveryKindOfInput:
         words = np.where(np.arange(len(self.X)) % 2, "inf", "nan").astype(object)
         assert set(classifier(max_epochs=1).fit(self.X, words).classes_) == {"inf", "nan"}
 
-    def test_a_lazy_frame_is_refused_with_what_to_do(self):
+    def test_a_lazy_frame_is_an_error(self):
         with pytest.raises(TypeError, match=r"X\.collect\(\)"):
             classifier().fit(pl.from_pandas(self.X).lazy(), self.y)
 
     def test_frames_of_pandas_and_polars_give_the_same_model(self):
-        ours = classifier().fit(self.X, self.y).predict_proba(self.X)
+        with_pandas = classifier().fit(self.X, self.y).predict_proba(self.X)
         frame = pl.from_pandas(self.X)
-        theirs = classifier().fit(frame, pl.Series(self.y)).predict_proba(frame)
-        np.testing.assert_array_equal(ours, theirs)
+        with_polars = classifier().fit(frame, pl.Series(self.y)).predict_proba(frame)
+        np.testing.assert_array_equal(with_pandas, with_polars)
 
 
 def test_infinite_numbers_are_an_error_that_names_the_column():
@@ -82,18 +82,18 @@ def test_infinite_numbers_are_an_error_that_names_the_column():
         classifier().fit(frame, np.arange(60) % 2)
 
 
-def test_dates_are_numbers_of_seconds():
+def test_dates_are_converted_to_seconds():
     frame = pd.DataFrame({"day": pd.to_datetime(["2020-01-01", "2020-01-02", None])})
     numbers = from_frame(frame).numbers(0)
     assert numbers[1] - numbers[0] == 86400
     assert np.isnan(numbers[2])
 
 
-def test_text_where_numbers_were_is_an_error_that_names_the_column():
+def test_text_in_a_numeric_column_is_an_error_that_names_the_column():
     model = classifier(max_epochs=1).fit(pd.DataFrame({"a": np.arange(60.0)}), np.arange(60) % 2)
     with pytest.raises(
         ValueError,
-        match=r"row 0 of column 'a': could not convert .* this is a column of numbers",
+        match=r"row 0 of column 'a': could not convert .* This is a numeric column",
     ):
         model.predict(pd.DataFrame({"a": ["x", "y"]}))
 
@@ -111,7 +111,7 @@ def test_text_where_numbers_were_is_an_error_that_names_the_column():
         (np.array([[1.5], [None]], dtype=object), False),
     ],
 )
-def test_the_type_of_an_array_says_whether_it_is_categorical(array, categorical):
+def test_the_type_of_an_array_decides_whether_it_is_categorical(array, categorical):
     table = from_array(array)
     assert table.names == ["column 0"]
     assert table.is_categorical(0) == categorical
@@ -121,7 +121,27 @@ def test_the_type_of_an_array_says_whether_it_is_categorical(array, categorical)
         np.testing.assert_array_equal(table.numbers(0), scale * expected)
 
 
-def test_whole_numbers_that_no_float_holds_are_rounded_in_arrow_tables_too():
+def test_large_integers_in_arrow_tables_are_rounded():
     values = [2**60 + 1, None, 3]
-    found = from_frame(pa.table({"id": values})).numbers(0)
-    np.testing.assert_array_equal(found, [2.0**60, np.nan, 3.0])
+    numbers = from_frame(pa.table({"id": values})).numbers(0)
+    np.testing.assert_array_equal(numbers, [2.0**60, np.nan, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, 2.0], r"must have shape \(3,\), got \(2,\)"),
+        ([[1.0], [1.0], [1.0]], r"must have shape \(3,\), got \(3, 1\)"),
+        ([1.0, -1.0, 1.0], "Negative values"),
+        ([0.0, 0.0, 0.0], "all weights are zero"),
+        ([1.0, np.nan, 1.0], "NaN"),
+    ],
+)
+def test_invalid_sample_weights_are_errors(weights, message):
+    with pytest.raises(ValueError, match=message):
+        frames.read_weights(weights, 3)
+
+
+def test_one_sample_weight_is_that_of_all_rows():
+    assert frames.read_weights(2, 3).tolist() == [2.0, 2.0, 2.0]
+    assert frames.read_weights(None, 3).tolist() == [1.0, 1.0, 1.0]

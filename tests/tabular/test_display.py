@@ -1,4 +1,4 @@
-"""A fitted estimator in words and pictures."""
+"""Summary, model card and pictures of a fitted estimator."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 
 import matplotlib
 import pytest
-from estimators.problems import classifier, fitted, mixed_table
+from tabular.problems import classifier, fitted, mixed_table
 
 
-def test_a_summary_says_what_was_fitted():
+def test_the_summary_describes_the_fit():
     model, _, _ = fitted()
     text = model.summary()
     assert text.startswith("EmbeddedEnsembleClassifier\n")
@@ -19,24 +19,25 @@ def test_a_summary_says_what_was_fitted():
     assert "loss 'quantile', transform 'none'" in fitted("regressor")[0].summary()
 
 
-def test_notebooks_show_the_facts_once_there_are_some():
+def test_notebooks_show_the_summary_of_a_fitted_estimator():
     model, _, _ = fitted()
-    assert re.search(r"<th>members</th>\s*<td>4, batch_ensemble</td>", model._repr_html_())
-    assert "<th>members</th>" not in classifier()._repr_html_()
+    html = model._repr_mimebundle_()["text/html"]
+    assert re.search(r"<th>members</th>\s*<td>4, batch_ensemble</td>", html)
+    assert "<th>members</th>" not in classifier()._repr_mimebundle_()["text/html"]
 
 
-def test_a_card_names_columns_and_what_is_promised(tmp_path):
+def test_the_model_card_names_columns_and_guarantees(tmp_path):
     model, _, _ = fitted("regressor")
     text = model.model_card(tmp_path / "card.md")
     assert (tmp_path / "card.md").read_text() == text
     assert "`size`, `time`, `colour`, `open`, `grade`" in text
-    assert "predict_interval holds the truth" in text
+    assert "predict_interval contains the truth" in text
     X, y = mixed_table(30)
-    assert "which this fit had none of" in classifier(max_epochs=1).fit(X, y > 0).model_card()
+    assert "and this fit had none" in classifier(max_epochs=1).fit(X, y > 0).model_card()
 
 
 @pytest.mark.parametrize("kind", ["classifier", "regressor"])
-def test_pictures_are_drawn_on_the_axis_that_is_given(kind):
+def test_plots_use_the_axes_that_are_passed(kind):
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
@@ -49,7 +50,7 @@ def test_pictures_are_drawn_on_the_axis_that_is_given(kind):
     plt.close(figure)
 
 
-def test_importances_find_the_columns_that_matter_and_are_drawn(tmp_path):
+def test_importances_find_the_columns_that_matter():
     model, X, y = fitted()
     table = model.importances(X, y, repeats=2)
     assert set(table.index[:2]) == {"size", "colour"}

@@ -1,4 +1,4 @@
-"""Heads: losses and metrics by two roads, calibration."""
+"""Heads: losses, metrics and calibration against independent computations."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from embens.estimators.gaussians import Gaussians
-from embens.estimators.heads import Classes
+from embens.tabular.gaussians import GaussianHead
+from embens.tabular.targets import ClassHead
 
-TWO, THREE = np.arange(2), np.arange(3)
+TWO = np.arange(2)
+THREE = np.arange(3)
 
 
-class TestHeads:
-    def test_the_class_metric_is_scikit_learns_log_loss_of_the_mean_probability(self):
+class TestClassHead:
+    def test_the_metric_is_the_log_loss_of_the_mean_probability(self):
         from sklearn.metrics import log_loss
 
         generator = torch.Generator().manual_seed(0)
@@ -23,10 +24,10 @@ class TestHeads:
         codes = torch.arange(30).remainder(3)[:, None]
         weights = torch.rand(30, generator=generator, dtype=torch.float64)
         chance = outputs.softmax(-1).mean(0).numpy()
-        plain = Classes((THREE,))
+        plain = ClassHead((THREE,))
         found = plain.metric(outputs, plain.pack(codes, None, torch.float64))
         assert found.item() == pytest.approx(log_loss(codes[:, 0], chance))
-        head = Classes((THREE,), weighted=True)
+        head = ClassHead((THREE,), weighted=True)
         found = head.metric(outputs, head.pack(codes, weights, torch.float64))
         expected = log_loss(codes[:, 0], chance, sample_weight=weights.numpy())
         assert found.item() == pytest.approx(expected)
@@ -35,7 +36,7 @@ class TestHeads:
         generator = torch.Generator().manual_seed(0)
         outputs = torch.randn(20, 5, generator=generator)
         codes = torch.stack([torch.arange(20) % 3, torch.arange(20) % 2], 1)
-        several, weighted = Classes((THREE, TWO)), Classes((THREE, TWO), weighted=True)
+        several, weighted = ClassHead((THREE, TWO)), ClassHead((THREE, TWO), weighted=True)
         weights = torch.rand(20, generator=generator)
         one = several.criterion(outputs, several.pack(codes, None, torch.float32))
         other = weighted.criterion(outputs, weighted.pack(codes, weights, torch.float32))
@@ -45,40 +46,40 @@ class TestHeads:
 @pytest.mark.parametrize(
     "head",
     [
-        Classes((THREE,)),
-        Classes((THREE,), weighted=True),
-        Classes((TWO, THREE)),
-        Gaussians(2),
-        Gaussians(1, weighted=True),
-        Gaussians(2, loss="squared"),
-        Gaussians(2, loss="student"),
-        Gaussians(2, loss="quantile", weighted=True),
+        ClassHead((THREE,)),
+        ClassHead((THREE,), weighted=True),
+        ClassHead((TWO, THREE)),
+        GaussianHead(2),
+        GaussianHead(1, weighted=True),
+        GaussianHead(2, loss="squared"),
+        GaussianHead(2, loss="student"),
+        GaussianHead(2, loss="quantile", weighted=True),
     ],
 )
-def test_the_criterion_of_all_members_is_that_of_each(head):
+def test_the_criterion_of_all_members_equals_that_of_each_member(head):
     generator = torch.Generator().manual_seed(0)
     outputs = torch.randn(4, 7, head.outputs, generator=generator, dtype=torch.float64)
-    labels = len(head.labels) if isinstance(head, Classes) else head.targets
+    labels = len(head.labels) if isinstance(head, ClassHead) else head.targets
     values = torch.randint(2, (7, labels), generator=generator)
     weights = torch.rand(7, generator=generator).double() if head.weighted else None
     target = head.pack(values, weights, torch.float64)
     together = head.criterion(outputs, target)
     alone = torch.stack([head.criterion(o, target) for o in outputs])
     torch.testing.assert_close(together, alone)
-    if isinstance(head, Classes):
+    if isinstance(head, ClassHead):
         chances = torch.stack([p.softmax(-1)[:, :, 0] for p in outputs.split(head.sizes, -1)])
         zero = head.pack(torch.zeros_like(values), weights, torch.float64)
         by_hand = -chances.log().sum(0) * (1.0 if weights is None else weights)
         torch.testing.assert_close(head.criterion(outputs, zero), by_hand)
 
 
-def test_a_few_held_out_rows_hardly_change_the_standard_deviations_and_many_do():
+def test_the_prior_of_the_factor_matters_for_few_rows_only():
     rng = np.random.default_rng(0)
     factors = []
     for rows in (7, 10_000):
         near = torch.from_numpy(0.25 * rng.normal(size=(rows, 1)))
         outputs = torch.zeros(4, rows, 2)
-        head = Gaussians(1).tempered(outputs, near)
+        head = GaussianHead(1).calibrated(outputs, near)
         factors.append(float(head.temperature[0]))
         by_hand = math.sqrt((float((near**2).sum()) + 30) / (rows + 30))
         assert factors[-1] == pytest.approx(by_hand, abs=1e-3)

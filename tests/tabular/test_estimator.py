@@ -1,4 +1,4 @@
-"""scikit-learn's whole battery, without expected failures, and its tools."""
+"""The scikit-learn estimator checks, without expected failures, and scikit-learn tools."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from estimators.problems import classes_of, classifier, fitted, mixed_table, regressor
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
+from tabular.problems import classes_of, classifier, fitted, mixed_table, regressor
 
-from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor, neg_crps
-from embens.estimators import neg_nll as nll
+from embens.tabular import (
+    EmbeddedEnsembleClassifier,
+    EmbeddedEnsembleRegressor,
+    neg_crps,
+    neg_nll,
+)
+from embens.tabular.frames import from_frame
 
 QUICK = [
     EmbeddedEnsembleClassifier(members=4, width=32, max_epochs=40, tune=False),
@@ -30,11 +35,11 @@ IGNORED = (
 
 @pytest.mark.filterwarnings(*IGNORED)
 @parametrize_with_checks(QUICK)
-def test_the_estimator_keeps_scikit_learns_contract(estimator, check):
+def test_the_estimator_passes_the_checks_of_scikit_learn(estimator, check):
     check(estimator)
 
 
-class TestTheTools:
+class TestTools:
     def setup_method(self):
         self.X, self.target = mixed_table(150)
         self.y = classes_of(self.target)
@@ -46,42 +51,42 @@ class TestTheTools:
         search = GridSearchCV(pipeline, grid, cv=2, scoring="neg_log_loss").fit(X, self.y)
         assert search.best_params_["embeddedensembleclassifier__p"] in (0.0, 0.9)
 
-    def test_cross_validated_predictions_are_those_of_the_folds(self):
-        found = cross_val_predict(classifier(max_epochs=5), self.X, self.y, cv=2)
-        assert set(found) <= set(self.y)
-        assert found.shape == self.y.shape
+    def test_cross_validation_predicts_all_rows(self):
+        predictions = cross_val_predict(classifier(max_epochs=5), self.X, self.y, cv=2)
+        assert set(predictions) <= set(self.y)
+        assert predictions.shape == self.y.shape
 
     def test_probabilities_can_be_calibrated_by_scikit_learn(self):
         model = CalibratedClassifierCV(classifier(max_epochs=5), cv=2).fit(self.X, self.y)
         np.testing.assert_allclose(model.predict_proba(self.X).sum(1), 1.0)
 
-    def test_a_clone_has_the_arguments_and_nothing_else(self):
+    def test_a_clone_has_the_arguments_and_is_not_fitted(self):
         model = classifier(p=0.7).fit(self.X, self.y)
         copy = clone(model)
         assert copy.get_params() == model.get_params()
         assert not hasattr(copy, "ensemble_")
 
-    @pytest.mark.parametrize("scorer", [nll, neg_crps])
-    def test_scorers_prefer_the_model_that_knows_more(self, scorer):
+    @pytest.mark.parametrize("scorer", [neg_nll, neg_crps])
+    def test_scorers_prefer_the_model_with_informative_columns(self, scorer):
         useless = self.X[["open"]]
-        known = cross_val_score(regressor(), self.X, self.target, scoring=scorer, cv=2).mean()
-        blind = cross_val_score(regressor(), useless, self.target, scoring=scorer, cv=2).mean()
-        assert known > blind
+        informed_score = cross_val_score(regressor(), self.X, self.target, scoring=scorer, cv=2)
+        blind_score = cross_val_score(regressor(), useless, self.target, scoring=scorer, cv=2)
+        assert informed_score.mean() > blind_score.mean()
 
 
-class TestEveryKindOfInput:
+class TestArguments:
     def setup_method(self):
         self.X, self.target = mixed_table()
         self.y = classes_of(self.target)
 
-    def test_whole_numbers_of_numpy_are_as_good_as_pythons(self):
+    def test_numpy_integers_are_accepted(self):
         names = ("members", "width", "depth", "max_epochs", "patience", "batch_size", "bins")
         model = classifier(n_jobs=np.int64(1), **dict.fromkeys(names, np.int64(2)))
         same = classifier(n_jobs=1, **dict.fromkeys(names, 2))
         pairs = (m.fit(self.X, self.y).predict_proba(self.X) for m in (model, same))
         np.testing.assert_array_equal(*pairs)
 
-    def test_threads_are_set_for_the_fit_alone(self):
+    def test_n_jobs_changes_the_number_of_threads_during_fit_only(self):
         before = torch.get_num_threads()
         classifier(n_jobs=2, max_epochs=1).fit(self.X, self.y)
         assert torch.get_num_threads() == before
@@ -95,12 +100,13 @@ def test_every_input_of_the_network_has_a_name(embedding):
     X["when"] = pd.date_range("2024-01-01", periods=100, freq="h")
     model = classifier(numerical_embedding=embedding, max_epochs=1).fit(X, classes_of(target))
     names = model.feature_names_out_
-    first = next(p for n, p in model.ensemble_.named_parameters() if p.dim() == 2)
-    assert len(names) == first.shape[1] == len(set(names))
+    encoder = model.ensemble_.reference.encoder
+    inputs = encoder(*model.preprocessing_.encode(from_frame(X)))
+    assert len(names) == inputs.shape[1] == len(set(names))
     assert {"size (score)", "size", "when:weekday", "colour = red", "size is missing"} <= {*names}
 
 
-def test_a_refit_sees_the_rows_that_were_held_out_and_keeps_intervals():
+def test_a_refit_uses_the_validation_rows_and_keeps_intervals():
     X, target = mixed_table(300)
     plain, again = (regressor(refit=refit).fit(X, target) for refit in (False, True))
     assert len(again.head_.scores) == len(plain.head_.scores)
@@ -108,42 +114,32 @@ def test_a_refit_sees_the_rows_that_were_held_out_and_keeps_intervals():
     assert again.score(X, target) > 0.5
 
 
-def test_members_can_be_selected_and_kept_by_a_file(tmp_path):
-    X, target = mixed_table(200)
-    model = classifier(select=3, max_epochs=4).fit(X, classes_of(target))
-    assert model.ensemble_.members == 3
-    assert len(model.held_out_["members"]) == 3
-    model.save(tmp_path / "model.safetensors")
-    again = EmbeddedEnsembleClassifier.load(tmp_path / "model.safetensors")
-    np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
-
-
-class TestLooking:
-    def test_the_history_is_a_frame_and_the_best_weights_are_kept(self):
+class TestFittedAttributes:
+    def test_the_weights_of_the_best_epoch_are_kept(self):
         model, _, _ = fitted()
         frame = model.history_
         best = model.run_.best_epoch
         assert frame.set_index("epoch")["metric"].idxmin() == best
         kept = frame.set_index("epoch")["validation_loss"][best]
         assert kept == pytest.approx(np.mean(model.held_out_["members"]))
-        near = pytest.approx(model.held_out_["ensemble"], rel=0.1)
-        assert frame["metric"].min() == near  # but for the temperature
+        # The metric is that of the best temperature, held_out_ that of temperature 1.
+        assert frame["metric"].min() == pytest.approx(model.held_out_["ensemble"], rel=0.1)
 
-    def test_the_members_are_a_frame_and_the_ensemble_beats_their_mean(self):
+    def test_the_ensemble_is_better_than_the_mean_member(self):
         model, _, _ = fitted()
         losses = model.members_["held_out_loss"]
         assert len(losses) == 4
         assert model.held_out_["ensemble"] < losses.mean()
 
-    def test_the_gradient_scale_is_the_natural_one_of_the_members(self):
+    def test_gamma_is_the_natural_one_of_the_laws(self):
         model, _, _ = fitted()
-        assert model.ensemble_.natural_gamma == 4  # nothing couples them
+        assert model.ensemble_.natural_gamma == 4  # the members are not coupled
         X, target = mixed_table(60)
         shared = classifier(own=False, sites="hidden", p=0.25, max_epochs=1)
         gamma = shared.fit(X, classes_of(target)).ensemble_.natural_gamma
         assert gamma == pytest.approx(4 / (1 + 3 * 0.25**4))  # two hidden sites
 
-    def test_members_share_their_parameters(self):
+    def test_members_share_most_parameters(self):
         shared = fitted("classifier", "batch_ensemble")[0].n_parameters_
         separate = fitted("classifier", "independent")[0].n_parameters_
         assert shared < separate / 2

@@ -1,4 +1,4 @@
-"""The head of numbers: losses by two roads, the mixture behind each, transforms there and back."""
+"""Gaussian head: losses, mixtures and transforms against closed forms and quadrature."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from estimators.problems import mixed_table, regressor
 from scipy import integrate, stats
+from tabular.problems import mixed_table, regressor
 
-from embens.estimators import gaussians, load, neg_crps, neg_nll
-from embens.estimators.gaussians import Gaussians
-from embens.estimators.network import Detached
+from embens.tabular import gaussians, load, neg_crps, neg_nll
+from embens.tabular.gaussians import GaussianHead
+from embens.tabular.perceptron import DetachedOutputs
 
 MEAN = torch.tensor([[-1.0, 0.3], [0.5, 0.2], [2.0, 7.0]], dtype=torch.float64)
 STD = torch.tensor([[0.5, 1.0], [1.0, 0.1], [0.3, 2.0]], dtype=torch.float64)
@@ -21,38 +21,38 @@ Y = torch.tensor([[0.4], [0.1]], dtype=torch.float64)
 LOSSES = ("likelihood", "squared", "quantile", "student")
 
 
-def test_the_metric_is_the_mixtures_density():
-    found = Gaussians(1).metric(OUTPUTS, Y)
+def test_the_metric_is_the_negative_log_density_of_the_mixture():
+    found = GaussianHead(1).metric(OUTPUTS, Y)
     torch.testing.assert_close(found, -gaussians.log_density(MEAN, STD, Y[:, 0]).mean())
 
 
-def test_losses_are_what_they_are_called():
+def test_losses_equal_their_definitions():
     normal = -stats.norm.logpdf(Y[:, 0], MEAN, STD)
-    found = Gaussians(1, loss="likelihood").criterion(OUTPUTS, Y)
+    found = GaussianHead(1, loss="likelihood").criterion(OUTPUTS, Y)
     np.testing.assert_allclose(found, normal)
-    student = -stats.t.logpdf(Y[:, 0], 4, MEAN, STD)  # five Gaussians are nearly as good
-    found = Gaussians(1, loss="student").criterion(OUTPUTS[:2], Y)
+    student = -stats.t.logpdf(Y[:, 0], 4, MEAN, STD)  # five GaussianHead are nearly as good
+    found = GaussianHead(1, loss="student").criterion(OUTPUTS[:2], Y)
     np.testing.assert_allclose(found, student[:2], atol=0.15)
     levels = gaussians.LEVELS.double()
     quantiles = torch.linspace(-1, 2, 9, dtype=torch.float64).expand(1, 2, 9)
-    found = Gaussians(1, loss="quantile").criterion(quantiles, Y)
+    found = GaussianHead(1, loss="quantile").criterion(quantiles, Y)
     off = Y - quantiles[0]
     pinball = torch.where(off > 0, levels * off, (levels - 1) * off)
     torch.testing.assert_close(found[0], 2 * pinball.mean(-1))
 
 
-def test_the_scales_are_those_of_students_t():
+def test_the_scales_are_quantiles_of_students_t():
     expected = np.sqrt(4 / stats.chi2.ppf([0.1, 0.3, 0.5, 0.7, 0.9], 4))
-    np.testing.assert_allclose(gaussians.SCALES, expected, atol=1e-3)
+    np.testing.assert_allclose(gaussians.STUDENT_SCALES, expected, atol=1e-3)
 
 
-def test_a_variance_that_only_looks_leaves_the_hidden_layers_alone():
+def test_a_detached_variance_does_not_train_the_hidden_layers():
     torch.manual_seed(0)
     trunk, last = torch.nn.Linear(3, 8), torch.nn.Linear(8, 2)
     x, y = torch.randn(20, 3), torch.randn(20, 1)
-    body = torch.nn.Sequential(trunk, torch.nn.Tanh(), Detached(last))
+    body = torch.nn.Sequential(trunk, torch.nn.Tanh(), DetachedOutputs(last))
     torch.testing.assert_close(body(x), last(trunk(x).tanh()))
-    Gaussians(1, loss="squared").criterion(body(x), y).mean().backward()
+    GaussianHead(1, loss="squared").criterion(body(x), y).mean().backward()
     ours = trunk.weight.grad.clone()
     trunk.weight.grad = None
     (0.5 * (body(x)[:, :1] - y).square().sum(1)).mean().backward()
@@ -60,23 +60,23 @@ def test_a_variance_that_only_looks_leaves_the_hidden_layers_alone():
     assert body[-1].second.weight.grad.abs().sum() > 0
 
 
-def test_quantiles_of_a_normal_become_a_mixture_of_its_moments():
+def test_quantiles_of_a_normal_give_a_mixture_with_its_moments():
     points = torch.special.ndtri(gaussians.LEVELS.double())
     outputs = (3 + 0.5 * points).expand(4, 6, 9)
-    mean, std = Gaussians(1, loss="quantile").summarise(outputs)
+    mean, std = GaussianHead(1, loss="quantile").summarise(outputs)
     np.testing.assert_allclose(mean, 3.0, atol=1e-6)
     np.testing.assert_allclose(std, 0.5, rtol=1e-5)
 
 
-def test_a_logarithm_is_transformed_back_to_the_moments_of_a_lognormal():
-    head = Gaussians(1, transform="log", knots=torch.zeros(1, 1))
+def test_the_log_transform_gives_the_moments_of_a_lognormal():
+    head = GaussianHead(1, transform="log", knots=torch.zeros(1, 1))
     mean, log_std = 1.2, math.log(0.3)
     outputs = torch.tensor([mean, 2 * log_std]).expand(2, 3, 2)
     found = head.summarise(outputs)
     law = stats.lognorm(0.3, scale=math.exp(mean))
     np.testing.assert_allclose(found[0], law.mean(), rtol=5e-3)
     np.testing.assert_allclose(found[1], law.std(), rtol=5e-2)
-    parts = [p[:, :1, 0] for p in head.parts(outputs)]
+    parts = [p[:, :1, 0] for p in head.mixture(outputs)]
     grid = torch.from_numpy(law.ppf((np.arange(500) + 0.5) / 500))
     divergence = law.logpdf(grid) - gaussians.log_density(*parts, grid).numpy()
     assert 0 < divergence.mean() < 0.02  # nats
@@ -85,20 +85,20 @@ def test_a_logarithm_is_transformed_back_to_the_moments_of_a_lognormal():
 @pytest.mark.parametrize("transform", ["log", "quantile"])
 def test_a_transform_and_its_way_back_are_inverse(transform):
     values = torch.from_numpy(np.random.default_rng(0).lognormal(size=(500, 2)))
-    head = Gaussians(2, transform=transform).scaled(values, torch.ones(500).double())
+    head = GaussianHead(2, transform=transform).scaled(values, torch.ones(500).double())
     packed = head.pack(values, None, torch.float64)
     torch.testing.assert_close(head.unpack(packed)[0], values)
     if transform == "quantile":
         assert stats.skew(packed[:, 0].numpy()) == pytest.approx(0, abs=0.2)
 
 
-def test_negative_targets_have_no_logarithm():
+def test_the_log_transform_of_negative_targets_is_an_error():
     with pytest.raises(ValueError, match="not negative"):
         regressor(target_transform="log").fit(np.eye(60), np.arange(60.0) - 1)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_learns_has_intervals_and_is_kept_by_a_file(loss, tmp_path):
+def test_every_loss_learns_has_intervals_and_can_be_saved(loss, tmp_path):
     X, y = mixed_table(400)
     model = regressor(loss=loss, max_epochs=40, lr=0.01).fit(X[:300], y[:300])
     assert model.score(X[300:], y[300:]) > 0.6
@@ -110,7 +110,7 @@ def test_every_loss_learns_has_intervals_and_is_kept_by_a_file(loss, tmp_path):
     assert neg_nll(again, X, y) == neg_nll(model, X, y) > -2
 
 
-def test_a_skewed_target_is_transformed_if_that_is_better_and_predicted_in_its_units():
+def test_a_skewed_target_is_transformed_if_that_improves_the_score():
     X, y = mixed_table(500)
     skewed = np.exp(3 * y)
     model = regressor(tune=True).fit(X[:400], skewed[:400])
@@ -121,11 +121,11 @@ def test_a_skewed_target_is_transformed_if_that_is_better_and_predicted_in_its_u
     assert 0.5 < ((low <= skewed[400:]) & (skewed[400:] <= high)).mean() < 0.97
 
 
-def test_training_is_stopped_by_the_metric_of_the_loss_unless_another_is_given():
+def test_the_stopping_metric_depends_on_the_loss_by_default():
     for loss, metric in (("likelihood", "nll"), ("squared", "rmse"), ("quantile", "crps")):
-        assert Gaussians.learn(np.zeros(2), regressor(loss=loss)).stopping == metric
-        given = Gaussians.learn(np.zeros(2), regressor(loss=loss, metric="crps"))
-        assert given.stopping == "crps"
+        assert GaussianHead.learn(np.zeros(2), regressor(loss=loss)).stopping == metric
+        explicit = GaussianHead.learn(np.zeros(2), regressor(loss=loss, metric="crps"))
+        assert explicit.stopping == "crps"
 
 
 def distribution(y, column):
@@ -134,19 +134,19 @@ def distribution(y, column):
 
 
 @pytest.mark.parametrize("column", [0, 1])
-class TestAMixture:
-    def test_has_the_density_that_is_its_distributions_slope(self, column):
+class TestMixture:
+    def test_the_density_is_the_slope_of_the_distribution_function(self, column):
         y, step = 0.7, 1e-5
         slope = (distribution(y + step, column) - distribution(y - step, column)) / (2 * step)
         found = gaussians.log_density(MEAN[:, column], STD[:, column], torch.tensor(y)).exp()
         assert found.item() == pytest.approx(slope, rel=1e-6)
 
     @pytest.mark.parametrize("level", [0.01, 0.3, 0.5, 0.95])
-    def test_has_quantiles_that_its_distribution_undoes(self, column, level):
+    def test_quantiles_invert_the_distribution_function(self, column, level):
         found = gaussians.quantile(MEAN, STD, level)[column].item()
         assert distribution(found, column) == pytest.approx(level, abs=1e-9)
 
-    def test_has_the_score_that_the_integral_gives(self, column):
+    def test_the_crps_equals_its_integral(self, column):
         y = 0.4
         expected = integrate.quad(
             lambda t: (distribution(t, column) - (t >= y)) ** 2, -40, 60, points=[y], limit=400
@@ -155,8 +155,8 @@ class TestAMixture:
         assert found.item() == pytest.approx(expected, abs=1e-7)
 
 
-def test_the_score_of_many_rows_is_that_of_each_alone():
-    rows = 2 * gaussians.CACHED // 40 + 3  # several blocks, the last one smaller
+def test_the_crps_of_many_rows_equals_that_of_each_row():
+    rows = 2 * gaussians.CACHED_NUMBERS // 40 + 3  # several blocks, the last one smaller
     mean, std = torch.randn(2, 40, rows, 1, dtype=torch.float64)
     std, y = std.abs() + 0.01, torch.zeros(rows, 1, dtype=torch.float64)
     found = gaussians.crps(mean, std, y)
@@ -164,15 +164,15 @@ def test_the_score_of_many_rows_is_that_of_each_alone():
         torch.testing.assert_close(found[row], gaussians.crps(mean[:, row], std[:, row], y[row]))
 
 
-def test_training_is_stopped_by_the_score_of_the_transformed_target():
-    plain = Gaussians(1, stopping="crps", mean=3.0, std=2.0)
+def test_the_stopping_crps_is_that_of_the_transformed_target():
+    plain = GaussianHead(1, stopping="crps", mean=3.0, std=2.0)
     torch.testing.assert_close(plain.metric(OUTPUTS, Y), plain.crps(OUTPUTS, Y))
     values = torch.exp(torch.randn(200, 1, dtype=torch.float64))
-    head = Gaussians(1, stopping="crps", transform="log").scaled(values, torch.ones(200))
+    head = GaussianHead(1, stopping="crps", transform="log").scaled(values, torch.ones(200))
     expected = head.std * gaussians.crps(MEAN[..., None], STD[..., None], Y).mean()
     torch.testing.assert_close(head.metric(OUTPUTS, Y), expected.squeeze())
 
 
-def test_a_quantile_level_outside_is_an_error():
+def test_a_quantile_level_of_one_is_an_error():
     with pytest.raises(ValueError, match="between 0 and 1"):
         gaussians.quantile(MEAN, STD, 1.0)

@@ -1,4 +1,4 @@
-"""Small tables, and estimators that are fitted to them quickly."""
+"""Small tables, and estimators that fit them quickly."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import functools
 import numpy as np
 import pandas as pd
 
-from embens.estimators import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor
+from embens.tabular import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor
 
-SMALL = {"members": 4, "width": 32, "max_epochs": 15, "tune": False, "lr": 0.01}
-SMALL |= {"random_state": 0}
+SMALL = {
+    "members": 4,
+    "width": 32,
+    "max_epochs": 15,
+    "tune": False,
+    "lr": 0.01,
+    "random_state": 0,
+}
 
 
 def classifier(*arguments, **changes):
@@ -22,7 +28,7 @@ def regressor(*arguments, **changes):
 
 
 def mixed_table(rows=240, seed=0):
-    """Numbers, one of them large and one with gaps, text with gaps, truth values, categories."""
+    """Return a frame with numeric, text, boolean and categorical columns and missing values."""
     rng = np.random.default_rng(seed)
     frame = pd.DataFrame(
         {
@@ -45,17 +51,12 @@ def classes_of(target):
 
 @functools.cache
 def fitted(kind="classifier", family="batch_ensemble"):
-    """A fitted estimator and its table; not to be changed by a test."""
+    """Return a fitted estimator, test rows and their targets; tests must not change them."""
     X, target = mixed_table(400)
     if kind == "classifier":
         y = classes_of(target)
-        return classifier(family, max_epochs=30).fit(X[:300], y[:300]), X[300:], y[300:]
-    return regressor(family, max_epochs=30).fit(X[:300], target[:300]), X[300:], target[300:]
-
-
-def write_table(folder):
-    """Write a table with several targets to a Parquet file of many row groups."""
-    frame, target = mixed_table(6000)
-    frame["target"], frame["kind"], frame["double"] = target, classes_of(target), 2 * target
-    frame.to_parquet(folder / "table.parquet", row_group_size=700)
-    return folder / "table.parquet"
+        model = classifier(family, max_epochs=30)
+    else:
+        y = target
+        model = regressor(family, max_epochs=30)
+    return model.fit(X[:300], y[:300]), X[300:], y[300:]

@@ -1,4 +1,4 @@
-"""The regressor: a mixture, its quantiles, conformal intervals, several targets."""
+"""Regressor: mixture, quantiles, conformal intervals, several targets, scorers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import pytest
-from estimators.problems import fitted, mixed_table, regressor
 from scipy import stats
+from tabular.problems import fitted, mixed_table, regressor
 
-from embens.estimators import neg_crps, neg_nll
+from embens.tabular import neg_crps, neg_nll
 
 
 class TestTheRegressor:
@@ -21,29 +21,29 @@ class TestTheRegressor:
         means, stds = self.model.predict_members(self.X)
         np.testing.assert_allclose(mean, means.mean(0))
         np.testing.assert_allclose(std**2, (stds**2 + means**2).mean(0) - means.mean(0) ** 2)
-        unsure = self.model.predict_uncertainty(self.X)
-        np.testing.assert_allclose(unsure.total, std**2)
-        np.testing.assert_allclose(unsure.aleatoric + unsure.epistemic, unsure.total)
+        uncertainty = self.model.predict_uncertainty(self.X)
+        np.testing.assert_allclose(uncertainty.total, std**2)
+        np.testing.assert_allclose(uncertainty.aleatoric + uncertainty.epistemic, uncertainty.total)
 
     def test_quantiles_are_those_of_the_mixture_and_in_order(self):
-        found = self.model.predict_quantiles(self.X, (0.1, 0.5, 0.9))
-        assert (np.diff(found, axis=1) > 0).all()
+        quantiles = self.model.predict_quantiles(self.X, (0.1, 0.5, 0.9))
+        assert (np.diff(quantiles, axis=1) > 0).all()
         means, stds = self.model.predict_mixture(self.X)
-        shares = stats.norm.cdf(found[None, :, 2], means, stds).mean(0)
-        np.testing.assert_allclose(shares, 0.9, atol=1e-8)
+        levels = stats.norm.cdf(quantiles[None, :, 2], means, stds).mean(0)
+        np.testing.assert_allclose(levels, 0.9, atol=1e-8)
 
-    def test_intervals_hold_their_coverage_on_new_rows(self):
+    def test_intervals_have_the_requested_coverage(self):
         X, y = mixed_table(2000, seed=1)
         model = regressor(max_epochs=8).fit(X[:1000], y[:1000])
         interval = model.predict_interval(X[1000:], 0.9)
         covered = ((interval[:, 0] <= y[1000:]) & (y[1000:] <= interval[:, 1])).mean()
-        held = len(model.head_.scores)
-        assert held == 100
-        error = math.sqrt(0.09 * (1 / 1000 + 1 / held))  # of test rows and of calibration rows
+        calibration_rows = len(model.head_.scores)
+        assert calibration_rows == 100
+        error = math.sqrt(0.09 * (1 / 1000 + 1 / calibration_rows))
         assert covered > 0.9 - 4 * error
-        assert covered < 0.9 + 4 * error + 1 / held
+        assert covered < 0.9 + 4 * error + 1 / calibration_rows
 
-    def test_a_fit_without_held_out_rows_says_why_there_are_no_intervals(self):
+    def test_intervals_without_held_out_rows_are_an_error(self):
         model = regressor(max_epochs=2, validation_fraction=0.0).fit(self.X, self.y)
         with pytest.raises(ValueError, match="held out none"):
             model.predict_interval(self.X)
@@ -56,7 +56,7 @@ def test_one_quantile_is_a_vector():
     np.testing.assert_array_equal(model.predict_quantiles(X, 0.3), both[:, 0])
 
 
-def test_several_targets_of_numbers_are_each_predicted():
+def test_several_targets_are_predicted_together():
     X, target = mixed_table()
     y = np.stack([target, -5 * target + 100], 1)
     model = regressor(max_epochs=40).fit(X, y)
@@ -66,7 +66,7 @@ def test_several_targets_of_numbers_are_each_predicted():
 
 
 @pytest.mark.parametrize("scorer", [neg_nll, neg_crps])
-def test_a_weight_counts_like_equal_rows_in_a_score(scorer):
+def test_a_weight_equals_repeated_rows_in_a_score(scorer):
     model, X, y = fitted("regressor")
     weights = np.arange(len(y)) % 3
     rows = np.repeat(np.arange(len(y)), weights)
@@ -74,7 +74,7 @@ def test_a_weight_counts_like_equal_rows_in_a_score(scorer):
     assert scorer(model, X, y, sample_weight=weights) == pytest.approx(repeated, rel=1e-6)
 
 
-def test_a_classifier_is_told_which_scorer_is_its_own():
+def test_a_distribution_score_of_a_classifier_is_an_error_with_the_right_scorer():
     model, X, y = fitted("classifier")
     with pytest.raises(TypeError, match="neg_log_loss"):
         neg_crps(model, X, y)

@@ -1,0 +1,166 @@
+"""Classifier: the mean of the members' probabilities."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from sklearn.base import ClassifierMixin
+from torch import Tensor
+
+from embens.tabular.estimator import TableEstimator, Uncertainty
+from embens.tabular.targets import ClassHead
+from embens.uncertainty import conformal_quantile
+
+
+@dataclass(eq=False, repr=False)
+class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
+    """Embedded ensemble of perceptrons for classification of tables.
+
+    Results of a fit are attributes that end with ``_``. ``preprocessing_.notes`` has remarks about
+    the columns.
+
+    Args:
+        family: "batch_ensemble", "last_layer_dropout", "mc_dropout" or "independent".
+        members: number of members; "auto" is 16.
+        p: mean of the signs of ``batch_ensemble``, from 0 (independent members) to 1 (equal
+            ones); "auto" is 0.
+        law: distribution of the modulations or masks; None is ``laws.Signs(p)`` for
+            ``batch_ensemble`` and the default of the other families.
+        sites: where members of a ``batch_ensemble`` differ: after the "first" layer, at all
+            "hidden" sites, or at "all" sites including input and output; "auto" is "first" for
+            classification and "hidden" for regression.
+        own: whether each member has its own output layer.
+        width: width of the hidden layers; "auto" is 64 below 500 rows, else 256.
+        depth: number of hidden layers.
+        dropout: dropout rate after hidden layers; "auto" is chosen by ``tune``, otherwise 0.1, or
+            0 for tables with fewer than 50 rows.
+        numerical_embedding: "piecewise" (linear bins), "periodic", "both" or "none".
+        scaling: "quantile" (normal scores) or "standard" for numeric columns.
+        bins: maximal number of bins of a numeric column; "auto" is 32 to 128 by the number of
+            rows.
+        binning: bin edges by "quantile" or by a decision "tree" of the target.
+        categorical_features: "auto" (by column type), or column names, positions or a mask.
+        max_categories: maximal number of categories of a column; all others are "rare".
+        lr: maximal learning rate of AdamW; "auto" is 0.002, or 0.004 from 5,000 rows on.
+        weight_decay: of the shared parameters; "auto" is chosen by ``tune``, otherwise 0.0003.
+        batch_size: rows of a step; "auto" is 64 to 1024 by the number of rows.
+        max_epochs: maximal number of epochs; "auto" is 24 to 100, for about 1,800 steps.
+        patience: epochs without improvement on validation rows before training stops; "auto" is
+            a quarter of the epochs, at least 8.
+        validation_fraction: fraction of rows to hold out; "auto" is a fifth, at most 10,000, and
+            nothing for tables with fewer than 50 rows.
+        tune: whether short runs choose what is "auto" of dropout and weight decay.
+        time_limit: seconds for the whole fit; None for no limit.
+        refit: whether to train again with the validation rows included.
+        calibrate: whether to fit a temperature on the validation rows.
+        warm_start: whether another ``fit`` continues from the current weights.
+        random_state: an integer makes the fit deterministic.
+        n_jobs: number of threads; None for the setting of torch.
+        verbose: 1 shows progress.
+        class_weight: weights of the classes as in scikit-learn: a dictionary, a list of
+            dictionaries for several labels, "balanced", or None.
+
+    Example:
+        >>> from sklearn.datasets import load_iris
+        >>> X, y = load_iris(return_X_y=True)
+        >>> model = EmbeddedEnsembleClassifier(members=4, random_state=0).fit(X, y)
+        >>> model.score(X, y) > 0.9
+        True
+    """
+
+    _: KW_ONLY
+    class_weight: Any = None
+    head_class: ClassVar[Any] = ClassHead
+    scoring: ClassVar[str] = "neg_log_loss"
+
+    @property
+    def classes_(self) -> Any:
+        """The classes, or a list of classes for several labels."""
+        return self._get_fitted().head.classes
+
+    def predict_proba(self, X: Any) -> Any:
+        """Return the probabilities.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            ``(row, class)``. For several labels of 0 and 1, the probability of 1 ``(row, label)``;
+            for several other labels, a list with one array for each label.
+        """
+        labels = [label.numpy() for label in self._predict_blocks(X, ClassHead.summarise)]
+        if self.head_.single:
+            return labels[0]
+        if self.head_.is_multilabel:
+            return np.stack([label[:, 1] for label in labels], 1)
+        return labels
+
+    def predict_log_proba(self, X: Any) -> Any:
+        """Return the logarithms of :meth:`predict_proba`."""
+        probabilities = self.predict_proba(X)
+        with np.errstate(divide="ignore"):
+            if isinstance(probabilities, list):
+                return [np.log(label) for label in probabilities]
+            return np.log(probabilities)
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the most probable classes, ``(row,)`` or ``(row, label)``."""
+        probabilities = self._predict_blocks(X, ClassHead.summarise)
+        columns = []
+        for classes, label in zip(self.head_.labels, probabilities, strict=True):
+            columns.append(classes[label.argmax(1).numpy()])
+        if self.head_.single:
+            return columns[0]
+        return np.stack(columns, 1)
+
+    def predict_members(self, X: Any) -> Any:
+        """Return the members' probabilities ``(member, row, class)``; a list for several labels."""
+        labels = [label.numpy() for label in self._predict_blocks(X, ClassHead.probabilities, 1)]
+        if self.head_.single:
+            return labels[0]
+        return labels
+
+    def predict_set(self, X: Any, coverage: float = 0.9) -> Any:
+        """Return conformal prediction sets.
+
+        A set contains the class of a new row with probability at least ``coverage``, on average
+        over rows that are exchangeable with the fitted ones, for any model. It can be empty.
+
+        Args:
+            X: the rows.
+            coverage: the probability, between 0 and 1.
+
+        Returns:
+            Boolean ``(row, class)``; for several labels a list, each with its own guarantee.
+        """
+        probabilities = self._predict_blocks(X, ClassHead.summarise)
+        sets = []
+        for label, scores in zip(probabilities, self.conformal_scores().T, strict=True):
+            threshold = -conformal_quantile(scores, coverage)
+            sets.append((label >= threshold).numpy())
+        if self.head_.single:
+            return sets[0]
+        return sets
+
+    def predict_uncertainty(self, X: Any) -> Uncertainty:
+        """Return the entropy of the prediction in nats and its two parts.
+
+        Aleatoric is the mean entropy of the members. Epistemic is the rest, their disagreement.
+        The shape is ``(row,)``, or ``(row, label)`` for several labels.
+        """
+        total, aleatoric = self._predict_blocks(X, _entropies)
+        if self.head_.single:
+            total, aleatoric = total[:, 0], aleatoric[:, 0]
+        epistemic = (total - aleatoric).clamp(min=0)
+        return Uncertainty(total.numpy(), (total - epistemic).numpy(), epistemic.numpy())
+
+
+def _entropies(head: ClassHead, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entropy of the mean and the mean entropy of the members, ``(row, label)``."""
+    totals = []
+    member_means = []
+    for probabilities in head.probabilities(outputs):
+        totals.append(torch.special.entr(probabilities.mean(0)).sum(-1))
+        member_means.append(torch.special.entr(probabilities).sum(-1).mean(0))
+    return torch.stack(totals, 1), torch.stack(member_means, 1)

@@ -1,0 +1,479 @@
+r"""Learn how to encode the columns of a table, and encode tables.
+
+A table becomes two tensors: ``numbers`` (float) and ``codes`` (integer categories). Numeric columns
+are centred and scaled in float64 and then stored as float32, with NaN for missing values. The
+network (:class:`embens.tabular.perceptron.Encoder`) expands them batch by batch with the bins
+learned here.
+
+**Bins.** A value that many rows share is an edge. The other edges of a numeric column are quantiles
+of the remaining rows, or the thresholds of a small decision tree (``binning="tree"``). Each edge
+has a *score*: the normal quantile of the column there (``scaling="quantile"``), or the standardised
+value (``"standard"``).
+
+**Categories.** The most frequent categories are kept, up to a budget. All others, including those
+that first appear at prediction, share the category *rare*. Missing is a category.
+
+**Target statistics.** A column with many categories also has numeric inputs: the mean target of the
+row's category, shrunk towards the overall mean, and the frequency of the category. Training rows
+never see their own target: they are assigned to folds, and a row uses the statistics of the other
+folds. (scikit-learn's ``TargetEncoder`` does the same without sample weights.)
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import ndtri
+from torch import Tensor
+
+from embens.tabular.defaults import Arguments
+from embens.tabular.frames import Table, choose_categorical
+
+MAX_INPUTS = 4096  # network inputs of all bins together, and of all categories together
+MAX_SCALED = 1e30  # scaled numbers are clipped to what float32 can hold; bins end long before
+MIN_BINS = 32
+MAX_BINS = 128
+ROWS_PER_BIN = 128
+MANY_CATEGORIES = 32  # columns with more categories have target statistics
+FOLDS = 5
+PRIOR_ROWS = 10.0  # weight of the overall mean in the mean target of a category
+MAX_STATISTICS = 10  # targets with more columns have no statistics
+MIN_TEXT_VALUES = 50  # distinct values from which a column can be free text
+
+
+@dataclass(frozen=True, eq=False)
+class NumericColumn:
+    """A numeric column, or one part of a date column.
+
+    Attributes:
+        position: position in the table.
+        name: name of the column; ``name:part`` for the part of a date.
+        part: part of the date, or "".
+        centre: median.
+        scale: robust standard deviation.
+        edges: bin edges in scaled units, float32, increasing; empty if there is no value.
+        scores: scores at the edges.
+        has_missing: whether some values, but not all, were missing.
+    """
+
+    position: int
+    name: str
+    part: str
+    centre: float
+    scale: float
+    edges: Tensor
+    scores: Tensor
+    has_missing: bool
+
+
+@dataclass(frozen=True, eq=False)
+class CategoricalColumn:
+    """A categorical column.
+
+    Attributes:
+        position: position in the table.
+        name: name of the column.
+        categories: the kept labels, sorted; label ``k`` has code ``k``.
+        has_rare: whether there were other labels; they have code ``len(categories)``.
+        has_missing: whether values were missing; they have code ``len(categories) + 1``.
+        labels: all labels, if the column has target statistics, else empty.
+        statistics: ``(1 + FOLDS, len(labels) + 2, statistic)``, with rows for unseen and missing
+            labels at the end: over all rows, for prediction, then without each fold.
+    """
+
+    position: int
+    name: str
+    categories: list[str]
+    has_rare: bool
+    has_missing: bool
+    labels: list[str]
+    statistics: Tensor
+
+    @property
+    def used_codes(self) -> list[int]:
+        """The codes that have an input of the network."""
+        codes = list(range(len(self.categories)))
+        if self.has_rare:
+            codes.append(len(self.categories))
+        if self.has_missing:
+            codes.append(len(self.categories) + 1)
+        return codes
+
+
+@dataclass(frozen=True, eq=False)
+class Preprocessing:
+    """The encoding of a table.
+
+    Attributes:
+        names: names of all columns.
+        numeric: the numeric columns; a date contributes several.
+        categorical: the categorical columns.
+        notes: remarks for the user about ignored columns.
+    """
+
+    names: list[str]
+    numeric: list[NumericColumn]
+    categorical: list[CategoricalColumn]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        """Number of columns of the encoded ``numbers``: numeric columns, then statistics."""
+        return len(self.numeric) + sum(c.statistics.shape[-1] for c in self.categorical)
+
+    def encode(
+        self, table: Table, dtype: torch.dtype = torch.float32, folds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Encode a table.
+
+        Args:
+            table: the table.
+            dtype: type of the numbers.
+            folds: ``(row,)``, which statistics a row uses: 0 for those of all rows, k for those
+                without fold k. None is 0 for all rows.
+
+        Returns:
+            The numbers ``(row, width)`` and the codes ``(row, categorical column)``.
+        """
+        if folds is None:
+            folds = torch.zeros(table.rows, dtype=torch.int64)
+        numbers = torch.empty(table.rows, self.width, dtype=dtype)
+        codes = torch.empty(table.rows, len(self.categorical), dtype=torch.int64)
+        for j, column in enumerate(self.numeric):
+            values = table.numbers(column.position, column.part)
+            scaled = (values - column.centre) / column.scale
+            numbers[:, j] = torch.from_numpy(scaled.clip(-MAX_SCALED, MAX_SCALED))
+        first = len(self.numeric)
+        for j, column in enumerate(self.categorical):
+            labels = table.labels(column.position)
+            codes[:, j] = _to_codes(labels, column.categories)
+            count = column.statistics.shape[-1]
+            if count:
+                rows = _to_codes(labels, column.labels)
+                numbers[:, first : first + count] = column.statistics[folds, rows]
+                first += count
+        return numbers, codes
+
+    def input_names(self, embedding: str) -> list[str]:
+        """Return the names of the outputs of :class:`~embens.tabular.perceptron.Encoder`."""
+        names = [f"{column.name} (score)" for column in self.numeric]
+        names += [column.name for column in self.numeric]
+        if embedding in ("piecewise", "both"):
+            for column in self.numeric:
+                edges = (column.edges.double() * column.scale + column.centre).tolist()
+                for low, high in pairwise(edges):
+                    names.append(f"{column.name} from {low:.12g} to {high:.12g}")
+        names += [f"{column.name} is missing" for column in self.numeric if column.has_missing]
+        for column in self.categorical:
+            count = column.statistics.shape[-1]
+            if count:
+                names += [f"{column.name} (mean of target {k})" for k in range(count - 1)]
+                names.append(f"{column.name} (share)")
+        for column in self.categorical:
+            labels = [*column.categories, "rare", "missing"]
+            names += [f"{column.name} = {labels[code]}" for code in column.used_codes]
+        return names
+
+
+def _to_codes(labels: Sequence[str | None], categories: Sequence[str]) -> Tensor:
+    """Return codes: position of the category, then one code for others, then one for missing."""
+    codes: dict[str | None, int] = {category: code for code, category in enumerate(categories)}
+    rare = len(categories)
+    codes[None] = rare + 1
+    return torch.tensor([codes.get(label, rare) for label in labels])
+
+
+def learn_columns(
+    table: Table,
+    arguments: Arguments,
+    weights: Tensor | None = None,
+    target: Tensor | None = None,
+    folds: Tensor | None = None,
+) -> Preprocessing:
+    """Learn the encoding of a table from training rows.
+
+    A row with an integer weight counts like as many equal rows.
+
+    Args:
+        table: the training rows.
+        arguments: of the estimator.
+        weights: sample weights ``(row,)``.
+        target: ``(row, number)``, for target statistics and tree bins.
+        folds: the fold of each row, 0 to ``FOLDS - 1``, for target statistics.
+    """
+    if weights is None:
+        weights = torch.ones(table.rows, dtype=torch.float64)
+    notes: list[str] = []
+    categorical_positions = choose_categorical(table, arguments.categorical_features)
+    numeric = _learn_numeric_columns(
+        table, categorical_positions, arguments, weights.numpy(), target, notes
+    )
+    categorical = _learn_categorical_columns(
+        table, categorical_positions, arguments, weights, target, folds, notes
+    )
+    return Preprocessing(table.names, numeric, categorical, notes)
+
+
+def _learn_numeric_columns(
+    table: Table,
+    categorical_positions: list[int],
+    arguments: Arguments,
+    weights: np.ndarray,
+    target: Tensor | None,
+    notes: list[str],
+) -> list[NumericColumn]:
+    excluded = set(categorical_positions)
+    places = []
+    for position in range(len(table.names)):
+        if position not in excluded:
+            places += [(position, part) for part in table.date_parts(position)]
+    if isinstance(arguments.bins, str):
+        bins = min(MAX_BINS, max(MIN_BINS, table.rows // ROWS_PER_BIN))
+    else:
+        bins = int(arguments.bins)
+    bins = max(1, min(bins, MAX_INPUTS // max(1, len(places))))
+    tree_target = None
+    if arguments.binning == "tree" and target is not None:
+        tree_target = target.numpy()
+    columns = []
+    for position, part in places:
+        column = _learn_numeric_column(
+            table, position, part, weights, bins, arguments.scaling, tree_target
+        )
+        if len(column.edges) == 0:
+            notes.append(f"{table.names[position]} has no values and is ignored")
+        columns.append(column)
+    return columns
+
+
+def _learn_numeric_column(
+    table: Table,
+    position: int,
+    part: str,
+    weights: np.ndarray,
+    bins: int,
+    scaling: str,
+    tree_target: np.ndarray | None,
+) -> NumericColumn:
+    name = table.names[position]
+    if part:
+        name = f"{name}:{part}"
+    values = table.numbers(position, part)
+    present = ~np.isnan(values)
+    if not present.any():
+        empty = torch.empty(0)
+        return NumericColumn(position, name, part, 0.0, 1.0, empty, empty, has_missing=False)
+    if tree_target is not None:
+        tree_target = tree_target[present]
+    values, weights = values[present], weights[present]
+    centre, scale = _robust_scale(values, weights)
+    scaled = ((values - centre) / scale).clip(-MAX_SCALED, MAX_SCALED)
+    scaled = scaled.astype("float32").astype("float64")  # as the network sees them
+    edges = bin_edges(scaled, weights, bins, tree_target)
+    scores = edge_scores(scaled, weights, edges, scaling)
+    return NumericColumn(
+        position,
+        name,
+        part,
+        centre,
+        scale,
+        torch.tensor(edges, dtype=torch.float32),
+        torch.tensor(scores, dtype=torch.float32),
+        has_missing=not present.all(),
+    )
+
+
+def _robust_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Return the median and a standard deviation that outliers do not change."""
+    lower, median, upper = _weighted_quantiles(values, weights, [0.25, 0.5, 0.75])
+    scale = (upper - lower) / 1.349  # the interquartile range of a standard normal is 1.349
+    if scale == 0:
+        scale = np.average(np.abs(values - median), weights=weights)
+    if not 0 < scale < math.inf:
+        scale = 1.0
+    return float(median), float(scale)
+
+
+def _weighted_quantiles(values: np.ndarray, weights: np.ndarray, levels: Sequence) -> np.ndarray:
+    return np.quantile(values, levels, weights=weights, method="inverted_cdf")
+
+
+def bin_edges(
+    values: np.ndarray, weights: np.ndarray, bins: int, target: np.ndarray | None = None
+) -> np.ndarray:
+    """Return at most ``bins + 1`` edges, increasing, all of them values of rows.
+
+    Args:
+        values: the values of a column, without missing ones.
+        weights: sample weights.
+        bins: the number of bins.
+        target: ``(row, number)`` for edges from a decision tree; None for quantiles.
+    """
+    distinct, inverse = np.unique(values, return_inverse=True)
+    if len(distinct) <= bins + 1:
+        return distinct
+    if target is not None:
+        return _tree_edges(values, weights, bins, target, distinct)
+    # A value with more than one bin's share of the rows is an edge. Quantiles of all rows would
+    # repeat it, and the duplicates would leave few bins for the other rows.
+    mass = np.bincount(inverse, weights)
+    is_tied = mass > mass.sum() / bins
+    tied = distinct[is_tied]
+    remaining = ~is_tied[inverse]
+    edges = list(tied)
+    if remaining.any():
+        levels = np.linspace(0, 1, max(2, bins + 1 - len(tied)))
+        edges += list(_weighted_quantiles(values[remaining], weights[remaining], levels))
+    return np.unique(edges)
+
+
+def _tree_edges(
+    values: np.ndarray, weights: np.ndarray, bins: int, target: np.ndarray, distinct: np.ndarray
+) -> np.ndarray:
+    from sklearn.tree import DecisionTreeRegressor
+
+    tree = DecisionTreeRegressor(
+        max_leaf_nodes=bins, min_samples_leaf=max(1, len(values) // (4 * bins)), random_state=0
+    )
+    tree.fit(values[:, None], target, sample_weight=weights)
+    is_split = tree.tree_.feature >= 0
+    thresholds = tree.tree_.threshold[is_split]
+    below = distinct[np.searchsorted(distinct, thresholds, side="right") - 1]
+    return np.unique([distinct[0], *below, distinct[-1]])
+
+
+def edge_scores(
+    values: np.ndarray, weights: np.ndarray, edges: np.ndarray, scaling: str
+) -> np.ndarray:
+    """Return scores at the edges such that interpolated scores have mean 0 and variance 1."""
+    scores = edges
+    if scaling == "quantile":
+        order = np.argsort(values)
+        ordered = values[order]
+        mass = np.concatenate([[0.0], np.cumsum(weights[order])])
+        below = mass[np.searchsorted(ordered, edges, side="left")]
+        up_to = mass[np.searchsorted(ordered, edges, side="right")]
+        scores = ndtri((below + up_to) / (2 * mass[-1]))
+    interpolated = np.interp(values, edges, scores)
+    mean = np.average(interpolated, weights=weights)
+    std = math.sqrt(np.average((interpolated - mean) ** 2, weights=weights))
+    if std == 0:
+        std = 1.0
+    return (scores - mean) / std
+
+
+def _learn_categorical_columns(
+    table: Table,
+    positions: list[int],
+    arguments: Arguments,
+    weights: Tensor,
+    target: Tensor | None,
+    folds: Tensor | None,
+    notes: list[str],
+) -> list[CategoricalColumn]:
+    chosen_by_type = isinstance(arguments.categorical_features, str)
+    labels_by_position = {}
+    for position in positions:
+        labels = table.labels(position)
+        if chosen_by_type and _is_text(labels):
+            notes.append(
+                f"{table.names[position]} has a different text in nearly every row and is ignored"
+            )
+        else:
+            labels_by_position[position] = labels
+    count = len(labels_by_position)
+    budget = max(2, min(int(arguments.max_categories), MAX_INPUTS // max(1, count)))
+    if budget < arguments.max_categories and count > 16:
+        notes.append(f"{count} categorical columns: {budget} categories kept of each")
+    if target is not None and target.shape[1] > MAX_STATISTICS:
+        target = None
+    return [
+        _learn_categorical_column(
+            position, table.names[position], labels, budget, weights, target, folds
+        )
+        for position, labels in labels_by_position.items()
+    ]
+
+
+def _learn_categorical_column(
+    position: int,
+    name: str,
+    labels: list[str | None],
+    budget: int,
+    weights: Tensor,
+    target: Tensor | None,
+    folds: Tensor | None,
+) -> CategoricalColumn:
+    frequency: dict[Any, float] = defaultdict(float)
+    for label, weight in zip(labels, weights.tolist(), strict=True):
+        frequency[label] += weight
+    has_missing = frequency.pop(None, None) is not None
+    min_weight = min(10.0, float(weights.sum()) / 1000)
+    categories = _most_frequent(frequency, budget, min_weight)
+    all_labels: list[str] = []
+    statistics = torch.empty(1 + FOLDS, 0, 0)
+    if target is not None and folds is not None and len(frequency) > MANY_CATEGORIES:
+        all_labels = sorted(frequency)
+        codes = _to_codes(labels, all_labels)
+        statistics = target_statistics(codes, len(all_labels), target, weights, folds)
+    return CategoricalColumn(
+        position,
+        name,
+        categories,
+        has_rare=len(frequency) > len(categories),
+        has_missing=has_missing,
+        labels=all_labels,
+        statistics=statistics,
+    )
+
+
+def _most_frequent(frequency: dict, budget: int, min_weight: float) -> list[str]:
+    """Return the most frequent labels, in alphabetical order; ties keep the first ones."""
+    by_frequency = sorted(frequency, key=lambda label: (-frequency[label], label))
+    return sorted(label for label in by_frequency[:budget] if frequency[label] >= min_weight)
+
+
+def _is_text(labels: Sequence[str | None]) -> bool:
+    """Return whether nearly every row has a different value, or most values have many words."""
+    present = [label for label in labels if label is not None]
+    distinct = len(set(present))
+    if distinct < max(MIN_TEXT_VALUES, len(labels) / 2):
+        return False
+    words = sum(len(label.split()) for label in present) / len(present)
+    return distinct > 0.9 * len(present) or words >= 4
+
+
+def target_statistics(
+    codes: Tensor, labels: int, target: Tensor, weights: Tensor, folds: Tensor
+) -> Tensor:
+    """Return the shrunk mean targets of each label and the logarithm of its frequency.
+
+    Args:
+        codes: the label of each row; ``labels`` for unseen, ``labels + 1`` for missing ones.
+        labels: the number of labels.
+        target: ``(row, number)``.
+        weights: ``(row,)``.
+        folds: ``(row,)``.
+
+    Returns:
+        ``(1 + FOLDS, labels + 2, number + 1)``: over all rows, then without each fold.
+    """
+    target = target.double()
+    overall_mean = (weights[:, None] * target).sum(0) / weights.sum()
+    statistics = []
+    for excluded_fold in (None, *range(FOLDS)):
+        mass = weights
+        if excluded_fold is not None:
+            mass = weights * (folds != excluded_fold)
+        frequency = torch.zeros(labels + 2, dtype=torch.float64).index_add_(0, codes, mass)
+        sums = torch.zeros(labels + 2, target.shape[1], dtype=torch.float64)
+        sums.index_add_(0, codes, mass[:, None] * (target - overall_mean))
+        means = sums / (frequency[:, None] + PRIOR_ROWS)
+        share = ((frequency + 1) / (mass.sum() + labels)).log10()
+        statistics.append(torch.cat([means, share[:, None]], 1))
+    return torch.stack(statistics).float()

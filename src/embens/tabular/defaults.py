@@ -1,0 +1,288 @@
+"""Arguments of the estimators, the rules behind every ``"auto"``, and the split of rows.
+
+The meaning of each argument is documented in
+:class:`embens.tabular.EmbeddedEnsembleClassifier`. Arguments are validated in ``fit``, as
+scikit-learn requires. The measurements behind the rules are in ADR 9.
+"""
+
+import math
+from dataclasses import KW_ONLY, dataclass, replace
+from numbers import Integral, Real
+from typing import Any, ClassVar
+
+import pandas
+import torch
+from torch import Tensor
+
+from embens.laws import Law
+
+FAMILIES = ("batch_ensemble", "last_layer_dropout", "mc_dropout", "independent")
+TINY_ROWS = 50  # smaller tables are trained without held-out rows, in full batches and float64
+LARGE_ROWS = 5000  # from here on the learning rate is higher
+MAX_LEARNING_ROWS = 100_000  # rows from which bins and categories are learned
+MAX_HELD_OUT_ROWS = 10_000
+MAX_EPOCHS_WITHOUT_VALIDATION = 60
+STEPS = 1800  # approximate number of optimizer steps of a run, within the bounds on epochs
+MIN_EPOCHS = 24
+MAX_EPOCHS = 100
+RACE = ((0.1, 3e-4), (0.0, 3e-4), (0.3, 3e-4), (0.1, 0.1))
+"""Candidates (dropout, weight decay) of the tuning race; the first one is the default."""
+
+
+@dataclass(eq=False, repr=False)
+class Arguments:
+    """Arguments that both estimators have, with their defaults."""
+
+    family: str = "batch_ensemble"
+    members: Any = "auto"
+    p: Any = "auto"
+    law: Any = None
+    _: KW_ONLY
+    sites: str = "auto"
+    own: bool = True
+    width: Any = "auto"
+    depth: int = 2
+    dropout: Any = "auto"
+    numerical_embedding: str = "piecewise"
+    scaling: str = "quantile"
+    bins: Any = "auto"
+    binning: str = "quantile"
+    categorical_features: Any = "auto"
+    max_categories: int = 256
+    lr: Any = "auto"
+    weight_decay: Any = "auto"
+    batch_size: Any = "auto"
+    max_epochs: Any = "auto"
+    patience: Any = "auto"
+    validation_fraction: Any = "auto"
+    tune: bool = True
+    time_limit: float | None = None
+    refit: bool = False
+    calibrate: bool = True
+    warm_start: bool = False
+    random_state: Any = None
+    n_jobs: int | None = None
+    verbose: int = 0
+    # Arguments of only one estimator, with the values that the other one uses.
+    class_weight: ClassVar[Any] = None
+    loss: ClassVar[str] = "likelihood"
+    target_transform: ClassVar[str] = "none"
+    metric: ClassVar[str] = "auto"
+
+
+CHOICES = {
+    "family": FAMILIES,
+    "sites": ("auto", "first", "hidden", "all"),
+    "scaling": ("quantile", "standard"),
+    "binning": ("quantile", "tree"),
+    "loss": ("quantile", "likelihood", "squared", "student"),
+    "target_transform": ("auto", "none", "log", "quantile"),
+    "metric": ("auto", "nll", "crps", "rmse"),
+    "numerical_embedding": ("piecewise", "periodic", "both", "none"),
+}
+COUNTS = (
+    "members",
+    "width",
+    "depth",
+    "bins",
+    "max_categories",
+    "batch_size",
+    "max_epochs",
+    "patience",
+)
+RANGES = {
+    "p": (-1, 1),
+    "dropout": (0, 0.99),
+    "validation_fraction": (0, 0.9),
+    "lr": (0, math.inf),
+    "weight_decay": (0, math.inf),
+    "time_limit": (1, math.inf),
+}
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """Raise ValueError if an argument is invalid."""
+    for name, choices in CHOICES.items():
+        value = getattr(arguments, name)
+        if value not in choices:
+            names = ", ".join(repr(choice) for choice in choices)
+            raise ValueError(f"{name} must be one of {names}, got {value!r}.")
+    for name in COUNTS:
+        _check_number(arguments, name, Integral, 1, math.inf, "a positive integer")
+    for name, (low, high) in RANGES.items():
+        _check_number(arguments, name, Real, low, high, f"a number from {low:g} to {high:g}")
+    if arguments.law is None:
+        return
+    if not isinstance(arguments.law, Law):
+        raise ValueError(f"law must be a law of embens.laws or None, got {arguments.law!r}.")
+    if arguments.family == "independent":
+        raise ValueError(
+            "law must be None for family='independent', whose members have no modulations, "
+            f"got {arguments.law!r}."
+        )
+
+
+def _check_number(
+    arguments: Arguments, name: str, kind: Any, low: float, high: float, expected: str
+) -> None:
+    value = getattr(arguments, name)
+    default = getattr(Arguments, name)
+    if default == "auto":
+        expected += " or 'auto'"
+        if isinstance(value, str) and value == "auto":
+            return
+    if default is None:
+        expected += " or None"
+        if value is None:
+            return
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
+        raise ValueError(f"{name} must be {expected}, got {value!r}.")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Values of the arguments that may be "auto", as they were chosen for a table."""
+
+    members: int
+    p: float
+    width: int
+    batch_size: int
+    epochs: int
+    patience: int
+    dropout: float
+    weight_decay: float
+    lr: float
+
+
+def resolve(value: Any, default: Any) -> Any:
+    """Return an argument converted to the type of its default, or the default for "auto"."""
+    if isinstance(value, str):
+        return default
+    return type(default)(value)
+
+
+def choose_sizes(rows: int, arguments: Arguments) -> Sizes:
+    """Return the arguments as given; choose those that are "auto" by the number of training rows.
+
+    Example:
+        >>> sizes = choose_sizes(10_000, Arguments())
+        >>> sizes.members, sizes.width, sizes.batch_size, sizes.epochs, sizes.patience
+        (16, 256, 256, 46, 11)
+    """
+    batch_size = resolve(arguments.batch_size, default_batch_size(rows))
+    steps_per_epoch = max(1, rows // batch_size)
+    epochs = min(MAX_EPOCHS, max(MIN_EPOCHS, STEPS // steps_per_epoch))
+    epochs = resolve(arguments.max_epochs, epochs)
+    width = 256
+    if rows < 500:
+        width = 64
+    dropout, weight_decay = RACE[0]
+    if rows < TINY_ROWS:
+        dropout = 0.0
+    lr = 2e-3
+    if rows >= LARGE_ROWS:
+        lr = 4e-3
+    return Sizes(
+        members=resolve(arguments.members, 16),
+        p=resolve(arguments.p, 0.0),
+        width=resolve(arguments.width, width),
+        batch_size=batch_size,
+        epochs=epochs,
+        patience=resolve(arguments.patience, max(8, epochs // 4)),
+        dropout=resolve(arguments.dropout, dropout),
+        weight_decay=resolve(arguments.weight_decay, weight_decay),
+        lr=resolve(arguments.lr, lr),
+    )
+
+
+def default_batch_size(rows: int) -> int:
+    """Return the default batch size for a number of training rows."""
+    if rows < TINY_ROWS:
+        return rows
+    for limit, batch_size in ((2500, 64), (LARGE_ROWS, 128), (50_000, 256), (200_000, 512)):
+        if rows < limit:
+            return batch_size
+    return 1024
+
+
+def shorten(sizes: Sizes) -> Sizes:
+    """Return the sizes of a trial run: a quarter of the members and of the epochs."""
+    epochs = max(4, sizes.epochs // 4)
+    return replace(sizes, members=max(1, sizes.members // 4), epochs=epochs, patience=epochs)
+
+
+def race_candidates(sizes: Sizes, arguments: Arguments) -> list[Sizes]:
+    """Return the distinct candidates of the tuning race: dropout and weight decay if "auto"."""
+    candidates = []
+    for dropout, weight_decay in RACE:
+        candidate = replace(
+            sizes,
+            dropout=resolve(arguments.dropout, dropout),
+            weight_decay=resolve(arguments.weight_decay, weight_decay),
+        )
+        if candidate not in candidates:
+            candidates.append(candidate)
+    return candidates
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Sorted row numbers: to train on, to stop by, and to calibrate intervals and sets with."""
+
+    train: Tensor
+    validation: Tensor
+    calibration: Tensor
+
+
+def split_rows(
+    rows: int,
+    fraction: Any,
+    *,
+    stride: int,
+    strata: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Split:
+    """Split rows at random.
+
+    Args:
+        rows: number of rows.
+        fraction: fraction of rows to hold out; "auto" is a fifth, at most
+            ``MAX_HELD_OUT_ROWS``, and nothing for tiny tables.
+        stride: every ``stride``-th held-out row is reserved for conformal calibration.
+        strata: classes ``(row,)``; classes with several rows keep their proportion.
+        generator: source of randomness.
+    """
+    if fraction != "auto":
+        held_out = round(fraction * rows)
+    elif rows < TINY_ROWS:
+        held_out = 0
+    else:
+        held_out = min(round(0.2 * rows), MAX_HELD_OUT_ROWS)
+    if held_out == rows:
+        raise ValueError(
+            f"validation_fraction={fraction} leaves no training rows of {rows} rows. Reduce it."
+        )
+    order = torch.randperm(rows, generator=generator)
+    if strata is not None and held_out > 0:
+        order = _stratify(order, strata)
+    is_calibration = torch.arange(held_out) % stride == stride - 1
+    held_out_rows = order[:held_out]
+    return Split(
+        order[held_out:].sort().values,
+        held_out_rows[~is_calibration].sort().values,
+        held_out_rows[is_calibration].sort().values,
+    )
+
+
+def _stratify(order: Tensor, strata: Tensor) -> Tensor:
+    """Reorder rows such that every beginning has the classes in proportion.
+
+    The k-th of n rows of a class goes to the relative position (k + 1/2) / n. The only row of a
+    class goes to the end, so that it is not held out.
+    """
+    codes = pandas.Series(strata[order].numpy())
+    by_class = codes.groupby(codes)
+    size = by_class.transform("size")
+    position = (by_class.cumcount() + 0.5) / size
+    position[size == 1] = 1.0
+    return order[torch.tensor(position.to_numpy()).argsort(stable=True)]

@@ -1,0 +1,283 @@
+"""Base class of the two estimators: fit, blockwise prediction and fitted attributes.
+
+An estimator stores its arguments and, after ``fit``, what :mod:`embens.tabular.pipeline` returned.
+Classifier and regressor differ in their head and in the predictions made from it.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+import pandas
+import torch
+from joblib import effective_n_jobs
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_consistent_length, check_random_state
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
+
+from embens import EmbeddedEnsemble
+from embens.tabular import archive, pipeline
+from embens.tabular.columns import Preprocessing
+from embens.tabular.defaults import Arguments, Sizes, check_arguments
+from embens.tabular.display import Display
+from embens.tabular.frames import read_table, read_weights
+from embens.training import History
+
+PREDICTION_ROWS = 65_536  # rows that are predicted at a time, to bound memory
+
+
+class Uncertainty(NamedTuple):
+    """Uncertainty of each row and its two parts: total = aleatoric + epistemic."""
+
+    total: np.ndarray
+    aleatoric: np.ndarray
+    epistemic: np.ndarray
+
+
+class TableEstimator(Display, Arguments, BaseEstimator):
+    """Embedded ensemble for tables; base class of the two estimators."""
+
+    head_class: ClassVar[type[pipeline.AnyHead]]
+    fitted_: pipeline.Fitted
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Fit the ensemble to a table.
+
+        Args:
+            X: an array, or a data frame of pandas, polars or pyarrow. NaN and None are missing
+                values.
+            y: the target, ``(row,)``, or a table of targets.
+            sample_weight: ``(row,)``; rows of weight 0 are ignored.
+
+        Returns:
+            The estimator.
+        """
+        previous = None
+        if self.warm_start:
+            previous = getattr(self, "fitted_", None)
+        return self._fit(X, y, sample_weight, previous)
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
+        """Continue training with new rows only; the first call is a :meth:`fit`.
+
+        The encoding of columns and target stays that of the first rows. Earlier rows can be
+        forgotten, as in any network.
+
+        Args:
+            X: the new rows.
+            y: their targets.
+            classes: all classes, in the first call of a classifier.
+            sample_weight: weights of the new rows.
+
+        Returns:
+            The estimator.
+        """
+        return self._fit(X, y, sample_weight, getattr(self, "fitted_", None), classes)
+
+    def _fit(
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any,
+        previous: pipeline.Fitted | None,
+        classes: Any = None,
+    ) -> Self:
+        start = time.monotonic()
+        check_arguments(self)
+        if y is None:
+            name = type(self).__name__
+            raise ValueError(f"{name} requires y to be passed, but the target y is None")
+        table = read_table(self, X, reset=previous is None)
+        check_consistent_length(X, y)
+        target = self.head_class.read(y)
+        weights = read_weights(sample_weight, table.rows)
+        deadline = math.inf
+        if self.time_limit is not None:
+            deadline = start + self.time_limit
+        random_state = check_random_state(self.random_state)
+        with threads(self.n_jobs):
+            prepared = pipeline.prepare(
+                table,
+                target,
+                weights,
+                self,
+                self.head_class,
+                seed=int(random_state.randint(2**31 - 1)),
+                split_seed=int(random_state.randint(2**31 - 1)),
+                deadline=deadline,
+                previous=previous,
+                classes=classes,
+            )
+            self.fitted_ = pipeline.fit(prepared, previous)
+        return self
+
+    def _predict_blocks(
+        self, X: Any, summarise: Callable[[Any, Tensor], Sequence[Tensor]], dim: int = 0
+    ) -> list[Tensor]:
+        """Apply ``summarise(head, outputs)`` to blocks of rows and concatenate the results.
+
+        Args:
+            X: the rows.
+            summarise: returns tensors from the outputs ``(member, row, output)`` of a block.
+            dim: the axis of the rows in these tensors.
+        """
+        fitted = self._get_fitted()
+        table = read_table(self, X, reset=False)
+        blocks = []
+        with threads(self.n_jobs):
+            for start in range(0, table.rows, PREDICTION_ROWS):
+                block = table.take(slice(start, start + PREDICTION_ROWS))
+                inputs = fitted.preprocessing.encode(block, fitted.dtype)
+                outputs = pipeline.run_members(fitted.ensemble, inputs)
+                blocks.append(summarise(fitted.head, outputs))
+        return [torch.cat(parts, dim) for parts in zip(*blocks, strict=True)]
+
+    def conformal_scores(self) -> Tensor:
+        """Return the conformal scores of the calibration rows, ``(row, target)``.
+
+        Raises:
+            ValueError: if no rows were held out.
+        """
+        if self.head_.scores is None:
+            raise ValueError(
+                "Conformal sets and intervals need held-out rows, and this fit held out none: the "
+                "table has fewer than 50 rows, or validation_fraction=0."
+            )
+        return self.head_.scores
+
+    def _get_fitted(self) -> pipeline.Fitted:
+        check_is_fitted(self, "fitted_")
+        return self.fitted_
+
+    @property
+    def ensemble_(self) -> EmbeddedEnsemble:
+        """The trained :class:`embens.EmbeddedEnsemble`."""
+        return self._get_fitted().ensemble
+
+    @property
+    def sizes_(self) -> Sizes:
+        """The values that were chosen for arguments that are "auto"."""
+        return self._get_fitted().sizes
+
+    @property
+    def preprocessing_(self) -> Preprocessing:
+        """The learned encoding of the columns; ``notes`` are remarks about them."""
+        return self._get_fitted().preprocessing
+
+    @property
+    def head_(self) -> Any:
+        """The head: representation of the target, temperature and conformal scores."""
+        return self._get_fitted().head
+
+    @property
+    def run_(self) -> History:
+        """The history of training, as returned by :func:`embens.fit`."""
+        return self._get_fitted().run
+
+    @property
+    def held_out_(self) -> dict[str, Any] | None:
+        """Losses on the validation rows: of the "ensemble" and of each of the "members"."""
+        return self._get_fitted().held_out
+
+    @property
+    def temperature_(self) -> Any:
+        """Divisor of the logits, or factor of the predicted standard deviations."""
+        return self._get_fitted().head.temperature
+
+    @property
+    def history_(self) -> pandas.DataFrame:
+        """The history of training, one row for each epoch."""
+        return self.run_.to_pandas()
+
+    @property
+    def members_(self) -> pandas.DataFrame:
+        """Losses of each member: in the best epoch of training and on the validation rows."""
+        best_epoch = self.run_.best_epoch or len(self.run_.epochs)
+        rows = [row for row in self.run_.members if row["epoch"] == best_epoch]
+        frame = pandas.DataFrame(rows or None, range(self.ensemble_.members))
+        frame = frame.rename_axis("member").drop(columns=["epoch", "member"], errors="ignore")
+        if self.held_out_ is not None:
+            frame["held_out_loss"] = self.held_out_["members"]
+        return frame
+
+    @property
+    def n_parameters_(self) -> int:
+        """Number of trained parameters."""
+        return sum(p.numel() for p in self.ensemble_.parameters() if p.requires_grad)
+
+    @property
+    def feature_names_out_(self) -> np.ndarray:
+        """Names of the encoded inputs of the network."""
+        names = self.preprocessing_.input_names(self.numerical_embedding)
+        return np.array(names, dtype=object)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the fitted estimator to one file, without pickle."""
+        archive.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read an estimator of this class that :meth:`save` wrote."""
+        return archive.load(path, [cls])
+
+    def to_onnx(self, path: str | os.PathLike[str]) -> None:
+        """Write an ONNX file that maps raw numbers to predictions.
+
+        The input is ``numbers``, float64 ``(row, column)`` with NaN for missing values; the
+        metadata entry ``numeric`` has its column names, where ``when:month`` and the like are
+        parts of dates. The outputs are ``probabilities`` of a classifier (``probabilities_0``, …
+        of several labels), or ``predicted_mean`` and ``predicted_std`` of a regressor. The file is
+        checked with onnxruntime.
+
+        Raises:
+            ValueError: if the table has categorical columns, or the target transform is
+                "quantile".
+        """
+        archive.to_onnx(self, path)
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        tags.input_tags.sparse = True
+        tags.target_tags.required = True
+        tags.target_tags.multi_output = True
+        if tags.classifier_tags is not None:
+            tags.classifier_tags.multi_label = True
+        return tags
+
+
+def load(path: str | os.PathLike[str]) -> TableEstimator:
+    """Read an estimator that its method ``save`` wrote.
+
+    Example:
+        >>> import tempfile
+        >>> from embens.tabular import EmbeddedEnsembleRegressor, load
+        >>> model = EmbeddedEnsembleRegressor(members=2, max_epochs=1)
+        >>> model = model.fit([[0.0], [1.0], [2.0]], [0.0, 1.0, 2.0])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model.save(f"{folder}/model.safetensors")
+        ...     load(f"{folder}/model.safetensors").members
+        2
+    """
+    return archive.load(path, TableEstimator.__subclasses__())
+
+
+@contextmanager
+def threads(n_jobs: int | None) -> Iterator[None]:
+    """Set the number of torch threads within a block.
+
+    Args:
+        n_jobs: as in joblib: -1 for all processors, -2 for all but one; None changes nothing.
+    """
+    before = torch.get_num_threads()
+    if n_jobs is not None:
+        torch.set_num_threads(int(effective_n_jobs(n_jobs)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,397 @@
+r"""Head of numbers: each member predicts a few Gaussians of equal weight.
+
+========== ================== ==================================================================
+loss       Gaussians          outputs for each target
+========== ================== ==================================================================
+likelihood 1                  mean and log-variance
+squared    1                  the same; the variance does not train the hidden layers
+student    5                  the same; one mean, and scales that approximate Student's t with
+                              4 degrees of freedom
+quantile   9                  nine quantiles, each the centre of a Gaussian
+========== ================== ==================================================================
+
+With a transform of the target, every Gaussian becomes eight in the units of the target. So for
+every loss the prediction is a mixture of Gaussians. With means :math:`\mu_a` and standard
+deviations :math:`\sigma_a` of its :math:`M` components,
+
+.. math::
+    F(y) = \frac1M \sum_a \Phi\Big(\frac{y - \mu_a}{\sigma_a}\Big), \qquad
+    \mathrm{CRPS}(F, y) = \frac1M \sum_a A(y - \mu_a, \sigma_a^2)
+        - \frac1{2M^2} \sum_{ab} A(\mu_a - \mu_b, \sigma_a^2 + \sigma_b^2),
+
+with :math:`A(m, s^2) = m\,(2\Phi(m/s) - 1) + 2 s\,\varphi(m/s)` (Grimit et al., 2006).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from sklearn.utils.validation import check_array
+from torch import Tensor
+
+from embens.tabular.defaults import Arguments
+from embens.tabular.frames import read_target
+from embens.tabular.targets import Head, log_mean, split_targets
+from embens.uncertainty import ADDED, best_scale
+
+MIN_LOG_VARIANCE = -10.0  # of a member, for a target of variance 1
+MAX_LOG_VARIANCE = 10.0
+KNOTS = 200  # of the quantile transform
+CACHED_NUMBERS = 2**14  # numbers that fit into a processor's cache
+MIN_SKEWNESS = 2.0  # a target is transformed only if its skewness is larger
+COMPONENT_WIDTH = 0.6  # of a split Gaussian, relative to it; components overlap without bumps
+
+
+def _split_gaussian(count: int) -> tuple[Tensor, float]:
+    """Return normal quantiles of equal weight and the factor that shrinks them.
+
+    Components of width :data:`COMPONENT_WIDTH` at the shrunk quantiles together have variance 1.
+    """
+    points = torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    shrinkage = math.sqrt((1 - COMPONENT_WIDTH**2) / float(points.square().mean()))
+    return points, shrinkage
+
+
+# Constants, because an ONNX export cannot compute them.
+EIGHT_POINTS, EIGHT_SHRINKAGE = _split_gaussian(8)
+NINE_POINTS, NINE_SHRINKAGE = _split_gaussian(9)
+LEVELS = (torch.arange(9) + 0.5) / 9  # of the quantiles that are learned
+STUDENT_SCALES = torch.tensor([1.939, 1.350, 1.092, 0.906, 0.717])
+"""Square root of 4/chi² at the levels .1, .3, …, .9, with 4 degrees of freedom."""
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianHead(Head):
+    """Standardised targets as mixtures of Gaussians.
+
+    Attributes:
+        targets: number of targets.
+        loss: "quantile", "likelihood", "squared" or "student".
+        stopping: metric of early stopping, "nll", "crps" or "rmse".
+        transform: "none", "log" or "quantile".
+        knots: of the transform: ``(2, knot, target)`` values and normal scores for "quantile",
+            ``(1, target)`` offsets for "log".
+        mean: mean of each transformed target.
+        std: standard deviation of each transformed target.
+        temperature: factor of the predicted standard deviations.
+    """
+
+    targets: int
+    loss: str = "likelihood"
+    stopping: str = "nll"
+    transform: str = "none"
+    knots: Tensor | None = None
+    mean: Tensor | float = 0.0
+    std: Tensor | float = 1.0
+    temperature: Tensor | float = 1.0
+    calibration_stride: ClassVar[int] = 2
+
+    @staticmethod
+    def read(y: Any) -> np.ndarray:
+        y = read_target(y)
+        try:
+            return check_array(y, ensure_2d=False, dtype="float64", input_name="y")
+        except ValueError as error:
+            raise ValueError(f"y must be numeric for a regressor: {error}") from None
+
+    @classmethod
+    def learn(cls, y: np.ndarray, arguments: Arguments, classes: Any = None) -> Self:
+        stopping = arguments.metric
+        if stopping == "auto":
+            stopping = {"squared": "rmse", "quantile": "crps"}.get(arguments.loss, "nll")
+        transform = arguments.target_transform
+        if transform == "auto":
+            transform = "none"
+        return cls(y[:1].size, arguments.loss, stopping, transform, single=y.ndim == 1)
+
+    @property
+    def detached(self) -> bool:  # type: ignore[override]
+        return self.loss == "squared"
+
+    @property
+    def outputs(self) -> int:
+        if self.loss == "quantile":
+            return len(LEVELS) * self.targets
+        return 2 * self.targets
+
+    # Transform and scale of the target
+
+    def scaled(self, values: Tensor, weights: Tensor) -> Self:
+        if len(values) < 2:
+            raise ValueError("A regressor needs at least two training rows, got n_samples=1.")
+        size = values.abs().amax(0)
+        if ((size > 1e150) | ((size < 1e-150) & (size > 0))).any():
+            raise ValueError(
+                f"y has values of size {size.tolist()}, whose squares float64 cannot represent. "
+                "Rescale it."
+            )
+        head = replace(self, knots=self._find_knots(values))
+        values = head._transform(values)
+        share = (weights / weights.sum())[:, None]
+        mean = (share * values).sum(0)
+        std = (share * (values - mean) ** 2).sum(0).sqrt()
+        is_constant = std <= 1e-12 * values.abs().amax(0)
+        return replace(head, mean=mean, std=torch.where(is_constant, 1.0, std))
+
+    def _find_knots(self, values: Tensor) -> Tensor | None:
+        if self.transform == "none":
+            return None
+        if self.transform == "log":
+            if (values < 0).any():
+                raise ValueError(
+                    "target_transform='log' needs targets that are not negative, got "
+                    f"{values.min().item():g}."
+                )
+            # Zeros are shifted by half of the smallest positive value.
+            smallest = values.where(values > 0, math.inf).amin(0)
+            has_zero = (values == 0).any(0)
+            return torch.where(has_zero, smallest / 2, 0.0)[None]
+        levels = torch.linspace(0.5 / KNOTS, 1 - 0.5 / KNOTS, KNOTS, dtype=torch.float64)
+        # A tiny slope makes tied quantiles distinct, so that the transform can be inverted.
+        slope = 1e-9 * torch.arange(KNOTS)[:, None] * values.std(0).clamp(min=1e-300)
+        scores = torch.special.ndtri(levels)[:, None].expand(-1, self.targets)
+        return torch.stack([values.quantile(levels, dim=0) + slope, scores])
+
+    def _transform(self, values: Tensor) -> Tensor:
+        if self.knots is None:
+            return values
+        if self.transform == "log":
+            # Held-out values can be smaller than all training values: their logarithm is finite.
+            return (values + self.knots[0]).clamp(min=1e-150).log()
+        return _interpolate(values, self.knots[0], self.knots[1])
+
+    def _invert(self, values: Tensor) -> Tensor:
+        if self.knots is None:
+            return values
+        if self.transform == "log":
+            return values.clamp(max=300.0).exp() - self.knots[0]
+        return _interpolate(values, self.knots[1], self.knots[0])
+
+    def values(self, y: np.ndarray) -> Tensor:
+        columns = split_targets(y, self.targets)
+        return torch.stack([torch.tensor(column.astype("float64")) for column in columns], 1)
+
+    def statistics_target(self, values: Tensor) -> Tensor:
+        return self.standardise(values)
+
+    def standardise(self, values: Tensor) -> Tensor:
+        """Return transformed values of mean 0 and variance 1."""
+        return (self._transform(values) - self.mean) / self.std
+
+    def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return super().pack(self.standardise(values), weights, dtype)
+
+    def unpack(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values of a target tensor in their original units, and the weights."""
+        weights = torch.ones(len(target), dtype=torch.float64)
+        if self.weighted:
+            weights = target[:, -1].double()
+        standardised = target[:, : self.targets].double()
+        return self._invert(self.mean + self.std * standardised), weights
+
+    # Components of the mixture
+
+    def components(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return standardised means and deviations, ``(member, component, row, target)``."""
+        if self.loss == "quantile":
+            return self._quantile_components(outputs)
+        mean, log_variance = outputs.chunk(2, dim=-1)
+        std = (log_variance.clamp(MIN_LOG_VARIANCE, MAX_LOG_VARIANCE) / 2).exp().unsqueeze(-3)
+        if self.loss == "student":
+            std = std * STUDENT_SCALES.to(std)[:, None, None]
+        return mean.unsqueeze(-3).expand_as(std), std
+
+    def _quantile_components(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Centre a Gaussian at each quantile, with a width from the distance of its neighbours."""
+        # Sorting makes quantiles that cross each other consistent.
+        centres = outputs.unflatten(-1, (self.targets, -1)).sort(-1).values
+        slopes = centres.diff(dim=-1) / NINE_POINTS.diff().to(centres)
+        inner = (slopes[..., 1:] + slopes[..., :-1]) / 2
+        widths = torch.cat([slopes[..., :1], inner, slopes[..., -1:]], -1)
+        widths = widths.clamp(min=math.exp(MIN_LOG_VARIANCE / 2))
+        # Shrink the centres, so that the mixture of wide components keeps the variance.
+        middle = centres.mean(-1, keepdim=True)
+        centres = middle + NINE_SHRINKAGE * (centres - middle)
+        return centres.movedim(-1, 1), COMPONENT_WIDTH * widths.movedim(-1, 1)
+
+    def member_components(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and deviations in units of the target, ``(member, component, …)``."""
+        mean, std = self.components(outputs.double())
+        mean = self.mean + self.std * mean
+        std = self.std * std * self.temperature
+        if self.knots is None:
+            return mean, std
+        # A Gaussian is not Gaussian after the inverse transform. Eight narrow components are
+        # nearly linear there: each is mapped by its two ends.
+        points = EIGHT_SHRINKAGE * EIGHT_POINTS[:, None, None]
+        centres = mean.unsqueeze(2) + std.unsqueeze(2) * points
+        half_width = COMPONENT_WIDTH * std.unsqueeze(2)
+        low = self._invert(centres - half_width)
+        high = self._invert(centres + half_width)
+        std = ((high - low) / 2).clamp(min=1e-300)
+        return ((low + high) / 2).flatten(1, 2), std.flatten(1, 2)
+
+    def mixture(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and deviations of the whole mixture, ``(component, row, target)``."""
+        mean, std = self.member_components(outputs)
+        return mean.flatten(0, 1), std.flatten(0, 1)
+
+    def member_moments(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each member's mean and standard deviation, ``(member, row, target)``."""
+        mean, std = self.member_components(outputs)
+        return mean.mean(1), ((std**2).mean(1) + mean.var(1, correction=0)).sqrt()
+
+    def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        """Return mean and standard deviation of the mixture, ``(row, target)``."""
+        mean, std = self.mixture(outputs)
+        return mean.mean(0), ((std**2).mean(0) + mean.var(0, correction=0)).sqrt()
+
+    # Losses, metrics and calibration
+
+    def losses(self, outputs: Tensor, target: Tensor) -> Tensor:
+        y = target[..., : self.targets]
+        if self.loss == "quantile":
+            error = y.unsqueeze(-1) - outputs.unflatten(-1, (self.targets, -1))
+            levels = LEVELS.to(error)
+            return 2 * torch.maximum(levels * error, (levels - 1) * error).mean(-1)
+        if self.loss == "squared":
+            mean, log_variance = outputs.chunk(2, dim=-1)
+            log_variance = log_variance.clamp(MIN_LOG_VARIANCE, MAX_LOG_VARIANCE)
+            square = (y - mean).square()
+            # The variance fits the error, and its gradient does not reach the mean.
+            variance_loss = log_variance + square.detach() * (-log_variance).exp()
+            return 0.5 * (square + variance_loss)
+        mean, std = self.components(outputs)
+        return -log_density(mean.movedim(-3, 0), std.movedim(-3, 0), y)
+
+    def standard_mixture(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the standardised mixture, ``(component, row, target)``."""
+        mean, std = self.components(outputs)
+        return mean.flatten(0, 1), self.temperature * std.flatten(0, 1)
+
+    def log_likelihood(self, outputs: Tensor, target: Tensor) -> Tensor:
+        mean, std = self.standard_mixture(outputs)
+        return log_density(mean, std, target[:, : self.targets])
+
+    def metric(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the metric of early stopping."""
+        if self.stopping == "nll":
+            return super().metric(outputs, target)
+        if self.stopping == "crps":
+            # Of the transformed target, whose mixture has an eighth of the components.
+            mean, std = self.standard_mixture(outputs.double())
+            scores = crps(mean, std, target[:, : self.targets].double())
+            return self.average((self.std * scores).sum(-1), target)
+        mean, _ = self.summarise(outputs)
+        error = (self.unpack(target)[0] - mean) / self.std
+        return self.average(error.square().sum(-1), target).sqrt()
+
+    def crps(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the mean CRPS in units of the target, summed over targets."""
+        mean, std = self.mixture(outputs)
+        values, _ = self.unpack(target)
+        return self.average(crps(mean, std, values).sum(-1), target)
+
+    def calibrated(self, outputs: Tensor, target: Tensor) -> Self:
+        factors = [self._best_factor(k, outputs, target) for k in range(self.targets)]
+        return replace(self, temperature=torch.tensor(factors, dtype=torch.float64))
+
+    def _best_factor(self, k: int, outputs: Tensor, target: Tensor) -> float:
+        """Return the factor of the standard deviations of target ``k``."""
+        mean, std = self.components(outputs.double())
+        mean = mean[..., k].flatten(0, 1)
+        std = std[..., k].flatten(0, 1)
+        y = target[:, k].double()
+        weights = torch.ones(len(target), dtype=torch.float64)
+        if self.weighted:
+            weights = target[:, -1].double()
+
+        def loss(factor: float) -> Tensor:
+            density = log_density(mean, factor * std, y)
+            log_likelihood = len(y) * (weights @ density) / weights.sum()
+            # Prior: ADDED rows whose error is one predicted standard deviation.
+            prior = -math.log(factor) - 0.5 / factor**2
+            return -(log_likelihood + ADDED * prior)
+
+        return best_scale(loss)
+
+    def with_scores(self, outputs: Tensor, target: Tensor) -> Self:
+        mean, std = self.summarise(outputs)
+        return replace(self, scores=(self.unpack(target)[0] - mean).abs() / std)
+
+
+def _interpolate(values: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Interpolate between knots ``(knot, target)`` linearly, and extrapolate beyond them."""
+    columns = []
+    for value, knots, results in zip(values.unbind(-1), x.unbind(-1), y.unbind(-1), strict=True):
+        index = torch.searchsorted(knots.contiguous(), value.contiguous())
+        index = index.clamp(1, len(knots) - 1)
+        slope = (results[index] - results[index - 1]) / (knots[index] - knots[index - 1])
+        columns.append(results[index - 1] + slope * (value - knots[index - 1]))
+    return torch.stack(columns, -1)
+
+
+def log_density(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
+    """Return the log-density of a mixture.
+
+    Args:
+        mean: means of the components, ``(component, …)``.
+        std: their standard deviations, ``(component, …)``.
+        y: where to evaluate it, ``(…)``.
+    """
+    logarithms = -0.5 * ((y - mean) / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)
+    return log_mean(logarithms)
+
+
+def quantile(mean: Tensor, std: Tensor, level: float) -> Tensor:
+    """Return a quantile of a mixture, by bisection between the quantiles of its components."""
+    if not 0 < level < 1:
+        raise ValueError(f"The level of a quantile must be between 0 and 1, got {level}.")
+    normal_quantile = torch.special.ndtri(torch.tensor(level, dtype=torch.float64))
+    component_quantiles = mean + normal_quantile * std
+    low = component_quantiles.amin(0)
+    high = component_quantiles.amax(0)
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_above = torch.special.ndtr((middle - mean) / std).mean(0) >= level
+        high = torch.where(is_above, middle, high)
+        low = torch.where(is_above, low, middle)
+    return (low + high) / 2
+
+
+def crps(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
+    """Return the continuous ranked probability score of a mixture; lower is better.
+
+    Args:
+        mean: means of the components, ``(component, …)``.
+        std: their standard deviations, ``(component, …)``.
+        y: the observed values, ``(…)``.
+
+    Example:
+        >>> crps(torch.zeros(1), torch.ones(1), torch.tensor(0.0)).item()  # (√2 − 1) / √π
+        0.2336...
+    """
+    count = len(mean)
+    block = max(1, CACHED_NUMBERS // count)
+    mean_blocks = mean.reshape(count, -1).split(block, 1)
+    std_blocks = std.reshape(count, -1).split(block, 1)
+    spreads = []
+    for block_mean, block_std in zip(mean_blocks, std_blocks, strict=True):
+        pair_sum = 2 / math.sqrt(math.pi) * block_std.sum(0)  # each component with itself
+        # One component at a time needs memory for M components, not for M² pairs.
+        for a in range(count - 1):
+            difference = block_mean[a] - block_mean[a + 1 :]
+            deviation = (block_std[a] ** 2 + block_std[a + 1 :] ** 2).sqrt()
+            pair_sum += 2 * _expected_absolute(difference, deviation).sum(0)
+        spreads.append(pair_sum / (2 * count**2))
+    spread = torch.cat(spreads).reshape(mean.shape[1:])
+    return _expected_absolute(y - mean, std).mean(0) - spread
+
+
+def _expected_absolute(mean: Tensor, std: Tensor) -> Tensor:
+    """Return the expected absolute value of a Gaussian."""
+    ratio = mean / std
+    density = (-(ratio**2) / 2).exp() / math.sqrt(2 * math.pi)
+    return mean * torch.erf(ratio / math.sqrt(2)) + 2 * std * density

@@ -1,0 +1,166 @@
+"""Regressor: a mixture of Gaussians with conformal intervals, and scorers for distributions."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from sklearn.base import RegressorMixin
+from sklearn.utils import check_consistent_length
+from torch import Tensor
+
+from embens.tabular import gaussians
+from embens.tabular.estimator import TableEstimator, Uncertainty
+from embens.tabular.gaussians import GaussianHead
+from embens.uncertainty import conformal_quantile
+
+
+def neg_nll(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
+    """Score a regressor by the mean log-density of the targets; a scorer for ``scoring=``."""
+    scores = _score_rows(gaussians.log_density, estimator, X, y)
+    return float(np.average(scores, weights=sample_weight))
+
+
+def neg_crps(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
+    """Score a regressor by its negative CRPS, in units of the target; a scorer for ``scoring=``."""
+    scores = _score_rows(gaussians.crps, estimator, X, y)
+    return -float(np.average(scores, weights=sample_weight))
+
+
+def _score_rows(
+    score: Callable[[Tensor, Tensor, Tensor], Tensor], estimator: Any, X: Any, y: Any
+) -> np.ndarray:
+    """Return the score of each row, averaged over targets."""
+    if not hasattr(estimator, "predict_mixture"):
+        raise TypeError(
+            f"This scorer needs an EmbeddedEnsembleRegressor, got {type(estimator).__name__}. Use "
+            "scoring='neg_log_loss' for classifiers."
+        )
+    y = GaussianHead.read(y)
+    check_consistent_length(X, y)
+    mean, std = estimator.predict_mixture(X)
+    target = torch.tensor(y.reshape(mean.shape[1:]))
+    scores = score(torch.from_numpy(mean), torch.from_numpy(std), target)
+    return scores.reshape(len(target), -1).mean(1).numpy()
+
+
+@dataclass(eq=False, repr=False)
+class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
+    """Embedded ensemble of perceptrons for regression on tables.
+
+    Every member predicts a few Gaussians; the prediction is their mixture. The arguments are those
+    of :class:`EmbeddedEnsembleClassifier`, except ``class_weight``, and the following.
+
+    Args:
+        loss: "quantile" (nine levels), "likelihood" of a Gaussian, "squared" for the mean with a
+            variance that does not train the hidden layers, or "student", the likelihood of
+            Student's t, for outliers. See :mod:`embens.tabular.gaussians`.
+        target_transform: "none", "log" or "quantile" (to normal scores), inverted in predictions;
+            "auto" chooses the best held-out CRPS if the target is skewed and ``tune`` is on.
+        metric: metric of early stopping, "nll", "crps" or "rmse"; "auto" depends on the loss.
+        validation_fraction: fraction of rows to hold out. Half of them are for early stopping,
+            the other half only for ``predict_interval``, so that its coverage is guaranteed.
+        calibrate: whether to fit a factor of the standard deviations on the validation rows.
+
+    Example:
+        >>> from sklearn.datasets import load_diabetes
+        >>> X, y = load_diabetes(return_X_y=True)
+        >>> model = EmbeddedEnsembleRegressor(members=4, random_state=0).fit(X, y)
+        >>> mean, std = model.predict(X, return_std=True)
+        >>> mean.shape, bool((std > 0).all())
+        ((442,), True)
+    """
+
+    _: KW_ONLY
+    loss: str = "quantile"
+    target_transform: str = "auto"
+    metric: str = "auto"
+    head_class: ClassVar[Any] = GaussianHead
+    scoring: ClassVar[Any] = staticmethod(neg_crps)
+
+    def _to_numpy(self, tensor: Tensor) -> np.ndarray:
+        """Return an array, without the last axis (target) if the target is a vector."""
+        if self.head_.single:
+            tensor = tensor[..., 0]
+        return tensor.numpy()
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Return the mean of the mixture, ``(row,)`` or ``(row, target)``.
+
+        Args:
+            X: the rows.
+            return_std: whether to return the standard deviation as well.
+        """
+        mean, std = self._predict_blocks(X, GaussianHead.summarise)
+        if return_std:
+            return self._to_numpy(mean), self._to_numpy(std)
+        return self._to_numpy(mean)
+
+    def predict_members(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and standard deviation of each member, ``(member, row)``."""
+        mean, std = self._predict_blocks(X, GaussianHead.member_moments, 1)
+        return self._to_numpy(mean), self._to_numpy(std)
+
+    def predict_mixture(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and standard deviation of each component, ``(component, row)``."""
+        mean, std = self._predict_blocks(X, GaussianHead.mixture, 1)
+        return self._to_numpy(mean), self._to_numpy(std)
+
+    def predict_uncertainty(self, X: Any) -> Uncertainty:
+        """Return the variance of the prediction and its two parts.
+
+        Aleatoric is the mean variance of the members, epistemic the variance of their means.
+        """
+        aleatoric, epistemic = self._predict_blocks(X, _variances)
+        aleatoric, epistemic = self._to_numpy(aleatoric), self._to_numpy(epistemic)
+        return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
+
+    def predict_quantiles(
+        self, X: Any, quantiles: float | Sequence[float] = (0.05, 0.5, 0.95)
+    ) -> np.ndarray:
+        """Return quantiles of the mixture; they have no coverage guarantee.
+
+        Args:
+            X: the rows.
+            quantiles: one level or several, between 0 and 1.
+
+        Returns:
+            ``(row, quantile)``, or ``(row,)`` for one level.
+        """
+        if not isinstance(quantiles, Iterable):
+            return self.predict_quantiles(X, [quantiles])[:, 0]
+        levels = list(quantiles)
+
+        def compute(head: GaussianHead, outputs: Tensor) -> list[Tensor]:
+            mean, std = head.mixture(outputs)
+            return [torch.stack([gaussians.quantile(mean, std, level) for level in levels], 1)]
+
+        (values,) = self._predict_blocks(X, compute)
+        return self._to_numpy(values)
+
+    def predict_interval(self, X: Any, coverage: float = 0.9) -> np.ndarray:
+        """Return conformal prediction intervals.
+
+        An interval contains a new target with probability at least ``coverage``, on average over
+        rows that are exchangeable with the fitted ones, for any model.
+
+        Args:
+            X: the rows.
+            coverage: the probability, between 0 and 1.
+
+        Returns:
+            Lower and upper end, ``(row, 2)``; for several targets ``(row, 2, target)``, each with
+            its own guarantee.
+        """
+        factors = [conformal_quantile(scores, coverage) for scores in self.conformal_scores().T]
+        half_width = torch.tensor(factors, dtype=torch.float64)
+        mean, std = self._predict_blocks(X, GaussianHead.summarise)
+        interval = torch.stack([mean - half_width * std, mean + half_width * std], 1)
+        return self._to_numpy(interval)
+
+
+def _variances(head: GaussianHead, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean variance of the members and the variance of their means."""
+    mean, std = head.member_moments(outputs)
+    return (std**2).mean(0), mean.var(0, correction=0)
