@@ -23,8 +23,10 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
+from embens import networks
 from embens.graph.members import (
     convolution_options,
+    forward_factors,
     write_batch_norm,
     write_layer_norm,
     write_member_layer,
@@ -50,6 +52,7 @@ CONVOLUTIONS = (
     nn.ConvTranspose1d,
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
+    networks.Conv2d,
 )
 POOLING = frozenset(nn.modules.pooling.__all__) - {"MaxUnpool1d", "MaxUnpool2d", "MaxUnpool3d"}
 PADDING = frozenset(nn.modules.padding.__all__)
@@ -453,17 +456,37 @@ class Rewriter:
         return self.suffix.call_function(scale_members, arguments)
 
     def is_plain(self, module: nn.Module) -> bool:
-        """Return whether a layer is one of torch's, so that its function can be called directly."""
-        if type(module) is nn.Linear:
+        """Return whether a layer's function can be called directly with other weights."""
+        if type(module) in (nn.Linear, networks.Linear):
             return True
         return type(module) in CONVOLUTIONS and module.padding_mode == "zeros"
 
-    def weights_of(self, module: nn.Module, layer: Layer) -> tuple[torch.fx.Node, Any]:
-        """Return the suffix's inputs for weight and bias of a layer; the bias may be None."""
-        weight = self.tensor_nodes(f"{layer.module}.weight".lstrip("."))[1]
-        if getattr(module, "bias", None) is None:
-            return weight, None
-        return weight, self.tensor_nodes(f"{layer.module}.bias".lstrip("."))[1]
+    def weights_of(
+        self, module: nn.Module, layer: Layer, *, separate: bool = False
+    ) -> tuple[torch.fx.Node, Any]:
+        """Return weight and bias of a layer in the suffix; the bias may be None.
+
+        Args:
+            module: the layer's module.
+            layer: the layer.
+            separate: whether they are the stacked tensors of the members.
+        """
+        nodes: list[Any] = []
+        for name, factor in zip(("weight", "bias"), forward_factors(module), strict=True):
+            if getattr(module, name, None) is None:
+                nodes.append(None)
+                continue
+            full_name = f"{layer.module}.{name}".lstrip(".")
+            is_separate = separate and name in self.per_member[layer.module]
+            node = self.value_node(full_name) if is_separate else self.tensor_nodes(full_name)[1]
+            nodes.append(self.scaled(node, factor))
+        return nodes[0], nodes[1]
+
+    def scaled(self, node: torch.fx.Node, factor: float) -> torch.fx.Node:
+        """Return a node of the suffix times a number."""
+        if factor == 1.0:
+            return node
+        return self.suffix.call_function(mul, (node, factor))
 
     def _write_modulated(
         self, node: torch.fx.Node, module: nn.Module, layer: Layer, is_shared: bool

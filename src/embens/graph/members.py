@@ -5,6 +5,7 @@ suffix calls. Rows of the members are consecutive blocks of the first axis. If `
 input has one block that stands for all members.
 """
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embens import networks
 from embens.graph.rowwise import Domain, Unfoldable, Value
 from embens.sites import Layer
 
@@ -34,17 +36,16 @@ def write_member_layer(
         weight, bias = rewriter.weights_of(module, layer)
         left = rewriter.value_node(f"{layer.name}.left")
         right = rewriter.value_node(f"{layer.name}.right")
-        if type(module) is nn.Linear and site.kind == "additive":
+        if site.kind == "additive":
+            left = rewriter.scaled(left, forward_factors(module)[0])
+        if isinstance(module, nn.Linear) and site.kind == "additive":
             arguments = (x, weight, bias, left, right, rewriter.count, is_shared)
             return rewriter.suffix.call_function(low_rank_linear, arguments)
         weights = rewriter.suffix.call_function(low_rank_weights, (weight, left, right, site.kind))
     else:
-        separate = rewriter.per_member[layer.module]
-        has_bias = getattr(module, "bias", None) is not None
-        if "weight" not in separate or (has_bias and "bias" not in separate):
-            raise Unfoldable(f"members share a part of {layer.name!r}")
-        weights = rewriter.value_node(f"{layer.module}.weight".lstrip("."))
-        bias = rewriter.value_node(f"{layer.module}.bias".lstrip(".")) if has_bias else None
+        if "weight" not in rewriter.per_member[layer.module]:
+            raise Unfoldable(f"members share the weight of {layer.name!r}")
+        weights, bias = rewriter.weights_of(module, layer, separate=True)
     arguments = (x, weights, bias, rewriter.count, is_shared)
     if isinstance(module, nn.Linear):
         return rewriter.suffix.call_function(member_linear, arguments)
@@ -100,6 +101,13 @@ def write_layer_norm(
     return rewriter.suffix.call_function(
         member_layer_norm, (x, weight, bias, shape, module.eps, rewriter.count)
     )
+
+
+def forward_factors(module: nn.Module) -> tuple[float, float]:
+    """Return the factors of weight and bias in the forward pass of a layer."""
+    if isinstance(module, networks.Parametrized) and module.parametrization == "ntk":
+        return module.weight_std / math.sqrt(module.fan_in), module.bias_std
+    return 1.0, 1.0
 
 
 def convolution_options(module: Any) -> tuple[str, dict[str, Any]]:

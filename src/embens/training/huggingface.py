@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from transformers import Trainer
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.objective import logits_of, objective
+from embens.optim import logits_of, objective
 
 
 class EnsembleTrainer(Trainer):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from embens.checks import find_gaps
 from embens.ensemble import EmbeddedEnsemble
-from embens.objective import (
+from embens.optim import (
     Criterion,
     check_labels,
     default_criterion,
