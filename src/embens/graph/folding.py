@@ -1,13 +1,13 @@
 r"""The folded form of a network: several members as one larger batch.
 
-A traced reference consists of operations on values whose first axis is the batch. If every operation
-treats the rows of that axis independently (:mod:`embens.graph.rowwise`), the rows of several members
-can be concatenated: members are consecutive blocks of rows, and a modulation multiplies each block by
-the member's values.
+A traced reference consists of operations on values whose first axis is the batch. If every
+operation treats the rows of that axis independently (:mod:`embens.graph.rowwise`), the rows of
+several members can be concatenated: members are consecutive blocks of rows, and a modulation
+multiplies each block by the member's values.
 
-:func:`fold` writes two graphs. The *prefix* computes everything before the first modulation, once for
-all members. The *suffix* computes the rest for a chunk of members. Weights of the reference and values
-of the members are inputs of the graphs, so the graphs have no state.
+:func:`fold` writes two graphs. The *prefix* computes everything before the first modulation, once
+for all members. The *suffix* computes the rest for a chunk of members. Weights of the reference and
+values of the members are inputs of the graphs, so the graphs have no state.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from embens import networks
 from embens.graph.members import (
     convolution_options,
-    forward_factors,
     write_batch_norm,
     write_layer_norm,
     write_member_layer,
@@ -472,7 +471,7 @@ class Rewriter:
             separate: whether they are the stacked tensors of the members.
         """
         nodes: list[Any] = []
-        for name, factor in zip(("weight", "bias"), forward_factors(module), strict=True):
+        for name, factor in zip(("weight", "bias"), self.forward_factors(module), strict=True):
             if getattr(module, name, None) is None:
                 nodes.append(None)
                 continue
@@ -481,6 +480,12 @@ class Rewriter:
             node = self.value_node(full_name) if is_separate else self.tensor_nodes(full_name)[1]
             nodes.append(self.scaled(node, factor))
         return nodes[0], nodes[1]
+
+    def forward_factors(self, module: nn.Module) -> tuple[float, float]:
+        """Return the factors of weight and bias in the forward pass of a layer."""
+        if isinstance(module, networks.Parametrized) and module.parametrization == "ntk":
+            return module.weight_std / math.sqrt(module.fan_in), module.bias_std
+        return 1.0, 1.0
 
     def scaled(self, node: torch.fx.Node, factor: float) -> torch.fx.Node:
         """Return a node of the suffix times a number."""

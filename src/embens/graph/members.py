@@ -5,7 +5,6 @@ suffix calls. Rows of the members are consecutive blocks of the first axis. If `
 input has one block that stands for all members.
 """
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,6 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens import networks
 from embens.graph.rowwise import Domain, Unfoldable, Value
 from embens.sites import Layer
 
@@ -37,7 +35,7 @@ def write_member_layer(
         left = rewriter.value_node(f"{layer.name}.left")
         right = rewriter.value_node(f"{layer.name}.right")
         if site.kind == "additive":
-            left = rewriter.scaled(left, forward_factors(module)[0])
+            left = rewriter.scaled(left, rewriter.forward_factors(module)[0])
         if isinstance(module, nn.Linear) and site.kind == "additive":
             arguments = (x, weight, bias, left, right, rewriter.count, is_shared)
             return rewriter.suffix.call_function(low_rank_linear, arguments)
@@ -101,13 +99,6 @@ def write_layer_norm(
     return rewriter.suffix.call_function(
         member_layer_norm, (x, weight, bias, shape, module.eps, rewriter.count)
     )
-
-
-def forward_factors(module: nn.Module) -> tuple[float, float]:
-    """Return the factors of weight and bias in the forward pass of a layer."""
-    if isinstance(module, networks.Parametrized) and module.parametrization == "ntk":
-        return module.weight_std / math.sqrt(module.fan_in), module.bias_std
-    return 1.0, 1.0
 
 
 def convolution_options(module: Any) -> tuple[str, dict[str, Any]]:
