@@ -10,6 +10,7 @@ for all members. The *suffix* computes the rest for a chunk of members. Weights 
 values of the members are inputs of the graphs, so the graphs have no state.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import mul
