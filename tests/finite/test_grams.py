@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import embens
 from embens import finite
-from embens.finite.empirical import contraction
+from embens.finite import grams
 
 
 @pytest.mark.parametrize("outputs", ["all", "nll"])
@@ -32,7 +32,7 @@ def test_chunks_and_tiles_do_not_change_the_kernel(name, outputs, monkeypatch):
     if outputs == "nll":
         given = {"target": torch.arange(len(x)) % 2}
     whole = finite.ntk(ensemble, x, outputs=outputs, **given)
-    monkeypatch.setattr(contraction, "TILE_BYTES", 1)
+    monkeypatch.setattr(grams, "TILE_BYTES", 1)
     for chunk in (1, 2, 100):
         kernel = finite.ntk(ensemble, x, outputs=outputs, chunk=chunk, **given)
         assert_equal(kernel, (whole.shared, whole.individual))

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import embens
 from embens import finite, laws, networks
-from embens.finite.empirical import kernels
-from embens.finite.empirical.recording import Recorder
+from embens.finite import tangent
+from embens.finite.recording import Recorder
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -220,7 +220,7 @@ def test_memory_of_one_chunk_does_not_grow_with_the_samples(monkeypatch):
     )
     finite.ntk(ensemble, torch.randn(7, 5, dtype=torch.float64), chunk=3)
     assert rows == [3, 3, 1, 3, 1, 1]  # each pair of chunks once
-    monkeypatch.setattr(kernels, "PASS_BYTES", 1)
+    monkeypatch.setattr(tangent, "PASS_BYTES", 1)
     rows.clear()
     finite.ntk(ensemble, torch.randn(3, 5, dtype=torch.float64))
     assert set(rows) == {1}
