@@ -1,4 +1,4 @@
-"""Wrong samples and targets are explained before any work."""
+"""Invalid samples and targets raise errors with a fix."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import embens
 from embens.finite import diagnose
 
 WRONG = [
-    (lambda: (mlp(), X, Y), TypeError, "expected an ensemble; got Sequential"),
+    (lambda: (mlp(), X, Y), TypeError, "expected an ensemble, got Sequential"),
     (lambda: (batch_ensemble(), X.numpy(), Y), TypeError, "expected a tensor.*got ndarray"),
     (lambda: (batch_ensemble(), X[:0], Y[:0]), ValueError, "at least one sample"),
-    (lambda: (batch_ensemble(), X, Y[:7]), ValueError, "same number of samples; got 60 and 7"),
-    (lambda: (batch_ensemble(), X * math.nan, Y), ValueError, "expected finite numbers"),
+    (lambda: (batch_ensemble(), X, Y[:7]), ValueError, "same number of samples, got 60 and 7"),
+    (lambda: (batch_ensemble(), X * math.nan, Y), ValueError, "expected finite values"),
     (lambda: (batch_ensemble(), X, Y + 9), ValueError, "expected classes from 0 to 3"),
     (lambda: (batch_ensemble(), X, Y[:, None, None]), ValueError, "expected targets of shape"),
 ]

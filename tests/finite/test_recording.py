@@ -1,4 +1,4 @@
-"""Which parameters have structure, and which networks have no kernel between samples."""
+"""Parameters with and without a rule, and networks without a kernel between samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_ensemble_is_left_as_it_was():
 
 
 @pytest.mark.parametrize("time_first", [True, False])
-def test_positions_folded_into_the_batch_and_bare_parameters_are_found_out(time_first):
+def test_positions_folded_into_the_batch_and_bare_parameters_have_exact_kernels(time_first):
     x = torch.randn(3, 3, 3, dtype=torch.float64)
     ensemble = embens.embed(
         Strange(time_first).double(), 2, sites=["input", "mixed"], example_input=x
@@ -49,7 +49,7 @@ def test_positions_folded_into_the_batch_and_bare_parameters_are_found_out(time_
 
 
 @pytest.mark.parametrize("blind", ["first two equal", "first two zero", "all zero", "all equal"])
-def test_positions_before_the_batch_are_found_out_whatever_the_first_samples_are(blind):
+def test_positions_before_the_batch_have_exact_kernels_for_any_first_samples(blind):
     x = torch.randn(4, 3, 3, dtype=torch.float64)
     if blind == "first two equal":
         x[1] = x[0]
@@ -62,7 +62,7 @@ def test_positions_before_the_batch_are_found_out_whatever_the_first_samples_are
     assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
 
 
-def test_equal_samples_of_whole_numbers_leave_nothing_to_structure():
+def test_equal_samples_of_integers_go_one_by_one():
     architecture = next(a for a in BATCHED if not a.inputs(torch.Generator()).is_floating_point())
     ensemble, x = build(architecture, "batch_ensemble")
     x = x[:1, :1].expand(2, *x.shape[1:]).clone()
@@ -99,7 +99,9 @@ def test_random_layers_are_refused_in_training_mode_only():
     x = torch.randn(4, 3, 6, 6)
     ensemble = embens.batch_ensemble(Residual(dropout=0.5), 2).eval()
     finite.ntk(ensemble, x, outputs="trace")
-    ensemble.network.get_submodule("dropout").train()
+    for module in ensemble.modules():
+        if isinstance(module, nn.Dropout):
+            module.train()
     with pytest.raises(ValueError, match=r"dropout.*random.*ensemble\.eval"):
         finite.ntk(ensemble, x)
 
@@ -128,7 +130,7 @@ def test_outputs_that_are_no_tensor_are_refused():
             function(ensemble, torch.randn(4, 3))
 
 
-def test_gradients_that_vanish_at_the_start_are_structured_too():
+def test_gradients_that_vanish_at_the_start_have_rules_too():
     reference = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     nn.init.zeros_(reference[2].weight)
     ensemble, x = embens.embed(reference, 2), torch.randn(4, 3, dtype=torch.float64)
@@ -139,12 +141,14 @@ def test_gradients_that_vanish_at_the_start_are_structured_too():
     assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
 
 
-def test_a_transformer_uses_terms_throughout():
+def test_only_the_parameters_of_attention_go_sample_by_sample_in_a_transformer():
     x = torch.randint(11, (3, 5))
     ensemble = embens.last_layer_dropout(Tokens(), 2, example_input=x).eval()
     recorder = Recorder(ensemble)
     recorder.survey((x[:2],))
-    assert not recorder.general  # nor biases of keys, which have no effect
+    names = {id(p): name for name, p in ensemble.named_parameters()}
+    assert recorder.general
+    assert all("self_attn" in names[key] for key in recorder.general)
 
 
 def test_a_network_that_branches_on_its_values_goes_sample_by_sample():

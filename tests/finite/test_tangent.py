@@ -21,6 +21,7 @@ import embens
 from embens import finite, laws, networks
 from embens.finite import tangent
 from embens.finite.recording import Recorder
+from embens.finite.tangent import KernelComputation
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -47,8 +48,10 @@ def test_reductions_equal_a_naive_contraction_for_two_sets_of_samples(name, outp
             values = -values.log_softmax(2)[:, range(len(samples)), target][..., None]
         sides.append(jacobians(ensemble, values))
         targets.append(target)
-    given = {} if outputs == "trace" else {"target": targets[0], "target2": targets[1]}
-    kernel = finite.ntk(ensemble, x, x2, outputs=outputs, **given)
+    options = {}
+    if outputs != "trace":
+        options = {"target": targets[0], "target2": targets[1]}
+    kernel = finite.ntk(ensemble, x, x2, outputs=outputs, **options)
     expected = tuple(part.diagonal(dim1=-2, dim2=-1).sum(-1) for part in naive(*sides))
     assert kernel.shared.shape == (2, 2, len(x), 2)
     assert_equal(kernel, expected)
@@ -158,14 +161,14 @@ def test_wide_networks_have_the_kernels_of_the_limit(bias_std):
         return embens.embed(reference.double(), 2, pre=law, post=law, generator=generator)
 
     limit = theory.kernels(ensemble(8), x)
-    found: dict[str, list[Tensor]] = {"nngp": [], "ntk_shared": [], "ntk_individual": []}
+    kernels: dict[str, list[Tensor]] = {"nngp": [], "ntk_shared": [], "ntk_individual": []}
     for _ in range(16):
         network = ensemble(512)
         kernel = finite.ntk(network, x, outputs="trace")
-        found["nngp"].append(finite.nngp(network, x))
-        found["ntk_shared"].append(kernel.shared)
-        found["ntk_individual"].append(kernel.individual)
-    for name, values in found.items():
+        kernels["nngp"].append(finite.nngp(network, x))
+        kernels["ntk_shared"].append(kernel.shared)
+        kernels["ntk_individual"].append(kernel.individual)
+    for name, values in kernels.items():
         stacked = torch.stack(values)
         mean, error = stacked.mean(0), stacked.std(0) / len(values) ** 0.5
         expected = getattr(limit, name)
@@ -178,7 +181,7 @@ def test_wrong_arguments_say_what_was_expected():
     ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 3), 2)
     x = torch.randn(5, 4)
     target = torch.zeros(5, dtype=torch.int64)
-    for message, given in {
+    for message, options in {
         "did you mean 'trace'": {"outputs": "tracee"},
         "needs target=": {"outputs": "nll"},
         "uses no target": {"target": target},
@@ -189,17 +192,17 @@ def test_wrong_arguments_say_what_was_expected():
         "chunk must be": {"chunk": 0},
     }.items():
         with pytest.raises(ValueError, match=message):
-            finite.ntk(ensemble, x, **given)
+            finite.ntk(ensemble, x, **options)
     with pytest.raises(TypeError, match="tensor with samples"):
         finite.ntk(ensemble, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one"):
         finite.ntk(ensemble, x[:0])
     for kernel in (finite.ntk, finite.nngp):
-        with pytest.raises(TypeError, match="expected an ensemble; got Sequential"):
+        with pytest.raises(TypeError, match="expected an ensemble, got Sequential"):
             kernel(networks.mlp(4, 6, 2, 3), x)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"got ndarray\. Convert it"):
             kernel(ensemble, x.numpy())  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="expected finite numbers"):
+        with pytest.raises(ValueError, match="expected finite values"):
             kernel(ensemble, x / 0)
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
         finite.ntk(ensemble, x)
@@ -229,18 +232,18 @@ def test_memory_of_one_chunk_does_not_grow_with_the_samples(monkeypatch):
 @pytest.mark.parametrize("outputs", ["trace", "target", "nll"])
 def test_reductions_hold_one_class_at_a_time(outputs, monkeypatch):
     held: list[int] = []
-    sort = kernels.by_parameter
+    compute = Recorder.gradients
 
-    def counting(terms, cotangents):
-        held.extend(len(c) for c in cotangents)
-        return sort(terms, cotangents)
+    def counting(self, recording, cotangents):
+        held.extend(len(cotangent) for cotangent in cotangents)
+        return compute(self, recording, cotangents)
 
-    monkeypatch.setattr(kernels, "by_parameter", counting)
+    monkeypatch.setattr(Recorder, "gradients", counting)
     for classes in (3, 40):
         held.clear()
         ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, classes), 2)
-        given = {} if outputs == "trace" else {"target": torch.tensor([0, 1])}
-        finite.ntk(ensemble, torch.randn(2, 4), outputs=outputs, **given)
+        options = {} if outputs == "trace" else {"target": torch.tensor([0, 1])}
+        finite.ntk(ensemble, torch.randn(2, 4), outputs=outputs, **options)
         assert max(held) == 1
 
 
@@ -257,20 +260,20 @@ def test_nll_takes_one_backward_pass_for_each_member_whatever_the_samples(monkey
         x, y = torch.randn(samples, 4), torch.arange(samples)
         finite.ntk(ensemble, x, outputs="nll", target=y)
         counts.append(len(calls))
-    survey = 2  # of one sample, and of two together
+    survey = 2  # by autograd for one sample, by the rules for two
     assert counts == [3 + survey] * 2
 
 
 def test_a_trace_holds_no_square_of_the_number_of_classes(monkeypatch):
     sizes: list[int] = []
-    cotangents = kernels.Blocks._cotangents
+    cotangents = KernelComputation._cotangents
 
     def measuring(self, *args):
-        found = cotangents(self, *args)
-        sizes.append(found.untyped_storage().nbytes() // found.element_size())
-        return found
+        result = cotangents(self, *args)
+        sizes.append(result.untyped_storage().nbytes() // result.element_size())
+        return result
 
-    monkeypatch.setattr(kernels.Blocks, "_cotangents", measuring)
+    monkeypatch.setattr(KernelComputation, "_cotangents", measuring)
     ensemble = embens.batch_ensemble(networks.mlp(4, 6, 1, 50), 2)
     finite.ntk(ensemble, torch.randn(2, 4), outputs="trace")
     assert max(sizes) == 50

@@ -14,6 +14,7 @@ which bounds the memory and repeats no work.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -74,23 +75,17 @@ class SampleGradients:
         """Return explicit gradients, one row per (member, sample, class)."""
         return torch.cat([member.rows[key].flatten(0, 1) for member in self.members])
 
-    def inputs(self, key: int) -> list[Tensor]:
-        """Return the input factors of each member, one tensor for all if members agree."""
+    def factors(self, key: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield both factors of each member's gradients, the same inputs if members agree."""
         uses = [member.weights[key] for member in self.members]
+        common = None
         if all(_same_inputs(uses[0], others) for others in uses[1:]):
-            return [self._join_inputs(uses[0])] * len(uses)
-        return [self._join_inputs(of_member) for of_member in uses]
-
-    def _join_inputs(self, uses: list[WeightUse]) -> Tensor:
-        return _join([use.inputs(self.batch) for use in uses], axis=1)
-
-    def outputs(self, key: int) -> list[Tensor]:
-        """Return the gradient factors of each member."""
-        factors = []
-        for member in self.members:
-            uses = member.weights[key]
-            factors.append(_join([use.outputs(self.batch) for use in uses], axis=2))
-        return factors
+            common = _join([use.inputs(self.batch) for use in uses[0]], axis=1)
+        for member_uses in uses:
+            inputs = common
+            if inputs is None:
+                inputs = _join([use.inputs(self.batch) for use in member_uses], axis=1)
+            yield inputs, _join([use.outputs(self.batch) for use in member_uses], axis=2)
 
 
 def contract(key: int, left: SampleGradients, right: SampleGradients | None = None) -> Tensor:
@@ -109,13 +104,11 @@ def contract(key: int, left: SampleGradients, right: SampleGradients | None = No
         sides.append(right)
     if key in left.members[0].rows:
         return gram(*(side.stacked_rows(key) for side in sides))
-    inputs = [side.inputs(key) for side in sides]
-    outputs = [side.outputs(key) for side in sides]
-    positions = inputs[0][0].shape[1]
-    if positions == 1:
-        matrix = _multiply_grams(inputs, outputs)
+    inputs, outputs = next(left.factors(key))
+    if inputs.shape[1] == 1:
+        matrix = _multiply_grams([list(side.factors(key)) for side in sides])
     else:
-        matrix = _multiply_built(inputs, outputs)
+        matrix = _multiply_built(key, sides, inputs, outputs)
     layer = left.members[0].weights[key][0].layer
     return matrix.mul_(parameter_scale(layer, "weight") ** 2)
 
@@ -159,18 +152,23 @@ def _same_inputs(uses: list[WeightUse], others: list[WeightUse]) -> bool:
     return True
 
 
-def _multiply_grams(inputs: list[list[Tensor]], outputs: list[list[Tensor]]) -> Tensor:
-    """Multiply the Gram matrices of both factors, which have one position."""
-    common = True  # whether all members have the same inputs: their Gram matrix is small then
-    for factors in inputs:
-        common = common and all(factor is factors[0] for factor in factors)
+def _multiply_grams(sides: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
+    """Multiply the Gram matrices of both factors, which have one position.
+
+    Args:
+        sides: for the rows, and for the columns if they differ: the factors of each member.
+    """
+    # If all members have the same inputs, their Gram matrix is computed once.
+    common = True
+    for factors in sides:
+        common = common and all(inputs is factors[0][0] for inputs, _ in factors)
     features, gradients, shapes = [], [], []
-    for side_inputs, side_outputs in zip(inputs, outputs, strict=True):
-        distinct = side_inputs[:1] if common else side_inputs
-        features.append(torch.cat([factor.flatten(1) for factor in distinct]))
-        gradients.append(torch.cat([c.flatten(2).flatten(0, 1) for c in side_outputs]))
-        repeats = len(side_outputs) if common else 1
-        classes = side_outputs[0].shape[1]
+    for factors in sides:
+        distinct = factors[:1] if common else factors
+        features.append(torch.cat([inputs.flatten(1) for inputs, _ in distinct]))
+        gradients.append(torch.cat([c.flatten(2).flatten(0, 1) for _, c in factors]))
+        repeats = len(factors) if common else 1
+        classes = factors[0][1].shape[1]
         shapes.append((repeats, len(features[-1]), classes))
     result = gram(*gradients)
     blocks = result.view(*shapes[0], *shapes[-1])  # (repeat, sample, class), twice
@@ -178,36 +176,58 @@ def _multiply_grams(inputs: list[list[Tensor]], outputs: list[list[Tensor]]) -> 
     return result
 
 
-def _multiply_built(inputs: list[list[Tensor]], outputs: list[list[Tensor]]) -> Tensor:
-    """Build the gradients for some channels at a time, and add up their Gram matrices."""
-    first = inputs[0][0]
-    classes, channels = outputs[0][0].shape[1], outputs[0][0].shape[3]
-    features = first.shape[2]
-    rows = [classes * sum(len(factor) for factor in side) for side in inputs]
-    tile = max(1, TILE_BYTES // (features * sum(rows) * first.element_size()))
+def _multiply_built(
+    key: int, sides: list[SampleGradients], inputs: Tensor, outputs: Tensor
+) -> Tensor:
+    """Build the gradients for some channels at a time, and add up their Gram matrices.
+
+    Args:
+        key: the id of the parameter.
+        sides: gradients of the rows, and of the columns if they differ.
+        inputs: the first factor of the first member, for its shape.
+        outputs: the second factor of the first member, for its shape.
+    """
+    classes, channels = outputs.shape[1], outputs.shape[3]
+    features = inputs.shape[2]
+    rows = [classes * side.batch * len(side.members) for side in sides]
+    tile = max(1, TILE_BYTES // (features * sum(rows) * inputs.element_size()))
     tiles = -(-channels // tile)
     tile = -(-channels // tiles)  # tiles of about the same size
-    buffers = [first.new_empty(count * features * tile) for count in rows]
+    buffers = [inputs.new_empty(count * features * tile) for count in rows]
+    factors = [side.factors(key) for side in sides]
+    if tiles > 1:
+        factors = [list(pairs) for pairs in factors]  # used once per tile
     total = None
     for start in range(0, channels, tile):
-        stop = min(start + tile, channels)
+        part = slice(start, min(start + tile, channels))
         matrices = []
-        for side_inputs, side_outputs, buffer in zip(inputs, outputs, buffers, strict=True):
-            parts = [c[..., start:stop] for c in side_outputs]
-            matrices.append(_build(side_inputs, parts, buffer))
+        for pairs, count, buffer in zip(factors, rows, buffers, strict=True):
+            matrices.append(_build(pairs, part, count, buffer))
         product = gram(*matrices)
         total = product if total is None else total.add_(product)
     assert total is not None
     return total
 
 
-def _build(inputs: list[Tensor], outputs: list[Tensor], buffer: Tensor) -> Tensor:
-    """Return the gradients of some channels, one row per (member, sample, class)."""
-    batch, classes, _, channels = outputs[0].shape
-    features = inputs[0].shape[2]
-    shape = (len(inputs), batch, classes * channels, features)
-    gradients = buffer[: torch.Size(shape).numel()].view(shape)
-    for factor, c, built in zip(inputs, outputs, gradients, strict=True):
-        by_feature = c.transpose(1, 2).flatten(2)  # (batch, position, class · channel)
-        torch.bmm(by_feature.mT, factor, out=built)
-    return gradients.view(len(inputs) * batch * classes, channels * features)
+def _build(
+    factors: Iterable[tuple[Tensor, Tensor]], part: slice, rows: int, buffer: Tensor
+) -> Tensor:
+    """Return the gradients of some channels, one row per (member, sample, class).
+
+    Args:
+        factors: of each member.
+        part: the channels.
+        rows: the number of rows.
+        buffer: memory for the result.
+    """
+    position = 0
+    for inputs, outputs in factors:
+        batch, classes, _, _ = outputs.shape
+        features = inputs.shape[2]
+        channels = part.stop - part.start
+        size = batch * classes * channels * features
+        built = buffer[position : position + size].view(batch, classes * channels, features)
+        by_position = outputs[..., part].transpose(1, 2).flatten(2)
+        torch.bmm(by_position.mT, inputs, out=built)
+        position += size
+    return buffer[:position].view(rows, -1)

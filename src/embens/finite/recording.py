@@ -15,27 +15,24 @@ gradients of all samples. :meth:`Recorder.survey` tests this on two samples firs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.adapter import individual_tensors, per_member, plain_reference, site_values
 from embens.finite.arguments import Inputs, check_modes, check_output
-from embens.finite.factors import (
-    WeightUse,
-    channel_rows,
-    has_rule,
-    is_norm,
-    norm_rows,
-    normalize,
-    parameter_scale,
-    scale_channels,
+from embens.finite.calls import (
+    Call,
+    LayerFacts,
+    add_call,
+    backward,
+    layers_with_rules,
+    make_call,
+    separate_input,
 )
 from embens.finite.grams import MemberGradients, SampleGradients, contract
 
@@ -67,134 +64,12 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Modulation:
-    """The modulation of a layer's input or output, for all members.
-
-    Attributes:
-        values: ``(member, size)``.
-        repeat: the number of consecutive channels that share a value.
-        parameter: the trainable parameter, or None for a frozen modulation.
-    """
-
-    values: Tensor
-    repeat: int
-    parameter: Tensor | None
-
-    def of(self, a: int) -> Tensor:
-        """Return one member's values, ``(channel,)``."""
-        return self.values[a].repeat_interleave(self.repeat)
-
-    def rows(self, gradients: Tensor, a: int) -> Tensor:
-        """Return gradients of the values from those of the modulated channels' logarithms."""
-        gradients = gradients / self.of(a)
-        return gradients.unflatten(-1, (-1, self.repeat)).sum(-1)
-
-
-@dataclass(frozen=True)
-class LayerFacts:
-    """A layer with a rule: its trainable parameters in the ensemble, and its modulations."""
-
-    name: str
-    parameters: dict[str, Tensor]  # "weight", "bias"
-    pre: Modulation | None
-    post: Modulation | None
-
-    @property
-    def trainable_pre(self) -> bool:
-        return self.pre is not None and self.pre.parameter is not None
-
-    @property
-    def trainable_post(self) -> bool:
-        return self.post is not None and self.post.parameter is not None
-
-    def parameter_keys(self) -> set[int]:
-        """Return the ids of all trainable parameters."""
-        keys = {id(parameter) for parameter in self.parameters.values()}
-        for modulation in (self.pre, self.post):
-            if modulation is not None and modulation.parameter is not None:
-                keys.add(id(modulation.parameter))
-        return keys
-
-    def without(self, general: Collection[int]) -> LayerFacts:
-        """Return the layer without the parameters of some ids."""
-        parameters = {}
-        for role, parameter in self.parameters.items():
-            if id(parameter) not in general:
-                parameters[role] = parameter
-        modulations = []
-        for modulation in (self.pre, self.post):
-            if modulation is not None and id(modulation.parameter) in general:
-                modulation = replace(modulation, parameter=None)
-            modulations.append(modulation)
-        return LayerFacts(self.name, parameters, *modulations)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a layer in a member's pass.
-
-    Attributes:
-        facts: the layer in the ensemble.
-        layer: the member's plain layer.
-        value: its input; for a norm layer the normalized input.
-        output: its output, kept if the pre modulation is trainable.
-        edges: where the gradients of its output, and of its input if needed, arrive.
-        shapes: the shapes of these gradients.
-    """
-
-    facts: LayerFacts
-    layer: nn.Module
-    value: Tensor
-    output: Tensor | None
-    edges: list[Any]
-    shapes: list[torch.Size]
-
-
-@dataclass(frozen=True)
 class Recording:
     """One pass of all members: the output ``(batch, ...)`` and the layer calls of each."""
 
     samples: Samples
     outputs: list[Tensor]
     calls: list[list[Call]]
-
-
-def layers_with_rules(ensemble: EmbeddedEnsemble, member: nn.Module) -> dict[str, LayerFacts]:
-    """Return the layers of a plain member whose gradients can be factored.
-
-    Args:
-        ensemble: an ensemble without fresh masks.
-        member: any of its members, as a plain network.
-    """
-    reference = dict(plain_reference(ensemble).named_modules())
-    stacks = individual_tensors(ensemble)
-    individual = {item.module: stacks[item.module] for item in per_member(ensemble)}
-    low_rank = {site.layer for site in ensemble.spec.low_rank}
-    sites = {(site.layer, site.kind): site for site in ensemble.spec.sites}
-    layers = {}
-    for name, layer in member.named_modules():
-        if not has_rule(layer) or type(layer) is not type(reference.get(name)):
-            continue
-        parameters = dict(reference[name].named_parameters(recurse=False))
-        parameters.update(individual.get(name, {}))
-        if name in low_rank:
-            parameters.pop("weight")
-        trainable = {role: p for role, p in parameters.items() if p.requires_grad}
-        pre = _modulation(ensemble, sites.get((name, "pre")))
-        post = _modulation(ensemble, sites.get((name, "post")))
-        layers[name] = LayerFacts(name, trainable, pre, post)
-    return layers
-
-
-def _modulation(ensemble: EmbeddedEnsemble, site: Any) -> Modulation | None:
-    if site is None:
-        return None
-    stack = site_values(ensemble, site)
-    values = stack.detach()
-    # The rule divides by the values, so a site with zeros is left to autograd.
-    if stack.requires_grad and bool((values != 0).all()):
-        return Modulation(values, site.repeat, stack)
-    return Modulation(values, site.repeat, None)
 
 
 class Recorder:
@@ -273,7 +148,7 @@ class Recorder:
             if facts is None:
                 continue
             if facts.trainable_post:
-                handles.append(module.register_forward_pre_hook(_separate_input))
+                handles.append(module.register_forward_pre_hook(separate_input))
             hook = self._hook(facts)
             handles.append(module.register_forward_hook(hook, with_kwargs=True))
         try:
@@ -289,7 +164,7 @@ class Recorder:
                 return
             calls, self._calls = self._calls, None
             value = args[0] if args else next(iter(kwargs.values()))
-            calls.append(_make_call(facts, layer, value, output))
+            calls.append(make_call(facts, layer, value, output))
             self._calls = calls
 
         return record
@@ -299,8 +174,8 @@ class Recorder:
     ) -> MemberGradients:
         """Return a member's gradients of the parameters with a rule."""
         member = MemberGradients()
-        for call, gradients in zip(calls, _backward(output, calls, cotangents), strict=True):
-            _add_call(member, call, gradients, a, batch)
+        for call, gradients in zip(calls, backward(output, calls, cotangents), strict=True):
+            add_call(member, call, gradients, a, batch)
         return member
 
     # Parameters without a rule
@@ -382,28 +257,45 @@ class Recorder:
         if not output.isfinite().all():
             raise RuntimeError("outputs are not finite; check the inputs and the weights")
         alone = self._run_alone(sample, output)
-        with torch.enable_grad():
-            expected_output = self.ensemble(*sample, chunk=1)[0]
-        if not expected_output.requires_grad:
-            return set(), calls
         weights = torch.cos(1.0 + torch.arange(output.numel()))  # generic numbers
         cotangent = weights.to(output).view_as(output)
-        expected = torch.autograd.grad(
-            expected_output, list(self.trainable.values()), cotangent[:1], allow_unused=True
-        )
+        expected = self._expected_gradients(sample, cotangent[:1])
         gradients, general = _try_rules(output, calls, cotangent[None])
-        sizes = [float(g.abs().max()) for g in expected if g is not None]
+        sizes = [float(gradient.abs().max()) for gradient in expected.values()]
         threshold = VANISHING * max(sizes, default=0.0)
-        for key, gradient in zip(self.trainable, expected, strict=True):
-            if gradient is None:
-                continue  # the parameter is not used
+        for key, gradient in expected.items():
             if float(gradient.abs().max()) > threshold:
                 holds = _reproduces(gradients, key, gradient)
             else:
                 holds = _keeps_samples_first(key, calls, alone)
             if not holds:
                 general.add(key)
-        return general, calls
+        # Other samples may use parameters that this one does not.
+        with_rule = set()
+        for facts in self._layers.values():
+            with_rule |= facts.parameter_keys()
+        unused = set(self.trainable) - set(expected)
+        return general | (unused - with_rule), calls
+
+    def _expected_gradients(self, sample: Inputs, cotangent: Tensor) -> dict[int, Tensor]:
+        """Return the first member's gradients by autograd through the ensemble.
+
+        Returns:
+            From the ids of the parameters that are used to their gradients.
+        """
+        single = self.ensemble.subset([0])  # its parameters come in the same order
+        keys = [id(p) for p in _parameters(self.ensemble) if p.requires_grad]
+        parameters = [p for p in _parameters(single) if p.requires_grad]
+        with torch.enable_grad():
+            output = single(*sample)[0]
+        if not parameters or not output.requires_grad:
+            return {}
+        gradients = torch.autograd.grad(output, parameters, cotangent, allow_unused=True)
+        expected = {}
+        for key, gradient in zip(keys, gradients, strict=True):
+            if gradient is not None:
+                expected[key] = gradient
+        return expected
 
     def _run_alone(self, sample: Inputs, output: Tensor) -> list[Call]:
         """Run the first sample alone; raise if its output is another one."""
@@ -425,84 +317,8 @@ class Recorder:
         return calls
 
 
-def _separate_input(layer: nn.Module, args: tuple) -> tuple:
-    """Give a layer its own view of its input, so that the layer's part of the gradient is known."""
-    value, *others = args
-    if value.requires_grad:
-        return (value.view_as(value), *others)
-    return (value.detach().requires_grad_(), *others)
-
-
-def _make_call(facts: LayerFacts, layer: nn.Module, value: Tensor, output: Tensor) -> Call:
-    edges, shapes = [get_gradient_edge(output)], [output.shape]
-    if facts.trainable_post:
-        edges.append(get_gradient_edge(value))
-        shapes.append(value.shape)
-    kept = None
-    if facts.trainable_pre:
-        kept = output.detach().clone()  # the network may change its output in place
-    value = value.detach()
-    if is_norm(layer):
-        with torch.no_grad():
-            value = normalize(layer, value)
-    return Call(facts, layer, value, kept, edges, shapes)
-
-
-def _add_call(
-    member: MemberGradients, call: Call, gradients: list[Tensor], a: int, batch: int
-) -> None:
-    """Add the gradients of a layer's parameters in one call.
-
-    Args:
-        member: receives the gradients.
-        call: of the layer.
-        gradients: of the layer's output and, if needed, input, ``(class, row, ...)``.
-        a: the member.
-        batch: the number of samples.
-    """
-    facts, layer, gradient = call.facts, call.layer, gradients[0]
-    pre = None if facts.pre is None else facts.pre.of(a)
-    post = None if facts.post is None else facts.post.of(a)
-    for role, parameter in facts.parameters.items():
-        if is_norm(layer):
-            product = gradient if role == "bias" else gradient * call.value
-            member.add_rows(parameter, norm_rows(layer, product, batch))
-        elif role == "weight":
-            member.add_weight(parameter, WeightUse(layer, call.value, gradient, post, pre))
-        else:
-            rows = channel_rows(layer, scale_channels(layer, gradient, pre), batch)
-            member.add_rows(parameter, rows * parameter_scale(layer, role))
-    if facts.trainable_pre:
-        rows = channel_rows(layer, gradient * call.output, batch)
-        member.add_rows(facts.pre.parameter, facts.pre.rows(rows, a))
-    if facts.trainable_post:
-        rows = channel_rows(layer, gradients[1] * call.value, batch)
-        member.add_rows(facts.post.parameter, facts.post.rows(rows, a))
-
-
-def _backward(output: Tensor, calls: list[Call], cotangents: Tensor) -> list[list[Tensor]]:
-    """Return for each call the gradients ``(class, ...)`` at its edges."""
-    edges, shapes = [], []
-    for call in calls:
-        edges += call.edges
-        shapes += call.shapes
-    if not edges:
-        return []
-    by_class = []
-    for cotangent in cotangents:
-        arrived = torch.autograd.grad(
-            output, edges, cotangent, retain_graph=True, allow_unused=True
-        )
-        gradients = []
-        for gradient, shape in zip(arrived, shapes, strict=True):
-            gradients.append(output.new_zeros(shape) if gradient is None else gradient)
-        by_class.append(gradients)
-    if len(by_class) == 1:
-        stacked = [gradient.unsqueeze(0) for gradient in by_class[0]]  # without a copy
-    else:
-        stacked = [torch.stack(gradients) for gradients in zip(*by_class, strict=True)]
-    remaining = iter(stacked)
-    return [[next(remaining) for _ in call.edges] for call in calls]
+def _parameters(ensemble: EmbeddedEnsemble) -> list[Tensor]:
+    return [*ensemble.shared_parameters(), *ensemble.individual_parameters()]
 
 
 def _try_rules(
@@ -510,9 +326,9 @@ def _try_rules(
 ) -> tuple[SampleGradients, set[int]]:
     """Return the first member's gradients, and the ids of parameters whose rules fail."""
     member, failed = MemberGradients(), set()
-    for call, gradients in zip(calls, _backward(output, calls, cotangents), strict=True):
+    for call, gradients in zip(calls, backward(output, calls, cotangents), strict=True):
         try:
-            _add_call(member, call, gradients, 0, len(output))
+            add_call(member, call, gradients, 0, len(output))
         except RuntimeError:  # the layer was called without the batch axis
             failed |= call.facts.parameter_keys()
     return SampleGradients(len(output), [member]), failed
@@ -555,6 +371,8 @@ def _keeps_samples_first(key: int, calls: list[Call], alone: list[Call]) -> bool
 
 
 def _is_close(value: Tensor, expected: Tensor) -> bool:
+    if value.shape != expected.shape:
+        return False
     error = (value - expected).abs().max()
     return bool(error <= TOLERANCE.get(expected.dtype, 0.05) * expected.abs().max())
 
