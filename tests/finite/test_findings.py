@@ -1,4 +1,4 @@
-"""Findings: each known trouble is found where it is, and healthy ensembles raise no alarm."""
+"""Each known problem is reported where it exists, and only there."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import nn
 import embens
 from embens import laws
 from embens.finite import diagnose
-from embens.finite.diagnosis.findings import CHECKS, optimizer_class
+from embens.finite.adapter import plain_reference
+from embens.finite.findings import CHECKS, ignores_gradient_scale, optimizer_class
 
 
 def codes(ensemble: embens.EmbeddedEnsemble, **kwargs) -> list[str]:
-    image = isinstance(next(iter(embens.reading.parameter_layers(ensemble).values())), nn.Conv2d)
-    report = diagnose(ensemble, *((IMAGES, LABELS) if image else (X, Y)), **kwargs)
+    image = any(isinstance(module, nn.Conv2d) for module in ensemble.modules())
+    x, y = (IMAGES, LABELS) if image else (X, Y)
+    report = diagnose(ensemble, x, y, **kwargs)
     return [finding.code for finding in report.warnings]
 
 
@@ -49,12 +51,12 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_ensemble_raises_no_alarm(name):
+def test_a_healthy_ensemble_has_no_findings(name):
     ensemble = HEALTHY[name]()
     assert codes(ensemble, optimizer=grouped(ensemble)) == []
 
 
-TROUBLES = [
+PROBLEMS = [
     ("equal-members", lambda: embens.masksembles(mlp(), 8, overlap=1.0), {}),
     ("equal-members", lambda: embens.mc_dropout(mlp(), 8, laws.Correlated(1.0)), {}),
     ("shifted-laws", lambda: repelling(), {"wanted": "independent"}),
@@ -185,7 +187,7 @@ def levelled(ensemble: embens.EmbeddedEnsemble) -> embens.EmbeddedEnsemble:
 
 
 def frozen_bias(ensemble: embens.EmbeddedEnsemble) -> embens.EmbeddedEnsemble:
-    ensemble.network[4].layer.bias.requires_grad_(False)
+    plain_reference(ensemble)[4].bias.requires_grad_(False)
     return ensemble
 
 
@@ -201,27 +203,27 @@ def case_name(value: object) -> str | None:
     return value if isinstance(value, str) else ""
 
 
-@pytest.mark.parametrize(("code", "make", "options"), TROUBLES, ids=case_name)
-def test_a_trouble_is_found(code, make, options):
+@pytest.mark.parametrize(("code", "make", "options"), PROBLEMS, ids=case_name)
+def test_a_problem_is_reported(code, make, options):
     assert code in called(make, options)
 
 
 @pytest.mark.parametrize(("code", "make", "options"), FINE, ids=case_name)
-def test_a_trouble_is_not_found_where_it_is_not(code, make, options):
+def test_a_problem_is_not_reported_where_there_is_none(code, make, options):
     assert code not in called(make, options)
 
 
 def test_every_check_has_a_case_of_either_kind():
     checked = {check.__name__.replace("_", "-") for check in CHECKS}
-    assert {code for code, *_ in TROUBLES} == {code for code, *_ in FINE} == checked
+    assert {code for code, *_ in PROBLEMS} == {code for code, *_ in FINE} == checked
 
 
-def test_a_finding_says_what_and_what_to_do():
+def test_a_finding_has_a_message_and_a_fix():
     (finding,) = diagnose(batch_ensemble(p=0.5), X, Y, wanted="independent").warnings
     assert finding.code == "shifted-laws"
     assert "Shifted(p=0.5)" in finding.message
-    assert "p=0" in finding.what_to_do
-    assert finding.what_to_do in str(finding)
+    assert "p=0" in finding.fix
+    assert finding.fix in str(finding)
 
 
 def test_modulated_inputs_spread_the_gradients_over_orders_of_magnitude():
@@ -233,21 +235,21 @@ def test_modulated_inputs_spread_the_gradients_over_orders_of_magnitude():
     assert f"{spread:.3g}" in finding.message
 
 
-def test_a_shared_output_bias_is_found_where_it_couples_and_not_in_every_network():
-    found = []
+def test_a_shared_output_bias_is_reported_only_where_it_couples():
+    biased = []
     for width, members in ((256, 8), (16, 16)):
         torch.manual_seed(0)
         reference = nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, 4))
         ensemble = embens.batch_ensemble(reference, members, generator=seeded())
         report = diagnose(ensemble, X, Y)
-        found.append([f for f in report.warnings if f.code == "shared-output-bias"])
-    assert found[0] == []
-    words = re.search(r"the 15 others together.* ([\d.]+) times as strongly", str(found[1][0]))
+        biased.append([f for f in report.warnings if f.code == "shared-output-bias"])
+    assert biased[0] == []
+    words = re.search(r"the 15 others together.* ([\d.]+) times as strongly", str(biased[1][0]))
     assert words is not None
     strength = float(words[1])
     assert strength > 1
     both = products(ensemble)
-    ensemble.network[2].layer.bias.requires_grad_(False)
+    plain_reference(ensemble)[2].bias.requires_grad_(False)
     through_bias = (
         (both - products(ensemble)) / both.diagonal().sqrt() / both.diagonal().sqrt()[:, None]
     )
@@ -283,3 +285,11 @@ def test_a_single_member_is_coupled_to_nobody(options):
 def test_an_optimizer_is_known_by_its_name():
     assert optimizer_class("adamw") is torch.optim.AdamW
     assert optimizer_class(torch.optim.SGD) is torch.optim.SGD
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("Adam", True), ("RMSprop", True), ("SGD", False), ("LBFGS", False), ("SparseAdam", True)],
+)
+def test_optimizers_of_the_adam_kind_ignore_the_scale_of_gradients(name, expected):
+    assert ignores_gradient_scale(optimizer_class(name)) is expected

@@ -1,4 +1,4 @@
-"""Gradients of single members, against networks that are modulated by hand."""
+"""Gradients of single members, compared with networks that are modulated by hand."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch import Tensor, nn
 
 import embens
 from embens import laws
-from embens.finite.gradients import (
+from embens.finite.adapter import site_values
+from embens.finite.geometry import (
     cosines,
     gradient_cosines,
     gradient_norms,
-    gram_of,
     jackknife_error,
+    joint_norm,
     member_gradients,
-    norm_of,
     off_diagonal,
     pair_error,
-    shared_layers,
+    shared_layer_names,
+    vector_gram,
 )
 
 MEMBERS = 3
@@ -78,7 +79,7 @@ def test_cosines_and_norms_are_those_of_members_modulated_by_hand(architecture):
     torch.testing.assert_close(norms.total, rows.norm(dim=1))
 
 
-def own_total(norms):
+def individual_total(norms):
     return torch.stack(list(norms.individual.values())).norm(dim=0)
 
 
@@ -86,14 +87,18 @@ def own_total(norms):
 def test_norms_are_those_of_one_backward_pass_for_all_members(architecture):
     _, ensemble, x = made(architecture)
     outputs = ensemble(x)
-    shared, own = list(ensemble.shared_parameters()), list(ensemble.individual_parameters())
+    shared = list(ensemble.shared_parameters())
+    individual = list(ensemble.individual_parameters())
     norms = gradient_norms(ensemble, x, None, wave)
     for a in range(MEMBERS):
         found = torch.autograd.grad(
-            wave(outputs[a], None), shared + own, retain_graph=True, materialize_grads=True
+            wave(outputs[a], None), shared + individual, retain_graph=True, materialize_grads=True
         )
-        expected = norm_of(found[: len(shared)]), norm_of([g[a] for g in found[len(shared) :]])
-        got = float(norms.total[a]), float(own_total(norms)[a])
+        expected = (
+            joint_norm(found[: len(shared)]),
+            joint_norm([g[a] for g in found[len(shared) :]]),
+        )
+        got = float(norms.total[a]), float(individual_total(norms)[a])
         assert got == pytest.approx(expected, rel=1e-6)
 
 
@@ -104,7 +109,7 @@ def test_the_sign_of_a_cosine_is_kept():
     ensemble = embens.embed(
         reference, 6, pre=None, post=laws.Rademacher(), trainable=False, generator=generator
     )
-    signs = ensemble.network[2].post.values[:, 0]
+    signs = site_values(ensemble, ensemble.spec.sites[0])[:, 0]
     assert set(signs.tolist()) == {-1.0, 1.0}
     found = gradient_cosines(ensemble, torch.ones(3, 2), None, lambda o, _: o.sum())
     torch.testing.assert_close(found, signs[:, None] * signs)
@@ -113,7 +118,7 @@ def test_the_sign_of_a_cosine_is_kept():
 def test_nothing_of_the_ensemble_is_changed():
     generator = torch.Generator().manual_seed(0)
     ensemble = embens.batch_ensemble(Residual(dropout=0.5), 3).train()
-    ensemble.network.head.eval()
+    next(m for m in ensemble.modules() if isinstance(m, nn.Linear)).eval()
     x = torch.randn(4, 3, 6, 6, generator=generator)
     target = torch.tensor([0, 1, 2, 3])
     for parameter in list(ensemble.parameters())[:2]:
@@ -144,8 +149,8 @@ def test_separate_networks_share_nothing():
     for a in range(3):
         member = ensemble.member(a)
         loss = nn.functional.cross_entropy(member(x), y)
-        expected = norm_of(torch.autograd.grad(loss, list(member.parameters())))
-        assert float(own_total(norms)[a]) == pytest.approx(expected, rel=1e-5)
+        expected = joint_norm(torch.autograd.grad(loss, list(member.parameters())))
+        assert float(individual_total(norms)[a]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_fresh_masks_are_drawn_once_for_each_member():
@@ -165,7 +170,7 @@ def test_frozen_parameters_are_left_out():
 
 
 def test_a_gradient_that_vanishes_has_no_direction():
-    gram = gram_of([torch.zeros(3), torch.ones(3), -torch.ones(3)])
+    gram = vector_gram([torch.zeros(3), torch.ones(3), -torch.ones(3)])
     expected = torch.tensor([[1.0, 0, 0], [0, 1, -1], [0, -1, 1]], dtype=torch.float64)
     assert torch.equal(cosines(gram), expected)
 
@@ -188,20 +193,6 @@ def test_several_arguments_are_a_tuple_or_a_dict():
     assert torch.equal(gradient_cosines(ensemble, {"y": y, "x": x}, target), one)
 
 
-def test_what_members_share_runs_once_and_the_loop_can_stop():
-    calls = []
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-    net[0].register_forward_hook(lambda *_: calls.append(1))
-    ensemble = embens.last_layer_dropout(net, 4)
-    calls.clear()
-    x, y = torch.randn(4, 3), torch.zeros(4).long()
-    gradients = member_gradients(ensemble, x, y, nn.functional.cross_entropy)
-    assert next(gradients).loss != next(gradients).loss
-    gradients.close()
-    assert len(calls) == 1
-    gradient_norms(ensemble, x, y)  # the pass was closed
-
-
 def test_only_the_first_members_run_where_a_number_is_given():
     ensemble = embens.batch_ensemble(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), 4)
     x, y = torch.randn(4, 3), torch.zeros(4).long()
@@ -217,7 +208,7 @@ def test_a_parameter_belongs_to_the_first_layer_that_holds_it():
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     net[2].weight = net[0].weight
     ensemble = embens.last_layer_dropout(net, 2)
-    assert {n: len(found) for n, found in shared_layers(ensemble).items()} == {"0": 2, "2": 1}
+    assert shared_layer_names(ensemble) == ["0", "0", "2"]
 
 
 def test_the_jackknife_of_a_mean_is_the_usual_error():

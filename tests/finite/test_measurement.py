@@ -1,4 +1,4 @@
-"""What a diagnosis measures, its budget, and the largest stable rate against descent itself."""
+"""Measurements of a diagnosis within a budget; the largest stable rate compared with descent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 import embens
 from embens import networks
 from embens.finite import Budget, diagnose
-from embens.finite.diagnosis.measurement import sharpness
+from embens.finite.measurement import sharpness
 
 
 def test_it_keeps_its_budget_of_memory():
@@ -24,7 +24,7 @@ def test_it_keeps_its_budget_of_memory():
     numbers = 4 * sum(p.numel() for p in ensemble.shared_parameters())
     report = diagnose(ensemble, X, Y, budget=Budget(memory=6 * numbers))
     assert len(report.losses) == 3
-    assert report.rows < 60
+    assert report.samples < 60
     assert "the budget allowed 3 members" in report.notes[0]
     assert len(diagnose(ensemble, X, Y).losses) == 8
 
@@ -32,7 +32,7 @@ def test_it_keeps_its_budget_of_memory():
 def test_it_keeps_its_budget_of_samples_and_members():
     report = diagnose(batch_ensemble(members=8), X, Y, budget=Budget(samples=20, members=5))
     assert report.cosines.shape == (5, 5)
-    assert report.rows == 20
+    assert report.samples == 20
     assert report.members == 8
 
 
