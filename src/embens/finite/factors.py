@@ -127,6 +127,15 @@ class WeightUse:
     post: Tensor | None = None
     pre: Tensor | None = None
 
+    @property
+    def channels(self) -> int:
+        """The number of channels of the layer's output."""
+        return self.gradient.shape[-1 - spatial_axes(self.layer)]
+
+    def positions(self, batch: int) -> int:
+        """Return the number of positions per sample at which the layer is applied."""
+        return self.gradient[0].numel() // (batch * self.channels)
+
     def inputs(self, batch: int) -> Tensor:
         """Return :math:`h`, ``(batch, position, feature)``."""
         layer = self.layer

@@ -104,13 +104,12 @@ def contract(key: int, left: SampleGradients, right: SampleGradients | None = No
         sides.append(right)
     if key in left.members[0].rows:
         return gram(*(side.stacked_rows(key) for side in sides))
-    inputs, outputs = next(left.factors(key))
-    if inputs.shape[1] == 1:
+    uses = left.members[0].weights[key]
+    if len(uses) == 1 and uses[0].positions(left.batch) == 1:
         matrix = _multiply_grams([list(side.factors(key)) for side in sides])
     else:
-        matrix = _multiply_built(key, sides, inputs, outputs)
-    layer = left.members[0].weights[key][0].layer
-    return matrix.mul_(parameter_scale(layer, "weight") ** 2)
+        matrix = _multiply_built(key, sides, uses[0])
+    return matrix.mul_(parameter_scale(uses[0].layer, "weight") ** 2)
 
 
 def gram(left: Tensor, right: Tensor | None = None) -> Tensor:
@@ -176,24 +175,21 @@ def _multiply_grams(sides: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
     return result
 
 
-def _multiply_built(
-    key: int, sides: list[SampleGradients], inputs: Tensor, outputs: Tensor
-) -> Tensor:
+def _multiply_built(key: int, sides: list[SampleGradients], use: WeightUse) -> Tensor:
     """Build the gradients for some channels at a time, and add up their Gram matrices.
 
     Args:
         key: the id of the parameter.
         sides: gradients of the rows, and of the columns if they differ.
-        inputs: the first factor of the first member, for its shape.
-        outputs: the second factor of the first member, for its shape.
+        use: any use of the parameter.
     """
-    classes, channels = outputs.shape[1], outputs.shape[3]
-    features = inputs.shape[2]
+    classes, channels = len(use.gradient), use.channels
+    features = use.layer.weight.numel() // channels
     rows = [classes * side.batch * len(side.members) for side in sides]
-    tile = max(1, TILE_BYTES // (features * sum(rows) * inputs.element_size()))
+    tile = max(1, TILE_BYTES // (features * sum(rows) * use.gradient.element_size()))
     tiles = -(-channels // tile)
     tile = -(-channels // tiles)  # tiles of about the same size
-    buffers = [inputs.new_empty(count * features * tile) for count in rows]
+    buffers = [use.gradient.new_empty(count * features * tile) for count in rows]
     factors = [side.factors(key) for side in sides]
     if tiles > 1:
         factors = [list(pairs) for pairs in factors]  # used once per tile
