@@ -1,4 +1,4 @@
-"""The empirical covariance, against redrawing the last layer."""
+"""The empirical covariance, compared with redrawing the last layer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from finite.jacobians import (
     build,
     flat_outputs,
 )
-from torch import Tensor, nn
 
 import embens
 from embens import finite, networks
+from embens.finite.adapter import plain_reference, site_values
 
 
 @pytest.mark.parametrize("parametrization", ["ntk", "standard", "xavier"])
@@ -35,14 +35,15 @@ def test_the_covariance_is_that_of_redrawing_the_last_layer(parametrization):
     assert ((products.mean(0) - sigma).abs() < 5 * error).all()
 
 
-def test_the_covariance_of_a_plain_linear_layer_uses_its_own_numbers():
+def test_the_covariance_of_a_plain_linear_layer_uses_the_mean_squares_of_its_weights():
     ensemble, x = build(ARCHITECTURES[0], "batch_ensemble")
-    head = [m for m in ensemble.modules() if isinstance(m, nn.Linear)][-1]
-    features: list[Tensor] = []
-    handle = head.register_forward_hook(lambda m, args, out: features.append(args[0]))
-    ensemble(x, chunk=1)
-    handle.remove()
-    h = torch.stack(features)
+    (site,) = [site for site in ensemble.spec.sites if (site.layer, site.kind) == ("4", "post")]
+    inputs = []
+    for a in range(ensemble.members):
+        hidden = ensemble.member(a)[:4](x)
+        inputs.append(hidden * site_values(ensemble, site)[a])
+    h = torch.stack(inputs)
+    head = plain_reference(ensemble)[4]
     expected = torch.einsum("aif,bjf->abij", h, h) * head.weight.square().mean()
     torch.testing.assert_close(finite.nngp(ensemble, x), expected + head.bias.square().mean())
 
