@@ -16,24 +16,18 @@ from embens import finite, laws
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
-def _embedded(family, reference: nn.Module, x: Tensor) -> embens.EmbeddedEnsemble:
-    return family(reference, 2, example_input=x)
-
+SAME_AS_CASES = ("masksembles", "own last layers", "own layers everywhere", "low rank", "lora")
+"""Families that other tests go through as well."""
 
 FAMILIES = {
-    "batch_ensemble": lambda reference, x: embens.batch_ensemble(reference, 2, example_input=x),
-    "all sites": lambda reference, x: embens.embed(reference, 2, sites="all", example_input=x),
-    "last_layer_dropout": lambda reference, x: embens.last_layer_dropout(
-        reference, 2, example_input=x
-    ),
-    "independent": lambda reference, x: embens.independent(reference, 2),
-    "trainable values with zeros": lambda reference, x: embens.embed(
-        reference, 2, pre=laws.Ternary(), post=laws.Ternary(), example_input=x
-    ),
-    "frozen masks": lambda reference, x: embens.mc_dropout(
-        reference, 2, law=laws.Bernoulli(0.5), fresh=False, example_input=x
-    ),
-    **{name: partial(_embedded, family) for name, family in cases.FAMILIES.items()},
+    "batch_ensemble": embens.batch_ensemble,
+    "all sites": partial(embens.embed, sites="all"),
+    "trainable values with zeros": partial(embens.embed, pre=laws.Ternary(), post=laws.Ternary()),
+    "norms per member": partial(embens.embed, norm_affine="member"),
+    "frozen masks": partial(embens.mc_dropout, law=laws.Bernoulli(0.5), fresh=False),
+    "last_layer_dropout": embens.last_layer_dropout,
+    "independent": lambda reference, members, example_input: embens.independent(reference, members),
+    **{name: cases.FAMILIES[name] for name in SAME_AS_CASES},
 }
 
 
@@ -58,7 +52,7 @@ def build(architecture: Architecture, family: str) -> tuple[embens.EmbeddedEnsem
         reference = nn.Sequential(reference, Few())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # guesses about the data flow
-        return FAMILIES[family](reference, x).eval(), x
+        return FAMILIES[family](reference, 2, example_input=x).eval(), x
 
 
 def jacobians(ensemble: embens.EmbeddedEnsemble, outputs: Tensor) -> tuple[Tensor, Tensor]:
