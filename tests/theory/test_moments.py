@@ -1,8 +1,11 @@
-"""What travels through a network: linear maps reach all kernels, between members only if asked."""
+"""State of the recursion: linear maps reach all kernels, and cross kernels are lazy."""
 
+import pytest
 import torch
 
-from embens.theory.limit.state import PAIRS, Moments, State
+from embens.theory.moments import PAIRS, Moments, State
+
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def test_a_map_reaches_all_kernels_and_waits_where_they_wait():

@@ -1,7 +1,7 @@
 r"""Classes in the limit: cross-entropy training, and what an infinitely wide ensemble achieves.
 
 *Cross-entropy* has no closed form; :math:`\dot f_a = -\frac1B \sum_b \Theta_{ab}\,
-(\mathrm{softmax} f_b - e_y)` is integrated. Softmax mixes the modes of :mod:`embens.theory.flow`,
+(\mathrm{softmax} f_b - e_y)` is integrated. Softmax mixes the modes of :mod:`embens.theory.dynamics`,
 still the kernel is only its two blocks. The state is :math:`R_a(t)`, the residual up to time
 :math:`t`: outputs anywhere are those at initialisation minus :math:`\frac1B \Theta R`, so that test
 data cost nothing on the way. Not here: infinite time, where separable classes diverge.
@@ -26,9 +26,9 @@ from torch.nn.functional import one_hot
 
 from embens import metrics
 from embens.checks import Gamma, check_whole
-from embens.theory.flow.flow import GradientFlow
-from embens.theory.flow.problem import Problem
+from embens.theory.dynamics import GradientFlow
 from embens.theory.kernel import Kernels, MemberKernel
+from embens.theory.problem import Problem
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -26,7 +26,7 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.files import Format, Refused
 from embens.theory.blocks import Block, compute_blocks, plan_blocks
 from embens.theory.kernel import Kernels
-from embens.theory.limit.limit import Limit
+from embens.theory.limit import Limit
 
 NAMES: tuple[str, ...] = (
     "nngp_same",

@@ -10,7 +10,7 @@ import torch
 import embens
 from embens import laws, networks, theory
 from embens.files import Refused, locked
-from embens.theory import storage
+from embens.theory import archive
 
 
 def ensemble(**options):
@@ -63,7 +63,7 @@ def test_a_part_of_other_kernels_is_not_mixed_in(tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(storage, "_publish", stop)
+    monkeypatch.setattr(archive, "_publish", stop)
     with pytest.raises(KeyboardInterrupt):
         theory.write_kernels(path, ensemble(), inputs(), block=5)
     for other in (
@@ -102,7 +102,7 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path):
 def test_arrays_that_do_not_belong_together_and_other_files_are_refused(tmp_path):
     import numpy as np
 
-    np.savez(tmp_path / "k.npz", **{name: np.eye(3) for name in storage.NAMES})
+    np.savez(tmp_path / "k.npz", **{name: np.eye(3) for name in archive.NAMES})
     with pytest.raises(Refused, match="has no embens header"):
         theory.load_kernels(tmp_path / "k.npz")
     np.savez_compressed(tmp_path / "k.npz", **{name: np.zeros((2000, 2000)) for name in "ab"})

@@ -3,13 +3,13 @@ r"""Training in the limit: what an infinitely wide ensemble predicts after any t
 With the loss :math:`\frac1B \sum_x \frac12 (f_a(x) - y(x))^2` of each member, the ensemble mean
 follows :math:`K_m = \Theta_{aa} + (M-1) \Theta_{ab}` towards the targets, and deviations from it
 follow :math:`K_d = \Theta_{aa} - \Theta_{ab}` towards 0. With :math:`A, V` of each
-:class:`~embens.theory.flow.mode.Mode`, :math:`E f_a = A_m y` and
+:class:`~embens.theory.eigenmode.Mode`, :math:`E f_a = A_m y` and
 :math:`\mathrm{Cov}(f_a, f_b) = V_m + (\delta_{ab} - \tfrac1M) V_d`.
 
 Time is in units of the rate: :math:`t = 1` is :math:`1/\eta` steps at a small rate :math:`\eta`.
 Expectations are over initialisations. Train outputs come from passing the train data as test data.
 Several outputs share one kernel and are independent: variances hold for each of them. Not here:
-other losses (:mod:`embens.theory.flow.classification`).
+other losses (:mod:`embens.theory.classification`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from embens.checks import Gamma, check_number
-from embens.theory.flow.mode import Mode
-from embens.theory.flow.problem import Problem, check_targets, draw_members
+from embens.theory.eigenmode import Mode
 from embens.theory.kernel import Kernels, MemberKernel, check_rates
+from embens.theory.problem import Problem, check_targets, draw_members
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -15,6 +15,9 @@ from torch import nn
 import embens
 from embens import laws, networks, theory
 from embens.networks import Conv2d, Linear
+from embens.theory.adapter import site_values
+
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def test_layers_without_activation_between_are_a_deep_linear_network():
@@ -380,7 +383,7 @@ def test_input_modulations_of_channels_are_conditional():
         net, 2, pre=None, post={"0": laws.Normal()}, sites="all", trainable=False
     )
     k = theory.kernels(ensemble, x)
-    u = ensemble.network[0].post.of(None)
+    u = site_values(ensemble, ensemble.spec.sites[0])
     joint = torch.cat([x * row[:, None, None] for row in u])
     reference = theory.kernels(net, joint)
     torch.testing.assert_close(k.nngp.cross[0, 1], reference.nngp.same[:2, 2:])

@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import nn
 
-from embens.theory.duals import dual, register
-from embens.theory.duals.closed import Homogeneous
+from embens.theory.activations import dual, register
+from embens.theory.closed_forms import Homogeneous
 
 
 def number(x):

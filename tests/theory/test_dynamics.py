@@ -431,8 +431,14 @@ class TestPosterior:
         x = targets(9, 3)
         train, test = x[:5], x[5:]
         pairs = (train, train), (test, train), (test, test)
-        ensemble = embens.bayesian(net, 3)
-        return [kernels(ensemble, *pair) for pair in pairs], targets(5, 2)
+        parts = []
+        for pair in pairs:
+            tangents = kernels(net, *pair).ntk_shared.same
+            zero = torch.zeros_like(tangents)
+            # Separate members whose prior covariance is their tangent kernel.
+            alone, nothing = MemberKernel(tangents, zero), MemberKernel(zero, zero)
+            parts.append(Kernels(alone, nothing, alone))
+        return parts, targets(5, 2)
 
     def test_it_is_the_dense_formula(self):
         (train, carry, test), y = self.problem()

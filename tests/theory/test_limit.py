@@ -11,6 +11,9 @@ from torch import nn
 
 import embens
 from embens import laws, networks, theory
+from embens.theory.adapter import site_values
+
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def ordinary_relu(x: torch.Tensor, depth: int, weight: float, bias: float):
@@ -307,7 +310,7 @@ def test_input_modulations_give_kernels_of_the_drawn_members():
     assert k.conditional
     assert k.nngp.same.shape == (3, 3, 3)
     assert k.nngp.cross.shape == (3, 3, 3, 3)
-    u = ensemble.network[0].post.of(None)
+    u = site_values(ensemble, ensemble.spec.sites[0])
     joint = torch.cat([x * row for row in u])
     plain = embens.embed(net, pre=None, post={"4": laws.Shifted(0.7)})
     reference = theory.kernels(plain, joint)
@@ -329,7 +332,7 @@ def test_trainable_input_modulations_have_the_mean_tangents_of_wide_networks():
         net = networks.mlp(3, width, 1, weight_std=1.4, generator=generator)
         ensemble = embens.embed(net, 2, pre=None, post={"0": laws.Normal()}, sites="all")
         with torch.no_grad():
-            ensemble.network[0].post.values.copy_(values)
+            next(ensemble.individual_parameters()).copy_(values)
         return ensemble
 
     k = theory.kernels(draw(None, 4), x)
@@ -353,7 +356,8 @@ def test_output_modulations_multiply_the_kernels_of_the_drawn_members():
     )
     k = theory.kernels(ensemble, x)
     plain = theory.kernels(embens.embed(net, 3, pre=None, post=hidden), x)
-    v = ensemble.network[4].pre.of(None)[:, 0]
+    site = next(site for site in ensemble.spec.sites if site.kind == "pre")
+    v = site_values(ensemble, site)[:, 0]
     torch.testing.assert_close(k.nngp.cross[0, 1], v[0] * v[1] * plain.nngp.cross)
     torch.testing.assert_close(k.ntk_shared.same[2], v[2] ** 2 * plain.ntk_shared.same)
     own = v[2] ** 2 * plain.ntk_individual.same + plain.nngp.same

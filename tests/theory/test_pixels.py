@@ -11,6 +11,8 @@ import embens
 from embens import laws, theory
 from embens.networks import Conv2d, Linear
 
+pytestmark = pytest.mark.usefixtures("double")
+
 
 def test_the_layout_without_pixel_pairs_gives_the_same_as_with_them():
     """Without pooling only equal pixels matter; a pooling of 1×1 in front forces all pairs."""

@@ -11,7 +11,7 @@ import embens
 from embens import laws, metrics, networks
 from embens.theory import gradient_flow
 from embens.theory.blocks import kernels
-from embens.theory.flow.classification import (
+from embens.theory.classification import (
     CrossEntropySettings,
     apply,
     centred_targets,
