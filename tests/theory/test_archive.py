@@ -63,7 +63,7 @@ def test_a_part_of_other_kernels_is_not_mixed_in(tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(archive, "_publish", stop)
+    monkeypatch.setattr(archive._Assembly, "write", stop)
     with pytest.raises(KeyboardInterrupt):
         theory.write_kernels(path, ensemble(), inputs(), block=5)
     for other in (

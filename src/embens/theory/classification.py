@@ -1,14 +1,20 @@
-r"""Classes in the limit: cross-entropy training, and what an infinitely wide ensemble achieves.
+r"""Classification in the limit: cross-entropy training, and the expected performance.
 
-*Cross-entropy* has no closed form; :math:`\dot f_a = -\frac1B \sum_b \Theta_{ab}\,
-(\mathrm{softmax} f_b - e_y)` is integrated. Softmax mixes the modes of :mod:`embens.theory.dynamics`,
-still the kernel is only its two blocks. The state is :math:`R_a(t)`, the residual up to time
-:math:`t`: outputs anywhere are those at initialisation minus :math:`\frac1B \Theta R`, so that test
-data cost nothing on the way. Not here: infinite time, where separable classes diverge.
+*Cross-entropy* has no closed form, so
 
-*Performance* is of regression on centred one-hot targets, so that all is Gaussian; the outputs of
-drawn ensembles are scored as logits. Accuracy does not depend on the ``scale`` of targets that
-outweigh the prior; likelihood and calibration do, since logits ``scale`` apart are that sure.
+.. math::
+    \dot f_a = -\frac1B \sum_b \Theta_{ab}\, (\mathrm{softmax} f_b - e_y)
+
+is integrated numerically. Softmax mixes the two modes of :mod:`embens.theory.dynamics`, but the
+kernel still has only two blocks. The state is :math:`R_a(t)`, the residual integrated up to time
+:math:`t`. Outputs anywhere are those at initialisation minus :math:`\frac1B \Theta R`, so test data
+cost nothing during the integration. There is no limit at infinite time, because outputs of
+separable classes diverge.
+
+*Performance* is that of regression on centred one-hot targets, for which all outputs are Gaussian.
+Outputs of drawn ensembles are scored as logits. The accuracy does not depend on the ``scale`` of
+targets that outweigh the prior. Likelihood and calibration do, because logits that differ by
+``scale`` express that confidence.
 """
 
 from __future__ import annotations
@@ -36,16 +42,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CrossEntropySettings:
-    """How :func:`cross_entropy_flow` starts: from given outputs, or from a draw of the prior.
+    """Settings of :func:`cross_entropy_flow`.
 
-    ``start`` has train and test outputs, ``(member, n, class)`` and ``(member, test, class)``.
+    Attributes:
+        classes: Number of classes; None means the largest label plus 1.
+        start: Train and test outputs before training, ``(member, n, class)`` and ``(member, test,
+            class)``; None draws them from the prior.
+        generator: Source of randomness for that draw; None means torch's default one.
+        shared_rate: Rate of shared parameters, relative to the learning rate.
+        individual_rate: Rate of individual parameters, relative to the learning rate.
     """
 
-    classes: int | None = None  # None: the largest label and one
+    classes: int | None = None
     start: tuple[Tensor, Tensor] | None = None
     generator: torch.Generator | None = None
-    shared_rate: float = 1.0  # relative, of the shared parameters
-    individual_rate: float = 1.0  # of the modulations
+    shared_rate: float = 1.0
+    individual_rate: float = 1.0
 
 
 _DEFAULT = CrossEntropySettings()
@@ -62,37 +74,49 @@ def cross_entropy_flow(
     times: Sequence[float] | Tensor,
     settings: CrossEntropySettings = _DEFAULT,
 ) -> Tensor:
-    r"""Train infinitely wide ensembles by gradient flow on the cross-entropy of each member.
+    r"""Train an infinitely wide ensemble by gradient flow on the cross-entropy of each member.
 
-    ``labels`` are the classes of the train samples, ``times`` those at which outputs are wanted, in
-    rising order. The other arguments are those of :func:`~embens.theory.gradient_flow`;
-    ``k_test_test`` is not needed where ``settings.start`` is given.
+    Args:
+        k_train_train: Kernels of the train data with themselves.
+        k_test_train: Kernels of the test data (rows) with the train data.
+        k_test_test: Kernels of the test data with themselves; may be None with
+            ``settings.start``.
+        labels: Classes of the train samples, ``(n,)``.
+        members: Number of members.
+        gamma: Gradient scale of shared parameters, as in :func:`~embens.theory.gradient_flow`.
+        times: Times at which outputs are returned, in increasing order.
+        settings: Start and relative rates.
 
     Returns:
-        Logits ``(time, member, test, class)``, each time ready for :mod:`embens.metrics`.
+        Logits ``(time, member, test, class)``; each time fits :mod:`embens.metrics`.
+
+    Raises:
+        TypeError: If labels are not integers.
+        ValueError: If shapes do not fit, or times are not increasing.
     """
     problem = Problem.of(
         (k_train_train, k_test_train, k_test_test),
         members,
         gamma,
         rates={"shared_rate": settings.shared_rate, "individual_rate": settings.individual_rate},
-        what="cross_entropy_flow",
+        caller="cross_entropy_flow",
     )
-    sizes = len(problem.ntk[0].same), len(problem.ntk[1].same)
-    labels, classes = _check_labels(labels, sizes[0], settings.classes)
-    when = _check_times(times)
+    ntk_train, ntk_test = problem.ntk
+    labels, classes = _check_labels(labels, len(ntk_train.same), settings.classes)
+    increasing_times = _check_times(times)
     start = settings.start
     if start is None:
         start = problem.draw(classes, settings.generator)
-    for outputs, size, name in zip(start, sizes, ("train", "test"), strict=True):
-        if outputs.shape != (members, size, classes):
-            raise ValueError(
-                f"start: expected {name} outputs of shape {(members, size, classes)}; got "
-                f"{tuple(outputs.shape)}."
-            )
-    begin = start[0].double(), start[1].double()
-    truth = one_hot(labels, classes).to(problem.ntk[0].same)
-    return integrate(*problem.ntk, lambda f: f.softmax(-1) - truth, begin, when)
+    train, test = start
+    _check_start("train", train, (members, len(ntk_train.same), classes))
+    _check_start("test", test, (members, len(ntk_test.same), classes))
+    truth = one_hot(labels, classes).to(ntk_train.same)
+
+    def residual(outputs: Tensor) -> Tensor:
+        return outputs.softmax(-1) - truth
+
+    start = train.double(), test.double()
+    return integrate(ntk_train, ntk_test, residual, start, increasing_times)
 
 
 def integrate(
@@ -103,9 +127,23 @@ def integrate(
     times: Sequence[float],
     accuracy: float = 1e-6,
 ) -> Float[Tensor, "time member test k"]:
-    """Return the test outputs at some times, for any loss by its ``residual`` of train outputs.
+    """Integrate training on any loss.
 
-    ``residual`` is the gradient of the loss of each sample in each member's outputs.
+    Args:
+        ntk_train_train: Tangent kernel of the train data with themselves.
+        ntk_test_train: Tangent kernel of the test data with the train data.
+        residual: Function of the train outputs ``(member, n, k)`` that returns the gradient of the
+            loss of each sample.
+        start: Train and test outputs before training.
+        times: Times at which outputs are returned, in increasing order.
+        accuracy: Relative tolerance of the solver.
+
+    Returns:
+        Test outputs ``(time, member, test, k)``.
+
+    Raises:
+        ImportError: If scipy is not installed.
+        RuntimeError: If the solver fails.
     """
     try:
         from scipy.integrate import solve_ivp
@@ -117,29 +155,42 @@ def integrate(
     train, test = start
     samples = train.shape[1]
 
-    def summed(state) -> Tensor:
+    def unflatten(state) -> Tensor:
         return torch.from_numpy(state).to(train).view(train.shape)
 
-    def slope(_: float, state):
-        outputs = train - apply(ntk_train_train, summed(state)) / samples
+    def derivative(_: float, state):
+        outputs = train - apply(ntk_train_train, unflatten(state)) / samples
         return residual(outputs).flatten().cpu().numpy()
 
-    nothing = torch.zeros(train.numel(), dtype=train.dtype).numpy()
-    end = max(times[-1], 1e-300)  # the solver needs some time
-    options = {"method": "DOP853", "t_eval": times, "rtol": accuracy, "atol": accuracy / 100}
-    solution = solve_ivp(slope, (0.0, end), nothing, **options)
+    zero = torch.zeros(train.numel(), dtype=train.dtype).numpy()
+    end = max(times[-1], 1e-300)  # the solver needs a positive time
+    solution = solve_ivp(
+        derivative,
+        (0.0, end),
+        zero,
+        method="DOP853",
+        t_eval=times,
+        rtol=accuracy,
+        atol=accuracy / 100,
+    )
     if not solution.success:
         raise RuntimeError(
             f"the solver did not come to time {end:g}: {solution.message} Ask for earlier times."
         )
-    moved = [apply(ntk_test_train, summed(state)) for state in solution.y.T.copy()]
-    return torch.stack([test - each / samples for each in moved])
+    outputs = []
+    for state in solution.y.T.copy():
+        outputs.append(test - apply(ntk_test_train, unflatten(state)) / samples)
+    return torch.stack(outputs)
 
 
 def apply(
     kernel: MemberKernel, values: Float[Tensor, "member n k"]
 ) -> Float[Tensor, "member other k"]:
-    r"""Return :math:`\sum_b K_{ab} R_b` from the two blocks.
+    r"""Return :math:`\sum_b K_{ab} R_b`, computed from the two blocks.
+
+    Args:
+        kernel: The kernel :math:`K`.
+        values: The values :math:`R_b`, ``(member, n, k)``.
 
     Example:
         >>> kernel = MemberKernel(same=2 * torch.eye(1), cross=torch.eye(1))
@@ -150,23 +201,24 @@ def apply(
 
 
 def _check_labels(labels: Tensor, n: int, classes: int | None) -> tuple[Tensor, int]:
+    """Return valid labels and the number of classes."""
     expected = f"labels must be {n} class indices, one for each train sample"
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
-        got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise TypeError(f"{expected}; got {got}. Convert with torch.as_tensor(labels).long().")
+        received = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise TypeError(f"{expected}; got {received}. Convert with torch.as_tensor(labels).long().")
     if labels.shape != (n,):
         raise ValueError(f"{expected}; got shape {tuple(labels.shape)}.")
-    least, most = (int(bound) for bound in labels.aminmax())
-    count = max(2, most + 1) if classes is None else classes
-    if least < 0 or most >= count:
-        raise ValueError(f"{expected}, from 0 to {count - 1}; got {least} to {most}.")
+    smallest, largest = int(labels.min()), int(labels.max())
+    count = max(2, largest + 1) if classes is None else classes
+    if smallest < 0 or largest >= count:
+        raise ValueError(f"{expected}, from 0 to {count - 1}; got {smallest} to {largest}.")
     return labels.long(), count
 
 
 def _check_times(times: Sequence[float] | Tensor) -> list[float]:
     values = [float(t) for t in times]
-    rising = all(a < b for a, b in pairwise(values))
-    if not values or not rising or values[0] < 0 or not math.isfinite(values[-1]):
+    increasing = all(first < second for first, second in pairwise(values))
+    if not values or not increasing or values[0] < 0 or not math.isfinite(values[-1]):
         raise ValueError(
             f"times must be finite, >= 0 and in rising order; got {values}. Cross-entropy has no "
             "limit at infinite time."
@@ -174,11 +226,29 @@ def _check_times(times: Sequence[float] | Tensor) -> list[float]:
     return values
 
 
+def _check_start(name: str, outputs: Tensor, expected: tuple[int, int, int]) -> None:
+    if outputs.shape != expected:
+        raise ValueError(
+            f"start: expected {name} outputs of shape {expected}; got {tuple(outputs.shape)}."
+        )
+
+
 @dataclass(frozen=True)
 class Performance:
     """Expected quality of an ensemble over initialisations, by the functions of ``metrics``.
 
-    What is between members is NaN for one, and correlation where a member is always right.
+    Quantities between members are NaN for one member. The correlation is NaN where a member is
+    always right.
+
+    Attributes:
+        accuracy: Accuracy of the ensemble.
+        member_accuracy: Mean accuracy of a member.
+        nll: Negative log-likelihood.
+        brier: Brier score.
+        calibration_error: Expected calibration error.
+        correlation: Correlation of two members' correctness.
+        disagreement: Disagreement of members.
+        error: Standard errors of all these over the draws.
     """
 
     accuracy: float
@@ -186,9 +256,9 @@ class Performance:
     nll: float
     brier: float
     calibration_error: float
-    correlation: float  # of two members' correctness
+    correlation: float
     disagreement: float
-    error: dict[str, float]  # standard errors of all these, from the draws alone
+    error: dict[str, float]
 
 
 def centred_targets(
@@ -196,11 +266,30 @@ def centred_targets(
 ) -> Float[Tensor, "n class"]:
     """Return one-hot targets whose mean over classes is 0.
 
+    Args:
+        labels: Classes, ``(n,)``.
+        classes: Number of classes.
+        scale: Difference between the target of the true class and that of the others.
+
+    Returns:
+        Targets ``(n, class)``.
+
     Example:
         >>> centred_targets(torch.tensor([1]), classes=4, scale=4.0).tolist()
         [[-1.0, 3.0, -1.0, -1.0]]
     """
     return scale * (one_hot(labels.long(), classes).double() - 1 / classes)
+
+
+_MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "accuracy": metrics.ensemble_accuracy,
+    "member_accuracy": lambda outputs, labels: metrics.member_accuracy(outputs, labels).mean(),
+    "nll": metrics.nll,
+    "brier": metrics.brier,
+    "calibration_error": metrics.expected_calibration_error,
+    "correlation": metrics.correctness_correlation,
+    "disagreement": metrics.disagreement,
+}
 
 
 def performance(
@@ -211,11 +300,20 @@ def performance(
     draws: int = 32,
     generator: torch.Generator | None = None,
 ) -> Performance:
-    """Return what an infinitely wide ensemble is expected to achieve on its test data.
+    """Estimate how an infinitely wide ensemble performs on its test data.
 
-    ``flow`` is that of targets with one output for each class, such as :func:`centred_targets`,
-    ``labels`` are the classes of the test samples, ``t`` is when training stops, and the result is
-    the mean of so many ``draws``.
+    Args:
+        flow: Training on targets with one output for each class, such as :func:`centred_targets`.
+        labels: Classes of the test samples, ``(test,)``.
+        t: Time at which training stops.
+        draws: Number of ensembles to draw and average over.
+        generator: Source of randomness; None means torch's default one.
+
+    Returns:
+        Means over the draws, with standard errors.
+
+    Raises:
+        ValueError: If targets do not have one output for each class.
     """
     if flow.targets.dim() != 2:
         raise ValueError(
@@ -223,22 +321,16 @@ def performance(
             f"{tuple(flow.targets.shape)}. Train on centred_targets(labels, classes)."
         )
     check_whole("draws", draws)
-    measures = {
-        "accuracy": metrics.ensemble_accuracy,
-        "member_accuracy": lambda f, y: metrics.member_accuracy(f, y).mean(),
-        "nll": metrics.nll,
-        "brier": metrics.brier,
-        "calibration_error": metrics.expected_calibration_error,
-        "correlation": metrics.correctness_correlation,
-        "disagreement": metrics.disagreement,
-    }
-    drawn = flow.sample(t, draws, generator=generator)
-    mean, error = {}, {}
-    for name, measure in measures.items():
+    ensembles = flow.sample(t, draws, generator=generator)
+    means, errors = {}, {}
+    for name, measure in _MEASURES.items():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a member alone, or always right
-            values = torch.stack([measure(outputs, labels) for outputs in drawn])
+            # A single member, or one that is always right, has no correlation.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            values = torch.stack([measure(outputs, labels) for outputs in ensembles])
         values = values[~values.isnan()]
-        mean[name] = values.mean().item()
-        error[name] = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return Performance(**mean, error=error)
+        means[name] = values.mean().item()
+        errors[name] = math.nan
+        if len(values) > 1:
+            errors[name] = values.std().item() / math.sqrt(len(values))
+    return Performance(**means, error=errors)

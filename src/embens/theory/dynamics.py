@@ -1,15 +1,17 @@
-r"""Training in the limit: what an infinitely wide ensemble predicts after any time, in closed form.
+r"""Training in the limit on the squared loss, in closed form for any time.
 
 With the loss :math:`\frac1B \sum_x \frac12 (f_a(x) - y(x))^2` of each member, the ensemble mean
 follows :math:`K_m = \Theta_{aa} + (M-1) \Theta_{ab}` towards the targets, and deviations from it
 follow :math:`K_d = \Theta_{aa} - \Theta_{ab}` towards 0. With :math:`A, V` of each
-:class:`~embens.theory.eigenmode.Mode`, :math:`E f_a = A_m y` and
-:math:`\mathrm{Cov}(f_a, f_b) = V_m + (\delta_{ab} - \tfrac1M) V_d`.
+:class:`~embens.theory.eigenmode.Mode`,
+
+.. math::
+    E f_a = A_m y, \qquad \mathrm{Cov}(f_a, f_b) = V_m + (\delta_{ab} - \tfrac1M) V_d .
 
 Time is in units of the rate: :math:`t = 1` is :math:`1/\eta` steps at a small rate :math:`\eta`.
-Expectations are over initialisations. Train outputs come from passing the train data as test data.
-Several outputs share one kernel and are independent: variances hold for each of them. Not here:
-other losses (:mod:`embens.theory.classification`).
+Expectations are over initialisations. To get train outputs, pass the train data as test data.
+Several outputs share one kernel and are independent; variances hold for each of them. For other
+losses see :mod:`embens.theory.classification`.
 """
 
 from __future__ import annotations
@@ -33,18 +35,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SILENT = 1e-10
+"""Relative size up to which the kernel of the ensemble mean counts as 0."""
+
 
 @dataclass(frozen=True)
 class FlowSettings:
-    """How an ensemble trains in the limit: rates relative to that of training, and a ridge."""
+    """Settings of training in the limit.
+
+    Attributes:
+        shared_rate: Rate of shared parameters, relative to the learning rate.
+        individual_rate: Rate of individual parameters, relative to the learning rate.
+        jitter: Number to add to the diagonal of the train data's kernel in both modes.
+    """
 
     shared_rate: float = 1.0
-    individual_rate: float = 1.0  # of the modulations
-    jitter: float = 0.0  # added to the diagonal of the train data's kernel in both modes
+    individual_rate: float = 1.0
+    jitter: float = 0.0
 
 
 DEFAULT = FlowSettings()
-SILENT = 1e-10  # relative size of the mean's kernel up to which it is 0
 
 
 class PerMode(NamedTuple, Generic[T]):
@@ -58,47 +68,83 @@ class PerMode(NamedTuple, Generic[T]):
 class GradientFlow:
     """An infinitely wide ensemble in training; made by :func:`gradient_flow`.
 
-    Wherever a time ``t`` is taken (of :func:`gradient_descent`: a number of steps), it may be 0,
-    infinite, or a vector of times, which come first in the result. Then come the test samples; only
-    means have the outputs of the targets after them.
+    A time ``t`` (for :func:`gradient_descent` a number of steps) may be 0, infinite, or a vector of
+    times, which then is the first axis of the result. The next axis is that of test samples. Means
+    also have the output axes of the targets.
+
+    Attributes:
+        modes: Dynamics of mean and deviations.
+        rate: Rate of gradient descent; None means gradient flow.
+        targets: Targets of the train data, ``(n, …)``.
+        members: Number of members.
+        gamma: Gradient scale that was used.
+        jitter: Number added to the diagonal of both modes' kernels.
     """
 
-    modes: PerMode[Mode]  # the dynamics of mean and deviations
-    rate: float | None  # of gradient descent; None: gradient flow
+    modes: PerMode[Mode]
+    rate: float | None
     targets: Float[Tensor, "n ..."]
     members: int
-    gamma: float  # the gradient scale that was used
-    jitter: float  # what was added to the diagonal of both modes' kernels on the train data
+    gamma: float
+    jitter: float
 
     def mean(self, t: float | Tensor) -> Tensor:
-        """Return the expected output of a member, which is that of the ensemble."""
-        flat = self.targets.reshape(len(self.targets), -1)
-        moved = self._at(t, lambda gains: self.modes.mean.respond(gains.mean, flat))
-        return moved.reshape(*moved.shape[:-1], *self.targets.shape[1:])
+        """Return the expected output of a member, which is that of the ensemble.
+
+        Args:
+            t: Time, or a vector of times.
+        """
+        targets = self._flat_targets()
+        outputs = self._at(t, lambda gains: self.modes.mean.respond(gains.mean, targets))
+        return outputs.reshape(*outputs.shape[:-1], *self.targets.shape[1:])
 
     def variance(self, t: float | Tensor) -> Tensor:
-        """Variance of a member's output."""
-        return self._variances(t, "variance").sum(-2)
+        """Return the variance of a member's output.
+
+        Args:
+            t: Time, or a vector of times.
+        """
+        self._require_prior("variance")
+        mean, deviation = self.modes
+        share = 1 - 1 / self.members
+
+        def total(gains: PerMode[Tensor]) -> Tensor:
+            return mean.variance(gains.mean) + share * deviation.variance(gains.deviation)
+
+        return self._at(t, total)
 
     def ensemble_variance(self, t: float | Tensor) -> Tensor:
-        """Variance of the mean of the members' outputs."""
-        return self._variances(t, "ensemble_variance").select(-2, 0)
+        """Return the variance of the mean of the members' outputs.
+
+        Args:
+            t: Time, or a vector of times.
+        """
+        self._require_prior("ensemble_variance")
+        return self._at(t, lambda gains: self.modes.mean.variance(gains.mean))
 
     def diversity(self, t: float | Tensor) -> Tensor:
-        r"""Expected spread of members, :math:`E \frac1M \sum_a (f_a - \bar f)^2`.
+        r"""Return the expected spread of members, :math:`E \frac1M \sum_a (f_a - \bar f)^2`.
 
-        Times :math:`M / (M - 1)` it is that of the unbiased sample variance.
+        Multiply by :math:`M / (M - 1)` for the unbiased sample variance.
+
+        Args:
+            t: Time, or a vector of times.
         """
-        return self._variances(t, "diversity").select(-2, 1)
+        self._require_prior("diversity")
+        share = 1 - 1 / self.members
+        return self._at(t, lambda gains: share * self.modes.deviation.variance(gains.deviation))
 
     def covariance(self, t: float) -> MemberKernel:
-        """Covariance of outputs within a member (``same``) and between members (``cross``).
+        """Return the covariance of test outputs within and between members.
 
-        With one member there is no other: ``cross`` has no meaning then.
+        With one member, ``cross`` has no meaning.
+
+        Args:
+            t: Time.
         """
-        of_mean, of_deviation = self._covariances(t, "covariance")
-        cross = of_mean - of_deviation / self.members
-        return MemberKernel(same=cross + of_deviation, cross=cross)
+        mean, deviation = self._covariances(t, "covariance")
+        cross = mean - deviation / self.members
+        return MemberKernel(same=cross + deviation, cross=cross)
 
     def evolve(
         self,
@@ -106,86 +152,119 @@ class GradientFlow:
         train: Float[Tensor, "member n ..."],
         test: Float[Tensor, "member test ..."],
     ) -> Tensor:
-        """Return test outputs of one ensemble, given its train and test outputs before training."""
+        """Return the test outputs of one ensemble, given its outputs before training.
+
+        Args:
+            t: Time, or a vector of times.
+            train: Train outputs before training, ``(member, n, …)``.
+            test: Test outputs before training, ``(member, test, …)``.
+
+        Returns:
+            Test outputs ``(member, test, …)``.
+
+        Raises:
+            ValueError: If a shape does not fit.
+        """
         mean, deviation = self.modes
-        for name, given, samples in (("train", train, mean.basis), ("test", test, mean.carry)):
-            expected = (self.members, len(samples), *self.targets.shape[1:])
-            if given.shape != expected:
-                raise ValueError(
-                    f"{name} outputs must be {expected}, members first and the rest like targets; "
-                    f"got {tuple(given.shape)}."
-                )
-        flat = train.to(self.targets).reshape(*train.shape[:2], -1)
-        common, targets = flat.mean(0), self.targets.reshape(len(self.targets), -1)
+        self._check_outputs("train", train, len(mean.basis))
+        self._check_outputs("test", test, len(mean.carry))
+        flat_train = train.to(self.targets).reshape(*train.shape[:2], -1)
+        ensemble_mean = flat_train.mean(0)
+        targets = self._flat_targets()
 
         def outputs(gains: PerMode[Tensor]) -> Tensor:
-            moved = deviation.respond(gains.deviation, flat - common)
-            moved = moved + mean.respond(gains.mean, common - targets)
-            return test.to(self.targets) - moved.reshape(test.shape)
+            change = deviation.respond(gains.deviation, flat_train - ensemble_mean)
+            change = change + mean.respond(gains.mean, ensemble_mean - targets)
+            return test.to(self.targets) - change.reshape(test.shape)
 
         return self._at(t, outputs)
 
     def sample(
         self, t: float, draws: int = 1, *, generator: torch.Generator | None = None
     ) -> Float[Tensor, "draw member test ..."]:
-        """Draw the test outputs of so many trained ensembles, each of its own initialisation."""
-        both, shape = self._covariances(t, "sample"), tuple(self.targets.shape[1:])
-        return self.mean(t) + draw_members(*both, self.members, shape, draws, generator)
+        """Draw test outputs of trained ensembles, each with an initialisation of its own.
+
+        Args:
+            t: Time.
+            draws: Number of ensembles.
+            generator: Source of randomness; None means torch's default one.
+
+        Returns:
+            Outputs ``(draw, member, test, …)``.
+        """
+        mean, deviation = self._covariances(t, "sample")
+        shape = tuple(self.targets.shape[1:])
+        return self.mean(t) + draw_members(mean, deviation, self.members, shape, draws, generator)
 
     @property
     def largest_stable_rate(self) -> PerMode[float]:
-        r"""The rates :math:`2B / \lambda_{\max}` below which gradient descent converges.
+        r"""Rates :math:`2B / \lambda_{\max}` below which gradient descent converges.
 
-        That of the mean is the smaller one, unless members repel each other. A mode that does not
-        move has an infinite one.
+        The mean has the smaller one, unless members repel each other. A mode that does not move has
+        an infinite one.
         """
-        mean, deviation = (mode.largest_stable_rate for mode in self.modes)
-        return PerMode(mean, deviation if self.members > 1 else math.inf)
+        mean, deviation = self.modes
+        if self.members == 1:
+            return PerMode(mean.largest_stable_rate, math.inf)
+        return PerMode(mean.largest_stable_rate, deviation.largest_stable_rate)
 
     @property
     def rank(self) -> PerMode[int]:
-        """Ranks of the modes' kernels on the train data, as rounding lets them be told."""
-        return PerMode(*(mode.rank for mode in self.modes))
+        """Numerical ranks of the modes' kernels on the train data."""
+        return PerMode(self.modes.mean.rank, self.modes.deviation.rank)
 
-    def _variances(self, t: float | Tensor, what: str) -> Float[Tensor, "... 2 test"]:
-        """Return the part of mean and deviations in a member's variance; never below 0."""
-        self._require_prior(what)
+    def __repr__(self) -> str:
+        train, test = len(self.targets), len(self.modes.mean.carry)
+        rate = "" if self.rate is None else f", rate={self.rate:g}"
+        return (
+            f"GradientFlow(members={self.members}, gamma={self.gamma:g}{rate}, train={train}, "
+            f"test={test}, rank={tuple(self.rank)}, jitter={self.jitter:g})"
+        )
 
-        def variances(gains: PerMode[Tensor]) -> Tensor:
-            each = zip(self.modes, gains, strict=True)
-            mean, deviation = (mode.variance(gain) for mode, gain in each)
-            return torch.stack([mean, (1 - 1 / self.members) * deviation])
+    def _flat_targets(self) -> Tensor:
+        return self.targets.reshape(len(self.targets), -1)
 
-        return self._at(t, variances)
+    def _check_outputs(self, name: str, outputs: Tensor, samples: int) -> None:
+        expected = (self.members, samples, *self.targets.shape[1:])
+        if outputs.shape != expected:
+            raise ValueError(
+                f"{name} outputs must be {expected}, members first and the rest like targets; "
+                f"got {tuple(outputs.shape)}."
+            )
 
-    def _covariances(self, t: float, what: str) -> tuple[Tensor, Tensor]:
-        self._require_prior(what)
+    def _covariances(self, t: float, caller: str) -> tuple[Tensor, Tensor]:
+        """Return the covariances of the mean and of deviations, each ``(test, test)``."""
+        self._require_prior(caller)
         if isinstance(t, Tensor) and t.dim():
             raise ValueError(
-                f"{what} takes one time; got a vector of {len(t)}. Call it for each of them."
+                f"{caller} takes one time; got a vector of {len(t)}. Call it for each of them."
             )
-        each = zip(self.modes, self._gains(t), strict=True)
-        return tuple(mode.covariance(gain) for mode, gain in each)  # type: ignore[return-value]
+        gains = self._gains(t)
+        mean, deviation = self.modes
+        return mean.covariance(gains.mean), deviation.covariance(gains.deviation)
 
-    def _require_prior(self, what: str) -> None:
+    def _require_prior(self, caller: str) -> None:
         if self.modes.mean.prior_test is None:
             raise ValueError(
-                f"{what} needs the kernels of the test data with themselves; got None for "
+                f"{caller} needs the kernels of the test data with themselves; got None for "
                 "k_test_test. Pass kernels(ensemble, x_test); the mean does without."
             )
 
-    def _at(self, t: float | Tensor, of_gains: Callable[[PerMode[Tensor]], Tensor]) -> Tensor:
+    def _at(self, t: float | Tensor, function: Callable[[PerMode[Tensor]], Tensor]) -> Tensor:
+        """Return a function of the gains at one time, or stacked for a vector of times."""
         if hasattr(t, "__len__") and not isinstance(t, str | Tensor):
             t = torch.as_tensor(t, dtype=torch.float64)
         if not isinstance(t, Tensor) or not t.dim():
-            return of_gains(self._gains(t))
+            return function(self._gains(t))
         if t.dim() > 1:
             raise ValueError(f"t must be a time or a vector of them; got shape {tuple(t.shape)}.")
-        return torch.stack([of_gains(self._gains(one)) for one in t.tolist()])
+        return torch.stack([function(self._gains(time)) for time in t.tolist()])
 
     def _gains(self, t: float | Tensor) -> PerMode[Tensor]:
-        what, unit = ("t", "a time") if self.rate is None else ("steps", "a whole number")
-        expected = f"{what} must be {unit} >= 0, which may be inf; got {t!r}."
+        """Return the gains of both modes at a valid time."""
+        expected = f"t must be a time >= 0, which may be inf; got {t!r}."
+        if self.rate is not None:
+            expected = f"steps must be a whole number >= 0, which may be inf; got {t!r}."
         try:
             time = float(t)
         except (TypeError, ValueError, RuntimeError):
@@ -193,26 +272,32 @@ class GradientFlow:
         if not time >= 0:
             raise ValueError(f"{expected} Training starts at 0.")
         if math.isinf(time):
-            self._check_limit()
+            self._require_convergence()
+            self._warn_of_null_directions()
         elif self.rate is not None and time != round(time):
             raise ValueError(f"{expected} For continuous time use gradient_flow.")
-        return PerMode(*(mode.gain(time) for mode in self.modes))
+        return PerMode(self.modes.mean.gain(time), self.modes.deviation.gain(time))
 
-    def _check_limit(self) -> None:
-        """Say where infinite time has no limit, or one that does not fit the targets."""
+    def _require_convergence(self) -> None:
+        """Raise where outputs have no limit at infinite time."""
         for name, mode in zip(PerMode._fields, self.modes, strict=True):
-            if not mode.converges and (name == "mean" or self.members > 1):
-                extremes = f"{mode.least:.3g} to {mode.eigenvalues.max().item():.3g}"
+            is_relevant = name == "mean" or self.members > 1
+            if is_relevant and not mode.converges:
+                largest = mode.eigenvalues.max().item()
                 raise ValueError(
                     f"training never ends: the {name} mode diverges, its eigenvalues are "
-                    f"{extremes}. Expected none below 0 and, in gradient descent, a rate "
-                    f"below {min(self.largest_stable_rate):.4g}; got {self.rate}."
+                    f"{mode.least:.3g} to {largest:.3g}. Expected none below 0 and, in gradient "
+                    f"descent, a rate below {min(self.largest_stable_rate):.4g}; got {self.rate}."
                 )
+
+    def _warn_of_null_directions(self) -> None:
+        """Warn where the limit at infinite time uses a pseudo-inverse."""
         mode = self.modes.mean
         if mode.rank == len(mode.eigenvalues):
             return
-        lost = (mode.basis.mT @ self.targets.reshape(len(mode.basis), -1))[mode.eigenvalues == 0]
-        share = (lost.norm() / self.targets.norm().clamp(min=torch.finfo(lost.dtype).tiny)).item()
+        unfitted = (mode.basis.mT @ self._flat_targets())[mode.eigenvalues == 0]
+        smallest = torch.finfo(unfitted.dtype).tiny
+        share = (unfitted.norm() / self.targets.norm().clamp(min=smallest)).item()
         fit = "the targets agree with that"
         if share > 1e-6:
             fit = (
@@ -224,14 +309,6 @@ class GradientFlow:
             f"pseudo-inverse is used; {fit}. Pass FlowSettings(jitter=…), of the size of the "
             "targets' noise, or leave out repeated inputs.",
             stacklevel=5,
-        )
-
-    def __repr__(self) -> str:
-        train, test = len(self.targets), len(self.modes.mean.carry)
-        rate = "" if self.rate is None else f", rate={self.rate:g}"
-        return (
-            f"GradientFlow(members={self.members}, gamma={self.gamma:g}{rate}, train={train}, "
-            f"test={test}, rank={tuple(self.rank)}, jitter={self.jitter:g})"
         )
 
 
@@ -248,14 +325,21 @@ def gradient_flow(
     r"""Train an infinitely wide ensemble by gradient flow on the squared loss.
 
     Args:
-        k_train_train: kernels of the train data with themselves.
-        k_test_train: of the test data (rows) with the train data.
-        k_test_test: of the test data with themselves; None: means only.
-        y: targets, a row for each train sample.
-        members: :math:`M`.
-        gamma: gradient scale of the shared parameters: a number, a function of the number of
-            members, or None for :func:`~embens.theory.natural_gamma`.
-        settings: relative rates, and a ridge.
+        k_train_train: Kernels of the train data with themselves.
+        k_test_train: Kernels of the test data (rows) with the train data.
+        k_test_test: Kernels of the test data with themselves; None allows means only.
+        y: Targets, ``(n,)`` or ``(n, k)``.
+        members: Number of members :math:`M`.
+        gamma: Gradient scale of shared parameters: a number, a function of the number of members,
+            or None for :func:`~embens.theory.natural_gamma`.
+        settings: Relative rates and jitter.
+
+    Returns:
+        The ensemble in training, as a function of time.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes do not fit, or members are not exchangeable.
 
     Example:
         >>> from embens.theory.kernel import zero_cross
@@ -282,10 +366,22 @@ def gradient_descent(
     rate: float,
     settings: FlowSettings = DEFAULT,
 ) -> GradientFlow:
-    """Train an infinitely wide ensemble by gradient descent: ``t`` of the result counts steps.
+    """Train an infinitely wide ensemble by gradient descent on the squared loss.
 
-    A ``rate`` beyond the largest stable one gives a warning, and outputs that diverge. The other
-    arguments are those of :func:`gradient_flow`.
+    A rate beyond the largest stable one gives a warning, and outputs diverge.
+
+    Args:
+        k_train_train: Kernels of the train data with themselves.
+        k_test_train: Kernels of the test data (rows) with the train data.
+        k_test_test: Kernels of the test data with themselves; None allows means only.
+        y: Targets, ``(n,)`` or ``(n, k)``.
+        members: Number of members.
+        gamma: Gradient scale of shared parameters, as in :func:`gradient_flow`.
+        rate: Learning rate.
+        settings: Relative rates and jitter.
+
+    Returns:
+        The ensemble in training; its times are numbers of steps.
     """
     check_rates(rate=rate)
     parts = k_train_train, k_test_train, k_test_test
@@ -307,23 +403,33 @@ def posterior(
     y: Float[Tensor, "n ..."],
     noise: float,
 ) -> tuple[Tensor, Tensor]:
-    r"""Return mean and covariance of the test outputs given targets with noise.
+    r"""Compute the posterior of test outputs, given targets with noise.
 
     .. math:: K_{*x} (K + \sigma^2)^{-1} y, \qquad K_{**} - K_{*x} (K + \sigma^2)^{-1} K_{x*}
 
-    :math:`K` is a member's prior covariance, ``nngp.same``: for :func:`embens.bayesian` the tangent
-    kernel, and trained members are draws of this law; for others, of networks whose last layer is
-    trained alone. Kernels and targets are those of :func:`gradient_flow`; ``noise`` is the standard
-    deviation :math:`\sigma` of the targets, above 0. Several outputs share one covariance.
+    :math:`K` is a member's prior covariance ``nngp.same``. It is the posterior of networks of which
+    only the last layer is trained. Several outputs share one covariance.
+
+    Args:
+        k_train_train: Kernels of the train data with themselves.
+        k_test_train: Kernels of the test data (rows) with the train data.
+        k_test_test: Kernels of the test data with themselves.
+        y: Targets, ``(n,)`` or ``(n, k)``.
+        noise: Standard deviation :math:`\sigma` of the targets, above 0.
+
+    Returns:
+        Mean ``(test,)`` or ``(test, k)``, and covariance ``(test, test)``.
     """
     parts = k_train_train, k_test_train, k_test_test
-    problem = Problem.of(parts, 1, 1.0, rates={}, what="posterior")
-    train, carry, test = (kernel.same for kernel in problem.nngp if kernel is not None)
-    y = check_targets(y, train)
+    problem = Problem.of(parts, 1, 1.0, rates={}, caller="posterior")
+    train, carry, test = problem.nngp
+    assert test is not None
+    y = check_targets(y, train.same)
     noise = check_number("noise", noise, "a number > 0", lambda std: std > 0)
-    factor = torch.linalg.cholesky(train + noise**2 * torch.eye(len(train)).to(train))
-    weights = torch.cholesky_solve(carry.mT, factor).mT
-    return torch.tensordot(weights, y, 1), test - weights @ carry.mT
+    identity = torch.eye(len(train.same)).to(train.same)
+    factor = torch.linalg.cholesky(train.same + noise**2 * identity)
+    weights = torch.cholesky_solve(carry.same.mT, factor).mT
+    return torch.tensordot(weights, y, 1), test.same - weights @ carry.same.mT
 
 
 def _solve(
@@ -334,24 +440,24 @@ def _solve(
     settings: FlowSettings,
     rate: float | None = None,
 ) -> GradientFlow:
+    """Diagonalise both modes."""
     rates = {"shared_rate": settings.shared_rate, "individual_rate": settings.individual_rate}
-    problem = Problem.of(parts, members, gamma, rates=rates, what="gradient_flow")
+    problem = Problem.of(parts, members, gamma, rates=rates, caller="gradient_flow")
     y = check_targets(y, problem.ntk[0].same)
     jitter = check_number("jitter", settings.jitter, "a number >= 0", lambda x: x >= 0)
     modes = []
-    for k, name in enumerate(PerMode._fields):
-        share = 1 / members if name == "mean" else 1.0  # of what `modes` gives
-        ntk = [n.modes(members)[k] for n in problem.ntk]
-        nngp = [None if n is None else share * n.modes(members)[k] for n in problem.nngp]
-        if name == "mean" and ntk[0].abs().max() < SILENT * problem.ntk[0].same.abs().max():
-            ntk = [torch.zeros_like(n) for n in ntk]  # but for rounding
+    for index, name in enumerate(PerMode._fields):
+        train, carry = (kernel.modes(members)[index] for kernel in problem.ntk)
+        if name == "mean" and train.abs().max() < SILENT * problem.ntk[0].same.abs().max():
+            # Only rounding is left of it.
+            train, carry = torch.zeros_like(train), torch.zeros_like(carry)
             warnings.warn(
                 "the mean of the members can't learn: what they have in common cancels (cross is "
                 "-1/(M - 1) times same), so it stays what it is. Use a rho above -1/(M - 1), "
                 "modulations that are trained, or an output bias.",
                 stacklevel=3,
             )
-        mode = Mode.solve(tuple(ntk), tuple(nngp), jitter, rate)  # type: ignore[arg-type]
+        mode = Mode.solve((train, carry), _prior(problem, index), jitter, rate)
         if mode.indefinite and (name == "mean" or members > 1):
             warnings.warn(
                 f"the {name} mode's kernel on the train data is not positive semi-definite: its "
@@ -362,3 +468,15 @@ def _solve(
             )
         modes.append(mode)
     return GradientFlow(PerMode(*modes), rate, y, members, problem.gamma, jitter)
+
+
+def _prior(problem: Problem, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the prior covariances of the mean (index 0) or of deviations (1)."""
+    # The ensemble mean has 1/M of the covariance that `modes` gives.
+    share = 1 / problem.members if index == 0 else 1.0
+    train, carry, test = problem.nngp
+    prior_train = share * train.modes(problem.members)[index]
+    prior_carry = share * carry.modes(problem.members)[index]
+    if test is None:
+        return prior_train, prior_carry, None
+    return prior_train, prior_carry, share * test.modes(problem.members)[index]

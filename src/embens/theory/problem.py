@@ -1,6 +1,6 @@
-"""What is to be learnt in the limit: kernels of train and test data, members, gradient scale.
+"""A training problem in the limit: kernels of train and test data, members, gradient scale.
 
-What is wrong with them is said before any work. Outputs at initialisation are drawn here too.
+Inputs are validated here before any computation. Outputs at initialisation are drawn here too.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from embens.theory.kernel import Kernels, MemberKernel, check_rates, resolve_gam
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-SYMMETRY = 1e-8  # relative error up to which a kernel counts as symmetric
+SYMMETRY = 1e-8
+"""Relative error up to which a kernel counts as symmetric."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """Kernels in float64 of train with train, test with train, and test with test data.
 
-    The last ones are None where they were not given; ``ntk`` has only the first two.
+    Attributes:
+        nngp: Prior covariances; the last one is None if it was not given.
+        ntk: Tangent kernels of train with train and of test with train data.
+        members: Number of members.
+        gamma: Gradient scale of shared parameters.
     """
 
     nngp: tuple[MemberKernel, MemberKernel, MemberKernel | None]
@@ -41,44 +46,77 @@ class Problem:
         gamma: Gamma,
         *,
         rates: dict[str, float],
-        what: str,
+        caller: str,
     ) -> Problem:
-        """Return the problem if nothing is wrong; ``what`` is the function that was called."""
-        names = ("k_train_train", "k_test_train", "k_test_test")
-        given = dict(zip(names if parts[2] is not None else names[:2], parts, strict=False))
-        _check_kernels(given, what)  # type: ignore[arg-type]
+        """Validate the arguments of a training function.
+
+        Args:
+            parts: Kernels of train with train, test with train and test with test data.
+            members: Number of members.
+            gamma: Gradient scale: a number, a function of members, or None.
+            rates: Relative rates, as in :meth:`embens.theory.Kernels.ntk`.
+            caller: Name of the training function, for messages.
+
+        Raises:
+            TypeError: If an argument has a wrong type.
+            ValueError: If shapes do not fit, or values are not finite.
+        """
+        train, carry, test = parts
+        named = {"k_train_train": train, "k_test_train": carry}
+        if test is not None:
+            named["k_test_test"] = test
+        _check_kernels(named, caller)
         check_members(members)
         check_rates(**rates)
-        train, carry = (k.to(torch.float64) for k in parts[:2])
-        test = None if parts[2] is None else parts[2].to(torch.float64).nngp
+        train, carry = train.to(torch.float64), carry.to(torch.float64)
+        test_nngp = None if test is None else test.to(torch.float64).nngp
         scale = resolve_gamma(train, members, gamma, **rates)
         ntk = train.ntk(members, scale, **rates), carry.ntk(members, scale, **rates)
-        return cls((train.nngp, carry.nngp, test), ntk, members, scale)
+        return cls((train.nngp, carry.nngp, test_nngp), ntk, members, scale)
 
     def draw(
         self, outputs: int, generator: torch.Generator | None
     ) -> tuple[Float[Tensor, "member n k"], Float[Tensor, "member test k"]]:
-        """Draw outputs at initialisation, on train and test data together."""
-        train, carry, test = (None if k is None else k.modes(self.members) for k in self.nngp)
+        """Draw outputs at initialisation on train and test data together.
+
+        Args:
+            outputs: Number of outputs of the network.
+            generator: Source of randomness; None means torch's default one.
+
+        Returns:
+            Train outputs ``(member, n, k)`` and test outputs ``(member, test, k)``.
+
+        Raises:
+            ValueError: If the kernels of the test data with themselves were not given.
+        """
+        train, carry, test = self.nngp
         if test is None:
             raise ValueError(
                 "outputs at initialisation can't be drawn without the kernels of the test data "
                 "with themselves; got None for k_test_test. Pass it, or start=(train, test) "
                 "outputs."
             )
-        mean, deviation = (
-            torch.cat([torch.cat([a, b.mT], 1), torch.cat([b, c], 1)])
-            for a, b, c in zip(train, carry, test, strict=True)  # type: ignore[arg-type]
-        )
-        (joint,) = draw_members(
+        modes = []
+        for train_mode, carry_mode, test_mode in zip(
+            train.modes(self.members),
+            carry.modes(self.members),
+            test.modes(self.members),
+            strict=True,
+        ):
+            above = torch.cat([train_mode, carry_mode.mT], 1)
+            below = torch.cat([carry_mode, test_mode], 1)
+            modes.append(torch.cat([above, below]))
+        mean, deviation = modes
+        draws = draw_members(
             mean / self.members, deviation, self.members, (outputs,), generator=generator
         )
-        return joint.split([len(train[0]), len(test[0])], dim=1)  # type: ignore[index,return-value]
+        train_outputs, test_outputs = draws[0].split([len(train.same), len(test.same)], dim=1)
+        return train_outputs, test_outputs
 
 
 def draw_members(
-    of_mean: Float[Tensor, "n n"],
-    of_deviation: Float[Tensor, "n n"],
+    mean_covariance: Float[Tensor, "n n"],
+    deviation_covariance: Float[Tensor, "n n"],
     members: int,
     shape: tuple[int, ...] = (),
     draws: int = 1,
@@ -89,6 +127,17 @@ def draw_members(
     .. math::
         f_a = \bar f + h_a - \tfrac1M \textstyle\sum_b h_b, \qquad
         \bar f \sim N(0, V_m), \quad h_a \sim N(0, V_d)
+
+    Args:
+        mean_covariance: :math:`V_m`, ``(n, n)``.
+        deviation_covariance: :math:`V_d`, ``(n, n)``.
+        members: Number of members :math:`M`.
+        shape: Shape of the outputs for one sample.
+        draws: Number of ensembles to draw.
+        generator: Source of randomness; None means torch's default one.
+
+    Returns:
+        Outputs ``(draw, member, n, *shape)``.
     """
 
     def draw(covariance: Tensor, count: int) -> Tensor:
@@ -98,48 +147,60 @@ def draw_members(
         noise = torch.randn(size, generator=generator, dtype=values.dtype)
         return root @ noise.to(values.device)
 
-    own = draw(of_deviation, members)
-    result = draw(of_mean, 1) + own - own.mean(1, keepdim=True)
-    return result.reshape(*result.shape[:-1], *shape)
+    deviations = draw(deviation_covariance, members)
+    outputs = draw(mean_covariance, 1) + deviations - deviations.mean(1, keepdim=True)
+    return outputs.reshape(*outputs.shape[:-1], *shape)
 
 
-def _check_kernels(given: dict[str, Kernels], what: str) -> None:
-    for name, kernels in given.items():
+def _check_kernels(named: dict[str, Kernels], caller: str) -> None:
+    for name, kernels in named.items():
         if not isinstance(kernels, Kernels):
             raise TypeError(
                 f"{name} must be Kernels, as theory.kernels(ensemble, x1, x2) gives them; got "
                 f"{type(kernels).__name__}."
             )
-        kernels.nngp.require_exchangeable(what)
-    n, test = given["k_train_train"].nngp.same.shape[-1], given["k_test_train"].nngp.same.shape[-2]
+        kernels.nngp.require_exchangeable(caller)
+    n = named["k_train_train"].nngp.same.shape[-1]
+    test = named["k_test_train"].nngp.same.shape[-2]
     shapes = {"k_train_train": (n, n), "k_test_train": (test, n), "k_test_test": (test, test)}
-    for name, kernels in given.items():
+    for name, kernels in named.items():
         for part, kernel in vars(kernels).items():
-            for block in ("same", "cross"):
-                _check_block(f"{name}.{part}.{block}", getattr(kernel, block), shapes[name])
+            _check_block(f"{name}.{part}.same", kernel.same, shapes[name])
+            _check_block(f"{name}.{part}.cross", kernel.cross, shapes[name])
 
 
 def _check_block(name: str, block: Tensor, shape: tuple[int, int]) -> None:
-    if block.shape != shape or 0 in shape[1:]:
-        turned = block.shape[0] == shape[1] and "_test_train" in name
-        hint = " Exchange its inputs with .mT." if turned else ""
+    is_carry = "_test_train" in name
+    if block.shape != shape or shape[1] == 0:
+        is_transposed = is_carry and block.shape[0] == shape[1]
+        hint = " Exchange its inputs with .mT." if is_transposed else ""
         raise ValueError(
             f"{name} must have shape {shape}, test data before train data; got "
             f"{tuple(block.shape)}.{hint}"
         )
     if not block.isfinite().all():
         raise ValueError(f"{name} must be finite; got NaN or infinity. Look at the inputs.")
-    if "_test_train" not in name:
-        error = (block - block.mT).abs().max().item() if len(block) else 0.0
-        if error > SYMMETRY * block.abs().max().item():
-            raise ValueError(
-                f"{name} must be symmetric, a kernel of inputs with themselves; got entries that "
-                f"differ by {error:.3g}. Give kernels(ensemble, x) of one set of inputs."
-            )
+    if is_carry or not len(block):
+        return
+    error = (block - block.mT).abs().max().item()
+    if error > SYMMETRY * block.abs().max().item():
+        raise ValueError(
+            f"{name} must be symmetric, a kernel of inputs with themselves; got entries that "
+            f"differ by {error:.3g}. Give kernels(ensemble, x) of one set of inputs."
+        )
 
 
 def check_targets(y: Tensor, like: Float[Tensor, "n n"]) -> Float[Tensor, "n ..."]:
-    """Return targets like the train data's kernel, or say what is wrong with them."""
+    """Return targets with the dtype and device of the train data's kernel.
+
+    Args:
+        y: Targets, ``(n,)`` or ``(n, k)``.
+        like: Kernel of the train data, ``(n, n)``.
+
+    Raises:
+        TypeError: If ``y`` is not a tensor.
+        ValueError: If its shape does not fit, or values are not finite.
+    """
     n = len(like)
     if not isinstance(y, Tensor):
         raise TypeError(f"y must be a tensor; got {type(y).__name__}. Use torch.as_tensor.")
