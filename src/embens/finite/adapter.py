@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite import legacy
 
 
 def plain_reference(ensemble: EmbeddedEnsemble) -> nn.Module:
@@ -22,8 +21,6 @@ def plain_reference(ensemble: EmbeddedEnsemble) -> nn.Module:
     Returns:
         A module that holds the very parameters that members share, under the reference's names.
     """
-    if legacy.applies(ensemble):
-        return legacy.plain_reference(ensemble)
     return ensemble.reference
 
 
@@ -33,8 +30,6 @@ def per_member(ensemble: EmbeddedEnsemble) -> tuple[Any, ...]:
     Args:
         ensemble: any ensemble.
     """
-    if legacy.applies(ensemble):
-        return legacy.per_member(ensemble)
     return ensemble.spec.per_member
 
 
@@ -48,8 +43,6 @@ def individual_tensors(ensemble: EmbeddedEnsemble) -> dict[str, dict[str, Tensor
         ``"4.post"`` maps to ``{"": values}``; a per-member layer ``"4"`` to its stacked tensors by
         name, for example ``{"weight": ...}``; a low-rank layer to its two factors.
     """
-    if legacy.applies(ensemble):
-        return legacy.individual_tensors(ensemble)
     tensors: dict[str, dict[str, Tensor]] = {}
     for site in ensemble.spec.sites:
         tensors[f"{site.layer}.{site.kind}"] = {"": ensemble.site_values(site)}
@@ -71,8 +64,6 @@ def site_values(ensemble: EmbeddedEnsemble, site: Any) -> Tensor:
         ensemble: an ensemble without fresh masks, see :func:`with_fixed_masks`.
         site: an element of ``ensemble.spec.sites``.
     """
-    if legacy.applies(ensemble):
-        return legacy.individual_tensors(ensemble)[f"{site.layer}.{site.kind}"][""]
     return ensemble.site_values(site)
 
 
@@ -87,11 +78,9 @@ def with_fixed_masks(ensemble: EmbeddedEnsemble) -> EmbeddedEnsemble:
     """
     if not any(site.fresh for site in ensemble.spec.sites):
         return ensemble
-    if legacy.applies(ensemble):
-        return legacy.with_fixed_masks(ensemble)
     reference = copy.deepcopy(ensemble.reference)
     individual = copy.deepcopy(ensemble.individual)
-    values = {name: individual[name] for name in individual.names()}
+    values = individual.tensors()
     example = next(reference.parameters())
     sites = []
     for site in ensemble.spec.sites:

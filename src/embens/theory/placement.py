@@ -18,7 +18,7 @@ from embens.theory.expectations import differs_between_members
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
-    from embens.ensemble.plan import Site
+    from embens.sites import Site
 
 
 @dataclass(frozen=True)
