@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 import embens
@@ -42,7 +43,8 @@ FORMAT = Format("embens estimator", 7)
 
 def save(estimator: Any, path: str | os.PathLike[str]) -> None:
     """Write a fitted estimator to one file."""
-    fitted = estimator._get_fitted()
+    check_is_fitted(estimator, "fitted_")
+    fitted = estimator.fitted_
     arguments = estimator.get_params(deep=False)
     if not isinstance(arguments["random_state"], Integral):
         arguments["random_state"] = None  # a random generator
@@ -168,7 +170,8 @@ class RawPredictor(nn.Module):
 
 def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> None:
     """Write an ONNX file that maps raw numbers to predictions; see the method of estimators."""
-    fitted = estimator._get_fitted()
+    check_is_fitted(estimator, "fitted_")
+    fitted = estimator.fitted_
     check_exportable(fitted)
     names = ["predicted_mean", "predicted_std"]
     metadata = {"numeric": [column.name for column in fitted.preprocessing.numeric]}
@@ -184,7 +187,7 @@ def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> None:
     example[0, 0] = float("nan")
     with evaluating(network), torch.no_grad(), quiet_export():
         expected = network(example)
-        program = torch.onnx.export(
+        program: Any = torch.onnx.export(
             torch.export.export(
                 network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},)
             ),

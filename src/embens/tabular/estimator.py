@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas
@@ -42,7 +42,6 @@ class Uncertainty(NamedTuple):
 class TableEstimator(Display, Arguments, BaseEstimator):
     """Embedded ensemble for tables; base class of the two estimators."""
 
-    head_class: ClassVar[type[pipeline.AnyHead]]
     fitted_: pipeline.Fitted
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -102,16 +101,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         random_state = check_random_state(self.random_state)
         with threads(self.n_jobs):
             prepared = pipeline.prepare(
-                table,
-                target,
-                weights,
-                self,
-                self.head_class,
-                seed=int(random_state.randint(2**31 - 1)),
-                split_seed=int(random_state.randint(2**31 - 1)),
-                deadline=deadline,
-                previous=previous,
-                classes=classes,
+                table, target, weights, self, random_state, deadline, previous, classes
             )
             self.fitted_ = pipeline.fit(prepared, previous)
         return self
