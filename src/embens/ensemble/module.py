@@ -2,8 +2,8 @@
 
 :func:`embens.embed` and the families make it. Axis order is ``(member, batch, …)``. An ensemble
 consists of a copy of the reference, a spec, and the values of the members, stacked with the members
-first. How it runs is derived from these: folded (:mod:`embens.graph.folding`) where the reference can
-be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.merged`).
+first. How it runs is derived from these: folded (:mod:`embens.graph.folding`) where the reference
+can be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.merged`).
 """
 
 import copy
@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
+from embens.checks import check_choice
 from embens.ensemble.merged import (
     MemberCopy,
     MergedExecutor,
@@ -155,7 +156,8 @@ class EmbeddedEnsemble(nn.Module):
         """
         if site.fresh:
             raise ValueError(
-                f"the values of {site.key!r} are drawn at each pass. Use fresh=False for fixed ones."
+                f"the values of {site.key!r} are drawn at each pass. Use fresh=False for fixed "
+                "values."
             )
         return self.individual[site.key]
 
@@ -242,8 +244,7 @@ class EmbeddedEnsemble(nn.Module):
         return self._run_split(inputs, kwargs, chunk)
 
     def _check_inputs(self, inputs: tuple, batch: str) -> None:
-        if batch not in ("own", "split"):
-            raise ValueError(f"batch must be 'same', 'own' or 'split', got {batch!r}.")
+        check_choice("batch", batch, optim.BATCH_KINDS)
         shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if not shapes:
             raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs.")
@@ -696,7 +697,7 @@ class EmbeddedEnsemble(nn.Module):
             names = _required_names(self.reference)
             if not names:
                 return "merged: its arguments are not fixed"
-            ranks = {name: 2 for name in names}
+            ranks = dict.fromkeys(names, 2)
             folding = _Folding(self, ranks, {}, (False, True, False))
             if folding.folded is None and "cannot trace" not in folding.reason:
                 return "folded or merged, depending on the input"
@@ -708,8 +709,8 @@ class EmbeddedEnsemble(nn.Module):
 class _Folding:
     """The folded form for one kind of call, or the reason why there is none.
 
-    Values of plain attributes of modules are part of the traced graph, so a folding is valid as long
-    as they are unchanged.
+    Values of plain attributes of modules are part of the traced graph, so a folding is valid as
+    long as they are unchanged.
     """
 
     def __init__(
@@ -744,10 +745,7 @@ class _Folding:
         """Return whether the folding is valid for a call."""
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
             return False
-        for attributes, key, value in self.attributes:
-            if attributes.get(key) != value:
-                return False
-        return True
+        return all(attributes.get(key) == value for attributes, key, value in self.attributes)
 
 
 class _FoldedPass:

@@ -1,7 +1,7 @@
 """Ensembles in files: one safetensors file with a JSON header, no pickle.
 
-The header holds the spec and a checksum, the file every tensor of the ensemble. Nothing in it is ever
-executed. Loading needs the reference's architecture from the user. A file without the shared
+The header holds the spec and a checksum, the file every tensor of the ensemble. Nothing in it is
+ever executed. Loading needs the reference's architecture from the user. A file without the shared
 parameters has their checksums instead, and needs the reference's weights as well.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from embens.ensemble.module import EmbeddedEnsemble
