@@ -151,7 +151,7 @@ class Source:
         self._refuse_separate(pre, post, sites, separate_layers)
         flags = _flags_by_side(trainable)
         chosen = []
-        for side, law in (("pre", pre), ("post", post)):
+        for side, law in zip(SIDES, (pre, post), strict=True):
             names = [
                 name
                 for name in self.used
@@ -461,9 +461,8 @@ class Source:
         for name, module in self.modules.items():
             if name in self.layers or isinstance(module, (*NORMS, nn.MultiheadAttention)):
                 continue
-            for tensor_name in _matrix_names(module):
-                if tensor_name.startswith("weight"):
-                    unknown[name] = type(module).__name__
+            if any(tensor_name.startswith("weight") for tensor_name in _matrices(module)):
+                unknown[name] = type(module).__name__
         if unknown:
             kinds = ", ".join(sorted(set(unknown.values())))
             warnings.warn(
@@ -481,12 +480,11 @@ class Source:
         count_inside = 0
         outside: dict[str, int] = {}
         for name, module in self.modules.items():
-            for tensor_name in _matrix_names(module):
-                size = module._parameters[tensor_name].numel()
+            for tensor_name, parameter in _matrices(module).items():
                 if is_within(name, layer_modules):
-                    count_inside += size
+                    count_inside += parameter.numel()
                 else:
-                    outside[f"{name}.{tensor_name}".lstrip(".")] = size
+                    outside[f"{name}.{tensor_name}".lstrip(".")] = parameter.numel()
         if sum(outside.values()) > count_inside:
             largest_first = sorted(outside, key=lambda name: -outside[name])
             warnings.warn(
@@ -686,13 +684,9 @@ def check_members(members: Any) -> None:
         raise ValueError(f"members must be a positive integer, got {members}.")
 
 
-def _matrix_names(module: nn.Module) -> list[str]:
-    """Return the names of the parameters with two or more axes that a module holds itself."""
-    names = []
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.dim() > 1:
-            names.append(name)
-    return names
+def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters with two or more axes that a module holds itself."""
+    return {n: p for n, p in module._parameters.items() if p is not None and p.dim() > 1}
 
 
 def tensor_names(module: nn.Module) -> tuple[str, ...]:

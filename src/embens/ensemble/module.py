@@ -625,7 +625,16 @@ class EmbeddedEnsemble(nn.Module):
         self.foldings.clear()
         return stack
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         """Separate the buffers that were per-member buffers when the state was saved."""
         start = f"{prefix}individual."
         for key in list(state_dict):
@@ -638,7 +647,15 @@ class EmbeddedEnsemble(nn.Module):
                 buffer = modules[module]._buffers.get(name) if module in modules else None
                 if buffer is not None:
                     self.separate_buffer(module, name, buffer.detach().clone())
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
 
     def to_onnx(self, path: str | os.PathLike[str], example: Any) -> Path:
         """Write all members to one ONNX file; see :func:`embens.to_onnx`."""
@@ -823,6 +840,7 @@ def _release(module: nn.Module, name: str) -> None:
     for table in (module._parameters, module._buffers):
         if name in table:
             tensor = table.pop(name)
+            assert tensor is not None
             module._non_persistent_buffers_set.discard(name)
             vars(module)[name] = torch.empty_like(tensor, device="meta", requires_grad=False)
 

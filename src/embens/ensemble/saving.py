@@ -51,6 +51,7 @@ def load(path: str | os.PathLike[str], reference: nn.Module) -> EmbeddedEnsemble
 
     Example:
         >>> import tempfile
+        >>> import torch
         >>> from embens import batch_ensemble
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> ensemble, x = batch_ensemble(net, members=4), torch.ones(2, 4)
