@@ -508,7 +508,10 @@ class EmbeddedEnsemble(nn.Module):
                 "modulations that are drawn at each pass belong to no member. Use fresh=False for "
                 "a fixed set."
             )
-        values = {name: stack.detach()[a] for name, stack in self._sample_values().items()}
+        values: dict[str, Tensor] = {}
+        tied: dict[int, Tensor] = {}
+        for name, stack in self._sample_values().items():
+            values[name] = tied.setdefault(id(stack), stack.detach()[a])
         return self._plain(values)
 
     def _plain(self, values: Mapping[str, Tensor]) -> nn.Module:
@@ -524,14 +527,16 @@ class EmbeddedEnsemble(nn.Module):
     def _with_gradient_flags(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return leaves that require gradients where the originals do."""
         requires_grad = {name: p.requires_grad for name, p in self.reference.named_parameters()}
-        leaves = {}
+        leaves: dict[str, Tensor] = {}
+        tied: dict[int, Tensor] = {}
         for name, tensor in tensors.items():
             flag = requires_grad.get(
                 name, tensor.is_floating_point() and name not in self.individual
             )
             if name in self.individual:
                 flag = self.individual[name].requires_grad
-            leaves[name] = tensor.detach().requires_grad_(flag)
+            leaf = tied.setdefault(id(tensor), tensor.detach())
+            leaves[name] = leaf.requires_grad_(flag)
         return leaves
 
     def _index(self, a: Any) -> int:
