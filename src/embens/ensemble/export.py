@@ -1,7 +1,7 @@
 """Networks and ensembles as ONNX files.
 
-A file is checked with onnxruntime before it is kept: on the rows of the example, on more rows, and on
-one row it has to return what the network returns.
+A file is checked with onnxruntime before it is kept: on the rows of the example, on more rows, and
+on one row it has to return what the network returns.
 """
 
 import functools

@@ -372,7 +372,10 @@ def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
 
 def plain_member(ensemble: "EmbeddedEnsemble", a: int) -> nn.Module:
     """Return a member as a plain network that shares no tensor with the ensemble."""
-    values = {name: stack.detach()[a] for name, stack in ensemble.sample_values().items()}
+    values: dict[str, Tensor] = {}
+    tied: dict[int, Tensor] = {}  # tied tensors of a member stay tied
+    for name, stack in ensemble.sample_values().items():
+        values[name] = tied.setdefault(id(stack), stack.detach()[a])
     with torch.no_grad():
         computed = computed_tensors(ensemble.reference)
         tensors = member_tensors(

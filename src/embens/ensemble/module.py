@@ -2,8 +2,8 @@
 
 :func:`embens.embed` and the families make it. Axis order is ``(member, batch, …)``. An ensemble
 consists of a copy of the reference, a spec, and the values of the members, stacked with the members
-first. How it runs is derived from these: folded (:mod:`embens.graph.folding`) where the reference can
-be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.merged`).
+first. How it runs is derived from these: folded (:mod:`embens.graph.folding`) where the reference
+can be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.merged`).
 """
 
 import copy
@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
+from embens.checks import check_choice
 from embens.ensemble.merged import MergedExecutor
 from embens.graph.folding import Folded, fold
 from embens.graph.reading import Flow, detached_state
@@ -159,7 +160,8 @@ class EmbeddedEnsemble(nn.Module):
         """
         if site.fresh:
             raise ValueError(
-                f"the values of {site.key!r} are drawn at each pass. Use fresh=False for fixed ones."
+                f"the values of {site.key!r} are drawn at each pass. Use fresh=False for fixed "
+                "values."
             )
         return self.individual[site.key]
 
@@ -246,8 +248,7 @@ class EmbeddedEnsemble(nn.Module):
         return self._run_split(inputs, kwargs, chunk)
 
     def _check_inputs(self, inputs: tuple, batch: str) -> None:
-        if batch not in ("own", "split"):
-            raise ValueError(f"batch must be 'same', 'own' or 'split', got {batch!r}.")
+        check_choice("batch", batch, optim.BATCH_KINDS)
         shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if not shapes:
             raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs.")
@@ -586,7 +587,16 @@ class EmbeddedEnsemble(nn.Module):
         self.foldings.clear()
         return stack
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         """Separate the buffers that were per-member buffers when the state was saved."""
         start = f"{prefix}individual."
         for key in list(state_dict):
@@ -599,7 +609,15 @@ class EmbeddedEnsemble(nn.Module):
                 buffer = modules[module]._buffers.get(name) if module in modules else None
                 if buffer is not None:
                     self.separate_buffer(module, name, buffer.detach().clone())
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
 
     def to_onnx(self, path: str | os.PathLike[str], example: Any) -> Path:
         """Write all members to one ONNX file; see :func:`embens.to_onnx`."""
@@ -670,8 +688,8 @@ class EmbeddedEnsemble(nn.Module):
 class _Folding:
     """The folded form for one kind of call, or the reason why there is none.
 
-    Values of plain attributes of modules are part of the traced graph, so a folding is valid as long
-    as they are unchanged.
+    Values of plain attributes of modules are part of the traced graph, so a folding is valid as
+    long as they are unchanged.
     """
 
     def __init__(
@@ -706,10 +724,7 @@ class _Folding:
         """Return whether the folding is valid for a call."""
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
             return False
-        for attributes, key, value in self.attributes:
-            if attributes.get(key) != value:
-                return False
-        return True
+        return all(attributes.get(key) == value for attributes, key, value in self.attributes)
 
 
 class _FoldedPass:
@@ -783,6 +798,7 @@ def _release(module: nn.Module, name: str) -> None:
     for table in (module._parameters, module._buffers):
         if name in table:
             tensor = table.pop(name)
+            assert tensor is not None
             module._non_persistent_buffers_set.discard(name)
             vars(module)[name] = torch.empty_like(tensor, device="meta", requires_grad=False)
 

@@ -1,7 +1,7 @@
 """Ensembles in files: one safetensors file with a JSON header, no pickle.
 
-The header holds the spec and a checksum, the file every tensor of the ensemble. Nothing in it is ever
-executed. Loading needs the reference's architecture from the user. A file without the shared
+The header holds the spec and a checksum, the file every tensor of the ensemble. Nothing in it is
+ever executed. Loading needs the reference's architecture from the user. A file without the shared
 parameters has their checksums instead, and needs the reference's weights as well.
 """
 
@@ -51,6 +51,7 @@ def load(path: str | os.PathLike[str], reference: nn.Module) -> EmbeddedEnsemble
 
     Example:
         >>> import tempfile
+        >>> import torch
         >>> from embens import batch_ensemble
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> ensemble, x = batch_ensemble(net, members=4), torch.ones(2, 4)

@@ -514,14 +514,10 @@ def read_graph(root: nn.Module, graph: torch.fx.Graph) -> Flow:
     reader = FlowReader(root)
     trails: dict[torch.fx.Node, Trail] = {}
     for node in graph.nodes:
-        sources = [trails[source] for source in node.all_input_nodes]
+        sources = [trails[source] for source in _input_nodes(node)]
         if node.op == "call_module":
             module = root.get_submodule(node.target)
             name = reader.names[id(module)]
-            # all_input_nodes lists every node once; attention needs query, key and value in order.
-            if isinstance(module, nn.MultiheadAttention):
-                leaves = tree_leaves((node.args, dict(node.kwargs)))
-                sources = [trails[leaf] for leaf in leaves if isinstance(leaf, torch.fx.Node)]
             trails[node] = reader.apply_module(module, name, sources)
         elif node.op in ("call_function", "call_method"):
             name = operation_name(node.target)
@@ -536,6 +532,13 @@ def read_graph(root: nn.Module, graph: torch.fx.Graph) -> Flow:
         else:
             trails[node] = Trail()
     return reader.flow
+
+
+def _input_nodes(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the inputs of a node in order; ``h * h`` has one input twice."""
+    inputs: list[torch.fx.Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), inputs.append)
+    return inputs
 
 
 def _get_tensor(root: nn.Module, target: str) -> Tensor:
