@@ -23,8 +23,9 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.timing import RESULTS
-from embens.experiments import contract, transition
-from embens.experiments.setting import PRESETS, data_set
+from reproduction.grid import cells as contract
+from reproduction.figures import transition
+from reproduction.grid.settings import PRESETS, data_set
 
 SETTING = PRESETS["quick"]
 MEMBERS = transition.MEMBERS["quick"]

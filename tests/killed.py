@@ -37,13 +37,13 @@ def fit(folder: Path) -> None:
 
 def grid(folder: Path) -> None:
     """Run a grid in this process, and report; what counts are its cells, as times differ."""
-    from experiments import problem as cells
+    from tests.reproduction import problem as cells
 
-    from embens.experiments import grid as grids
-    from embens.experiments import results as table
-    from embens.experiments.engines import inline
-    from embens.experiments.results import Results
-    from embens.report import page
+    from reproduction.grid import runs as grids
+    from reproduction.grid import results as table
+    from reproduction.grid.engines import inline
+    from reproduction.grid.results import Results
+    from reproduction.report import page
 
     run = folder.with_name(f"run-{folder.name}")
     table.draw = lambda _, path: write_atomically(path, b"a picture takes a second")

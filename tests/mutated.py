@@ -22,11 +22,12 @@ import torch
 from training import problem
 
 import embens
-from embens import data, laws, networks, theory
+from embens import laws, networks, theory
+from reproduction import datasets as data
 from embens.cli.specification import read_data
-from embens.experiments.results import Results
+from reproduction.grid.results import Results
 from embens.files import Refused, read_tree
-from embens.report import page
+from reproduction.report import page
 from embens.training.checkpoint import FORMAT, Checkpoints
 
 EXECUTED: list[str] = []
@@ -109,7 +110,7 @@ def cells(folder):
 
 
 def manifest(folder):
-    from report import results
+    from tests.reproduction.report import results
 
     results.make(folder, "widths")
     paths = sorted(p for p in folder.rglob("*") if p.suffix in (".json", ".csv"))
@@ -135,7 +136,7 @@ def idx_gzip(folder):
 
 
 def cifar(folder):
-    from experiments.problem import write_cifar
+    from tests.reproduction.problem import write_cifar
 
     write_cifar(folder, 5, 3)
     return lambda: data.cifar100(folder) and None, sorted(folder.iterdir())

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from embens.experiments.results import redraw
+from reproduction.grid.results import redraw
 from embens.files import write_atomically
-from embens.report.page import collect
+from reproduction.report.page import collect
 
 FOLDER = Path(__file__).parent
 _SQUARES = {"holds": "🟩", "does not hold": "🟥", "undecided": "🟨"}
@@ -18,7 +18,7 @@ _COLUMNS = ("verdict", "statement", "measured", "true if", "the paper")
 
 
 def markdown(entries: list[dict[str, Any]]) -> str:
-    """Return the page of what :func:`embens.report.page.collect` gives of this folder."""
+    """Return the page of what :func:`reproduction.report.page.collect` gives of this folder."""
     summary, sections = [], []
     for entry in entries:
         manifest, claims = entry["manifest"], entry["claims"]
