@@ -1,12 +1,10 @@
-"""``embens reproduce``: run experiments, from their cells to tables, pictures and verdicts."""
+"""Run experiments: from their cells to tables, pictures and verdicts."""
 
 import os
 import time
-from argparse import Namespace
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from dataclasses import replace
-from datetime import timedelta
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,234 +12,312 @@ from typing import TYPE_CHECKING, Any
 import torch
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from reproduction import datasets as data
-from embens.checks import check_whole, closest
+from reproduction.datasets import cifar100
 from reproduction.figures import NAMES
-from reproduction.grid import cells as contract
-from reproduction.grid import engines
-from reproduction.grid import runs as grid
-from reproduction.grid import results
-from reproduction.grid.cells import Cell
-from reproduction.grid.runs import Engine, Record, perform
-from reproduction.grid.results import Results
-from reproduction.grid.settings import PRESETS, fingerprint
+from reproduction.grid import engines, runs
+from reproduction.grid.cells import Cell, cells_of
+from reproduction.grid.estimates import time_cells
+from reproduction.grid.keys import key_of
+from reproduction.grid.results import Results, count_outdated, make_table, write_summary
+from reproduction.grid.runs import Engine
+from reproduction.grid.settings import PRESETS, Setting, with_fingerprint
+from reproduction.progress import describe_outcome, format_time, show_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+STYLES = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
+MINIMA = {"seeds": 1, "epochs": 1, "workers": 0, "first_seed": 0}
+"""Smallest values of whole-number options."""
 
-def add_arguments(add: Callable[..., object]) -> None:
-    """Add the options of ``embens reproduce``."""
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of a run to a parser."""
+    add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="one of " + ", ".join(NAMES))
-    add("--all", action="store_true", help="all experiments, one after another")
+    add("--all", action="store_true", help="run all experiments, one after another")
     add("--preset", choices=PRESETS, default="quick")
     add("--data", type=Path, help="folder with CIFAR-100's binary files (default: the cache)")
-    add("--download", action="store_true", help="get CIFAR-100 if it is missing")
+    add("--download", action="store_true", help="download CIFAR-100 if it is missing")
     add("--out", type=Path, default=Path("embens-results"), help="results folder")
     add("--engine", choices=("local", "ray"), default="local")
-    add("--workers", type=int, help="processes (default: as many as cores); 0: in this process")
-    add("--address", help="of a Ray cluster; default: one that is started here")
-    add("--gpus-per-cell", type=float, default=1.0, help="part of a GPU for a cell (Ray)")
-    add("--device", help="cpu or cuda (default: cuda for the paper preset, if any)")
-    add("--seeds", type=int, help="number of seeds, instead of the preset's")
-    add("--first-seed", type=int, default=0, help="seeds from this one on")
+    add("--workers", type=int, help="processes (default: one per core); 0: in this process")
+    add("--address", help="address of a Ray cluster (default: start one here)")
+    add("--gpus-per-cell", type=float, default=1.0, help="share of a GPU per cell (Ray)")
+    add("--device", help="cpu or cuda (default: cuda for the paper preset, if available)")
+    add("--seeds", type=int, help="number of seeds (default: the preset's)")
+    add("--first-seed", type=int, default=0, help="first seed")
     add("--members", type=int, nargs="+", help="only these numbers of members")
     add("--widths", type=float, nargs="+", help="only these relative widths")
-    add("--only", nargs="+", default=[], metavar="FIELD=VALUE[,VALUE]", help="only these cells")
-    add("--epochs", type=int, help="another number of epochs (results kept apart)")
-    add("--retry-failed", action="store_true", help="try failed cells again")
-    add("--dry-run", action="store_true", help="say what would be done and how long it would take")
+    add("--only", nargs="+", default=[], metavar="AXIS=VALUE[,VALUE]", help="only these cells")
+    add("--epochs", type=int, help="another number of epochs (results are kept apart)")
+    add("--retry-failed", action="store_true", help="measure failed cells again")
+    add("--dry-run", action="store_true", help="estimate the duration without running")
 
 
-def run(options: Namespace) -> int:
-    """Run ``embens reproduce``; return its exit code."""
-    names = _check(options)
-    import matplotlib  # noqa: F401 - missing extras are reported before anything is spent
+@dataclass(frozen=True)
+class Run:
+    """A checked request to run experiments.
+
+    Attributes:
+        setting: Setting of the preset.
+        out: Results folder.
+        engine: Where cells are measured.
+        workers: Number of processes, for estimates.
+        retry_failed: Measure failed cells again.
+        console: Where messages are printed.
+    """
+
+    setting: Setting
+    out: Path
+    engine: Engine
+    workers: int
+    retry_failed: bool
+    console: "Console"
+
+    def folder(self, name: str) -> Path:
+        """Return the results folder of an experiment."""
+        return self.out / name / self.setting.preset
+
+
+def run_experiments(options: Namespace) -> int:
+    """Run the experiments of a command line.
+
+    Args:
+        options: Options of :func:`add_arguments`.
+
+    Returns:
+        The exit code: 1 if cells failed or results could not be written.
+
+    Raises:
+        ValueError: If options are invalid.
+    """
+    names = _check_options(options)
+    # Missing packages are reported before any work.
+    import matplotlib  # noqa: F401
     import pandas  # noqa: F401
     import scipy  # noqa: F401
     from rich.console import Console
 
-    options.console = Console(highlight=False, soft_wrap=True)
     if options.data is not None:
-        os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())  # for workers as well
-    here = options.preset == "paper" and torch.cuda.is_available()
-    preset, device = PRESETS[options.preset], options.device or ("cuda" if here else "cpu")
-    setting = replace(preset, epochs=options.epochs or preset.epochs, device=device)
-    if options.download and setting.data == "cifar100":
-        data.cifar100(download=True)
-    try:
-        options.setting = fingerprint(setting)
-    except FileNotFoundError as problem:
-        raise ValueError(f"{problem}. Here: --data DIR, or --download.") from None
-    sweeps = {name: _cells(options, name) for name in names}  # errors before any work
-    swept = {name for cells in sweeps.values() for name in cells[0].swept}
-    for item in options.only:
-        if item.partition("=")[0] not in swept:
-            raise ValueError(f"--only {item}: nothing sweeps it; there are {sorted(swept)}")
-    work = _estimate if options.dry_run else _reproduce
-    return min(1, sum(work(options, name, cells) for name, cells in sweeps.items()))
+        # Workers read the same variable.
+        os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())
+    workers = options.workers
+    if workers is None:
+        workers = os.cpu_count() or 1
+    run = Run(
+        setting=_make_setting(options),
+        out=options.out,
+        engine=_make_engine(options, workers),
+        workers=max(1, workers),
+        retry_failed=options.retry_failed,
+        console=Console(highlight=False, soft_wrap=True),
+    )
+    # All sweeps are checked before the first one runs.
+    sweeps = {name: _select_cells(options, name, run.setting) for name in names}
+    _check_axes(options.only, sweeps)
+    failures = 0
+    for name, cells in sweeps.items():
+        if options.dry_run:
+            estimate(run, name, cells)
+        else:
+            failures += reproduce(run, name, cells)
+    return 1 if failures else 0
 
 
-def _check(options: Namespace) -> list[str]:
+def _check_options(options: Namespace) -> list[str]:
+    """Return the names of the requested experiments."""
     if options.all == (options.name is not None):
-        raise ValueError("give the NAME of an experiment, or --all; there are: " + ", ".join(NAMES))
-    if options.name not in (None, *NAMES):
-        raise ValueError(f"unknown experiment {options.name!r}{closest(options.name, NAMES)}")
-    for name, least in {"seeds": 1, "epochs": 1, "workers": 0, "first_seed": 0}.items():
-        if getattr(options, name) is not None:
-            check_whole(f"--{name.replace('_', '-')}", getattr(options, name), least)
+        raise ValueError(
+            f"give either the NAME of an experiment or --all. Experiments: {', '.join(NAMES)}."
+        )
+    if options.name is not None and options.name not in NAMES:
+        matches = get_close_matches(options.name, NAMES, n=1)
+        hint = f" Did you mean {matches[0]!r}?" if matches else ""
+        raise ValueError(f"unknown experiment {options.name!r}.{hint}")
+    for name, minimum in MINIMA.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}.")
     if options.engine == "ray" and options.workers == 0:
-        raise ValueError("--workers 0 is for the local engine; with Ray it must be at least 1")
+        raise ValueError("--workers 0 needs the local engine; with Ray it must be at least 1.")
     for item in options.only:
         if "=" not in item:
-            raise ValueError(f"--only expects FIELD=VALUE, for example p=0,0.9; got {item!r}")
-    return list(NAMES) if options.all else [str(options.name)]
+            raise ValueError(f"--only needs AXIS=VALUE, for example p=0,0.9, got {item!r}.")
+    if options.all:
+        return list(NAMES)
+    return [options.name]
 
 
-def _cells(options: Namespace, name: str) -> list[Cell]:
-    sweep, first = partial(contract.cells, name, options.setting), options.first_seed
-    count = options.seeds or len({cell.seed for cell in sweep()})
-    cells = sweep(range(first, first + count))
-    wanted: dict[str, Any] = {"members": options.members, "width": options.widths}
-    for item in options.only:
-        field, _, values = item.partition("=")
-        wanted[field] = values.split(",")
-    known = wanted if options.name else cells[0].swept  # others may sweep the rest
-    return grid.narrow(cells, **{f: v for f, v in wanted.items() if v and f in known})
-
-
-def _engine(options: Namespace) -> Engine:
-    if options.engine == "ray":
-        cluster = {"address": options.address, "gpus_per_cell": options.gpus_per_cell}
-        return partial(engines.ray, workers=options.workers, **cluster)
-    workers = os.cpu_count() or 1 if options.workers is None else options.workers
-    return partial(engines.local, workers=workers) if workers else engines.inline
-
-
-def _reproduce(options: Namespace, name: str, cells: list[Cell]) -> int:
-    console, folder = options.console, options.out / name / options.preset
+def _make_setting(options: Namespace) -> Setting:
+    setting = PRESETS[options.preset]
+    if options.epochs is not None:
+        setting = replace(setting, epochs=options.epochs)
+    device = options.device
+    if device is None:
+        use_cuda = options.preset == "paper" and torch.cuda.is_available()
+        device = "cuda" if use_cuda else "cpu"
+    setting = replace(setting, device=device)
+    if options.download and setting.data == "cifar100":
+        cifar100(download=True)
     try:
-        with _alone(console, folder):
-            found, began = Results(folder), time.perf_counter()
+        return with_fingerprint(setting)
+    except FileNotFoundError as error:
+        raise ValueError(f"{error} Use --data DIR or --download.") from None
+
+
+def _make_engine(options: Namespace, workers: int) -> Engine:
+    if options.engine == "ray":
+        return partial(
+            engines.ray,
+            address=options.address,
+            workers=options.workers,
+            gpus_per_cell=options.gpus_per_cell,
+        )
+    if workers == 0:
+        return engines.inline
+    return partial(engines.local, workers=workers)
+
+
+def _select_cells(options: Namespace, name: str, setting: Setting) -> list[Cell]:
+    count = options.seeds
+    if count is None:
+        count = len({cell.seed for cell in cells_of(name, setting)})
+    seeds = range(options.first_seed, options.first_seed + count)
+    cells = cells_of(name, setting, seeds)
+    wanted: dict[str, Any] = {}
+    if options.members:
+        wanted["members"] = options.members
+    if options.widths:
+        wanted["width"] = options.widths
+    for item in options.only:
+        axis, _, values = item.partition("=")
+        wanted[axis] = values.split(",")
+    if options.all:
+        # Each experiment uses the axes that it sweeps.
+        wanted = {axis: values for axis, values in wanted.items() if axis in cells[0].values}
+    return runs.select(cells, **wanted)
+
+
+def _check_axes(only: list[str], sweeps: dict[str, list[Cell]]) -> None:
+    axes = {axis for cells in sweeps.values() for axis in cells[0].values}
+    for item in only:
+        if item.partition("=")[0] not in axes:
+            raise ValueError(f"--only {item}: no experiment sweeps it; axes: {sorted(axes)}.")
+
+
+def reproduce(run: Run, name: str, cells: list[Cell]) -> int:
+    """Run one experiment and write its summary.
+
+    Args:
+        run: The request.
+        name: Name of the experiment.
+        cells: Its cells.
+
+    Returns:
+        The number of failures.
+    """
+    console, folder = run.console, run.folder(name)
+    started = time.perf_counter()
+    try:
+        with _lock(console, folder):
+            results = Results(folder)
+            engine = show_progress(run.engine, console, name)
             try:
-                engine = watched(_engine(options), console, name)
-                count, failed = grid.run(name, cells, found, engine, options.retry_failed)
+                measured, failed = runs.run(name, cells, results, engine, run.retry_failed)
             except KeyboardInterrupt:
-                _summarise(options, name, found)
-                console.print(f"{name}: stopped; the same command goes on from here.")
+                summarise(run, name, results)
+                console.print(f"{name}: stopped. The same command continues from here.")
                 raise
-            seconds = time.perf_counter() - began
-            _summarise(options, name, found, seconds)
-    except OSError as problem:
+            seconds = time.perf_counter() - started
+            summarise(run, name, results, seconds)
+    except OSError as error:
         console.print(
-            f"{name}: could not write to {folder} ({problem}). Results that were written are safe; "
-            "make room there, or choose another folder with --out, and run the same command again.",
+            f"{name}: could not write to {folder} ({error}). Results written so far are safe. Free "
+            "some space, or choose another folder with --out, and run the same command again.",
             style="red",
             markup=False,
         )
         return 1
-    text = f"{count} cells measured in {_time(seconds)}, {len(cells) - count} known"
-    console.print(f"{name}: {text} before; results in {folder}")
-    if others := results.count_others(found, name):
-        text = f"{others} results there are of other code, or another version of embens or torch"
-        console.print(f"{name}: {text}; they are kept, and left out")
+    known = len(cells) - measured
+    duration = format_time(seconds)
+    console.print(
+        f"{name}: {measured} cells measured in {duration}, {known} known before; "
+        f"results in {folder}"
+    )
+    outdated = count_outdated(results, name)
+    if outdated:
+        console.print(
+            f"{name}: {outdated} results are of other code, or of other versions of embens or "
+            "torch; they are kept but not used"
+        )
     for cell in failed[:5]:
-        text = describe(cell, found.records[grid.key_of(cell)])
+        text = describe_outcome(cell, results.records[key_of(cell)])
         console.print(text, style="red", markup=False)
     if failed:
-        console.print(f"{len(failed)} cells failed; --retry-failed tries them again")
+        console.print(f"{len(failed)} cells failed; --retry-failed measures them again")
     return len(failed)
 
 
-def _alone(console: "Console", folder: Path) -> AcquireReturnProxy:
-    """Wait until no other run works in a folder; return what keeps it for this one."""
+def _lock(console: "Console", folder: Path) -> AcquireReturnProxy:
+    """Wait until no other run uses a folder; return the lock as a context."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".results.lock")
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        console.print(f"{folder}: another run is at work here; this one waits for it to end")
+        console.print(f"{folder}: another run uses this folder; waiting for it to end")
         return lock.acquire()
 
 
-def watched(engine: Engine, console: "Console", title: str) -> Engine:
-    """Return the engine with its progress shown: a line that changes, or ten lines.
+def summarise(run: Run, name: str, results: Results, seconds: float | None = None) -> None:
+    """Write the table, picture, claims and manifest of an experiment, and print the claims.
 
-    The time left goes by the weights of cells, since large ones cost more than small ones.
+    Args:
+        run: The request.
+        name: Name of the experiment.
+        results: Its results.
+        seconds: Duration of the run.
     """
-    from rich.text import Text
-
-    def show(cells: Sequence[Cell]) -> Generator[tuple[Cell, Record]]:
-        began, count = time.perf_counter(), len(cells)
-        total, passed, failed = sum(cell.weight for cell in cells), 0.0, 0
-        with console.status(title) as status, closing(engine(cells)) as found:
-            for number, (cell, record) in enumerate(found, 1):
-                passed, failed = passed + cell.weight, failed + ("error" in record)
-                left = _time((time.perf_counter() - began) * (total / passed - 1))
-                state = f"{title} {number}/{count}" + f" ({failed} failed)" * bool(failed)
-                text = f"{state}, {left} left: {describe(cell, record)}"
-                status.update(Text(text, no_wrap=True, overflow="ellipsis"))
-                tenth = 10 * number // count > 10 * (number - 1) // count
-                if tenth and not console.is_terminal:
-                    console.print(text, markup=False)
-                yield cell, record
-
-    return show
-
-
-def describe(cell: Cell, record: Record) -> str:
-    """Return a cell and its result in a few words."""
-    words = " ".join(f"{name}={value}" for name, value in cell.swept.items())
-    if "error" in record:
-        return f"{words}: failed, {record['error'].strip().splitlines()[-1][:80]}"
-    numbers = list((record["rows"] or [{}])[-1].items())[:3]
-    return f"{words}: " + ", ".join(f"{name} {value:.3g}" for name, value in numbers)
-
-
-def _summarise(options: Namespace, name: str, found: Results, seconds: float | None = None) -> None:
-    """Write table, picture, claims and manifest of what is there; print the claims."""
     from rich.markup import escape
 
-    say, table = options.console.print, results.tidy(found, name, options.setting)
+    table = make_table(results, name, run.setting)
     if not len(table):
         return
-    styles = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
-    say(f"\n[bold]{name}[/]: claims of the paper, seeds: {table['seed'].nunique()}")
-    for claim in results.write(found, name, options.setting, table, seconds):
-        number = f"{claim.value:.3g}, 95 % [{claim.low:.3g}, {claim.high:.3g}]"
-        number = escape(claim.note or f"{number}, holds if {claim.region}")
-        say(
-            f"[{styles[claim.verdict]}]{claim.verdict:>13}[/]  {escape(claim.statement)}\n"
-            f"{'':15}{escape(claim.measure)}: {number}\n"
-            f"{'':15}[dim]the paper: {escape(claim.paper)}[/]"
-        )
+    echo = run.console.print
+    echo(f"\n[bold]{name}[/]: claims of the paper, {table['seed'].nunique()} seeds")
+    for claim in write_summary(results, name, run.setting, table, seconds):
+        value = claim.note
+        if not value:
+            value = (
+                f"{claim.value:.3g}, 95 % [{claim.low:.3g}, {claim.high:.3g}], "
+                f"holds if {claim.region}"
+            )
+        style = STYLES[claim.verdict]
+        echo(f"[{style}]{claim.verdict:>13}[/]  {escape(claim.statement)}")
+        echo(f"{'':15}{escape(claim.measure)}: {escape(value)}")
+        echo(f"{'':15}[dim]paper: {escape(claim.paper)}[/]")
 
 
-def _estimate(options: Namespace, name: str, cells: list[Cell]) -> int:
-    folder, left = options.out / name / options.preset, cells
+def estimate(run: Run, name: str, cells: list[Cell]) -> None:
+    """Print how long an experiment would take.
+
+    Args:
+        run: The request.
+        name: Name of the experiment.
+        cells: Its cells.
+    """
+    folder = run.folder(name)
+    missing = cells
     if folder.exists():
-        left = grid.unknown(cells, Results(folder), retry_failed=options.retry_failed)
-    cheapest = min(cells, key=lambda cell: cell.weight)
-    trials = [cheapest.shortened(epochs=epochs) for epochs in (1, 9)]
-    perform(trials[0])  # loads data, warms up
-    timed = [perform(trial) for trial in trials]
-    if "error" in timed[0]:
-        raise RuntimeError(f"{name}: the cell that was timed failed:\n{timed[0]['error']}")
-    less, more = (trial.weight for trial in trials)
-    short, long = (result["seconds"] for result in timed)
-    epochs = more > less and long > short  # else nothing is trained, or it takes no time
-    unit = (long - short) / (more - less) if epochs else short / less
-    once = max(0.0, short - unit * less)  # what a cell does whatever its weight
-    costs, todo = ([once + unit * cell.weight for cell in some] for some in (cells, left))
-    workers = max(1, os.cpu_count() or 1 if options.workers is None else options.workers)
-    wall = max(sum(todo) / workers, *todo, 0.0)
-    options.console.print(
-        f"{name} ({options.preset}): {len(cells)} cells, {len(left)} to do; about "
-        f"{min(costs):.3g} to {max(costs):.3g} s each (from a timed one), "
-        f"{_time(sum(todo))} of work, {_time(wall)} on {workers} workers (hours:minutes:seconds)"
+        missing = runs.pending(cells, Results(folder), retry_failed=run.retry_failed)
+    timing = time_cells(cells)
+    durations = [timing.seconds(cell) for cell in cells]
+    remaining = [timing.seconds(cell) for cell in missing]
+    wall = max(sum(remaining) / run.workers, max(remaining, default=0.0))
+    run.console.print(
+        f"{name} ({run.setting.preset}): {len(cells)} cells, {len(missing)} to measure; about "
+        f"{min(durations):.3g} to {max(durations):.3g} s each (from a timed cell), "
+        f"{format_time(sum(remaining))} of work, {format_time(wall)} on {run.workers} workers "
+        "(hours:minutes:seconds)"
     )
-    return 0
-
-
-def _time(seconds: float) -> timedelta:
-    return timedelta(seconds=round(seconds))

@@ -1,8 +1,7 @@
-"""Figures as data: panels of curves, which matplotlib draws to a file and a browser to a page.
+"""Figures as data: panels of curves, drawn by matplotlib or in a browser.
 
-``plot(table)`` of an experiment returns a :class:`Figure`; nothing is computed after that, save
-means and standard errors over seeds, in :func:`curves`. A panel's title says what to see in it, its
-axes what is drawn; a colour and a style mean one thing in a figure.
+``plot(table)`` of an experiment returns a :class:`Figure`. A panel's title says what to look at,
+its axes say what is drawn. A colour and a style have one meaning within a figure.
 """
 
 import io
@@ -11,11 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reproduction.claims import Frame
-from embens.files import write_atomically
+from reproduction.rows import Frame
+from reproduction.storage import write_atomically
 
-_FIRST = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
-PALETTE = (*_FIRST, "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
+BLUE, ORANGE, GREEN, RED, PURPLE = "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"
+BROWN, PINK, GREY, OLIVE, CYAN = "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"
+BLACK = "#000000"
+PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, GREY, OLIVE, CYAN)
 LABELS = {
     "accuracy": "ensemble accuracy, test",
     "member_accuracy": "mean member accuracy, test",
@@ -23,30 +24,52 @@ LABELS = {
     "correlation": "correlation of errors, test",
     "nll": "log loss, test",
 }
-"""What columns are called beside an axis; others by their names."""
-_DENSE = 20  # points of a curve from which on not each has a mark and an error bar
-_SMALL = {"ha": "right", "va": "top", "fontsize": 7}  # below and left of its place
+"""Axis labels of columns; other columns are labelled by their names."""
+
+# Curves with more points get marks and error bars at some of them only.
+_DENSE = 20
+_SMALL_TEXT = {"ha": "right", "va": "top", "fontsize": 7}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points with error bars."""
+    """Points with error bars.
 
-    label: str  # curves of the same label in several panels belong together
+    Attributes:
+        label: Legend entry. Curves of the same label in several panels belong together.
+        x: Abscissae.
+        y: Ordinates.
+        error: Standard errors; empty for none.
+        colour: Hexadecimal colour.
+        style: ``"line"``, ``"dash"``, ``"points"`` or ``"bars"``.
+        names: Names of the points. Only those of lines are written into the picture.
+        ends: Why the curve ends before others.
+    """
+
+    label: str
     x: list[float]
     y: list[float]
-    error: list[float] = field(default_factory=list)  # standard errors; empty: none are drawn
+    error: list[float] = field(default_factory=list)
     colour: str = PALETTE[0]
-    style: str = "line"  # or "dash", "points", "bars"
-    names: list[str] = field(default_factory=list)  # of points; a picture has those of lines
-    ends: str = ""  # why it ends before others do
+    style: str = "line"
+    names: list[str] = field(default_factory=list)
+    ends: str = ""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes; ``x_log`` and ``y_log`` are bases of logarithms, 0 for linear axes."""
+    """A pair of axes.
 
-    title: str  # what to see
+    Attributes:
+        title: What to look at.
+        x_label: Label of the abscissa.
+        y_label: Label of the ordinate.
+        curves: The curves.
+        x_log: Base of a logarithmic abscissa; 0 for a linear one.
+        y_log: Base of a logarithmic ordinate; 0 for a linear one.
+    """
+
+    title: str
     x_label: str
     y_label: str
     curves: list[Curve]
@@ -56,11 +79,22 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels side by side, as the paper has them, and what they show."""
+    """Panels in rows.
+
+    Attributes:
+        panels: The panels.
+        columns: Panels per row.
+        title: Title of the figure.
+    """
 
     panels: list[Panel]
     columns: int = 4
     title: str = ""
+
+
+def label_of(column: str) -> str:
+    """Return the axis label of a column."""
+    return LABELS.get(column, column.replace("_", " "))
 
 
 def curves(
@@ -74,120 +108,203 @@ def curves(
     style: str = "line",
     ends: str = "",
 ) -> list[Curve]:
-    """Return a curve of means over seeds, with standard errors, for each value of ``by``.
+    """Return curves of means over seeds with standard errors.
 
-    That is ``{}`` in ``label``; where one curve has all rows it is the name of ``y``. ``colours``
-    is one for all, or one for each value in the order of curves (others are left out). ``ends``
-    says why a curve ends before others.
+    Args:
+        table: The table.
+        x: Column of the abscissa.
+        y: Column of the ordinate.
+        by: Column with a curve for each of its values; None draws one curve of all rows.
+        label: Legend entry; ``{}`` stands for the value of ``by``, or the label of ``y``.
+        colours: One colour, or a colour for each value of ``by``. Values without a colour are left
+            out. The order of the colours is that of the curves.
+        style: Style of the curves.
+        ends: Why a curve ends before others.
+
+    Returns:
+        The curves; empty if the table lacks the column.
     """
     if y not in table or not len(table):
         return []
-    whole = {LABELS.get(y, y.replace("_", " ")): table}
-    groups: dict[Any, Frame] = whole if by is None else dict(list(table.groupby(by)))
-    chosen = colours if isinstance(colours, dict) else dict.fromkeys(groups, colours)
-    found = []
-    for value, colour in ((value, c) for value, c in chosen.items() if value in groups):
-        each = groups[value].groupby([x, "seed"])[y].mean().reset_index()  # a seed is one number
-        points = each.groupby(x)[y].agg(["mean", "sem"]).dropna(subset=["mean"]).fillna(0.0)
-        if len(points):
-            name = label.format(f"{value:g}" if isinstance(value, float) else value)
-            values = points.reset_index().astype(float).T.values.tolist()
-            early = ends if values[0][-1] < table[x].max() else ""
-            found.append(Curve(name, *values, colour=colour, style=style, ends=early))
-    return found
+    groups: dict[Any, Frame] = {label_of(y): table}
+    if by is not None:
+        groups = dict(list(table.groupby(by)))
+    if isinstance(colours, str):
+        colours = dict.fromkeys(groups, colours)
+    drawn = []
+    for value, colour in colours.items():
+        if value not in groups:
+            continue
+        # Average within a seed first: several rows of one seed are not independent.
+        per_seed = groups[value].groupby([x, "seed"])[y].mean().reset_index()
+        points = per_seed.groupby(x)[y].agg(["mean", "sem"]).dropna(subset=["mean"]).fillna(0.0)
+        if not len(points):
+            continue
+        xs = [float(number) for number in points.index]
+        text = f"{value:g}" if isinstance(value, float) else value
+        curve = Curve(
+            label.format(text),
+            xs,
+            points["mean"].tolist(),
+            points["sem"].tolist(),
+            colour=colour,
+            style=style,
+            ends=ends if xs[-1] < table[x].max() else "",
+        )
+        drawn.append(curve)
+    return drawn
 
 
 def panels(
-    draw: Callable[..., list[Curve]],
+    draw_column: Callable[..., list[Curve]],
     titles: dict[str, str],
     x_label: str = "members M",
     *,
     x_log: int = 2,
     y_log: int = 0,
 ) -> list[Panel]:
-    """Return a panel for each of these columns, with a title and the curves of ``draw(y=…)``."""
+    """Return a panel for each column.
+
+    Args:
+        draw_column: Function with the argument ``y``, a column, that returns curves.
+        titles: Titles of the panels by column.
+        x_label: Label of the abscissa.
+        x_log: Base of a logarithmic abscissa; 0 for a linear one.
+        y_log: Base of a logarithmic ordinate; 0 for a linear one.
+
+    Returns:
+        The panels.
+    """
     return [
-        Panel(title, x_label, LABELS.get(y, y.replace("_", " ")), draw(y=y), x_log, y_log)
-        for y, title in titles.items()
+        Panel(title, x_label, label_of(column), draw_column(y=column), x_log, y_log)
+        for column, title in titles.items()
     ]
 
 
-def shades(values: Iterable[Any], colours: str = "viridis") -> dict[Any, str]:
-    """Return a colour of a map for each of these values, in their order."""
+def shades(values: Iterable[Any], colour_map: str = "viridis") -> dict[Any, str]:
+    """Return a colour of a colour map for each distinct value, in ascending order."""
     import matplotlib
     from matplotlib.colors import to_hex
 
-    points = sorted(set(values))
-    chosen = matplotlib.colormaps[colours]
-    scale = max(1, len(points) - 1)
-    return {v: to_hex(chosen(0.92 * number / scale)) for number, v in enumerate(points)}
+    distinct = sorted(set(values))
+    colours = matplotlib.colormaps[colour_map]
+    scale = max(1, len(distinct) - 1)
+    # The lightest 8 % of a map are hard to see on white.
+    return {value: to_hex(colours(0.92 * index / scale)) for index, value in enumerate(distinct)}
 
 
 def draw(figure: Figure, path: str | Path) -> None:
-    """Draw a figure to a file, in the format that its name ends with; a reader sees it whole."""
+    """Draw a figure to a file.
+
+    Args:
+        figure: The figure.
+        path: The file; its suffix determines the format.
+    """
     from matplotlib.figure import Figure as Canvas
 
-    count = len(figure.panels)
-    columns = max(1, min(figure.columns, count))
-    rows = max(1, -(-count // columns))
+    path = Path(path)
+    columns = max(1, min(figure.columns, len(figure.panels)))
+    rows = max(1, -(-len(figure.panels) // columns))
     canvas = Canvas(figsize=(4.2 * columns, 4.2 * rows), constrained_layout=True)
     canvas.suptitle(figure.title, fontsize=12)
-    for number, panel in enumerate(figure.panels):
-        axis = canvas.add_subplot(rows, columns, number + 1)
-        handles = {curve.label: _draw_curve(axis, curve) for curve in panel.curves}
-        axis.set_title(panel.title, fontsize=10)
-        axis.set_xlabel(panel.x_label)
-        axis.set_ylabel(panel.y_label)
-        _set_scales(axis, panel)
-        axis.grid(alpha=0.3)
-        for curve in {curve.ends: curve for curve in panel.curves if curve.ends}.values():
-            place, style = (curve.x[-1], curve.y[-1]), {"fontsize": 7, "color": curve.colour}
-            axis.annotate(curve.ends, place, (5, -8), textcoords="offset points", **style)
-        if handles:
-            fit = int(440 / (34 + 4.3 * max(map(len, handles))))  # what is as wide as a panel
-            axis.legend(
-                handles.values(), handles.keys(), loc="upper center", bbox_to_anchor=(0.5, -0.16),
-                ncols=min(fit, 4), fontsize=7, handlelength=2.8, columnspacing=1.0,
-            )  # fmt: skip
-    content, path = io.BytesIO(), Path(path)
+    for index, panel in enumerate(figure.panels):
+        _draw_panel(canvas.add_subplot(rows, columns, index + 1), panel)
+    content = io.BytesIO()
     canvas.savefig(content, dpi=110, format=path.suffix[1:] or "png")
     write_atomically(path, content.getvalue())
 
 
-def _draw_curve(axis: Any, curve: Curve) -> Any:
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    handles = {curve.label: _draw_curve(axes, curve) for curve in panel.curves}
+    axes.set_title(panel.title, fontsize=10)
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    _set_scales(axes, panel)
+    axes.grid(alpha=0.3)
+    # One annotation per reason, at the last curve that has it.
+    last_curves = {curve.ends: curve for curve in panel.curves if curve.ends}
+    for reason, curve in last_curves.items():
+        axes.annotate(
+            reason,
+            (curve.x[-1], curve.y[-1]),
+            (5, -8),
+            textcoords="offset points",
+            fontsize=7,
+            color=curve.colour,
+        )
+    if handles:
+        longest = max(len(label) for label in handles)
+        columns_that_fit = int(440 / (34 + 4.3 * longest))
+        axes.legend(
+            handles.values(),
+            handles.keys(),
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.16),
+            ncols=min(columns_that_fit, 4),
+            fontsize=7,
+            handlelength=2.8,
+            columnspacing=1.0,
+        )
+
+
+def _draw_curve(axes: Any, curve: Curve) -> Any:
+    """Draw a curve; return its legend handle."""
     if curve.style == "bars":
-        width = min((b - a for a, b in zip(curve.x, curve.x[1:], strict=False)), default=0.8)
-        return axis.bar(curve.x, curve.y, width, color=curve.colour, alpha=0.5)
-    line = {"line": "-", "dash": "--", "points": ""}[curve.style]
-    error = curve.error if any(curve.error) else None
-    every = 1 if curve.style == "points" else 1 + len(curve.x) // _DENSE
-    if curve.names and line:
-        named = [f"{number} {name}" for number, name in enumerate(curve.names, 1)]
-        axis.text(0.97, 0.97, "\n".join(named), transform=axis.transAxes, **_SMALL)
-        for number, place in enumerate(zip(curve.x, curve.y, strict=True), 1):
-            axis.annotate(str(number), place, (-3, -3), textcoords="offset points", **_SMALL)
+        gaps = [after - before for before, after in zip(curve.x, curve.x[1:], strict=False)]
+        width = min(gaps, default=0.8)
+        return axes.bar(curve.x, curve.y, width, color=curve.colour, alpha=0.5)
+    every = 1
+    if curve.style != "points":
+        every = 1 + len(curve.x) // _DENSE
+        if curve.names:
+            _name_points(axes, curve)
     if curve.ends:
-        axis.plot(curve.x[-1:], curve.y[-1:], marker="x", ms=8, color=curve.colour)
-    return axis.errorbar(
-        curve.x, curve.y, error, color=curve.colour, linestyle=line, marker="o", ms=3.5,
-        capsize=2, lw=1.4, elinewidth=0.8, errorevery=every, markevery=every,
-    )  # fmt: skip
+        axes.plot(curve.x[-1:], curve.y[-1:], marker="x", ms=8, color=curve.colour)
+    return axes.errorbar(
+        curve.x,
+        curve.y,
+        curve.error if any(curve.error) else None,
+        color=curve.colour,
+        linestyle={"line": "-", "dash": "--", "points": ""}[curve.style],
+        marker="o",
+        ms=3.5,
+        capsize=2,
+        lw=1.4,
+        elinewidth=0.8,
+        errorevery=every,
+        markevery=every,
+    )
 
 
-def _set_scales(axis: Any, panel: Panel) -> None:
-    """Set linear or logarithmic axes, with ticks at plain numbers."""
+def _name_points(axes: Any, curve: Curve) -> None:
+    """Number the points of a curve and list their names."""
+    names = [f"{number} {name}" for number, name in enumerate(curve.names, 1)]
+    axes.text(0.97, 0.97, "\n".join(names), transform=axes.transAxes, **_SMALL_TEXT)
+    for number, point in enumerate(zip(curve.x, curve.y, strict=True), 1):
+        axes.annotate(str(number), point, (-3, -3), textcoords="offset points", **_SMALL_TEXT)
+
+
+def _set_scales(axes: Any, panel: Panel) -> None:
+    xs = [x for curve in panel.curves for x in curve.x]
+    ys = [y for curve in panel.curves for y in curve.y]
+    _set_scale(axes.xaxis, axes.set_xscale, panel.x_log, xs)
+    _set_scale(axes.yaxis, axes.set_yscale, panel.y_log, ys)
+    distinct = sorted(set(xs))
+    if panel.x_log and any(x > 0 for x in xs) and len(distinct) <= 9:
+        from matplotlib.ticker import LogLocator
+
+        axes.xaxis.set_ticks(distinct)
+        axes.xaxis.set_minor_locator(LogLocator(panel.x_log, ()))
+
+
+def _set_scale(axis: Any, set_scale: Callable[..., None], base: int, values: list[float]) -> None:
+    """Set a linear or logarithmic axis with ticks at plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    numbers = FuncFormatter(lambda value, _: f"{value:.6f}".rstrip("0").rstrip("."))
-    shown = [(axis.xaxis, panel.x_log, "x"), (axis.yaxis, panel.y_log, "y")]
-    for line, base, name in shown:
-        values = [v for curve in panel.curves for v in getattr(curve, name)]
-        if base and any(v > 0 for v in values):
-            getattr(axis, f"set_{name}scale")("log", base=base)
-            line.set_minor_formatter(NullFormatter())
-            if base == 10 and max(values) < 200 * min(v for v in values if v > 0):
-                line.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
-            if name == "x" and len(set(values)) <= 9:
-                line.set_ticks(sorted(set(values)))
-                line.set_minor_locator(LogLocator(base, ()))
-        line.set_major_formatter(numbers)
+    positive = [value for value in values if value > 0]
+    if base and positive:
+        set_scale("log", base=base)
+        axis.set_minor_formatter(NullFormatter())
+        if base == 10 and max(values) < 200 * min(positive):
+            axis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6f}".rstrip("0").rstrip(".")))

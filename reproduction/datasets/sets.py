@@ -1,59 +1,37 @@
 """Data sets as tensors.
 
 Images are ``(sample, channel, height, width)`` in float32 from 0 to 1, targets are class indices.
-What prepares them is a method of :class:`DataSet` that returns a new one.
+Every method of :class:`DataSet` returns a new data set.
 
-Files are looked for in the folder that is passed as ``root``, or in one named after the data set
-within it; without ``root``, in :func:`cache_folder`. Nothing is downloaded unless asked for
-(``download=True``), and nothing downloaded is used before its checksum is right.
-
-Not here: augmentation, and data too large for memory; ``embens.fit`` takes any ``DataLoader``.
+Files are searched in the folder passed as ``root`` and in its subfolder named after the data set;
+without ``root``, in :func:`cache_folder`. Downloads happen only with ``download=True``.
 """
 
-import gzip
-import math
 import os
 import sys
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from filelock import FileLock
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from embens.checks import check_choice
 from reproduction.datasets.download import fetch, unpack
 
-_CIFAR100 = (
-    "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
-    "03b5dce01913d631647c71ecec9e9cb8",
-)
-_CIFAR100_FILES = ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt")
-_CIFAR100_CLASSES = {"coarse": 20, "fine": 100}  # in the order of their bytes in a record
-_CIFAR100_RECORD = 2 + 3 * 32 * 32  # coarse label, fine label, pixels by channel
-_IDX_FILES = tuple(
-    f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
-)
-_IDX_MOST = 2**27  # bytes; MNIST has 47 million
-_MNIST = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist/ "
-    "f68b3c2dcbeaaa9fbdd348bbdeb94873 d53e105ee54ea40749a09fcbcd1e9432 "
-    "9fb629c4189551a2d022fa330f9573f3 ec29112dd5afa0611ce80d1b7f02629c"
-).split()
-_FASHION_MNIST = (
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/ "
-    "8d4fb7e6c68d591d4c3dfef9ec88bf0d 25c81989df183df01b3e8a0aad5dffbe "
-    "bef4ecab320f06d8554ea6380940ec79 bb300cfdad3c16e7a12a480ee83cd310"
-).split()
+CIFAR100_URL = "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz"
+CIFAR100_MD5 = "03b5dce01913d631647c71ecec9e9cb8"
+CIFAR100_FOLDER = "cifar-100-binary"
+CIFAR100_FILES = ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt")
+CIFAR100_CLASSES = {"coarse": 20, "fine": 100}
+CIFAR100_COLUMN = {"coarse": 0, "fine": 1}  # byte of a record that has the label
+CIFAR100_RECORD = 2 + 3 * 32 * 32  # coarse label, fine label, pixels by channel
 
 
 class Part(NamedTuple):
-    """Inputs and their targets, a row for each sample."""
+    """Inputs and targets, one row per sample."""
 
     inputs: Tensor
     targets: Tensor
@@ -62,14 +40,21 @@ class Part(NamedTuple):
         return f"Part({len(self.targets)} samples of shape {tuple(self.inputs.shape[1:])})"
 
     def take(self, index: Tensor) -> "Part":
-        """Return these samples, in the order that they have here."""
+        """Return the samples with these indices, in their original order."""
         index = index.sort().values
         return Part(self.inputs[index], self.targets[index])
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Train, validation and test part of a classification problem with so many ``classes``.
+    """Train, validation and test part of a classification problem.
+
+    Attributes:
+        train: Training samples.
+        validation: Validation samples, or None.
+        test: Test samples.
+        classes: Number of classes.
+        name: Name for error messages.
 
     Example:
         >>> x, y = torch.rand(10, 3, 8, 8), torch.arange(10)
@@ -86,71 +71,116 @@ class DataSet:
     name: str
 
     def split(self, validation: int, *, generator: torch.Generator | None = None) -> "DataSet":
-        """Move this many samples, drawn at random, from the train part to the validation part."""
-        if self.validation is not None:
-            got = f"got one of {len(self.validation.targets)} samples; split it as it was loaded"
-            raise ValueError(f"split: expected {self.name} without a validation part, {got}")
-        train, held = _hold_out(self.train, validation, generator)
-        return replace(self, train=train, validation=held)
+        """Move randomly drawn samples from the train part to the validation part.
 
-    def subset(
-        self,
-        *,
-        train: int | None = None,
-        validation: int | None = None,
-        test: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> "DataSet":
-        """Keep so many samples of each part: the first ones, or drawn if there is a generator."""
-        parts = {}
-        for name, size in {"train": train, "validation": validation, "test": test}.items():
-            part: Part | None = getattr(self, name)
-            count = 0 if part is None else len(part.targets)
-            if size is not None:
-                if part is None or not 0 < size <= count:
-                    has = f"the {count} samples that the {name} part of {self.name} has"
-                    raise ValueError(f"{name}: expected at most {has}, and at least 1, got {size}")
-                drawn = generator is not None
-                order = torch.randperm(count, generator=generator) if drawn else torch.arange(count)
-                parts[name] = part.take(order[:size])
-        return replace(self, **parts)
+        Args:
+            validation: Number of samples to move.
+            generator: Random generator of the draw.
+
+        Returns:
+            The data set with a validation part.
+
+        Raises:
+            ValueError: If there is a validation part already, or a part would be empty.
+        """
+        if self.validation is not None:
+            raise ValueError(
+                f"{self.name} already has a validation part of {len(self.validation.targets)} "
+                "samples. Split the original data set."
+            )
+        train, held_out = _hold_out(self.train, validation, generator)
+        return replace(self, train=train, validation=held_out)
+
+    def subset(self, *, train: int | None = None, test: int | None = None) -> "DataSet":
+        """Keep the first samples of the train and test part.
+
+        Args:
+            train: Number of training samples; None keeps all.
+            test: Number of test samples; None keeps all.
+
+        Returns:
+            The smaller data set.
+
+        Raises:
+            ValueError: If a number is not between 1 and the size of its part.
+        """
+        return replace(
+            self,
+            train=self._first("train", self.train, train),
+            test=self._first("test", self.test, test),
+        )
+
+    def _first(self, part_name: str, part: Part, size: int | None) -> Part:
+        if size is None:
+            return part
+        count = len(part.targets)
+        if not 0 < size <= count:
+            raise ValueError(
+                f"{part_name} must be between 1 and {count}, the size of the {part_name} part of "
+                f"{self.name}, got {size}."
+            )
+        return Part(part.inputs[:size], part.targets[:size])
 
     def standardise(self) -> "DataSet":
-        """Shift and scale channels or features to mean 0 and variance 1 (or 0) in train."""
+        """Shift and scale channels or features to mean 0 and variance 1 on the train part.
+
+        Constant features are shifted only.
+
+        Returns:
+            The standardised data set.
+        """
         axes = [axis for axis in range(self.train.inputs.ndim) if axis != 1]
         variance, mean = torch.var_mean(self.train.inputs, axes, correction=0, keepdim=True)
         scale = torch.where(variance > 0, variance, 1).sqrt()
-        return self._map(lambda inputs: inputs.sub(mean).div_(scale))
+        return self._map_inputs(lambda inputs: (inputs - mean) / scale)
 
     def downsample(self, size: int) -> "DataSet":
-        """Average images over areas, to this height and width."""
+        """Average images over areas.
+
+        Args:
+            size: New height and width.
+
+        Returns:
+            The data set of smaller images.
+
+        Raises:
+            ValueError: If inputs are not images, or are smaller than ``size``.
+        """
         shape = tuple(self.train.inputs.shape)
         if len(shape) != 4 or not 0 < size <= min(shape[2:]):
-            images = f"images (sample, channel, height, width) of at least {size} pixels a side"
-            advice = "downsample before flattening, and only to fewer pixels"
-            raise ValueError(f"size: expected {images}, got shape {shape}; {advice}")
-        return self._map(lambda inputs: adaptive_avg_pool2d(inputs, size))
+            raise ValueError(
+                f"downsample needs images (sample, channel, height, width) of at least {size} "
+                f"pixels per side, got shape {shape}. Downsample before flattening."
+            )
+        return self._map_inputs(lambda inputs: adaptive_avg_pool2d(inputs, size))
 
     def flatten(self) -> "DataSet":
-        """Make each input a vector."""
-        return self._map(lambda inputs: inputs.flatten(1))
+        """Return the data set with each input flattened to a vector."""
+        return self._map_inputs(lambda inputs: inputs.flatten(1))
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
-        """Return it with inputs and targets on a device, and inputs of a floating type."""
-        return self._map(lambda x: x.to(device=device, dtype=dtype), device)
+    def to(self, device: torch.device | str) -> "DataSet":
+        """Return the data set on a device."""
+        return self._map(lambda part: Part(part.inputs.to(device), part.targets.to(device)))
 
-    def _map(self, change: Callable[[Tensor], Tensor], device=None) -> "DataSet":
-        parts = {"train": self.train, "validation": self.validation, "test": self.test}
-        for name, part in parts.items():
-            parts[name] = part and Part(change(part.inputs), part.targets.to(device=device))
-        return replace(self, **parts)
+    def _map_inputs(self, change: Callable[[Tensor], Tensor]) -> "DataSet":
+        return self._map(lambda part: Part(change(part.inputs), part.targets))
+
+    def _map(self, change: Callable[[Part], Part]) -> "DataSet":
+        validation = None
+        if self.validation is not None:
+            validation = change(self.validation)
+        return replace(
+            self, train=change(self.train), validation=validation, test=change(self.test)
+        )
 
 
 def _hold_out(part: Part, size: int, generator: torch.Generator | None) -> tuple[Part, Part]:
+    """Return the remaining and the held-out samples."""
     count = len(part.targets)
     if not 0 < size < count:
-        expected = f"expected to hold out at least 1 sample and fewer than all {count}"
-        raise ValueError(f"{expected}, got {size}; choose another size")
+        raise ValueError(
+            f"held-out samples must be at least 1 and fewer than all {count}, got {size}."
+        )
     order = torch.randperm(count, generator=generator)
     return part.take(order[size:]), part.take(order[:size])
 
@@ -158,137 +188,111 @@ def _hold_out(part: Part, size: int, generator: torch.Generator | None) -> tuple
 def digits(*, test: int = 450, generator: torch.Generator | None = None) -> DataSet:
     """Load the 1797 handwritten digits of 8 by 8 pixels that come with scikit-learn.
 
-    ``test`` samples are drawn for the test part, always the same ones if there is no generator.
+    Args:
+        test: Number of samples drawn for the test part.
+        generator: Random generator of the draw; None draws the same samples every time.
+
+    Returns:
+        The data set, without a validation part.
+
+    Raises:
+        ImportError: If scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        needed = "digits come with scikit-learn; install it with: pip install 'embens[data]'"
-        raise ImportError(needed) from error
+        raise ImportError(
+            "digits need scikit-learn. Install it: pip install 'embens[reproduction]'"
+        ) from error
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
     pixels, targets = load_digits(return_X_y=True)
-    inputs = torch.from_numpy(pixels).float().div_(16).unflatten(1, (1, 8, 8))
-    whole = Part(inputs, torch.from_numpy(targets).long())
-    train, held = _hold_out(whole, test, generator or torch.Generator().manual_seed(0))
-    return DataSet(train, None, held, classes=10, name="digits")
+    inputs = torch.from_numpy(pixels).float().div(16).unflatten(1, (1, 8, 8))
+    samples = Part(inputs, torch.from_numpy(targets).long())
+    train_part, test_part = _hold_out(samples, test, generator)
+    return DataSet(train_part, None, test_part, classes=10, name="digits")
 
 
 def cifar100(
     root: str | Path | None = None, *, labels: str = "fine", download: bool = False
 ) -> DataSet:
-    """Load CIFAR-100, 32 by 32 pixels in colour, from the official binary files (161 MB).
+    """Load CIFAR-100, 32 by 32 colour images, from the official binary files.
 
-    They are ``train.bin`` and ``test.bin`` in ``root`` or in its folder ``cifar-100-binary``, and
-    may hold fewer records. Labels are ``"fine"`` (100 classes) or ``"coarse"`` (20).
+    Args:
+        root: Folder with ``train.bin`` and ``test.bin``, or with a subfolder
+            ``cifar-100-binary`` that has them. The files may hold fewer records. None:
+            :func:`cache_folder`.
+        labels: ``"fine"`` (100 classes) or ``"coarse"`` (20 classes).
+        download: Download missing files (161 MB).
+
+    Returns:
+        The data set, without a validation part.
+
+    Raises:
+        FileNotFoundError: If files are missing and ``download`` is False.
+        ValueError: If a file is damaged.
     """
-    check_choice("labels", labels, _CIFAR100_CLASSES)
-    files, fetch_into = _CIFAR100_FILES[:2], _fetch_cifar100 if download else None
-    folder = _find(root, "cifar-100-binary", files, fetch_into)
-    train, test = (_read_cifar100(folder / name, labels) for name in files)
-    return DataSet(train, None, test, classes=_CIFAR100_CLASSES[labels], name="cifar100")
-
-
-def mnist(root: str | Path | None = None, *, download: bool = False) -> DataSet:
-    """Load MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip (12 MB)."""
-    return _load_idx("mnist", root, _MNIST if download else None)
-
-
-def fashion_mnist(root: str | Path | None = None, *, download: bool = False) -> DataSet:
-    """Load Fashion-MNIST, 28 by 28 pixels, from its four IDX files, plain or with gzip (31 MB)."""
-    return _load_idx("fashion-mnist", root, _FASHION_MNIST if download else None)
+    if labels not in CIFAR100_CLASSES:
+        raise ValueError(f"labels must be 'fine' or 'coarse', got {labels!r}.")
+    folder = _find_cifar100(root, download)
+    train = _read_cifar100(folder / "train.bin", labels)
+    test = _read_cifar100(folder / "test.bin", labels)
+    return DataSet(train, None, test, classes=CIFAR100_CLASSES[labels], name="cifar100")
 
 
 def cache_folder() -> Path:
-    """Return where data sets are kept: ``EMBENS_DATA``, or as the platform has it."""
-    if os.environ.get("EMBENS_DATA"):
-        return Path(os.environ["EMBENS_DATA"]).expanduser()
-    places = {"darwin": ("", "Library/Caches"), "win32": ("LOCALAPPDATA", "AppData/Local")}
-    name, usual = places.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))
-    return Path(os.environ.get(name) or Path.home() / usual) / "embens"
+    """Return the folder of data sets: ``EMBENS_DATA``, or the platform's cache folder."""
+    chosen = os.environ.get("EMBENS_DATA")
+    if chosen:
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library/Caches" / "embens"
+    if sys.platform == "win32":
+        variable, default = "LOCALAPPDATA", "AppData/Local"
+    else:
+        variable, default = "XDG_CACHE_HOME", ".cache"
+    return Path(os.environ.get(variable) or Path.home() / default) / "embens"
 
 
-def _find(root: str | Path | None, name: str, files: Sequence[str], fetch_into: Any) -> Path:
-    """Return the folder with the files, after fetching them if there is none."""
+def _find_cifar100(root: str | Path | None, download: bool) -> Path:
+    """Return the folder with the records; download them if they are missing and allowed."""
     root = cache_folder() if root is None else Path(root).expanduser()
-    for folder in (root / name, root):
-        if all(_path(folder, file) for file in files):
-            return folder
-    folder = root / name
-    if fetch_into is None:
+    folder = root / CIFAR100_FOLDER
+    for candidate in (folder, root):
+        if _has_records(candidate):
+            return candidate
+    if not download:
         raise FileNotFoundError(
-            f"{name}: expected the files {', '.join(files)} in {root} or {folder}, "
-            "got not all in either; pass the folder that has them as root, or download=True"
+            f"CIFAR-100 was not found: expected train.bin and test.bin in {root} or {folder}. "
+            "Pass the folder that has them, or allow the download."
         )
     root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / f".{name}.lock"):
-        if not all(_path(folder, file) for file in files):
-            fetch_into(folder)
+    # Concurrent processes wait here; the first one downloads.
+    with FileLock(root / f".{CIFAR100_FOLDER}.lock"):
+        if not _has_records(folder):
+            archive = fetch(CIFAR100_URL, root / f"{CIFAR100_FOLDER}.tar.gz", md5=CIFAR100_MD5)
+            unpack(archive, folder, CIFAR100_FILES)
     return folder
 
 
-def _path(folder: Path, file: str) -> Path | None:
-    """Return the path of a file, if there is one; those of the IDX format may be compressed."""
-    names = [file, f"{file}.gz"] if file in _IDX_FILES else [file]
-    return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def _fetch_cifar100(folder: Path) -> None:
-    url, md5 = _CIFAR100
-    archive = fetch(url, folder.with_name(url.rpartition("/")[2]), md5=md5)
-    unpack(archive, folder, _CIFAR100_FILES)
+def _has_records(folder: Path) -> bool:
+    return (folder / "train.bin").is_file() and (folder / "test.bin").is_file()
 
 
 def _read_cifar100(path: Path, labels: str) -> Part:
     size = path.stat().st_size
-    if not size or size % _CIFAR100_RECORD:
-        _refuse(path, f"records of {_CIFAR100_RECORD} bytes", f"{size} bytes")
+    advice = "Replace it with the official file, or download it again."
+    if size == 0 or size % CIFAR100_RECORD:
+        raise ValueError(
+            f"{path} must consist of records of {CIFAR100_RECORD} bytes, got {size} bytes. {advice}"
+        )
     content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    records = content.view(-1, _CIFAR100_RECORD)
-    targets = records[:, list(_CIFAR100_CLASSES).index(labels)]
-    return _part(path, records[:, 2:].view(-1, 3, 32, 32), targets, _CIFAR100_CLASSES[labels])
-
-
-def _fetch_idx(source: Sequence[str], folder: Path) -> None:
-    for file, md5 in zip(_IDX_FILES, source[1:], strict=True):
-        if not _path(folder, file):
-            fetch(f"{source[0]}{file}.gz", folder / f"{file}.gz", md5=md5)
-
-
-def _load_idx(name: str, root: str | Path | None, source: Sequence[str] | None) -> DataSet:
-    folder = _find(root, name, _IDX_FILES, partial(_fetch_idx, source) if source else None)
-    parts = []
-    for images, labels in (_IDX_FILES[:2], _IDX_FILES[2:]):
-        pixels, targets = _read_idx(folder, images, 3), _read_idx(folder, labels, 1)
-        if len(pixels) != len(targets):
-            got = f"{len(pixels)} images in {images} and {len(targets)} labels in {labels}"
-            _refuse(folder, "a label for each image", got)
-        parts.append(_part(folder / labels, pixels.unsqueeze(1), targets, 10))
-    return DataSet(parts[0], None, parts[1], classes=10, name=name)
-
-
-def _read_idx(folder: Path, file: str, axes: int) -> Tensor:
-    """Read bytes in the IDX format: 0, 0, 8 (for bytes), axes, sizes in 4 bytes each, values."""
-    path, start = _path(folder, file) or folder / file, 4 + 4 * axes
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
-            content = bytearray(opened.read(start))
-            shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
-            expected = start + math.prod(shape)
-            content += opened.read(min(expected - start, _IDX_MOST) + 1)  # gzip may hold anything
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        _refuse(path, "a whole gzip file", str(error))
-    begin = bytes((0, 0, 8, axes))
-    if content[:4] != begin or len(content) != expected or 0 in shape:
-        bytes_of = f"IDX bytes that begin {begin!r} and {expected} bytes for shape {tuple(shape)}"
-        _refuse(path, bytes_of, f"{bytes(content[:4])!r} and {len(content)} bytes")
-    return torch.frombuffer(content, dtype=torch.uint8, offset=start).view(shape)
-
-
-def _part(path: Path, pixels: Tensor, targets: Tensor, classes: int) -> Part:
+    records = content.view(-1, CIFAR100_RECORD)
+    targets = records[:, CIFAR100_COLUMN[labels]].long()
+    classes = CIFAR100_CLASSES[labels]
     if int(targets.max()) >= classes:
-        _refuse(path, f"labels from 0 to {classes - 1}", str(int(targets.max())))
-    return Part(pixels.float().div_(255), targets.long())
-
-
-def _refuse(path: Path, expected: str, got: str) -> NoReturn:
-    cut = "it is cut, damaged or another one: replace it by the official one, or download it again"
-    raise ValueError(f"{path}: expected {expected}, got {got}; {cut}")
+        raise ValueError(
+            f"{path} must have labels from 0 to {classes - 1}, got {int(targets.max())}. {advice}"
+        )
+    pixels = records[:, 2:].view(-1, 3, 32, 32)
+    return Part(pixels.float().div(255), targets)

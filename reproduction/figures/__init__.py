@@ -1,16 +1,36 @@
-"""The paper's experiments: one file for each figure, the grid that runs them, their claims.
+"""Experiments: one module for each figure of the paper, and four beyond the paper.
 
-An experiment is a module that reads top to bottom: a docstring for its page
-(:func:`reproduction.grid.cells.describe`); ``SWEEP``, functions of a setting that return cells,
-each of which has all that determines one result; ``measure(cell)``, which returns a row of numbers
-or several (one for each epoch, say); ``CLAIMS``, the paper's; and ``plot(table)``, its panels. It
-may have ``SEEDS``, their number for each preset, ``QUICK``, what is otherwise in that preset's
-setting, and ``weight(cell)``, roughly what one costs. A new one is a file here, its name below, and
-a test file with a table made up for it.
+An experiment is a module with
+
+* a docstring, whose first paragraphs are the texts of its page
+  (:func:`reproduction.grid.cells.describe`);
+* ``SWEEP``, functions from a setting to cells;
+* ``measure(cell)``, which returns a row of measured quantities, or several rows;
+* ``CLAIMS``, the claims that are tested on the table;
+* ``plot(table)``, which returns the figure.
+
+It may have ``SEEDS`` (number of seeds by preset), ``QUICK`` (changes of the quick preset's setting)
+and ``estimate_cost(cell)``. A new experiment is a module here, its name in ``NAMES``, and a test
+file with a made-up table.
 """
 
-NAMES = tuple(
-    "transition widths trajectories lld-rates gradients ablation ntk-at-init mc-dropout lld cost "
-    "theorems parametrization gain richness compare laws".split()
+NAMES = (
+    "transition",
+    "widths",
+    "trajectories",
+    "lld-rates",
+    "gradients",
+    "ablation",
+    "ntk-at-init",
+    "mc-dropout",
+    "lld",
+    "cost",
+    "theorems",
+    "parametrization",
+    # Beyond the paper:
+    "gain",
+    "richness",
+    "compare",
+    "laws",
 )
-"""In the order of the paper; the module of ``lld-rates`` is ``lld_rates``."""
+"""Names in the order of the paper; the module of ``lld-rates`` is ``lld_rates``."""

@@ -1,187 +1,286 @@
 """From the independent to the collective regime (fig:shifting_modulations).
 
 Modulations N(p, 1−p²) at all hidden sites, γ=M, against the number of members M; a curve for each
-p. Black and grey: one network and separate ones, at the best rate for one network. Beside them,
-against p: the correlation, and the coupling of the infinitely wide ensemble's kernels, which
+p. Black and grey: one network and separate networks, at the best learning rate for one network. The
+last panel shows, against p, the correlation and the coupling of the infinitely wide ensemble, which
 changes smoothly.
 
-The transition is where it is measured: the p at which the correlation of members is half-way from
-its value at p = 0 to 1, which it has at p = 1, where members are the same model. Cells with γ = 1
-at large p check the paper's explanation of why members get better with M there: γ = M raises the
-effective rate.
+The transition is defined by the measured correlation of members: the p at which it is halfway from
+its value at p=0 to 1, its value at p=1, where all members are the same model. Cells with γ=1 at
+large p test the paper's explanation of why members improve with M there: γ=M raises the effective
+learning rate.
 """
 
 import functools
 import math
 from functools import partial
 
-from embens import laws
-from embens.embedding.families import embed
-from reproduction.grid import cells as contract
-from reproduction import baselines as fair
-from reproduction.claims import Claim, Frame, Missing, Rows, inverted_u, trend, where
-from reproduction.grid.cells import Cell, Row, sweep, train
-from reproduction.drawing import Figure, Panel, curves, panels, shades
-from reproduction.grid.settings import data_set
+from embens import embed, laws
 from embens.theory import regime
+from reproduction import baselines
+from reproduction.claims import Claim, rise_and_fall, slope
+from reproduction.drawing import Figure, Panel, curves, panels, shades
+from reproduction.grid import cells
+from reproduction.grid.cells import Cell, Row, sweep
+from reproduction.grid.settings import load_data
+from reproduction.rows import Frame, MissingCellsError, Rows, where
+from reproduction.training import scaled_gamma, train
 
-NEAR = 0.1  # distance from the transition in p
-FIT = "member_train_accuracy"
+NEAR = 0.1
+"""Distance in p that counts as near the transition."""
+MEMBER_TRAIN = "member_train_accuracy"
 
 SHIFTS = {
     "quick": (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0),
     "cpu": (0.0, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
     "paper": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 0.95, 1.0),
 }
-SLOW = {"quick": (0.8, 0.9), "cpu": (0.9,), "paper": (0.8, 0.9)}  # also with gamma = 1
-MEMBERS = {**contract.MEMBERS, "paper": (1, 2, 3, 5, 7, 10, 14, 20, 28, 40)}
+UNSCALED_SHIFTS = {"quick": (0.8, 0.9), "cpu": (0.9,), "paper": (0.8, 0.9)}
+"""Shifts that are also trained with γ=1."""
+MEMBERS = {**cells.MEMBERS, "paper": (1, 2, 3, 5, 7, 10, 14, 20, 28, 40)}
+SEVERAL_MEMBERS = {preset: members[1:] for preset, members in MEMBERS.items()}
 SEEDS = {"quick": 4, "cpu": 5, "paper": 3}
 
 SWEEP = [
     sweep(p=SHIFTS, members=MEMBERS, gamma="M"),
-    sweep(p=SLOW, members={k: some[1:] for k, some in MEMBERS.items()}, gamma="1"),
-    fair.sweep(1.0),
+    sweep(p=UNSCALED_SHIFTS, members=SEVERAL_MEMBERS, gamma="1"),
+    baselines.sweep(1.0),
 ]
 
 
 def measure(cell: Cell) -> Row:
-    """Train one ensemble."""
-    law = laws.Shifted(cell.p)
-    ensemble = cell.make(embed, pre=law, post=law)
+    """Train one ensemble and score it."""
+    law = laws.Shifted(cell["p"])
+    ensemble = cell.build_ensemble(embed, pre=law, post=law)
     coupling = math.nan
-    if cell.members == 2 and cell.gamma == "M":  # it depends on p alone
-        inputs = data_set(cell.setting).train.inputs[:8]
+    # The coupling depends on p alone, so one number of members is enough.
+    if cell["members"] == 2 and cell["gamma"] == "M":
+        inputs = load_data(cell.setting).train.inputs[:8]
         coupling = regime(ensemble, inputs.double().cpu()).coupling
-    gamma = float(cell.members) if cell.gamma == "M" else 1.0
-    training = train(cell, ensemble, gamma=gamma)
+    training = train(cell, ensemble, gamma=scaled_gamma(cell))
     return {**training.evaluate(), "coupling": coupling}
 
 
-_scaled, _several = where(gamma="M"), partial(Rows.between, column="members", low=4)
+scaled = where(gamma="M")
+
+
+def several_scaled(rows: Rows) -> Rows:
+    """Return ensembles of at least four members with γ=M."""
+    return scaled(rows).between("members", low=4)
 
 
 @functools.lru_cache(maxsize=256)
-def halfway(rows: Rows) -> float:
-    """Shift p at which the correlation is half-way from p=0 to p=1 (M ≥ 4)."""
-    return _several(_scaled(rows)).halfway("p", "correlation")
+def transition_point(rows: Rows) -> float:
+    """Return the p at which the correlation is halfway from its value at p=0 to 1 (M ≥ 4)."""
+    return several_scaled(rows).halfway("p", "correlation")
 
 
-def _below(rows: Rows) -> Rows:
-    return _scaled(rows).between("p", high=halfway(rows))
+def below(rows: Rows) -> Rows:
+    """Return the ensembles below the transition."""
+    return scaled(rows).between("p", high=transition_point(rows))
 
 
-def _above(rows: Rows) -> Rows:
-    return _scaled(rows).between("p", halfway(rows), 0.999)  # at p=1 all members are one model
+def above(rows: Rows) -> Rows:
+    """Return the ensembles above the transition, without p=1, where all members are one model."""
+    return scaled(rows).between("p", transition_point(rows), 0.999)
 
 
-def _growth(rows: Rows, distance: float) -> float:
-    """Return the part of the growth of correlation up to a distance from the transition in p."""
+def several_below(rows: Rows) -> Rows:
+    """Return the ensembles of at least four members below the transition."""
+    return below(rows).between("members", low=4)
+
+
+def several_above(rows: Rows) -> Rows:
+    """Return the ensembles of at least four members above the transition."""
+    return above(rows).between("members", low=4)
+
+
+def below_with_many_members(rows: Rows) -> Rows:
+    """Return the ensembles below the transition, if the sweep covers the paper's best M."""
+    if rows["members"].min() > 3 or rows["members"].max() < 14:
+        raise MissingCellsError("numbers of members from 3 or fewer to 14 or more")
+    return below(rows)
+
+
+def growth_up_to(rows: Rows, distance: float) -> float:
+    """Return the fraction of the growth of correlation up to a distance from the transition."""
     import numpy
 
-    growth = _several(_scaled(rows)).growth("p", "correlation")
-    return float(numpy.interp(halfway(rows) + distance, *growth))
+    shifts, fractions = several_scaled(rows).growth("p", "correlation")
+    return float(numpy.interp(transition_point(rows) + distance, shifts, fractions))
 
 
-def _around_the_best(rows: Rows) -> Rows:
-    if rows["members"].min() > 3 or rows["members"].max() < 14:
-        raise Missing("numbers of members from 3 or fewer to 14 or more")
-    return _below(rows)
+def growth_near(rows: Rows) -> float:
+    """Return the fraction of the growth of correlation near the transition."""
+    return growth_up_to(rows, NEAR) - growth_up_to(rows, -NEAR)
 
 
-def _effect_of_gamma(rows: Rows) -> float:
-    """Difference of slopes of member accuracy per doubling of M."""
-    both = rows.where(p=sorted(rows.where(gamma="1")["p"].unique())).between("members", 2)
-    scaled, plain = (both.where(gamma=gamma) for gamma in ("M", "1"))
-    return scaled.slope("members", "member_accuracy") - plain.slope("members", "member_accuracy")
+def effect_of_gamma(rows: Rows) -> float:
+    """Return the slope of member accuracy per doubling of M with γ=M minus that with γ=1."""
+    shifts = sorted(rows.where(gamma="1")["p"].unique())
+    compared = rows.where(p=shifts).between("members", low=2)
+    with_scaling = compared.where(gamma="M").slope("members", "member_accuracy")
+    without_scaling = compared.where(gamma="1").slope("members", "member_accuracy")
+    return with_scaling - without_scaling
 
 
-def _gap(rows: Rows) -> float:
-    """Gap between members' train and test accuracy, above the transition less below (M ≥ 4)."""
-    above, below = (_several(some(rows)) for some in (_above, _below))
-    gaps = [some.mean(FIT) - some.mean("member_accuracy") for some in (above, below)]
-    return gaps[0] - gaps[1]
+def gap_difference(rows: Rows) -> float:
+    """Return the gap between members' train and test accuracy, above minus below."""
+    gap_above = several_above(rows).mean(MEMBER_TRAIN) - several_above(rows).mean("member_accuracy")
+    gap_below = several_below(rows).mean(MEMBER_TRAIN) - several_below(rows).mean("member_accuracy")
+    return gap_above - gap_below
 
 
-def _switch(rows: Rows) -> float:
-    """Part of the way from p=0 to p=1 that the p nearest to the transition moves past M=10."""
-    shifts = [float(p) for p in _scaled(rows)["p"].unique()]
-    nearest = _scaled(rows).where(p=min(shifts, key=lambda p: abs(p - halfway(rows))))
-    few, many = (nearest.between("members", *ends) for ends in ((2, 7), (11, math.inf)))
-    start = _several(_scaled(rows)).where(p=0.0).mean("correlation")
-    return (many.mean("correlation") - few.mean("correlation")) / (1 - start)
+def change_with_members(rows: Rows) -> float:
+    """Return the change of correlation past M=10 at the p nearest to the transition.
+
+    The unit is the way from the correlation at p=0 to 1.
+    """
+    shifts = [float(p) for p in scaled(rows)["p"].unique()]
+    nearest_shift = min(shifts, key=lambda p: abs(p - transition_point(rows)))
+    nearest = scaled(rows).where(p=nearest_shift)
+    few = nearest.between("members", 2, 7).mean("correlation")
+    many = nearest.between("members", 11).mean("correlation")
+    start = several_scaled(rows).where(p=0.0).mean("correlation")
+    return (many - few) / (1 - start)
 
 
-_beside = partial(Claim, jumps=True)  # which p's are above depends on where it is
+# Which p lie below or above depends on the measured transition, so these statistics jump.
+conditional_claim = partial(Claim, jumps=True)
 CLAIMS = [
-    Claim(halfway, above=0.5, below=0.7).says(
-        "the two groups of curves part near p=0.6", "transition at p≈0.6"
+    Claim(
+        statement="the curves separate into two groups near p=0.6",
+        measure="p at which the correlation is halfway from p=0 to p=1 (M ≥ 4)",
+        statistic=transition_point,
+        above=0.5,
+        below=0.7,
+        paper="transition at p≈0.6",
     ),
-    Claim(lambda t: _growth(t, NEAR) - _growth(t, -NEAR), above=0.5).says(
-        "most of the change happens near the transition, wherever it is",
-        "p=0.55 and p=0.65 already show the behaviour of their regimes",
-        "part of the growth of correlation that lies within 0.1 of the transition in p",
+    Claim(
+        statement="most of the change happens near the transition",
+        measure="fraction of the growth of correlation within 0.1 of the transition in p",
+        statistic=growth_near,
+        above=0.5,
+        paper="p=0.55 and p=0.65 already show the behaviour of their regimes",
     ),
-    Claim(lambda t: _growth(t, -NEAR), below=0.25).says(
-        "below the transition correlation hardly depends on p",
-        "almost constant for the whole range of p in the independent regime",
-        "part of the growth of correlation up to 0.1 before the transition",
+    Claim(
+        statement="below the transition the correlation hardly depends on p",
+        measure="fraction of the growth of correlation up to 0.1 before the transition",
+        statistic=lambda rows: growth_up_to(rows, -NEAR),
+        below=0.25,
+        paper="almost constant for the whole range of p in the independent regime",
     ),
-    _beside(trend(lambda t: _several(_above(t)), "correlation", "p", log_x=False), above=0.0).says(
-        "above the transition correlation grows with p", "grows with p in the collective regime"
+    conditional_claim(
+        statement="above the transition the correlation grows with p",
+        measure="slope of correlation in p",
+        statistic=slope(several_above, "correlation", "p", log_x=False),
+        above=0.0,
+        paper="grows with p in the collective regime",
     ),
-    _beside(inverted_u(_around_the_best), above=0.0).says(
-        "below, ensemble accuracy rises with M and falls again", "a distinctive inverted U"
+    conditional_claim(
+        statement="below, ensemble accuracy rises with M and falls again",
+        measure="smaller of the rise to the best M and the fall to the largest M",
+        statistic=rise_and_fall(below_with_many_members),
+        above=0.0,
+        paper="a distinctive inverted U",
     ),
-    _beside(lambda t: _around_the_best(t).best("members"), above=3.5, below=14.0).says(
-        "the best number of members is near 7", "best accuracy at M=7", "best M, mean over p"
+    conditional_claim(
+        statement="below, the best number of members is near 7",
+        measure="best M, mean over p",
+        statistic=lambda rows: below_with_many_members(rows).best("members"),
+        above=3.5,
+        below=14.0,
+        paper="best accuracy at M=7",
     ),
-    _beside(trend(_above, "accuracy"), above=0.0).says(
-        "above, ensemble accuracy grows with M", "monotonically grows on average"
+    conditional_claim(
+        statement="above, ensemble accuracy grows with M",
+        measure="slope of accuracy per doubling of M",
+        statistic=slope(above, "accuracy"),
+        above=0.0,
+        paper="monotonically grows on average",
     ),
-    _beside(lambda t: min(_above(t).curve("members", FIT)[1]), above=0.98).says(
-        "above, members fit the train data whatever M is",
-        "maximal for all sizes in the collective regime",
-        "lowest member train accuracy over M",
+    conditional_claim(
+        statement="above, members fit the training data for every M",
+        measure="lowest member train accuracy over M",
+        statistic=lambda rows: min(above(rows).curve("members", MEMBER_TRAIN)[1]),
+        above=0.98,
+        paper="maximal for all sizes in the collective regime",
     ),
-    _beside(trend(_below, FIT), below=0.0).says(
-        "below, member train accuracy falls with M", "decreases monotonically and significantly"
+    conditional_claim(
+        statement="below, member train accuracy falls with M",
+        measure="slope of member train accuracy per doubling of M",
+        statistic=slope(below, MEMBER_TRAIN),
+        below=0.0,
+        paper="decreases monotonically and significantly",
     ),
-    _beside(trend(_above, "member_accuracy"), above=0.0).says(
-        "above, member test accuracy rises with M", "increases in the collective regime"
+    conditional_claim(
+        statement="above, member test accuracy rises with M",
+        measure="slope of member accuracy per doubling of M",
+        statistic=slope(above, "member_accuracy"),
+        above=0.0,
+        paper="increases in the collective regime",
     ),
-    Claim(_effect_of_gamma, above=0.0).says(
-        "above, members gain more from M with γ=M than with γ=1",
-        "γ=M is an effectively higher rate",
+    Claim(
+        statement="above, members gain more from M with γ=M than with γ=1",
+        measure="difference of the slopes of member accuracy per doubling of M",
+        statistic=effect_of_gamma,
+        above=0.0,
+        paper="γ=M is an effectively higher rate",
     ),
-    _beside(trend(_below, "member_accuracy"), below=0.0).says(
-        "below, member test accuracy falls with M", "decreases in the independent regime"
+    conditional_claim(
+        statement="below, member test accuracy falls with M",
+        measure="slope of member accuracy per doubling of M",
+        statistic=slope(below, "member_accuracy"),
+        below=0.0,
+        paper="decreases in the independent regime",
     ),
-    _beside(_gap, above=0.0).says(
-        "the gap between train and test accuracy of members is smaller below", "a small difference"
+    conditional_claim(
+        statement="the gap between members' train and test accuracy is smaller below",
+        measure="gap above the transition minus gap below (M ≥ 4)",
+        statistic=gap_difference,
+        above=0.0,
+        paper="a small difference",
     ),
-    _beside(_switch, above=0.5).says(
-        "at the transition the regime changes with M, near M=10", "it is driven by M, at M≈10"
+    conditional_claim(
+        statement="at the transition the regime changes with M, near M=10",
+        measure="change of correlation past M=10, relative to its growth from p=0 to p=1",
+        statistic=change_with_members,
+        above=0.5,
+        paper="it is driven by M, at M≈10",
     ),
-    *fair.claims(_below, jumps=True),
+    *baselines.claims(below, jumps=True),
 ]
 
 
 def plot(table: Frame) -> Figure:
     """Return the paper's four panels, and one against p."""
-    rows, slow = (table[table["gamma"] == gamma] for gamma in ("M", "1"))
+    scaled_table = table[table["gamma"] == "M"]
+    unscaled_table = table[table["gamma"] == "1"]
     by_shift = partial(curves, x="members", by="p", colours=shades(table["p"].dropna()))
     titles = {
         "accuracy": "small p: a best M? large p: growth?",
-        "member_accuracy": "members: who loses and who gains with M",
-        FIT: "small p: too many members no longer fit",
-        "correlation": "two groups of curves: apart, and alike",
+        "member_accuracy": "members: loss or gain with M",
+        MEMBER_TRAIN: "small p: too many members no longer fit",
+        "correlation": "two groups of curves",
     }
-    found = panels(fair.beside(partial(by_shift, rows, label="p={}"), table), titles)
-    found[1].curves.extend(by_shift(slow, y="member_accuracy", label="γ=1, p={}", style="dash"))
-    some, limit = {2: "#c6a500", 8: "#e07b00", 32: "#a02c00"}, "coupling in the limit"
-    against = [
-        *curves(rows, "p", "correlation", by="members", label="M={}", colours=some),
-        *curves(rows, "p", "coupling", label=limit, colours="#333333", style="dash"),
+    draw_scaled = partial(by_shift, scaled_table, label="p={}")
+    against_members = panels(baselines.with_lines(draw_scaled, table), titles)
+    unscaled = by_shift(unscaled_table, y="member_accuracy", label="γ=1, p={}", style="dash")
+    against_members[1].curves.extend(unscaled)
+    member_colours = {2: "#c6a500", 8: "#e07b00", 32: "#a02c00"}
+    against_shift = [
+        *curves(
+            scaled_table, "p", "correlation", by="members", label="M={}", colours=member_colours
+        ),
+        *curves(
+            scaled_table,
+            "p",
+            "coupling",
+            label="coupling in the limit",
+            colours="#333333",
+            style="dash",
+        ),
     ]
-    where_apart = "where members become alike; the limit is smooth"
-    return Figure([*found, Panel(where_apart, "shift p", "correlation, coupling", against)], 3)
+    title = "where members become alike; the limit is smooth"
+    last_panel = Panel(title, "shift p", "correlation, coupling", against_shift)
+    return Figure([*against_members, last_panel], columns=3)

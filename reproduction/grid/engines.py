@@ -1,7 +1,7 @@
-"""Engines: where cells are measured. They know nothing of experiments, and change no number.
+"""Engines: where cells are measured.
 
-An engine is a generator that takes cells and yields what became of each, as it comes. To close it
-is to end its workers, and to drop what is not done.
+An engine is a generator that takes cells and yields each with its outcome. Closing it ends its
+workers and drops unfinished cells. All engines give the same results.
 """
 
 import contextlib
@@ -19,72 +19,96 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from reproduction.grid.cells import Cell
-from reproduction.grid.runs import Record, perform
+from reproduction.grid.runs import Record, measure
 
-ATTEMPTS = 2  # at a cell whose worker dies
-RETRIES = 3  # of a cell whose worker or node is lost, on Ray
-_PASSED_ON = ("EMBENS_DATA", "PYTHONPATH")
-_PRELOAD = ["reproduction.grid.cells", "sklearn.datasets"]
-"""Imported once, in the process that workers are forked from; what is missing is skipped."""
+ATTEMPTS = 2  # at a cell whose local worker dies
+RAY_RETRIES = 3  # of a cell whose worker or node is lost
+_PASSED_VARIABLES = ("EMBENS_DATA", "PYTHONPATH")
+# Imported once, in the process that workers are forked from.
+_PRELOADED_MODULES = ["reproduction.training", "sklearn.datasets"]
 
 
 def inline(cells: Sequence[Cell]) -> Generator[tuple[Cell, Record]]:
-    """Measure cells in this process, one after another; for debugging and for tests."""
-    yield from ((cell, perform(cell)) for cell in cells)
+    """Measure cells in this process, one after another.
+
+    Args:
+        cells: The cells.
+
+    Yields:
+        Each cell with its outcome.
+    """
+    for cell in cells:
+        yield cell, measure(cell)
 
 
 def local(cells: Sequence[Cell], *, workers: int) -> Generator[tuple[Cell, Record]]:
-    """Measure cells in processes on this machine, one thread each unless a cell says otherwise.
+    """Measure cells in processes on this machine.
 
-    A worker is a process of its own with a pipe. If it dies (out of memory, killed) only its cell
-    is touched: it is tried once more in a new worker, then it counts as failed. (The pools of
-    ``concurrent.futures`` and ``multiprocessing`` give up everything, or wait for ever.) If this
-    process dies the workers end as well.
+    If a worker dies (out of memory, killed), only its cell is affected: it is tried once more in a
+    new worker, then it counts as failed. The pools of ``concurrent.futures`` and
+    ``multiprocessing`` would give up all cells, or wait forever. If this process dies, the workers
+    end as well.
+
+    Args:
+        cells: The cells.
+        workers: Number of processes.
+
+    Yields:
+        Each cell with its outcome, as it is measured.
     """
-    waiting = deque((cell, 1) for cell in cells)  # with the number of the attempt
-    busy, idle = dict[Any, _Worker](), list[_Worker]()
+    waiting = deque((cell, 1) for cell in cells)
+    busy: dict[Any, _Worker] = {}
+    idle: list[_Worker] = []
+    outcomes: list[tuple[Cell, Record]] = []
     try:
-        done: list[tuple[Cell, Record]] = []
-        while waiting or busy or done:
-            while waiting and len(busy) < workers:  # before anyone looks at what is done
+        while waiting or busy or outcomes:
+            # Keep all workers busy before the caller handles finished cells.
+            while waiting and len(busy) < workers:
                 worker = idle.pop() if idle else _Worker()
-                worker.give(*waiting.popleft())
+                cell, attempt = waiting.popleft()
+                worker.start(cell, attempt)
                 busy[worker.pipe] = worker
-            yield from done
-            done = []
-            for pipe in wait(list(busy)) if busy else ():
+            yield from outcomes
+            outcomes = []
+            if not busy:
+                continue
+            for pipe in wait(list(busy)):
                 worker = busy.pop(pipe)
                 try:
-                    done.append((worker.cell, worker.pipe.recv()))
+                    outcomes.append((worker.cell, worker.pipe.recv()))
                     idle.append(worker)
                 except (EOFError, OSError):
-                    code = worker.end()
+                    exit_code = worker.end()
                     if worker.attempt < ATTEMPTS:
                         waiting.appendleft((worker.cell, worker.attempt + 1))
-                        continue
-                    text = f"the worker died with exit code {code}, {worker.attempt} times"
-                    text += " (killed, out of memory, or a crash)"
-                    passed = time.perf_counter() - worker.started
-                    done.append((worker.cell, {"error": text, "seconds": passed}))
+                    else:
+                        outcomes.append((worker.cell, worker.failure(exit_code)))
     finally:
         for worker in (*idle, *busy.values()):
             worker.end()
 
 
 class _Worker:
-    def __init__(self) -> None:
-        method = "spawn" if sys.platform == "win32" else "forkserver"
-        context = multiprocessing.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload(_PRELOAD)
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, _environment()), daemon=True)
-        self.process.start()
-        theirs.close()
+    """A process with a pipe that measures one cell at a time."""
 
-    def give(self, cell: Cell, attempt: int) -> None:
-        self.cell, self.attempt, self.started = cell, attempt, time.perf_counter()
-        with contextlib.suppress(OSError):  # it is dead, which is seen when its pipe is read
+    def __init__(self) -> None:
+        if sys.platform == "win32":
+            context = multiprocessing.get_context("spawn")
+        else:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(_PRELOADED_MODULES)
+        self.pipe, worker_pipe = context.Pipe()
+        arguments = (worker_pipe, _passed_environment())
+        self.process = context.Process(target=_work, args=arguments, daemon=True)
+        self.process.start()
+        worker_pipe.close()
+
+    def start(self, cell: Cell, attempt: int) -> None:
+        self.cell = cell
+        self.attempt = attempt
+        self.started = time.perf_counter()
+        # A dead worker is noticed when its pipe is read.
+        with contextlib.suppress(OSError):
             self.pipe.send(cell)
 
     def end(self) -> int | None:
@@ -93,21 +117,30 @@ class _Worker:
         self.pipe.close()
         return self.process.exitcode
 
+    def failure(self, exit_code: int | None) -> Record:
+        error = (
+            f"the worker died with exit code {exit_code}, {self.attempt} times "
+            "(killed, out of memory, or a crash)"
+        )
+        return {"error": error, "seconds": time.perf_counter() - self.started}
 
-def _environment() -> dict[str, str]:
-    return {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+
+def _passed_environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
 
 
 def _work(pipe: Connection, environment: dict[str, str]) -> None:
-    os.environ.update(environment)  # the process that forks may be older than these
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # The fork server may have started before these variables were set.
+    os.environ.update(environment)
+    # On Ctrl-C the parent decides when workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            pipe.send(perform(pipe.recv()))
+            pipe.send(measure(pipe.recv()))
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -121,49 +154,63 @@ def ray(
     workers: int | None = None,
     gpus_per_cell: float = 1.0,
 ) -> Generator[tuple[Cell, Record]]:
-    """Measure cells on the Ray cluster of an address, or on one that is started here.
+    """Measure cells on a Ray cluster.
 
-    That has as many CPUs as ``workers``. A cell asks for its CPUs and its part of a GPU. Ray runs
-    it again where its worker or its node is lost; an error inside a measurement is a result like
-    any other. Results come back to this process, so that nodes need no common disk, save for the
-    data: ``EMBENS_DATA`` is passed on and must mean a folder on every node.
+    Ray measures a cell again if its worker or node is lost. Outcomes come back to this process, so
+    nodes need no shared disk except for the data: ``EMBENS_DATA`` must be valid on every node.
+
+    Args:
+        cells: The cells. Each requests its threads as CPUs and, on CUDA, its share of a GPU.
+        address: Address of a cluster; None starts one on this machine.
+        workers: Number of CPUs of the cluster that is started here.
+        gpus_per_cell: Share of a GPU per cell.
+
+    Yields:
+        Each cell with its outcome, as it is measured.
     """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import ray
-        from ray.exceptions import RayError
+    _start_ray(address, workers)
+    import ray
+    from ray.exceptions import RayError
 
-        here = {} if address else {"num_cpus": workers, "include_dashboard": False}
-        ray.init(
-            address=address or "local",
-            runtime_env={"env_vars": {**_environment(), "OMP_NUM_THREADS": "1"}},
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            ignore_reinit_error=True,
-            **here,
-        )
-    waiting, flying = deque(cells), dict[Any, tuple[Cell, float]]()
-    remote = ray.remote(max_retries=RETRIES)(perform)
+    waiting = deque(cells)
+    running: dict[Any, tuple[Cell, float]] = {}
+    remote_measure = ray.remote(max_retries=RAY_RETRIES)(measure)
     try:
-        while waiting or flying:
-            # Twice the CPUs there are now, so that no node waits; clusters grow and shrink.
-            room = max(2, 2 * int(ray.cluster_resources().get("CPU", 1)))
-            while waiting and len(flying) < room:
-                cell, started = waiting.popleft(), time.perf_counter()
-                setting = cell.setting
-                gpus = gpus_per_cell * setting.device.startswith("cuda")
-                task = remote.options(num_cpus=setting.threads, num_gpus=gpus)
-                flying[task.remote(cell)] = (cell, started)
-            ready, _ = ray.wait(list(flying), timeout=0.5)
+        while waiting or running:
+            # Submit twice as many cells as CPUs so that no node idles; clusters grow and shrink.
+            capacity = max(2, 2 * int(ray.cluster_resources().get("CPU", 1)))
+            while waiting and len(running) < capacity:
+                cell = waiting.popleft()
+                gpus = gpus_per_cell if cell.setting.device.startswith("cuda") else 0
+                task = remote_measure.options(num_cpus=cell.setting.threads, num_gpus=gpus)
+                running[task.remote(cell)] = (cell, time.perf_counter())
+            ready, _ = ray.wait(list(running), timeout=0.5)
             for reference in ready:
-                cell, started = flying.pop(reference)
+                cell, started = running.pop(reference)
                 try:
                     yield cell, ray.get(reference)
                 except RayError as error:
-                    text = f"Ray gave up after {RETRIES + 1} attempts: {error}"
+                    text = f"Ray gave up after {RAY_RETRIES + 1} attempts: {error}"
                     yield cell, {"error": text, "seconds": time.perf_counter() - started}
     finally:
-        for reference in flying:
+        for reference in running:
             ray.cancel(reference, force=True)
         ray.shutdown()
+
+
+def _start_ray(address: str | None, workers: int | None) -> None:
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, Any] = {"address": address}
+    if address is None:
+        options = {"address": "local", "num_cpus": workers, "include_dashboard": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray
+
+        ray.init(
+            runtime_env={"env_vars": {**_passed_environment(), "OMP_NUM_THREADS": "1"}},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            ignore_reinit_error=True,
+            **options,
+        )

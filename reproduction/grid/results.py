@@ -1,9 +1,8 @@
-"""Results on disk, and the tables and files that are made of them.
+"""Results on disk, and the tables, claims and figures made from them.
 
-A finished cell is one line of JSON in an append-only file, written at once and synced; it has a
-checksum, so that what a crash or a full disk leaves of one is skipped. A table has every result in
-the folder that was measured with the present code and setting. Results with another number of
-epochs, of other data or on another device stay in the folder and out of the table.
+A measured cell is one line of JSON in an append-only file, synced to disk when written. Each line
+has a checksum; lines damaged by a crash or a full disk are skipped. A table contains the results of
+the present code and setting; other results stay in the folder but not in the table.
 """
 
 import contextlib
@@ -19,94 +18,159 @@ from typing import Any
 
 import torch
 
-from reproduction.grid import cells as contract
-from reproduction.claims import Claim, Frame, judge, plain
+from reproduction.claims import Judgement, judge, to_plain
 from reproduction.drawing import draw
-from reproduction.grid.runs import Record, code_version
+from reproduction.grid.cells import cells_of, describe, load_experiment
+from reproduction.grid.keys import code_version
+from reproduction.grid.runs import Record
 from reproduction.grid.settings import Setting
-from embens.files import checksum, seal, unseal, write_atomically
+from reproduction.rows import Frame
+from reproduction.storage import checksum, seal, unseal, write_atomically
+
+_PACKAGES = ("embens", "torch", "numpy", "scikit-learn", "pandas")
 
 
 class Results:
-    """The results of one experiment in a folder, which is made if missing; one run writes."""
+    """The results of one experiment in a folder, for one writer at a time.
+
+    Args:
+        folder: The folder; it is created if missing.
+
+    Attributes:
+        folder: The folder.
+        path: The file of records.
+        records: The latest record of each cell, by key.
+    """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "results.jsonl"
-        self.records: dict[str, Record] = {r["key"]: r for r in _read(self.path)}  # the last ones
+        self.records: dict[str, Record] = {}
+        for record in _read_records(self.path):
+            self.records[record["key"]] = record
 
     def add(self, record: Record) -> None:
-        """Write a record; it is on the disk when this returns, or an ``OSError`` is raised."""
+        """Write a record to disk.
+
+        Args:
+            record: The record of a cell, with its ``key``.
+
+        Raises:
+            OSError: If the record could not be written, for example to a full disk.
+        """
+        line = json.dumps(seal(record)).encode()
         with self.path.open("ab") as file:
-            # What a crash or a full disk left of the line before is ended first.
-            file.write(b"\n" + json.dumps(seal(record)).encode() + b"\n")
+            # The leading newline ends a line that a crash or a full disk left incomplete.
+            file.write(b"\n" + line + b"\n")
             file.flush()
             os.fsync(file.fileno())
         self.records[record["key"]] = json.loads(json.dumps(record))
 
     def borrow(self, keys: Iterable[str]) -> None:
-        """Take over what other experiments in the same folder have measured of these cells."""
+        """Copy results of cells that other experiments measured for the same preset.
+
+        Args:
+            keys: Keys of the cells.
+        """
         missing = {key for key in keys if "rows" not in self.records.get(key, {})}
-        others = self.folder.parent.parent.glob(f"*/{self.folder.name}/{self.path.name}")
-        for record in (r for path in others if missing for r in _read(path)):
-            if record["key"] in missing and "rows" in record:
-                missing.discard(record["key"])
-                self.add(record)
+        if not missing:
+            return
+        pattern = f"*/{self.folder.name}/{self.path.name}"
+        for path in self.folder.parent.parent.glob(pattern):
+            for record in _read_records(path):
+                if record["key"] in missing and "rows" in record:
+                    missing.discard(record["key"])
+                    self.add(record)
 
 
-def _read(path: Path) -> Iterator[Record]:
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+def _read_records(path: Path) -> Iterator[Record]:
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines():
         try:
-            record = unseal("the line", json.loads(line))
+            record = unseal("line", json.loads(line))
         except (ValueError, RecursionError, AttributeError, TypeError):
-            continue
-        found = isinstance(record.get("rows"), list) or isinstance(record.get("error"), str)
-        if found and isinstance(record.get("key"), str):
+            continue  # damaged: the cell is measured again
+        has_outcome = isinstance(record.get("rows"), list) or isinstance(record.get("error"), str)
+        if has_outcome and isinstance(record.get("key"), str):
             yield record
 
 
-def tidy(results: Results, name: str, setting: Setting) -> Frame:
-    """Return the table of an experiment, sorted by what is swept."""
+def make_table(results: Results, name: str, setting: Setting) -> Frame:
+    """Return the table of an experiment, sorted by the swept axes.
+
+    Args:
+        results: Results of the experiment.
+        name: Name of the experiment.
+        setting: Setting of the run.
+
+    Returns:
+        A data frame with the axes, the measured quantities and ``seconds``.
+    """
     import pandas
 
-    rows, swept = [], {}
-    for record in records(results, name, setting):
-        if "rows" in record:
-            cell = {k: v for k, v in record["cell"].items() if k != "setting"}
-            swept |= cell
-            rows += [{**cell, **row, "seconds": record["seconds"]} for row in record["rows"]]
-    return pandas.DataFrame(rows).sort_values([*swept], kind="stable", ignore_index=True)
+    rows = []
+    axes: dict[str, None] = {}  # in order of appearance
+    for record in current_records(results, name, setting):
+        if "rows" not in record:
+            continue
+        values = {axis: value for axis, value in record["cell"].items() if axis != "setting"}
+        axes.update(dict.fromkeys(values))
+        for row in record["rows"]:
+            rows.append({**values, **row, "seconds": record["seconds"]})
+    table = pandas.DataFrame(rows)
+    return table.sort_values(list(axes), kind="stable", ignore_index=True)
 
 
-def records(results: Results, name: str, setting: Setting) -> list[Record]:
-    """Return the records of the present code with a setting of the sweep, its own cells first."""
-    settings = {cell.setting for cell in contract.cells(name, setting, [0])}
-    wanted = [json.loads(json.dumps(dataclasses.asdict(one))) for one in settings]
-    found = [
-        record
-        for record in results.records.values()
-        if record.get("code") in _codes(name)
-        and {"cell", "seconds"} <= record.keys()
-        and record["cell"]["setting"] in wanted
-    ]
-    return sorted(found, key=lambda record: record["code"] != code_version(name))
+def current_records(results: Results, name: str, setting: Setting) -> list[Record]:
+    """Return the records of the present code and setting, those of the baselines last.
+
+    Args:
+        results: Results of the experiment.
+        name: Name of the experiment.
+        setting: Setting of the run.
+
+    Returns:
+        The records, including failed cells.
+    """
+    settings = {cell.setting for cell in cells_of(name, setting, [0])}
+    wanted_settings = [json.loads(json.dumps(dataclasses.asdict(each))) for each in settings]
+    own, baselines = [], []
+    for record in results.records.values():
+        if not {"cell", "seconds"} <= record.keys():
+            continue
+        if record["cell"]["setting"] not in wanted_settings:
+            continue
+        if record.get("code") == code_version(name):
+            own.append(record)
+        elif record.get("code") == code_version("baselines"):
+            baselines.append(record)
+    return own + baselines
 
 
-def count_others(results: Results, name: str) -> int:
-    """Return how many results are of other code, or of another version of embens or torch."""
-    return sum(r.get("code") not in _codes(name) for r in results.records.values())
+def count_outdated(results: Results, name: str) -> int:
+    """Return the number of results of other code, or of other versions of embens or torch."""
+    current = {code_version(name), code_version("baselines")}
+    return sum(record.get("code") not in current for record in results.records.values())
 
 
-def _codes(name: str) -> set[str]:
-    return {code_version(name), code_version("fair")}
-
-
-def write(
+def write_summary(
     results: Results, name: str, setting: Setting, table: Frame, seconds: float | None = None
-) -> list[Claim]:
-    """Write a table of :func:`tidy`, its claims, figure and origin; return the claims."""
-    mine = records(results, name, setting)
+) -> list[Judgement]:
+    """Write the table, claims, figure and manifest of an experiment.
+
+    Args:
+        results: Results of the experiment.
+        name: Name of the experiment.
+        setting: Setting of the run.
+        table: Table of :func:`make_table`.
+        seconds: Duration of the run.
+
+    Returns:
+        The judged claims.
+    """
+    records = current_records(results, name, setting)
     manifest = {
         "experiment": name,
         "preset": setting.preset,
@@ -114,64 +178,88 @@ def write(
         "code": code_version(name),
         **origin(),
         "rows": len(table),
-        "cells": sum("rows" in r for r in mine),
-        "failed": sum("error" in r for r in mine),
-        "cell_seconds": round(sum(r["seconds"] for r in mine), 1),
-        "run_seconds": seconds and round(seconds, 1),
+        "cells": sum("rows" in record for record in records),
+        "failed": sum("error" in record for record in records),
+        "cell_seconds": round(sum(record["seconds"] for record in records), 1),
+        "run_seconds": None if seconds is None else round(seconds, 1),
     }
-    text = table.to_csv(index=False, float_format="%.6g")
-    return _write(results.folder, manifest, table, {"table.csv": text})
+    csv = table.to_csv(index=False, float_format="%.6g")
+    return _write_files(results.folder, manifest, table, csv)
 
 
-def redraw(folder: Path) -> list[Claim]:
-    """Judge and draw a table that was written before, with the claims and figures of today."""
+def read_table(folder: Path) -> Frame:
+    """Return the table that was written to a folder."""
     import pandas
 
+    return pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
+
+
+def redraw(folder: Path) -> list[Judgement]:
+    """Judge and draw an existing table with the present claims and figures.
+
+    Args:
+        folder: Folder with ``manifest.json`` and ``table.csv``.
+
+    Returns:
+        The judged claims.
+    """
     manifest = unseal("manifest.json", json.loads((folder / "manifest.json").read_bytes()))
-    table = pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
-    return _write(folder, manifest, table, {"table.csv": (folder / "table.csv").read_text()})
+    csv = (folder / "table.csv").read_text()
+    return _write_files(folder, manifest, read_table(folder), csv)
 
 
-def _write(folder: Path, manifest: dict, table: Frame, texts: dict[str, str]) -> list[Claim]:
-    experiment = contract.load(manifest["experiment"])
-    words = contract.describe(experiment.__doc__)
-    claims = judge(experiment.CLAIMS, table)
-    figure = dataclasses.replace(experiment.plot(table), title=words["title"])
-    texts["claims.json"] = json.dumps([claim.to_dict() for claim in claims], indent=1)
-    texts["figure.json"] = json.dumps(plain(dataclasses.asdict(figure)))
-    manifest |= {**words, "files": {file: checksum(text) for file, text in texts.items()}}
+def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str) -> list[Judgement]:
+    experiment = load_experiment(manifest["experiment"])
+    description = describe(experiment.__doc__)
+    judgements = judge(experiment.CLAIMS, table)
+    figure = dataclasses.replace(experiment.plot(table), title=description["title"])
+    texts = {
+        "table.csv": csv,
+        "claims.json": json.dumps([judgement.to_dict() for judgement in judgements], indent=1),
+        "figure.json": json.dumps(to_plain(dataclasses.asdict(figure))),
+    }
+    checksums = {file: checksum(text) for file, text in texts.items()}
+    manifest = {**manifest, **description, "files": checksums}
+    # The manifest comes last: its checksums reveal a summary that was not written completely.
     texts["manifest.json"] = json.dumps(seal(manifest), indent=1)
     for file, text in texts.items():
         write_atomically(folder / file, text)
     draw(figure, folder / "figure.png")
-    return claims
+    return judgements
 
 
 def origin() -> dict[str, Any]:
-    """Return the commit, the versions of what computes, and the machine, without its name."""
-    packages = ("embens", "torch", "numpy", "scikit-learn", "pandas")
-    processor = platform.processor()
-    with contextlib.suppress(OSError, IndexError):
-        named = Path("/proc/cpuinfo").read_text().split("model name", 1)[1]
-        processor = named.partition("\n")[0].strip("\t :")
+    """Return the commit, the versions of the packages, and the machine without its name."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        versions[package] = version(package)
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     machine = {
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": processor,
+        "processor": _processor(),
         "cores": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": gpus,
     }
-    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     return {"commit": commit(), "versions": versions, "machine": machine}
 
 
+def _processor() -> str:
+    with contextlib.suppress(OSError, IndexError):
+        after_key = Path("/proc/cpuinfo").read_text().split("model name", 1)[1]
+        return after_key.partition("\n")[0].strip("\t :")
+    return platform.processor()
+
+
 def commit() -> str | None:
-    """Return the commit of the code, marked if it was changed since; None if it is installed."""
-    root = Path(__file__).parents[3]
+    """Return the commit of the repository, marked if files changed; None outside of git."""
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
     try:
-        options = {"cwd": root, "text": True, "timeout": 20, "stderr": subprocess.DEVNULL}
-        return subprocess.check_output(command, **options).strip()
+        output = subprocess.check_output(
+            command, cwd=root, text=True, timeout=20, stderr=subprocess.DEVNULL
+        )
     except (OSError, subprocess.SubprocessError):
         return None
+    return output.strip()

@@ -1,1 +1,1 @@
-"""One HTML page of all results in a folder, with charts to look at, and no network needed."""
+"""HTML pages: a report of results, and an explorer of the infinite-width theory."""

@@ -3,7 +3,7 @@
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from embens import data, laws, metrics, networks
+from embens import laws, metrics, networks
 from embens.embedding.families import (
     adapt,
     batch_ensemble,
@@ -40,7 +40,6 @@ __all__ = [
     "advise",
     "batch_ensemble",
     "bayesian",
-    "data",
     "diagnose",
     "embed",
     "finite",

@@ -22,15 +22,15 @@ from reproduction.grid import cells as contract
 from reproduction.claims import FAILS, HOLDS, UNDECIDED, judge
 from reproduction.drawing import Figure, draw
 from reproduction.grid.runs import key_of, perform
-from reproduction.grid.settings import PRESETS, fingerprint
+from reproduction.grid.settings import PRESETS, with_fingerprint
 
 
 def table(name, rows, kind, seeds=6):
     """Return a table of the quick sweep; ``kind`` is "true", "false" or "mixed"."""
     found = []
-    for cell in contract.cells(name, PRESETS["quick"], range(seeds)):
+    for cell in cells_of(name, PRESETS["quick"], range(seeds)):
         true = {"true": True, "false": False, "mixed": cell.seed % 2 == 0}[kind]
-        swept = cell.swept
+        swept = cell.values
         noise = random.Random(str(swept)).gauss
         make = fair_rows if cell.experiment == "fair" else rows
         made = make(cell, true, lambda s, noise=noise: noise(0, s))
@@ -40,14 +40,14 @@ def table(name, rows, kind, seeds=6):
 
 def fair_rows(cell, true, noise):
     """Return networks that any ensemble beats, or none."""
-    accuracy = (0.3 if true else 0.99) + 0.001 * math.log2(cell.width) + noise(0.0001)
+    accuracy = (0.3 if true else 0.99) + 0.001 * math.log2(cell["width"]) + noise(0.0001)
     measured = dict.fromkeys(("accuracy", "member_accuracy", "member_train_accuracy"), accuracy)
     return [
         {
             "members": m,
             **measured,
             "nll": 9.0 if true else 0.0,
-            "parameters": 2000.0 * m * cell.width**2,
+            "parameters": 2000.0 * m * cell["width"]**2,
         }
         | {"correlation": 0.3 if m > 1 else math.nan}
         for m in (1, 2, 4, 8)
@@ -62,9 +62,9 @@ def bump(members, top, height=0.005, peak=8):
 def kinds(name):
     """Return the smallest cell with several members of each kind, of the quick preset."""
     found = {}
-    for cell in sorted(contract.cells(name, PRESETS["quick"]), key=lambda cell: cell.weight):
+    for cell in sorted(cells_of(name, PRESETS["quick"]), key=lambda cell: cell.weight):
         if getattr(cell, "members", 2) > 1 or getattr(cell, "kind", "").startswith("fresh"):
-            words = (cell.experiment, *(v for v in cell.swept.values() if isinstance(v, str)))
+            words = (cell.experiment, *(v for v in cell.values.values() if isinstance(v, str)))
             found.setdefault(words, cell)
     return list(found.values())
 
@@ -118,11 +118,11 @@ class Battery:
 
     @pytest.fixture(autouse=True)
     def few_draws(self, monkeypatch):
-        monkeypatch.setattr(claims, "DRAWS", 20)
+        monkeypatch.setattr(claims, "BOOTSTRAP_SAMPLES", 20)
 
     def claims(self, kind, seeds=6):
         made = table(self.name, self.rows, kind, seeds)
-        return judge(contract.load(self.name).CLAIMS, made)
+        return judge(load_experiment(self.name).CLAIMS, made)
 
     def test_claims_hold_of_a_table_that_the_paper_would_recognise(self):
         for claim in self.claims("true"):
@@ -143,7 +143,7 @@ class Battery:
 
     def test_a_claim_whose_cells_are_missing_says_so(self):
         made = table(self.name, self.rows, "true", 2)
-        for claim in judge(contract.load(self.name).CLAIMS, made.head(1)):
+        for claim in judge(load_experiment(self.name).CLAIMS, made.head(1)):
             assert claim.verdict == UNDECIDED, claim
             assert claim.note, claim
 
@@ -153,7 +153,7 @@ class Battery:
         assert all(c.statement and c.paper and c.measure for c in claims)
 
     def test_a_table_becomes_a_picture(self, tmp_path):
-        figure = contract.load(self.name).plot(table(self.name, self.rows, "true", 2))
+        figure = load_experiment(self.name).plot(table(self.name, self.rows, "true", 2))
         assert isinstance(figure, Figure)
         assert all(panel.curves for panel in figure.panels)
         assert all(len(c.x) == len(c.y) for panel in figure.panels for c in panel.curves)
@@ -163,13 +163,13 @@ class Battery:
 
     def test_every_preset_has_a_sweep_of_distinct_cells_with_several_seeds(self):
         for setting in PRESETS.values():
-            cells = contract.cells(self.name, setting)
+            cells = cells_of(self.name, setting)
             assert len({key_of(cell) for cell in cells}) == len(cells)
             assert len({cell.seed for cell in cells}) >= 3
-            assert {c.seed for c in contract.cells(self.name, setting, range(2))} == {0, 1}
+            assert {c.seed for c in cells_of(self.name, setting, range(2))} == {0, 1}
 
     def test_cells_are_frozen_and_plain(self):
-        cell = contract.cells(self.name, PRESETS["quick"])[0]
+        cell = cells_of(self.name, PRESETS["quick"])[0]
         json.dumps(dataclasses.asdict(cell))
         with pytest.raises(dataclasses.FrozenInstanceError):
             cell.seed = 3
@@ -186,7 +186,7 @@ class Battery:
         cell = kinds(self.name)[0].shortened(epochs=1)
 
         def measured():
-            rows = contract.load(cell.experiment).measure(cell)
+            rows = load_experiment(cell.experiment).measure(cell)
             rows = [rows] if isinstance(rows, dict) else rows
             return str([{k: v for k, v in row.items() if k not in self.timed} for row in rows])
 
@@ -196,8 +196,8 @@ class Battery:
 
     @pytest.mark.parametrize(("preset", "train"), [("paper", 256), ("cpu", 128)])
     def test_one_epoch_of_the_other_presets_on_some_images(self, preset, train, small_cifar):
-        here = fingerprint(replace(PRESETS[preset], epochs=1, validation=0, train=train))
-        smallest = min(contract.cells(self.name, here), key=lambda cell: cell.weight)
+        here = with_fingerprint(replace(PRESETS[preset], epochs=1, validation=0, train=train))
+        smallest = min(cells_of(self.name, here), key=lambda cell: cell.weight)
         if self.name == "cost":
-            smallest = smallest.but(turns=1)  # times repeated steps; one will do
+            smallest = smallest.with_values(turns=1)  # times repeated steps; one will do
         check(smallest)

@@ -76,7 +76,7 @@ def stuck(mark, node, count=4):
 
 def plain(cell):
     """Return the same cell without its trap."""
-    return cell_of(cell.members, cell.setting, seed=cell.seed)
+    return cell_of(cell["members"], cell.setting, seed=cell.seed)
 
 
 def reproduce(*arguments):

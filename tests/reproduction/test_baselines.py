@@ -14,7 +14,8 @@ from reproduction.figures import ablation
 from reproduction.grid import cells as contract
 from reproduction import baselines as fair
 from reproduction.grid import runs as grid
-from reproduction.claims import HOLDS, Rows, judge
+from reproduction.claims import HOLDS, judge
+from reproduction.rows import Rows
 from reproduction.grid.cells import Cell
 from reproduction.grid.engines import inline
 from reproduction.grid.results import Results, count_others, tidy
@@ -80,7 +81,7 @@ def test_what_one_experiment_measured_the_others_take_over(tmp_path, monkeypatch
 
 def test_the_columns_of_an_experiment_come_before_those_of_fair_lines(tmp_path):
     results = Results(tmp_path / "transition" / "quick")
-    cells = [SMALL.but(width=1.0), *problem.cells(1)]
+    cells = [SMALL.with_values(width=1.0), *problem.cells(1)]
     grid.run("transition", cells, results, inline)
     found = tidy(results, "transition", problem.SETTING)
     assert list(found)[:4] == ["p", "members", "gamma", "seed"]
@@ -88,7 +89,7 @@ def test_the_columns_of_an_experiment_come_before_those_of_fair_lines(tmp_path):
 
 
 def test_narrowing_a_sweep_keeps_its_fair_lines():
-    cells = contract.cells("transition", problem.SETTING, [0])
+    cells = cells_of("transition", problem.SETTING, [0])
     found = grid.narrow(cells, p=[0.9], members=[2])
     assert [cell.experiment for cell in found] == ["transition", "transition", "fair"]
 

@@ -16,8 +16,6 @@ from reproduction.claims import (
     HOLDS,
     UNDECIDED,
     Claim,
-    Missing,
-    Rows,
     bootstrap,
     growth_of_best,
     interval,
@@ -26,6 +24,7 @@ from reproduction.claims import (
     trend,
     verdict,
 )
+from reproduction.rows import MissingCellsError, Rows
 
 
 def seeds(*values):
@@ -83,12 +82,12 @@ def made_up(generator, truth, seeds=5):
     ],
 )
 def test_the_bootstrap_covers_statistics_that_jump(name, statistic, truth, monkeypatch):
-    monkeypatch.setattr(claims, "DRAWS", 25)
+    monkeypatch.setattr(claims, "BOOTSTRAP_SAMPLES", 25)
     generator = numpy.random.default_rng(1)
     runs, covered = 40, 0
     for _ in range(runs):
         table = made_up(generator, PEAKED)
-        _, low, high, _ = interval(table, statistic, draws=bootstrap(table))
+        _, low, high, _ = interval(table, statistic, samples=bootstrap(table))
         covered += low <= truth <= high
     error = math.sqrt(0.95 * 0.05 / runs)
     assert covered / runs > 0.95 - 3 * error  # the jackknife of the best M covers 0.84
@@ -107,9 +106,9 @@ def test_the_bootstrap_of_a_mean_is_about_students():
     values = [1.0, 2.0, 4.0, 3.5, 0.5]
     _, *exact, _ = interval(seeds(*values), lambda t: t["y"].mean())
     table = seeds(*values)
-    _, *drawn, _ = interval(table, lambda t: t["y"].mean(), draws=bootstrap(table))
+    _, *drawn, _ = interval(table, lambda t: t["y"].mean(), samples=bootstrap(table))
     assert drawn == pytest.approx(exact, abs=0.15 * (exact[1] - exact[0]))
-    again = interval(table, lambda t: t["y"].mean(), draws=bootstrap(table))
+    again = interval(table, lambda t: t["y"].mean(), samples=bootstrap(table))
     assert drawn == list(again[1:3])
 
 
@@ -140,7 +139,7 @@ def test_a_statistic_that_jumps_is_judged_by_the_bootstrap():
     table = made_up(numpy.random.default_rng(2), PEAKED)
     claim = Claim(inverted_u(lambda rows: rows))
     found, plain = judge([replace(claim, jumps=True), claim], table)
-    drawn = interval(table, lambda t: t.rise_and_fall("members"), draws=bootstrap(table))
+    drawn = interval(table, lambda t: t.rise_and_fall("members"), samples=bootstrap(table))
     assert (found.value, found.low, found.high, found.seeds) == drawn
     assert found.low != plain.low
 
@@ -210,9 +209,9 @@ def test_slopes_are_those_of_least_squares():
 def test_curves_are_means_over_what_is_not_named():
     table = pandas.DataFrame({"x": [1, 1, 2, 2], "y": [1.0, 3.0, 5.0, math.nan]})
     assert Rows(table).curve("x", "y") == ([1.0, 2.0], [2.0, 5.0])
-    with pytest.raises(Missing, match="at least 2 values of x"):
+    with pytest.raises(MissingCellsErrorCellsError, match="at least 2 values of x"):
         Rows(table.head(1)).curve("x", "y")
-    with pytest.raises(Missing, match="column z"):
+    with pytest.raises(MissingCellsErrorCellsError, match="column z"):
         Rows(table).curve("x", "z")
 
 
@@ -238,7 +237,7 @@ def test_half_way_is_from_the_value_at_zero_to_one():
     assert Rows(table).growth("p", "y") == ([0.0, 0.8, 0.9, 1.0], pytest.approx([0, 0.25, 0.75, 1]))
     assert Rows(table).halfway("p", "y") == pytest.approx(0.85)
     assert Rows(table.head(2)).halfway("p", "y") == pytest.approx(0.8 + 0.2 / 3)
-    with pytest.raises(Missing, match="cells with p=0"):
+    with pytest.raises(MissingCellsErrorCellsError, match="cells with p=0"):
         Rows(table.tail(2)).halfway("p", "y")
 
 
@@ -248,7 +247,7 @@ def test_rows_are_chosen_by_range_and_by_extremes():
     assert list(Rows(table).between("m", high=2)["y"]) == [0, 1]
     assert list(Rows(table).first("m")["y"]) == [0]
     assert list(Rows(table).last("m")["y"]) == [2, 3]
-    with pytest.raises(Missing, match="cells with m from 5 to 9"):
+    with pytest.raises(MissingCellsErrorCellsError, match="cells with m from 5 to 9"):
         Rows(table).between("m", 5, 9)
 
 
@@ -261,5 +260,5 @@ def test_select_finds_floats_and_sets():
     table = pandas.DataFrame({"p": [0.1 + 0.2, 0.5], "k": ["a", "b"]})
     assert list(Rows(table).where(p=0.3)["k"]) == ["a"]
     assert len(Rows(table).where(k=["a", "b"]).frame) == 2
-    with pytest.raises(Missing, match="cells with k=c"):
+    with pytest.raises(MissingCellsErrorCellsError, match="cells with k=c"):
         Rows(table).where(k="c")

@@ -102,7 +102,7 @@ def test_axes_have_plain_numbers(tmp_path):
     curve = Curve("c", [1.0, 1000.0, 1e6, 1e7], [1e-5, 0.001, 0.1, 1.0])
     axis.plot(curve.x, curve.y)
     _set_scales(axis, Panel("t", "x", "y", [curve], x_log=10, y_log=10))
-    axis.figure.canvas.draw()
+    axis.figure.canvas.build_reference()
     assert [t.get_text() for t in axis.get_xticklabels()] == ["1", "1000", "1000000", "10000000"]
     shown = {t.get_text() for t in axis.get_yticklabels()}
     assert {"0.00001", "0.001", "0.1"} <= shown

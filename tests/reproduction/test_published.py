@@ -28,7 +28,7 @@ def test_the_verdicts_follow_from_the_table(folder):
     pandas = pytest.importorskip("pandas")
     table = pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
     written = json.loads((folder / "claims.json").read_text())
-    found = [c.to_dict() for c in judge(contract.load(folder.parent.name).CLAIMS, table)]
+    found = [c.to_dict() for c in judge(load_experiment(folder.parent.name).CLAIMS, table)]
     statements = [claim["statement"] for claim in found]
     assert statements == [claim["statement"] for claim in written]
     for ours, theirs in zip(found, written, strict=True):
@@ -41,7 +41,7 @@ def test_the_verdicts_follow_from_the_table(folder):
 @pytest.mark.parametrize("folder", PUBLISHED, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_figure_is_that_of_the_table(folder):
     pandas = pytest.importorskip("pandas")
-    figure = contract.load(folder.parent.name).plot(
+    figure = load_experiment(folder.parent.name).plot(
         pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
     )
     check_figure(figure)

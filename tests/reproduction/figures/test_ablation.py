@@ -23,8 +23,8 @@ def rows(c, true, noise):
         "last layer, trainable": 0.58 if true else 0.1,
     }
     return {
-        "accuracy": 0.9 + worse.get(c.variant, 0.0) + noise(0.001),
-        "correlation": 0.4 + more.get(c.variant, 0.0) + noise(0.002),
+        "accuracy": 0.9 + worse.get(c["variant"], 0.0) + noise(0.001),
+        "correlation": 0.4 + more.get(c["variant"], 0.0) + noise(0.002),
         "member_accuracy": 0.85,
         "member_train_accuracy": 0.9,
         "gradient_ratio": (0.2 if true else 1.5) + noise(0.01),

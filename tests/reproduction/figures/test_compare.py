@@ -15,14 +15,14 @@ from reproduction.grid.settings import PRESETS
 
 
 def rows(c, true, noise):
-    mine = c.system == "BatchEnsemble p=0"
-    other = c.system == compare.SEPARATE
+    mine = c["system"] == "BatchEnsemble p=0"
+    other = c["system"] == compare.SEPARATE
     better = (0.2 if true else 0.4) if mine else (0.21 if other else 0.3)
     return {
         "nll": better + noise(0.001),
         "shifted_nll": 2 * better + noise(0.001),
         "auroc": 1 - better + noise(0.001),
-        "training": 1.0 + len(c.system),
+        "training": 1.0 + len(c["system"]),
         "tuning": 3.0,
         "inference": 2.0,
         "parameters": 1.5,
@@ -34,12 +34,12 @@ class TestCompare(Battery):
     timed = ("training", "tuning", "inference")
 
 
-SETTING = contract.cells("compare", PRESETS["quick"], [0])[0].setting
+SETTING = cells_of("compare", PRESETS["quick"], [0])[0].setting
 
 
 def cell_of(system, members, width):
     swept = {"system": system, "members": members, "width": width, "seed": 0}
-    return contract.Cell(SETTING, swept)
+    return Cell(SETTING, swept)
 
 
 def test_classes_that_are_left_out_are_in_no_train_or_test_row():
@@ -67,7 +67,7 @@ def test_blur_and_contrast_keep_what_is_constant():
 def test_the_wide_network_has_the_parameters_of_the_separate_ones():
     cell = cell_of(compare.WIDE, 4, 4.0)
     counts = [
-        sum(p.numel() for p in compare.make(cell.but(system=system)).parameters())
+        sum(p.numel() for p in compare.make(cell.with_values(system=system)).parameters())
         for system in (compare.WIDE, compare.SEPARATE)
     ]
     assert abs(counts[0] / counts[1] - 1) < 0.05
@@ -93,7 +93,7 @@ def test_every_system_is_of_one_kind_and_training_costs_count_the_choice_of_the_
     assert len(set(compare.SYSTEMS)) == len(compare.SYSTEMS) == 21
     cells = [cell_of(system, 4, 4.0) for system in compare.SYSTEMS]
     table = pandas.DataFrame(
-        {"system": c.system} | rows(c, True, lambda std: 0.0) for c in cells for _ in range(2)
+        {"system": c["system"]} | rows(c, True, lambda std: 0.0) for c in cells for _ in range(2)
     )
     panel = compare.plot(table).panels[0]
     assert [c.label for c in panel.curves] == [*compare.systems(), "Pareto front"]

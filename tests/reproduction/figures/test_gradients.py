@@ -14,17 +14,17 @@ from reproduction.claims import FAILS, HOLDS, judge
 def rows(c, true, noise):
     rows = []
     for member in range(4):
-        wide = c.kind == "input and output"
+        wide = c["kind"] == "input and output"
         spread = (1.5 if wide else 0.2) if true else (0.2 if wide else 1.5)
         norm = 10 ** (spread * (member - 1.5) + noise(0.02))
         power = {"total": -0.5, "first": -0.5, "inner": -1.0, "last": -0.5}
-        if c.kind == "shifted":
+        if c["kind"] == "shifted":
             power = dict.fromkeys(power, 0.0 if true else -0.8)
         elif not true:
             power = dict.fromkeys(power, 0.0)
         row = {"member": member, "norm": norm}
         for part, exponent in power.items():
-            scale = 0.1 * c.width**exponent * math.exp(noise(0.01))
+            scale = 0.1 * c["width"]**exponent * math.exp(noise(0.01))
             row |= {f"cos_{part}": scale, f"cos2_{part}": 2 * scale**2}
         rows.append(row)
     return rows

@@ -10,27 +10,27 @@ from tests.reproduction.battery import Battery, table
 
 from reproduction.grid import cells as contract
 from reproduction.figures import laws
-from reproduction.claims import Rows
-from reproduction.grid.settings import PRESETS, data_set
+from reproduction.rows import Rows
+from reproduction.grid.settings import PRESETS, load_data
 from embens.finite import forecast
 
 
 def rows(c, true, noise):
-    share = {"±1": 1.0, "N(0, 1)": 0.1, "uniform": 0.3}.get(c.law, 0.5)
+    share = {"±1": 1.0, "N(0, 1)": 0.1, "uniform": 0.3}.get(c["law"], 0.5)
     loss = 0.2 - 0.02 * math.log2(share)
-    loss += {"±1, mean √½": -0.05, laws.SEPARATE: 0.01}.get(c.law, 0.0) if true else 0.0
-    loss += 0.1 * (c.law in (laws.ONE, laws.FASTER))
+    loss += {"±1, mean √½": -0.05, laws.SEPARATE: 0.01}.get(c["law"], 0.0) if true else 0.0
+    loss += 0.1 * (c["law"] in (laws.ONE, laws.FASTER))
     if not true:
-        loss = 0.4 - loss + 0.1 * (c.law == "±1, mean √½")
-        loss -= 0.15 * (c.law == laws.SEPARATE)
-    alike = 0.8 if true and c.law == "N(1, ½)" else 0.4
+        loss = 0.4 - loss + 0.1 * (c["law"] == "±1, mean √½")
+        loss -= 0.15 * (c["law"] == laws.SEPARATE)
+    alike = 0.8 if true and c["law"] == "N(1, ½)" else 0.4
     return {
         "accuracy": 1 - loss,
         "member_accuracy": 0.9 - loss / 2 + noise(0.001),
         "nll": loss + noise(0.001),
         "correlation": alike + noise(0.001),
         "disagreement": 0.1,
-        "effective_width": 16 * c.width * share,
+        "effective_width": 16 * c["width"] * share,
         "forecast_correlation": alike + (0.005 if true else 0.3),
     }
 
@@ -54,14 +54,14 @@ def test_n_one_half_is_the_usual_one():
 
 
 def test_cells_modulate_what_they_say():
-    cells = contract.cells("laws", PRESETS["quick"], [0])
+    cells = cells_of("laws", PRESETS["quick"], [0])
     for cell in [cell for cell in cells if cell.experiment == "laws"][::3]:
         kinds = {site.kind for site in laws.make(cell).plan.sites}
         expected = {"u": {"post"}, "v": {"pre"}, "none": set(), laws.BOTH: {"pre", "post"}}
-        if cell.law == "Masksembles":
+        if cell["law"] == "Masksembles":
             assert kinds == {"post"}
-        elif cell.law != laws.SEPARATE:
-            assert kinds == expected[cell.sites], cell
+        elif cell["law"] != laws.SEPARATE:
+            assert kinds == expected[cell["sites"]], cell
 
 
 def test_two_laws_of_one_effective_width_are_two_points_however_it_is_rounded():
@@ -76,8 +76,8 @@ def test_two_laws_of_one_effective_width_are_two_points_however_it_is_rounded():
 def test_what_is_known_before_training_is_that_of_the_law_and_of_the_forecast():
     cell = next(
         c
-        for c in contract.cells("laws", PRESETS["quick"], [0])
-        if c.law == "N(0, 1)" and c.width == 4
+        for c in cells_of("laws", PRESETS["quick"], [0])
+        if c["law"] == "N(0, 1)" and c["width"] == 4
     )
     ensemble, setting = laws.make(cell), cell.setting
     before = [p.clone() for p in ensemble.parameters()]
@@ -85,9 +85,9 @@ def test_what_is_known_before_training_is_that_of_the_law_and_of_the_forecast():
     assert known["coupling"] == 0
     assert known["effective_width"] == pytest.approx(64 * 5 / 53)
     plan = {"epochs": setting.epochs, "batch_size": 64, "lr": setting.lr, "gamma": 8.0}
-    expected = forecast(ensemble, *data_set(setting).train, **plan, seed=cell.seed)
+    expected = forecast(ensemble, *load_data(setting).train, **plan, seed=cell.seed)
     assert known["forecast_correlation"] == expected.correlation.value
     assert known["forecast_gain"] == expected.gain.value
     assert all(map(torch.equal, before, ensemble.parameters()))
-    alone = laws.foresee(cell.but(members=1), laws.make(cell.but(members=1)))
+    alone = laws.foresee(cell.with_values(members=1), laws.make(cell.with_values(members=1)))
     assert math.isnan(alone["forecast_correlation"])

@@ -11,19 +11,19 @@ from reproduction.grid.cells import MEMBERS
 
 def rows(c, true, noise):
     sign = 1 if true else -1
-    masks = MEMBERS["quick"] if c.kind.startswith("fresh") else (c.members,)
+    masks = MEMBERS["quick"] if c["kind"].startswith("fresh") else (c["members"],)
     rows = []
     for count in masks:
         m = math.log2(count)
-        if c.kind == "fresh shifted":
+        if c["kind"] == "fresh shifted":
             accuracy = 0.9 + sign * 0.02 * (1 - 1 / count)
             member, correlation = 0.9 - (0 if true else 0.02 * m), 0.9 if true else 0.3
-        elif c.kind == "fresh centred":
+        elif c["kind"] == "fresh centred":
             accuracy, member, correlation = (0.15 if true else 0.9), 0.1, 0.1
         else:
-            peak = 8 * c.width if true else 8 / c.width
+            peak = 8 * c["width"] if true else 8 / c["width"]
             accuracy = bump(count, 0.93, 0.004, peak)
-            if not true and c.width == 0.5:
+            if not true and c["width"] == 0.5:
                 accuracy = 0.9 + 0.01 * m
             member, correlation = 0.8, 0.4 if true else 0.29
         rows.append(

@@ -11,12 +11,12 @@ def rows(c, true, noise):
     rows = []
     for others in (1, 2, 4, 7, 14):
         one = math.exp(noise(0.01))
-        if c.kind == "centred":
-            ratio = 1 / c.width if true else 1.0
-            weight = others / c.width if true else float(others**2)
+        if c["kind"] == "centred":
+            ratio = 1 / c["width"] if true else 1.0
+            weight = others / c["width"] if true else float(others**2)
         else:
-            ratio = 0.5 if true else 1 / c.width
-            weight = others**2 if true else others / c.width
+            ratio = 0.5 if true else 1 / c["width"]
+            weight = others**2 if true else others / c["width"]
         rows.append(
             {
                 "others": others,

@@ -8,8 +8,8 @@ from tests.reproduction.battery import Battery
 
 
 def rows(c, true, noise):
-    best = c.factor == (1.0 if c.parametrization == "standard" else 16.0)
-    ntk = c.parametrization == "ntk"
+    best = c["factor"] == (1.0 if c["parametrization"] == "standard" else 16.0)
+    ntk = c["parametrization"] == "ntk"
     accuracy = (0.95 if best else 0.9) - (0.0 if true or not ntk else 0.04)
     slow = (1.5 if true else 0.7) if ntk else 1.0
     return [

@@ -11,24 +11,24 @@ from tests.reproduction.battery import Battery
 from torch import nn
 
 from embens import embed, networks
-from reproduction.claims import Rows
+from reproduction.rows import Rows
 from reproduction.figures.richness import alignment, collective, features_of, halfway
 
 
 def rows(c, true, noise):
     found = []
     for loss in (0.5, 0.1):
-        scale, width, late = math.log2(c.scale), math.log2(c.width), loss == 0.1
-        if c.family == "separate":
+        scale, width, late = math.log2(c["scale"]), math.log2(c["width"]), loss == 0.1
+        if c["family"] == "separate":
             correlation = 0.4
         elif true:  # small effects, and a transition near p=0.97 wherever one looks
-            steep = max(0.0, (c.p - 0.94) / 0.06) * 0.95
+            steep = max(0.0, (c["p"] - 0.94) / 0.06) * 0.95
             effect = 0.02 * late - 0.005 * scale - 0.005 * width
-            correlation = 0.4 + 0.6 * (steep + (effect if c.p >= 0.9 else 0.0))
+            correlation = 0.4 + 0.6 * (steep + (effect if c["p"] >= 0.9 else 0.0))
         else:  # the other way round, and a transition that moves with the scale
             middle = 0.35 + 0.05 * scale
-            correlation = 0.4 + 0.6 * min(0.7, 0.5 * c.p / middle)
-            correlation += 0.01 * scale + 0.01 * width - 0.05 * late if c.p >= 0.9 else 0.0
+            correlation = 0.4 + 0.6 * min(0.7, 0.5 * c["p"] / middle)
+            correlation += 0.01 * scale + 0.01 * width - 0.05 * late if c["p"] >= 0.9 else 0.0
         found.append(
             {
                 "loss": loss,

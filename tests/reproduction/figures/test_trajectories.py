@@ -14,15 +14,15 @@ def rows(c, true, noise):
     rows = []
     for epoch in range(1, 41):
         alone = 2.0 * epoch**-0.7
-        late = max(0.0, epoch - (6 if (c.width == 1.0) == true else 15)) * 0.08
-        m = math.log2(c.members)
-        if c.members == 1:
+        late = max(0.0, epoch - (6 if (c["width"] == 1.0) == true else 15)) * 0.08
+        m = math.log2(c["members"])
+        if c["members"] == 1:
             loss = alone
         elif true:
-            loss = alone * math.exp(0.4 * m if c.gamma == "1" else late * m / 3)
+            loss = alone * math.exp(0.4 * m if c["gamma"] == "1" else late * m / 3)
         else:
-            slow = (0.3 if c.width == 1.0 else 0.5) * m if c.gamma == "M" else -0.1 * m
-            slow = late * m / 3 if c.gamma == "M" and epoch > 6 else slow
+            slow = (0.3 if c["width"] == 1.0 else 0.5) * m if c["gamma"] == "M" else -0.1 * m
+            slow = late * m / 3 if c["gamma"] == "M" and epoch > 6 else slow
             loss = alone * math.exp(slow)
         rows.append(
             {"epoch": epoch, "loss": loss * math.exp(noise(0.0001)), "member_accuracy": 0.9}

@@ -9,28 +9,29 @@ import pytest
 from tests.reproduction.battery import Battery, bump
 
 from reproduction.figures import transition
-from reproduction.claims import Rows, judge
+from reproduction.claims import judge
+from reproduction.rows import Rows
 from reproduction.figures.transition import halfway
 
 
 def rows(c, true, noise):
-    m, p = math.log2(c.members), c.p
-    above = p > 0.62 or (p == 0.6 and c.members > 10)
+    m, p = math.log2(c["members"]), c["p"]
+    above = p > 0.62 or (p == 0.6 and c["members"] > 10)
     if true:
         correlation = (0.85 + 0.14 * (p - 0.65) / 0.35 if above else 0.4) if p < 1 else 1.0
-        accuracy = 0.93 + 0.004 * m if p > 0.62 else bump(c.members, 0.95)
+        accuracy = 0.93 + 0.004 * m if p > 0.62 else bump(c["members"], 0.95)
         train = 0.995 if p > 0.62 else 1 - 0.05 * m
-        member = 0.93 + 0.003 * m * (c.gamma == "M") if p > 0.62 else 0.9 - 0.01 * m
+        member = 0.93 + 0.003 * m * (c["gamma"] == "M") if p > 0.62 else 0.9 - 0.01 * m
     else:
         correlation = (0.4 + 0.4 * min(p, 0.4) / 0.4 - 0.1 * max(0, p - 0.4)) if p < 1 else 1.0
         accuracy = 0.93 - 0.004 * m if p > 0.35 else 0.9 + 0.01 * m
         train = 0.5 + 0.45 * p + 0.002 * m
-        member = 0.93 - 0.003 * m * (c.gamma == "M") if p > 0.35 else 0.3 + 0.01 * m
+        member = 0.93 - 0.003 * m * (c["gamma"] == "M") if p > 0.35 else 0.3 + 0.01 * m
     return {
         "accuracy": accuracy + noise(0.0005),
         "member_accuracy": member,
         "member_train_accuracy": train,
-        "correlation": correlation if c.members > 1 else math.nan,
+        "correlation": correlation if c["members"] > 1 else math.nan,
         "coupling": p**6,
     }
 

@@ -14,19 +14,19 @@ import embens
 from embens import laws
 from reproduction.figures import NAMES
 from reproduction.grid import cells as contract
-from reproduction.grid.cells import run, score, train
-from reproduction.grid.settings import PRESETS, data_set, reference
+from reproduction.training import batch_ensemble, run, score, train
+from reproduction.grid.settings import PRESETS, load_data, reference
 
 QUICK = PRESETS["quick"]
 
 
 def cell_of(width, members, seed=0, setting=QUICK):
-    return contract.Cell(setting, {"width": width, "members": members, "seed": seed})
+    return Cell(setting, {"width": width, "members": members, "seed": seed})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_an_experiment(name):
-    words = contract.describe(contract.load(name).__doc__)
+    words = describe(load_experiment(name).__doc__)
     assert all(words.values())
     assert not set("`:") & set(words["about"].replace(": ", ""))  # plain text, for a page
 
@@ -34,19 +34,19 @@ def test_every_name_is_an_experiment(name):
 def test_the_ensemble_of_the_paper_has_the_laws_of_the_paper():
     network = reference(QUICK)
     for ensemble, p in (
-        (contract.batch_ensemble(network, 2), 0.0),
-        (contract.batch_ensemble(network, 2, p=0.6), 0.6),
+        (batch_ensemble(network, 2), 0.0),
+        (batch_ensemble(network, 2, p=0.6), 0.6),
     ):
         assert {site.law for site in ensemble.plan.sites} == {laws.Shifted(p)}
     for name in set(NAMES) - {"laws"}:  # whatever the library's default is
-        assert contract.load(name).__dict__.get("batch_ensemble") in (None, contract.batch_ensemble)
+        assert load_experiment(name).__dict__.get("batch_ensemble") in (None, batch_ensemble)
 
 
 def test_a_sweep_has_a_cell_for_each_combination():
-    cells = contract.sweep(width=(0.5, 1.0), members={"quick": (1, 2)})(QUICK)
-    assert [(c.width, c.members) for c in cells] == [(0.5, 1), (0.5, 2), (1.0, 1), (1.0, 2)]
-    assert contract.sweep(width=1.0, members=2)(QUICK) == [cell_of(1.0, 2)]
-    assert cells[0].but(seed=3).swept == {"width": 0.5, "members": 1, "seed": 3}
+    cells = sweep(width=(0.5, 1.0), members={"quick": (1, 2)})(QUICK)
+    assert [(c["width"], c["members"]) for c in cells] == [(0.5, 1), (0.5, 2), (1.0, 1), (1.0, 2)]
+    assert sweep(width=1.0, members=2)(QUICK) == [cell_of(1.0, 2)]
+    assert cells[0].with_values(seed=3).values == {"width": 0.5, "members": 1, "seed": 3}
 
 
 def test_a_cell_says_what_it_has_where_something_else_is_read():
@@ -56,13 +56,13 @@ def test_a_cell_says_what_it_has_where_something_else_is_read():
 
 
 def test_seeds_are_the_preset_s_or_those_asked_for():
-    assert {c.seed for c in contract.cells("widths", QUICK)} == set(range(5))
-    assert {c.seed for c in contract.cells("gradients", QUICK)} == set(range(30))
-    assert {c.seed for c in contract.cells("widths", QUICK, [7, 8])} == {7, 8}
+    assert {c.seed for c in cells_of("widths", QUICK)} == set(range(5))
+    assert {c.seed for c in cells_of("gradients", QUICK)} == set(range(30))
+    assert {c.seed for c in cells_of("widths", QUICK, [7, 8])} == {7, 8}
 
 
 def test_a_shortened_cell_weighs_as_much_less_as_it_has_less_to_train():
-    cell, weight = cell_of(1.0, 2), contract.weight
+    cell, weight = cell_of(1.0, 2), training_cost
     assert weight(cell) / weight(cell.shortened(epochs=2)) == QUICK.epochs / 2
     images = replace(cell, setting=replace(PRESETS["paper"], epochs=4))
     factor = weight(images) / weight(images.shortened(epochs=2, train=500))
@@ -70,7 +70,7 @@ def test_a_shortened_cell_weighs_as_much_less_as_it_has_less_to_train():
 
 
 def test_a_cell_draws_its_network_and_goes_on_from_there():
-    network, generator = cell_of(2.0, 2, seed=5).draw()
+    network, generator = cell_of(2.0, 2, seed=5).build_reference()
     same = torch.Generator().manual_seed(5)
     expected = reference(QUICK, 2.0, generator=same)
     for mine, theirs in zip(network.parameters(), expected.parameters(), strict=True):
@@ -92,7 +92,7 @@ def test_it_is_fit_with_the_setting_s_arguments_and_gamma_m():
     training = train(
         cell_of(1.0, 3, 5, SETTING), ensemble, modulation_lr=0.01, test_each_epoch=True
     )
-    data = data_set(SETTING)
+    data = load_data(SETTING)
     history = embens.fit(
         other, tuple(data.train), tuple(data.test), epochs=3, batch_size=64, lr=SETTING.lr,
         modulation_lr=0.01, weight_decay=5e-4, gamma=3.0, keep="last", seed=5, progress=False,
@@ -129,7 +129,7 @@ def test_a_run_that_diverges_is_marked_and_keeps_finite_weights(network):
 
 
 def test_outputs_that_overflow_say_nothing():
-    ensemble, inputs = ensemble_of(), data_set(SETTING).test.inputs
+    ensemble, inputs = ensemble_of(), load_data(SETTING).test.inputs
     before = run(ensemble, inputs)
     with torch.no_grad():
         next(ensemble.individual_parameters())[1] = math.inf

@@ -22,7 +22,7 @@ from reproduction.grid import runs as grid
 from reproduction.grid.engines import inline, local
 from reproduction.grid.runs import key_of, perform
 from reproduction.grid.results import Results
-from reproduction.grid.settings import PRESETS, fingerprint
+from reproduction.grid.settings import PRESETS, with_fingerprint
 
 TESTS = Path(__file__).parents[1]
 
@@ -140,7 +140,7 @@ def test_workers_are_told_where_the_data_are(tmp_path, monkeypatch):
     second = problem.write_cifar(tmp_path / "second", train=30)
     for folder in (first, second):
         monkeypatch.setenv("EMBENS_DATA", str(folder))
-        here = fingerprint(replace(PRESETS["cpu"], epochs=1))
+        here = with_fingerprint(replace(PRESETS["cpu"], epochs=1))
         cell = replace(problem.cells(1)[0], setting=here)
         ((_, done),) = local([cell], workers=1)
         assert str(done["rows"]) == str(perform(cell)["rows"])

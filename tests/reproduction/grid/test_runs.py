@@ -75,7 +75,7 @@ def test_an_engine_is_closed_if_a_result_cannot_be_kept(tmp_path, monkeypatch):
 
 def test_large_cells_come_first(tmp_path):
     _, seen = run(problem.cells(3), tmp_path)
-    assert [cell.members for cell in seen] == [3, 2, 1]
+    assert [cell["members"] for cell in seen] == [3, 2, 1]
 
 
 def test_a_failed_cell_is_kept_with_its_error_and_the_rest_goes_on(tmp_path):
@@ -93,7 +93,7 @@ def test_a_failed_cell_is_kept_with_its_error_and_the_rest_goes_on(tmp_path):
 
 def test_narrowing_says_what_there_is():
     cells = problem.cells(4)
-    assert [c.members for c in grid.narrow(cells, members=["1", 3])] == [1, 3]
+    assert [c["members"] for c in grid.narrow(cells, members=["1", 3])] == [1, 3]
     assert grid.narrow(cells, gamma=["M"]) == cells
     with pytest.raises(ValueError, match="members: expected some of 1, 2, 3, 4; got 9"):
         grid.narrow(cells, members=[9])
@@ -107,9 +107,9 @@ def test_the_key_is_of_everything_in_the_cell():
         key_of(changed)
         for changed in (
             cell,
-            cell.but(p=0.6),
-            cell.but(seed=1),
-            cell.but(members=2),
+            cell.with_values(p=0.6),
+            cell.with_values(seed=1),
+            cell.with_values(members=2),
             replace(cell, setting=replace(cell.setting, threads=2)),
             replace(cell, setting=replace(cell.setting, lr=0.02)),
             replace(cell, setting=replace(cell.setting, device="cuda")),
@@ -171,7 +171,7 @@ def test_the_key_does_not_change_with_what_changes_no_number(version_with, modul
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
-        (transition, 'if cell.gamma == "M" else 1.0', 'if cell.gamma == "M" else 2.0'),
+        (transition, 'if cell["gamma"] == "M" else 1.0', 'if cell["gamma"] == "M" else 2.0'),
         (contract, "manual_seed(self.seed)", "manual_seed(self.seed + 1)"),
         (setting, "_read(setting).standardise()", "_read(setting)"),
         (setting, "lr: float = 0.003", "lr: float = 0.004"),

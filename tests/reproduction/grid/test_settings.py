@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from tests.reproduction import problem
 
-from reproduction.grid.settings import PRESETS, data_set, fingerprint, reference
+from reproduction.grid.settings import PRESETS, load_data, with_fingerprint, build_reference
 
 
 @pytest.fixture
 def paper(small_cifar):
-    return fingerprint(replace(PRESETS["paper"], epochs=1, validation=0, train=256))
+    return with_fingerprint(replace(PRESETS["paper"], epochs=1, validation=0, train=256))
 
 
 def test_the_paper_s_network_is_the_paper_s(paper):
@@ -26,18 +26,18 @@ def test_the_paper_s_network_is_the_paper_s(paper):
 
 
 def test_a_part_of_the_paper_s_data_is_held_out(paper):
-    data = data_set(replace(paper, validation=10_000, records=""))
+    data = load_data(replace(paper, validation=10_000, records=""))
     assert len(data.validation.targets) == 51  # a fifth at most, of a small folder
     assert len(data.train.targets) == 205
     assert data.classes == 100
 
 
-def test_other_records_have_another_fingerprint(paper, tmp_path, monkeypatch):
+def test_other_records_have_another_with_fingerprint(paper, tmp_path, monkeypatch):
     folder = problem.write_cifar(tmp_path / "other", train=255, test=32)
     monkeypatch.setenv("EMBENS_DATA", str(folder))
-    assert fingerprint(paper).records != paper.records
-    assert fingerprint(PRESETS["quick"]) == PRESETS["quick"]
+    assert with_fingerprint(paper).records != paper.records
+    assert with_fingerprint(PRESETS["quick"]) == PRESETS["quick"]
 
 
 def test_the_data_of_a_setting_are_read_once():
-    assert data_set(PRESETS["quick"]) is data_set(replace(PRESETS["quick"]))
+    assert load_data(PRESETS["quick"]) is load_data(replace(PRESETS["quick"]))

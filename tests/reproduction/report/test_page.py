@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.reproduction.report import results
 
-from embens.files import Refused
+from reproduction.storage import DamagedFileError
 from reproduction.report import page
 
 
@@ -91,7 +91,7 @@ def test_a_missing_key_is_found_whichever_it_is(folder, tmp_path):
         (here / "manifest.json").write_text(json.dumps(less))
         if key == "experiment":
             continue  # then it is of something else
-        with pytest.raises(Refused, match=r"manifest.json is damaged: its content has another"):
+        with pytest.raises(DamagedFileError, match=r"manifest.json is damaged: its content has another"):
             page.collect(tmp_path)
 
 
@@ -102,9 +102,9 @@ def test_a_digit_that_was_changed_is_found_and_so_is_a_file_that_is_gone(folder,
     text = path.read_text()
     place = re.search(r"\d", text).start()
     path.write_text(text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :])
-    with pytest.raises(Refused, match=f"{name} .*another checksum"):
+    with pytest.raises(DamagedFileError, match=f"{name} .*another checksum"):
         page.collect(tmp_path)
     path.unlink()
     message = "got none" if name == "manifest.json" else f"No such file or directory.*{name}"
-    with pytest.raises((Refused, FileNotFoundError), match=message):
+    with pytest.raises((DamagedFileError, FileNotFoundError), match=message):
         page.collect(tmp_path)
