@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from embens.cli import main
+from reproduction.__main__ import main
 from reproduction.grid.cells import Cell
 from reproduction.grid.settings import PRESETS
 
@@ -40,23 +40,23 @@ def slow():
 class Deadly(Cell):
     """A cell whose measurement kills the process that it is in, once; never the test's own."""
 
-    def __getattr__(self, name):
-        if name == "gamma":  # read in the middle of ``transition.measure``
-            mark = Path(self.mark)
-            if os.getpid() != self.home and not mark.exists():
+    def __getitem__(self, axis):
+        if axis == "gamma":  # read in the middle of ``transition.measure``
+            mark = Path(self["mark"])
+            if os.getpid() != self["home"] and not mark.exists():
                 mark.write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getattr__(name)
+        return super().__getitem__(axis)
 
 
 class Stuck(Cell):
     """A cell whose measurement never ends on one node of a Ray cluster."""
 
-    def __getattr__(self, name):
-        if name == "gamma" and _node() == self.node:
-            Path(self.mark).write_text(str(os.getpid()))
+    def __getitem__(self, axis):
+        if axis == "gamma" and _node() == self["node"]:
+            Path(self["mark"]).write_text(str(os.getpid()))
             time.sleep(600)
-        return super().__getattr__(name)
+        return super().__getitem__(axis)
 
 
 def _node():
@@ -80,8 +80,8 @@ def plain(cell):
 
 
 def reproduce(*arguments):
-    """Run ``embens reproduce``."""
-    return main(["reproduce", *map(str, arguments)])
+    """Run ``python -m reproduction``."""
+    return main([str(argument) for argument in arguments])
 
 
 def write_cifar(folder, train=40, test=20):

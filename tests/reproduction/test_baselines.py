@@ -1,4 +1,4 @@
-"""Fair lines: separate networks at their best rate, measured once for all experiments."""
+"""Baselines: separate networks at their best rate, measured once for all experiments."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from dataclasses import replace
 
 import pandas
 import pytest
+
+from reproduction import baselines
+from reproduction.claims import HOLDS, judge
+from reproduction.figures import ablation
+from reproduction.grid import runs
+from reproduction.grid.cells import Cell, cells_of
+from reproduction.grid.engines import inline
+from reproduction.grid.results import Results, count_outdated, make_table
+from reproduction.rows import Rows
 from tests.reproduction import problem
 from tests.reproduction.battery import check
 
-from reproduction.figures import ablation
-from reproduction.grid import cells as contract
-from reproduction import baselines as fair
-from reproduction.grid import runs as grid
-from reproduction.claims import HOLDS, judge
-from reproduction.rows import Rows
-from reproduction.grid.cells import Cell
-from reproduction.grid.engines import inline
-from reproduction.grid.results import Results, count_others, tidy
-
-SMALL = Cell(problem.SETTING, {"width": 0.5, "networks": 8, "seed": 0}, "fair")
+SMALL = Cell(problem.SETTING, {"width": 0.5, "networks": 8, "seed": 0}, "baselines")
 
 
 def test_a_cell_has_a_row_for_each_number_of_networks():
     check(SMALL)
-    found = fair.measure(SMALL)
+    found = baselines.measure(SMALL)
     assert [row["members"] for row in found] == [1, 2, 4, 8]
     assert math.isnan(found[0]["correlation"])
     assert found[3]["parameters"] == 8 * found[0]["parameters"]
@@ -43,9 +42,9 @@ def test_the_rate_is_the_best_on_rows_that_are_held_out(monkeypatch, preset):
         seen.append((networks, factor, data, trained))
         return trained
 
-    original = fair.train_separate
-    monkeypatch.setattr(fair, "train_separate", train)
-    (chosen,) = {row["factor"] for row in fair.measure(cell)}
+    original = baselines.train_separate
+    monkeypatch.setattr(baselines, "train_separate", train)
+    (chosen,) = {row["factor"] for row in baselines.measure(cell)}
     *tried, (networks, factor, data, _) = seen
     assert (networks, factor, len(data.train.targets)) == (8, chosen, 64)
     losses = {}
@@ -56,7 +55,7 @@ def test_the_rate_is_the_best_on_rows_that_are_held_out(monkeypatch, preset):
         chances = outputs.softmax(-1)[:, range(12), target]
         wrong = outputs.argmax(-1) != target
         losses[factor] = float(-chances.log().mean() if preset == "quick" else wrong.sum())
-    assert list(losses) == list(fair.FACTORS)
+    assert list(losses) == list(baselines.FACTORS)
     assert chosen == min(losses, key=losses.get)
 
 
@@ -64,34 +63,34 @@ def test_a_rate_at_which_networks_diverge_is_not_chosen(monkeypatch):
     def train(cell, networks, factor, data):
         return replace(original(cell, networks, 1.0, data), diverged=factor != 4.0)
 
-    original = fair.train_separate
-    monkeypatch.setattr(fair, "train_separate", train)
-    assert fair.measure(SMALL)[0]["factor"] == 4.0
+    original = baselines.train_separate
+    monkeypatch.setattr(baselines, "train_separate", train)
+    assert baselines.measure(SMALL)[0]["factor"] == 4.0
 
 
 def test_what_one_experiment_measured_the_others_take_over(tmp_path, monkeypatch):
     folders = {name: tmp_path / name / "quick" for name in ("transition", "ablation")}
-    assert grid.run("transition", [SMALL], Results(folders["transition"]), inline) == (1, [])
+    assert runs.run("transition", [SMALL], Results(folders["transition"]), inline) == (1, [])
     results = Results(folders["ablation"])
-    assert grid.run("ablation", [SMALL], results, inline) == (0, [])
+    assert runs.run("ablation", [SMALL], results, inline) == (0, [])
     monkeypatch.setattr(ablation, "SWEEP", [lambda setting: [SMALL]])
-    assert len(tidy(results, "ablation", problem.SETTING)) == 4
-    assert count_others(results, "ablation") == 0
+    assert len(make_table(results, "ablation", problem.SETTING)) == 4
+    assert count_outdated(results, "ablation") == 0
 
 
-def test_the_columns_of_an_experiment_come_before_those_of_fair_lines(tmp_path):
+def test_the_columns_of_an_experiment_come_before_those_of_baselines(tmp_path):
     results = Results(tmp_path / "transition" / "quick")
     cells = [SMALL.with_values(width=1.0), *problem.cells(1)]
-    grid.run("transition", cells, results, inline)
-    found = tidy(results, "transition", problem.SETTING)
+    runs.run("transition", cells, results, inline)
+    found = make_table(results, "transition", problem.SETTING)
     assert list(found)[:4] == ["p", "members", "gamma", "seed"]
     assert len(found) == 5
 
 
-def test_narrowing_a_sweep_keeps_its_fair_lines():
+def test_narrowing_a_sweep_keeps_its_baselines():
     cells = cells_of("transition", problem.SETTING, [0])
-    found = grid.narrow(cells, p=[0.9], members=[2])
-    assert [cell.experiment for cell in found] == ["transition", "transition", "fair"]
+    found = runs.select(cells, p=[0.9], members=[2])
+    assert [cell.experiment for cell in found] == ["transition", "transition", "baselines"]
 
 
 def made_up():
@@ -111,19 +110,25 @@ def made_up():
 
 
 def test_lines_are_one_network_for_all_m_and_separate_ones():
-    one, separate = fair.lines(made_up(), "accuracy")
+    one, separate = baselines.lines(made_up(), "accuracy")
     assert (one.label, one.x) == ("one network", [1.0, 8.0])
     assert one.y == pytest.approx([0.81, 0.81])
     assert (separate.x, separate.y) == ([2.0, 8.0], pytest.approx([0.82, 0.88]))
-    assert fair.lines(made_up(), "accuracy", width=2.0)[0].y == pytest.approx([0.82, 0.82])
-    assert fair.lines(made_up().drop(columns="networks"), "accuracy") == []
+    assert baselines.lines(made_up(), "accuracy", width=2.0)[0].y == pytest.approx([0.82, 0.82])
+    assert baselines.lines(made_up().drop(columns="networks"), "accuracy") == []
 
 
 def test_eight_members_are_compared_with_networks_of_their_width():
-    better, as_good = judge(fair.claims(lambda rows: fair.without(rows).where(p=0.0)), made_up())
+    better, as_good = judge(
+        baselines.claims(lambda rows: baselines.ensemble_rows(rows).where(p=0.0)), made_up()
+    )
     assert (better.value, better.verdict) == (pytest.approx(0.10), HOLDS)
     assert as_good.value == pytest.approx(0.03)
-    assert len(fair.without(Rows(made_up())).frame) + len(fair.only(Rows(made_up())).frame) == 40
+    assert (
+        len(baselines.ensemble_rows(Rows(made_up())).frame)
+        + len(baselines.baseline_rows(Rows(made_up())).frame)
+        == 40
+    )
 
 
 def test_members_are_as_many_as_there_are_up_to_eight():
@@ -131,5 +136,7 @@ def test_members_are_as_many_as_there_are_up_to_eight():
     table["members"] = table["members"].where(table["p"].isna() | (table["members"] < 8), 2)
     more = table[(table["p"] == 0.0) & (table["members"] == 2)].assign(members=16, accuracy=0.5)
     table = pandas.concat([table, more])
-    better, as_good = judge(fair.claims(lambda rows: fair.without(rows).where(p=0.0)), table)
+    better, as_good = judge(
+        baselines.claims(lambda rows: baselines.ensemble_rows(rows).where(p=0.0)), table
+    )
     assert (better.value, as_good.value) == (pytest.approx(0.10), pytest.approx(0.09))

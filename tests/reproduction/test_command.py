@@ -1,21 +1,24 @@
-"""``embens reproduce`` from the outside."""
+"""``python -m reproduction`` from the outside."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas
 import pytest
-from tests.reproduction import problem
 from filelock import FileLock
 from rich.console import Console
 
-from embens.cli.reproduce import watched
+from reproduction.progress import show_progress
+from tests.reproduction import problem
 
+ROOT = Path(__file__).parents[2]
 SMALL = "--epochs 1 --workers 0 --seeds 2 --members 1 2 4 --only p=0,0.9".split()
 
 
@@ -58,7 +61,7 @@ def test_running_again_measures_nothing_and_more_seeds_only_the_new_ones(tmp_pat
 def test_a_dry_run_counts_and_estimates_and_writes_nothing(tmp_path, capsys):
     assert problem.reproduce("widths", "--out", tmp_path / "out", "--dry-run") == 0
     printed = capsys.readouterr().out
-    assert re.search(r"widths \(quick\): 140 cells, 140 to do; about .* each", printed)
+    assert re.search(r"widths \(quick\): 140 cells, 140 to measure; about .* each", printed)
     assert re.search(r"\d:\d\d:\d\d on \d+ workers", printed)
     assert not (tmp_path / "out").exists()
 
@@ -98,23 +101,23 @@ def test_a_full_disk_is_told_without_a_traceback(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give the NAME of an experiment, or --all"),
-        (["transition", "--all"], "give the NAME of an experiment, or --all"),
-        (["transitoin"], "did you mean 'transition'"),
+        ([], "give either the NAME of an experiment or --all"),
+        (["transition", "--all"], "give either the NAME of an experiment or --all"),
+        (["transitoin"], "Did you mean 'transition'"),
         (["transition", "--seeds", "0"], "--seeds must be at least 1"),
-        (["transition", "--first-seed", "-1"], "--first-seed must be at least 0; got -1"),
+        (["transition", "--first-seed", "-1"], "--first-seed must be at least 0, got -1"),
         (["transition", "--workers", "-1"], "--workers must be at least 0"),
-        (["transition", "--only", "p"], "--only expects FIELD=VALUE"),
-        (["transition", "--only", "q=1"], "q: this experiment does not sweep it"),
-        (["--all", "--only", "q=1"], "--only q=1: nothing sweeps it; there are"),
-        (["--all", "--members", "3"], "members: expected some of 1, 2, 4, 8, 16, 32; got 3"),
+        (["transition", "--only", "p"], "--only needs AXIS=VALUE"),
+        (["transition", "--only", "q=1"], "transition does not sweep q"),
+        (["--all", "--only", "q=1"], "--only q=1: no experiment sweeps it; axes:"),
+        (["--all", "--members", "3"], "members must be among 1, 2, 4, 8, 16, 32, got 3"),
         (
             ["transition", "--workers", "0", "--engine", "ray"],
-            "--workers 0 is for the local engine",
+            "--workers 0 needs the local engine",
         ),
-        (["transition", "--members", "3"], "members: expected some of 1, 2, 4, 8, 16, 32; got 3"),
-        (["transition", "--widths", "3"], "does not sweep it"),
-        (["transition", "--preset", "cpu"], "pass the folder that has them"),
+        (["transition", "--members", "3"], "members must be among 1, 2, 4, 8, 16, 32, got 3"),
+        (["transition", "--widths", "3"], "does not sweep width"),
+        (["transition", "--preset", "cpu"], "Use --data DIR or --download"),
         (["transition", "--preset", "huge"], "invalid choice"),
     ],
 )
@@ -152,7 +155,7 @@ def test_a_disk_that_is_full_at_the_end_or_a_folder_that_is_none_is_told(
     with monkeypatch.context() as patch:
         patch.setattr("reproduction.grid.results.write_atomically", full)
         assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 1
-    assert "Results that were written are safe" in capsys.readouterr().out
+    assert "Results written so far are safe" in capsys.readouterr().out
     assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 0
     assert "0 cells measured" in capsys.readouterr().out
 
@@ -170,15 +173,17 @@ def test_results_with_other_epochs_are_kept_apart(tmp_path, capsys):
 
 
 def test_a_second_run_on_a_folder_waits_and_has_nothing_to_do(tmp_path):
-    command = [sys.executable, "-m", "embens.cli", "reproduce", "transition", *SMALL]
+    command = [sys.executable, "-m", "reproduction", "transition", *SMALL]
     command += ["--out", str(tmp_path)]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     folder = tmp_path / "transition" / "quick"
     folder.mkdir(parents=True)
-    pipes = {"stdout": subprocess.PIPE, "text": True}
+    options = {"stdout": subprocess.PIPE, "text": True, "env": environment}
     with FileLock(folder / ".results.lock"):
-        runs = [subprocess.Popen(command, **pipes) for _ in range(2)]
+        runs = [subprocess.Popen(command, **options) for _ in range(2)]
         for run in runs:
-            assert "another run is at work here" in run.stdout.readline()
+            assert "another run uses this folder" in run.stdout.readline()
         assert not (folder / "results.jsonl").exists()
     counts = [re.search(r"(\d+) cells measured", run.communicate()[0])[1] for run in runs]
     assert sorted(counts) == ["0", "18"]
@@ -193,7 +198,7 @@ def show(cells, console, error=None):
             found = {"error": error} if error else {"rows": [{"accuracy": 0.5}]}
             yield cell, {"seconds": 1.0, **found}
 
-    assert [cell for cell, _ in watched(engine, console, "transition")(cells)] == cells
+    assert [cell for cell, _ in show_progress(engine, console, "transition")(cells)] == cells
     return console.file.getvalue()
 
 
@@ -211,3 +216,18 @@ def test_on_a_terminal_one_line_shows_count_time_left_and_the_latest_result():
     line = text[text.rindex("2/2 (2 failed), 0:00:00 left") :].splitlines()[0]
     assert "members=2 gamma=M seed=0: failed, [/] ValueError" in line
     assert len(line) < 110  # what does not fit is cut
+
+
+def test_a_missing_package_is_named_before_any_work(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert problem.reproduce("transition", "--out", tmp_path / "out") == 1
+    assert "pip install 'embens[reproduction]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["report"], ["explore"]])
+def test_help_is_printed(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        problem.reproduce(*arguments, "--help")
+    assert stop.value.code == 0
+    assert "usage: python -m reproduction" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pandas
 import pytest
 
-from reproduction.claims import plain
+from reproduction.claims import to_plain
 from reproduction.drawing import Curve, Figure, Panel, _set_scales, curves, draw, shades
 
 
@@ -49,7 +49,7 @@ def test_one_curve_of_all_rows_has_the_name_of_what_it_shows():
 
 def test_a_figure_is_plain_json():
     figure = Figure([Panel("a", "x", "y", [Curve("c", [1.0], [math.nan])])])
-    values = json.loads(json.dumps(plain(asdict(figure)), allow_nan=False))
+    values = json.loads(json.dumps(to_plain(asdict(figure)), allow_nan=False))
     assert values["panels"][0]["curves"][0]["y"] == [None]
 
 
@@ -102,7 +102,7 @@ def test_axes_have_plain_numbers(tmp_path):
     curve = Curve("c", [1.0, 1000.0, 1e6, 1e7], [1e-5, 0.001, 0.1, 1.0])
     axis.plot(curve.x, curve.y)
     _set_scales(axis, Panel("t", "x", "y", [curve], x_log=10, y_log=10))
-    axis.figure.canvas.build_reference()
+    axis.figure.canvas.draw()
     assert [t.get_text() for t in axis.get_xticklabels()] == ["1", "1000", "1000000", "10000000"]
     shown = {t.get_text() for t in axis.get_yticklabels()}
     assert {"0.00001", "0.001", "0.1"} <= shown

@@ -8,12 +8,12 @@ import runpy
 from pathlib import Path
 
 import pytest
-from tests.reproduction.battery import check_figure
 
-from reproduction.figures import NAMES
-from reproduction.grid import cells as contract
 from reproduction.claims import judge
+from reproduction.figures import NAMES
+from reproduction.grid.cells import load_experiment
 from reproduction.report import page
+from tests.reproduction.battery import check_figure
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reproduction"
 PUBLISHED = sorted(path.parent for path in FOLDER.rglob("manifest.json"))

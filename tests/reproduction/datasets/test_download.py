@@ -135,7 +135,7 @@ def test_a_corrupt_part_is_discarded_and_all_downloaded_again(get, server, tmp_p
 
 def test_a_server_that_cuts_for_ever_is_given_up_and_the_part_kept(get, server, tmp_path):
     server.ranges, server.cuts = False, [1000] * 20
-    with pytest.raises(ConnectionError, match=r"after 1000 bytes; .* try again .*\.part"):
+    with pytest.raises(ConnectionError, match=r"after 1000 bytes. .* try again .*\.part"):
         get()
     assert len(server.requests) == 4
     assert left_in(tmp_path) == ["file.bin.part"]
@@ -173,7 +173,7 @@ def test_a_busy_server_is_asked_again(get, server):
 
 def test_a_server_that_is_not_there_is_given_up(get, server, tmp_path):
     server.url = server.url.rsplit(":", 1)[0] + ":1/file.bin"
-    with pytest.raises(ConnectionError, match="see that the address can be reached"):
+    with pytest.raises(ConnectionError, match="Check the connection and try again"):
         get(attempts=2)
 
 
@@ -230,7 +230,7 @@ def test_paths_that_lead_out_of_an_archive_are_not_followed(tmp_path):
 
 def test_a_link_in_place_of_a_wanted_file_is_refused(tmp_path):
     path = archive(tmp_path / "x.tar.gz", {"set/a": "/etc/hostname"})
-    with pytest.raises(ValueError, match="expected set/a, got none of a; it is another archive"):
+    with pytest.raises(ValueError, match=r"does not contain set/a\. Replace it"):
         unpack(path, tmp_path / "set", ["a"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.tar.gz"]
 
@@ -240,12 +240,12 @@ def test_a_broken_archive_leaves_nothing_behind(tmp_path, spoil):
     noise = b"".join(hashlib.md5(bytes([i])).digest() for i in range(256)) * 9
     path = archive(tmp_path / "x.tar.gz", {"set/a": noise})
     path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"expected a whole tar.gz archive, got .* delete it"):
+    with pytest.raises(ValueError, match=r"is not a complete tar.gz archive: .* Delete it"):
         unpack(path, tmp_path / "set", ["a"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.tar.gz"]
 
 
 def test_a_folder_that_is_there_is_never_overwritten(tmp_path):
     (tmp_path / "set").mkdir()
-    with pytest.raises(FileExistsError, match="move it away or complete it"):
+    with pytest.raises(FileExistsError, match="Move it away or complete it"):
         unpack(archive(tmp_path / "x.tar.gz", {"set/a": b"1"}), tmp_path / "set", ["a"])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pandas
 import pytest
 import torch
-from tests.reproduction.battery import Battery
 
-from reproduction.figures import compare
-from reproduction.grid import cells as contract
+from reproduction import contestants
 from reproduction.drawing import Curve
+from reproduction.figures import compare
+from reproduction.grid.cells import Cell, cells_of
 from reproduction.grid.settings import PRESETS
+from tests.reproduction.battery import Battery
 
 
 def rows(c, true, noise):
@@ -42,10 +44,12 @@ def cell_of(system, members, width):
     return Cell(SETTING, swept)
 
 
-def test_classes_that_are_left_out_are_in_no_train_or_test_row():
-    data, unknown = compare.problem(SETTING)
-    assert set(data.train.targets.tolist()) == set(data.test.targets.tolist()) == set(range(8))
-    assert len(unknown) + len(data.test.targets) == SETTING.test
+def test_classes_that_are_left_out_are_in_no_train_or_test_sample():
+    problem = compare.load_problem(SETTING)
+    known = set(range(8))
+    assert set(problem.data.train.targets.tolist()) == known
+    assert set(problem.data.test.targets.tolist()) == known
+    assert len(problem.unknown) + len(problem.data.test.targets) == SETTING.test
 
 
 @pytest.mark.parametrize("kind", ["noise", "blur", "contrast"])
@@ -64,39 +68,20 @@ def test_blur_and_contrast_keep_what_is_constant():
         torch.testing.assert_close(compare.disturb(flat, kind, 1.0, torch.Generator()), flat)
 
 
-def test_the_wide_network_has_the_parameters_of_the_separate_ones():
-    cell = cell_of(compare.WIDE, 4, 4.0)
-    counts = [
-        sum(p.numel() for p in compare.make(cell.with_values(system=system)).parameters())
-        for system in (compare.WIDE, compare.SEPARATE)
-    ]
-    assert abs(counts[0] / counts[1] - 1) < 0.05
-
-
-@pytest.mark.parametrize("system", [s for s in compare.SYSTEMS if s not in compare.PATHS])
-def test_every_system_is_made_with_its_members(system):
-    cell = cell_of(system, 3, 1.0)
-    outputs = compare.make(cell)(torch.zeros(2, 1, 8, 8))
-    assert outputs.shape[1:] == (2, 10)
-    alone = system in (compare.ONE, compare.WIDE, "MC dropout, fresh")
-    assert len(outputs) == (1 if alone else 3)
-
-
-def test_the_front_leaves_out_what_costs_more_and_is_worse():
+def test_the_pareto_front_leaves_out_dominated_points():
     kinds = [Curve("a", [1.0, 2.0], [3.0, 4.0], names=["x", "y"]), Curve("b", [3.0], [1.0])]
-    front = compare.front([kinds[0], replace(kinds[1], names=["z"])])
+    front = compare.pareto_front([kinds[0], replace(kinds[1], names=["z"])])
     assert (front.x, front.y, front.names) == ([1.0, 3.0], [3.0, 1.0], ["x", "z"])
 
 
-def test_every_system_is_of_one_kind_and_training_costs_count_the_choice_of_the_rate():
-    pandas = pytest.importorskip("pandas")
-    assert len(set(compare.SYSTEMS)) == len(compare.SYSTEMS) == 21
-    cells = [cell_of(system, 4, 4.0) for system in compare.SYSTEMS]
-    table = pandas.DataFrame(
-        {"system": c["system"]} | rows(c, True, lambda std: 0.0) for c in cells for _ in range(2)
-    )
-    panel = compare.plot(table).panels[0]
-    assert [c.label for c in panel.curves] == [*compare.systems(), "Pareto front"]
+def test_training_costs_include_the_choice_of_the_rate():
+    made = []
+    for name in contestants.NAMES:
+        cell = cell_of(name, 4, 4.0)
+        for _ in range(2):
+            made.append({"system": name, **rows(cell, True, lambda std: 0.0)})
+    panel = compare.plot(pandas.DataFrame(made)).panels[0]
+    assert [curve.label for curve in panel.curves] == [*contestants.KINDS, "Pareto front"]
     references = panel.curves[0]
-    assert references.names == list(compare.systems()["references"])
+    assert references.names == list(contestants.KINDS["references"])
     assert references.x == [4.0 + len(name) for name in references.names]

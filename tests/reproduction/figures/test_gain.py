@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from tests.reproduction.battery import Battery
-
-from reproduction.grid import cells as contract
+from reproduction.grid.cells import cells_of
 from reproduction.grid.settings import PRESETS
+from tests.reproduction.battery import Battery
 
 
 def rows(c, true, noise):
@@ -19,7 +18,7 @@ def rows(c, true, noise):
         "member_train_accuracy": 1.0,
         "correlation": 0.5 + 0.5 * c["p"] if m else math.nan,
         "nll": 0.3 - 0.02 * m * differ,
-        "parameters": 2000 * c["width"]**2 * (1 + (0.01 if true else 3) * c["members"]),
+        "parameters": 2000 * c["width"] ** 2 * (1 + (0.01 if true else 3) * c["members"]),
     }
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pandas
-from tests.reproduction.battery import Battery
 
-from reproduction.figures import gradients
 from reproduction.claims import FAILS, HOLDS, judge
+from reproduction.figures import gradients
+from tests.reproduction.battery import Battery
 
 
 def rows(c, true, noise):
@@ -24,7 +24,7 @@ def rows(c, true, noise):
             power = dict.fromkeys(power, 0.0)
         row = {"member": member, "norm": norm}
         for part, exponent in power.items():
-            scale = 0.1 * c["width"]**exponent * math.exp(noise(0.01))
+            scale = 0.1 * c["width"] ** exponent * math.exp(noise(0.01))
             row |= {f"cos_{part}": scale, f"cos2_{part}": 2 * scale**2}
         rows.append(row)
     return rows

@@ -6,13 +6,12 @@ import math
 
 import pytest
 import torch
-from tests.reproduction.battery import Battery, table
 
-from reproduction.grid import cells as contract
 from reproduction.figures import laws
+from reproduction.grid.cells import cells_of
+from reproduction.grid.settings import PRESETS
 from reproduction.rows import Rows
-from reproduction.grid.settings import PRESETS, load_data
-from embens.finite import forecast
+from tests.reproduction.battery import Battery, table
 
 
 def rows(c, true, noise):
@@ -31,7 +30,6 @@ def rows(c, true, noise):
         "correlation": alike + noise(0.001),
         "disagreement": 0.1,
         "effective_width": 16 * c["width"] * share,
-        "forecast_correlation": alike + (0.005 if true else 0.3),
     }
 
 
@@ -56,7 +54,7 @@ def test_n_one_half_is_the_usual_one():
 def test_cells_modulate_what_they_say():
     cells = cells_of("laws", PRESETS["quick"], [0])
     for cell in [cell for cell in cells if cell.experiment == "laws"][::3]:
-        kinds = {site.kind for site in laws.make(cell).plan.sites}
+        kinds = {site.kind for site in laws.build(cell).spec.sites}
         expected = {"u": {"post"}, "v": {"pre"}, "none": set(), laws.BOTH: {"pre", "post"}}
         if cell["law"] == "Masksembles":
             assert kinds == {"post"}
@@ -69,25 +67,17 @@ def test_two_laws_of_one_effective_width_are_two_points_however_it_is_rounded():
     for noise in (0.0, 1e-9):
         made = table("laws", rows, "true", 2)
         made["effective_width"] *= 1 + noise * made.index
-        found.append(laws._cost(Rows(made), "nll"))
+        found.append(laws.cost_of_tails(Rows(made), "nll"))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-def test_what_is_known_before_training_is_that_of_the_law_and_of_the_forecast():
-    cell = next(
-        c
-        for c in cells_of("laws", PRESETS["quick"], [0])
-        if c["law"] == "N(0, 1)" and c["width"] == 4
-    )
-    ensemble, setting = laws.make(cell), cell.setting
-    before = [p.clone() for p in ensemble.parameters()]
-    known = laws.foresee(cell, ensemble)
-    assert known["coupling"] == 0
-    assert known["effective_width"] == pytest.approx(64 * 5 / 53)
-    plan = {"epochs": setting.epochs, "batch_size": 64, "lr": setting.lr, "gamma": 8.0}
-    expected = forecast(ensemble, *load_data(setting).train, **plan, seed=cell.seed)
-    assert known["forecast_correlation"] == expected.correlation.value
-    assert known["forecast_gain"] == expected.gain.value
-    assert all(map(torch.equal, before, ensemble.parameters()))
-    alone = laws.foresee(cell.with_values(members=1), laws.make(cell.with_values(members=1)))
-    assert math.isnan(alone["forecast_correlation"])
+def test_predictions_are_those_of_the_law_and_change_no_weight():
+    cells = cells_of("laws", PRESETS["quick"], [0])
+    cell = next(cell for cell in cells if cell["law"] == "N(0, 1)" and cell["width"] == 4)
+    ensemble = laws.build(cell)
+    before = [parameter.clone() for parameter in ensemble.parameters()]
+    predicted = laws.predictions(cell, ensemble)
+    assert predicted["coupling"] == 0
+    assert predicted["effective_width"] == pytest.approx(64 * 5 / 53)
+    for parameter, other in zip(ensemble.parameters(), before, strict=True):
+        assert torch.equal(parameter, other)

@@ -19,7 +19,9 @@ def rows(c, true, noise):
         accuracy = 0.9 + flat * (0.008 + 0.003 * w) * m
     return {
         "accuracy": accuracy + noise(0.0001),
-        "member_accuracy": 0.9 - sign * 0.01 * m * (1 - c["p"]) - (0 if true else 0.02 * m * c["p"]),
+        "member_accuracy": 0.9
+        - sign * 0.01 * m * (1 - c["p"])
+        - (0 if true else 0.02 * m * c["p"]),
         "member_train_accuracy": 0.95,
         "correlation": 0.5 - sign * 0.05 * w + sign * 0.4 * c["p"] + noise(0.001),
     }

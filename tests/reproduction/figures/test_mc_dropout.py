@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from tests.reproduction.battery import Battery, bump
-
 from reproduction.grid.cells import MEMBERS
+from tests.reproduction.battery import Battery, bump
 
 
 def rows(c, true, noise):

@@ -7,12 +7,12 @@ import math
 import pandas
 import pytest
 import torch
-from tests.reproduction.battery import Battery
 from torch import nn
 
 from embens import embed, networks
+from reproduction.figures.richness import alignment, collective, features_of, transition_points
 from reproduction.rows import Rows
-from reproduction.figures.richness import alignment, collective, features_of, halfway
+from tests.reproduction.battery import Battery
 
 
 def rows(c, true, noise):
@@ -56,8 +56,10 @@ def test_the_collective_part_is_what_separate_networks_do_not_have():
 
 
 def test_half_way_is_from_the_correlation_at_zero_to_one():
-    assert list(halfway(made_up({0.0: 0.2, 0.8: 0.4, 0.9: 0.8}))) == pytest.approx([0.85])
-    assert list(halfway(made_up({0.0: 0.2, 0.9: 0.4}))) == pytest.approx([0.9 + 0.1 * 0.25 / 0.75])
+    assert list(transition_points(made_up({0.0: 0.2, 0.8: 0.4, 0.9: 0.8}))) == pytest.approx([0.85])
+    assert list(transition_points(made_up({0.0: 0.2, 0.9: 0.4}))) == pytest.approx(
+        [0.9 + 0.1 * 0.25 / 0.75]
+    )
 
 
 def test_features_are_what_the_last_layer_gets():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from tests.reproduction.battery import Battery, table
-
-from reproduction.figures import trajectories
 from reproduction.claims import FAILS, HOLDS, judge
+from reproduction.figures import trajectories
+from tests.reproduction.battery import Battery, table
 
 
 def rows(c, true, noise):

@@ -6,12 +6,12 @@ import math
 
 import pandas
 import pytest
-from tests.reproduction.battery import Battery, bump
 
-from reproduction.figures import transition
 from reproduction.claims import judge
+from reproduction.figures import transition
+from reproduction.figures.transition import transition_point
 from reproduction.rows import Rows
-from reproduction.figures.transition import halfway
+from tests.reproduction.battery import Battery, bump
 
 
 def rows(c, true, noise):
@@ -53,9 +53,9 @@ def test_the_transition_is_half_way_to_one_whatever_the_largest_p_is():
     # The range of p is the same in every preset: at p=1 members are one model.
     found = {0.0: 0.2, 0.7: 0.2, 0.8: 0.4, 0.9: 0.8}
     expected = pytest.approx(0.85)
-    assert halfway(Rows(table(found))) == expected
-    assert halfway(Rows(table({**found, 1.0: 1.0}))) == expected
-    assert halfway(Rows(table({**found, 0.95: 0.9}))) == expected
+    assert transition_point(Rows(table(found))) == expected
+    assert transition_point(Rows(table({**found, 1.0: 1.0}))) == expected
+    assert transition_point(Rows(table({**found, 0.95: 0.9}))) == expected
 
 
 def test_above_is_above_the_measured_transition():

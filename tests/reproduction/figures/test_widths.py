@@ -19,7 +19,7 @@ def rows(c, true, noise):
         "accuracy": accuracy + noise(0.0002),
         "member_accuracy": accuracy - 0.05,
         "correlation": 0.5,
-        "parameters": 2000 * c["width"]**2,
+        "parameters": 2000 * c["width"] ** 2,
     }
 
 

@@ -15,16 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from reproduction.grid import engines, runs
+from reproduction.grid.engines import inline, local
+from reproduction.grid.keys import key_of
+from reproduction.grid.results import Results
+from reproduction.grid.runs import measure
+from reproduction.grid.settings import PRESETS, with_fingerprint
 from tests.reproduction import problem
 
-from reproduction.grid import engines
-from reproduction.grid import runs as grid
-from reproduction.grid.engines import inline, local
-from reproduction.grid.runs import key_of, perform
-from reproduction.grid.results import Results
-from reproduction.grid.settings import PRESETS, with_fingerprint
-
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 def two(jobs):
@@ -45,7 +45,7 @@ def wait_for(condition, seconds=60):
 
 def test_results_are_those_of_one_process(tmp_path):
     for name, engine in (("one", inline), ("two", two)):
-        grid.run("transition", problem.cells(4), Results(tmp_path / name), engine)
+        runs.run("transition", problem.cells(4), Results(tmp_path / name), engine)
     assert rows(Results(tmp_path / "one")) == rows(Results(tmp_path / "two"))
     assert not multiprocessing.active_children()
 
@@ -54,7 +54,7 @@ def test_a_cell_whose_worker_died_once_has_the_result_of_this_process(tmp_path):
     lost = problem.deadly(tmp_path / "pid")
     ((_, done),) = two([lost])
     assert int((tmp_path / "pid").read_text()) != os.getpid()
-    assert str(done["rows"]) == str(perform(problem.plain(lost))["rows"])
+    assert str(done["rows"]) == str(measure(problem.plain(lost))["rows"])
 
 
 def kill_workers(times):
@@ -91,7 +91,7 @@ import sys
 
 if __name__ == "__main__":
     from tests.reproduction import problem
-    from reproduction.grid import runs as grid
+    from reproduction.grid import runs
     from reproduction.grid.engines import local
     from reproduction.grid.results import Results
 
@@ -101,7 +101,7 @@ if __name__ == "__main__":
             print("pids", *(p.pid for p in multiprocessing.active_children()), flush=True)
 
     cells = [problem.slow(), *problem.cells(2)]
-    grid.run("transition", cells, Results(sys.argv[1]), watched)
+    runs.run("transition", cells, Results(sys.argv[1]), watched)
 """
 
 
@@ -122,7 +122,7 @@ def test_a_run_that_is_killed_loses_only_what_was_in_flight_and_leaves_no_worker
         [sys.executable, str(script), str(tmp_path / "out")],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(2)]
@@ -143,7 +143,7 @@ def test_workers_are_told_where_the_data_are(tmp_path, monkeypatch):
         here = with_fingerprint(replace(PRESETS["cpu"], epochs=1))
         cell = replace(problem.cells(1)[0], setting=here)
         ((_, done),) = local([cell], workers=1)
-        assert str(done["rows"]) == str(perform(cell)["rows"])
+        assert str(done["rows"]) == str(measure(cell)["rows"])
 
 
 on_ray = [
@@ -163,7 +163,7 @@ class TestRay:
     @pytest.fixture(autouse=True)
     def workers_find_the_tests(self, monkeypatch):
         pytest.importorskip("ray", reason="Ray is not installed: pip install 'embens[ray]'")
-        monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
@@ -173,14 +173,14 @@ class TestRay:
     ):
         lost = problem.deadly(tmp_path / "pid")
         cells = [*problem.cells(3), problem.bad(), lost]
-        grid.run("transition", cells[:3], Results(tmp_path / "here"), inline)
+        runs.run("transition", cells[:3], Results(tmp_path / "here"), inline)
         there = Results(tmp_path / "ray")
-        found = grid.run("transition", cells, there, lambda cells: engines.ray(cells, workers=2))
+        found = runs.run("transition", cells, there, lambda cells: engines.ray(cells, workers=2))
         assert found == (5, [problem.bad()])
         assert "Traceback" in there.records.pop(key_of(problem.bad()))["error"]
         assert int((tmp_path / "pid").read_text()) != os.getpid()
         found = rows(there)
-        assert found.pop(key_of(lost)) == str(perform(problem.plain(lost))["rows"])
+        assert found.pop(key_of(lost)) == str(measure(problem.plain(lost))["rows"])
         assert found == rows(Results(tmp_path / "here"))
 
     def test_a_task_asks_for_the_resources_of_its_cell(self):
@@ -218,4 +218,4 @@ class TestRay:
             cluster.shutdown()
         for cell in cells:
             found = done[key_of(cell)]
-            assert str(found["rows"]) == str(perform(problem.plain(cell))["rows"])
+            assert str(found["rows"]) == str(measure(problem.plain(cell))["rows"])

@@ -10,12 +10,12 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from tests.reproduction import problem
 
-from reproduction.grid import runs as grid
 from reproduction.grid import results as module
+from reproduction.grid import runs
 from reproduction.grid.engines import inline
-from reproduction.grid.results import Results, tidy
+from reproduction.grid.results import Results, make_table
+from tests.reproduction import problem
 
 try:
     import resource
@@ -107,18 +107,20 @@ def test_a_line_that_does_not_fit_is_skipped_and_the_next_one_is_whole(tmp_path)
 
 
 def measure(cells, folder):
-    grid.run("transition", cells, Results(folder), inline)
+    runs.run("transition", cells, Results(folder), inline)
 
 
 def test_the_table_holds_what_the_present_code_measured(tmp_path):
     measure(problem.cells(2), tmp_path)
     results = Results(tmp_path)
     results.add({**next(iter(results.records.values())), "key": "old", "code": "another"})
-    found = tidy(results, "transition", problem.SETTING)
+    found = make_table(results, "transition", problem.SETTING)
     assert list(found["members"]) == [1, 2]
     assert set(found) >= {"p", "gamma", "seed", "accuracy", "seconds"}
-    assert not len(tidy(results, "transition", replace(problem.SETTING, records="other data")))
-    assert module.count_others(results, "transition") == 1
+    assert not len(
+        make_table(results, "transition", replace(problem.SETTING, records="other data"))
+    )
+    assert module.count_outdated(results, "transition") == 1
 
 
 def test_results_with_other_epochs_stay_out_of_the_table(tmp_path):
@@ -126,20 +128,18 @@ def test_results_with_other_epochs_stay_out_of_the_table(tmp_path):
     measure(problem.cells(3), tmp_path)
     measure(problem.cells(2, longer), tmp_path)
     results = Results(tmp_path)
-    assert list(tidy(results, "transition", problem.SETTING)["members"]) == [1, 2, 3]
-    assert list(tidy(results, "transition", longer)["members"]) == [1, 2]
-    module.write(results, "transition", longer, tidy(results, "transition", longer))
+    assert list(make_table(results, "transition", problem.SETTING)["members"]) == [1, 2, 3]
+    assert list(make_table(results, "transition", longer)["members"]) == [1, 2]
+    module.write_summary(results, "transition", longer, make_table(results, "transition", longer))
     assert json.loads((tmp_path / "manifest.json").read_text())["cells"] == 2
 
 
-def test_the_commit_is_not_that_of_a_repository_in_which_the_library_is_installed(
-    tmp_path, monkeypatch
-):
-    site = tmp_path / "venv" / "lib" / "embens" / "experiments"
-    site.mkdir(parents=True)
-    (site / "results.py").write_text("installed")
-    for arguments in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+def test_the_commit_is_that_of_the_repository_if_there_is_one(tmp_path, monkeypatch):
+    file = tmp_path / "reproduction" / "grid" / "results.py"
+    monkeypatch.setattr(module, "__file__", str(file))
+    file.parent.mkdir(parents=True)
+    assert module.commit() is None
+    for arguments in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "title"]):
         author = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", *author, *arguments], cwd=tmp_path, check=True)
-    monkeypatch.setattr(module, "__file__", str(site / "results.py"))
-    assert module.commit() is None
+    assert len(module.commit()) == 12

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.reproduction import problem
 
-from reproduction.grid.settings import PRESETS, load_data, with_fingerprint, build_reference
+from reproduction.grid.settings import PRESETS, build_reference, load_data, with_fingerprint
+from tests.reproduction import problem
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def paper(small_cifar):
 
 
 def test_the_paper_s_network_is_the_paper_s(paper):
-    sizes = [tuple(p.shape) for p in reference(paper).parameters()]
+    sizes = [tuple(p.shape) for p in build_reference(paper).parameters()]
     assert sizes == [
         (64, 3, 3, 3), (128, 64, 3, 3), (256, 128, 3, 3), (512, 256, 3, 3), (100, 512)
     ]  # fmt: skip

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 
-from tests.reproduction import battery
-
-from reproduction.grid.results import Results, write
+from reproduction.grid.results import Results, write_summary
 from reproduction.grid.settings import PRESETS
+from tests.reproduction import battery
 
 
 def make(out, *names, kind="mixed"):
-    """Write what ``embens reproduce`` would have written."""
+    """Write what ``python -m reproduction`` would have written."""
     for name in names:
-        rows = importlib.import_module(f"experiments.test_{name}").rows
+        rows = importlib.import_module(f"tests.reproduction.figures.test_{name}").rows
         table = battery.table(name, rows, kind, seeds=2)
-        write(Results(out / name / "quick"), name, PRESETS["quick"], table)
+        write_summary(Results(out / name / "quick"), name, PRESETS["quick"], table)
     return out

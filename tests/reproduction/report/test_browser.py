@@ -8,9 +8,9 @@ import shutil
 import subprocess
 
 import pytest
-from tests.reproduction.report import results
 
 from reproduction.report import page
+from tests.reproduction.report import results
 
 BROWSER = next(
     (b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), ""

@@ -35,7 +35,7 @@ addEventListener("load", () => setTimeout(() => {
 def page(tmp_path_factory):
     """Return a page with few positions of the dials, so that it is made in a moment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explorer, "FAMILIES", {FAMILY: explorer.FAMILIES[FAMILY]})
+        patch.setattr(explorer, "FAMILIES", (FAMILY,))
         patch.setattr(explorer, "ACTIVATIONS", {"relu": explorer.ACTIVATIONS["relu"]})
         patch.setattr(explorer, "DEPTHS", (2,))
         return explorer.write(tmp_path_factory.mktemp("explorer") / "page.html")
@@ -43,8 +43,8 @@ def page(tmp_path_factory):
 
 def theory(p):
     generator = torch.Generator().manual_seed(4)
-    normals = torch.randn(1 + explorer.DRAWN, explorer.POINTS, generator=generator).double()
-    return explorer.numbers(explorer.ensemble_of(FAMILY, "relu", 2, p), normals)
+    normals = torch.randn(1 + explorer.DRAWN_MEMBERS, explorer.POINTS, generator=generator).double()
+    return explorer.compute(explorer.build_ensemble(FAMILY, "relu", 2, p), normals)
 
 
 def test_it_loads_nothing_from_elsewhere(page):

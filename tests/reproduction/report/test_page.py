@@ -10,10 +10,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.reproduction.report import results
 
-from reproduction.storage import DamagedFileError
 from reproduction.report import page
+from reproduction.storage import DamagedFileError
+from tests.reproduction.report import results
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_the_page_holds_charts_claims_tables_and_set_up(folder):
 
 
 def test_the_page_of_everything_is_small_and_has_the_library_once(folder):
-    published = page.write(Path(__file__).parents[2] / "docs" / "reproduction", folder / "all.html")
+    published = page.write(Path(__file__).parents[3] / "docs" / "reproduction", folder / "all.html")
     assert published.stat().st_size < 3_500_000
     assert "Plotly" in library_of(published.read_text())
 
@@ -79,7 +79,7 @@ def test_a_manifest_of_something_else_is_left_out_and_named(folder, tmp_path, te
     shutil.copytree(folder / "widths", tmp_path / "widths")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "manifest.json").write_text(text)
-    with pytest.warns(UserWarning, match=r"other/manifest.json is left out"):
+    with pytest.warns(UserWarning, match=r"other/manifest.json is skipped"):
         assert [entry["name"] for entry in page.collect(tmp_path)] == ["widths"]
 
 
@@ -91,7 +91,9 @@ def test_a_missing_key_is_found_whichever_it_is(folder, tmp_path):
         (here / "manifest.json").write_text(json.dumps(less))
         if key == "experiment":
             continue  # then it is of something else
-        with pytest.raises(DamagedFileError, match=r"manifest.json is damaged: its content has another"):
+        with pytest.raises(
+            DamagedFileError, match=r"manifest.json is damaged: its checksum does not match"
+        ):
             page.collect(tmp_path)
 
 
@@ -102,9 +104,9 @@ def test_a_digit_that_was_changed_is_found_and_so_is_a_file_that_is_gone(folder,
     text = path.read_text()
     place = re.search(r"\d", text).start()
     path.write_text(text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :])
-    with pytest.raises(DamagedFileError, match=f"{name} .*another checksum"):
+    with pytest.raises(DamagedFileError, match=f"{name} .*checksum"):
         page.collect(tmp_path)
     path.unlink()
-    message = "got none" if name == "manifest.json" else f"No such file or directory.*{name}"
+    message = "has no results" if name == "manifest.json" else f"No such file or directory.*{name}"
     with pytest.raises((DamagedFileError, FileNotFoundError), match=message):
         page.collect(tmp_path)

@@ -1,4 +1,4 @@
-"""``embens report`` from the outside."""
+"""``python -m reproduction report`` and ``explore`` from the outside."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 import shutil
 
 import pytest
-from tests.reproduction.report import results
 
-from embens.cli import main
+from reproduction.__main__ import main
+from reproduction.report import explorer
+from tests.reproduction.report import results
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +38,18 @@ def test_what_is_drawn_anew_has_its_table_and_its_origin_as_before(folder, tmp_p
     after = json.loads((here / "manifest.json").read_text())
     assert (here / "table.csv").read_bytes() == rows
     assert (here / "figure.png").exists()
-    assert {k for k in before if before[k] != after[k]} <= {"files", "sha256"}
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed <= {"files", "sha256"}
 
 
 def test_an_empty_folder_is_explained(tmp_path, capsys):
     with pytest.raises(SystemExit):
         call(tmp_path)
-    assert "Run `embens reproduce transition" in " ".join(capsys.readouterr().err.split())
+    assert "Run `python -m reproduction transition" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_explorer_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(explorer, "FAMILIES", ())  # no positions of the controls
+    assert main(["explore", "--out", str(tmp_path / "here" / "page.html")]) == 0
+    assert "page.html" in capsys.readouterr().out.replace("\n", "")
+    assert "Turn the dials" in (tmp_path / "here" / "page.html").read_text()
