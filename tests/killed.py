@@ -36,45 +36,20 @@ def fit(folder: Path) -> None:
 
 
 def grid(folder: Path) -> None:
-    """Run a grid in this process, and report; what counts are its cells, as times differ."""
-    from tests.reproduction import problem as cells
-
-    from reproduction.grid import runs as grids
-    from reproduction.grid import results as table
+    """Run a grid in this process and report; only its cells are compared, as times differ."""
+    from reproduction.grid import results as summaries
+    from reproduction.grid import runs
     from reproduction.grid.engines import inline
     from reproduction.grid.results import Results
     from reproduction.report import page
+    from tests.reproduction import problem as cells
 
     run = folder.with_name(f"run-{folder.name}")
-    table.draw = lambda _, path: write_atomically(path, b"a picture takes a second")
+    summaries.draw = lambda _, path: write_atomically(path, b"a picture takes a second")
     results = Results(run)
-    grids.run("transition", cells.cells(3), results, inline)
-    table.write(
-        results, "transition", cells.SETTING, table.tidy(results, "transition", cells.SETTING)
-    )
+    runs.run("transition", cells.cells(3), results, inline)
+    table = summaries.make_table(results, "transition", cells.SETTING)
+    summaries.write_summary(results, "transition", cells.SETTING, table)
     rows = {key: record["rows"] for key, record in sorted(Results(run).records.items())}
     (entry,) = page.collect(run)
     write_atomically(folder / "rows.json", json.dumps([rows, entry["claims"], entry["figure"]]))
-
-
-def stream(folder: Path) -> None:
-    """Fit to a file in parts; the model has times in it, so what counts is what it predicts."""
-    from embens import cli
-    from embens.estimators import load
-
-    run, data = folder.with_name(f"run-{folder.name}"), folder.with_name("data.csv")
-    if not data.exists():
-        rows = [f"{i % 7},{i * i % 11},{'yes' if i % 7 > 3 else 'no'}" for i in range(90)]
-        data.write_text("\n".join(["a,b,kind", *rows]))
-    arguments = ("--target", "kind", "--stream", "--members", "2", "--epochs", "2", "--quiet")
-    cli.main(["fit", str(data), *arguments, "--out", str(run)])
-    assert {p.name for p in run.iterdir()} == {
-        "card.md",
-        "model.safetensors",
-        "scores.json",
-        "predictions.csv",
-    }
-    for name in ("scores.json", "predictions.csv"):
-        write_atomically(folder / name, (run / name).read_bytes())
-    chance = load(run / "model.safetensors").predict_proba([[1.0, 2.0], [6.0, 3.0]])
-    write_atomically(folder / "chance.json", json.dumps(chance.tolist()))

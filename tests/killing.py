@@ -154,7 +154,11 @@ def outcome(
 
 def kills(folder: Path, **plans: tuple[int, int]) -> dict[str, int]:
     """Return how often functions were killed in a process of their own; see :func:`work`."""
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", SCRIPT, str(folder), json.dumps(plans)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)

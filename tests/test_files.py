@@ -202,7 +202,7 @@ def test_the_lock_of_a_process_that_died_is_free(path):
         assert path.read_text().startswith(f"process {os.getpid()} on")
 
 
-KILLS = {"kernel": 300, "fit": 155, "grid": 50, "stream": 35}
+KILLS = {"kernel": 300, "fit": 155, "grid": 50}
 """The least number of writes, renames and removals, at each of which it is killed once; 40 moments
 more are spread over its time."""
 
