@@ -1,8 +1,8 @@
 """Test the built distributions: `make dist` builds a wheel and an sdist, and this installs both.
 
-For each extra alone, and for none, the wheel is installed into a clean environment with the versions
-of constraints.txt, and the smallest example of that extra runs. The wheel must contain the package
-embens only.
+For each extra alone, and for none, the wheel is installed into a clean environment with the
+versions of constraints.txt, and the smallest example of that extra runs. The wheel must contain the
+package embens only.
 """
 
 from __future__ import annotations

@@ -108,11 +108,8 @@ def test_rows_that_are_not_finite_are_found_and_named():
 def test_a_short_repr_has_shapes_and_no_values():
     import torch
 
-    from embens.data import DataSet, Part
     from embens.theory import Kernels, MemberKernel
 
     block = MemberKernel(torch.rand(40, 30), torch.rand(40, 30))
     assert repr(block) == "MemberKernel(same=(40, 30), cross=(40, 30))"
     assert repr(Kernels(block, block, block)).count("(40, 30)") == 6
-    part = Part(torch.rand(9, 3, 8, 8), torch.arange(9))
-    assert "Part(9 samples of shape (3, 8, 8))" in repr(DataSet(part, None, part, 9, "noise"))

@@ -148,6 +148,10 @@ def test_moving_moves_inputs_and_targets():
         assert part.inputs.device.type == part.targets.device.type == "meta"
 
 
+def test_a_repr_has_shapes_and_no_values():
+    assert "Part(30 samples of shape (3, 8, 8))" in repr(noise())
+
+
 def test_a_part_unpacks_into_inputs_and_targets():
     inputs, targets = noise().train
     assert len(inputs) == len(targets) == 30
