@@ -1,8 +1,7 @@
-"""What every experiment has to pass: a test file for it is its name and a table made up for it.
+"""The contract of every experiment: a test file has its name and a made-up table.
 
-The table is made by a function of a cell, which returns the rows that its measurement would, such
-that the paper's claims are true of them, or false. A table whose seeds are half of one kind and
-half of the other has to leave every claim undecided.
+A function of a cell makes up the rows of its measurement, such that the claims are true or false. A
+table with half of the seeds of either kind must leave every claim undecided.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import pandas
 import pytest
@@ -28,31 +28,34 @@ from reproduction.grid.settings import PRESETS, with_fingerprint
 
 def table(name, rows, kind, seeds=6):
     """Return a table of the quick sweep; ``kind`` is "true", "false" or "mixed"."""
-    found = []
+    made = []
     for cell in cells_of(name, PRESETS["quick"], range(seeds)):
-        true = {"true": True, "false": False, "mixed": cell.seed % 2 == 0}[kind]
-        swept = cell.values
-        noise = random.Random(str(swept)).gauss
+        is_true = kind == "true" or (kind == "mixed" and cell.seed % 2 == 0)
+        gauss = random.Random(str(cell.values)).gauss
         make = baseline_rows if cell.experiment == "baselines" else rows
-        made = make(cell, true, lambda s, noise=noise: noise(0, s))
-        found += [{**swept, **row} for row in ([made] if isinstance(made, dict) else made)]
-    return pandas.DataFrame(found)
+        rows_of_cell = make(cell, is_true, partial(gauss, 0))
+        if isinstance(rows_of_cell, dict):
+            rows_of_cell = [rows_of_cell]
+        made += [{**cell.values, **row} for row in rows_of_cell]
+    return pandas.DataFrame(made)
 
 
 def baseline_rows(cell, true, noise):
-    """Return networks that any ensemble beats, or none."""
-    accuracy = (0.3 if true else 0.99) + 0.001 * math.log2(cell["width"]) + noise(0.0001)
-    measured = dict.fromkeys(("accuracy", "member_accuracy", "member_train_accuracy"), accuracy)
-    return [
-        {
-            "members": m,
-            **measured,
+    """Return networks that every ensemble beats, or that none beats."""
+    accuracy = (0.3 if true else 0.99) + 0.001 * math.log2(cell.width) + noise(0.0001)
+    made = []
+    for members in (1, 2, 4, 8):
+        row = {
+            "members": members,
+            "accuracy": accuracy,
+            "member_accuracy": accuracy,
+            "member_train_accuracy": accuracy,
             "nll": 9.0 if true else 0.0,
-            "parameters": 2000.0 * m * cell["width"] ** 2,
+            "parameters": 2000.0 * members * cell.width**2,
+            "correlation": 0.3 if members > 1 else math.nan,
         }
-        | {"correlation": 0.3 if m > 1 else math.nan}
-        for m in (1, 2, 4, 8)
-    ]
+        made.append(row)
+    return made
 
 
 def bump(members, top, height=0.005, peak=8):
@@ -61,40 +64,43 @@ def bump(members, top, height=0.005, peak=8):
 
 
 def kinds(name):
-    """Return the smallest cell with several members of each kind, of the quick preset."""
-    found = {}
+    """Return the cheapest cell with several members for each combination of text values."""
+    cheapest = {}
     for cell in sorted(cells_of(name, PRESETS["quick"]), key=cost_of):
-        if cell.values.get("members", 2) > 1 or cell.values.get("kind", "").startswith("fresh"):
-            words = (cell.experiment, *(v for v in cell.values.values() if isinstance(v, str)))
-            found.setdefault(words, cell)
-    return list(found.values())
+        is_fresh = cell.values.get("kind", "").startswith("fresh")
+        if cell.values.get("members", 2) > 1 or is_fresh:
+            texts = [value for value in cell.values.values() if isinstance(value, str)]
+            cheapest.setdefault((cell.experiment, *texts), cell)
+    return list(cheapest.values())
 
 
 def check(cell):
-    """Rows of a cell are there, plain, and possible."""
-    done = measure(cell)
-    assert "error" not in done, done["error"]
-    assert done["rows"]
-    for row in done["rows"]:
-        assert all(isinstance(v, (int, float)) for v in row.values()), row
-        accuracies = [v for k, v in row.items() if "accuracy" in k]
-        assert all(0 <= v <= 1 for v in accuracies if not math.isnan(v))
-        assert any(math.isfinite(v) for v in row.values())
-    json.dumps(done["rows"])
+    """Check that the rows of a cell exist, are plain, and are possible."""
+    outcome = measure(cell)
+    assert "error" not in outcome, outcome["error"]
+    assert outcome["rows"]
+    for row in outcome["rows"]:
+        assert all(isinstance(value, (int, float)) for value in row.values()), row
+        assert any(math.isfinite(value) for value in row.values())
+        for name, value in row.items():
+            if "accuracy" in name and not math.isnan(value):
+                assert 0 <= value <= 1
+    json.dumps(outcome["rows"])
 
 
 def check_figure(figure):
-    """A colour and a style mean one thing in a figure; titles differ; curves that stop say why."""
+    """Check that colours have one meaning, titles differ, and early ends have a reason."""
     meanings = {}
     for panel in figure.panels:
         assert panel.title, panel
-        assert len({c.label for c in panel.curves}) == len(panel.curves), panel.title
+        assert len({curve.label for curve in panel.curves}) == len(panel.curves), panel.title
         for curve in panel.curves:
             label = meanings.setdefault((curve.colour, curve.style), curve.label)
             assert label == curve.label, (panel.title, label, curve.label)
-        last = max(max(c.x, default=0) for c in panel.curves)
+        last = max(max(curve.x, default=0) for curve in panel.curves)
         for curve in panel.curves:
-            if curve.style != "points" and panel.x_label.endswith(" M") and curve.x[-1] < last:
+            is_against_members = panel.x_label.endswith(" M") and curve.style != "points"
+            if is_against_members and curve.x[-1] < last:
                 assert curve.ends, (panel.title, curve.label)
     assert len({panel.title for panel in figure.panels}) == len(figure.panels)
 
@@ -103,12 +109,11 @@ class Battery:
     """Tests of one experiment.
 
     Attributes:
-        name: of the experiment.
-        rows: makes up the rows of a cell.
-        contradicting: how many seeds, half of each kind, decide nothing. (Powers of means are
-            ruled by the larger of contradicting seeds; two of them say nothing.)
-        never_true: statements that are false of every table of which the others are true.
-        timed: columns that are times, which differ from one measurement to the next.
+        name: Name of the experiment.
+        rows: Makes up the rows of a cell.
+        contradicting: Number of seeds, half of each kind, that must leave claims undecided.
+        never_true: Statements that are false whenever the others are true.
+        timed: Columns of times, which differ between measurements.
     """
 
     name = ""

@@ -52,4 +52,4 @@ def test_the_explorer_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(explorer, "FAMILIES", ())  # no positions of the controls
     assert main(["explore", "--out", str(tmp_path / "here" / "page.html")]) == 0
     assert "page.html" in capsys.readouterr().out.replace("\n", "")
-    assert "Turn the dials" in (tmp_path / "here" / "page.html").read_text()
+    assert "Explore an embedded ensemble" in (tmp_path / "here" / "page.html").read_text()

@@ -33,9 +33,7 @@ def rows(c, true, noise):
 class TestGradients(Battery):
     name, rows = "gradients", staticmethod(rows)
     contradicting = 2
-    never_true = (
-        "|cos| ∝ 1/width, as the paper says",
-    )  # with the theory's −1/2; see the test below
+    never_true = ("|cos| ∝ 1/width, as in the paper",)  # with the theory's −1/2; see the test below
 
 
 def test_the_paper_s_exponent_can_hold_instead_of_the_theory_s():
@@ -47,5 +45,5 @@ def test_the_paper_s_exponent_can_hold_instead_of_the_theory_s():
         for s in range(3)
     ]
     found = {c.statement: c.verdict for c in judge(gradients.CLAIMS, pandas.DataFrame(table))}
-    assert found["|cos| ∝ 1/width, as the paper says"] == HOLDS
-    assert found["|cos| ∝ width^−1/2, as the theory says"] == FAILS
+    assert found["|cos| ∝ 1/width, as in the paper"] == HOLDS
+    assert found["|cos| ∝ width^−1/2, as in the theory"] == FAILS

@@ -61,7 +61,7 @@ def test_the_transition_is_half_way_to_one_whatever_the_largest_p_is():
 def test_above_is_above_the_measured_transition():
     def growth(found):
         claims = {c.statement: c for c in judge(transition.CLAIMS, table(found))}
-        return claims["above the transition correlation grows with p"]
+        return claims["above the transition the correlation grows with p"]
 
     # 0.7 and 0.8 lie below a transition at 0.88; above it correlation falls from 0.9 to 0.95.
     assert growth({0.0: 0.2, 0.7: 0.3, 0.8: 0.5, 0.9: 0.9, 0.95: 0.8}).value < 0
