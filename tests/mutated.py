@@ -5,7 +5,6 @@ Files of formats that are not ours have no checksum, and may be read as somethin
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import pickle
@@ -22,12 +21,13 @@ import torch
 from training import problem
 
 import embens
-from embens import data, laws, networks, theory
-from embens.cli.specification import read_data
-from embens.experiments.results import Results
+from embens import laws, networks, theory
 from embens.files import Refused, read_tree
-from embens.report import page
 from embens.training.checkpoint import FORMAT, Checkpoints
+from reproduction.datasets import cifar100
+from reproduction.grid.results import Results
+from reproduction.report import page
+from reproduction.storage import DamagedFileError
 
 EXECUTED: list[str] = []
 
@@ -109,36 +109,18 @@ def cells(folder):
 
 
 def manifest(folder):
-    from report import results
+    from tests.reproduction.report import results
 
     results.make(folder, "widths")
     paths = sorted(p for p in folder.rglob("*") if p.suffix in (".json", ".csv"))
     return lambda: json.dumps(page.collect(folder)), paths
 
 
-def _idx(folder, ending, write):
-    for part in ("train", "t10k"):
-        for name, shape in (("images-idx3", (6, 28, 28)), ("labels-idx1", (6,))):
-            sizes = b"".join(size.to_bytes(4, "big") for size in shape)
-            values = bytes(i % 10 for i in range(torch.Size(shape).numel()))
-            start = bytes((0, 0, 8, len(shape)))
-            write(folder / f"{part}-{name}-ubyte{ending}", start + sizes + values)
-    return lambda: data.mnist(folder) and None, sorted(folder.iterdir())
-
-
-def idx(folder):
-    return _idx(folder, "", Path.write_bytes)
-
-
-def idx_gzip(folder):
-    return _idx(folder, ".gz", lambda path, content: path.write_bytes(gzip.compress(content)))
-
-
 def cifar(folder):
-    from experiments.problem import write_cifar
+    from tests.reproduction.problem import write_cifar
 
     write_cifar(folder, 5, 3)
-    return lambda: data.cifar100(folder) and None, sorted(folder.iterdir())
+    return lambda: cifar100(folder) and None, sorted(folder.iterdir())
 
 
 def _table(folder, ending):
@@ -175,27 +157,9 @@ def arrow(folder):
     return _table(folder, "arrow")
 
 
-def _arrays(folder, ending, write):
-    path = folder / f"x.{ending}"
-    write(path, torch.randn(20, 5).numpy())
-    return lambda: read_data(str(path), networks.mlp(5, 4, 1)) and None, [path]
-
-
-def npy(folder):
-    import numpy as np
-
-    return _arrays(folder, "npy", np.save)
-
-
-def npz(folder):
-    import numpy as np
-
-    return _arrays(folder, "npz", lambda path, x: np.savez_compressed(path, x=x))
-
-
 OURS = (ensemble, estimator, checkpoint, kernels, cells, manifest)
-KINDS = {f.__name__: f for f in (*OURS, idx, idx_gzip, cifar, csv, parquet, arrow, npy, npz)}
-ERRORS = (Refused, ValueError, FileNotFoundError)
+KINDS = {f.__name__: f for f in (*OURS, cifar, csv, parquet, arrow)}
+ERRORS = (Refused, DamagedFileError, ValueError, FileNotFoundError)
 
 
 def mutate_often(kind: str, folder: Path, count: int) -> dict[str, int]:
@@ -224,7 +188,11 @@ def mutate_often(kind: str, folder: Path, count: int) -> dict[str, int]:
 
 def mutate_apart(kind: str, folder: Path, count: int) -> dict[str, int]:
     """Do the same in another process, whose memory is its own."""
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     script = "import sys, json, pathlib, mutated; kind, folder, count = sys.argv[1:]; "
     script += "print(json.dumps(mutated.mutate_often(kind, pathlib.Path(folder), int(count))))"

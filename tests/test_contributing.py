@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 from pages import ROOT, blocks, check_references, run
 
-from embens.experiments.claims import judge
-from embens.experiments.contract import describe
+from reproduction.claims import judge
+from reproduction.grid.cells import describe
 
 PAGE = ROOT / "CONTRIBUTING.md"
 
