@@ -23,7 +23,8 @@ from training import problem
 import embens
 from embens import laws, networks, theory
 from embens.files import Refused, read_tree
-from embens.training.checkpoint import FORMAT, Checkpoints
+from embens.training import Checkpoint
+from embens.training.checkpoint import FORMAT
 from reproduction.datasets import cifar100
 from reproduction.grid.results import Results
 from reproduction.report import page
@@ -72,7 +73,7 @@ def ensemble(folder):
 
 def estimator(folder):
     pytest.importorskip("narwhals")
-    from embens.estimators import EmbeddedEnsembleClassifier, load
+    from embens.tabular import EmbeddedEnsembleClassifier, load
 
     path, (x, y) = folder / "model.safetensors", problem.data(40)
     model = EmbeddedEnsembleClassifier(members=2, max_epochs=1, random_state=0)
@@ -81,8 +82,15 @@ def estimator(folder):
 
 
 def checkpoint(folder):
-    path = Checkpoints(folder, {"a": 1}).save(7, {"x": torch.randn(30), "y": [1, 2.5, "z"]})
-    return lambda: read_tree(path, FORMAT), [path]
+    ensemble = embens.batch_ensemble(problem.reference(), 3)
+    embens.fit(ensemble, problem.data(40), epochs=1, callbacks=[Checkpoint(folder)])
+    (path,) = folder.glob("*.safetensors")
+
+    def read():
+        tree = read_tree(path, FORMAT)
+        return {"parts": sorted(tree), "bytes": path.read_bytes()}
+
+    return read, [path]
 
 
 def kernels(folder):
@@ -123,42 +131,8 @@ def cifar(folder):
     return lambda: cifar100(folder) and None, sorted(folder.iterdir())
 
 
-def _table(folder, ending):
-    pytest.importorskip("pyarrow")
-    from embens.estimators import files
-    from embens.estimators.tables import from_frame, read_target
-
-    path = folder / f"table.{ending}"
-    columns = {"a": list(range(40)), "b": [f"text {i}" for i in range(40)], "y": ["no", "yes"] * 20}
-    if ending == "arrow":
-        import pyarrow.feather
-
-        pyarrow.feather.write_feather(pyarrow.table(columns), str(path))
-    else:
-        files.write([columns], path)
-
-    def read():
-        table = files.gather(files.read(files.open_dataset(path)))
-        from_frame(table.select(files.features(table.column_names, ["y"]))).check()
-        read_target(files.to_numpy(table.column("y")))
-
-    return read, [path]
-
-
-def csv(folder):
-    return _table(folder, "csv")
-
-
-def parquet(folder):
-    return _table(folder, "parquet")
-
-
-def arrow(folder):
-    return _table(folder, "arrow")
-
-
 OURS = (ensemble, estimator, checkpoint, kernels, cells, manifest)
-KINDS = {f.__name__: f for f in (*OURS, cifar, csv, parquet, arrow)}
+KINDS = {function.__name__: function for function in (*OURS, cifar)}
 ERRORS = (Refused, DamagedFileError, ValueError, FileNotFoundError)
 
 
