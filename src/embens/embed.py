@@ -549,10 +549,13 @@ def build(
     layers = find_layers(reference)
     modules = dict(reference.named_modules())
     for site in spec.sites:
-        if not site.fresh:
-            example = next(modules[layers[site.layer].module].parameters())
-            sample = sample_site(site, spec.members, example, generator)
-            values[site.key] = nn.Parameter(sample) if site.trainable else sample
+        example = next(modules[layers[site.layer].module].parameters())
+        if site.fresh:
+            # Passes draw their own values; this raises early if the law cannot be drawn.
+            sample_site(site, spec.members, example, torch.Generator())
+            continue
+        sample = sample_site(site, spec.members, example, generator)
+        values[site.key] = nn.Parameter(sample) if site.trainable else sample
     for low_rank in spec.low_rank:
         factors = sample_low_rank(low_rank, spec.members, layers, modules, generator)
         values.update({name: nn.Parameter(factor) for name, factor in factors.items()})
