@@ -25,6 +25,7 @@ from embens import optim
 from embens.checks import check_choice
 from embens.ensemble.merged import MergedExecutor
 from embens.graph.folding import Folded, fold
+from embens.graph.guards import Guard
 from embens.graph.reading import Flow, detached_state
 from embens.graph.rowwise import Unfoldable
 from embens.sites import EnsembleSpec, PerMember, Site, find_layers
@@ -110,6 +111,11 @@ class EmbeddedEnsemble(nn.Module):
         self._merged: MergedExecutor | None = None
         self.foldings: list[_Folding] = []
         self.argument_names: list[str] | None = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
+        # Traced code may have asked for the type or the device of a parameter.
+        self.foldings.clear()
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -686,11 +692,7 @@ class EmbeddedEnsemble(nn.Module):
 
 
 class _Folding:
-    """The folded form for one kind of call, or the reason why there is none.
-
-    Values of plain attributes of modules are part of the traced graph, so a folding is valid as
-    long as they are unchanged.
-    """
+    """The folded form for one kind of call, or the reason why there is none."""
 
     def __init__(
         self,
@@ -700,11 +702,7 @@ class _Folding:
         modes: tuple[bool, ...],
     ):
         self.ranks, self.constants, self.modes = ranks, constants, modes
-        self.attributes: list[tuple[dict[str, Any], str, Any]] = []
-        for module in ensemble.reference.modules():
-            for key, value in vars(module).items():
-                if isinstance(value, _PLAIN):
-                    self.attributes.append((vars(module), key, value))
+        self.guard = Guard(ensemble.reference)
         self.folded: Folded | None = None
         self.reason = ""
         try:
@@ -724,7 +722,7 @@ class _Folding:
         """Return whether the folding is valid for a call."""
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
             return False
-        return all(attributes.get(key) == value for attributes, key, value in self.attributes)
+        return self.guard.holds()
 
 
 class _FoldedPass:
