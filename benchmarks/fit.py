@@ -1,9 +1,10 @@
-"""An epoch of `embens.fit` against a bare hand-written loop with the same arithmetic.
+"""An epoch of `embens.fit` compared with a hand-written loop.
 
     python -m benchmarks.fit [--rounds 7]
 
-Both run in turns in one process, on equal copies of one ensemble and in the same order of samples;
-the ratio is the median over rounds. `fit` includes its setup, history and checks.
+Both take turns in one process, on copies of the same ensemble and with the same order of samples.
+The result is the median over rounds of the ratio of their times. `fit` includes its setup, history
+and checks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import embens
 from benchmarks.timing import Result, Row, quartiles, write
 from embens import networks
-from embens.training import fit
+from embens.training import fit, linear_decay
 from embens.training.batches import batches_of
 
 BATCH = 128
@@ -36,13 +37,13 @@ def bare(ensemble, x, y, epochs):
             optimizer.step()
 
 
-def ours(ensemble, x, y, epochs):
-    scheduler = embens.training.linear_decay(epochs, hold=1.0)
+def with_fit(ensemble, x, y, epochs):
+    scheduler = linear_decay(epochs, hold=1.0)
     fit(ensemble, (x, y), epochs=epochs, batch_size=BATCH, scheduler=scheduler)
 
 
 def cases():
-    """Yield a name, a bar, an ensemble, data, epochs in a round."""
+    """Yield the name, the bar, the ensemble, the data and the number of epochs of each case."""
     generator = torch.Generator().manual_seed(0)
 
     def data(rows, *shape, classes=10):
@@ -53,16 +54,16 @@ def cases():
     wide = networks.mlp(inputs=64, width=512, depth=3, outputs=10, parametrization="standard")
     images = networks.cnn(channels=(16, 32), image=16, outputs=10)
     digits = data(1347, 64)
-    yield "digits MLP 3×32, M=16", 1.15, embens.batch_ensemble(tiny, 16), digits, 4
-    yield "digits MLP 3×32, M=16, last layer", 1.15, embens.last_layer_dropout(tiny, 16), digits, 8
-    yield "digits MLP 3×512, M=8", 1.05, embens.batch_ensemble(wide, 8), digits, 2
-    yield "CNN 16–32, 16×16, M=4", 1.05, embens.batch_ensemble(images, 4), data(512, 3, 16, 16), 2
+    yield "digits MLP 3×32, M=16", 1.10, embens.batch_ensemble(tiny, 16), digits, 4
+    yield "digits MLP 3×32, M=16, last layer", 1.10, embens.last_layer_dropout(tiny, 16), digits, 8
+    yield "digits MLP 3×512, M=8", 1.10, embens.batch_ensemble(wide, 8), digits, 2
+    yield "CNN 16–32, 16×16, M=4", 1.10, embens.batch_ensemble(images, 4), data(512, 3, 16, 16), 2
 
 
 def seconds(run: Callable, ensemble, x, y, epochs) -> float:
-    mine = copy.deepcopy(ensemble)
+    trained = copy.deepcopy(ensemble)
     start = time.perf_counter()
-    run(mine, x, y, epochs)
+    run(trained, x, y, epochs)
     return (time.perf_counter() - start) / epochs
 
 
@@ -79,19 +80,19 @@ def main() -> None:
         limit_reason="the bare loop itself",
         rounds=rounds,
     )
-    unit = []
-    for name, bar_, ensemble, (x, y), epochs in cases():
-        for run in (bare, ours):
+    bare_times = []
+    for name, bar, ensemble, (x, y), epochs in cases():
+        for run in (bare, with_fit):
             seconds(run, ensemble, x, y, epochs)  # warm up
-        times: dict[Callable, list[float]] = {bare: [], ours: []}
+        times: dict[Callable, list[float]] = {bare: [], with_fit: []}
         for turn in range(rounds):
-            for run in (bare, ours) if turn % 2 else (ours, bare):
+            for run in (bare, with_fit) if turn % 2 else (with_fit, bare):
                 times[run].append(seconds(run, ensemble, x, y, epochs))
-        ratios = [a / b for a, b in zip(times[ours], times[bare], strict=True)]
-        label = f"{name} (bar {bar_:g})"
+        ratios = [a / b for a, b in zip(times[with_fit], times[bare], strict=True)]
+        label = f"{name} (bar {bar:g})"
         row.results.append(Result(label, True, statistics.median(ratios), quartiles(ratios)))
-        unit.append(f"{1e3 * statistics.median(times[bare]):.3g}")
-    row.reference = f"the bare epochs took {', '.join(unit)} ms; {rounds} rounds"
+        bare_times.append(f"{1e3 * statistics.median(times[bare]):.3g}")
+    row.reference = f"the bare epochs took {', '.join(bare_times)} ms; {rounds} rounds"
     print(row)
     write(row)
 

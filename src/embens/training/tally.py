@@ -140,32 +140,54 @@ class Tally:
             prefix: put before the name of every column.
         """
         self.flush()
-        sums = {name: value.cpu() for name, value in self.sums.items()}
-        losses = sums["loss"] / sums["rows"]
-        ensemble_accuracy = math.nan
-        if self.batch == "same":
-            ensemble_accuracy = float(sums["ensemble_correct"] / sums["labelled"][0])
+        # Plain numbers from here on: a dozen operations on small tensors would take longer.
+        sums = {name: value.tolist() for name, value in self.sums.items()}
+        losses = _ratios(sums["loss"], sums["rows"])
+        accuracies = _ratios(sums["correct"], sums["labelled"])
+        ensemble_accuracy = correlation = math.nan
+        if self.batch == "same" and sums["labelled"][0] > 0:
+            rows = sums["labelled"][0]
+            ensemble_accuracy = sums["ensemble_correct"] / rows
+            correlation = _correlation(accuracies, sums["both_correct"], rows)
+        observed = [loss for loss, rows in zip(losses, sums["rows"], strict=True) if rows > 0]
         return {
-            f"{prefix}loss": float(losses[sums["rows"] > 0].mean()),
+            f"{prefix}loss": sum(observed) / len(observed) if observed else math.nan,
             f"{prefix}ensemble_accuracy": ensemble_accuracy,
-            f"{prefix}correlation": self._correlation(),
-            f"{prefix}member_loss": losses.tolist(),
-            f"{prefix}member_accuracy": (sums["correct"] / sums["labelled"]).tolist(),
+            f"{prefix}correlation": correlation,
+            f"{prefix}member_loss": losses,
+            f"{prefix}member_accuracy": accuracies,
         }
 
-    def _correlation(self) -> float:
-        """Return :func:`embens.metrics.correctness_correlation`; NaN without a pair."""
-        if self.batch != "same":
-            return math.nan
-        rows = float(self.sums["labelled"][0])
-        accuracy = self.sums["correct"].cpu() / rows
-        varies = (accuracy > 0) & (accuracy < 1)
-        members = int(varies.sum())
-        if members < 2:
-            return math.nan
-        accuracy = accuracy[varies]
-        deviation = (accuracy * (1 - accuracy)).sqrt()
-        both_correct = self.sums["both_correct"].cpu()[varies][:, varies] / rows
-        covariance = both_correct - accuracy[:, None] * accuracy
-        correlation = covariance / (deviation[:, None] * deviation)
-        return float((correlation.sum() - correlation.trace()) / (members * (members - 1)))
+
+def _ratios(numerators: list[float], denominators: list[float]) -> list[float]:
+    """Divide element by element; NaN where a denominator is 0."""
+    ratios = []
+    for numerator, denominator in zip(numerators, denominators, strict=True):
+        ratios.append(numerator / denominator if denominator > 0 else math.nan)
+    return ratios
+
+
+def _correlation(accuracies: list[float], both_correct: list[list[float]], rows: float) -> float:
+    """Return the mean correlation of correctness over pairs of members.
+
+    As in :func:`embens.metrics.correctness_correlation`, members that are always or never correct
+    are left out. NaN without a pair.
+
+    Args:
+        accuracies: of each member.
+        both_correct: number of rows on which both members of a pair are correct.
+        rows: number of rows.
+    """
+    varying = [a for a, accuracy in enumerate(accuracies) if 0 < accuracy < 1]
+    if len(varying) < 2:
+        return math.nan
+    total = 0.0
+    for a in varying:
+        for b in varying:
+            if a == b:
+                continue
+            covariance = both_correct[a][b] / rows - accuracies[a] * accuracies[b]
+            variance_a = accuracies[a] * (1 - accuracies[a])
+            variance_b = accuracies[b] * (1 - accuracies[b])
+            total += covariance / math.sqrt(variance_a * variance_b)
+    return total / (len(varying) * (len(varying) - 1))
