@@ -35,6 +35,7 @@ def with_fixed_masks(ensemble: Any) -> Any:
     from embens.ensemble.layers import Modulation
 
     fixed = copy.deepcopy(ensemble)
+    module: Any
     for module in fixed.individuals.values():
         if isinstance(module, Modulation) and module.fresh:
             with torch.no_grad():
