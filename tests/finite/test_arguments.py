@@ -17,8 +17,8 @@ WRONG = [
     (lambda: (batch_ensemble(), X[:0], Y[:0]), ValueError, "at least one sample"),
     (lambda: (batch_ensemble(), X, Y[:7]), ValueError, "same number of samples, got 60 and 7"),
     (lambda: (batch_ensemble(), X * math.nan, Y), ValueError, "expected finite values"),
-    (lambda: (batch_ensemble(), X, Y + 9), ValueError, "expected classes from 0 to 3"),
-    (lambda: (batch_ensemble(), X, Y[:, None, None]), ValueError, "expected targets of shape"),
+    (lambda: (batch_ensemble(), X, Y + 9), ValueError, "from 0 to 3"),
+    (lambda: (batch_ensemble(), X, Y[:, None, None]), ValueError, "targets of shape"),
 ]
 
 

@@ -167,7 +167,7 @@ def test_values_without_an_axis_of_outputs_are_compared_sample_by_sample():
     flat, column = (diagnose(ensemble, X, t) for t in (X[:, 0].sin(), X[:, :1].sin()))
     assert torch.equal(flat.losses, column.losses)
     assert flat.rates == column.rates
-    with pytest.raises(ValueError, match="expected targets of the shape of a member's outputs"):
+    with pytest.raises(ValueError, match="the shape of a member's outputs"):
         diagnose(ensemble, X, X[:, :2])
 
 
@@ -182,7 +182,7 @@ def test_classes_of_any_whole_dtype_and_with_an_axis_more_are_taken():
     [
         ({"wanted": "collective"}, ValueError, "wanted must be"),
         ({"criterion": "nll"}, TypeError, "must be a function of one member's outputs"),
-        ({"criterion": lambda o, t: (o, t)}, TypeError, "expected a tensor.*got tuple"),
+        ({"criterion": lambda o, t: (o, t)}, TypeError, "tensor.*got tuple"),
         ({"gamma": -1}, ValueError, "gamma must be finite"),
         ({"optimizer": "Adm"}, ValueError, "did you mean 'Adam'"),
         ({"optimizer": 3}, TypeError, "a torch optimizer, its class or its name"),

@@ -130,7 +130,7 @@ def layers_with_rules(ensemble: EmbeddedEnsemble, member: nn.Module) -> dict[str
     for name, layer in member.named_modules():
         if not has_rule(layer) or type(layer) is not type(reference.get(name)):
             continue
-        parameters = dict(reference[name].named_parameters(recurse=False))
+        parameters: dict[str, Tensor] = dict(reference[name].named_parameters(recurse=False))
         parameters.update(individual.get(name, {}))
         if name in low_rank:
             parameters.pop("weight")
@@ -207,10 +207,11 @@ def add_call(
         else:
             rows = channel_rows(layer, scale_channels(layer, gradient, pre), batch)
             member.add_rows(parameter, rows * parameter_scale(layer, role))
-    if facts.trainable_pre:
+    if facts.pre is not None and facts.pre.parameter is not None:
+        assert call.output is not None
         rows = channel_rows(layer, gradient * call.output, batch)
         member.add_rows(facts.pre.parameter, facts.pre.rows(rows, a))
-    if facts.trainable_post:
+    if facts.post is not None and facts.post.parameter is not None:
         rows = channel_rows(layer, gradients[1] * call.value, batch)
         member.add_rows(facts.post.parameter, facts.post.rows(rows, a))
 

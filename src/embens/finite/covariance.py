@@ -42,7 +42,7 @@ class LastLayer:
     """
 
     name: str
-    layer: nn.Linear
+    layer: nn.Module
     value: Tensor
 
 
@@ -148,7 +148,7 @@ def _redrawing_covariance(ensemble: EmbeddedEnsemble, members: list[LastLayer]) 
     return covariance
 
 
-def _standard_deviations(layer: nn.Module) -> tuple[float, float]:
+def _standard_deviations(layer: Any) -> tuple[float, float]:
     """Return the standard deviations of a Linear layer's effective weights and biases."""
     if not isinstance(layer, networks.Linear):
         bias_std = 0.0

@@ -117,6 +117,8 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """The regime and the coupling in one sentence."""
+        if self.members == 1:
+            return "The ensemble has one member, so there is no coupling."
         coupling = f"coupling {self.coupling:.3g}"
         if self.one_model:
             return f"Members are one model ({coupling}): the others add nothing to the first."

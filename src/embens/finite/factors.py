@@ -23,6 +23,7 @@ their gradients are returned as rows ``(batch, class, number)``.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,7 @@ def channel_rows(layer: nn.Module, gradient: Tensor, batch: int) -> Tensor:
     return by_position(layer, gradient, batch).sum(2)
 
 
-def norm_rows(layer: nn.Module, gradient: Tensor, batch: int) -> Tensor:
+def norm_rows(layer: Any, gradient: Tensor, batch: int) -> Tensor:
     """Sum a gradient ``(class, row, ...)`` to the numbers of a norm layer's scale or shift."""
     if isinstance(layer, CHANNEL_NORMS):
         gradient = gradient.movedim(2, -1)
@@ -131,6 +132,12 @@ class WeightUse:
     def channels(self) -> int:
         """The number of channels of the layer's output."""
         return self.gradient.shape[-1 - spatial_axes(self.layer)]
+
+    @property
+    def features(self) -> int:
+        """The number of features of the layer's input factor."""
+        weight: Any = self.layer.weight
+        return weight.numel() // self.channels
 
     def positions(self, batch: int) -> int:
         """Return the number of positions per sample at which the layer is applied."""

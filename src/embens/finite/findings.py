@@ -318,7 +318,7 @@ def ignores_gradient_scale(kind: type[torch.optim.Optimizer]) -> bool:
     return size > 0 and float((large - small).norm()) <= 0.01 * size
 
 
-def _trial_step(kind: type[torch.optim.Optimizer], scale: float) -> Tensor:
+def _trial_step(kind: Callable[..., torch.optim.Optimizer], scale: float) -> Tensor:
     """Return the tenth step on a small parameter; some optimizers need a few steps to start."""
     start = torch.linspace(1.0, 2.0, 6).reshape(2, 3)
     parameter = nn.Parameter(start.clone())

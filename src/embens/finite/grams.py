@@ -184,7 +184,7 @@ def _multiply_built(key: int, sides: list[SampleGradients], use: WeightUse) -> T
         use: any use of the parameter.
     """
     classes, channels = len(use.gradient), use.channels
-    features = use.layer.weight.numel() // channels
+    features = use.features
     rows = [classes * side.batch * len(side.members) for side in sides]
     tile = max(1, TILE_BYTES // (features * sum(rows) * use.gradient.element_size()))
     tiles = -(-channels // tile)
