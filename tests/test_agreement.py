@@ -6,7 +6,7 @@ do unusual things follow: they are right, or they are refused with a reason.
 
 import pytest
 import torch
-from agreement import assert_same, check_agreement, run_merged, tensors_of
+from agreement import check_agreement
 from cases import ARCHITECTURES, FAMILIES
 
 MEMBERS = 3

@@ -92,8 +92,9 @@ def embed(
         torch.Size([5, 2, 3])
     """
     source = Source(reference, members, example_input)
-    check_choice("norm_affine", norm_affine, ("shared", "member"))
-    if not callable(own_weights):
+    if norm_affine not in ("shared", "member"):
+        check_choice("norm_affine", norm_affine, ("shared", "member"))
+    if not callable(own_weights) and own_weights not in ("drawn", "copied"):
         check_choice("own_weights", own_weights, ("drawn", "copied"))
     separate_layers = source.choose_per_member(own)
     chosen = source.choose_sites(pre, post, sites, trainable, fresh, separate_layers)

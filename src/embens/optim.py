@@ -147,8 +147,9 @@ def member_losses(
 
 def _check_batch(outputs: Any, batch: str, of: str, members: int | None) -> int:
     """Validate the options; return the length of the first axis of the outputs."""
-    check_choice("batch", batch, BATCH_KINDS)
-    check_choice("of", of, LOSSES_OF)
+    if batch not in BATCH_KINDS or of not in LOSSES_OF:
+        check_choice("batch", batch, BATCH_KINDS)
+        check_choice("of", of, LOSSES_OF)
     if of != "members" and batch != "same":
         raise ValueError(f"of={of!r} needs members on the same rows, got batch={batch!r}.")
     length = len(outputs) if isinstance(outputs, Tensor) else len(tree_leaves(outputs)[0])

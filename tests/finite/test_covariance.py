@@ -12,7 +12,7 @@ from finite.jacobians import (
 
 import embens
 from embens import finite, networks
-from embens.finite.adapter import plain_reference, site_values
+from embens.finite.values import plain_reference, site_values
 
 
 @pytest.mark.parametrize("parametrization", ["ntk", "standard", "xavier"])

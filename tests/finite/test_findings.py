@@ -12,7 +12,7 @@ from torch import nn
 import embens
 from embens import laws
 from embens.finite import diagnose
-from embens.finite.adapter import plain_reference
+from embens.finite.values import plain_reference
 from embens.finite.findings import CHECKS, ignores_gradient_scale, optimizer_class
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import embens
 from embens import laws
-from embens.finite.adapter import site_values
+from embens.finite.values import site_values
 from embens.finite.geometry import (
     cosines,
     gradient_cosines,

@@ -11,7 +11,7 @@ from torch import nn
 
 import embens
 from embens import laws, networks, theory
-from embens.theory.adapter import site_values
+from embens.theory.ensembles import site_values
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -4,7 +4,7 @@ import pytest
 
 import embens
 from embens import laws, networks
-from embens.theory.adapter import plain_reference
+from embens.theory.ensembles import plain_reference
 from embens.theory.placement import find_placements
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import embens
 from embens import laws, networks, theory
 from embens.networks import Conv2d, Linear
-from embens.theory.adapter import site_values
+from embens.theory.ensembles import site_values
 
 pytestmark = pytest.mark.usefixtures("double")
 

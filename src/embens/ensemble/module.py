@@ -22,9 +22,8 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
-from embens.checks import check_choice
 from embens.ensemble.merged import MergedExecutor
-from embens.graph.folding import Folded, fold
+from embens.graph.folding import Folded, fold, has_user_code
 from embens.graph.guards import Guard
 from embens.graph.reading import Flow, detached_state
 from embens.graph.rowwise import Unfoldable
@@ -254,7 +253,8 @@ class EmbeddedEnsemble(nn.Module):
         return self._run_split(inputs, kwargs, chunk)
 
     def _check_inputs(self, inputs: tuple, batch: str) -> None:
-        check_choice("batch", batch, optim.BATCH_KINDS)
+        if batch not in optim.BATCH_KINDS:
+            raise ValueError(f"batch must be one of {optim.BATCH_KINDS}, got {batch!r}.")
         shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if not shapes:
             raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs.")
@@ -702,7 +702,9 @@ class _Folding:
         modes: tuple[bool, ...],
     ):
         self.ranks, self.constants, self.modes = ranks, constants, modes
-        self.guard = Guard(ensemble.reference)
+        self.reference = ensemble.reference
+        self.state = _module_state(ensemble.reference)
+        self.guard = Guard(ensemble.reference) if has_user_code(ensemble.reference) else None
         self.folded: Folded | None = None
         self.reason = ""
         try:
@@ -722,7 +724,19 @@ class _Folding:
         """Return whether the folding is valid for a call."""
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
             return False
-        return self.guard.holds()
+        if _module_state(self.reference) != self.state:
+            return False
+        return self.guard is None or self.guard.holds()
+
+
+def _module_state(reference: nn.Module) -> list[tuple[dict[str, Any], list[nn.Module], int]]:
+    """Return the attributes, children and number of hooks of every module of a network."""
+    state = []
+    for module in reference.modules():
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        hooks += len(module._backward_hooks) + len(module._backward_pre_hooks)
+        state.append((dict(vars(module)), list(module._modules.values()), hooks))
+    return state
 
 
 class _FoldedPass:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.adapter import individual_tensors, per_member, plain_reference, site_values
 from embens.finite.factors import (
     WeightUse,
     channel_rows,
@@ -28,6 +27,7 @@ from embens.finite.factors import (
     scale_channels,
 )
 from embens.finite.grams import MemberGradients
+from embens.finite.values import individual_tensors, per_member, plain_reference, site_values
 
 
 @dataclass(frozen=True)

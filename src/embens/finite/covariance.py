@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from embens import networks
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.adapter import per_member, plain_reference, site_values, with_fixed_masks
 from embens.finite.arguments import (
     Inputs,
     as_inputs,
@@ -24,6 +23,7 @@ from embens.finite.arguments import (
     check_modes,
     check_output,
 )
+from embens.finite.values import per_member, plain_reference, site_values, with_fixed_masks
 
 if TYPE_CHECKING:
     from jaxtyping import Float

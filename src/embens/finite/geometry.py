@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.finite.adapter import individual_tensors, plain_reference, with_fixed_masks
 from embens.finite.arguments import Criterion, as_classes, check_measurement
+from embens.finite.values import individual_tensors, plain_reference, with_fixed_masks
 
 if TYPE_CHECKING:
     from jaxtyping import Float

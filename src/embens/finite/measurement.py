@@ -29,9 +29,9 @@ from embens import theory
 from embens.checks import check_number, check_whole
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite import geometry
-from embens.finite.adapter import plain_reference, with_fixed_masks
 from embens.finite.arguments import Criterion
 from embens.finite.diagnosis import Rates
+from embens.finite.values import plain_reference, with_fixed_masks
 
 RATE_SAMPLES = 12
 """Samples for the largest stable learning rate."""

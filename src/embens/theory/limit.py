@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.theory.adapter import (
+from embens.theory.ensembles import (
     has_repeated_members,
     per_member,
     plain_reference,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from embens.laws import Law
-from embens.theory.adapter import drawn_members, per_member
+from embens.theory.ensembles import drawn_members, per_member
 from embens.theory.expectations import differs_between_members
 
 if TYPE_CHECKING:

@@ -21,14 +21,14 @@ from torch.nn.modules.conv import _ConvNd
 
 from embens.laws import Joint, Law
 from embens.networks import Parametrized
-from embens.theory.adapter import (
+from embens.theory.blocks import kernels
+from embens.theory.ensembles import (
     data_flow,
     parameter_layers,
     per_member,
     plain_reference,
     site_values,
 )
-from embens.theory.blocks import kernels
 from embens.theory.kernel import MemberKernel
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The adapter shows an ensemble as its plain reference and the values of its sites."""
+"""The theory reads an ensemble as its plain reference and the values of its sites."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 import embens
 from embens import laws, networks
-from embens.theory.adapter import (
+from embens.theory.ensembles import (
     data_flow,
     drawn_members,
     has_repeated_members,

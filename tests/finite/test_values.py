@@ -7,7 +7,7 @@ from torch import nn
 
 import embens
 from embens import laws, networks
-from embens.finite.adapter import (
+from embens.finite.values import (
     individual_tensors,
     per_member,
     plain_reference,
