@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from embens.checks import check_choice, closest
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.graph.reading import Flow, detached_state, read_flow
+from embens.graph.watching import watch_flow
 from embens.laws import Law, Normal
 from embens.sites import (
     NORMS,
@@ -132,7 +133,10 @@ class Source:
                 "RNN or attention), so there is nothing to modulate."
             )
         self.modules = dict(reference.named_modules())
-        self.flow = read_flow(reference, example_input)
+        if example_input is None:
+            self.flow = read_flow(reference)
+        else:
+            self.flow = watch_flow(reference, example_input)
         self.used = [name for name in self.layers if name in self.flow.upstream]
 
     # Modulated sites

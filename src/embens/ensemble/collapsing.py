@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from embens.ensemble.merged import computed_tensors, member_tensors, plain_network
 from embens.graph.reading import Flow, read_flow
+from embens.graph.watching import watch_flow
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
@@ -19,8 +20,10 @@ def collapse(ensemble: "EmbeddedEnsemble", example_input: Any = None) -> nn.Modu
     these tensors has the mean output.
     """
     flow = ensemble.flow
-    if flow is None or example_input is not None:
-        flow = read_flow(ensemble.reference, example_input)
+    if example_input is not None:
+        flow = watch_flow(ensemble.reference, example_input)
+    elif flow is None:
+        flow = read_flow(ensemble.reference)
     reason = _why_not_collapsible(ensemble, flow)
     if reason:
         raise ValueError(

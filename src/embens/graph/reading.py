@@ -3,7 +3,7 @@
 Sites are defined by the data flow. A *first* layer has no parameter layer before it, a *last* layer
 none after it. :func:`read_flow` traces the network with torch.fx, which needs no input. A part that
 cannot be traced is a black box whose layers are taken in the order of their registration, and this
-guess is reported. With an example input, :mod:`embens.graph.watching` follows one real call instead.
+guess is reported. :mod:`embens.graph.watching` follows one real call instead.
 
 The analysis gives every value a :class:`Trail`: the layers that it depends on, those in which it is
 affine, and where its channels are.
@@ -589,22 +589,16 @@ def _overwrite(target: Any, trail: Trail, trails: dict[torch.fx.Node, Trail]) ->
         target = target.args[0] if is_view and target.args else None
 
 
-def read_flow(reference: nn.Module, example_input: Any = None) -> Flow:
-    """Read the data flow of a network.
+def read_flow(reference: nn.Module) -> Flow:
+    """Read the data flow of a network by tracing its code.
 
     Args:
-        reference: any module.
-        example_input: a batch, a tuple of positional arguments or a dictionary of keyword
-            arguments. None: the code is traced symbolically.
+        reference: any module. A part that cannot be traced is taken in the order of registration.
 
     Returns:
         The flow. ``guesses`` lists what could not be read.
     """
     if not is_layer(reference):
-        if example_input is not None:
-            from embens.graph.watching import watch_flow
-
-            return watch_flow(reference, example_input)
         flow = _trace_flow(reference)
         if flow is not None:
             return flow
