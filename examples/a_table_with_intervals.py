@@ -7,10 +7,9 @@ what they promise on rows like those it has seen.
 """
 
 import matplotlib.pyplot as plt
+from embens.estimators import EmbeddedEnsembleRegressor
 from sklearn.datasets import load_diabetes
 from sklearn.model_selection import train_test_split
-
-from embens.estimators import EmbeddedEnsembleRegressor
 
 table, target = load_diabetes(return_X_y=True, as_frame=True)
 parts = train_test_split(table, target, test_size=0.4, random_state=0)

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
+from embens.ensemble.storage import CARD, FILE
 from torch import nn
 
 import embens
-from embens.ensemble.storage import CARD, FILE
 
 
 def reference(seed: int = 0) -> nn.Sequential:

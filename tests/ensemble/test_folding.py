@@ -8,11 +8,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from embens.ensemble.run import Way
 from torch import nn
 
 import embens
 from embens import laws
-from embens.ensemble.run import Way
 
 
 class Mixing(nn.Module):

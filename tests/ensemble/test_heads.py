@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import ARCHITECTURES, Residual
+from embens.ensemble.heads import InputHeads, draw_shares, weigh
 from torch import nn
 
 import embens
-from embens.ensemble.heads import InputHeads, draw_shares, weigh
 
 REFUSED = ("attention by hand", "encoder layer, time first", "cross attention", "tied")
 TAKEN = [case for case in ARCHITECTURES if case.name not in REFUSED]

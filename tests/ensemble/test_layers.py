@@ -8,11 +8,11 @@ import pickle
 
 import pytest
 import torch
+from embens.ensemble.layers import Once
+from embens.ensemble.plan import SharedModule
 from torch import nn
 
 import embens
-from embens.ensemble.layers import Once
-from embens.ensemble.plan import SharedModule
 
 
 class Optional(nn.Module):

@@ -7,12 +7,12 @@ import pickle
 
 import pytest
 import torch
+from embens.ensemble.own import Own, call_with
+from embens.ensemble.plan import OwnTensors
 from torch import nn
 
 import embens
 from embens.ensemble import own
-from embens.ensemble.own import Own, call_with
-from embens.ensemble.plan import OwnTensors
 
 LAYERS = {
     "linear": (lambda: nn.Linear(4, 5), (3, 4)),

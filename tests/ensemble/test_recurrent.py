@@ -8,11 +8,11 @@ import pickle
 import pytest
 import torch
 from cases import Recurrent
+from embens.ensemble.layers import Modulated
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import embens
-from embens.ensemble.layers import Modulated
 
 OPTIONS = {
     "time first": {},

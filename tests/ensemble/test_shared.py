@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from embens.ensemble.shared import SharedResults
 from torch import nn
 
 import embens
-from embens.ensemble.shared import SharedResults
 
 
 class Twice(nn.Module):

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import ARCHITECTURES
+from embens.ensemble.wrapping import walk, without_members
 from torch import nn
 
 import embens
-from embens.ensemble.wrapping import walk, without_members
 
 
 def mlp() -> nn.Sequential:

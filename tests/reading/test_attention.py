@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
+from embens.reading.attention import Attention
 from torch import nn
 
 import embens
 from embens import laws
-from embens.reading.attention import Attention
 
 ROWS, TIMES, SOURCES, WIDTH, HEADS = 3, 4, 5, 8, 2
 

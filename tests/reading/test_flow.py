@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import ARCHITECTURES
+from embens.reading.readers import read_from_run, read_symbolically
 from torch import nn
 
 from embens import reading
-from embens.reading.readers import read_from_run, read_symbolically
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES, ids=str)

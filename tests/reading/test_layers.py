@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from embens.reading import layers as kinds
 from torch import nn
 
 import embens
-from embens.reading import layers as kinds
 
 
 class Swapped(nn.Module):

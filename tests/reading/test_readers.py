@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-
 from embens.reading.readers import read_from_run, read_symbolically
+from torch import nn
 
 
 class Branching(nn.Module):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from embens.reading import opened
 from embens.reading.samples import is_row_by_row, module_is_row_by_row, time_first
+from torch import nn
 
 X = torch.rand(4, 6, 6) + 0.1
 FUNCTIONS = [

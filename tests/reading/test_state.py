@@ -7,9 +7,8 @@ import collections
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from embens.reading.state import find_state
+from torch import nn
 
 
 class Meter:

@@ -1,10 +1,10 @@
 r"""The merged executor: the definition of a member.
 
-Member :math:`a` is the reference with other tensors: modulated weights :math:`v_a u_a^\top \circ W`,
-low-rank or separate weights, and its own buffers. :func:`member_tensors` computes them. The executor
-keeps a copy of the reference for each member. A copy has the user's classes and code and shares every
-tensor that does not differ; before a pass the member's tensors are put into its parameter slots. So
-control flow, hooks, tied weights, code that mixes samples, and state in attributes behave as in a
+Member :math:`a` is the reference with other tensors: modulated weights
+:math:`v_a u_a^\top \circ W`, low-rank or separate weights, and its own buffers.
+:func:`member_tensors` computes them. The executor keeps a copy of the reference for each member. A
+copy has the user's classes and code and shares every tensor that does not differ. Before a pass the
+member's tensors are put into its parameter slots. So control flow, hooks, tied weights, code that mixes samples, and state in attributes behave as in a
 network of their own, and recomputation in the backward pass finds the member's weights.
 """
 
@@ -251,9 +251,9 @@ class MemberCopy:
                 slots = getattr(copied, table)
                 for key, tensor in getattr(module, table).items():
                     slots[key] = tensors.get(prefix + key, tensor)
-            if parametrize.is_parametrized(module):
-                for key in module.parametrizations:
-                    copied._parameters[key] = tensors[prefix + key]
+            slots = copied.__dict__["_parameters"]
+            for key in parametrized_names(module):
+                slots[key] = tensors[prefix + key]
         for name, key, table in self.separate:
             slots = getattr(self.module.get_submodule(name), table)
             slots[key] = tensors[f"{name}.{key}".lstrip(".")]
@@ -375,8 +375,8 @@ def _remove_parametrizations(module: nn.Module) -> None:
     ``parametrize.remove_parametrizations`` would change the class that the copy shares with the
     reference.
     """
-    if parametrize.is_parametrized(module):
-        names = list(module.parametrizations)
+    names = parametrized_names(module)
+    if names:
         del module._modules["parametrizations"]
         module.__class__ = type(module).__mro__[1]
         for name in names:
@@ -387,10 +387,17 @@ def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that parametrizations compute, by name."""
     tensors = {}
     for name, module in reference.named_modules():
-        if parametrize.is_parametrized(module):
-            for key in module.parametrizations:
-                tensors[f"{name}.{key}".lstrip(".")] = getattr(module, key)
+        for key in parametrized_names(module):
+            tensors[f"{name}.{key}".lstrip(".")] = getattr(module, key)
     return tensors
+
+
+def parametrized_names(module: nn.Module) -> list[str]:
+    """Return the names of the tensors that parametrizations of a module compute."""
+    if not parametrize.is_parametrized(module):
+        return []
+    parametrizations: Any = module.parametrizations
+    return list(parametrizations)
 
 
 def plain_member(ensemble: "EmbeddedEnsemble", a: int) -> nn.Module:

@@ -284,7 +284,7 @@ class Rewriter:
             self.border[source] = self.suffix.placeholder(f"shared_{source.name}")
         return self.border[source]
 
-    def argument(self, source: torch.fx.Node, domain: Domain) -> torch.fx.Node:
+    def argument(self, source: Any, domain: Domain) -> torch.fx.Node:
         """Return the node for a value in the graph of a domain; shared rows are repeated."""
         if domain is not Domain.MEMBER:
             return self.in_prefix[source]
@@ -342,8 +342,9 @@ class Rewriter:
         name = full_name.strip("_")
         if is_in_place(full_name) or node.kwargs.get("inplace") is True:
             self._check_in_place(node)
-        args = map_arg(node.args, lambda source: self.facts[source])
-        kwargs = map_arg(dict(node.kwargs), lambda source: self.facts[source])
+        facts: Any = self.facts
+        args: Any = map_arg(node.args, lambda source: facts[source])
+        kwargs: Any = map_arg(dict(node.kwargs), lambda source: facts[source])
         value = infer(name, list(args), dict(kwargs))
         is_random = name in RANDOM_FUNCTIONS
         if name == "dropout":

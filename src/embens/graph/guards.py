@@ -110,8 +110,9 @@ class Guard:
         for module in root.modules():
             self.modules.append((module, dict(vars(module)), dict(module._modules)))
             for key, value in vars(module).items():
-                if isinstance(value, (FunctionType, MethodType)):
-                    functions.append(getattr(value, "__func__", value))
+                function = value.__func__ if isinstance(value, MethodType) else value
+                if isinstance(function, FunctionType):
+                    functions.append(function)
                 elif key not in _TABLES and not isinstance(value, (*PLAIN, Tensor, nn.Module)):
                     containers.append(value)
         self.containers = containers

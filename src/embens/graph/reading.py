@@ -487,11 +487,11 @@ class FlowReader:
             earlier |= self.flow.upstream.get(name, set()) - {name}
         nearest = [self.layers[name] for name in inputs.upstream - earlier if name in self.layers]
         modules = [self.root.get_submodule(near.module) for near in nearest]
-        if nearest and all(isinstance(module, _ConvNd) for module in modules):
-            if all(near.outputs != layer.inputs for near in nearest):
-                self.flow.guesses.append(
-                    f"how the {layer.inputs} input features of {layer.name!r} make channels"
-                )
+        follows_images = bool(nearest) and all(isinstance(m, _ConvNd) for m in modules)
+        if follows_images and all(near.outputs != layer.inputs for near in nearest):
+            self.flow.guesses.append(
+                f"how the {layer.inputs} input features of {layer.name!r} make channels"
+            )
 
     def _apply_attention(self, name: str, trails: list[Trail], joint: Trail) -> Trail:
         projections = [f"{name}.{part}".lstrip(".") for part in ("q_proj", "k_proj", "v_proj")]
