@@ -4,8 +4,9 @@ Member :math:`a` is the reference with other tensors: modulated weights
 :math:`v_a u_a^\top \circ W`, low-rank or separate weights, and its own buffers.
 :func:`member_tensors` computes them. The executor keeps a copy of the reference for each member. A
 copy has the user's classes and code and shares every tensor that does not differ. Before a pass the
-member's tensors are put into its parameter slots. So control flow, hooks, tied weights, code that mixes samples, and state in attributes behave as in a
-network of their own, and recomputation in the backward pass finds the member's weights.
+member's tensors are put into its parameter slots. So control flow, hooks, tied weights, code that
+mixes samples, and state in attributes behave as in a separate network, and recomputation in the
+backward pass finds the member's weights.
 """
 
 import threading
