@@ -102,6 +102,7 @@ class EmbeddedEnsemble(nn.Module):
         if spec.frozen:
             for parameter in reference.parameters():
                 parameter.requires_grad_(False)
+        self.register_load_state_dict_post_hook(_ignore_added_counters)
         self._derive(flow)
 
     def _derive(self, flow: Flow | None = None) -> None:
@@ -813,6 +814,21 @@ def _release(module: nn.Module, name: str) -> None:
             assert tensor is not None
             module._non_persistent_buffers_set.discard(name)
             vars(module)[name] = torch.empty_like(tensor, device="meta", requires_grad=False)
+
+
+def _ignore_added_counters(ensemble: EmbeddedEnsemble, keys: Any) -> None:
+    """Ignore counters that BatchNorm adds to a state without version numbers.
+
+    Such a state is a plain dictionary, for example from a safetensors file. BatchNorm takes it for
+    one of an old torch and adds ``num_batches_tracked``, also where members have it separately.
+    """
+    added = []
+    for item in ensemble.spec.per_member:
+        if "num_batches_tracked" in item.tensors:
+            added.append(f"reference.{item.module}.num_batches_tracked")
+    for key in list(keys.unexpected_keys):
+        if key.endswith(tuple(added)):
+            keys.unexpected_keys.remove(key)
 
 
 def _argument_names(reference: nn.Module) -> list[str]:
