@@ -8,6 +8,7 @@ control flow, hooks, tied weights, code that mixes samples, and state in attribu
 network of their own, and recomputation in the backward pass finds the member's weights.
 """
 
+import copy
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from embens.graph.guards import STANDARD_ATTRIBUTES
 from embens.graph.reading import copy_module
 from embens.sites import EnsembleSpec, Layer, modulate
 
@@ -109,6 +111,8 @@ class MergedExecutor:
         self.lock = threading.RLock()  # a copy holds the tensors of one pass at a time
         self.copies: list[MemberCopy] = []
         self.structure: list[Any] = []
+        # Attributes that the user's code has set, by member and module, for copies yet to be made.
+        self.attributes: list[dict[str, dict[str, Any]]] = []
         self.checked_modes: set[tuple[bool, ...]] = set()
         self.changes_inputs = False  # whether the user's code changes its inputs in place
 
@@ -116,9 +120,18 @@ class MergedExecutor:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
         structure = _structure(self.ensemble.reference)
         if structure != self.structure or len(self.copies) != self.ensemble.members:
+            attributes = self.member_attributes()
             self.structure = structure
             self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
+            for copied, member_attributes in zip(self.copies, attributes, strict=True):
+                copied.set_attributes(member_attributes)
         return computed_tensors(self.ensemble.reference)
+
+    def member_attributes(self) -> list[dict[str, dict[str, Any]]]:
+        """Return the attributes that the user's code has set, by member and module."""
+        if self.copies:
+            return [copied.changed_attributes() for copied in self.copies]
+        return self.attributes or [{} for _ in range(self.ensemble.members)]
 
     def run(
         self,
@@ -238,6 +251,23 @@ class MemberCopy:
                 if key not in copied._parameters and key not in copied._buffers:
                     vars(copied)[key] = value
 
+    def changed_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes in which the copy differs from the reference, by module."""
+        attributes = {}
+        for prefix, _, copied, before in self.pairs:
+            changed = {}
+            for key, value in vars(copied).items():
+                if key not in STANDARD_ATTRIBUTES and before.get(key, _MISSING) is not value:
+                    changed[key] = value
+            if changed:
+                attributes[prefix] = changed
+        return attributes
+
+    def set_attributes(self, attributes: Mapping[str, dict[str, Any]]) -> None:
+        """Set attributes that :meth:`changed_attributes` returned."""
+        for prefix, _, copied, _ in self.pairs:
+            vars(copied).update(attributes.get(prefix, {}))
+
     def bind(
         self,
         tensors: Mapping[str, Tensor],
@@ -298,17 +328,21 @@ class StateGuard:
 
     Args:
         copied: the copy that is about to run.
-        keep_values: whether to keep the values of buffers, so that a change can be undone. This is
-            done in the first pass of each mode.
+        keep_values: whether to keep values, so that changes which torch does not count are seen,
+            and changes of buffers can be undone. This is done in the first pass of each mode.
     """
 
     def __init__(self, copied: MemberCopy, *, keep_values: bool):
-        self.parameters: list[tuple[str, Tensor, int]] = []
+        self.parameters: list[tuple[str, Tensor, int, Tensor | None]] = []
         self.buffers: list[tuple[str, nn.Module, str, Tensor, int, Tensor | None]] = []
         for prefix, module, copied_module, _ in copied.pairs:
-            for key, parameter in module._parameters.items():
+            if getattr(module, "max_norm", None) is not None:
+                continue  # an embedding that renormalises its rows does so for every member alike
+            for key in module._parameters:
+                parameter = copied_module._parameters.get(key)
                 if parameter is not None:
-                    self.parameters.append((prefix + key, parameter, _version(parameter)))
+                    saved = parameter.detach().clone() if keep_values else None
+                    self.parameters.append((prefix + key, parameter, _version(parameter), saved))
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     saved = buffer.detach().clone() if keep_values else None
@@ -318,8 +352,10 @@ class StateGuard:
 
     def check_parameters(self) -> None:
         """Raise if the pass changed a parameter in place."""
-        for name, parameter, version in self.parameters:
-            if _version(parameter) != version:
+        for name, parameter, version, saved in self.parameters:
+            # Changes of ``parameter.data`` have no version.
+            is_changed = saved is not None and not _is_equal(parameter.detach(), saved)
+            if is_changed or _version(parameter) != version:
                 raise RuntimeError(
                     f"the forward of the reference changes its parameter {name!r} in place, and "
                     "members share it. Make it a buffer (register_buffer)."
@@ -391,6 +427,15 @@ def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
             for key in module.parametrizations:
                 tensors[f"{name}.{key}".lstrip(".")] = getattr(module, key)
     return tensors
+
+
+def copy_attributes(attributes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return a deep copy of the attributes of a member, without autograd graphs."""
+    memo: dict[int, Any] = {}
+    for value in tree_leaves(attributes):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(attributes, memo)
 
 
 def plain_module(copied: MemberCopy) -> nn.Module:

@@ -26,6 +26,7 @@ from embens.ensemble.merged import (
     MemberCopy,
     MergedExecutor,
     computed_tensors,
+    copy_attributes,
     member_tensors,
     modulations_by_layer,
     plain_module,
@@ -39,6 +40,9 @@ from embens.trees import batch_size, gather
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
+
+MOST_FOLDINGS = 16
+"""Number of folded forms that are kept, for different modes, arguments and attributes."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -111,7 +115,7 @@ class EmbeddedEnsemble(nn.Module):
         """Forget everything that is derived from the reference, the spec and the values."""
         self.flow = flow
         self.merged = MergedExecutor(self)
-        self.foldings: list[_Folding] = []
+        self.foldings: list[_Folding] = []  # the latest first
         self.argument_names: list[str] | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
@@ -123,14 +127,19 @@ class EmbeddedEnsemble(nn.Module):
         state = self.__dict__.copy()
         for name in ("flow", "merged", "foldings", "argument_names"):
             state.pop(name)
+        state["member_attributes"] = self.merged.member_attributes()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        member_attributes = state.pop("member_attributes")
         super().__setstate__(state)
         self._derive()
+        self.merged.attributes = member_attributes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddedEnsemble":
         memo.update(detached_state(self.reference))
+        for member_copy in self.merged.copies:
+            memo.update(detached_state(member_copy.module))
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -385,12 +394,21 @@ class EmbeddedEnsemble(nn.Module):
             if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
                 return None, []
         modes = (per_member, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-        for folding in self.foldings:
+        return self._find_folding(ranks, constants, modes).folded, arguments
+
+    def _find_folding(
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
+    ) -> "_Folding":
+        """Return the folding for one kind of call and make it the latest."""
+        foldings = list(self.foldings)  # other threads may change the list
+        for index, folding in enumerate(foldings):
             if folding.fits(ranks, constants, modes):
-                return folding.folded, arguments
+                if index:
+                    self.foldings = [folding, *foldings[:index], *foldings[index + 1 :]]
+                return folding
         folding = _Folding(self, ranks, constants, modes)
-        self.foldings.insert(0, folding)
-        return folding.folded, arguments
+        self.foldings = [folding, *foldings[: MOST_FOLDINGS - 1]]
+        return folding
 
     def _bind_call(
         self, inputs: tuple, kwargs: dict
@@ -514,15 +532,18 @@ class EmbeddedEnsemble(nn.Module):
                 "a fixed set."
             )
         values = {name: stack.detach()[a] for name, stack in self._sample_values().items()}
-        return self._plain(values)
+        return self._plain(values, self.merged.member_attributes()[a])
 
-    def _plain(self, values: Mapping[str, Tensor]) -> nn.Module:
-        """Return a plain network with some values in the place of a member's."""
+    def _plain(
+        self, values: Mapping[str, Tensor], attributes: Mapping[str, dict[str, Any]]
+    ) -> nn.Module:
+        """Return a plain network with the values and attributes of one member."""
         with torch.no_grad(), self.merged.lock:
             computed = computed_tensors(self.reference)
             tensors = member_tensors(self.reference, self.layers, self.spec, values, computed)
             tensors = self._with_gradient_flags({**computed, **tensors})
             copied = MemberCopy(self)
+            copied.set_attributes(attributes)
             copied.bind(tensors, modulations_by_layer(self.spec, values))
             return plain_module(copied)
 
@@ -575,6 +596,8 @@ class EmbeddedEnsemble(nn.Module):
         reference = copy.deepcopy(self.reference, detached_state(self.reference))
         ensemble = EmbeddedEnsemble(reference, spec, values, self.flow)
         ensemble.chunk = self.chunk
+        attributes = self.merged.member_attributes()
+        ensemble.merged.attributes = [copy_attributes(attributes[a]) for a in chosen]
         return ensemble
 
     def collapse(self, example_input: Any = None) -> nn.Module:
@@ -622,7 +645,8 @@ class EmbeddedEnsemble(nn.Module):
         Returns:
             The stacked buffer, members first.
         """
-        stack = value.expand(self.members, *value.shape).clone()
+        with torch.inference_mode(False):  # later passes may need gradients
+            stack = value.clone().expand(self.members, *value.shape).clone()
         self.individual.add(f"{module}.{name}".lstrip("."), stack)
         _release(self.reference.get_submodule(module), name)
         item = PerMember(module, (name,))
@@ -742,6 +766,9 @@ class _Folding:
         """Return whether the folding is valid for a call."""
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
             return False
+        for name, value in constants.items():
+            if type(value) is not type(self.constants[name]):  # True equals 1
+                return False
         return self.guard.holds()
 
 
