@@ -9,6 +9,7 @@ mixes samples, and state in attributes behave as in a separate network, and reco
 backward pass finds the member's weights.
 """
 
+import copy
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from embens.graph.guards import STANDARD_ATTRIBUTES
 from embens.graph.reading import copy_module
 from embens.sites import EnsembleSpec, Layer, modulate
 
@@ -110,6 +112,8 @@ class MergedExecutor:
         self.lock = threading.RLock()  # a copy holds the tensors of one pass at a time
         self.copies: list[MemberCopy] = []
         self.structure: list[Any] = []
+        # Attributes that the user's code has set, by member and module, for copies yet to be made.
+        self.attributes: list[dict[str, dict[str, Any]]] = []
         self.checked_modes: set[tuple[bool, ...]] = set()
         self.changes_inputs = False  # whether the user's code changes its inputs in place
 
@@ -117,9 +121,18 @@ class MergedExecutor:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
         structure = _structure(self.ensemble.reference)
         if structure != self.structure or len(self.copies) != self.ensemble.members:
+            attributes = self.member_attributes()
             self.structure = structure
             self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
+            for copied, member_attributes in zip(self.copies, attributes, strict=True):
+                copied.set_attributes(member_attributes)
         return computed_tensors(self.ensemble.reference)
+
+    def member_attributes(self) -> list[dict[str, dict[str, Any]]]:
+        """Return the attributes that the user's code has set, by member and module."""
+        if self.copies:
+            return [copied.changed_attributes() for copied in self.copies]
+        return self.attributes or [{} for _ in range(self.ensemble.members)]
 
     def run(
         self,
@@ -239,6 +252,23 @@ class MemberCopy:
                 if key not in copied._parameters and key not in copied._buffers:
                     vars(copied)[key] = value
 
+    def changed_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes in which the copy differs from the reference, by module."""
+        attributes = {}
+        for prefix, _, copied, before in self.pairs:
+            changed = {}
+            for key, value in vars(copied).items():
+                if key not in STANDARD_ATTRIBUTES and before.get(key, _MISSING) is not value:
+                    changed[key] = value
+            if changed:
+                attributes[prefix] = changed
+        return attributes
+
+    def set_attributes(self, attributes: Mapping[str, dict[str, Any]]) -> None:
+        """Set attributes that :meth:`changed_attributes` returned."""
+        for prefix, _, copied, _ in self.pairs:
+            vars(copied).update(attributes.get(prefix, {}))
+
     def bind(
         self,
         tensors: Mapping[str, Tensor],
@@ -299,17 +329,21 @@ class StateGuard:
 
     Args:
         copied: the copy that is about to run.
-        keep_values: whether to keep the values of buffers, so that a change can be undone. This is
-            done in the first pass of each mode.
+        keep_values: whether to keep values, so that changes which torch does not count are seen,
+            and changes of buffers can be undone. This is done in the first pass of each mode.
     """
 
     def __init__(self, copied: MemberCopy, *, keep_values: bool):
-        self.parameters: list[tuple[str, Tensor, int]] = []
+        self.parameters: list[tuple[str, Tensor, int, Tensor | None]] = []
         self.buffers: list[tuple[str, nn.Module, str, Tensor, int, Tensor | None]] = []
         for prefix, module, copied_module, _ in copied.pairs:
-            for key, parameter in module._parameters.items():
+            if getattr(module, "max_norm", None) is not None:
+                continue  # an embedding that renormalises its rows does so for every member alike
+            for key in module._parameters:
+                parameter = copied_module._parameters.get(key)
                 if parameter is not None:
-                    self.parameters.append((prefix + key, parameter, _version(parameter)))
+                    saved = parameter.detach().clone() if keep_values else None
+                    self.parameters.append((prefix + key, parameter, _version(parameter), saved))
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     saved = buffer.detach().clone() if keep_values else None
@@ -319,8 +353,10 @@ class StateGuard:
 
     def check_parameters(self) -> None:
         """Raise if the pass changed a parameter in place."""
-        for name, parameter, version in self.parameters:
-            if _version(parameter) != version:
+        for name, parameter, version, saved in self.parameters:
+            # Changes of ``parameter.data`` have no version.
+            is_changed = saved is not None and not _is_equal(parameter.detach(), saved)
+            if is_changed or _version(parameter) != version:
                 raise RuntimeError(
                     f"the forward of the reference changes its parameter {name!r} in place, and "
                     "members share it. Make it a buffer (register_buffer)."
@@ -401,6 +437,15 @@ def parametrized_names(module: nn.Module) -> list[str]:
     return list(parametrizations)
 
 
+def copy_attributes(attributes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return a deep copy of the attributes of a member, without autograd graphs."""
+    memo: dict[int, Any] = {}
+    for value in tree_leaves(attributes):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(attributes, memo)
+
+
 def plain_member(ensemble: "EmbeddedEnsemble", a: int) -> nn.Module:
     """Return a member as a plain network that shares no tensor with the ensemble."""
     values: dict[str, Tensor] = {}
@@ -413,13 +458,15 @@ def plain_member(ensemble: "EmbeddedEnsemble", a: int) -> nn.Module:
             ensemble.reference, ensemble.layers, ensemble.spec, values, computed
         )
         scales = modulations_by_layer(ensemble.spec, values)
-        return plain_network(ensemble, {**computed, **tensors}, scales)
+        attributes = ensemble.merged.member_attributes()[a]
+        return plain_network(ensemble, {**computed, **tensors}, scales, attributes)
 
 
 def plain_network(
     ensemble: "EmbeddedEnsemble",
     tensors: Mapping[str, Tensor],
     scales: dict[str, tuple[Tensor | None, Tensor | None]],
+    attributes: Mapping[str, dict[str, Any]] | None = None,
 ) -> nn.Module:
     """Return a copy of the reference with some tensors replaced; all tensors are cloned.
 
@@ -427,8 +474,10 @@ def plain_network(
         ensemble: the ensemble.
         tensors: tensors to replace, by name.
         scales: modulations of layers that are scaled by hooks.
+        attributes: attributes that the member's code has assigned, by module.
     """
     copied = MemberCopy(ensemble)
+    copied.set_attributes(attributes or {})
     copied.bind(tensors, scales)
     trainable = {name: p.requires_grad for name, p in ensemble.reference.named_parameters()}
     clones: dict[int, Any] = {}

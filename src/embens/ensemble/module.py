@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
-from embens.ensemble.merged import MergedExecutor
+from embens.ensemble.merged import MergedExecutor, copy_attributes
 from embens.graph.folding import Folded, fold, has_user_code
 from embens.graph.guards import Guard
 from embens.graph.reading import Flow, detached_state
@@ -32,6 +32,9 @@ from embens.trees import batch_size, gather
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
+
+MOST_FOLDINGS = 16
+"""Number of folded forms that are kept, for different modes, arguments and attributes."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -109,7 +112,7 @@ class EmbeddedEnsemble(nn.Module):
         """Forget everything that is derived from the reference, the spec and the values."""
         self.flow = flow
         self._merged: MergedExecutor | None = None
-        self.foldings: list[_Folding] = []
+        self.foldings: list[_Folding] = []  # the latest first
         self.argument_names: list[str] | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
@@ -121,14 +124,19 @@ class EmbeddedEnsemble(nn.Module):
         state = self.__dict__.copy()
         for name in ("flow", "_merged", "foldings", "argument_names"):
             state.pop(name)
+        state["member_attributes"] = self.merged.member_attributes()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        member_attributes = state.pop("member_attributes")
         super().__setstate__(state)
         self._derive()
+        self.merged.attributes = member_attributes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddedEnsemble":
         memo.update(detached_state(self.reference))
+        for member_copy in self.merged.copies:
+            memo.update(detached_state(member_copy.module))
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -390,12 +398,21 @@ class EmbeddedEnsemble(nn.Module):
             if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
                 return None, []
         modes = (per_member, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-        for folding in self.foldings:
+        return self._find_folding(ranks, constants, modes).folded, arguments
+
+    def _find_folding(
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
+    ) -> "_Folding":
+        """Return the folding for one kind of call and make it the latest."""
+        foldings = list(self.foldings)  # other threads may change the list
+        for index, folding in enumerate(foldings):
             if folding.fits(ranks, constants, modes):
-                return folding.folded, arguments
+                if index:
+                    self.foldings = [folding, *foldings[:index], *foldings[index + 1 :]]
+                return folding
         folding = _Folding(self, ranks, constants, modes)
-        self.foldings.insert(0, folding)
-        return folding.folded, arguments
+        self.foldings = [folding, *foldings[: MOST_FOLDINGS - 1]]
+        return folding
 
     def _bind_call(
         self, inputs: tuple, kwargs: dict
@@ -557,6 +574,8 @@ class EmbeddedEnsemble(nn.Module):
         reference = copy.deepcopy(self.reference, detached_state(self.reference))
         ensemble = EmbeddedEnsemble(reference, spec, values, self.flow)
         ensemble.chunk = self.chunk
+        attributes = self.merged.member_attributes()
+        ensemble.merged.attributes = [copy_attributes(attributes[a]) for a in chosen]
         return ensemble
 
     def collapse(self, example_input: Any = None) -> nn.Module:
@@ -586,7 +605,8 @@ class EmbeddedEnsemble(nn.Module):
         Returns:
             The stacked buffer, members first.
         """
-        stack = value.expand(self.members, *value.shape).clone()
+        with torch.inference_mode(False):  # later passes may need gradients
+            stack = value.clone().expand(self.members, *value.shape).clone()
         self.individual.add(f"{module}.{name}".lstrip("."), stack)
         _release(self.reference.get_submodule(module), name)
         item = PerMember(module, (name,))
@@ -725,6 +745,9 @@ class _Folding:
         """Return whether the folding is valid for a call."""
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
             return False
+        for name, value in constants.items():
+            if type(value) is not type(self.constants[name]):  # True equals 1
+                return False
         if _module_state(self.reference) != self.state:
             return False
         return self.guard is None or self.guard.holds()

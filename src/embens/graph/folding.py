@@ -357,6 +357,9 @@ class Rewriter:
             # Every member draws its own numbers.
             value = replace(value, domain=Domain.MEMBER)
         self.emit(node, value)
+        if name in ("view", "reshape") and value.domain is Domain.MEMBER:
+            rows = self.in_suffix[node]
+            self.in_suffix[node] = self.suffix.call_function(whole_blocks, (rows, self.count))
 
     def _check_in_place(self, node: torch.fx.Node) -> None:
         """Refuse in-place operations on values that are used elsewhere.
@@ -606,6 +609,16 @@ def repeat_rows(x: Tensor, count: int) -> Tensor:
     if count == 1:
         return x
     return x.unsqueeze(0).expand(count, *x.shape).flatten(0, 1)
+
+
+def whole_blocks(x: Tensor, count: int) -> Tensor:
+    """Return a reshaped value; raise if a row holds elements of several members."""
+    if x.shape[0] % count:
+        raise RuntimeError(
+            f"the reference reshapes a batch to rows of {x[0].numel()} elements, which the number "
+            f"of elements is not divisible by."
+        )
+    return x
 
 
 def unfold_members(x: Tensor, count: int) -> Tensor:

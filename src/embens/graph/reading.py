@@ -138,8 +138,15 @@ class Tracer(torch.fx.Tracer):
             exact: whether the graph has to give the results of the code at every later call, so
                 that code which computes with tensors outside of the graph is refused.
         """
+        self.saving_hooks = _saving_hooks() if exact else None
+        self.exact = exact
         with _TRACING, _OutsideGraph(refused=exact):
             return self.trace(root)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        if self.exact and _saving_hooks() != self.saving_hooks:
+            raise Untraceable("the code recomputes or moves its activations")
+        return super().create_node(*args, **kwargs)
 
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
         """Make placeholders of the symbolic arguments and fill in the constants."""
@@ -192,6 +199,11 @@ class Tracer(torch.fx.Tracer):
         result = super().call_module(m, forward, args, kwargs)
         self.open_modules.pop()
         return result
+
+
+def _saving_hooks() -> Any:
+    """Return the hooks that torch.utils.checkpoint and save_on_cpu set, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 class _OutsideGraph(TorchFunctionMode):
