@@ -14,7 +14,7 @@ WORKERS ?= auto
 SPREAD  := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 # What needs the requirements alone, and a few libraries to compare with.
 CORE    := $(addprefix tests/,test_checks.py test_files.py test_laws.py test_networks.py \
-	test_objective.py test_prediction.py data embedding ensemble metrics reading training)
+	test_objective.py test_prediction.py embedding ensemble metrics reading training)
 PEERS   := pytest pytest-xdist jaxtyping beartype pandas scikit-learn torchmetrics
 
 .DEFAULT_GOAL := help
@@ -86,9 +86,9 @@ dist: venv  ## build wheel and sdist, and try them with each extra alone in a cl
 	$(BIN)/python -m build --quiet
 	$(PYTHON) tests/dist.py dist
 
-demo: venv  ## what eight models inside one network gain and cost, on digits, and a page to look at
-	$(BIN)/embens reproduce gain --preset quick
-	$(BIN)/embens report embens-results
+demo: venv  ## gain and cost of eight models inside one network, on digits, with a report page
+	$(BIN)/python -m reproduction gain --preset quick
+	$(BIN)/python -m reproduction report embens-results
 
 bench: $(BENCH)/.stamp  ## compare with other libraries, in an environment of their own
 	$(BENCH)/bin/python -m benchmarks $(ARGS)
@@ -104,11 +104,11 @@ bench-tables: $(TABLES)/.stamp  ## compare on real tables; resumes (ARGS="run --
 
 $(TABLES)/.stamp: pyproject.toml constraints.txt benchmarks/requirements-tables.txt
 	$(PYTHON) -m venv $(TABLES)
-	$(TABLES)/bin/python $(PIP) -e '.[estimators,experiments,ray]' -c constraints.txt
+	$(TABLES)/bin/python $(PIP) -e '.[tabular,reproduction,ray]' -c constraints.txt
 	$(TABLES)/bin/python $(PIP) --no-deps -r benchmarks/requirements-tables.txt -c constraints.txt
 	@touch $@
 
 clean:  ## remove environments, caches and build products
 	rm -rf $(VENV) $(BENCH) $(TABLES) $(OLDEST) embens-results build dist docs/_build docs/gallery \
 		.pytest_cache .ruff_cache
-	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +
+	find src reproduction tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -23,8 +23,9 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.timing import RESULTS
-from embens.experiments import contract, transition
-from embens.experiments.setting import PRESETS, data_set
+from reproduction.figures import transition
+from reproduction.grid.cells import Cell, cells_of
+from reproduction.grid.settings import PRESETS, load_data
 
 SETTING = PRESETS["quick"]
 MEMBERS = transition.MEMBERS["quick"]
@@ -33,7 +34,7 @@ SHIFT = 0.3
 
 def bare(members: int) -> None:
     """Train an ensemble of the quick preset, by hand, with nothing around the steps."""
-    (inputs, targets), rows = data_set(SETTING).train, SETTING.batch_size
+    (inputs, targets), rows = load_data(SETTING).train, SETTING.batch_size
     width = SETTING.channels[0]
     sizes = [(width, inputs.shape[1]), (width, width), (width, width), (10, width)]
     weights = [torch.randn(s) * (2 / s[1]) ** 0.5 for s in sizes]
@@ -62,7 +63,7 @@ def bare(members: int) -> None:
 
 def cell(members: int) -> None:
     swept = {"p": SHIFT, "members": members, "gamma": "M", "seed": 0}
-    transition.measure(contract.Cell(SETTING, swept))
+    transition.measure(Cell(SETTING, swept))
 
 
 def seconds(work, members: int) -> float:
@@ -74,12 +75,12 @@ def seconds(work, members: int) -> float:
 def whole_run(seeds: int) -> tuple[int, float]:
     """Run the command in a fresh folder; return the number of cells and the seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "embens.cli", "reproduce", "transition"]
+        command = [sys.executable, "-m", "reproduction", "transition"]
         command += ["--preset", "quick", "--out", folder, "--seeds", str(seeds)]
         start = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         taken = time.perf_counter() - start
-    return len(contract.cells("transition", SETTING, range(seeds))), taken
+    return len(cells_of("transition", SETTING, range(seeds))), taken
 
 
 def main() -> None:
@@ -97,7 +98,7 @@ def main() -> None:
             for name, work in roads.items():
                 times[name][members].append(seconds(work, members))
     found = {n: {m: statistics.median(t[m]) for m in MEMBERS} for n, t in times.items()}
-    cells = contract.cells("transition", SETTING, range(options.seeds))
+    cells = cells_of("transition", SETTING, range(options.seeds))
     total = {n: sum(t[c.members] for c in cells) for n, t in found.items()}
     count, taken = whole_run(options.seeds)
     cores = os.cpu_count() or 1

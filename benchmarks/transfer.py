@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import embens
 from embens import laws, metrics
 from embens.training import Divergence
+from reproduction.datasets import cifar100
 
 RESULTS = Path(__file__).parent / "results" / "transfer.csv"
 SEEN, NEW = range(60), range(60, 80)  # the others are never seen
@@ -50,7 +51,7 @@ def network(classes: int) -> nn.Module:
 @lru_cache(1)
 def images(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return all images and classes: of the train part, and of the test part."""
-    data = embens.data.cifar100(folder).downsample(16).standardise()
+    data = cifar100(folder).downsample(16).standardise()
     return (*data.train, *data.test)
 
 
@@ -244,7 +245,7 @@ def table(out: Path) -> None:
     rows = read(out)
     columns = ("accuracy", "log loss", "calibration", "auroc, entropy", "auroc, mutual information")
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}\n")
-    names = [*columns, "numbers trained", "seconds", "better on", "forecast"]
+    names = [*columns, "numbers trained", "seconds", "better on"]
     print("| system | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 1))
     losses = {(r["system"], r["seed"]): float(r["log loss"]) for r in rows}
     for name in SYSTEMS:
@@ -263,12 +264,9 @@ def table(out: Path) -> None:
             )
             for others in (ONE[:1], ONE)
         ]
-        seconds, told = (
-            [float(r[key]) for r in mine if r.get(key)] for key in ("seconds", "forecast")
-        )
+        seconds = [float(r["seconds"]) for r in mine if r.get("seconds")]
         cells += [f"{int(mine[0]['trained']):,}", f"{sum(seconds) / len(seconds):.1f}"]
         cells += [f"{beaten[0]}, {beaten[1]} of {len(mine)}"]
-        cells += [f"{sum(told) / len(told):.2f}" if told else ""]
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 

@@ -1,7 +1,8 @@
-"""Try what was built: `make dist` builds a wheel and an sdist, and this installs and uses both.
+"""Test the built distributions: `make dist` builds a wheel and an sdist, and this installs both.
 
-For each extra alone, and for none, a clean environment gets the wheel with that extra (the versions
-are those of constraints.txt), and runs the smallest example of what the extra is for.
+For each extra alone, and for none, the wheel is installed into a clean environment with the
+versions of constraints.txt, and the smallest example of that extra runs. The wheel must contain the
+package embens only.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -24,22 +26,20 @@ assert embens.__version__
 """
 EXTRAS = {
     "": "",
-    "data": "assert len(embens.data.digits().train.inputs) > 1000",
     "plot": "embens.diagnose(ensemble, x, y).plot('d.png')",
     "theory": f"assert embens.theory.kernels({LIMIT}",
     "onnx": "ensemble.to_onnx('e.onnx', x)",
-    "estimators": "from embens.estimators import EmbeddedEnsembleClassifier as E\n"
+    "tabular": "from embens.tabular import EmbeddedEnsembleClassifier as E\n"
     "E(max_epochs=2, members=2).fit(x.numpy(), y.numpy()).predict(x.numpy())",
-    "experiments": "from embens.cli import main\n"
-    "import sys; sys.argv = ['embens', 'reproduce', '--help']\n"
-    "try: main()\nexcept SystemExit as e: assert not e.code",
+    "reproduction": "import matplotlib, pandas, plotly, rich, scipy, sklearn",
     "ray": "import ray",
 }
 
 
 def main(folder: Path) -> None:
-    """Check the metadata of what was built, then use it."""
+    """Install the wheel with each extra, and the sdist, and run the examples."""
     wheel, sdist = next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
+    check_contents(wheel)
     for extra, program in EXTRAS.items():
         with tempfile.TemporaryDirectory() as place:
             python = environment(Path(place), f"{wheel}[{extra}]" if extra else str(wheel))
@@ -51,8 +51,16 @@ def main(folder: Path) -> None:
     print(f"ok: {sdist.name}\n{len(EXTRAS) + 1} passed, 0 failed")
 
 
+def check_contents(wheel: Path) -> None:
+    """Raise if the wheel contains more than the package embens and its metadata."""
+    folders = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    packages = {folder for folder in folders if not folder.endswith(".dist-info")}
+    if packages != {"embens"}:
+        raise SystemExit(f"the wheel must contain embens only, got {sorted(packages)}.")
+
+
 def environment(place: Path, requirement: str) -> str:
-    """Make an environment with one requirement, and return its interpreter."""
+    """Create an environment with one requirement and return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
     python = str(place / "venv" / "bin" / "python")
     command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

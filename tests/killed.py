@@ -37,3 +37,23 @@ def fit(folder: Path) -> None:
     rows = [[r["loss"], r["validation_loss"], r["correlation"]] for r in history.epochs]
     write_atomically(folder / "rows.json", json.dumps(rows))
     assert embens.load(folder / "ensemble.safetensors", problem.reference()).members == 3
+
+
+def grid(folder: Path) -> None:
+    """Run a grid in this process and report; only its cells are compared, as times differ."""
+    from reproduction.grid import results as summaries
+    from reproduction.grid import runs
+    from reproduction.grid.engines import inline
+    from reproduction.grid.results import Results
+    from reproduction.report import page
+    from tests.reproduction import problem as cells
+
+    run = folder.with_name(f"run-{folder.name}")
+    summaries.draw = lambda _, path: write_atomically(path, b"a picture takes a second")
+    results = Results(run)
+    runs.run("transition", cells.cells(3), results, inline)
+    table = summaries.make_table(results, "transition", cells.SETTING)
+    summaries.write_summary(results, "transition", cells.SETTING, table)
+    rows = {key: record["rows"] for key, record in sorted(Results(run).records.items())}
+    (entry,) = page.collect(run)
+    write_atomically(folder / "rows.json", json.dumps([rows, entry["claims"], entry["figure"]]))

@@ -186,7 +186,7 @@ def run_child(function: Work, folder: Path, last_call: int) -> None:
 
 def kills(folder: Path, **plans: tuple[int, int]) -> dict[str, int]:
     """Run :func:`work` in a separate process; return the number of kills of each function."""
-    paths = [str(Path(__file__).parent)]
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}

@@ -5,7 +5,6 @@ Files of formats that are not ours have no checksum, and may be read as somethin
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import pickle
@@ -22,12 +21,14 @@ import torch
 from training import problem
 
 import embens
-from embens import data, laws, networks, theory
-from embens.cli.specification import read_data
-from embens.experiments.results import Results
+from embens import laws, networks, theory
 from embens.files import Refused, read_tree
-from embens.report import page
-from embens.training.checkpoint import FORMAT, Checkpoints
+from embens.training import Checkpoint
+from embens.training.checkpoint import FORMAT
+from reproduction.datasets import cifar100
+from reproduction.grid.results import Results
+from reproduction.report import page
+from reproduction.storage import DamagedFileError
 
 EXECUTED: list[str] = []
 
@@ -72,7 +73,7 @@ def ensemble(folder):
 
 def estimator(folder):
     pytest.importorskip("narwhals")
-    from embens.estimators import EmbeddedEnsembleClassifier, load
+    from embens.tabular import EmbeddedEnsembleClassifier, load
 
     path, (x, y) = folder / "model.safetensors", problem.data(40)
     model = EmbeddedEnsembleClassifier(members=2, max_epochs=1, random_state=0)
@@ -81,8 +82,15 @@ def estimator(folder):
 
 
 def checkpoint(folder):
-    path = Checkpoints(folder, {"a": 1}).save(7, {"x": torch.randn(30), "y": [1, 2.5, "z"]})
-    return lambda: read_tree(path, FORMAT), [path]
+    ensemble = embens.batch_ensemble(problem.reference(), 3)
+    embens.fit(ensemble, problem.data(40), epochs=1, callbacks=[Checkpoint(folder)])
+    (path,) = folder.glob("*.safetensors")
+
+    def read():
+        tree = read_tree(path, FORMAT)
+        return {"parts": sorted(tree), "bytes": path.read_bytes()}
+
+    return read, [path]
 
 
 def kernels(folder):
@@ -109,93 +117,23 @@ def cells(folder):
 
 
 def manifest(folder):
-    from report import results
+    from tests.reproduction.report import results
 
     results.make(folder, "widths")
     paths = sorted(p for p in folder.rglob("*") if p.suffix in (".json", ".csv"))
     return lambda: json.dumps(page.collect(folder)), paths
 
 
-def _idx(folder, ending, write):
-    for part in ("train", "t10k"):
-        for name, shape in (("images-idx3", (6, 28, 28)), ("labels-idx1", (6,))):
-            sizes = b"".join(size.to_bytes(4, "big") for size in shape)
-            values = bytes(i % 10 for i in range(torch.Size(shape).numel()))
-            start = bytes((0, 0, 8, len(shape)))
-            write(folder / f"{part}-{name}-ubyte{ending}", start + sizes + values)
-    return lambda: data.mnist(folder) and None, sorted(folder.iterdir())
-
-
-def idx(folder):
-    return _idx(folder, "", Path.write_bytes)
-
-
-def idx_gzip(folder):
-    return _idx(folder, ".gz", lambda path, content: path.write_bytes(gzip.compress(content)))
-
-
 def cifar(folder):
-    from experiments.problem import write_cifar
+    from tests.reproduction.problem import write_cifar
 
     write_cifar(folder, 5, 3)
-    return lambda: data.cifar100(folder) and None, sorted(folder.iterdir())
-
-
-def _table(folder, ending):
-    pytest.importorskip("pyarrow")
-    from embens.estimators import files
-    from embens.estimators.tables import from_frame, read_target
-
-    path = folder / f"table.{ending}"
-    columns = {"a": list(range(40)), "b": [f"text {i}" for i in range(40)], "y": ["no", "yes"] * 20}
-    if ending == "arrow":
-        import pyarrow.feather
-
-        pyarrow.feather.write_feather(pyarrow.table(columns), str(path))
-    else:
-        files.write([columns], path)
-
-    def read():
-        table = files.gather(files.read(files.open_dataset(path)))
-        from_frame(table.select(files.features(table.column_names, ["y"]))).check()
-        read_target(files.to_numpy(table.column("y")))
-
-    return read, [path]
-
-
-def csv(folder):
-    return _table(folder, "csv")
-
-
-def parquet(folder):
-    return _table(folder, "parquet")
-
-
-def arrow(folder):
-    return _table(folder, "arrow")
-
-
-def _arrays(folder, ending, write):
-    path = folder / f"x.{ending}"
-    write(path, torch.randn(20, 5).numpy())
-    return lambda: read_data(str(path), networks.mlp(5, 4, 1)) and None, [path]
-
-
-def npy(folder):
-    import numpy as np
-
-    return _arrays(folder, "npy", np.save)
-
-
-def npz(folder):
-    import numpy as np
-
-    return _arrays(folder, "npz", lambda path, x: np.savez_compressed(path, x=x))
+    return lambda: cifar100(folder) and None, sorted(folder.iterdir())
 
 
 OURS = (ensemble, estimator, checkpoint, kernels, cells, manifest)
-KINDS = {f.__name__: f for f in (*OURS, idx, idx_gzip, cifar, csv, parquet, arrow, npy, npz)}
-ERRORS = (Refused, ValueError, FileNotFoundError)
+KINDS = {function.__name__: function for function in (*OURS, cifar)}
+ERRORS = (Refused, DamagedFileError, ValueError, FileNotFoundError)
 
 
 def mutate_often(kind: str, folder: Path, count: int) -> dict[str, int]:
@@ -224,7 +162,11 @@ def mutate_often(kind: str, folder: Path, count: int) -> dict[str, int]:
 
 def mutate_apart(kind: str, folder: Path, count: int) -> dict[str, int]:
     """Do the same in another process, whose memory is its own."""
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     script = "import sys, json, pathlib, mutated; kind, folder, count = sys.argv[1:]; "
     script += "print(json.dumps(mutated.mutate_often(kind, pathlib.Path(folder), int(count))))"

@@ -1,6 +1,4 @@
-"""Naive, slow truths that the tests compare with."""
-
-from __future__ import annotations
+"""Members written by hand, which the tests compare ensembles with."""
 
 import copy
 
@@ -9,44 +7,30 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from embens import EmbeddedEnsemble
-from embens.ensemble.layers import Modulated, Modulation
-
-
-def modulations(ensemble: EmbeddedEnsemble) -> dict[tuple[str, str], Modulation]:
-    """Return every modulation by (layer, kind)."""
-    found: dict[tuple[str, str], Modulation] = {}
-    for path, module in ensemble.network.named_modules():
-        name = ".".join(p for p in path.split(".") if p not in ("module", "layer"))
-        if isinstance(module, Modulated):
-            found |= {
-                (name, kind): getattr(module, kind)
-                for kind in ("pre", "post")
-                if getattr(module, kind) is not None
-            }
-    return found
 
 
 def member_by_hand(reference: nn.Module, ensemble: EmbeddedEnsemble, a: int) -> nn.Module:
-    """Return the reference with hooks that multiply layers' inputs by u and outputs by v.
+    """Return the reference with hooks that multiply inputs of layers by u and outputs by v.
 
-    Attention gets its weights scaled row by row and column by column instead.
+    The weights of attention are scaled by rows and columns instead.
     """
     network = copy.deepcopy(reference)
     modules = dict(network.named_modules())
-    for (name, kind), modulation in modulations(ensemble).items():
-        values = modulation.values.detach()[a].to(next(reference.parameters()).dtype)
-        if name in modules and not name.endswith(".out_proj"):
-            layer = modules[name]
-            features = values.repeat_interleave(modulation.repeat)
-            shape = (-1, *(1,) * (len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0))
-            factor = features.reshape(shape)
-            if kind == "post":
-                layer.register_forward_pre_hook(lambda m, args, f=factor: (args[0] * f,))
-            else:
-                layer.register_forward_hook(lambda m, args, out, f=factor: out * f)
+    for site in ensemble.spec.sites:
+        values = ensemble.site_values(site).detach()[a].repeat_interleave(site.repeat)
+        owner, _, projection = site.layer.rpartition(".")
+        if isinstance(modules.get(owner), nn.MultiheadAttention):
+            _scale_projection(modules[owner], projection, site.kind, values)
+            continue
+        layer = modules[site.layer]
+        if isinstance(layer, _ConvNd):
+            values = values.reshape(-1, *(1,) * len(layer.kernel_size))
+        if site.kind == "post":
+            layer.register_forward_pre_hook(
+                lambda m, args, values=values: (args[0] * values, *args[1:])
+            )
         else:
-            owner, _, projection = name.rpartition(".")
-            _scale_projection(modules[owner], projection, kind, values)
+            layer.register_forward_hook(lambda m, args, output, values=values: output * values)
     return network
 
 
@@ -72,7 +56,7 @@ def _scale_projection(
 
 
 def randomise_statistics(module: nn.Module, generator: torch.Generator) -> None:
-    """Give every running statistic (stacked or not) some value of its own."""
+    """Fill running statistics with random values."""
     for name, buffer in module.named_buffers():
         if name.endswith("running_mean"):
             buffer.copy_(torch.randn(buffer.shape, generator=generator))

@@ -1,4 +1,4 @@
-"""Arrows point one way, and importing embens needs torch alone."""
+"""Rooms import in one direction, and importing embens needs torch alone."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from source import MODULES, arrows, imports
 import embens
 
 ORDER = (
-    ["checks", "laws", "files", "metrics"],
-    ["networks", "data", "uncertainty"],
-    ["objective"],
-    ["reading"],
+    ["checks", "trees", "modes"],
+    ["laws", "files", "metrics", "mixtures", "sources"],
+    ["networks", "uncertainty"],
+    ["sites"],
+    ["graph"],
+    ["optim"],
     ["ensemble"],
-    ["embedding"],
+    ["embed"],
+    ["families"],
     ["theory"],
     ["training", "prediction"],
-    ["finite"],
-    ["estimators"],
-    ["experiments", "report"],
-    ["cli"],
+    ["finite", "evaluation"],
+    ["tabular"],
 )
+"""Rooms of the library; a room imports only from rooms on its own line or above it."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 HEAVY = set(
     "numpy scipy sklearn matplotlib pandas polars pyarrow rich safetensors onnx onnxruntime tqdm "
@@ -65,8 +67,8 @@ def test_what_is_to_do_is_not_done():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_heavy_libraries_are_imported_where_they_are_used(name):
-    if name.startswith(("embens.estimators", "embens.cli.fit", "embens.cli.predict")):
-        return  # this room needs them, and is imported when it is asked for
+    if name.startswith("embens.tabular"):
+        return  # this room needs them, and is imported on first use
     assert not {i.split(".")[0] for i in imports(name, inner=False)} & HEAVY
 
 
@@ -105,7 +107,7 @@ def test_everything_public_exists_and_is_documented():
 def test_theory_and_finite_networks_are_imported_when_they_are_asked_for():
     program = (
         "import sys, embens\n"
-        "rooms = {'embens.theory', 'embens.finite', 'embens.estimators', 'embens.experiments'}\n"
+        "rooms = {'embens.theory', 'embens.finite', 'embens.tabular', 'embens.training'}\n"
         "assert not rooms & set(sys.modules), rooms & set(sys.modules)\n"
         "embens.diagnose, embens.theory.kernels, embens.finite.ntk\n"
         "from embens import *\n"
@@ -119,3 +121,28 @@ def test_the_version_is_that_of_the_installed_package():
     assert embens.__version__ == importlib.metadata.version("embens")
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = embens.nothing
+
+
+def test_the_walk_from_a_network_to_a_step_crosses_at_most_eight_files():
+    """``batch_ensemble``, ``ensemble(x)``, ``objective`` and a step stay easy to follow."""
+    program = (
+        "import sys, torch, embens\n"
+        "files = set()\n"
+        "def profile(frame, event, argument):\n"
+        "    code = frame.f_code\n"
+        "    if event == 'call' and 'embens' in code.co_filename and code.co_name != '<module>':\n"
+        "        files.add(code.co_filename)\n"
+        "layers = [torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)]\n"
+        "net = torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(8, 3))\n"
+        "x, y = torch.randn(16, 4), torch.randint(3, (16,))\n"
+        "sys.setprofile(profile)\n"
+        "ensemble = embens.batch_ensemble(net, members=4)\n"
+        "optimizer = torch.optim.SGD(ensemble.parameter_groups(lr=0.1))\n"
+        "embens.objective(ensemble(x), y).backward()\n"
+        "optimizer.step()\n"
+        "sys.setprofile(None)\n"
+        "print(len(files), sorted(files))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[0]) <= 8, result.stdout

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from embens.reading.state import find_state
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from reference import modulations
@@ -31,7 +32,6 @@ from torch.utils._pytree import tree_leaves
 
 import embens
 from embens import laws
-from embens.reading.state import find_state
 
 REFUSALS = (  # whatever else is raised is a bug
     r"has no hidden site|leaves none",

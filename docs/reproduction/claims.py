@@ -1,6 +1,6 @@
-"""Write claims.md: judge and draw the tables in this folder anew, and list their claims.
+"""Write claims.md: judge and draw the tables in this folder, and list their claims.
 
-python docs/reproduction/claims.py
+Run from the repository root: ``python -m docs.reproduction.claims``
 """
 
 from __future__ import annotations
@@ -8,45 +8,71 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from embens.experiments.results import redraw
-from embens.files import write_atomically
-from embens.report.page import collect
+from reproduction.grid.results import redraw
+from reproduction.report.page import collect
+from reproduction.storage import write_atomically
 
 FOLDER = Path(__file__).parent
-_SQUARES = {"holds": "🟩", "does not hold": "🟥", "undecided": "🟨"}
-_COLUMNS = ("verdict", "statement", "measured", "true if", "the paper")
+SQUARES = {"holds": "🟩", "does not hold": "🟥", "undecided": "🟨"}
+HEAD = """# Claims of the paper, as measured
+
+Written by `claims.py`; do not edit by hand.
+
+One square for each claim: 🟩 holds, 🟥 does not hold, 🟨 undecided.
+"""
 
 
 def markdown(entries: list[dict[str, Any]]) -> str:
-    """Return the page of what :func:`embens.report.page.collect` gives of this folder."""
-    summary, sections = [], []
+    """Return the page of entries from :func:`reproduction.report.page.collect`."""
+    lines = [HEAD, table_row("experiment", "claims", "cells", "seeds", "core minutes")]
+    lines.append(table_row("-", "-", "-", "-", "-"))
     for entry in entries:
-        manifest, claims = entry["manifest"], entry["claims"]
-        name = f"{entry['name']} {manifest['preset']}"
-        squares = "".join(_SQUARES[claim["verdict"]] for claim in claims)
-        seeds = max((claim["seeds"] for claim in claims), default=0)
-        cells, minutes = manifest["cells"], round(manifest["cell_seconds"] / 60)
-        link = f"[{name}](#{name.replace(' ', '-')})"
-        summary.append(_row(link, squares, cells, seeds, minutes))
-        picture = f"./{name.replace(' ', '/')}/figure.png"
-        sections += ["", f"## {name}", "", manifest["about"], ""]
-        sections += [f"![{manifest['title']}]({picture})", ""]
-        sections += [_row(*_COLUMNS), _row(*"-----")]
-        for c in claims:
-            ends = ["?" if c[k] is None else f"{c[k]:.3g}" for k in ("value", "low", "high")]
-            measured = f"{c['measure']}: {c['note'] or '{} [{}, {}]'.format(*ends)}"
-            cells = (f"**{c['verdict']}**", c["statement"], measured, c["region"], c["paper"])
-            sections.append(_row(*cells))
-    head = [
-        "# Claims of the paper, as measured\n\nWritten by `claims.py`; not edited by hand.",
-        "\nOne square for each claim: 🟩 holds, 🟥 does not hold, 🟨 undecided.\n",
-        _row("experiment", "claims", "cells", "seeds", "core minutes"),
-        _row(*"-----"),
-    ]
-    return "\n".join([*head, *summary, *sections, ""])
+        lines.append(summary_row(entry))
+    for entry in entries:
+        lines += section(entry)
+    return "\n".join([*lines, ""])
 
 
-def _row(*cells: object) -> str:
+def title_of(entry: dict[str, Any]) -> str:
+    return f"{entry['name']} {entry['manifest']['preset']}"
+
+
+def summary_row(entry: dict[str, Any]) -> str:
+    manifest, claims, title = entry["manifest"], entry["claims"], title_of(entry)
+    link = f"[{title}](#{title.replace(' ', '-')})"
+    squares = "".join(SQUARES[claim["verdict"]] for claim in claims)
+    seeds = max((claim["seeds"] for claim in claims), default=0)
+    minutes = round(manifest["cell_seconds"] / 60)
+    return table_row(link, squares, manifest["cells"], seeds, minutes)
+
+
+def section(entry: dict[str, Any]) -> list[str]:
+    manifest, title = entry["manifest"], title_of(entry)
+    picture = f"./{title.replace(' ', '/')}/figure.png"
+    lines = ["", f"## {title}", "", manifest["about"], ""]
+    lines += [f"![{manifest['title']}]({picture})", ""]
+    lines.append(table_row("verdict", "statement", "measured", "true if", "the paper"))
+    lines.append(table_row("-", "-", "-", "-", "-"))
+    for claim in entry["claims"]:
+        verdict = f"**{claim['verdict']}**"
+        measured = f"{claim['measure']}: {value_text(claim)}"
+        row = table_row(verdict, claim["statement"], measured, claim["region"], claim["paper"])
+        lines.append(row)
+    return lines
+
+
+def value_text(claim: dict[str, Any]) -> str:
+    if claim["note"]:
+        return claim["note"]
+    numbers = []
+    for name in ("value", "low", "high"):
+        number = claim[name]
+        numbers.append("?" if number is None else f"{number:.3g}")
+    value, low, high = numbers
+    return f"{value} [{low}, {high}]"
+
+
+def table_row(*cells: object) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 

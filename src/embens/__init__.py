@@ -21,7 +21,7 @@ from embens.sites import register_layer
 if _TYPE_CHECKING:
     from embens import finite, tabular, theory, training
     from embens.ensemble.export import to_onnx
-    from embens.ensemble.saving import load
+    from embens.ensemble.loading import load
     from embens.evaluation import evaluate
     from embens.finite import diagnose
     from embens.prediction import Prediction, predict
@@ -66,7 +66,7 @@ _HOMES = {
     "diagnose": "embens.finite",
     "evaluate": "embens.evaluation",
     "fit": "embens.training",
-    "load": "embens.ensemble.saving",
+    "load": "embens.ensemble.loading",
     "predict": "embens.prediction",
     "to_onnx": "embens.ensemble.export",
 }

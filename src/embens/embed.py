@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embens.checks import check_choice, closest
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.graph.reading import Flow, detached_state, read_flow
+from embens.graph.watching import watch_flow
 from embens.laws import Law, Normal
 from embens.sites import (
     NORMS,
@@ -92,11 +94,9 @@ def embed(
     """
     source = Source(reference, members, example_input)
     if norm_affine not in ("shared", "member"):
-        raise ValueError(f"norm_affine must be 'shared' or 'member', got {norm_affine!r}.")
+        check_choice("norm_affine", norm_affine, ("shared", "member"))
     if not callable(own_weights) and own_weights not in ("drawn", "copied"):
-        raise ValueError(
-            f"own_weights must be 'drawn', 'copied' or a function of a module, got {own_weights!r}."
-        )
+        check_choice("own_weights", own_weights, ("drawn", "copied"))
     separate_layers = source.choose_per_member(own)
     chosen = source.choose_sites(pre, post, sites, trainable, fresh, separate_layers)
     spec = source.make_spec(
@@ -133,7 +133,10 @@ class Source:
                 "RNN or attention), so there is nothing to modulate."
             )
         self.modules = dict(reference.named_modules())
-        self.flow = read_flow(reference, example_input)
+        if example_input is None:
+            self.flow = read_flow(reference)
+        else:
+            self.flow = watch_flow(reference, example_input)
         self.used = [name for name in self.layers if name in self.flow.upstream]
 
     # Modulated sites
@@ -153,7 +156,7 @@ class Source:
         self._refuse_separate(pre, post, sites, separate_layers)
         flags = _flags_by_side(trainable)
         chosen = []
-        for side, law in (("pre", pre), ("post", post)):
+        for side, law in zip(SIDES, (pre, post), strict=True):
             names = [
                 name
                 for name in self.used
@@ -222,10 +225,8 @@ class Source:
                 problem = "matches no layer"
                 if match(pattern, self.layers):
                     problem = "names a layer that is never called"
-                raise ValueError(
-                    f"sites: {pattern!r} {problem}. Layers: {list_names(self.used)}; or 'hidden', "
-                    "'last', 'all'."
-                )
+                names_and_words = [*self.used, "hidden", "last", "all"]
+                raise ValueError(f"sites: {pattern!r} {problem}{closest(pattern, names_and_words)}")
             names.update(matches)
         if not names:
             raise ValueError(f"sites is empty. Name at least one of {list_names(self.used)}.")
@@ -348,9 +349,7 @@ class Source:
             problem = "matches no layer"
             if fnmatch.filter(self.layers, pattern):
                 problem = "names a layer that is never called"
-            raise ValueError(
-                f"own: {pattern!r} {problem}. Candidates: {list_names(candidates)}; or 'last'."
-            )
+            raise ValueError(f"own: {pattern!r} {problem}{closest(pattern, [*candidates, 'last'])}")
         return matches
 
     def _refuse_unknown_parts(self, pattern: str, inside: list[str], candidates: list[str]) -> None:
@@ -467,10 +466,8 @@ class Source:
         for name, module in self.modules.items():
             if name in self.layers or isinstance(module, (*NORMS, nn.MultiheadAttention)):
                 continue
-            for tensor_name, parameter in module._parameters.items():
-                if tensor_name.startswith("weight") and parameter is not None:
-                    if parameter.dim() > 1:
-                        unknown[name] = type(module).__name__
+            if any(tensor_name.startswith("weight") for tensor_name in _matrices(module)):
+                unknown[name] = type(module).__name__
         if unknown:
             kinds = ", ".join(sorted(set(unknown.values())))
             warnings.warn(
@@ -478,6 +475,28 @@ class Source:
                 "unknown. Add them with embens.register_layer(kind, channels), where "
                 "channels(layer) returns the numbers of input and output channels.",
                 stacklevel=4,
+            )
+        else:
+            self._warn_about_bare_parameters()
+
+    def _warn_about_bare_parameters(self) -> None:
+        """Warn if most of the weights lie outside the layers that are called."""
+        layer_modules = {self.layers[name].module for name in self.used}
+        count_inside = 0
+        outside: dict[str, int] = {}
+        for name, module in self.modules.items():
+            for tensor_name, parameter in _matrices(module).items():
+                if is_within(name, layer_modules):
+                    count_inside += parameter.numel()
+                else:
+                    outside[f"{name}.{tensor_name}".lstrip(".")] = parameter.numel()
+        if sum(outside.values()) > count_inside:
+            largest_first = sorted(outside, key=lambda name: -outside[name])
+            warnings.warn(
+                f"members do not differ in most of the weights: {list_names(largest_first)} belong "
+                "to no layer that is called. Keep them in layers such as nn.Linear, or add the "
+                "module's class with embens.register_layer.",
+                stacklevel=5,
             )
 
     def warn_about_cancelling_members(self, ensemble: EmbeddedEnsemble) -> None:
@@ -535,10 +554,13 @@ def build(
     layers = find_layers(reference)
     modules = dict(reference.named_modules())
     for site in spec.sites:
-        if not site.fresh:
-            example = next(modules[layers[site.layer].module].parameters())
-            sample = sample_site(site, spec.members, example, generator)
-            values[site.key] = nn.Parameter(sample) if site.trainable else sample
+        example = next(modules[layers[site.layer].module].parameters())
+        if site.fresh:
+            # Passes draw their own values; this raises early if the law cannot be drawn.
+            sample_site(site, spec.members, example, torch.Generator())
+            continue
+        sample = sample_site(site, spec.members, example, generator)
+        values[site.key] = nn.Parameter(sample) if site.trainable else sample
     for low_rank in spec.low_rank:
         factors = sample_low_rank(low_rank, spec.members, layers, modules, generator)
         values.update({name: nn.Parameter(factor) for name, factor in factors.items()})
@@ -670,6 +692,11 @@ def check_members(members: Any) -> None:
         raise ValueError(f"members must be a positive integer, got {members}.")
 
 
+def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters with two or more axes that a module holds itself."""
+    return {n: p for n, p in module._parameters.items() if p is not None and p.dim() > 1}
+
+
 def tensor_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters and buffers that a module holds itself."""
     names = []
@@ -710,8 +737,7 @@ def _flags_by_side(trainable: Trainable) -> dict[str, Any]:
     if not isinstance(trainable, Mapping):
         return dict.fromkeys(SIDES, trainable)
     for key in trainable:
-        if key not in SIDES:
-            raise ValueError(f"the keys of trainable must be 'pre' and 'post', got {key!r}.")
+        check_choice("trainable", key, SIDES)
     return {side: trainable.get(side, True) for side in SIDES}
 
 

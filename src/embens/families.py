@@ -1,7 +1,7 @@
 """The named families of embedded ensembles.
 
-Each function chooses laws, sites and what is trained, and calls the parts of :mod:`embens.embed`. In
-every family the reference is copied, never changed.
+Each function chooses laws, sites and what is trained, and calls the parts of :mod:`embens.embed`.
+In every family the reference is copied, never changed.
 """
 
 import math
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from embens import laws
+from embens.checks import check_choice
 from embens.embed import (
     Initialise,
     Sites,
@@ -252,8 +253,8 @@ def low_rank(
         (torch.Size([5, 2, 3]), 4)
     """
     source = Source(reference, members, example_input)
-    _check_choice("kind", kind, ("multiplicative", "additive"))
-    _check_choice("shared", shared, ("trained", "frozen"))
+    check_choice("kind", kind, ("multiplicative", "additive"))
+    check_choice("shared", shared, ("trained", "frozen"))
     if scale is None:
         scale = 0.5 if kind == "multiplicative" else 0.0
     if not math.isfinite(scale) or scale < 0:
@@ -351,9 +352,9 @@ def adapt(
         True
     """
     source = Source(reference, members, example_input)
-    _check_choice("by", by, ("modulations", "low_rank", "head"))
-    _check_choice("trunk", trunk, ("trained", "frozen"))
-    _check_choice("head", head, ("drawn", "copied", "shared"))
+    check_choice("by", by, ("modulations", "low_rank", "head"))
+    check_choice("trunk", trunk, ("trained", "frozen"))
+    check_choice("head", head, ("drawn", "copied", "shared"))
     if by == "head" and head != "drawn" and members > 1:
         raise ValueError(
             f"by='head' with head={head!r} makes all members equal. Use head='drawn', or "
@@ -381,8 +382,3 @@ def adapt(
         pretrained=True,
     )
     return build(reference, spec, generator=generator, flow=source.flow)
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}.")

@@ -14,8 +14,8 @@ is then gradient descent with the rate :math:`\eta\gamma/M` and the weight decay
 :math:`\lambda M/\gamma` for the shared parameters, with any momentum (:func:`parameter_groups`).
 
 **Optimizers of the Adam kind** take the same step for a gradient and for any multiple of it, so
-their rate cannot be :math:`\eta\gamma/M`. If the members' gradients :math:`g_a` have one norm and the
-pairwise cosine :math:`r`, a step of SGD changes a member's loss by
+their rate cannot be :math:`\eta\gamma/M`. If the members' gradients :math:`g_a` have one norm and
+the pairwise cosine :math:`r`, a step of SGD changes a member's loss by
 
 .. math::
     -\eta \frac{\gamma}{M} \Big\langle g_a, \sum_b g_b \Big\rangle
@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens.checks import find_gaps, name_rows
+from embens.checks import check_choice, find_gaps, name_rows
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
@@ -147,10 +147,9 @@ def member_losses(
 
 def _check_batch(outputs: Any, batch: str, of: str, members: int | None) -> int:
     """Validate the options; return the length of the first axis of the outputs."""
-    if batch not in BATCH_KINDS:
-        raise ValueError(f"batch must be one of {BATCH_KINDS}, got {batch!r}.")
-    if of not in LOSSES_OF:
-        raise ValueError(f"of must be one of {LOSSES_OF}, got {of!r}.")
+    if batch not in BATCH_KINDS or of not in LOSSES_OF:
+        check_choice("batch", batch, BATCH_KINDS)
+        check_choice("of", of, LOSSES_OF)
     if of != "members" and batch != "same":
         raise ValueError(f"of={of!r} needs members on the same rows, got batch={batch!r}.")
     length = len(outputs) if isinstance(outputs, Tensor) else len(tree_leaves(outputs)[0])

@@ -292,7 +292,8 @@ def _grouped_scale(layer: Layer, pre: Tensor | None, post: Tensor | None) -> Ten
     """Return the factors of a grouped convolution's weight, ``(out, in / groups)`` or swapped."""
     if pre is None and post is None:
         return None
-    assert layer.inputs is not None and layer.outputs is not None
+    assert layer.inputs is not None
+    assert layer.outputs is not None
     groups = layer.groups
     shape = (groups, layer.outputs // groups, layer.inputs // groups)
     reference = pre if pre is not None else post

@@ -1,4 +1,4 @@
-"""Ensembles of all architectures, and their kernels by naive Jacobians."""
+"""Ensembles of all families and architectures, and their kernels by explicit Jacobians."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from cases import ARCHITECTURES, Architecture
 from torch import Tensor, nn
 
 import embens
-from embens import finite
+from embens import finite, laws
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
-def _embedded(family, reference: nn.Module, x: Tensor) -> embens.EmbeddedEnsemble:
-    return family(reference, 2, example_input=x)
-
+SAME_AS_CASES = ("masksembles", "own last layers", "own layers everywhere", "low rank", "lora")
+"""Families that other tests go through as well."""
 
 FAMILIES = {
-    "batch_ensemble": lambda reference, x: embens.batch_ensemble(reference, 2, example_input=x),
-    "all sites": lambda reference, x: embens.embed(reference, 2, sites="all", example_input=x),
-    "last_layer_dropout": lambda reference, x: embens.last_layer_dropout(
-        reference, 2, example_input=x
-    ),
-    "independent": lambda reference, x: embens.independent(reference, 2),
-    **{name: partial(_embedded, family) for name, family in cases.FAMILIES.items()},
+    "batch_ensemble": embens.batch_ensemble,
+    "all sites": partial(embens.embed, sites="all"),
+    "trainable values with zeros": partial(embens.embed, pre=laws.Ternary(), post=laws.Ternary()),
+    "norms per member": partial(embens.embed, norm_affine="member"),
+    "frozen masks": partial(embens.mc_dropout, law=laws.Bernoulli(0.5), fresh=False),
+    "last_layer_dropout": embens.last_layer_dropout,
+    "independent": lambda reference, members, example_input: embens.independent(reference, members),
+    **{name: cases.FAMILIES[name] for name in SAME_AS_CASES},
 }
 
 
@@ -38,7 +38,7 @@ BATCHED = [a for a in ARCHITECTURES if a.name not in NOT_BATCHED]
 
 
 class Few(nn.Module):
-    """A few of the outputs, where a naive Jacobian of all would take long."""
+    """A few of the outputs, because an explicit Jacobian of all takes long."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(1)[:, ::7][:, :6]
@@ -51,19 +51,19 @@ def build(architecture: Architecture, family: str) -> tuple[embens.EmbeddedEnsem
     if architecture.name not in NOT_BATCHED and reference(x)[0].numel() > 10:
         reference = nn.Sequential(reference, Few())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # guesses about the data flow are not the matter here
-        return FAMILIES[family](reference, x).eval(), x
+        warnings.simplefilter("ignore")  # guesses about the data flow
+        return FAMILIES[family](reference, 2, example_input=x).eval(), x
 
 
 def jacobians(ensemble: embens.EmbeddedEnsemble, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of outputs (member, batch, class) by one call for each of them."""
     shared = [p for p in ensemble.shared_parameters() if p.requires_grad]
-    own = [p for p in ensemble.individual_parameters() if p.requires_grad]
+    individual = [p for p in ensemble.individual_parameters() if p.requires_grad]
     rows: tuple[list, list] = ([], [])
     for a, of_member in enumerate(outputs):
         for value in of_member.flatten():
             gradients = torch.autograd.grad(
-                value, shared + own, retain_graph=True, materialize_grads=True
+                value, shared + individual, retain_graph=True, materialize_grads=True
             )
             nothing = outputs.new_zeros(1)
             rows[0].append(torch.cat([nothing, *(g.flatten() for g in gradients[: len(shared)])]))
@@ -91,7 +91,7 @@ def assert_equal(kernel: finite.FiniteKernel, expected: tuple[Tensor, Tensor], *
 
 
 class Strange(nn.Module):
-    """Parameters in unusual places: positions folded into the batch, a bare one, a used twice."""
+    """Positions folded into the batch, a bare parameter, and a weight read outside its layer."""
 
     def __init__(self, time_first: bool):
         super().__init__()

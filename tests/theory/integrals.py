@@ -9,7 +9,7 @@ from torch import nn
 
 from embens import networks
 from embens.laws import Bernoulli, Constant, Discrete, Normal, Rademacher, Shifted, Ternary
-from embens.theory.duals import dual
+from embens.theory.activations import dual
 
 PI = math.pi
 

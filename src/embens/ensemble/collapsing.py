@@ -1,24 +1,29 @@
 """The mean of the members as one plain network, where it exists."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from embens.ensemble.merged import computed_tensors, member_tensors, plain_network
-from embens.ensemble.module import EmbeddedEnsemble
 from embens.graph.reading import Flow, read_flow
+from embens.graph.watching import watch_flow
+
+if TYPE_CHECKING:
+    from embens.ensemble.module import EmbeddedEnsemble
 
 
-def collapse(ensemble: EmbeddedEnsemble, example_input: Any = None) -> nn.Module:
+def collapse(ensemble: "EmbeddedEnsemble", example_input: Any = None) -> nn.Module:
     """Return a network with the mean output; see :meth:`embens.EmbeddedEnsemble.collapse`.
 
     If the output is affine in the tensors in which members differ, the network with the mean of
     these tensors has the mean output.
     """
     flow = ensemble.flow
-    if flow is None or example_input is not None:
-        flow = read_flow(ensemble.reference, example_input)
+    if example_input is not None:
+        flow = watch_flow(ensemble.reference, example_input)
+    elif flow is None:
+        flow = read_flow(ensemble.reference)
     reason = _why_not_collapsible(ensemble, flow)
     if reason:
         raise ValueError(
@@ -39,7 +44,7 @@ def collapse(ensemble: EmbeddedEnsemble, example_input: Any = None) -> nn.Module
         return plain_network(ensemble, {**computed, **means}, {})
 
 
-def _why_not_collapsible(ensemble: EmbeddedEnsemble, flow: Flow) -> str:
+def _why_not_collapsible(ensemble: "EmbeddedEnsemble", flow: Flow) -> str:
     """Return why the mean of the members' outputs is not one network's; "" if it is."""
     spec = ensemble.spec
     if spec.separate:

@@ -1,7 +1,7 @@
 """Networks and ensembles as ONNX files.
 
-A file is checked with onnxruntime before it is kept: on the rows of the example, on more rows, and on
-one row it has to return what the network returns.
+A file is checked with onnxruntime before it is kept: on the rows of the example, on more rows, and
+on one row it has to return what the network returns.
 """
 
 import functools
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from embens.ensemble.module import EmbeddedEnsemble
 from embens.files import write_atomically
 from embens.modes import evaluating
+from embens.sites import EnsembleSpec
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -61,7 +61,7 @@ def to_onnx(
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist.")
-    ensembles = [part for part in network.modules() if isinstance(part, EmbeddedEnsemble)]
+    ensembles: list[Any] = [part for part in network.modules() if _is_ensemble(part)]
     for ensemble in ensembles:
         if any(site.fresh for site in ensemble.spec.sites):
             raise ValueError(
@@ -71,12 +71,16 @@ def to_onnx(
     return _export(network, path, example, notes or {}, ensembles)
 
 
+def _is_ensemble(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("spec"), EnsembleSpec)
+
+
 def _export(
     network: nn.Module,
     path: Path,
     example: Any,
     notes: Mapping[str, Any],
-    ensembles: list[EmbeddedEnsemble],
+    ensembles: list[Any],
 ) -> Path:
     function = _TensorFunction(network, example)
     batches = list(function.batches())
@@ -119,7 +123,7 @@ class _TensorFunction(nn.Module):
     def __init__(self, network: nn.Module, example: Any):
         super().__init__()
         self.network = network
-        reference = network.reference if isinstance(network, EmbeddedEnsemble) else network
+        reference: Any = network.reference if _is_ensemble(network) else network
         self.signature = inspect.signature(reference.forward)
         if isinstance(example, Mapping):
             bound = self.signature.bind(**example)

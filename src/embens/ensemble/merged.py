@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens.graph.reading import copy_module
 from embens.sites import EnsembleSpec, Layer, modulate
@@ -108,7 +109,8 @@ class MergedExecutor:
         self.lock = threading.RLock()  # a copy holds the tensors of one pass at a time
         self.copies: list[MemberCopy] = []
         self.structure: list[Any] = []
-        self.checked_modes: set[bool] = set()
+        self.checked_modes: set[tuple[bool, ...]] = set()
+        self.changes_inputs = False  # whether the user's code changes its inputs in place
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
@@ -150,8 +152,11 @@ class MergedExecutor:
             )
         with self.lock:
             copied.bind({**computed, **tensors}, scales)
-            guard = self._guard(copied)
-            outputs = copied.module(*args, **kwargs)
+            mode = tuple(module.training for module in copied.module.modules())
+            is_new = mode not in self.checked_modes
+            guard = StateGuard(copied, keep_values=is_new)
+            outputs = self._call(copied, args, kwargs, is_new=is_new)
+            self.checked_modes.add(mode)
             copied.store_buffers(tensors)
             guard.check_parameters()
             for name, key, before, after in guard.changed_buffers():
@@ -162,11 +167,29 @@ class MergedExecutor:
                     other.add_separate(name, key, "_buffers")
         return outputs
 
-    def _guard(self, copied: "MemberCopy") -> "StateGuard":
-        mode = self.ensemble.training
-        guard = StateGuard(copied, keep_values=mode not in self.checked_modes)
-        self.checked_modes.add(mode)
-        return guard
+    def _call(self, copied: "MemberCopy", args: tuple, kwargs: dict, *, is_new: bool) -> Any:
+        """Call a copy so that changes of its inputs are not seen by other members.
+
+        Copying inputs costs memory, so after the first pass of each mode it is done only if the
+        code was seen to change them.
+        """
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_unversioned = any(tensor.is_inference() for tensor in tensors)
+        is_copied = is_new or self.changes_inputs or is_unversioned
+        if is_copied:
+            clones = {id(tensor): tensor.clone() for tensor in tensors}
+            tensors = list(clones.values())
+            args, kwargs = tree_map_only(Tensor, lambda x: clones[id(x)], (args, kwargs))
+        versions = [_version(tensor) for tensor in tensors]
+        outputs = copied.module(*args, **kwargs)
+        if [_version(tensor) for tensor in tensors] != versions:
+            self.changes_inputs = True
+            if not is_copied:
+                raise RuntimeError(
+                    "the forward of the reference changes its input in place in some passes only. "
+                    "Let it change a copy (x = x.clone())."
+                )
+        return outputs
 
 
 class MemberCopy:
@@ -372,7 +395,10 @@ def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
 
 def plain_member(ensemble: "EmbeddedEnsemble", a: int) -> nn.Module:
     """Return a member as a plain network that shares no tensor with the ensemble."""
-    values = {name: stack.detach()[a] for name, stack in ensemble.sample_values().items()}
+    values: dict[str, Tensor] = {}
+    tied: dict[int, Tensor] = {}  # tied tensors of a member stay tied
+    for name, stack in ensemble.sample_values().items():
+        values[name] = tied.setdefault(id(stack), stack.detach()[a])
     with torch.no_grad():
         computed = computed_tensors(ensemble.reference)
         tensors = member_tensors(

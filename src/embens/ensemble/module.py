@@ -2,8 +2,8 @@
 
 :func:`embens.embed` and the families make it. Axis order is ``(member, batch, …)``. An ensemble
 consists of a copy of the reference, a spec, and the values of the members, stacked with the members
-first. How it runs is derived from these: folded (:mod:`embens.graph.folding`) where the reference can
-be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.merged`).
+first. How it runs is derived from these: folded (:mod:`embens.graph.folding`) where the reference
+can be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.merged`).
 """
 
 import copy
@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
 from embens.ensemble.merged import MergedExecutor
-from embens.graph.folding import Folded, fold
+from embens.graph.folding import Folded, fold, has_user_code
+from embens.graph.guards import Guard
 from embens.graph.reading import Flow, detached_state
 from embens.graph.rowwise import Unfoldable
 from embens.sites import EnsembleSpec, PerMember, Site, find_layers
@@ -110,6 +111,11 @@ class EmbeddedEnsemble(nn.Module):
         self.foldings: list[_Folding] = []
         self.argument_names: list[str] | None = None
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
+        # Traced code may have asked for the type or the device of a parameter.
+        self.foldings.clear()
+        return super()._apply(fn, recurse)
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         for name in ("flow", "_merged", "foldings", "argument_names"):
@@ -159,7 +165,8 @@ class EmbeddedEnsemble(nn.Module):
         """
         if site.fresh:
             raise ValueError(
-                f"the values of {site.key!r} are drawn at each pass. Use fresh=False for fixed ones."
+                f"the values of {site.key!r} are drawn at each pass. Use fresh=False for fixed "
+                "values."
             )
         return self.individual[site.key]
 
@@ -246,8 +253,8 @@ class EmbeddedEnsemble(nn.Module):
         return self._run_split(inputs, kwargs, chunk)
 
     def _check_inputs(self, inputs: tuple, batch: str) -> None:
-        if batch not in ("own", "split"):
-            raise ValueError(f"batch must be 'same', 'own' or 'split', got {batch!r}.")
+        if batch not in optim.BATCH_KINDS:
+            raise ValueError(f"batch must be one of {optim.BATCH_KINDS}, got {batch!r}.")
         shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if not shapes:
             raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs.")
@@ -586,7 +593,16 @@ class EmbeddedEnsemble(nn.Module):
         self.foldings.clear()
         return stack
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         """Separate the buffers that were per-member buffers when the state was saved."""
         start = f"{prefix}individual."
         for key in list(state_dict):
@@ -599,7 +615,15 @@ class EmbeddedEnsemble(nn.Module):
                 buffer = modules[module]._buffers.get(name) if module in modules else None
                 if buffer is not None:
                     self.separate_buffer(module, name, buffer.detach().clone())
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
 
     def to_onnx(self, path: str | os.PathLike[str], example: Any) -> Path:
         """Write all members to one ONNX file; see :func:`embens.to_onnx`."""
@@ -668,11 +692,7 @@ class EmbeddedEnsemble(nn.Module):
 
 
 class _Folding:
-    """The folded form for one kind of call, or the reason why there is none.
-
-    Values of plain attributes of modules are part of the traced graph, so a folding is valid as long
-    as they are unchanged.
-    """
+    """The folded form for one kind of call, or the reason why there is none."""
 
     def __init__(
         self,
@@ -682,11 +702,9 @@ class _Folding:
         modes: tuple[bool, ...],
     ):
         self.ranks, self.constants, self.modes = ranks, constants, modes
-        self.attributes: list[tuple[dict[str, Any], str, Any]] = []
-        for module in ensemble.reference.modules():
-            for key, value in vars(module).items():
-                if isinstance(value, _PLAIN):
-                    self.attributes.append((vars(module), key, value))
+        self.reference = ensemble.reference
+        self.state = _module_state(ensemble.reference)
+        self.guard = Guard(ensemble.reference) if has_user_code(ensemble.reference) else None
         self.folded: Folded | None = None
         self.reason = ""
         try:
@@ -706,10 +724,19 @@ class _Folding:
         """Return whether the folding is valid for a call."""
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
             return False
-        for attributes, key, value in self.attributes:
-            if attributes.get(key) != value:
-                return False
-        return True
+        if _module_state(self.reference) != self.state:
+            return False
+        return self.guard is None or self.guard.holds()
+
+
+def _module_state(reference: nn.Module) -> list[tuple[dict[str, Any], list[nn.Module], int]]:
+    """Return the attributes, children and number of hooks of every module of a network."""
+    state = []
+    for module in reference.modules():
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        hooks += len(module._backward_hooks) + len(module._backward_pre_hooks)
+        state.append((dict(vars(module)), list(module._modules.values()), hooks))
+    return state
 
 
 class _FoldedPass:
@@ -783,6 +810,7 @@ def _release(module: nn.Module, name: str) -> None:
     for table in (module._parameters, module._buffers):
         if name in table:
             tensor = table.pop(name)
+            assert tensor is not None
             module._non_persistent_buffers_set.discard(name)
             vars(module)[name] = torch.empty_like(tensor, device="meta", requires_grad=False)
 

@@ -3,7 +3,7 @@
 Sites are defined by the data flow. A *first* layer has no parameter layer before it, a *last* layer
 none after it. :func:`read_flow` traces the network with torch.fx, which needs no input. A part that
 cannot be traced is a black box whose layers are taken in the order of their registration, and this
-guess is reported. With an example input, :mod:`embens.graph.watching` follows one real call instead.
+guess is reported. :mod:`embens.graph.watching` follows one real call instead.
 
 The analysis gives every value a :class:`Trail`: the layers that it depends on, those in which it is
 affine, and where its channels are.
@@ -11,7 +11,6 @@ affine, and where its channels are.
 
 import copy
 import inspect
-import random
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from embens.sites import Layer, find_layers, is_layer
@@ -75,6 +75,10 @@ AFFINE = frozenset(
 )
 FLATTENING = frozenset("flatten Flatten view reshape mean amax squeeze".split())
 SHAPE_QUERIES = frozenset("shape size dim ndim numel len dtype device".split())
+TENSOR_QUERIES = frozenset(
+    "requires_grad is_cuda is_meta layout is_sparse is_leaf is_floating_point is_complex "
+    "names __len__ __hash__".split()
+)
 RANDOM_FUNCTIONS = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu bernoulli "
     "rand_like randn_like gumbel_softmax rand randn normal uniform multinomial".split()
@@ -123,11 +127,18 @@ class Tracer(torch.fx.Tracer):
         self.tensor_names: dict[int, str] = {}
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             self.tensor_names.setdefault(id(tensor), name)
+        self.parameters_of = {id(module): dict(module._parameters) for module in root.modules()}
         self.open_modules: list[str] = []  # modules whose forward is being traced
 
-    def trace_graph(self, root: nn.Module) -> torch.fx.Graph:
-        """Return the graph of a network."""
-        with _TRACING:
+    def trace_graph(self, root: nn.Module, *, exact: bool = False) -> torch.fx.Graph:
+        """Return the graph of a network.
+
+        Args:
+            root: the network.
+            exact: whether the graph has to give the results of the code at every later call, so
+                that code which computes with tensors outside of the graph is refused.
+        """
+        with _TRACING, _OutsideGraph(refused=exact):
             return self.trace(root)
 
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
@@ -170,6 +181,8 @@ class Tracer(torch.fx.Tracer):
         if threading.get_ident() != self.thread:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
+        if any(m._parameters.get(key) is not p for key, p in self.parameters_of[id(m)].items()):
+            raise Untraceable(f"the code replaces the parameters of {name!r}")
         if name not in self.opaque:
             if type(m) is nn.TransformerEncoder:
                 return _trace_encoder(m, *args, **kwargs)
@@ -179,6 +192,33 @@ class Tracer(torch.fx.Tracer):
         result = super().call_module(m, forward, args, kwargs)
         self.open_modules.pop()
         return result
+
+
+class _OutsideGraph(TorchFunctionMode):
+    """Sees computations with real tensors while a network is traced.
+
+    Their results are constants of the graph. Such code looks at values, draws random numbers,
+    updates parameters, or recomputes activations (``torch.utils.checkpoint``).
+
+    Args:
+        refused: whether they are refused; otherwise only changes in place are, as a traced copy
+            shares its parameters with the reference.
+    """
+
+    def __init__(self, *, refused: bool):
+        super().__init__()
+        self.refused = refused
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        is_symbolic = any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves)
+        owner = getattr(func, "__self__", None)  # for a property of a tensor
+        name = getattr(owner, "__name__", None) or getattr(func, "__name__", "")
+        is_query = name in SHAPE_QUERIES or name in TENSOR_QUERIES
+        if is_symbolic or is_query or not (self.refused or is_in_place(name)):
+            return func(*args, **kwargs)
+        raise Untraceable(f"the code computes with tensors that are not inputs ({name!r})")
 
 
 def _trace_encoder(
@@ -252,12 +292,6 @@ def detached_state(module: nn.Module) -> dict[int, Any]:
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
     return memo
-
-
-def random_state() -> list[Any]:
-    """Return the states of the global random generators, to see whether code draws numbers."""
-    state: list[Any] = [torch.random.get_rng_state().tolist(), random.getstate()]
-    return state
 
 
 # Data flow
@@ -514,14 +548,10 @@ def read_graph(root: nn.Module, graph: torch.fx.Graph) -> Flow:
     reader = FlowReader(root)
     trails: dict[torch.fx.Node, Trail] = {}
     for node in graph.nodes:
-        sources = [trails[source] for source in node.all_input_nodes]
+        sources = [trails[source] for source in _input_nodes(node)]
         if node.op == "call_module":
             module = root.get_submodule(node.target)
             name = reader.names[id(module)]
-            # all_input_nodes lists every node once; attention needs query, key and value in order.
-            if isinstance(module, nn.MultiheadAttention):
-                leaves = tree_leaves((node.args, dict(node.kwargs)))
-                sources = [trails[leaf] for leaf in leaves if isinstance(leaf, torch.fx.Node)]
             trails[node] = reader.apply_module(module, name, sources)
         elif node.op in ("call_function", "call_method"):
             name = operation_name(node.target)
@@ -538,6 +568,13 @@ def read_graph(root: nn.Module, graph: torch.fx.Graph) -> Flow:
     return reader.flow
 
 
+def _input_nodes(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the inputs of a node in order; ``h * h`` has one input twice."""
+    inputs: list[torch.fx.Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), inputs.append)
+    return inputs
+
+
 def _get_tensor(root: nn.Module, target: str) -> Tensor:
     owner, _, name = target.rpartition(".")
     return getattr(root.get_submodule(owner), name)
@@ -552,22 +589,16 @@ def _overwrite(target: Any, trail: Trail, trails: dict[torch.fx.Node, Trail]) ->
         target = target.args[0] if is_view and target.args else None
 
 
-def read_flow(reference: nn.Module, example_input: Any = None) -> Flow:
-    """Read the data flow of a network.
+def read_flow(reference: nn.Module) -> Flow:
+    """Read the data flow of a network by tracing its code.
 
     Args:
-        reference: any module.
-        example_input: a batch, a tuple of positional arguments or a dictionary of keyword
-            arguments. None: the code is traced symbolically.
+        reference: any module. A part that cannot be traced is taken in the order of registration.
 
     Returns:
         The flow. ``guesses`` lists what could not be read.
     """
     if not is_layer(reference):
-        if example_input is not None:
-            from embens.graph.watching import watch_flow
-
-            return watch_flow(reference, example_input)
         flow = _trace_flow(reference)
         if flow is not None:
             return flow

@@ -21,6 +21,7 @@ from embens.graph.reading import (
     Trail,
     copy_module,
     is_in_place,
+    read_flow,
 )
 from embens.sites import is_layer
 
@@ -41,6 +42,8 @@ def watch_flow(reference: nn.Module, example_input: Any) -> Flow:
     Raises:
         ValueError: if the network cannot be called on the example.
     """
+    if is_layer(reference):
+        return read_flow(reference)
     try:
         return _watch(_private_copy(reference).train(), example_input)
     except Exception:  # the user's code may raise anything on a batch that it cannot train on

@@ -77,7 +77,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
     @property
     def classes_(self) -> Any:
         """The classes, or a list of classes for several labels."""
-        return self._get_fitted().head.classes
+        return self.head_.classes
 
     def predict_proba(self, X: Any) -> Any:
         """Return the probabilities.

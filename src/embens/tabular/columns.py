@@ -299,7 +299,7 @@ def _robust_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, float
     return float(median), float(scale)
 
 
-def _weighted_quantiles(values: np.ndarray, weights: np.ndarray, levels: Sequence) -> np.ndarray:
+def _weighted_quantiles(values: np.ndarray, weights: np.ndarray, levels: Any) -> np.ndarray:
     return np.quantile(values, levels, weights=weights, method="inverted_cdf")
 
 

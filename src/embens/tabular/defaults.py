@@ -63,11 +63,13 @@ class Arguments:
     random_state: Any = None
     n_jobs: int | None = None
     verbose: int = 0
-    # Arguments of only one estimator, with the values that the other one uses.
-    class_weight: ClassVar[Any] = None
-    loss: ClassVar[str] = "likelihood"
-    target_transform: ClassVar[str] = "none"
-    metric: ClassVar[str] = "auto"
+    head_class: ClassVar[Any]  # set by the two estimators
+    # Arguments of only one estimator, with the values that the other one uses. Without a type
+    # they are no fields of this dataclass.
+    class_weight = None
+    loss = "likelihood"
+    target_transform = "none"
+    metric = "auto"
 
 
 CHOICES = {

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas
@@ -21,7 +21,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from embens import EmbeddedEnsemble
-from embens.tabular import archive, pipeline
+from embens.tabular import pipeline, storage
 from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Arguments, Sizes, check_arguments
 from embens.tabular.display import Display
@@ -42,7 +42,6 @@ class Uncertainty(NamedTuple):
 class TableEstimator(Display, Arguments, BaseEstimator):
     """Embedded ensemble for tables; base class of the two estimators."""
 
-    head_class: ClassVar[type[pipeline.AnyHead]]
     fitted_: pipeline.Fitted
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -102,16 +101,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         random_state = check_random_state(self.random_state)
         with threads(self.n_jobs):
             prepared = pipeline.prepare(
-                table,
-                target,
-                weights,
-                self,
-                self.head_class,
-                seed=int(random_state.randint(2**31 - 1)),
-                split_seed=int(random_state.randint(2**31 - 1)),
-                deadline=deadline,
-                previous=previous,
-                classes=classes,
+                table, target, weights, self, random_state, deadline, previous, classes
             )
             self.fitted_ = pipeline.fit(prepared, previous)
         return self
@@ -218,12 +208,12 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fitted estimator to one file, without pickle."""
-        archive.save(self, path)
+        storage.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read an estimator of this class that :meth:`save` wrote."""
-        return archive.load(path, [cls])
+        return storage.load(path, [cls])
 
     def to_onnx(self, path: str | os.PathLike[str]) -> None:
         """Write an ONNX file that maps raw numbers to predictions.
@@ -238,7 +228,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
             ValueError: if the table has categorical columns, or the target transform is
                 "quantile".
         """
-        archive.to_onnx(self, path)
+        storage.to_onnx(self, path)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -264,7 +254,7 @@ def load(path: str | os.PathLike[str]) -> TableEstimator:
         ...     load(f"{folder}/model.safetensors").members
         2
     """
-    return archive.load(path, TableEstimator.__subclasses__())
+    return storage.load(path, TableEstimator.__subclasses__())
 
 
 @contextmanager

@@ -18,10 +18,10 @@ trace the network. The encoder precedes all modulations: it runs once for all me
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 import embens
 from embens import EmbeddedEnsemble, networks
@@ -154,14 +154,13 @@ class DetachedOutputs(nn.Module):
     def __init__(self, layer: nn.Linear):
         super().__init__()
         half = layer.out_features // 2
-        # Without the initialisation, which would draw from the global generator.
-        self.first = skip_init(nn.Linear, layer.in_features, half)
-        self.second = skip_init(nn.Linear, layer.in_features, half)
-        with torch.no_grad():
-            self.first.weight.copy_(layer.weight[:half])
-            self.first.bias.copy_(layer.bias[:half])
-            self.second.weight.copy_(layer.weight[half:])
-            self.second.bias.copy_(layer.bias[half:])
+        # On the meta device no weights are drawn: these would change the global generator.
+        self.first = nn.Linear(layer.in_features, half, device="meta")
+        self.second = nn.Linear(layer.in_features, half, device="meta")
+        self.first.weight = nn.Parameter(layer.weight[:half].detach().clone())
+        self.first.bias = nn.Parameter(layer.bias[:half].detach().clone())
+        self.second.weight = nn.Parameter(layer.weight[half:].detach().clone())
+        self.second.bias = nn.Parameter(layer.bias[half:].detach().clone())
 
     def forward(self, input: Tensor) -> Tensor:
         return torch.cat([self.first(input), self.second(input.detach())], -1)
@@ -231,7 +230,8 @@ def build_network(
         if sizes.dropout > 0 and isinstance(module, nn.ReLU):
             body.append(nn.Dropout(sizes.dropout))
     if head.detached:
-        body[-1] = DetachedOutputs(body[-1])
+        last_layer: Any = body[-1]
+        body[-1] = DetachedOutputs(last_layer)
     return TableNetwork(encoder, body)
 
 

@@ -128,11 +128,8 @@ def prepare(
     y: np.ndarray,
     weights: Tensor,
     arguments: Arguments,
-    head_class: type[AnyHead],
-    *,
-    seed: int,
-    split_seed: int,
-    deadline: float,
+    random_state: np.random.RandomState,
+    deadline: float = math.inf,
     previous: Fitted | None = None,
     classes: Any = None,
 ) -> Prepared:
@@ -143,14 +140,14 @@ def prepare(
         y: the target, ``(row,)`` or ``(row, target)``.
         weights: sample weights ``(row,)``; rows of weight 0 are ignored.
         arguments: of the estimator.
-        head_class: the class of the head.
-        seed: of weights and training.
-        split_seed: of the random split.
-        deadline: by the monotonic clock.
+        random_state: source of the seeds of training and of the split.
+        deadline: when the fit has to end, by the monotonic clock.
         previous: a previous fit, whose encoding is used again.
         classes: all classes, if ``y`` does not have all of them.
     """
-    head = previous.head if previous else head_class.learn(y, arguments, classes)
+    seed = int(random_state.randint(2**31 - 1))
+    generator = torch.Generator().manual_seed(int(random_state.randint(2**31 - 1)))
+    head = previous.head if previous else arguments.head_class.learn(y, arguments, classes)
     values = head.values(y)
     if arguments.class_weight is not None:
         weights = weights * class_weight_factors(arguments.class_weight, y, weights)
@@ -158,7 +155,6 @@ def prepare(
         used = weights.nonzero().squeeze(1)
         table, values, weights = table.take(used.numpy()), values[used], weights[used]
     head = replace(head, weighted=bool((weights != weights[0]).any()))
-    generator = torch.Generator().manual_seed(split_seed)
     split = defaults.split_rows(
         table.rows,
         arguments.validation_fraction,
@@ -216,13 +212,14 @@ def fit(prepared: Prepared, previous: Fitted | None = None) -> Fitted:
     if arguments.tune and prepared.validation is not None:
         prepared = choose_transform(prepared, sizes)
         sizes = race(prepared, sizes)
-    refit = arguments.refit and prepared.validation is not None
+    validation = prepared.validation
+    refit = arguments.refit and validation is not None
     ensemble = build_ensemble(prepared, sizes)
     run = train(ensemble, prepared, sizes, share=0.5 if refit else 0.95)
     head, held_out = calibrate(ensemble, prepared)
-    if refit:
+    if arguments.refit and validation is not None:
         # The temperature stays that of the first run: no validation rows are left to choose it.
-        all_rows = prepared.train + prepared.validation
+        all_rows = prepared.train + validation
         prepared = replace(prepared, train=all_rows, validation=None)
         ensemble = build_ensemble(prepared, sizes)
         train(ensemble, prepared, replace(sizes, epochs=run.best_epoch or sizes.epochs))
@@ -250,14 +247,16 @@ def choose_transform(prepared: Prepared, sizes: Sizes) -> Prepared:
     for candidate in candidates:
         ensemble = build_ensemble(candidate, short)
         train(ensemble, candidate, short, share=0.05, verbose=False)
-        rows = candidate.validation[:TRANSFORM_ROWS]
-        losses.append(float(candidate.head.crps(run_members(ensemble, rows.inputs), rows.target)))
+        candidate_head: Any = candidate.head
+        rows: Any = candidate.validation
+        rows = rows[:TRANSFORM_ROWS]
+        losses.append(float(candidate_head.crps(run_members(ensemble, rows.inputs), rows.target)))
     return candidates[losses.index(min(losses))]
 
 
 def with_transform(prepared: Prepared, transform: str) -> Prepared:
     """Return the same rows with another transform of the target."""
-    old = prepared.head
+    old: Any = prepared.head
     values, weights = old.unpack(prepared.train.target)
     head = replace(old, transform=transform).scaled(values, weights)
 

@@ -1,32 +1,32 @@
 """The infinite-width limit: kernels of an ensemble, its training, its regime.
 
-``docs/theory.md`` derives what is computed here.
+``docs/theory.md`` derives the formulas.
 """
 
+from embens.theory.activations import register as register_activation
+from embens.theory.archive import load_kernels, write_kernels
 from embens.theory.blocks import kernels
-from embens.theory.duals import Dual
-from embens.theory.duals import register as register_activation
-from embens.theory.flow.classification import (
+from embens.theory.classification import (
     CrossEntropySettings,
     Performance,
     centred_targets,
     cross_entropy_flow,
     performance,
 )
-from embens.theory.flow.flow import (
+from embens.theory.dynamics import (
     FlowSettings,
     GradientFlow,
     gradient_descent,
     gradient_flow,
     posterior,
 )
+from embens.theory.expectations import Dual
 from embens.theory.fluctuation import effective_width, fluctuation
 from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
-from embens.theory.limit.limit import Limit
-from embens.theory.limit.rules import propagate
-from embens.theory.limit.state import State
+from embens.theory.limit import Limit
+from embens.theory.moments import State
+from embens.theory.recursion import propagate
 from embens.theory.regime import Regime, RegimeReport, regime
-from embens.theory.storage import load_kernels, write_kernels
 
 __all__ = [
     "CrossEntropySettings",

@@ -1,9 +1,8 @@
-"""All kernels of many inputs, block by block; symmetric work is done once.
+"""All kernels of many inputs, computed block by block; symmetric blocks are computed once.
 
-Blocks come one after another; torch's threads share the work inside each. They are large enough for
-that to pay, and small enough that a dozen of them are little beside the kernels of many inputs.
-
-Not here: kernels in files (:mod:`embens.theory.storage`).
+Blocks are computed one after another, and torch's threads share the work inside each. A block is
+large enough for that to pay, and small enough that a dozen of them are little compared with the
+kernels of many inputs. :mod:`embens.theory.archive` writes kernels to files.
 """
 
 import sys
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from embens.checks import check_whole
 from embens.ensemble import EmbeddedEnsemble
 from embens.theory.kernel import Kernels
-from embens.theory.limit.limit import Limit
+from embens.theory.limit import Limit
 
 Block = tuple[slice, slice]
-NUMBERS = {"cpu": 160_000, "cuda": 2**24}  # numbers in one kernel of a block, by device
-PIXEL_NUMBERS = 2**20
-"""The same, at least, where each pair of inputs has many numbers, as images do."""
+
+_ENTRIES = {"cpu": 160_000, "cuda": 2**24}  # entries of one kernel of a block, by device
+_PIXEL_ENTRIES = 2**20  # at least so many where each pair of inputs has many entries, as images do
 
 
 def kernels(
@@ -33,19 +32,27 @@ def kernels(
     block: int | None = None,
     progress: bool | None = None,
 ) -> Kernels:
-    r"""Return the kernels of an infinitely wide ensemble.
+    r"""Compute the kernels of an infinitely wide ensemble.
 
     Args:
-        ensemble: what ``embed`` and the families return; the widths of its layers don't matter. A
-            plain network is an ensemble of equal members.
-        x1: inputs, ``(n1, …)``; kernels are computed on their device.
-        x2: other inputs; None: the same.
-        dtype: float64, or float32 for half the memory and about six digits.
-        block: how many inputs make the side of a block. None: what fits the cache.
-        progress: show a bar. None: if the error stream is a terminal and there is much to do.
+        ensemble: An ensemble; the widths of its layers don't matter. A plain network counts as an
+            ensemble of equal members.
+        x1: Inputs, ``(n1, …)``; kernels are computed on their device.
+        x2: Other inputs, ``(n2, …)``; None means ``x1``.
+        dtype: ``torch.float64``, or ``torch.float32`` for half the memory and about six digits.
+        block: Number of inputs along the side of a block; None chooses one that fits the cache.
+        progress: Whether to show a progress bar; None shows it on a terminal for many blocks.
+
+    Returns:
+        The kernels, with blocks ``(n1, n2)``. With input or output modulations they are
+        conditional on the drawn values and have member axes.
+
+    Raises:
+        TypeError: If the limit of a module of the network is not known.
+        ValueError: If inputs do not fit, or the limit does not exist.
 
     Example:
-        A ReLU network of one hidden layer, at an angle of 90°:
+        A ReLU network with one hidden layer, for two orthogonal inputs:
 
         >>> from embens import networks
         >>> net = networks.mlp(inputs=2, width=8, depth=1, weight_std=2**0.5)
@@ -57,62 +64,86 @@ def kernels(
     plan = plan_blocks(limit, block)
     if len(plan) == 1:
         return limit.block()
-    result: list[Tensor] = []
-    for where, part in compute_blocks(limit, plan, progress=progress):
-        result = result or [_room(piece, limit.shape) for piece in part.blocks]
-        for whole, piece in zip(result, part.blocks, strict=True):
-            if not _is_one_number(whole):
-                _put(whole, piece, where, symmetric=limit.symmetric)
-    return Kernels.of_blocks(result)
+    whole: list[Tensor] = []
+    for place, part in compute_blocks(limit, plan, progress=progress):
+        if not whole:
+            whole = [_allocate(piece, limit.shape) for piece in part.blocks]
+        for kernel, piece in zip(whole, part.blocks, strict=True):
+            if not _is_one_value(kernel):
+                _insert(kernel, piece, place, symmetric=limit.symmetric)
+    return Kernels.of_blocks(whole)
 
 
 def plan_blocks(limit: Limit, block: int | None = None) -> list[Block]:
-    """Return the blocks to compute: where kernels are symmetric, those not below the diagonal."""
-    n1, n2 = limit.shape
+    """Return the rows and columns of the blocks to compute.
+
+    Args:
+        limit: The limit on its inputs.
+        block: Number of inputs along the side of a block; None chooses one.
+
+    Returns:
+        Pairs of slices. If both sets of inputs are equal, blocks below the diagonal are left out.
+    """
+    rows, columns = limit.shape
     if block is None:
-        numbers = NUMBERS.get(limit.device.type, NUMBERS["cuda"])
+        entries = _ENTRIES.get(limit.device.type, _ENTRIES["cuda"])
         if limit.numbers > 1:
-            numbers = max(numbers, PIXEL_NUMBERS)
-        block = int((numbers / limit.numbers) ** 0.5) or 1
+            entries = max(entries, _PIXEL_ENTRIES)
+        block = max(1, int((entries / limit.numbers) ** 0.5))
     side = check_whole("block", block)
-    return [
-        (slice(row, min(row + side, n1)), slice(column, min(column + side, n2)))
-        for row in range(0, n1, side)
-        for column in range(row if limit.symmetric else 0, n2, side)
-    ]
+    plan = []
+    for row in range(0, rows, side):
+        first_column = row if limit.symmetric else 0
+        for column in range(first_column, columns, side):
+            row_slice = slice(row, min(row + side, rows))
+            column_slice = slice(column, min(column + side, columns))
+            plan.append((row_slice, column_slice))
+    return plan
 
 
 def compute_blocks(
     limit: Limit, plan: list[Block], *, progress: bool | None = None
 ) -> Iterator[tuple[Block, Kernels]]:
-    """Yield the kernels of some blocks; ``progress`` is as for :func:`kernels`."""
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    wanted = progress if progress is not None else terminal and len(plan) > 100
+    """Yield the kernels of some blocks.
+
+    Args:
+        limit: The limit on its inputs.
+        plan: The blocks.
+        progress: Whether to show a progress bar, as in :func:`kernels`.
+    """
+    if progress is None:
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        progress = terminal and len(plan) > 100
     steps: Iterable[Block] = plan
-    if wanted and find_spec("rich") is not None:
+    if progress and find_spec("rich") is not None:
         from rich.console import Console
         from rich.progress import track
 
         steps = track(plan, "kernels", console=Console(file=sys.stderr))
-    for block in steps:
-        yield block, limit.block(*block)
+    for rows, columns in steps:
+        yield (rows, columns), limit.block(rows, columns)
 
 
-def _put(whole, piece, where: Block, *, symmetric: bool) -> None:
-    """Write a block to its place, and to its mirror image where there is one."""
-    rows, columns = where
+def _insert(whole: Tensor, piece: Tensor, place: Block, *, symmetric: bool) -> None:
+    """Write a block to its place, and to its mirror image if there is one."""
+    rows, columns = place
     whole[..., rows, columns] = piece
-    if symmetric and rows != columns:
-        mirrored = piece.swapaxes(-1, -2)
-        whole[..., columns, rows] = mirrored.swapaxes(0, 1) if piece.ndim > 3 else mirrored
+    if not symmetric or rows == columns:
+        return
+    mirrored = piece.mT
+    if piece.dim() > 3:  # (member, member, n1, n2)
+        mirrored = mirrored.transpose(0, 1)
+    whole[..., columns, rows] = mirrored
 
 
-def _is_one_number(kernel: Tensor) -> bool:
-    return not any(kernel.stride())  # zero or a bias's, for all pairs of inputs
+def _is_one_value(kernel: Tensor) -> bool:
+    """Return whether all entries share one number in memory: zero, or that of a bias."""
+    return not any(kernel.stride())
 
 
-def _room(like: Tensor, shape: tuple[int, int]) -> Tensor:
-    whole = (*like.shape[:-2], *shape)
-    if _is_one_number(like):
-        return like.flatten()[:1].squeeze().expand(whole)  # takes no memory
-    return torch.empty(whole, dtype=like.dtype, device=like.device)
+def _allocate(piece: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return an empty kernel for all inputs; one value for all entries takes no memory."""
+    whole = (*piece.shape[:-2], *shape)
+    if _is_one_value(piece):
+        return piece.flatten()[:1].squeeze().expand(whole)
+    return torch.empty(whole, dtype=piece.dtype, device=piece.device)

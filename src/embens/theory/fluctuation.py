@@ -1,17 +1,19 @@
-r"""Fluctuation: how far a member's kernel is from its limit at finite width, and what a law costs.
+r"""Fluctuation: how far a member's kernel is from its limit at finite width.
 
-A unit of layer :math:`l` adds :math:`u^2 \phi^\top S \phi / N_l` to the kernel of the outputs:
-:math:`\phi = \phi(v z)`, a vector of pixels in a convolution, and :math:`S = \partial \Sigma_{aa} /
-\partial K^l` is the limit's sensitivity. To leading order in 1/width layers add up,
+A unit of layer :math:`l` adds :math:`u^2 \phi^\top S \phi / N_l` to the kernel of the outputs. Here
+:math:`\phi = \phi(v z)` is a vector over pixels in a convolution, and :math:`S = \partial
+\Sigma_{aa} / \partial K^l` is the sensitivity of the limit. To leading order in 1/width, layers add
+up:
 
 .. math::
     \frac{\mathrm{Var}\, \hat\Sigma_{aa}}{\Sigma_{aa}^2} = \sum_l \frac{t_l^2}{N_l}
         \big(\kappa_{u^l} \kappa_l - 1\big), \qquad
     t_l = \frac{E[\phi^\top S \phi]}{\Sigma_{aa}}, \qquad
-    \kappa_l = \frac{E[(\phi^\top S \phi)^2]}{E[\phi^\top S \phi]^2} ;
+    \kappa_l = \frac{E[(\phi^\top S \phi)^2]}{E[\phi^\top S \phi]^2} .
 
-for ReLU perceptrons without biases :math:`t_l = 1` and :math:`\kappa_l = 6 \kappa_v`. Where a law
-is ``balanced``, what the mean of its squares would add is taken off. ``docs/theory.md`` derives it.
+For ReLU perceptrons without biases :math:`t_l = 1` and :math:`\kappa_l = 6 \kappa_v`, so the tails
+of a law cost width. For a ``balanced`` law the squares of a layer's values have a fixed mean; the
+part of the variance that this mean would add is subtracted. ``docs/theory.md`` derives the formula.
 """
 
 from __future__ import annotations
@@ -25,27 +27,39 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.ensemble.layers import Modulated, Modulation
-from embens.ensemble.wrapping import walk
-from embens.laws import Constant, Normal
-from embens.theory import duals
-from embens.theory.duals.closed import Homogeneous
-from embens.theory.limit.limit import Limit
-from embens.theory.limit.rules import count_poolings, propagate
-from embens.theory.limit.state import DIAGONAL, Moments, State, describe, plain_module
+from embens.laws import Constant, Law, Normal
+from embens.theory import activations
+from embens.theory.closed_forms import Homogeneous
+from embens.theory.limit import Limit
+from embens.theory.moments import DIAGONAL, Moments, Pass, State, describe
+from embens.theory.pixels import count_poolings
+from embens.theory.placement import SHARED, Modulation, Placements
+from embens.theory.recursion import propagate
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 DRAWS = 2048
-"""Of a channel's pixels for their fourth moments, always the same."""
+"""Number of fixed draws of a channel's pixels for their fourth moments."""
 
 
 def fluctuation(ensemble: EmbeddedEnsemble | nn.Module, x: Tensor) -> Float[Tensor, " n"]:
-    r"""Return the relative variance of :math:`\hat\Sigma_{aa}(x, x)`, to leading order in 1/width.
+    r"""Compute the relative variance of :math:`\hat\Sigma_{aa}(x, x)` to leading order in 1/width.
 
-    That is the variance of a member's outputs given its last hidden layer, over draws of weights
-    and modulations. Outputs have the kurtosis 3 + 3 times this.
+    :math:`\hat\Sigma_{aa}` is the variance of a member's outputs given its last hidden layer. It
+    varies over draws of weights and modulations. The kurtosis of outputs is 3 plus 3 times the
+    result.
+
+    Args:
+        ensemble: An ensemble, or a plain network; the widths of its layers matter.
+        x: Inputs, ``(n, …)``.
+
+    Returns:
+        One relative variance for each input, ``(n,)``.
+
+    Raises:
+        ValueError: If inputs or outputs are modulated, or there is no hidden layer.
+        TypeError: If layers and activations do not alternate.
 
     Example:
         >>> from embens import embed, laws, networks
@@ -54,14 +68,20 @@ def fluctuation(ensemble: EmbeddedEnsemble | nn.Module, x: Tensor) -> Float[Tens
         >>> [round(fluctuation(e, x).item(), 9) for e in (signs, embed(net, 8))]  # 5, 53 / width
         [0.05, 0.53]
     """
-    widths, terms = _terms(Limit(ensemble, x))
+    limit = Limit(ensemble, x)
+    widths, terms = _layer_terms(limit, limit.placements)
     return (terms / widths).sum(1)
 
 
 def effective_width(ensemble: EmbeddedEnsemble | nn.Module, x: Tensor) -> float:
-    """Return the width at which a network without modulations fluctuates as a member does.
+    """Compute the width at which an unmodulated network fluctuates as a member does.
 
-    All its hidden layers have that width. A mean over inputs ``x``.
+    Args:
+        ensemble: An ensemble, or a plain network.
+        x: Inputs, ``(n, …)``; the result is a mean over them.
+
+    Returns:
+        The width that all hidden layers of the unmodulated network have.
 
     Example:
         >>> from embens import embed, networks
@@ -70,13 +90,24 @@ def effective_width(ensemble: EmbeddedEnsemble | nn.Module, x: Tensor) -> float:
         12.1
     """
     limit = Limit(ensemble, x)
-    (widths, terms), (_, plain) = (_terms(limit, modulated=m) for m in (True, False))
-    return float((plain.sum(1) / (terms / widths).sum(1)).mean())
+    widths, terms = _layer_terms(limit, limit.placements)
+    _, unmodulated_terms = _layer_terms(limit, {})
+    ratios = unmodulated_terms.sum(1) / (terms / widths).sum(1)
+    return float(ratios.mean())
 
 
 @dataclass(frozen=True)
-class _Units:
-    """Units of a layer: how many, before and after their activation, and its modulations."""
+class _HiddenLayer:
+    """A hidden layer on its inputs.
+
+    Attributes:
+        width: Number of units or channels.
+        activation: Its activation.
+        covariance: Covariance of units before the activation, of each input with itself.
+        kernel: The same after the activation; the outputs depend on it.
+        pre: Modulation before the activation.
+        post: Modulation after the activation.
+    """
 
     width: int
     activation: nn.Module
@@ -86,85 +117,131 @@ class _Units:
     post: Modulation | None = None
 
     def term(self, sensitivity: Tensor, total: Tensor) -> Tensor:
-        """Return the relative variance of the outputs' kernel by these units, times the width."""
-        square = len(total), *(math.isqrt(sensitivity[0].numel()),) * 2
-        sensitivity, covariance = (
-            t.detach().reshape(square) for t in (sensitivity, self.covariance)
-        )
-        z, weights = _normal(covariance)
-        u, v = (Constant() if m is None else m.law.marginal(m.drawn) for m in (self.post, self.pre))
-        is_factor = isinstance(duals.dual(self.activation), Homogeneous)
-        values = (Constant() if is_factor else v).quadrature(181 if square[1] == 1 else 31)
-        first = second = of_v = torch.zeros_like(total)
-        for value, chance in zip(*(t.tolist() for t in values), strict=True):
-            units = self.activation(value * z)
-            form = ((units @ sensitivity) * units).sum(-1)
-            mean = form @ weights
-            first, of_v = first + chance * mean, of_v + chance * mean**2
-            second = second + chance * form**2 @ weights
-        second, of_v = (t * (v.kurtosis if is_factor else 1) / first**2 for t in (second, of_v))
-        excess = u.kurtosis * second - 1
-        for modulation, of_mean in ((self.post, u.kurtosis), (self.pre, of_v)):
-            if modulation is not None and modulation.law.balanced:
-                excess = excess - (of_mean - 1)
-        return (first / total) ** 2 * excess
+        """Return what the layer adds to the relative variance, times its width, ``(n,)``.
+
+        Args:
+            sensitivity: Derivatives of the outputs' kernels by ``kernel``.
+            total: The outputs' kernels, ``(n,)``.
+        """
+        pixels = math.isqrt(sensitivity[0].numel())
+        sensitivity = sensitivity.detach().reshape(len(total), pixels, pixels)
+        covariance = self.covariance.detach().reshape(len(total), pixels, pixels)
+        u, v = _marginal(self.post), _marginal(self.pre)
+        # A homogeneous activation takes v as a factor: φ(vz)² = v² φ(z)² up to signs.
+        is_factor = isinstance(activations.dual(self.activation), Homogeneous)
+        law = Constant() if is_factor else v
+        mean, mean_square, mean_given_v = self._form_moments(law, sensitivity, covariance)
+        kurtosis = mean_square / mean**2
+        kurtosis_of_v = mean_given_v / mean**2
+        if is_factor:
+            kurtosis = kurtosis * v.kurtosis
+            kurtosis_of_v = kurtosis_of_v * v.kurtosis
+        excess = u.kurtosis * kurtosis - 1
+        if self.post is not None and self.post.law.balanced:
+            excess = excess - (u.kurtosis - 1)
+        if self.pre is not None and self.pre.law.balanced:
+            excess = excess - (kurtosis_of_v - 1)
+        return (mean / total) ** 2 * excess
+
+    def _form_moments(
+        self, law: Law, sensitivity: Tensor, covariance: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Return moments of the form :math:`\phi^\top S \phi`, each ``(n,)``.
+
+        They are its mean, the mean of its square, and that of the square of its mean given v.
+        """
+        units, unit_weights = _normal_units(covariance)
+        values, weights = law.quadrature(181 if covariance.shape[1] == 1 else 31)
+        mean = mean_square = mean_given_v = torch.zeros_like(covariance[:, 0, 0])
+        for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+            activated = self.activation(value * units)
+            form = ((activated @ sensitivity) * activated).sum(-1)
+            mean_of_form = form @ unit_weights
+            mean = mean + weight * mean_of_form
+            mean_square = mean_square + weight * (form**2 @ unit_weights)
+            mean_given_v = mean_given_v + weight * mean_of_form**2
+        return mean, mean_square, mean_given_v
 
 
-def _normal(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values ``(n, value, pixel)`` of normal units, and the weights of values."""
+def _marginal(modulation: Modulation | None) -> Law:
+    return Constant() if modulation is None else modulation.marginal
+
+
+def _normal_units(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values of normal units, ``(n, value, pixel)``, and the weights of values.
+
+    Args:
+        covariance: Covariances of pixels, ``(n, pixel, pixel)``.
+    """
     pixels = covariance.shape[1]
     if pixels == 1:
-        nodes, weights = (t.to(covariance) for t in Normal().quadrature())
+        nodes, weights = Normal().quadrature()
+        nodes, weights = nodes.to(covariance), weights.to(covariance)
         return covariance.sqrt() * nodes[:, None], weights
     noise = torch.randn(DRAWS, pixels, generator=torch.Generator().manual_seed(0))
-    jitter = 1e-10 * covariance.amax((1, 2), keepdim=True) * torch.eye(pixels).to(covariance)
+    largest = covariance.amax((1, 2), keepdim=True)
+    jitter = 1e-10 * largest * torch.eye(pixels).to(covariance)
     root = torch.linalg.cholesky(covariance + jitter)
     return noise.to(covariance) @ root.mT, covariance.new_full((DRAWS,), 1 / DRAWS)
 
 
-def _terms(limit: Limit, *, modulated: bool = True) -> tuple[Tensor, Tensor]:
-    """Return widths of hidden layers and, ``(n, layer)``, what they add to the variance, times it.
+def _layer_terms(limit: Limit, placements: Placements) -> tuple[Tensor, Tensor]:
+    """Return widths of hidden layers, ``(layer,)``, and their terms, ``(n, layer)``.
 
-    Images go one at a time, as pairs of pixels are many.
+    Args:
+        limit: The limit on its inputs.
+        placements: Modulations to use; an empty mapping leaves them out.
     """
     if limit.conditional:
         raise ValueError(
             "fluctuations are those of members that are drawn alike; with modulated inputs or "
             "outputs they are not. Use sites='hidden'."
         )
-    rows, layers = [], []
-    for part in limit.x1.split(1 if limit.x1.dim() > 2 else len(limit.x1)):
-        layers, total = _pass(limit, part.clone().requires_grad_(), modulated=modulated)
-        slopes = torch.autograd.grad(total.sum(), [layer.kernel for layer in layers])
-        terms = [layer.term(s, total.detach()) for layer, s in zip(layers, slopes, strict=True)]
+    rows = []
+    widths: list[int] = []
+    # Images go one at a time, because pairs of pixels are many.
+    chunk = 1 if limit.x1.dim() > 2 else len(limit.x1)
+    for inputs in limit.x1.split(chunk):
+        layers, total = _hidden_layers(limit, inputs.clone().requires_grad_(), placements)
+        sensitivities = torch.autograd.grad(total.sum(), [layer.kernel for layer in layers])
+        terms = [
+            layer.term(sensitivity, total.detach())
+            for layer, sensitivity in zip(layers, sensitivities, strict=True)
+        ]
         rows.append(torch.stack(terms, 1))
-    return rows[0].new_tensor([layer.width for layer in layers]), torch.cat(rows)
+        widths = [layer.width for layer in layers]
+    return rows[0].new_tensor(widths), torch.cat(rows)
 
 
 @torch.enable_grad()
-def _pass(limit: Limit, x: Tensor, *, modulated: bool) -> tuple[list[_Units], Tensor]:
-    """Return the units on the way of each input with itself, and the outputs' kernel."""
-    poolings = 1 + count_poolings(nn.ModuleList([m for _, m in limit.steps]))  # all pairs, always
-    state = State(Moments(), inputs=(x, x), recording=[], tracked=False, poolings=poolings)
-    found: list[_Units] = []
+def _hidden_layers(
+    limit: Limit, x: Tensor, placements: Placements
+) -> tuple[list[_HiddenLayer], Tensor]:
+    """Return the hidden layers of each input with itself, and the outputs' kernels ``(n,)``."""
+    # One more pooling than there is keeps all pairs of pixels to the end.
+    poolings = 1 + count_poolings(nn.ModuleList([module for _, module in limit.steps]))
+    facts = Pass(placements=placements, recording=[], tracked=False)
+    state = State(Moments(), inputs=(x, x), poolings=poolings, facts=facts)
+    layers: list[_HiddenLayer] = []
     width = 0
     for path, module in limit.steps:
-        before, post = state.replace(path=path), None
-        if isinstance(module, Modulated):
-            module, post = (module, module.post) if modulated else (module.inner(), None)
-        layer = next((m for _, m in walk(module) if isinstance(m, nn.Linear | _ConvNd)), None)
+        before = state.replace(path=path)
         state = propagate(module, before)
-        if layer is None and state.depth > before.depth and before.layout != DIAGONAL:
-            kernels = before.covariance, state.covariance
-            found.append(_Units(width, plain_module(module), *kernels, before.pre))
-        if len(state.recording or ()) != len(found) or (layer is not None and before.gaussian):
+        parts = [part for part in module.modules() if isinstance(part, nn.Linear | _ConvNd)]
+        is_activation = not parts and state.depth > before.depth and before.layout != DIAGONAL
+        if is_activation:
+            layer = _HiddenLayer(width, module, before.covariance, state.covariance, before.pre)
+            layers.append(layer)
+        if len(facts.recording or ()) != len(layers) or (parts and before.gaussian):
             raise TypeError(
                 f"no fluctuation is known at {describe(module, path)}: expected layers and "
                 "activations by turns, and activations before nn.Flatten()"
             )
-        if layer is not None:
-            width = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
-            found[-1:] = [replace(units, post=post) for units in found[-1:]]
-    if not found:
+        if parts:
+            width = parts[0].weight.shape[0]
+            if layers:
+                post = placements.get(parts[0], SHARED).post
+                layers[-1] = replace(layers[-1], post=post)
+    if not layers:
         raise ValueError("the network has no hidden layer, so its kernel does not fluctuate")
-    return found, state.covariance.reshape(len(x), -1).mean(1)
+    return layers, state.covariance.reshape(len(x), -1).mean(1)

@@ -1,9 +1,10 @@
-r"""Kernels of an ensemble: what one member has with itself, and what two members have in common.
+r"""Kernels of an ensemble: two blocks for any number of members.
 
-Members that are drawn alike are exchangeable, so a covariance over members and inputs has only two
-different blocks, ``same`` and ``cross``, whatever the number of members. With input or output
-modulations they are not: kernels are then conditional on the values that were drawn, ``same`` is
-``(member, n1, n2)``, ``cross`` is ``(member, member, n1, n2)`` with ``same`` on its diagonal.
+Members that are drawn alike are exchangeable. So a covariance over members and inputs has only two
+different blocks, ``same`` (a member with itself) and ``cross`` (two members), whatever the number
+of members. With input or output modulations members are not exchangeable. Kernels are then
+conditional on the drawn values: ``same`` is ``(member, n1, n2)`` and ``cross`` is ``(member,
+member, n1, n2)`` with ``same`` on its diagonal.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 DENSE = 2000
-"""Kernels of more inputs than this get an iterative solver for their largest eigenvalue."""
+"""Kernels of more inputs than this use an iterative solver for their largest eigenvalue."""
 
 
 @dataclass(frozen=True)
 class MemberKernel:
-    r"""Covariance that treats all members alike.
+    r"""Covariance of exchangeable members.
 
     .. math::
         K_{ab} = \delta_{ab}\, K_\mathrm{same} + (1 - \delta_{ab})\, K_\mathrm{cross}
+
+    Attributes:
+        same: Block of a member with itself, ``(n1, n2)``; conditional: ``(member, n1, n2)``.
+        cross: Block of two members, ``(n1, n2)``; conditional: ``(member, member, n1, n2)``.
 
     Example:
         >>> kernel = MemberKernel(same=2 * torch.eye(3), cross=torch.eye(3))
@@ -43,12 +48,28 @@ class MemberKernel:
     __repr__ = short_repr
 
     def modes(self, members: int) -> tuple[Tensor, Tensor]:
-        """Return the kernels of the ensemble mean and of deviations from it."""
+        """Return the kernels of the ensemble mean and of deviations from it.
+
+        Args:
+            members: Number of members M.
+
+        Returns:
+            ``same + (M - 1) cross`` and ``same - cross``, each ``(n1, n2)``.
+
+        Raises:
+            ValueError: If members are not exchangeable.
+        """
         self.require_exchangeable("modes")
-        return self.same + (members - 1) * self.cross, self.same - self.cross
+        mean = self.same + (members - 1) * self.cross
+        deviation = self.same - self.cross
+        return mean, deviation
 
     def dense(self, members: int) -> Float[Tensor, "m m n1 n2"]:
-        """Return all blocks, ``(member, member, n1, n2)``."""
+        """Return all blocks, ``(member, member, n1, n2)``.
+
+        Args:
+            members: Number of members.
+        """
         if self.conditional:
             return self.cross
         blocks = self.cross.expand(members, members, *self.cross.shape).clone()
@@ -57,19 +78,29 @@ class MemberKernel:
 
     @property
     def mT(self) -> MemberKernel:
+        """The kernel with both sets of inputs exchanged."""
         cross = self.cross.mT
-        return MemberKernel(self.same.mT, cross.transpose(0, 1) if self.conditional else cross)
+        if self.conditional:
+            cross = cross.transpose(0, 1)
+        return MemberKernel(self.same.mT, cross)
 
     @property
     def conditional(self) -> bool:
-        """Whether it belongs to the drawn values of members that are not exchangeable."""
+        """Whether the kernel is conditional on the drawn values of members."""
         return self.same.dim() > 2
 
-    def require_exchangeable(self, what: str) -> None:
-        """Raise where members are not exchangeable, naming what needs them to be."""
+    def require_exchangeable(self, caller: str) -> None:
+        """Raise where members are not exchangeable.
+
+        Args:
+            caller: Name of the function that needs exchangeable members.
+
+        Raises:
+            ValueError: If the kernel is conditional.
+        """
         if self.conditional:
             raise ValueError(
-                f"{what} does not apply: it needs exchangeable members, and this kernel is "
+                f"{caller} does not apply: it needs exchangeable members, and this kernel is "
                 "conditional on drawn input or output modulations, which make every member a "
                 "different one. Use sites='hidden', or the blocks of `.dense(members)`."
             )
@@ -77,11 +108,18 @@ class MemberKernel:
 
 @dataclass(frozen=True)
 class Kernels:
-    r"""Kernels of an infinitely wide ensemble: :math:`\Sigma, \Theta^{com}, \Theta^{ind}`."""
+    r"""Kernels of an infinitely wide ensemble.
 
-    nngp: MemberKernel  # covariance of outputs at initialisation
-    ntk_shared: MemberKernel  # the part of the tangent kernel from shared parameters
-    ntk_individual: MemberKernel  # from the modulations; nothing between members
+    Attributes:
+        nngp: :math:`\Sigma`, the covariance of outputs at initialisation.
+        ntk_shared: :math:`\Theta^{com}`, the tangent kernel of shared parameters.
+        ntk_individual: :math:`\Theta^{ind}`, the tangent kernel of individual parameters; it is
+            zero between members.
+    """
+
+    nngp: MemberKernel
+    ntk_shared: MemberKernel
+    ntk_individual: MemberKernel
     __repr__ = short_repr
 
     def ntk(
@@ -98,56 +136,85 @@ class Kernels:
             \Theta_{ab} = \eta_w \frac{\gamma}{M} \Theta^{com}_{ab}
                 + \delta_{ab}\, \eta_u \Theta^{ind}_a
 
-        ``gamma`` may be a function of :math:`M`; None: :func:`~embens.theory.natural_gamma`, which
-        needs kernels of inputs with themselves. The rates :math:`\eta_w, \eta_u` are relative to
-        the training's learning rate.
+        Args:
+            members: Number of members :math:`M`.
+            gamma: Gradient scale: a number, a function of :math:`M`, or None for
+                :func:`~embens.theory.natural_gamma`, which needs kernels of inputs with themselves.
+            shared_rate: Rate :math:`\eta_w` relative to the learning rate of training.
+            individual_rate: Rate :math:`\eta_u` relative to the learning rate of training.
+
+        Returns:
+            The kernel with blocks as in these kernels.
         """
-        rates = {"shared_rate": shared_rate, "individual_rate": individual_rate}
-        factor = shared_rate * resolve_gamma(self, members, gamma, **rates) / members
-        individual = self.ntk_individual
+        scale = resolve_gamma(
+            self, members, gamma, shared_rate=shared_rate, individual_rate=individual_rate
+        )
+        factor = shared_rate * scale / members
+        shared, individual = self.ntk_shared, self.ntk_individual
         return MemberKernel(
-            same=factor * self.ntk_shared.same + individual_rate * individual.same,
-            cross=factor * self.ntk_shared.cross + individual_rate * individual.cross,
+            same=factor * shared.same + individual_rate * individual.same,
+            cross=factor * shared.cross + individual_rate * individual.cross,
         )
 
     @property
     def conditional(self) -> bool:
+        """Whether the kernels are conditional on the drawn values of members."""
         return self.nngp.conditional
 
     @property
     def mT(self) -> Kernels:
+        """The kernels with both sets of inputs exchanged."""
         return Kernels(self.nngp.mT, self.ntk_shared.mT, self.ntk_individual.mT)
 
     @property
     def blocks(self) -> list[Tensor]:
-        """The five blocks that differ: same and cross, same and cross, same."""
-        nngp, shared = self.nngp, self.ntk_shared
-        return [nngp.same, nngp.cross, shared.same, shared.cross, self.ntk_individual.same]
+        """The five different blocks: nngp same, cross; ntk_shared same, cross; ntk_individual."""
+        return [
+            self.nngp.same,
+            self.nngp.cross,
+            self.ntk_shared.same,
+            self.ntk_shared.cross,
+            self.ntk_individual.same,
+        ]
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[Tensor]) -> Kernels:
-        *shared, own = blocks
-        cross = zero_cross(own)
-        if own.dim() > 2:
-            cross = cross.clone()
-            cross[range(len(own)), range(len(own))] = own
-        return cls(MemberKernel(*shared[:2]), MemberKernel(*shared[2:]), MemberKernel(own, cross))
+        """Return the kernels with these blocks, in the order of :attr:`blocks`."""
+        nngp_same, nngp_cross, shared_same, shared_cross, individual = blocks
+        individual_cross = zero_cross(individual)
+        if individual.dim() > 2:
+            members = range(len(individual))
+            individual_cross = individual_cross.clone()
+            individual_cross[members, members] = individual
+        return cls(
+            MemberKernel(nngp_same, nngp_cross),
+            MemberKernel(shared_same, shared_cross),
+            MemberKernel(individual, individual_cross),
+        )
 
     def __getitem__(self, index: tuple) -> Kernels:
-        """Return the kernels of a part of the inputs, ``kernels[rows, columns]``."""
-        index = (..., *index) if isinstance(index, tuple) else (..., index, slice(None))
-        return self._map(lambda block: block[index])
+        """Return the kernels of some of the inputs, ``kernels[rows, columns]``."""
+        if not isinstance(index, tuple):
+            index = (index, slice(None))
+        return self._map(lambda block: block[(..., *index)])
 
     def to(self, *args, **kwargs) -> Kernels:
+        """Return the kernels with another dtype or on another device, as ``Tensor.to`` does."""
         return self._map(lambda block: block.to(*args, **kwargs))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Kernels:
-        parts = (self.nngp, self.ntk_shared, self.ntk_individual)
-        return Kernels(*(MemberKernel(function(p.same), function(p.cross)) for p in parts))
+        parts = []
+        for kernel in (self.nngp, self.ntk_shared, self.ntk_individual):
+            parts.append(MemberKernel(function(kernel.same), function(kernel.cross)))
+        return Kernels(*parts)
 
 
 def zero_cross(same: Tensor) -> Tensor:
-    """Return a zero for every entry of ``cross`` without any memory."""
+    """Return a ``cross`` block of zeros that takes no memory.
+
+    Args:
+        same: The block within a member, ``(n1, n2)`` or ``(member, n1, n2)``.
+    """
     shape = same.shape if same.dim() == 2 else (same.shape[0], *same.shape)
     return torch.zeros((), dtype=same.dtype, device=same.device).expand(shape)
 
@@ -155,28 +222,37 @@ def zero_cross(same: Tensor) -> Tensor:
 def natural_gamma(
     kernels: Kernels, members: int = 8, *, shared_rate: float = 1.0, individual_rate: float = 1.0
 ) -> float:
-    r"""Return the gradient scale at which M members train as fast as one.
+    r"""Compute the gradient scale at which M members train as fast as one.
 
-    The smaller root :math:`\gamma^*` in :math:`[0, M]` for the mean of the members,
+    It is the root :math:`\gamma^*` in :math:`[0, M]` of the equation for the ensemble mean,
 
     .. math::
         \lambda_{\max}\big(\eta_w \tfrac{\gamma}{M} [\Theta^{com}_{aa} + (M-1) \Theta^{com}_{ab}]
             + \eta_u \Theta^{ind}\big)
         = \lambda_{\max}\big(\eta_w \Theta^{com}_{aa} + \eta_u \Theta^{ind}\big) ,
 
-    and for deviations from it, with :math:`\Theta^{com}_{aa} - \Theta^{com}_{ab}` in brackets,
-    which is the smaller one where members repel each other. So the largest stable rate is that of a
-    network alone: M where members are independent, 1 where they are equal, and in between about
-    :math:`M / (1 + (M-1) r)` with :math:`r = \lambda_{\max}(\Theta^{com}_{ab}) /
-    \lambda_{\max}(\Theta^{com}_{aa})`. The left side is convex in :math:`\gamma` and grows, so that
-    Newton's method from M comes down to the root.
+    or that of the equation for deviations, with :math:`\Theta^{com}_{aa} - \Theta^{com}_{ab}` in
+    brackets, whichever is smaller. (The second one matters only where members repel each other.) So
+    the largest stable learning rate is that of a single network. The result is M for independent
+    members, 1 for equal ones, and in between about :math:`M / (1 + (M-1) r)` with :math:`r =
+    \lambda_{\max}(\Theta^{com}_{ab}) / \lambda_{\max}(\Theta^{com}_{aa})`.
 
-    ``kernels`` are those of some inputs with themselves; rates are as in :meth:`Kernels.ntk`.
+    Args:
+        kernels: Kernels of some inputs with themselves.
+        members: Number of members :math:`M`.
+        shared_rate: Relative rate :math:`\eta_w`, as in :meth:`Kernels.ntk`.
+        individual_rate: Relative rate :math:`\eta_u`.
+
+    Returns:
+        The gradient scale :math:`\gamma^*`.
+
+    Raises:
+        ValueError: If the kernels are not symmetric, or members are not exchangeable.
 
     Example:
-        >>> one, none = torch.eye(3).double(), torch.zeros(3, 3).double()
+        >>> one, zero = torch.eye(3).double(), torch.zeros(3, 3).double()
         >>> shared = MemberKernel(same=one, cross=0.25 * one)
-        >>> k = Kernels(nngp=shared, ntk_shared=shared, ntk_individual=MemberKernel(none, none))
+        >>> k = Kernels(nngp=shared, ntk_shared=shared, ntk_individual=MemberKernel(zero, zero))
         >>> natural_gamma(k, members=5)  # 5 / (1 + 4 * 0.25)
         2.5
     """
@@ -195,25 +271,45 @@ def natural_gamma(
         return float(members)
     if members == 1 or torch.equal(cross, same):
         return 1.0
-    own = individual_rate * kernels.ntk_individual.same.double()
-    target, _ = largest_eigenpair(shared_rate * same + own)
+    individual = individual_rate * kernels.ntk_individual.same.double()
+    target, _ = largest_eigenpair(shared_rate * same + individual)
     gamma = float(members)
     for mode in shared.modes(members):
         slope = shared_rate / members * mode.double()
-        for _ in range(100):
-            value, vector = largest_eigenpair(gamma * slope + own)
-            rise = (vector @ slope @ vector).item()
-            if value <= target or rise <= 0:
-                break
-            step = (value - target) / rise
-            gamma -= step
-            if step < 1e-14 * gamma:
-                break
+        gamma = _descend_to_root(slope, individual, target, gamma)
     return min(max(gamma, 0.0), float(members))
 
 
+def _descend_to_root(slope: Tensor, offset: Tensor, target: float, gamma: float) -> float:
+    r"""Solve :math:`\lambda_{\max}(\gamma\,\mathrm{slope} + \mathrm{offset}) = \mathrm{target}`.
+
+    The left side is convex and increasing in :math:`\gamma`, so Newton's method from above descends
+    to the root. A start below the root is returned as it is.
+    """
+    for _ in range(100):
+        value, vector = largest_eigenpair(gamma * slope + offset)
+        derivative = (vector @ slope @ vector).item()
+        if value <= target or derivative <= 0:
+            break
+        step = (value - target) / derivative
+        gamma -= step
+        if step < 1e-14 * gamma:
+            break
+    return gamma
+
+
 def resolve_gamma(kernels: Kernels, members: int, gamma: Gamma = None, **rates: float) -> float:
-    """Return a gradient scale as a number: given as one, as a function of M, or None (natural)."""
+    """Return a gradient scale as a number.
+
+    Args:
+        kernels: Kernels of inputs with themselves, for the natural scale.
+        members: Number of members M.
+        gamma: A number, a function of M, or None for the natural scale.
+        rates: Relative rates, as in :func:`natural_gamma`.
+
+    Raises:
+        ValueError: If the scale is not positive.
+    """
     if gamma is None:
         return natural_gamma(kernels, members, **rates)
     value = gamma(members) if callable(gamma) else gamma
@@ -222,21 +318,27 @@ def resolve_gamma(kernels: Kernels, members: int, gamma: Gamma = None, **rates: 
 
 
 def check_rates(**rates: float) -> None:
-    """Raise where a rate is no finite number >= 0."""
+    """Raise unless all rates are finite numbers >= 0."""
     for name, rate in rates.items():
         check_number(name, rate, "a number >= 0", lambda x: x >= 0)
 
 
 def largest_eigenpair(matrix: Float[Tensor, "n n"]) -> tuple[float, Float[Tensor, " n"]]:
-    """Return the largest eigenvalue of a symmetric matrix, and its eigenvector."""
+    """Return the largest eigenvalue of a symmetric matrix and its eigenvector.
+
+    Args:
+        matrix: Symmetric matrix, ``(n, n)``.
+    """
     n = len(matrix)
     if n > DENSE:
-        generator = torch.Generator().manual_seed(0)  # any start that is orthogonal to nothing
+        # A random start is orthogonal to no eigenvector.
+        generator = torch.Generator().manual_seed(0)
         start = torch.randn(n, 1, generator=generator, dtype=matrix.dtype).to(matrix.device)
         values, vectors = torch.lobpcg(matrix, X=start, niter=500, tol=1e-12)
         vector = vectors[:, 0]
-        error = (matrix @ vector - values[0] * vector).norm()
-        if error <= 1e-7 * values[0].abs():  # the eigenvalue's error is the square of that
+        residual = (matrix @ vector - values[0] * vector).norm()
+        # The relative error of the eigenvalue is the square of this.
+        if residual <= 1e-7 * values[0].abs():
             return values[0].item(), vector
     values, vectors = torch.linalg.eigh(matrix)
     return values[-1].item(), vectors[:, -1]

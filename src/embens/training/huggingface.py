@@ -80,12 +80,13 @@ class EnsembleTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any
     ) -> Any:
         """Predict a batch; without labels there is no loss."""
+
+        def predict(**features: Any) -> Any:
+            return _batch_first(model(**features))
+
         network: Callable[..., Any] = model
         if any(inputs.get(name) is None for name in self.label_names):
-
-            def network(**features: Any) -> Any:
-                return _batch_first(model(**features))
-
+            network = predict
         return super().prediction_step(network, inputs, *args, **options)  # type: ignore[arg-type]
 
 

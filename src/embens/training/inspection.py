@@ -11,6 +11,7 @@ import torch
 from embens.modes import evaluating
 from embens.training import parallel, randomness
 from embens.training.batches import AnySource, LoaderSource
+from embens.training.options import BatchKind
 from embens.training.passes import refuse_gaps
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def check_data(run: Run) -> None:
 
 
 @torch.no_grad()
-def _check_finite(run: Run, source: AnySource, batch: str) -> None:
+def _check_finite(run: Run, source: AnySource, batch: BatchKind) -> None:
     """Evaluate non-finite data once: the network and criterion may turn them into finite losses."""
     if source.tensors is None:
         return

@@ -24,7 +24,7 @@ from embens.checks import Gamma, check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
 from embens.modes import evaluating
 from embens.training import parallel, randomness
-from embens.training.batches import Minibatch, batches_of
+from embens.training.batches import AnySource, Minibatch, batches_of
 from embens.training.callbacks import Callback, as_callbacks
 from embens.training.checkpoint import Checkpoint
 from embens.training.history import History, epoch_row
@@ -244,8 +244,8 @@ def _take_step(run: Run, minibatches: list[Minibatch]) -> None:
         run.check_objectives()
         raise
     rows = sum(batch.rows for batch in minibatches)
-    totals = [batch.total for batch in minibatches]
-    total = None if None in totals else sum(totals)
+    totals = [batch.total for batch in minibatches if batch.total is not None]
+    total = sum(totals) if len(totals) == len(minibatches) else None
     objective = parallel.average_(run.world, objective, run.parameters, rows, total)
 
     scaler = run.passes.scaler
@@ -293,7 +293,7 @@ def _end_epoch(run: Run, progress: Progress) -> None:
     parallel.sum_(run.world, run.tally.sums.values())
     record: dict[str, Any] = {"epoch": run.epoch + 1, **run.tally.summary()}
     if run.validation is not None:
-        record.update(_validate(run))
+        record.update(_validate(run, run.validation))
     record.update(run.learning_rates())
     norms = run.gradient_norms or (math.nan, math.nan)
     record["gradient_norm_shared"], record["gradient_norm_individual"] = norms
@@ -316,14 +316,14 @@ def _end_epoch(run: Run, progress: Progress) -> None:
 
 
 @torch.no_grad()
-def _validate(run: Run) -> dict[str, Any]:
+def _validate(run: Run, validation: AnySource) -> dict[str, Any]:
     """Evaluate on the validation data; return columns of the record, with the metric."""
     metric = run.options.metric
     tally = Tally(run.ensemble.members, device=run.device)
     results = []
     seed = randomness.combine(run.seed, run.epoch, 1)
     with evaluating(run.evaluated), randomness.seeded(seed):
-        for result in run.passes.evaluate(run.validation, run.evaluated):
+        for result in run.passes.evaluate(validation, run.evaluated):
             tally.add(*result)
             if callable(metric):
                 results.append(result)
@@ -344,7 +344,7 @@ def _validate(run: Run) -> dict[str, Any]:
     return columns
 
 
-def gradient_norm(parameters: list[Tensor]) -> float:
+def gradient_norm(parameters: Sequence[Tensor]) -> float:
     """Return the norm of all gradients together; NaN if there are none."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:

@@ -14,6 +14,8 @@ from embens import metrics
 from embens.checks import check_choice, check_whole
 from embens.training.callbacks import Callback
 
+BatchKind = Literal["same", "own", "split"]
+ObjectiveKind = Literal["members", "mean", "moments"]
 Metric = str | Callable[[Tensor, Tensor], Any] | None
 DIRECTIONS: dict[Any, bool] = {
     "accuracy": True,
@@ -45,13 +47,13 @@ class Options:
 
     accumulate: int = 1
     autocast: torch.dtype | None = None
-    batch: Literal["same", "own", "split"] = "same"
+    batch: BatchKind = "same"
     chunk: int | None = None
     compile: bool = False
     keep_best: bool = True
     maximise: bool | None = None
     metric: Metric = None
-    of: Literal["members", "mean", "moments"] = "members"
+    of: ObjectiveKind = "members"
     schedule_every: Literal["epoch", "step"] = "epoch"
 
     def check(self) -> None:
@@ -148,7 +150,8 @@ class Batches(Callback):
     changes_training = True
 
     def __init__(self, kind: Literal["own", "split"]):
-        self.kind = check_choice("kind", kind, ("own", "split"))
+        check_choice("kind", kind, ("own", "split"))
+        self.kind: BatchKind = kind
 
     def setup(self, options: Options) -> None:
         """Set ``options.batch``."""
@@ -186,10 +189,9 @@ class Objective(Callback):
 
     changes_training = True
 
-    def __init__(
-        self, of: Literal["members", "mean", "moments"] = "members", *, chunk: int | None = None
-    ):
-        self.of = check_choice("of", of, ("members", "mean", "moments"))
+    def __init__(self, of: ObjectiveKind = "members", *, chunk: int | None = None):
+        check_choice("of", of, ("members", "mean", "moments"))
+        self.of: ObjectiveKind = of
         self.chunk = chunk
         if chunk is not None:
             check_whole("chunk", chunk)

@@ -21,7 +21,7 @@ from embens.optim import (
     squared_error,
 )
 from embens.training.batches import AnySource, Minibatch, map_tensors
-from embens.training.options import Options
+from embens.training.options import BatchKind, Options
 from embens.trees import gather
 
 DEFAULT_CRITERIA: dict[str, Criterion] = {
@@ -126,7 +126,7 @@ class Passes:
         return torch.stack(all_losses), gather(all_outputs, torch.stack)
 
     def evaluate(
-        self, source: AnySource, ensemble: EmbeddedEnsemble, batch: str = "same"
+        self, source: AnySource, ensemble: EmbeddedEnsemble, batch: BatchKind = "same"
     ) -> Iterator[PassResult]:
         """Yield the results of all batches of a data source, without gradients.
 
@@ -173,7 +173,7 @@ class Passes:
             return outputs
         return map_tensors(_full_precision, outputs)
 
-    def _losses(self, outputs: Any, target: Any, batch: Any) -> Tensor:
+    def _losses(self, outputs: Any, target: Any, batch: BatchKind) -> Tensor:
         if self.criterion is None:
             self.criterion = default_criterion(outputs, target, batch, self.options.of)
         if self._unchecked_targets:

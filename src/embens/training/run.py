@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -130,7 +131,7 @@ class Run:
             "modulation_lr": self._rate_of(self.individual),
         }
 
-    def _rate_of(self, parameters: list[Tensor]) -> float:
+    def _rate_of(self, parameters: Sequence[Tensor]) -> float:
         if not parameters:
             return math.nan
         for group in self.optimizer.param_groups:

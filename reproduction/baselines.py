@@ -1,0 +1,190 @@
+"""Baselines: one network and M separate networks, at the learning rate that is best for one.
+
+The learning rates of the presets suit the largest collective ensembles. A fair comparison needs a
+reference network that is trained as well as possible. Its rate is chosen on a fifth of the training
+data, and the networks are then trained on all of it. The criterion is the log loss for digits, and
+the accuracy for images that are memorised, where the log loss of every network that has learned is
+worse than that of guessing.
+
+Baseline cells belong to no figure: results of one experiment are reused by the others in the same
+results folder.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from embens import independent, metrics
+from reproduction.claims import Claim
+from reproduction.datasets import DataSet
+from reproduction.drawing import BLACK, GREY, Curve, curves
+from reproduction.grid import cells
+from reproduction.grid.cells import Cell, Row, Sweep, training_cost
+from reproduction.grid.settings import load_data
+from reproduction.rows import Frame, MissingCellsError, Rows, Selection
+from reproduction.training import Training, run, train
+
+FACTORS = (1.0, 4.0, 16.0)
+"""Learning rates that are tried, relative to the preset's."""
+TRIAL_NETWORKS = 2  # trained for each rate
+NETWORKS = 8  # about the paper's best M
+ONE, SEPARATE = "one network", "separate networks"
+
+
+def sweep(width: Any) -> Sweep:
+    """Return the sweep of the baselines at some relative widths."""
+    return cells.sweep("baselines", width=width, networks=NETWORKS)
+
+
+def estimate_cost(cell: Cell) -> float:
+    """Return the rough cost of a cell, including the choice of the rate."""
+    return training_cost(cell.with_values(members=2 * cell["networks"]))
+
+
+def measure(cell: Cell) -> list[Row]:
+    """Choose the learning rate and train separate networks with it.
+
+    Args:
+        cell: The cell.
+
+    Returns:
+        A row for 1, 2, 4 and all networks.
+    """
+    data = load_data(cell.setting)
+    held_out = data
+    if data.validation is None:
+        generator = torch.Generator().manual_seed(cell.seed)
+        held_out = data.split(len(data.train.targets) // 5, generator=generator)
+    losses = {factor: held_out_loss(cell, held_out, factor) for factor in FACTORS}
+    factor = min(FACTORS, key=losses.__getitem__)
+    trained = train_separate(cell, cell["networks"], factor, data)
+    rows = []
+    for members in (1, 2, 4, cell["networks"]):
+        subset = replace(trained, ensemble=trained.ensemble.subset(range(members)))
+        rows.append({"members": members, "factor": factor, **subset.evaluate()})
+    return rows
+
+
+def train_separate(cell: Cell, networks: int, factor: float, data: DataSet) -> Training:
+    """Train separate networks at a multiple of the preset's learning rate."""
+    network, generator = cell.build_reference()
+    ensemble = independent(network, networks, generator=generator)
+    return train(cell, ensemble, data=data, lr=factor * cell.setting.lr)
+
+
+def held_out_loss(cell: Cell, data: DataSet, factor: float) -> float:
+    """Return the validation loss of networks trained at a learning rate; infinite on divergence."""
+    trial = train_separate(cell, TRIAL_NETWORKS, factor, data)
+    if trial.diverged:
+        return math.inf
+    assert data.validation is not None
+    outputs = run(trial.ensemble, data.validation.inputs)
+    targets = data.validation.targets
+    if cell.setting.preset == "quick":
+        return float(metrics.member_nll(outputs, targets).mean())
+    return -float(metrics.member_accuracy(outputs, targets).mean())
+
+
+def baseline_rows(rows: Rows) -> Rows:
+    """Return the rows of the baselines; only these have a number of networks."""
+    if "networks" not in rows.frame:
+        return Rows(rows.frame.iloc[:0])
+    return Rows(rows.frame[rows.frame["networks"].notna()])
+
+
+def ensemble_rows(rows: Rows) -> Rows:
+    """Return the rows of the embedded ensembles."""
+    return Rows(rows.frame.drop(baseline_rows(rows).frame.index))
+
+
+def lines(table: Frame, column: str, *, width: float = 1.0) -> list[Curve]:
+    """Return one network as a horizontal line, and separate networks against M.
+
+    Args:
+        table: The table.
+        column: Column of the ordinate.
+        width: Relative width of the networks.
+
+    Returns:
+        The curves; empty if no baselines were measured.
+    """
+    rows = baseline_rows(Rows(table)).frame
+    if not len(rows):
+        return []
+    rows = rows[rows["width"] == width]
+    most_members = float(table["members"].max())
+    most_networks = rows["members"].max()
+    ends = ""
+    if most_networks < most_members:
+        ends = f"{most_networks:g} were trained"
+    drawn = []
+    one = rows[rows["members"] == 1]
+    for curve in curves(one, "members", column, label=ONE, colours=BLACK):
+        drawn.append(replace(curve, x=[1.0, most_members], y=curve.y * 2, error=[], style="dash"))
+    several = rows[rows["members"] > 1]
+    for curve in curves(several, "members", column, label=SEPARATE, colours=GREY):
+        drawn.append(replace(curve, ends=ends, style="dash"))
+    return drawn
+
+
+def with_lines(
+    draw_column: Callable[..., list[Curve]], table: Frame, width: float = 1.0
+) -> Callable[..., list[Curve]]:
+    """Return a function that draws a column together with the lines of the baselines."""
+    return lambda y: [*draw_column(y=y), *lines(table, y, width=width)]
+
+
+def claims(selection: Selection, jumps: bool = False) -> list[Claim]:
+    """Return claims that compare selected members with one network and with separate networks.
+
+    The comparison uses at most eight members, and networks of the members' width.
+
+    Args:
+        selection: Selects the ensembles.
+        jumps: Whether the selection itself can change from one set of seeds to another.
+
+    Returns:
+        Two claims.
+    """
+
+    def selected(rows: Rows) -> Rows:
+        return selection(rows).between("members", high=NETWORKS).last("members")
+
+    def accuracy_of_networks(rows: Rows, networks: int) -> float:
+        ensembles = selected(rows).frame
+        width = float(ensembles["width"].fillna(1.0).max()) if "width" in ensembles else 1.0
+        baselines = baseline_rows(rows)
+        if not len(baselines.frame):
+            raise MissingCellsError("cells of the baselines")
+        return baselines.where(width=width, members=networks).mean("accuracy")
+
+    def gain_over_one(rows: Rows) -> float:
+        return selected(rows).mean("accuracy") - accuracy_of_networks(rows, 1)
+
+    def gain_over_separate(rows: Rows) -> float:
+        ensembles = selected(rows)
+        networks = int(ensembles.mean("members"))
+        return ensembles.mean("accuracy") - accuracy_of_networks(rows, networks)
+
+    measure_text = "difference of test accuracies, at the largest M up to 8"
+    return [
+        Claim(
+            statement="the ensemble is more accurate than one network at its best rate",
+            measure=measure_text,
+            statistic=gain_over_one,
+            above=0.0,
+            paper="ensembles improve on a single model",
+            jumps=jumps,
+        ),
+        Claim(
+            statement="the ensemble is as accurate as M separate networks (to 1 %)",
+            measure=measure_text,
+            statistic=gain_over_separate,
+            above=-0.01,
+            paper="as if trained independently",
+            jumps=jumps,
+        ),
+    ]

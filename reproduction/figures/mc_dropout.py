@@ -1,0 +1,173 @@
+"""MC dropout with Gaussian masks (fig:gaussian_mc_dropout_shifted).
+
+Masks N(1, 0.1²) drawn afresh at every pass; N(0, 1) drawn afresh; N(0, 1) as a fixed set, at
+several widths. For fresh masks M is the number of masks at test time. Dashed: one network and
+separate networks, at the best learning rate for one network.
+
+Also fig:gaussian_mc_dropout_no_shift and fig:MC-Dropout-zero-centred. With fresh masks there are no
+members: a network is trained once and tested with M masks.
+"""
+
+from functools import partial
+
+import torch
+
+from embens import laws, mc_dropout, predict
+from reproduction import baselines
+from reproduction.claims import Claim, growth_of_best, rise_and_fall, slope
+from reproduction.drawing import Figure, curves, panels, shades
+from reproduction.grid.cells import MEMBERS, Cell, Row, sweep
+from reproduction.rows import Frame, Rows, where
+from reproduction.training import score, train
+
+FRESH_SHIFTED, FRESH_CENTRED, FIXED = "fresh shifted", "fresh centred", "fixed centred"
+WIDTHS = (0.5, 1.0, 2.0)
+
+SWEEP = [
+    sweep(kind=[FRESH_SHIFTED, FRESH_CENTRED], width=1.0, members=1),
+    sweep(kind=FIXED, width=WIDTHS, members=MEMBERS),
+    baselines.sweep(1.0),
+]
+
+
+def measure(cell: Cell) -> list[Row]:
+    """Train one ensemble; with fresh masks, test it with several numbers of masks."""
+    is_fresh = cell["kind"] != FIXED
+    law = laws.Normal(1.0, 0.1) if cell["kind"] == FRESH_SHIFTED else laws.Normal()
+    ensemble = cell.build_ensemble(mc_dropout, law=law, fresh=is_fresh)
+    training = train(cell, ensemble)
+    inputs, target = training.data.test
+    if is_fresh:
+        numbers_of_masks = MEMBERS[cell.setting.preset]
+        generator = torch.Generator().manual_seed(cell.seed + 1)
+        prediction = predict(ensemble, inputs, members=max(numbers_of_masks), generator=generator)
+    else:
+        numbers_of_masks = (cell["members"],)
+        prediction = predict(ensemble, inputs)
+    rows = []
+    for masks in numbers_of_masks:
+        scores = score(prediction.members[:masks], target)
+        rows.append({"masks": masks, **scores, "diverged": float(training.diverged)})
+    return rows
+
+
+fresh_shifted = where(kind=FRESH_SHIFTED)
+fixed = where(kind=FIXED)
+fixed_at_width_one = where(kind=FIXED, width=1.0)
+
+
+def several(rows: Rows) -> Rows:
+    """Return the rows with at least four masks."""
+    return rows.between("masks", low=4)
+
+
+def saturation(rows: Rows) -> float:
+    """Return the gain over the first half of the doublings minus that over the second half."""
+    _, accuracies = fresh_shifted(rows).curve("masks", "accuracy", minimum=3)
+    middle = accuracies[len(accuracies) // 2]
+    return (middle - accuracies[0]) - (accuracies[-1] - middle)
+
+
+def relative_accuracy_when_centred(rows: Rows) -> float:
+    """Return the accuracy with fresh centred masks relative to fresh shifted ones."""
+    centred = rows.where(kind=FRESH_CENTRED).last("masks")
+    shifted = rows.where(kind=FRESH_SHIFTED).last("masks")
+    return centred.mean("accuracy") / shifted.mean("accuracy")
+
+
+def difference_of_correlations(rows: Rows) -> float:
+    """Return the correlation with fresh shifted masks minus that with fixed centred ones."""
+    compared = several(rows)
+    shifted = fresh_shifted(compared).mean("correlation")
+    return shifted - fixed_at_width_one(compared).mean("correlation")
+
+
+CLAIMS = [
+    Claim(
+        statement="with fresh shifted masks accuracy grows with the number of masks",
+        measure="slope of accuracy per doubling of M",
+        statistic=slope(fresh_shifted, "accuracy", "masks"),
+        above=0.0,
+        paper="increases to a limit",
+    ),
+    Claim(
+        statement="most of that gain comes with the first masks",
+        measure="gain over the first half of the doublings minus that over the second half",
+        statistic=saturation,
+        above=0.0,
+        paper="asymptotically approaches some limit",
+    ),
+    Claim(
+        statement="members do not suffer (slope above −0.2 % per doubling)",
+        measure="slope of member accuracy per doubling of M",
+        statistic=slope(fresh_shifted, "member_accuracy", "masks"),
+        above=-0.002,
+        paper="members do not suffer from M",
+    ),
+    Claim(
+        statement="fresh shifted masks are highly correlated (collective)",
+        measure="correlation, mean over M ≥ 4",
+        statistic=lambda rows: several(fresh_shifted(rows)).mean("correlation"),
+        above=0.8,
+        paper="highly correlated",
+    ),
+    Claim(
+        statement="with fresh centred masks the network hardly learns (half the accuracy)",
+        measure="accuracy relative to fresh shifted masks, at the largest M",
+        statistic=relative_accuracy_when_centred,
+        below=0.5,
+        paper="does not learn",
+    ),
+    Claim(
+        statement="fixed centred masks are much less correlated (independent; by 0.1)",
+        measure="correlation of fresh shifted minus fixed centred masks, M ≥ 4, width 1",
+        statistic=difference_of_correlations,
+        above=0.1,
+        paper="models are not correlated",
+    ),
+    Claim(
+        statement="fixed centred masks have a best M (at the smallest width)",
+        measure="smaller of the rise to the best M and the fall to the largest M",
+        statistic=rise_and_fall(lambda rows: fixed(rows).first("width"), "masks"),
+        above=0.0,
+        paper="an optimum for each width",
+        jumps=True,
+    ),
+    Claim(
+        statement="with fixed centred masks the best M grows with width",
+        measure="exponent of the best M in the width, mean over seeds",
+        statistic=growth_of_best(fixed, "masks"),
+        above=0.0,
+        paper="an optimal ratio of the number of models to the width",
+    ),
+    *baselines.claims(fixed_at_width_one),
+]
+
+
+def plot(table: Frame) -> Figure:
+    """Return a row of panels for each of the paper's three figures."""
+    colours = shades([0.0, *table["width"]], "plasma")
+    titles_of_kind = {
+        FRESH_SHIFTED: {
+            "accuracy": "accuracy approaches a limit",
+            "member_accuracy": "members do not suffer",
+            "correlation": "members are alike",
+        },
+        FRESH_CENTRED: {
+            "accuracy": "is anything learned?",
+            "member_accuracy": "what a member learns",
+            "correlation": "do members differ?",
+        },
+        FIXED: {
+            "accuracy": "a best M for each width?",
+            "member_accuracy": "what M costs a member",
+            "correlation": "members differ",
+        },
+    }
+    drawn = []
+    for kind, titles in titles_of_kind.items():
+        rows = table[table["kind"] == kind]
+        draw = partial(curves, rows, "masks", by="width", label="×{}", colours=colours)
+        titles = {column: f"{kind}: {title}" for column, title in titles.items()}
+        drawn += panels(baselines.with_lines(draw, table), titles, "masks M")
+    return Figure(drawn, columns=3)

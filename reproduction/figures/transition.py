@@ -1,0 +1,286 @@
+"""From the independent to the collective regime (fig:shifting_modulations).
+
+Modulations N(p, 1−p²) at all hidden sites, γ=M, against the number of members M; a curve for each
+p. Black and grey: one network and separate networks, at the best learning rate for one network. The
+last panel shows, against p, the correlation and the coupling of the infinitely wide ensemble, which
+changes smoothly.
+
+The transition is defined by the measured correlation of members: the p at which it is halfway from
+its value at p=0 to 1, its value at p=1, where all members are the same model. Cells with γ=1 at
+large p test the paper's explanation of why members improve with M there: γ=M raises the effective
+learning rate.
+"""
+
+import functools
+import math
+from functools import partial
+
+from embens import embed, laws
+from embens.theory import regime
+from reproduction import baselines
+from reproduction.claims import Claim, rise_and_fall, slope
+from reproduction.drawing import Figure, Panel, curves, panels, shades
+from reproduction.grid import cells
+from reproduction.grid.cells import Cell, Row, sweep
+from reproduction.grid.settings import load_data
+from reproduction.rows import Frame, MissingCellsError, Rows, where
+from reproduction.training import scaled_gamma, train
+
+NEAR = 0.1
+"""Distance in p that counts as near the transition."""
+MEMBER_TRAIN = "member_train_accuracy"
+
+SHIFTS = {
+    "quick": (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0),
+    "cpu": (0.0, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
+    "paper": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 0.95, 1.0),
+}
+UNSCALED_SHIFTS = {"quick": (0.8, 0.9), "cpu": (0.9,), "paper": (0.8, 0.9)}
+"""Shifts that are also trained with γ=1."""
+MEMBERS = {**cells.MEMBERS, "paper": (1, 2, 3, 5, 7, 10, 14, 20, 28, 40)}
+SEVERAL_MEMBERS = {preset: members[1:] for preset, members in MEMBERS.items()}
+SEEDS = {"quick": 4, "cpu": 5, "paper": 3}
+
+SWEEP = [
+    sweep(p=SHIFTS, members=MEMBERS, gamma="M"),
+    sweep(p=UNSCALED_SHIFTS, members=SEVERAL_MEMBERS, gamma="1"),
+    baselines.sweep(1.0),
+]
+
+
+def measure(cell: Cell) -> Row:
+    """Train one ensemble and score it."""
+    law = laws.Shifted(cell["p"])
+    ensemble = cell.build_ensemble(embed, pre=law, post=law)
+    coupling = math.nan
+    # The coupling depends on p alone, so one number of members is enough.
+    if cell["members"] == 2 and cell["gamma"] == "M":
+        inputs = load_data(cell.setting).train.inputs[:8]
+        coupling = regime(ensemble, inputs.double().cpu()).coupling
+    training = train(cell, ensemble, gamma=scaled_gamma(cell))
+    return {**training.evaluate(), "coupling": coupling}
+
+
+scaled = where(gamma="M")
+
+
+def several_scaled(rows: Rows) -> Rows:
+    """Return ensembles of at least four members with γ=M."""
+    return scaled(rows).between("members", low=4)
+
+
+@functools.lru_cache(maxsize=256)
+def transition_point(rows: Rows) -> float:
+    """Return the p at which the correlation is halfway from its value at p=0 to 1 (M ≥ 4)."""
+    return several_scaled(rows).halfway("p", "correlation")
+
+
+def below(rows: Rows) -> Rows:
+    """Return the ensembles below the transition."""
+    return scaled(rows).between("p", high=transition_point(rows))
+
+
+def above(rows: Rows) -> Rows:
+    """Return the ensembles above the transition, without p=1, where all members are one model."""
+    return scaled(rows).between("p", transition_point(rows), 0.999)
+
+
+def several_below(rows: Rows) -> Rows:
+    """Return the ensembles of at least four members below the transition."""
+    return below(rows).between("members", low=4)
+
+
+def several_above(rows: Rows) -> Rows:
+    """Return the ensembles of at least four members above the transition."""
+    return above(rows).between("members", low=4)
+
+
+def below_with_many_members(rows: Rows) -> Rows:
+    """Return the ensembles below the transition, if the sweep covers the paper's best M."""
+    if rows["members"].min() > 3 or rows["members"].max() < 14:
+        raise MissingCellsError("numbers of members from 3 or fewer to 14 or more")
+    return below(rows)
+
+
+def growth_up_to(rows: Rows, distance: float) -> float:
+    """Return the fraction of the growth of correlation up to a distance from the transition."""
+    import numpy
+
+    shifts, fractions = several_scaled(rows).growth("p", "correlation")
+    return float(numpy.interp(transition_point(rows) + distance, shifts, fractions))
+
+
+def growth_near(rows: Rows) -> float:
+    """Return the fraction of the growth of correlation near the transition."""
+    return growth_up_to(rows, NEAR) - growth_up_to(rows, -NEAR)
+
+
+def effect_of_gamma(rows: Rows) -> float:
+    """Return the slope of member accuracy per doubling of M with γ=M minus that with γ=1."""
+    shifts = sorted(rows.where(gamma="1")["p"].unique())
+    compared = rows.where(p=shifts).between("members", low=2)
+    with_scaling = compared.where(gamma="M").slope("members", "member_accuracy")
+    without_scaling = compared.where(gamma="1").slope("members", "member_accuracy")
+    return with_scaling - without_scaling
+
+
+def gap_difference(rows: Rows) -> float:
+    """Return the gap between members' train and test accuracy, above minus below."""
+    gap_above = several_above(rows).mean(MEMBER_TRAIN) - several_above(rows).mean("member_accuracy")
+    gap_below = several_below(rows).mean(MEMBER_TRAIN) - several_below(rows).mean("member_accuracy")
+    return gap_above - gap_below
+
+
+def change_with_members(rows: Rows) -> float:
+    """Return the change of correlation past M=10 at the p nearest to the transition.
+
+    The unit is the way from the correlation at p=0 to 1.
+    """
+    shifts = [float(p) for p in scaled(rows)["p"].unique()]
+    nearest_shift = min(shifts, key=lambda p: abs(p - transition_point(rows)))
+    nearest = scaled(rows).where(p=nearest_shift)
+    few = nearest.between("members", 2, 7).mean("correlation")
+    many = nearest.between("members", 11).mean("correlation")
+    start = several_scaled(rows).where(p=0.0).mean("correlation")
+    return (many - few) / (1 - start)
+
+
+# Which p lie below or above depends on the measured transition, so these statistics jump.
+conditional_claim = partial(Claim, jumps=True)
+CLAIMS = [
+    Claim(
+        statement="the curves separate into two groups near p=0.6",
+        measure="p at which the correlation is halfway from p=0 to p=1 (M ≥ 4)",
+        statistic=transition_point,
+        above=0.5,
+        below=0.7,
+        paper="transition at p≈0.6",
+    ),
+    Claim(
+        statement="most of the change happens near the transition",
+        measure="fraction of the growth of correlation within 0.1 of the transition in p",
+        statistic=growth_near,
+        above=0.5,
+        paper="p=0.55 and p=0.65 already show the behaviour of their regimes",
+    ),
+    Claim(
+        statement="below the transition the correlation hardly depends on p",
+        measure="fraction of the growth of correlation up to 0.1 before the transition",
+        statistic=lambda rows: growth_up_to(rows, -NEAR),
+        below=0.25,
+        paper="almost constant for the whole range of p in the independent regime",
+    ),
+    conditional_claim(
+        statement="above the transition the correlation grows with p",
+        measure="slope of correlation in p",
+        statistic=slope(several_above, "correlation", "p", log_x=False),
+        above=0.0,
+        paper="grows with p in the collective regime",
+    ),
+    conditional_claim(
+        statement="below, ensemble accuracy rises with M and falls again",
+        measure="smaller of the rise to the best M and the fall to the largest M",
+        statistic=rise_and_fall(below_with_many_members),
+        above=0.0,
+        paper="a distinctive inverted U",
+    ),
+    conditional_claim(
+        statement="below, the best number of members is near 7",
+        measure="best M, mean over p",
+        statistic=lambda rows: below_with_many_members(rows).best("members"),
+        above=3.5,
+        below=14.0,
+        paper="best accuracy at M=7",
+    ),
+    conditional_claim(
+        statement="above, ensemble accuracy grows with M",
+        measure="slope of accuracy per doubling of M",
+        statistic=slope(above, "accuracy"),
+        above=0.0,
+        paper="monotonically grows on average",
+    ),
+    conditional_claim(
+        statement="above, members fit the training data for every M",
+        measure="lowest member train accuracy over M",
+        statistic=lambda rows: min(above(rows).curve("members", MEMBER_TRAIN)[1]),
+        above=0.98,
+        paper="maximal for all sizes in the collective regime",
+    ),
+    conditional_claim(
+        statement="below, member train accuracy falls with M",
+        measure="slope of member train accuracy per doubling of M",
+        statistic=slope(below, MEMBER_TRAIN),
+        below=0.0,
+        paper="decreases monotonically and significantly",
+    ),
+    conditional_claim(
+        statement="above, member test accuracy rises with M",
+        measure="slope of member accuracy per doubling of M",
+        statistic=slope(above, "member_accuracy"),
+        above=0.0,
+        paper="increases in the collective regime",
+    ),
+    Claim(
+        statement="above, members gain more from M with γ=M than with γ=1",
+        measure="difference of the slopes of member accuracy per doubling of M",
+        statistic=effect_of_gamma,
+        above=0.0,
+        paper="γ=M is an effectively higher rate",
+    ),
+    conditional_claim(
+        statement="below, member test accuracy falls with M",
+        measure="slope of member accuracy per doubling of M",
+        statistic=slope(below, "member_accuracy"),
+        below=0.0,
+        paper="decreases in the independent regime",
+    ),
+    conditional_claim(
+        statement="the gap between members' train and test accuracy is smaller below",
+        measure="gap above the transition minus gap below (M ≥ 4)",
+        statistic=gap_difference,
+        above=0.0,
+        paper="a small difference",
+    ),
+    conditional_claim(
+        statement="at the transition the regime changes with M, near M=10",
+        measure="change of correlation past M=10, relative to its growth from p=0 to p=1",
+        statistic=change_with_members,
+        above=0.5,
+        paper="it is driven by M, at M≈10",
+    ),
+    *baselines.claims(below, jumps=True),
+]
+
+
+def plot(table: Frame) -> Figure:
+    """Return the paper's four panels, and one against p."""
+    scaled_table = table[table["gamma"] == "M"]
+    unscaled_table = table[table["gamma"] == "1"]
+    by_shift = partial(curves, x="members", by="p", colours=shades(table["p"].dropna()))
+    titles = {
+        "accuracy": "small p: a best M? large p: growth?",
+        "member_accuracy": "members: loss or gain with M",
+        MEMBER_TRAIN: "small p: too many members no longer fit",
+        "correlation": "two groups of curves",
+    }
+    draw_scaled = partial(by_shift, scaled_table, label="p={}")
+    against_members = panels(baselines.with_lines(draw_scaled, table), titles)
+    unscaled = by_shift(unscaled_table, y="member_accuracy", label="γ=1, p={}", style="dash")
+    against_members[1].curves.extend(unscaled)
+    member_colours = {2: "#c6a500", 8: "#e07b00", 32: "#a02c00"}
+    against_shift = [
+        *curves(
+            scaled_table, "p", "correlation", by="members", label="M={}", colours=member_colours
+        ),
+        *curves(
+            scaled_table,
+            "p",
+            "coupling",
+            label="coupling in the limit",
+            colours="#333333",
+            style="dash",
+        ),
+    ]
+    title = "where members become alike; the limit is smooth"
+    last_panel = Panel(title, "shift p", "correlation, coupling", against_shift)
+    return Figure([*against_members, last_panel], columns=3)

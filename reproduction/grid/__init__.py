@@ -1,0 +1,1 @@
+"""The grid: settings, cells, engines that run cells, and results on disk."""

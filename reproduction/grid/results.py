@@ -1,0 +1,265 @@
+"""Results on disk, and the tables, claims and figures made from them.
+
+A measured cell is one line of JSON in an append-only file, synced to disk when written. Each line
+has a checksum; lines damaged by a crash or a full disk are skipped. A table contains the results of
+the present code and setting; other results stay in the folder but not in the table.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reproduction.claims import Judgement, judge, to_plain
+from reproduction.drawing import draw
+from reproduction.grid.cells import cells_of, describe, load_experiment
+from reproduction.grid.keys import code_version
+from reproduction.grid.runs import Record
+from reproduction.grid.settings import Setting
+from reproduction.rows import Frame
+from reproduction.storage import checksum, seal, unseal, write_atomically
+
+_PACKAGES = ("embens", "torch", "numpy", "scikit-learn", "pandas")
+
+
+class Results:
+    """The results of one experiment in a folder, for one writer at a time.
+
+    Args:
+        folder: The folder; it is created if missing.
+
+    Attributes:
+        folder: The folder.
+        path: The file of records.
+        records: The latest record of each cell, by key.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / "results.jsonl"
+        self.records: dict[str, Record] = {}
+        for record in _read_records(self.path):
+            self.records[record["key"]] = record
+
+    def add(self, record: Record) -> None:
+        """Write a record to disk.
+
+        Args:
+            record: The record of a cell, with its ``key``.
+
+        Raises:
+            OSError: If the record could not be written, for example to a full disk.
+        """
+        line = json.dumps(seal(record)).encode()
+        with self.path.open("ab") as file:
+            # The leading newline ends a line that a crash or a full disk left incomplete.
+            file.write(b"\n" + line + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.records[record["key"]] = json.loads(json.dumps(record))
+
+    def borrow(self, keys: Iterable[str]) -> None:
+        """Copy results of cells that other experiments measured for the same preset.
+
+        Args:
+            keys: Keys of the cells.
+        """
+        missing = {key for key in keys if "rows" not in self.records.get(key, {})}
+        if not missing:
+            return
+        pattern = f"*/{self.folder.name}/{self.path.name}"
+        for path in self.folder.parent.parent.glob(pattern):
+            for record in _read_records(path):
+                if record["key"] in missing and "rows" in record:
+                    missing.discard(record["key"])
+                    self.add(record)
+
+
+def _read_records(path: Path) -> Iterator[Record]:
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines():
+        try:
+            record = unseal("line", json.loads(line))
+        except (ValueError, RecursionError, AttributeError, TypeError):
+            continue  # damaged: the cell is measured again
+        has_outcome = isinstance(record.get("rows"), list) or isinstance(record.get("error"), str)
+        if has_outcome and isinstance(record.get("key"), str):
+            yield record
+
+
+def make_table(results: Results, name: str, setting: Setting) -> Frame:
+    """Return the table of an experiment, sorted by the swept axes.
+
+    Args:
+        results: Results of the experiment.
+        name: Name of the experiment.
+        setting: Setting of the run.
+
+    Returns:
+        A data frame with the axes, the measured quantities and ``seconds``.
+    """
+    import pandas
+
+    rows = []
+    axes: dict[str, None] = {}  # in order of appearance
+    for record in current_records(results, name, setting):
+        if "rows" not in record:
+            continue
+        values = {axis: value for axis, value in record["cell"].items() if axis != "setting"}
+        axes.update(dict.fromkeys(values))
+        for row in record["rows"]:
+            rows.append({**values, **row, "seconds": record["seconds"]})
+    table = pandas.DataFrame(rows)
+    return table.sort_values(list(axes), kind="stable", ignore_index=True)
+
+
+def current_records(results: Results, name: str, setting: Setting) -> list[Record]:
+    """Return the records of the present code and setting, those of the baselines last.
+
+    Args:
+        results: Results of the experiment.
+        name: Name of the experiment.
+        setting: Setting of the run.
+
+    Returns:
+        The records, including failed cells.
+    """
+    settings = {cell.setting for cell in cells_of(name, setting, [0])}
+    wanted_settings = [json.loads(json.dumps(dataclasses.asdict(each))) for each in settings]
+    own, baselines = [], []
+    for record in results.records.values():
+        if not {"cell", "seconds"} <= record.keys():
+            continue
+        if record["cell"]["setting"] not in wanted_settings:
+            continue
+        if record.get("code") == code_version(name):
+            own.append(record)
+        elif record.get("code") == code_version("baselines"):
+            baselines.append(record)
+    return own + baselines
+
+
+def count_outdated(results: Results, name: str) -> int:
+    """Return the number of results of other code, or of other versions of embens or torch."""
+    current = {code_version(name), code_version("baselines")}
+    return sum(record.get("code") not in current for record in results.records.values())
+
+
+def write_summary(
+    results: Results, name: str, setting: Setting, table: Frame, seconds: float | None = None
+) -> list[Judgement]:
+    """Write the table, claims, figure and manifest of an experiment.
+
+    Args:
+        results: Results of the experiment.
+        name: Name of the experiment.
+        setting: Setting of the run.
+        table: Table of :func:`make_table`.
+        seconds: Duration of the run.
+
+    Returns:
+        The judged claims.
+    """
+    records = current_records(results, name, setting)
+    manifest = {
+        "experiment": name,
+        "preset": setting.preset,
+        "setting": dataclasses.asdict(setting),
+        "code": code_version(name),
+        **origin(),
+        "rows": len(table),
+        "cells": sum("rows" in record for record in records),
+        "failed": sum("error" in record for record in records),
+        "cell_seconds": round(sum(record["seconds"] for record in records), 1),
+        "run_seconds": None if seconds is None else round(seconds, 1),
+    }
+    csv = table.to_csv(index=False, float_format="%.6g")
+    return _write_files(results.folder, manifest, table, csv)
+
+
+def read_table(folder: Path) -> Frame:
+    """Return the table that was written to a folder."""
+    import pandas
+
+    return pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
+
+
+def redraw(folder: Path) -> list[Judgement]:
+    """Judge and draw an existing table with the present claims and figures.
+
+    Args:
+        folder: Folder with ``manifest.json`` and ``table.csv``.
+
+    Returns:
+        The judged claims.
+    """
+    manifest = unseal("manifest.json", json.loads((folder / "manifest.json").read_bytes()))
+    csv = (folder / "table.csv").read_text()
+    return _write_files(folder, manifest, read_table(folder), csv)
+
+
+def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str) -> list[Judgement]:
+    experiment = load_experiment(manifest["experiment"])
+    description = describe(experiment.__doc__)
+    judgements = judge(experiment.CLAIMS, table)
+    figure = dataclasses.replace(experiment.plot(table), title=description["title"])
+    texts = {
+        "table.csv": csv,
+        "claims.json": json.dumps([judgement.to_dict() for judgement in judgements], indent=1),
+        "figure.json": json.dumps(to_plain(dataclasses.asdict(figure))),
+    }
+    checksums = {file: checksum(text) for file, text in texts.items()}
+    manifest = {**manifest, **description, "files": checksums}
+    # The manifest comes last: its checksums reveal a summary that was not written completely.
+    texts["manifest.json"] = json.dumps(seal(manifest), indent=1)
+    for file, text in texts.items():
+        write_atomically(folder / file, text)
+    draw(figure, folder / "figure.png")
+    return judgements
+
+
+def origin() -> dict[str, Any]:
+    """Return the commit, the versions of the packages, and the machine without its name."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        versions[package] = version(package)
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    machine = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "gpus": gpus,
+    }
+    return {"commit": commit(), "versions": versions, "machine": machine}
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError, IndexError):
+        after_key = Path("/proc/cpuinfo").read_text().split("model name", 1)[1]
+        return after_key.partition("\n")[0].strip("\t :")
+    return platform.processor()
+
+
+def commit() -> str | None:
+    """Return the commit of the repository, marked if files changed; None outside of git."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
+    try:
+        output = subprocess.check_output(
+            command, cwd=root, text=True, timeout=20, stderr=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.strip()

@@ -1,5 +1,0 @@
-"""Data sets as tensors, fetched once, checked, and kept."""
-
-from embens.data.sets import DataSet, Part, cache_folder, cifar100, digits, fashion_mnist, mnist
-
-__all__ = ["DataSet", "Part", "cache_folder", "cifar100", "digits", "fashion_mnist", "mnist"]

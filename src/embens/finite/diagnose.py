@@ -1,0 +1,240 @@
+"""``embens.diagnose``: are the members of an ensemble different, and will they stay so?
+
+The regime comes from the infinite-width limit, or from laws and structure if the limit of the
+network is not known. The geometry of the members' gradients is measured on a few samples
+(``measurement``). Gradient scale, learning rates and warnings (``findings``) follow from both.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from embens import theory
+from embens.checks import Gamma, gradient_factor
+from embens.ensemble import EmbeddedEnsemble
+from embens.finite import findings
+from embens.finite.arguments import Criterion, as_classes, check_measurement
+from embens.finite.diagnosis import CosineSummary, Diagnosis
+from embens.finite.geometry import cosines, off_diagonal, pair_error
+from embens.finite.measurement import (
+    Budget,
+    Measurement,
+    effective_widths,
+    few_samples,
+    measure,
+    suggest_rates,
+)
+from embens.theory import Regime, RegimeReport
+from embens.theory.regime import Structure, are_equal
+
+
+def diagnose(
+    ensemble: EmbeddedEnsemble,
+    x: Any,
+    target: Any,
+    *,
+    criterion: Criterion | None = None,
+    gamma: Gamma = None,
+    optimizer: Any = None,
+    wanted: str | None = None,
+    budget: Budget | None = None,
+) -> Diagnosis:
+    """Return regime, gradient geometry, suggestions and warnings for an ensemble.
+
+    The ensemble is not changed: neither parameters and their gradients, nor buffers, modes, or the
+    global random state. The result depends on the arguments alone.
+
+    Args:
+        ensemble: any ensemble.
+        x: a batch, a tuple or a dict of the reference's arguments; a few hundred samples suffice.
+        target: integer classes, or values.
+        criterion: a function of one member's outputs and the target; None: cross-entropy for
+            integer targets, the mean squared error for others.
+        gamma: the gradient scale that you plan to use; None: the ensemble's default.
+        optimizer: the optimizer that you plan to use, its class or its name, to be checked.
+        wanted: ``"independent"`` if members should be independent.
+        budget: limits on samples, members and memory; None: the default limits.
+
+    Returns:
+        A report that prints as text; ``to_dict()`` exports it.
+
+    Raises:
+        TypeError: if the target is not a tensor and there is no criterion.
+        ValueError: if an argument is invalid.
+
+    Example:
+        >>> from embens import batch_ensemble, networks
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> reference = networks.mlp(4, 64, 2, 3, generator=generator)
+        >>> ensemble = batch_ensemble(reference, 4, generator=generator)
+        >>> x, y = torch.randn(20, 4, generator=generator), torch.arange(20) % 3
+        >>> report = diagnose(ensemble, x, y)
+        >>> report.regime.value, report.gamma, report.warnings
+        ('independent', 4.0, [])
+    """
+    if wanted not in (None, "independent"):
+        raise ValueError(f"wanted must be 'independent' or None, got {wanted!r}.")
+    check_measurement(ensemble, x, target, criterion or F.mse_loss)
+    if optimizer is not None:
+        findings.optimizer_class(optimizer)  # raises if it is not an optimizer
+    members = ensemble.members
+    planned_gamma = gradient_factor(gamma, members, ensemble.natural_gamma) * members
+    if criterion is None:
+        criterion = _default_criterion(target)
+    target = as_classes(target)
+    budget = Budget() if budget is None else budget
+    if budget.generator is None:
+        budget = replace(budget, generator=torch.Generator().manual_seed(0))
+
+    structure = None if ensemble.spec.separate else Structure(ensemble)
+    biases = _output_biases(ensemble, structure)
+    measurement = measure(ensemble, x, target, criterion, biases.values(), budget)
+    regime, natural_gamma = _limit(ensemble, measurement.x, structure)
+    rates = suggest_rates(ensemble, measurement, criterion, natural_gamma, budget.generator)
+    gram = measurement.gram
+    cosine = _summarize(gram, 1.0)
+    report = Diagnosis(
+        regime=regime,
+        one_model=_is_one_model(ensemble, regime, cosine),
+        cosine=cosine,
+        cosine_error=pair_error(cosines(gram)),
+        layers=_summarize_layers(measurement),
+        gamma=natural_gamma,
+        planned_gamma=planned_gamma,
+        rates=rates,
+        cosines=cosines(gram),
+        norms=gram.diagonal().sqrt(),
+        losses=measurement.losses,
+        members=members,
+        samples=measurement.samples,
+        family=ensemble.spec.family,
+        separate=ensemble.spec.separate,
+        widths=effective_widths(ensemble, measurement.x),
+        notes=measurement.notes,
+    )
+    facts = _collect_facts(ensemble, report, structure, biases, measurement.bias_part)
+    facts = replace(facts, gamma_chosen=gamma is not None, optimizer=optimizer, wanted=wanted)
+    return replace(report, warnings=findings.find(facts))
+
+
+def _default_criterion(target: Any) -> Criterion:
+    if not isinstance(target, Tensor):
+        raise TypeError(
+            "pass criterion= for a target that is not one tensor, or convert the target "
+            f"(torch.as_tensor(target)), got {type(target).__name__}."
+        )
+    return F.mse_loss if target.is_floating_point() else F.cross_entropy
+
+
+def _output_biases(ensemble: EmbeddedEnsemble, structure: Structure | None) -> dict[str, Tensor]:
+    """Return the trainable shared biases of the last layers."""
+    if structure is None:
+        return {}
+    shared = {id(p) for p in ensemble.shared_parameters() if p.requires_grad}
+    biases = {}
+    for name in structure.last:
+        bias = getattr(structure.layers[name], "bias", None)
+        if id(bias) in shared:
+            biases[name] = bias
+    return biases
+
+
+def _limit(
+    ensemble: EmbeddedEnsemble, x: Any, structure: Structure | None
+) -> tuple[RegimeReport, float]:
+    """Return the regime, and the gradient scale that suits it."""
+    members = ensemble.members
+    if structure is None:
+        return theory.regime(ensemble), ensemble.natural_gamma
+    if are_equal(ensemble):
+        return theory.regime(ensemble), 1.0
+    samples = few_samples(x)
+    modulated_ends = [s for s in ensemble.spec.sites if not s.hidden and s.law.overlap < 1]
+    if modulated_ends:
+        reason = "with modulated inputs or outputs, members are not exchangeable"
+    elif samples is None:
+        reason = "the limit takes real inputs (n, features) or small images (n, channels, y, x)"
+    else:
+        try:
+            regime = theory.regime(ensemble, samples)
+            if regime.exact and samples.dim() == 2:
+                kernels = theory.kernels(ensemble, samples)
+                return regime, float(theory.natural_gamma(kernels, members))
+            return regime, _gamma_at(regime.coupling, members)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = f"without the limit: {str(error).splitlines()[0]}"
+    coupling = structure.estimate()
+    kind = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
+    explanation = f"{structure.explain(coupling)} ({reason})"
+    report = RegimeReport(kind, coupling, explanation, exact=False)
+    return report, _gamma_at(coupling, members)
+
+
+def _gamma_at(coupling: float, members: int) -> float:
+    """Return the gradient scale that suits members with a given coupling."""
+    of_mean = 1 + (members - 1) * coupling
+    of_deviations = 1 - coupling  # larger if members repel each other
+    return members / max(of_mean, of_deviations)
+
+
+def _summarize(gram: Tensor, share: float) -> CosineSummary:
+    """Summarize the cosines of gradients with given scalar products; zero gradients don't count."""
+    nonzero = gram.diagonal() > 0
+    gram = gram[nonzero][:, nonzero]
+    if len(gram) < 2:
+        return CosineSummary(0.0, 0.0, share)
+    pairs = off_diagonal(cosines(gram))
+    return CosineSummary(float(pairs.mean()), float(pairs.square().mean().sqrt()), share)
+
+
+def _summarize_layers(measurement: Measurement) -> dict[str, CosineSummary]:
+    total = float(measurement.gram.trace()) or 1.0
+    layers = {}
+    for name, gram in measurement.grams.items():
+        layers[name] = _summarize(gram, float(gram.trace()) / total)
+    return layers
+
+
+def _is_one_model(ensemble: EmbeddedEnsemble, regime: RegimeReport, cosine: CosineSummary) -> bool:
+    """Return whether all members are equal, or nearly."""
+    if ensemble.members == 1 or ensemble.spec.low_rank:
+        return False  # low-rank members start equal and separate in training
+    if regime.coupling == 1:
+        return True
+    return min(cosine.mean, regime.coupling) >= findings.NEARLY_EQUAL
+
+
+def _collect_facts(
+    ensemble: EmbeddedEnsemble,
+    report: Diagnosis,
+    structure: Structure | None,
+    biases: dict[str, Tensor],
+    bias_part: float,
+) -> findings.Facts:
+    """Return the facts that the checks of ``findings`` use."""
+    last = {} if structure is None else structure.last
+    coupled_sites = []
+    for name, law in last.items():
+        if law is not None and law.overlap != 0:
+            coupled_sites.append(name)
+    coupling = report.coupling
+    if structure is not None and biases and not structure.open:
+        # Only biases couple these members.
+        bias_part = max(coupling, bias_part)
+        coupling = 0.0
+    return findings.Facts(
+        ensemble=ensemble,
+        diagnosis=report,
+        last=last,
+        coupled_sites=coupled_sites,
+        sites=[site for site in ensemble.spec.sites if site.law.overlap < 1],
+        collective=coupling != 0,
+        biases=list(biases),
+        bias_part=bias_part,
+        gamma_chosen=False,
+        optimizer=None,
+        wanted=None,
+    )

@@ -1,1 +1,0 @@
-"""Diagnosis before training: will members differ, what are they worth, what is wrong."""

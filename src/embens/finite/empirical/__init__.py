@@ -1,1 +1,0 @@
-"""Empirical kernels: covariance and tangent kernel of the network at hand."""

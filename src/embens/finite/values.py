@@ -1,0 +1,93 @@
+"""Access to the parts of an ensemble that its public interface does not show.
+
+All other files of this room read members through these functions.
+"""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from embens.ensemble import EmbeddedEnsemble
+
+
+def plain_reference(ensemble: EmbeddedEnsemble) -> nn.Module:
+    """Return the reference network without modulations.
+
+    Args:
+        ensemble: any ensemble.
+
+    Returns:
+        A module that holds the very parameters that members share, under the reference's names.
+    """
+    return ensemble.reference
+
+
+def per_member(ensemble: EmbeddedEnsemble) -> tuple[Any, ...]:
+    """Return the per-member layers, items with ``.module``, ``.tensors`` and ``.drawn``.
+
+    Args:
+        ensemble: any ensemble.
+    """
+    return ensemble.spec.per_member
+
+
+def individual_tensors(ensemble: EmbeddedEnsemble) -> dict[str, dict[str, Tensor]]:
+    """Return all stacked tensors ``(member, ...)``, by site or layer and by name.
+
+    Args:
+        ensemble: an ensemble without fresh masks, see :func:`with_fixed_masks`.
+
+    Returns:
+        ``"4.post"`` maps to ``{"": values}``; a per-member layer ``"4"`` to its stacked tensors by
+        name, for example ``{"weight": ...}``; a low-rank layer to its two factors.
+    """
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for site in ensemble.spec.sites:
+        tensors[f"{site.layer}.{site.kind}"] = {"": ensemble.site_values(site)}
+    for item in ensemble.spec.per_member:
+        stacks = tensors.setdefault(item.module, {})
+        for name in item.tensors:
+            stacks[name] = ensemble.individual[f"{item.module}.{name}".lstrip(".")]
+    for site in ensemble.spec.low_rank:
+        factors = tensors.setdefault(site.layer, {})
+        for name in ("left", "right"):
+            factors[name] = ensemble.individual[f"{site.layer}.{name}"]
+    return tensors
+
+
+def site_values(ensemble: EmbeddedEnsemble, site: Any) -> Tensor:
+    """Return the values of a site, ``(member, size)``: the parameter itself if it is trainable.
+
+    Args:
+        ensemble: an ensemble without fresh masks, see :func:`with_fixed_masks`.
+        site: an element of ``ensemble.spec.sites``.
+    """
+    return ensemble.site_values(site)
+
+
+def with_fixed_masks(ensemble: EmbeddedEnsemble) -> EmbeddedEnsemble:
+    """Return an ensemble whose fresh masks are drawn once, from torch's global generator.
+
+    Args:
+        ensemble: any ensemble; returned as it is if no mask is fresh.
+
+    Returns:
+        A copy with the same parameter values, in which every mask is fixed.
+    """
+    if not any(site.fresh for site in ensemble.spec.sites):
+        return ensemble
+    reference = copy.deepcopy(ensemble.reference)
+    individual = copy.deepcopy(ensemble.individual)
+    values = individual.tensors()
+    example = next(reference.parameters())
+    sites = []
+    for site in ensemble.spec.sites:
+        if site.fresh:
+            shape = (ensemble.members, site.size)
+            values[site.key] = site.law.sample(shape, dtype=example.dtype, device=example.device)
+        sites.append(replace(site, fresh=False))
+    fixed = EmbeddedEnsemble(reference, replace(ensemble.spec, sites=tuple(sites)), values)
+    fixed.chunk = ensemble.chunk
+    return fixed

@@ -1,0 +1,170 @@
+r"""Which dual belongs to which activation module.
+
+Closed forms exist for piecewise linear activations, erf, sine, cosine and GELU. Other smooth
+activations use quadrature (:mod:`embens.theory.quadrature`). A user's smooth activation needs one
+line, ``register_activation(MyActivation)``. For an activation with a kink, write a
+:class:`~embens.theory.Dual` and register a function that returns it.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import singledispatch
+
+import torch
+from torch import Tensor, nn
+
+from embens import networks
+from embens.theory.closed_forms import Erf, Gelu, Homogeneous, Wave
+from embens.theory.expectations import Dual
+from embens.theory.quadrature import Smooth
+
+
+@singledispatch
+def dual(module: nn.Module) -> Dual:
+    """Return the dual of an activation module with its settings.
+
+    Args:
+        module: The activation.
+
+    Raises:
+        TypeError: If no dual is registered for the class of the module.
+
+    Example:
+        >>> dual(nn.LeakyReLU(0.1))
+        Homogeneous(right=1.0, left=0.1, at_zero=0.1)
+    """
+    name = type(module).__name__
+    raise TypeError(
+        f"the expectations of {name} under a normal law are not known. If it acts on each number "
+        f"alone and is smooth, call embens.theory.register_activation({name}); else decorate a "
+        f"function that returns its Dual with @embens.theory.register_activation({name})."
+    )
+
+
+def register(
+    kind: type[nn.Module], function: Callable[..., Dual] | None = None
+) -> Callable[[Callable[..., Dual]], Callable[..., Dual]]:
+    """Register an activation class.
+
+    Args:
+        kind: Class of the activation. It must act on each number separately. Unless a function is
+            given, it must be smooth; its expectations then use quadrature.
+        function: Takes an instance and returns its :class:`~embens.theory.Dual`.
+
+    Returns:
+        A decorator that registers another function for the same class.
+
+    Raises:
+        TypeError: If ``kind`` is not a subclass of ``nn.Module``.
+
+    Example:
+        >>> class Square(nn.Module):
+        ...     def forward(self, x):
+        ...         return x**2
+        >>> decorate = register(Square)
+        >>> one = torch.ones(1, dtype=torch.float64)
+        >>> round(dual(Square()).same(one, one, one, None)[0].item(), 9)  # E z⁴
+        3.0
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(
+            f"register takes a class of modules, such as MyActivation; got {kind!r}. "
+            "Give the class and not an instance, or wrap a function in a module."
+        )
+
+    def decorate(function: Callable[..., Dual]) -> Callable[..., Dual]:
+        return dual.register(kind, function)
+
+    decorate(by_quadrature if function is None else function)
+    return decorate
+
+
+def by_quadrature(module: nn.Module) -> Dual:
+    """Return the dual of a smooth activation.
+
+    Args:
+        module: The activation; it is copied to float64 on the CPU.
+
+    Raises:
+        ValueError: If the module is random, or does not act on each number separately.
+    """
+    module = copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False)
+    name = type(module).__name__
+    x = torch.linspace(-2, 2, 9, dtype=torch.float64)
+    with torch.no_grad():
+        whole = module(x)
+        repeated = module(x)
+        if whole.shape != x.shape or not torch.equal(whole, repeated):
+            raise ValueError(
+                f"{name} does not return one number for each number, always the same. Its "
+                "expectations under a normal law exist only if it does; for random layers use "
+                "embens.mc_dropout."
+            )
+        single = torch.stack([module(number) for number in x])
+    if not torch.allclose(whole, single, rtol=1e-12, atol=1e-12, equal_nan=True):
+        raise ValueError(
+            f"{name} does not act on each number alone: what it returns for one depends on the "
+            "others. Register a rule for it with embens.theory.propagate.register instead."
+        )
+    return Smooth(module, name)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
+@dual.register
+def _(module: nn.Identity) -> Dual:
+    return Homogeneous(1.0, 1.0, 1.0)
+
+
+@dual.register
+def _(module: nn.ReLU) -> Dual:
+    return Homogeneous()
+
+
+@dual.register
+def _(module: nn.LeakyReLU) -> Dual:
+    slope = float(module.negative_slope)
+    return Homogeneous(1.0, slope, slope)
+
+
+@dual.register
+def _(module: networks.Abs) -> Dual:
+    return Homogeneous(1.0, -1.0)
+
+
+@dual.register
+def _(module: networks.Erf) -> Dual:
+    return Erf()
+
+
+@dual.register
+def _(module: networks.Sin) -> Dual:
+    return Wave(parity=-1)
+
+
+@dual.register
+def _(module: networks.Cos) -> Dual:
+    return Wave(parity=1)
+
+
+@dual.register
+def _(module: nn.GELU) -> Dual:
+    return Gelu() if module.approximate == "none" else by_quadrature(module)
+
+
+@dual.register
+def _(module: nn.Softplus) -> Dual:
+    # torch's own function jumps at a threshold, which saves time but is not smooth.
+    beta = float(module.beta)
+    return Smooth(lambda x: _softplus(beta * x) / beta, f"Softplus({beta:g})")
+
+
+@dual.register
+def _(module: nn.Mish) -> Dual:
+    return Smooth(lambda x: x * _softplus(x).tanh(), "Mish")
+
+
+for _kind in (nn.Tanh, nn.Sigmoid, nn.SiLU, nn.LogSigmoid, nn.Tanhshrink):
+    register(_kind)

@@ -1,0 +1,482 @@
+r"""Training in the limit on the squared loss, in closed form for any time.
+
+With the loss :math:`\frac1B \sum_x \frac12 (f_a(x) - y(x))^2` of each member, the ensemble mean
+follows :math:`K_m = \Theta_{aa} + (M-1) \Theta_{ab}` towards the targets, and deviations from it
+follow :math:`K_d = \Theta_{aa} - \Theta_{ab}` towards 0. With :math:`A, V` of each
+:class:`~embens.theory.eigenmode.Mode`,
+
+.. math::
+    E f_a = A_m y, \qquad \mathrm{Cov}(f_a, f_b) = V_m + (\delta_{ab} - \tfrac1M) V_d .
+
+Time is in units of the rate: :math:`t = 1` is :math:`1/\eta` steps at a small rate :math:`\eta`.
+Expectations are over initialisations. To get train outputs, pass the train data as test data.
+Several outputs share one kernel and are independent; variances hold for each of them. For other
+losses see :mod:`embens.theory.classification`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from embens.checks import Gamma, check_number
+from embens.theory.eigenmode import Mode
+from embens.theory.kernel import Kernels, MemberKernel, check_rates
+from embens.theory.problem import Problem, check_targets, draw_members
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+T = TypeVar("T")
+
+SILENT = 1e-10
+"""Relative size up to which the kernel of the ensemble mean counts as 0."""
+
+
+@dataclass(frozen=True)
+class FlowSettings:
+    """Settings of training in the limit.
+
+    Attributes:
+        shared_rate: Rate of shared parameters, relative to the learning rate.
+        individual_rate: Rate of individual parameters, relative to the learning rate.
+        jitter: Number to add to the diagonal of the train data's kernel in both modes.
+    """
+
+    shared_rate: float = 1.0
+    individual_rate: float = 1.0
+    jitter: float = 0.0
+
+
+DEFAULT = FlowSettings()
+
+
+class PerMode(NamedTuple, Generic[T]):
+    """A value for the ensemble mean and one for the deviations from it."""
+
+    mean: T
+    deviation: T
+
+
+@dataclass(frozen=True, repr=False)
+class GradientFlow:
+    """An infinitely wide ensemble in training; made by :func:`gradient_flow`.
+
+    A time ``t`` (for :func:`gradient_descent` a number of steps) may be 0, infinite, or a vector of
+    times, which then is the first axis of the result. The next axis is that of test samples. Means
+    also have the output axes of the targets.
+
+    Attributes:
+        modes: Dynamics of mean and deviations.
+        rate: Rate of gradient descent; None means gradient flow.
+        targets: Targets of the train data, ``(n, …)``.
+        members: Number of members.
+        gamma: Gradient scale that was used.
+        jitter: Number added to the diagonal of both modes' kernels.
+    """
+
+    modes: PerMode[Mode]
+    rate: float | None
+    targets: Float[Tensor, "n ..."]
+    members: int
+    gamma: float
+    jitter: float
+
+    def mean(self, t: float | Tensor) -> Tensor:
+        """Return the expected output of a member, which is that of the ensemble.
+
+        Args:
+            t: Time, or a vector of times.
+        """
+        targets = self._flat_targets()
+        outputs = self._at(t, lambda gains: self.modes.mean.respond(gains.mean, targets))
+        return outputs.reshape(*outputs.shape[:-1], *self.targets.shape[1:])
+
+    def variance(self, t: float | Tensor) -> Tensor:
+        """Return the variance of a member's output.
+
+        Args:
+            t: Time, or a vector of times.
+        """
+        self._require_prior("variance")
+        mean, deviation = self.modes
+        share = 1 - 1 / self.members
+
+        def total(gains: PerMode[Tensor]) -> Tensor:
+            return mean.variance(gains.mean) + share * deviation.variance(gains.deviation)
+
+        return self._at(t, total)
+
+    def ensemble_variance(self, t: float | Tensor) -> Tensor:
+        """Return the variance of the mean of the members' outputs.
+
+        Args:
+            t: Time, or a vector of times.
+        """
+        self._require_prior("ensemble_variance")
+        return self._at(t, lambda gains: self.modes.mean.variance(gains.mean))
+
+    def diversity(self, t: float | Tensor) -> Tensor:
+        r"""Return the expected spread of members, :math:`E \frac1M \sum_a (f_a - \bar f)^2`.
+
+        Multiply by :math:`M / (M - 1)` for the unbiased sample variance.
+
+        Args:
+            t: Time, or a vector of times.
+        """
+        self._require_prior("diversity")
+        share = 1 - 1 / self.members
+        return self._at(t, lambda gains: share * self.modes.deviation.variance(gains.deviation))
+
+    def covariance(self, t: float) -> MemberKernel:
+        """Return the covariance of test outputs within and between members.
+
+        With one member, ``cross`` has no meaning.
+
+        Args:
+            t: Time.
+        """
+        mean, deviation = self._covariances(t, "covariance")
+        cross = mean - deviation / self.members
+        return MemberKernel(same=cross + deviation, cross=cross)
+
+    def evolve(
+        self,
+        t: float | Tensor,
+        train: Float[Tensor, "member n ..."],
+        test: Float[Tensor, "member test ..."],
+    ) -> Tensor:
+        """Return the test outputs of one ensemble, given its outputs before training.
+
+        Args:
+            t: Time, or a vector of times.
+            train: Train outputs before training, ``(member, n, …)``.
+            test: Test outputs before training, ``(member, test, …)``.
+
+        Returns:
+            Test outputs ``(member, test, …)``.
+
+        Raises:
+            ValueError: If a shape does not fit.
+        """
+        mean, deviation = self.modes
+        self._check_outputs("train", train, len(mean.basis))
+        self._check_outputs("test", test, len(mean.carry))
+        flat_train = train.to(self.targets).reshape(*train.shape[:2], -1)
+        ensemble_mean = flat_train.mean(0)
+        targets = self._flat_targets()
+
+        def outputs(gains: PerMode[Tensor]) -> Tensor:
+            change = deviation.respond(gains.deviation, flat_train - ensemble_mean)
+            change = change + mean.respond(gains.mean, ensemble_mean - targets)
+            return test.to(self.targets) - change.reshape(test.shape)
+
+        return self._at(t, outputs)
+
+    def sample(
+        self, t: float, draws: int = 1, *, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "draw member test ..."]:
+        """Draw test outputs of trained ensembles, each with an initialisation of its own.
+
+        Args:
+            t: Time.
+            draws: Number of ensembles.
+            generator: Source of randomness; None means torch's default one.
+
+        Returns:
+            Outputs ``(draw, member, test, …)``.
+        """
+        mean, deviation = self._covariances(t, "sample")
+        shape = tuple(self.targets.shape[1:])
+        return self.mean(t) + draw_members(mean, deviation, self.members, shape, draws, generator)
+
+    @property
+    def largest_stable_rate(self) -> PerMode[float]:
+        r"""Rates :math:`2B / \lambda_{\max}` below which gradient descent converges.
+
+        The mean has the smaller one, unless members repel each other. A mode that does not move has
+        an infinite one.
+        """
+        mean, deviation = self.modes
+        if self.members == 1:
+            return PerMode(mean.largest_stable_rate, math.inf)
+        return PerMode(mean.largest_stable_rate, deviation.largest_stable_rate)
+
+    @property
+    def rank(self) -> PerMode[int]:
+        """Numerical ranks of the modes' kernels on the train data."""
+        return PerMode(self.modes.mean.rank, self.modes.deviation.rank)
+
+    def __repr__(self) -> str:
+        train, test = len(self.targets), len(self.modes.mean.carry)
+        rate = "" if self.rate is None else f", rate={self.rate:g}"
+        return (
+            f"GradientFlow(members={self.members}, gamma={self.gamma:g}{rate}, train={train}, "
+            f"test={test}, rank={tuple(self.rank)}, jitter={self.jitter:g})"
+        )
+
+    def _flat_targets(self) -> Tensor:
+        return self.targets.reshape(len(self.targets), -1)
+
+    def _check_outputs(self, name: str, outputs: Tensor, samples: int) -> None:
+        expected = (self.members, samples, *self.targets.shape[1:])
+        if outputs.shape != expected:
+            raise ValueError(
+                f"{name} outputs must be {expected}, members first and the rest like targets; "
+                f"got {tuple(outputs.shape)}."
+            )
+
+    def _covariances(self, t: float, caller: str) -> tuple[Tensor, Tensor]:
+        """Return the covariances of the mean and of deviations, each ``(test, test)``."""
+        self._require_prior(caller)
+        if isinstance(t, Tensor) and t.dim():
+            raise ValueError(
+                f"{caller} takes one time; got a vector of {len(t)}. Call it for each of them."
+            )
+        gains = self._gains(t)
+        mean, deviation = self.modes
+        return mean.covariance(gains.mean), deviation.covariance(gains.deviation)
+
+    def _require_prior(self, caller: str) -> None:
+        if self.modes.mean.prior_test is None:
+            raise ValueError(
+                f"{caller} needs the kernels of the test data with themselves; got None for "
+                "k_test_test. Pass kernels(ensemble, x_test); the mean does without."
+            )
+
+    def _at(self, t: float | Tensor, function: Callable[[PerMode[Tensor]], Tensor]) -> Tensor:
+        """Return a function of the gains at one time, or stacked for a vector of times."""
+        if hasattr(t, "__len__") and not isinstance(t, str | Tensor):
+            t = torch.as_tensor(t, dtype=torch.float64)
+        if not isinstance(t, Tensor) or not t.dim():
+            return function(self._gains(t))
+        if t.dim() > 1:
+            raise ValueError(f"t must be a time or a vector of them; got shape {tuple(t.shape)}.")
+        return torch.stack([function(self._gains(time)) for time in t.tolist()])
+
+    def _gains(self, t: float | Tensor) -> PerMode[Tensor]:
+        """Return the gains of both modes at a valid time."""
+        expected = f"t must be a time >= 0, which may be inf; got {t!r}."
+        if self.rate is not None:
+            expected = f"steps must be a whole number >= 0, which may be inf; got {t!r}."
+        try:
+            time = float(t)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{expected} For several give a vector.") from None
+        if not time >= 0:
+            raise ValueError(f"{expected} Training starts at 0.")
+        if math.isinf(time):
+            self._require_convergence()
+            self._warn_of_null_directions()
+        elif self.rate is not None and time != round(time):
+            raise ValueError(f"{expected} For continuous time use gradient_flow.")
+        return PerMode(self.modes.mean.gain(time), self.modes.deviation.gain(time))
+
+    def _require_convergence(self) -> None:
+        """Raise where outputs have no limit at infinite time."""
+        for name, mode in zip(PerMode._fields, self.modes, strict=True):
+            is_relevant = name == "mean" or self.members > 1
+            if is_relevant and not mode.converges:
+                largest = mode.eigenvalues.max().item()
+                raise ValueError(
+                    f"training never ends: the {name} mode diverges, its eigenvalues are "
+                    f"{mode.least:.3g} to {largest:.3g}. Expected none below 0 and, in gradient "
+                    f"descent, a rate below {min(self.largest_stable_rate):.4g}; got {self.rate}."
+                )
+
+    def _warn_of_null_directions(self) -> None:
+        """Warn where the limit at infinite time uses a pseudo-inverse."""
+        mode = self.modes.mean
+        if mode.rank == len(mode.eigenvalues):
+            return
+        unfitted = (mode.basis.mT @ self._flat_targets())[mode.eigenvalues == 0]
+        smallest = torch.finfo(unfitted.dtype).tiny
+        share = (unfitted.norm() / self.targets.norm().clamp(min=smallest)).item()
+        fit = "the targets agree with that"
+        if share > 1e-6:
+            fit = (
+                f"a share {share:.2g} of the targets is never fitted (equal inputs, other targets)"
+            )
+        warnings.warn(
+            f"the kernel of the train data is singular: rank {mode.rank} of "
+            f"{len(mode.eigenvalues)} at cut-off {mode.cutoff:.2g}. At infinite time its "
+            f"pseudo-inverse is used; {fit}. Pass FlowSettings(jitter=…), of the size of the "
+            "targets' noise, or leave out repeated inputs.",
+            stacklevel=5,
+        )
+
+
+def gradient_flow(
+    k_train_train: Kernels,
+    k_test_train: Kernels,
+    k_test_test: Kernels | None,
+    y: Float[Tensor, "n ..."],
+    members: int = 8,
+    gamma: Gamma = None,
+    *,
+    settings: FlowSettings = DEFAULT,
+) -> GradientFlow:
+    r"""Train an infinitely wide ensemble by gradient flow on the squared loss.
+
+    Args:
+        k_train_train: Kernels of the train data with themselves.
+        k_test_train: Kernels of the test data (rows) with the train data.
+        k_test_test: Kernels of the test data with themselves; None allows means only.
+        y: Targets, ``(n,)`` or ``(n, k)``.
+        members: Number of members :math:`M`.
+        gamma: Gradient scale of shared parameters: a number, a function of the number of members,
+            or None for :func:`~embens.theory.natural_gamma`.
+        settings: Relative rates and jitter.
+
+    Returns:
+        The ensemble in training, as a function of time.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes do not fit, or members are not exchangeable.
+
+    Example:
+        >>> from embens.theory.kernel import zero_cross
+        >>> one = torch.ones(1, 1, dtype=torch.float64)
+        >>> alone = MemberKernel(same=one, cross=zero_cross(one))  # members share nothing
+        >>> k = Kernels(nngp=alone, ntk_shared=alone, ntk_individual=MemberKernel(0 * one, 0 * one))
+        >>> flow = gradient_flow(k, k, k, torch.tensor([2.0]), members=4, gamma=4.0)
+        >>> flow.mean(1.0).item(), flow.variance(0).item(), flow.ensemble_variance(0).item()
+        (1.264241..., 1.0, 0.25)
+        >>> flow.mean(float("inf")).item(), flow.diversity(float("inf")).item()
+        (2.0, 0.0)
+    """
+    return _solve((k_train_train, k_test_train, k_test_test), y, members, gamma, settings)
+
+
+def gradient_descent(
+    k_train_train: Kernels,
+    k_test_train: Kernels,
+    k_test_test: Kernels | None,
+    y: Float[Tensor, "n ..."],
+    members: int = 8,
+    gamma: Gamma = None,
+    *,
+    rate: float,
+    settings: FlowSettings = DEFAULT,
+) -> GradientFlow:
+    """Train an infinitely wide ensemble by gradient descent on the squared loss.
+
+    A rate beyond the largest stable one gives a warning, and outputs diverge.
+
+    Args:
+        k_train_train: Kernels of the train data with themselves.
+        k_test_train: Kernels of the test data (rows) with the train data.
+        k_test_test: Kernels of the test data with themselves; None allows means only.
+        y: Targets, ``(n,)`` or ``(n, k)``.
+        members: Number of members.
+        gamma: Gradient scale of shared parameters, as in :func:`gradient_flow`.
+        rate: Learning rate.
+        settings: Relative rates and jitter.
+
+    Returns:
+        The ensemble in training; its times are numbers of steps.
+    """
+    check_rates(rate=rate)
+    parts = k_train_train, k_test_train, k_test_test
+    flow = _solve(parts, y, members, gamma, settings, rate=float(rate))
+    stable = flow.largest_stable_rate
+    if rate >= min(stable):
+        warnings.warn(
+            f"rate {rate:g} is too large: gradient descent diverges from {stable.mean:.6g} (mean "
+            f"of members) and from {stable.deviation:.6g} (deviations). Choose one below both.",
+            stacklevel=2,
+        )
+    return flow
+
+
+def posterior(
+    k_train_train: Kernels,
+    k_test_train: Kernels,
+    k_test_test: Kernels,
+    y: Float[Tensor, "n ..."],
+    noise: float,
+) -> tuple[Tensor, Tensor]:
+    r"""Compute the posterior of test outputs, given targets with noise.
+
+    .. math:: K_{*x} (K + \sigma^2)^{-1} y, \qquad K_{**} - K_{*x} (K + \sigma^2)^{-1} K_{x*}
+
+    :math:`K` is a member's prior covariance ``nngp.same``. It is the posterior of networks of which
+    only the last layer is trained. Several outputs share one covariance.
+
+    Args:
+        k_train_train: Kernels of the train data with themselves.
+        k_test_train: Kernels of the test data (rows) with the train data.
+        k_test_test: Kernels of the test data with themselves.
+        y: Targets, ``(n,)`` or ``(n, k)``.
+        noise: Standard deviation :math:`\sigma` of the targets, above 0.
+
+    Returns:
+        Mean ``(test,)`` or ``(test, k)``, and covariance ``(test, test)``.
+    """
+    parts = k_train_train, k_test_train, k_test_test
+    problem = Problem.of(parts, 1, 1.0, rates={}, caller="posterior")
+    train, carry, test = problem.nngp
+    assert test is not None
+    y = check_targets(y, train.same)
+    noise = check_number("noise", noise, "a number > 0", lambda std: std > 0)
+    identity = torch.eye(len(train.same)).to(train.same)
+    factor = torch.linalg.cholesky(train.same + noise**2 * identity)
+    weights = torch.cholesky_solve(carry.same.mT, factor).mT
+    return torch.tensordot(weights, y, 1), test.same - weights @ carry.same.mT
+
+
+def _solve(
+    parts: tuple[Kernels, Kernels, Kernels | None],
+    y: Tensor,
+    members: int,
+    gamma: Gamma,
+    settings: FlowSettings,
+    rate: float | None = None,
+) -> GradientFlow:
+    """Diagonalise both modes."""
+    rates = {"shared_rate": settings.shared_rate, "individual_rate": settings.individual_rate}
+    problem = Problem.of(parts, members, gamma, rates=rates, caller="gradient_flow")
+    y = check_targets(y, problem.ntk[0].same)
+    jitter = check_number("jitter", settings.jitter, "a number >= 0", lambda x: x >= 0)
+    modes = []
+    for index, name in enumerate(PerMode._fields):
+        train, carry = (kernel.modes(members)[index] for kernel in problem.ntk)
+        if name == "mean" and train.abs().max() < SILENT * problem.ntk[0].same.abs().max():
+            # Only rounding is left of it.
+            train, carry = torch.zeros_like(train), torch.zeros_like(carry)
+            warnings.warn(
+                "the mean of the members can't learn: what they have in common cancels (cross is "
+                "-1/(M - 1) times same), so it stays what it is. Use a rho above -1/(M - 1), "
+                "modulations that are trained, or an output bias.",
+                stacklevel=3,
+            )
+        mode = Mode.solve((train, carry), _prior(problem, index), jitter, rate)
+        if mode.indefinite and (name == "mean" or members > 1):
+            warnings.warn(
+                f"the {name} mode's kernel on the train data is not positive semi-definite: its "
+                f"smallest eigenvalue is {mode.least:.3g}, the largest "
+                f"{mode.eigenvalues.max().item():.3g}. Its outputs grow without bound; check the "
+                "kernels.",
+                stacklevel=3,
+            )
+        modes.append(mode)
+    return GradientFlow(PerMode(*modes), rate, y, members, problem.gamma, jitter)
+
+
+def _prior(problem: Problem, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the prior covariances of the mean (index 0) or of deviations (1)."""
+    # The ensemble mean has 1/M of the covariance that `modes` gives.
+    share = 1 / problem.members if index == 0 else 1.0
+    train, carry, test = problem.nngp
+    prior_train = share * train.modes(problem.members)[index]
+    prior_carry = share * carry.modes(problem.members)[index]
+    if test is None:
+        return prior_train, prior_carry, None
+    return prior_train, prior_carry, share * test.modes(problem.members)[index]

@@ -1,0 +1,454 @@
+r"""The infinite-width limit of an ensemble on some inputs.
+
+A :class:`Limit` reads the plain reference and the specification of an ensemble. It passes every
+input with itself through the rules of :mod:`embens.theory.recursion` once, which gives the
+variances, and then computes any block of the kernels. :mod:`embens.theory.blocks` assembles the
+blocks.
+
+Input modulations :math:`u^0` and output modulations :math:`v^{L+1}` act on finitely many units, so
+their averages do not concentrate. Kernels are then conditional on the drawn values. Given
+:math:`u^0`, member :math:`a` is a network on the inputs :math:`u^0_a \circ x`; given
+:math:`v^{L+1}`, kernels are multiplied by :math:`v_a v_b`.
+"""
+
+import hashlib
+import importlib
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from embens.ensemble import EmbeddedEnsemble
+from embens.theory.ensembles import (
+    has_repeated_members,
+    per_member,
+    plain_reference,
+    site_values,
+)
+from embens.theory.expectations import Dual
+from embens.theory.kernel import Kernels, MemberKernel, zero_cross
+from embens.theory.moments import DIAGONAL, MEASURE, Moments, Pass, Recorded, State, describe
+from embens.theory.pixels import count_poolings
+from embens.theory.placement import SHARED, Modulation, Placement, find_placements
+from embens.theory.recursion import has_rule, propagate, steps, unknown
+
+_RECORD_NUMBERS = 2**22  # entries of one kernel in the pass of every input with itself
+
+
+class Limit:
+    """An infinitely wide network or ensemble on some inputs; see :func:`embens.theory.kernels`.
+
+    Args:
+        ensemble: An ensemble, or a plain network.
+        x1: Inputs, ``(n1, …)``.
+        x2: Other inputs, ``(n2, …)``; None means ``x1``.
+        dtype: ``torch.float64`` or ``torch.float32``.
+
+    Attributes:
+        steps: Names and modules of the network, from the first layer on.
+        placements: What the ensemble does at each layer.
+        separate: Whether members are separate networks.
+        conditional: Whether kernels are conditional on drawn input or output modulations.
+        symmetric: Whether ``x1`` and ``x2`` are equal.
+        shape: Numbers of inputs, ``(n1, n2)``.
+
+    Raises:
+        TypeError: If the limit of a module is not known, or an argument has a wrong type.
+        ValueError: If inputs do not fit the network, or the limit does not exist.
+    """
+
+    def __init__(
+        self,
+        ensemble: EmbeddedEnsemble | nn.Module,
+        x1: Tensor,
+        x2: Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.float64,
+    ):
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"dtype must be torch.float64 or torch.float32; got {dtype}.")
+        _check_inputs("x1", x1)
+        if x2 is not None:
+            _check_inputs("x2", x2)
+        self.dtype = dtype
+        self.separate = False
+        self.placements: dict[nn.Module, Placement] = {}
+        network: nn.Module = ensemble
+        if isinstance(ensemble, EmbeddedEnsemble):
+            _require_limit(ensemble)
+            self.separate = ensemble.spec.separate
+            if self.separate:
+                network = ensemble.member(0)
+            else:
+                network = plain_reference(ensemble)
+                self.placements = find_placements(ensemble, network)
+        self._preprocessing, self.steps = _split(network)
+        self._poolings = count_poolings(nn.ModuleList([module for _, module in self.steps]))
+        self._read_conditions(ensemble)
+        self._prepare_inputs(x1, x2)
+        self._prepare_activations()
+
+    def _read_conditions(self, ensemble: EmbeddedEnsemble | nn.Module) -> None:
+        """Look up the drawn values of input and output modulations."""
+        first = self.placements.get(self.steps[0][1], SHARED)
+        last = self.placements.get(self.steps[-1][1], SHARED)
+        self._input_post = first.post
+        self._output_pre = last.pre
+        self.conditional = self._input_post is not None or self._output_pre is not None
+        self._input_values: Tensor | None = None  # (member, feature)
+        self._output_values: Tensor | None = None
+        if first.post is not None:
+            self._input_values = _feature_values(ensemble, first.post)
+        if last.pre is not None:
+            self._output_values = _feature_values(ensemble, last.pre)
+        self._member_axes = 0 if self._input_values is None else 1
+
+    def _prepare_inputs(self, x1: Tensor, x2: Tensor | None) -> None:
+        self.symmetric = x2 is None or x2 is x1
+        if x2 is not None and x2.shape == x1.shape:
+            self.symmetric = self.symmetric or torch.equal(x1, x2)
+        self.x1 = self._preprocess(x1, "x1")
+        self._x2 = self.x1
+        if x2 is not None and not self.symmetric:
+            self._x2 = self._preprocess(x2, "x2")
+        if self.x1.shape[1:] != self._x2.shape[1:]:
+            raise ValueError(
+                f"x1 and x2 must have the same features; got {tuple(self.x1.shape[1:])} and "
+                f"{tuple(self._x2.shape[1:])}."
+            )
+        self.shape = len(self.x1), len(self._x2)
+
+    @torch.no_grad()
+    def _prepare_activations(self) -> None:
+        """Record the variances of all inputs and prepare duals for them."""
+        self._duals: list[Dual] = []
+        record1 = self._record(self._modulate(self.x1))
+        record2 = record1
+        if not self.symmetric:
+            record2 = self._record(self._modulate(self._x2))
+        for first, second in zip(record1, record2, strict=True):
+            largest = max(first.variances.max().item(), second.variances.max().item())
+            self._duals.append(first.dual.prepare(largest or 1.0, first.law))
+        self._variances = (
+            [recorded.variances for recorded in record1],
+            [recorded.variances for recorded in record2],
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which kernels are computed."""
+        return self.x1.device
+
+    @property
+    def numbers(self) -> int:
+        """Number of entries that one pair of inputs has in the largest kernel of a layer."""
+        spatial = _pixel_axes(_first_layer(self.steps[0][1]))
+        pixels = self.x1.shape[2 : 2 + spatial].numel()
+        entries = pixels**2 if self._poolings else pixels
+        members = 1 if self._input_values is None else len(self._input_values)
+        return members**2 * entries
+
+    def fingerprint(self, *more: Any) -> str:
+        """Return a hash of everything that determines the kernels.
+
+        Args:
+            more: Further values to include, by their ``repr``.
+        """
+        network = []
+        for path, module in self.steps:
+            frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+            placements = [self.placements.get(part, SHARED) for part in module.modules()]
+            network.append((path, module, frozen, placements))
+        digest = hashlib.sha256(str((network, self.separate, more)).encode())
+        for tensor in (self.x1, self._x2, self._input_values, self._output_values):
+            if tensor is None:
+                continue
+            digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    @torch.no_grad()
+    def block(self, rows: slice = slice(None), columns: slice = slice(None)) -> Kernels:
+        """Return the kernels of some inputs.
+
+        Args:
+            rows: Which of ``x1``.
+            columns: Which of ``x2``.
+        """
+        x1, x2 = self.x1[rows], self._x2[columns]
+        same_rows = rows.indices(self.shape[0]) == columns.indices(self.shape[1])
+        members = (slice(None),) * self._member_axes
+        facts = self._facts(
+            variances=(
+                [variances[(*members, rows)] for variances in self._variances[0]],
+                [variances[(*members, columns)] for variances in self._variances[1]],
+            ),
+            aligned=self.symmetric and same_rows,
+        )
+        state = self._run(self._modulate(x1), self._modulate(x2), facts)
+        if self._input_post is not None and self._input_post.trainable:
+            tangents = self._input_tangents(x1, x2)
+            if state.individual is not None:
+                tangents = tangents + state.individual
+            state = state.replace(individual=tangents)
+        return self._kernels(state, symmetric=facts.aligned)
+
+    def _facts(self, **options: Any) -> Pass:
+        return Pass(
+            placements=self.placements,
+            duals=self._duals,
+            input_members=self._input_values is not None,
+            **options,
+        )
+
+    def _preprocess(self, x: Tensor, name: str) -> Tensor:
+        """Apply the modules before the first layer, and check the shape."""
+        x = x.detach().to(self.dtype)
+        for module in self._preprocessing:
+            x = module(x)
+        path, module = self.steps[0]
+        layer = _first_layer(module)
+        if layer is not module:
+            return x  # a module with a user's rule knows which shapes it takes
+        spatial = _pixel_axes(layer)
+        expected = layer.in_channels if spatial else layer.in_features
+        if x.dim() == 2 + spatial and x.shape[1] == expected:
+            return x
+        hint = "" if spatial or x.dim() == 2 else " Put nn.Flatten() before it."
+        raise ValueError(
+            f"{name} does not fit {describe(layer, path)}, which takes "
+            f"(n, {expected}{', pixels' * spatial}); got {tuple(x.shape)}.{hint}"
+        )
+
+    def _modulate(self, x: Tensor, values: Tensor | None = None) -> Tensor:
+        """Multiply inputs by the drawn input modulations, ``(member, n, …)``, if there are any."""
+        if self._input_values is None:
+            return x
+        u = self._input_values.to(x) if values is None else values
+        return x * u.reshape(len(u), 1, u.shape[1], *(1,) * (x.dim() - 2))
+
+    def _run(self, x1: Tensor, x2: Tensor, facts: Pass) -> State:
+        """Pass inputs through all modules; return the state of the outputs, without pixels."""
+        state = State(Moments(None), inputs=(x1, x2), poolings=self._poolings, facts=facts)
+        for path, module in self.steps:
+            state = propagate(module, state.replace(path=path))
+        path, module = self.steps[-1]
+        if not state.gaussian:
+            raise TypeError(
+                f"the network ends in {describe(module, path)}; in the limit it must end in a "
+                f"Linear or a convolution, whose outputs are Gaussian. {MEASURE}"
+            )
+        if state.layout is None:
+            return state
+        if any(size != 1 for size in state.pixels):
+            raise TypeError(
+                f"the network ends in {describe(module, path)} with pixels {state.pixels} left; "
+                "end it in nn.Flatten() and a Linear, after nn.AdaptiveAvgPool2d(1) if pixels are "
+                "to be averaged."
+            )
+        groups = 1 if state.layout == DIAGONAL else 2  # of pixel axes, all of size 1
+        axes = tuple(range(-state.spatial * groups, 0))
+        return state.map(lambda kernel: kernel.mean(axes))
+
+    def _record(self, x: Tensor) -> list[Recorded]:
+        """Return the variances of inputs at each activation, computed a few inputs at a time."""
+        size = max(1, _RECORD_NUMBERS // self.numbers)
+        parts: list[list[Recorded]] = []
+        for inputs in x.split(size, dim=self._member_axes):
+            recording: list[Recorded] = []
+            self._run(inputs, inputs, self._facts(recording=recording, tracked=False))
+            parts.append(recording)
+        records = []
+        for of_activation in zip(*parts, strict=True):
+            variances = [recorded.variances for recorded in of_activation]
+            joined = torch.cat(variances, dim=self._member_axes)
+            records.append(of_activation[0]._replace(variances=joined))
+        return records
+
+    def _input_tangents(self, x1: Tensor, x2: Tensor) -> Tensor:
+        r"""Return the tangent kernel of trainable input modulations, ``(member, n1, n2)``.
+
+        .. math:: \sum_c \partial_{u_c} \partial_{u'_c} \Sigma_{aa}(u \circ x, u' \circ x')
+
+        is its mean over initialisations. With finitely many inputs it does not concentrate.
+        """
+        assert self._input_post is not None
+        assert self._input_values is not None
+        _load_derivative_rules()
+        u = self._input_values.to(x1)
+
+        def covariance(u1: Tensor, u2: Tensor) -> Tensor:
+            inputs1, inputs2 = self._modulate(x1, u1), self._modulate(x2, u2)
+            variances = (
+                [recorded.variances for recorded in self._record(inputs1)],
+                [recorded.variances for recorded in self._record(inputs2)],
+            )
+            facts = self._facts(variances=variances, tracked=False)
+            return self._run(inputs1, inputs2, facts).covariance
+
+        def slope(function: Callable[[Tensor], Tensor], direction: Tensor) -> Tensor:
+            return torch.func.jvp(function, (u,), (direction,))[1]
+
+        def mixed_slope(direction: Tensor) -> Tensor:
+            return slope(lambda u1: slope(partial(covariance, u1), direction), direction)
+
+        site = self._input_post.site
+        channels = torch.eye(site.size, dtype=u.dtype, device=u.device)
+        channels = channels.repeat_interleave(site.repeat, dim=1)
+        total = mixed_slope(channels[0].expand_as(u))
+        for channel in channels[1:]:
+            total = total + mixed_slope(channel.expand_as(u))
+        return total
+
+    def _kernels(self, state: State, *, symmetric: bool) -> Kernels:
+        """Return the kernels of the outputs; ``symmetric`` to the last bit for equal inputs."""
+        zero = torch.zeros((), dtype=self.dtype, device=self.device).expand_as(state.covariance)
+        same = state.same
+        if self.separate:  # all parameters are individual, and nothing is shared
+            nngp = _member_kernel(same.nngp, None, zero)
+            shared = _member_kernel(None, None, zero)
+            individual = _member_kernel(same.ntk, None, zero)
+        else:
+            cross = state.crossed
+            nngp = _member_kernel(same.nngp, cross.nngp, zero)
+            shared = _member_kernel(same.ntk, cross.ntk, zero)
+            individual = _member_kernel(state.individual, None, zero)
+        if self.conditional:
+            nngp, shared, individual = self._condition(nngp, shared, individual)
+        if symmetric:
+            nngp, shared, individual = _symmetric(nngp), _symmetric(shared), _symmetric(individual)
+        return Kernels(nngp, shared, individual)
+
+    def _condition(
+        self, nngp: MemberKernel, shared: MemberKernel, individual: MemberKernel
+    ) -> tuple[MemberKernel, MemberKernel, MemberKernel]:
+        """Give kernels their member axes, and multiply them by drawn output modulations."""
+        values = self._output_values if self._input_values is None else self._input_values
+        assert values is not None
+        members = len(values)
+        weights = torch.ones(members, members, dtype=self.dtype, device=self.device)
+        if self._output_values is not None:
+            v = self._output_values.to(weights)
+            weights = v @ v.mT / v.shape[1]  # mean over outputs
+        diagonal = torch.eye(members, dtype=torch.bool, device=self.device)[:, :, None, None]
+
+        def condition(kernel: MemberKernel, more: Tensor | None = None) -> MemberKernel:
+            same = weights.diagonal()[:, None, None] * kernel.same
+            if more is not None:
+                same = same + more
+            cross = weights[:, :, None, None] * kernel.cross
+            return MemberKernel(same, torch.where(diagonal, same[:, None], cross))
+
+        output_tangents = None
+        if self._output_pre is not None and self._output_pre.trainable:
+            output_tangents = nngp.same
+        return condition(nngp), condition(shared), condition(individual, output_tangents)
+
+
+def _require_limit(ensemble: EmbeddedEnsemble) -> None:
+    """Raise where members are not independent draws of one initialisation."""
+    if has_repeated_members(ensemble):
+        raise ValueError(
+            "some members of this ensemble are the same, so that pairs of members are not "
+            "alike; take the ensemble that they were chosen from"
+        )
+    if not ensemble.spec.separate:
+        return
+    for item in per_member(ensemble):
+        if item.tensors and not item.drawn:
+            raise ValueError(
+                "the limit is that of members which begin as draws of their own; these are "
+                "networks that there were before. Take embens.independent(reference, members)."
+            )
+
+
+def _split(network: nn.Module) -> tuple[list[nn.Module], list[tuple[str, nn.Module]]]:
+    """Return the modules before the first layer, and the named modules from it on."""
+    named_modules = list(steps(network))
+    first = len(named_modules)
+    for index, (_, module) in enumerate(named_modules):
+        if has_rule(module) and _first_layer(module) is not None:
+            first = index
+            break
+    for path, module in named_modules[:first]:
+        if isinstance(module, _NormBase) or any(True for _ in module.parameters()):
+            raise unknown(module, path)
+    for path, module in named_modules[first:]:
+        if not has_rule(module):
+            raise unknown(module, path)
+    if first == len(named_modules):
+        raise TypeError(
+            f"the network has no Linear or convolution: {network}. In the limit it must have one."
+        )
+    return [module for _, module in named_modules[:first]], named_modules[first:]
+
+
+def _first_layer(module: nn.Module) -> Any:
+    """Return the first Linear layer or convolution that a module is or contains, or None."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear | _ConvNd):
+            return part
+    return None
+
+
+def _pixel_axes(layer: nn.Module) -> int:
+    return len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
+
+
+def _feature_values(ensemble: Any, modulation: Modulation) -> Tensor:
+    """Return the drawn values of a modulation, one for each feature, ``(member, feature)``."""
+    values = site_values(ensemble, modulation.site)
+    return values.repeat_interleave(modulation.site.repeat, dim=1)
+
+
+def _check_inputs(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor) or x.is_complex():
+        received = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(
+            f"{name} must be a real tensor; got {received}. Use torch.as_tensor({name})."
+        )
+    if x.dim() < 2 or not x.numel():
+        hint = f" For one input pass {name}[None]." if x.dim() == 1 and x.numel() else ""
+        raise ValueError(
+            f"{name} must hold at least one input, (n, features…); got {tuple(x.shape)}.{hint}"
+        )
+    if not torch.isfinite(x).all():
+        raise ValueError(f"{name} holds values that are not finite; remove or replace them first.")
+
+
+def _member_kernel(same: Tensor | None, cross: Tensor | None, zero: Tensor) -> MemberKernel:
+    """Return a kernel whose missing blocks are zero."""
+    if same is None:
+        same = zero
+    if cross is None:
+        cross = zero_cross(same)
+    return MemberKernel(same, cross)
+
+
+def _symmetric(kernel: MemberKernel) -> MemberKernel:
+    """Return the kernel without rounding differences between its two halves."""
+    transposed = kernel.mT
+    same = _mean(kernel.same, transposed.same)
+    if kernel.cross is kernel.same:
+        return MemberKernel(same, same)
+    return MemberKernel(same, _mean(kernel.cross, transposed.cross))
+
+
+def _mean(block: Tensor, mirrored: Tensor) -> Tensor:
+    if not any(block.stride()):
+        return block  # one value for all entries, which takes no memory
+    return (block + mirrored) / 2
+
+
+@cache
+def _load_derivative_rules() -> None:
+    """Import what ``torch.func.jvp`` imports at its first call, without its deprecation warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.func.jvp(torch.sqrt, (torch.ones(()),), (torch.ones(()),))
+        importlib.import_module("torch._decomp.decompositions_for_jvp")

@@ -1,0 +1,195 @@
+r"""State of the recursion over layers: the kernels of one layer between inputs ``x1`` and ``x2``.
+
+Rules (:func:`embens.theory.propagate`) turn the :class:`State` before a module into the state after
+it.
+
+Axes of every kernel: pairs of inputs ``(n1, n2)``, with ``member`` axes before them where kernels
+are conditional on drawn values, then pixels. The pixel axes are absent, ``PAIRS`` (the pixels of
+``x1``, then those of ``x2``) or ``DIAGONAL`` (the same pixel of both inputs). The latter is enough
+where no later pooling mixes pixels.
+
+Activations need the variances :math:`\Sigma_{aa}(x, x)` of their inputs. Those of ``x1`` depend on
+``x1`` alone. So a first pass of every input with itself records them, and the pass over pairs of
+inputs reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from embens.laws import Law
+from embens.theory.expectations import Dual
+from embens.theory.placement import SHARED, Modulation, Placement
+
+PAIRS, DIAGONAL = "pairs", "diagonal"
+MEASURE = "embens.finite.ntk and embens.diagnose measure any ensemble as it is."
+"""Advice for networks whose limit is not known."""
+
+
+class Moments(NamedTuple):
+    r"""Kernels :math:`\Sigma` and :math:`\Theta^{com}`, within or between members.
+
+    None stands for a kernel that is zero.
+    """
+
+    nngp: Tensor | None = None
+    ntk: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Moments:
+        """Apply a linear map to both kernels."""
+        nngp = None if self.nngp is None else function(self.nngp)
+        ntk = None if self.ntk is None else function(self.ntk)
+        return Moments(nngp, ntk)
+
+
+class Recorded(NamedTuple):
+    """What the first pass records of an activation.
+
+    Attributes:
+        dual: Expectations of the activation.
+        law: Distribution of one member's pre-activation modulation, or None.
+        variances: Variances of the inputs before it, ``(*member, n, *pixel)``.
+    """
+
+    dual: Dual
+    law: Law | None
+    variances: Tensor
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Facts that stay the same during one pass through the network.
+
+    Attributes:
+        placements: What the ensemble does at each layer of the reference.
+        variances: Variances of ``x1`` and of ``x2`` before each activation.
+        duals: Duals of these activations, prepared for the variances.
+        recording: List to append to in the pass of every input with itself; None otherwise.
+        tracked: Whether tangent and cross kernels are computed, besides the covariance.
+        aligned: Whether the i-th input of ``x1`` is the i-th input of ``x2``.
+        input_members: Whether inputs have a member axis, multiplied by drawn modulations.
+    """
+
+    placements: Mapping[nn.Module, Placement] = field(default_factory=dict)
+    variances: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
+    duals: Sequence[Dual] = ()
+    recording: list[Recorded] | None = None
+    tracked: bool = True
+    aligned: bool = False
+    input_members: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    r"""Kernels before or after a module.
+
+    Attributes:
+        same: Kernels within a member.
+        cross: Function that computes the kernels between two members. It is called only when
+            needed, which centred modulations never do. None: members are still equal, so these
+            kernels are ``same``.
+        individual: :math:`\Theta^{ind}`; None is zero.
+        depth: Number of activations so far.
+        layout: ``PAIRS`` or ``DIAGONAL`` where there are pixels.
+        spatial: Number of pixel axes of one input.
+        poolings: Number of poolings that are still to come.
+        gaussian: Whether units are Gaussian, as the input of an activation must be.
+        pre: Pre-activation modulation that waits for the next activation.
+        inputs: The inputs themselves, before the first layer.
+        flat: Whether an ``nn.Flatten`` turned pixels into features.
+        path: Name of the module that comes next.
+        facts: Facts of the whole pass.
+    """
+
+    same: Moments
+    cross: Callable[[], Moments] | None = None
+    individual: Tensor | None = None
+    depth: int = 0
+    layout: str | None = None
+    spatial: int = 0
+    poolings: int = 0
+    gaussian: bool = False
+    pre: Modulation | None = None
+    inputs: tuple[Tensor, Tensor] | None = None
+    flat: bool = False
+    path: str = ""
+    facts: Pass = Pass()
+
+    def replace(self, **changes) -> State:
+        """Return a copy with some attributes changed."""
+        return dataclasses.replace(self, **changes)
+
+    def placement(self, module: nn.Module) -> Placement:
+        """Return what the ensemble does at a layer of the reference."""
+        return self.facts.placements.get(module, SHARED)
+
+    @property
+    def covariance(self) -> Tensor:
+        r"""The kernel :math:`\Sigma_{aa}`."""
+        assert self.same.nngp is not None
+        return self.same.nngp
+
+    @property
+    def crossed(self) -> Moments:
+        """Kernels between two members; they are computed now if they were not before."""
+        return self.same if self.cross is None else self.cross()
+
+    @property
+    def pixels(self) -> tuple[int, ...]:
+        """Number of pixels along each axis; empty after an ``nn.Flatten``."""
+        if self.layout is None or self.flat:
+            return ()
+        return tuple(self.covariance.shape[-self.spatial :])
+
+    def equal_pixels(self, kernel: Tensor) -> Tensor:
+        """Return a view of the entries in which both pixels are equal; pixel axes come last."""
+        if self.layout != PAIRS:
+            return kernel
+        # Each step takes the diagonal of one axis pair and moves it to the end.
+        axis = kernel.dim() - 2 * self.spatial
+        for remaining in range(self.spatial, 0, -1):
+            kernel = kernel.diagonal(dim1=axis, dim2=axis + remaining)
+        return kernel
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> State:
+        """Apply a linear map of pixels to all kernels.
+
+        Example:
+            >>> state = State(Moments(torch.ones(1, 1))).map(lambda kernel: 4 * kernel)
+            >>> state.covariance
+            tensor([[4.]])
+        """
+        cross = None
+        if self.cross is not None:
+            cross = cache(lambda: self.crossed.map(function))
+        individual = None
+        if self.individual is not None:
+            individual = function(self.individual)
+        return self.replace(same=self.same.map(function), cross=cross, individual=individual)
+
+
+def describe(module: nn.Module, path: str) -> str:
+    """Return the name and the type of a module for a message."""
+    kind = type(module).__name__
+    return f"{path!r} ({kind})" if path else kind
+
+
+def constant(value: float, like: Tensor) -> Tensor:
+    """Return one value for all entries of a kernel, without memory for each of them."""
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return the sum, in which None is zero. The first tensor may be overwritten."""
+    if first is None:
+        return second
+    if second is None:
+        return first
+    return first.add_(second)

@@ -1,0 +1,59 @@
+"""The parts of an ensemble that measurements read."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import embens
+from embens import laws, networks
+from embens.finite.values import (
+    individual_tensors,
+    per_member,
+    plain_reference,
+    site_values,
+    with_fixed_masks,
+)
+
+
+def test_the_plain_reference_holds_the_shared_parameters():
+    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 3), 2)
+    reference = plain_reference(ensemble)
+    assert [type(layer) for layer in reference] == [type(m) for m in networks.mlp(4, 6, 2, 3)]
+    assert {id(p) for p in reference.parameters()} == {id(p) for p in ensemble.shared_parameters()}
+
+
+def test_values_of_trainable_sites_are_the_individual_parameters():
+    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 3), 2)
+    values = [site_values(ensemble, site) for site in ensemble.spec.sites]
+    assert {id(v) for v in values} == {id(p) for p in ensemble.individual_parameters()}
+    for site, value in zip(ensemble.spec.sites, values, strict=True):
+        assert value.shape == (2, site.size)
+
+
+def test_per_member_layers_have_stacked_tensors():
+    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 3), 2, own="last")
+    (item,) = per_member(ensemble)
+    assert item.module == "4"
+    assert individual_tensors(ensemble)["4"]["weight"].shape == (2, 3, 6)
+
+
+def test_low_rank_layers_have_two_factors():
+    reference = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    tensors = individual_tensors(embens.low_rank(reference, 2, rank=1))
+    assert [len(factors) for factors in tensors.values()] == [2] * len(tensors)
+
+
+def test_fresh_masks_are_fixed_in_a_copy():
+    ensemble = embens.mc_dropout(networks.mlp(4, 6, 2, 3), 3, law=laws.Normal(), fresh=True)
+    fixed = with_fixed_masks(ensemble)
+    x = torch.randn(5, 4)
+    assert torch.equal(fixed(x), fixed(x))
+    assert not torch.equal(ensemble(x), ensemble(x))
+    torch.testing.assert_close(fixed.member(1)(x), fixed(x)[1])
+    assert any(site.fresh for site in ensemble.spec.sites)
+
+
+def test_an_ensemble_without_fresh_masks_is_not_copied():
+    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 3), 2)
+    assert with_fixed_masks(ensemble) is ensemble

@@ -1,0 +1,209 @@
+"""The contract of every experiment: a test file has its name and a made-up table.
+
+A function of a cell makes up the rows of its measurement, such that the claims are true or false. A
+table with half of the seeds of either kind must leave every claim undecided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from dataclasses import replace
+from functools import partial
+
+import pandas
+import pytest
+import torch
+
+from reproduction import claims
+from reproduction.claims import FAILS, HOLDS, UNDECIDED, judge
+from reproduction.drawing import Figure, draw
+from reproduction.grid.cells import cells_of, cost_of, load_experiment
+from reproduction.grid.keys import key_of
+from reproduction.grid.runs import measure
+from reproduction.grid.settings import PRESETS, with_fingerprint
+
+
+def table(name, rows, kind, seeds=6):
+    """Return a table of the quick sweep; ``kind`` is "true", "false" or "mixed"."""
+    made = []
+    for cell in cells_of(name, PRESETS["quick"], range(seeds)):
+        is_true = kind == "true" or (kind == "mixed" and cell.seed % 2 == 0)
+        gauss = random.Random(str(cell.values)).gauss
+        make = baseline_rows if cell.experiment == "baselines" else rows
+        rows_of_cell = make(cell, is_true, partial(gauss, 0))
+        if isinstance(rows_of_cell, dict):
+            rows_of_cell = [rows_of_cell]
+        made += [{**cell.values, **row} for row in rows_of_cell]
+    return pandas.DataFrame(made)
+
+
+def baseline_rows(cell, true, noise):
+    """Return networks that every ensemble beats, or that none beats."""
+    accuracy = (0.3 if true else 0.99) + 0.001 * math.log2(cell.width) + noise(0.0001)
+    made = []
+    for members in (1, 2, 4, 8):
+        row = {
+            "members": members,
+            "accuracy": accuracy,
+            "member_accuracy": accuracy,
+            "member_train_accuracy": accuracy,
+            "nll": 9.0 if true else 0.0,
+            "parameters": 2000.0 * members * cell.width**2,
+            "correlation": 0.3 if members > 1 else math.nan,
+        }
+        made.append(row)
+    return made
+
+
+def bump(members, top, height=0.005, peak=8):
+    """Return an inverted U in log M."""
+    return top - height * (math.log2(members) - math.log2(peak)) ** 2
+
+
+def kinds(name):
+    """Return the cheapest cell with several members for each combination of text values."""
+    cheapest = {}
+    for cell in sorted(cells_of(name, PRESETS["quick"]), key=cost_of):
+        is_fresh = cell.values.get("kind", "").startswith("fresh")
+        if cell.values.get("members", 2) > 1 or is_fresh:
+            texts = [value for value in cell.values.values() if isinstance(value, str)]
+            cheapest.setdefault((cell.experiment, *texts), cell)
+    return list(cheapest.values())
+
+
+def check(cell):
+    """Check that the rows of a cell exist, are plain, and are possible."""
+    outcome = measure(cell)
+    assert "error" not in outcome, outcome["error"]
+    assert outcome["rows"]
+    for row in outcome["rows"]:
+        assert all(isinstance(value, (int, float)) for value in row.values()), row
+        assert any(math.isfinite(value) for value in row.values())
+        for name, value in row.items():
+            if "accuracy" in name and not math.isnan(value):
+                assert 0 <= value <= 1
+    json.dumps(outcome["rows"])
+
+
+def check_figure(figure):
+    """Check that colours have one meaning, titles differ, and early ends have a reason."""
+    meanings = {}
+    for panel in figure.panels:
+        assert panel.title, panel
+        assert len({curve.label for curve in panel.curves}) == len(panel.curves), panel.title
+        for curve in panel.curves:
+            label = meanings.setdefault((curve.colour, curve.style), curve.label)
+            assert label == curve.label, (panel.title, label, curve.label)
+        last = max(max(curve.x, default=0) for curve in panel.curves)
+        for curve in panel.curves:
+            is_against_members = panel.x_label.endswith(" M") and curve.style != "points"
+            if is_against_members and curve.x[-1] < last:
+                assert curve.ends, (panel.title, curve.label)
+    assert len({panel.title for panel in figure.panels}) == len(figure.panels)
+
+
+class Battery:
+    """Tests of one experiment.
+
+    Attributes:
+        name: Name of the experiment.
+        rows: Makes up the rows of a cell.
+        contradicting: Number of seeds, half of each kind, that must leave claims undecided.
+        never_true: Statements that are false whenever the others are true.
+        timed: Columns of times, which differ between measurements.
+    """
+
+    name = ""
+    rows = None
+    contradicting = 4
+    never_true = ()
+    timed = ()
+
+    @pytest.fixture(autouse=True)
+    def few_draws(self, monkeypatch):
+        monkeypatch.setattr(claims, "BOOTSTRAP_SAMPLES", 20)
+
+    def claims(self, kind, seeds=6):
+        made = table(self.name, self.rows, kind, seeds)
+        return judge(load_experiment(self.name).CLAIMS, made)
+
+    def test_claims_hold_of_a_table_that_the_paper_would_recognise(self):
+        for claim in self.claims("true"):
+            assert claim.verdict == (FAILS if claim.statement in self.never_true else HOLDS), claim
+
+    def test_claims_do_not_hold_of_a_table_that_contradicts_the_paper(self):
+        for claim in self.claims("false"):
+            assert claim.verdict == FAILS, claim
+
+    def test_claims_are_undecided_where_seeds_contradict_each_other(self):
+        for claim in self.claims("mixed", self.contradicting):
+            assert claim.statement in self.never_true or claim.verdict == UNDECIDED, claim
+
+    def test_one_seed_decides_nothing(self):
+        for claim in self.claims("true", 1):
+            assert claim.verdict == UNDECIDED, claim
+            assert claim.note
+
+    def test_a_claim_whose_cells_are_missing_says_so(self):
+        made = table(self.name, self.rows, "true", 2)
+        for claim in judge(load_experiment(self.name).CLAIMS, made.head(1)):
+            assert claim.verdict == UNDECIDED, claim
+            assert claim.note, claim
+
+    def test_statements_are_unique_and_other_texts_are_there(self):
+        claims = self.claims("true", 2)
+        assert len({c.statement for c in claims}) == len(claims)
+        assert all(c.statement and c.paper and c.measure for c in claims)
+
+    def test_a_table_becomes_a_picture(self, tmp_path):
+        figure = load_experiment(self.name).plot(table(self.name, self.rows, "true", 2))
+        assert isinstance(figure, Figure)
+        assert all(panel.curves for panel in figure.panels)
+        assert all(len(c.x) == len(c.y) for panel in figure.panels for c in panel.curves)
+        check_figure(figure)
+        draw(figure, tmp_path / "figure.png")
+        assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_every_preset_has_a_sweep_of_distinct_cells_with_several_seeds(self):
+        for setting in PRESETS.values():
+            cells = cells_of(self.name, setting)
+            assert len({key_of(cell) for cell in cells}) == len(cells)
+            assert len({cell.seed for cell in cells}) >= 3
+            assert {c.seed for c in cells_of(self.name, setting, range(2))} == {0, 1}
+
+    def test_cells_are_frozen_and_plain(self):
+        cell = cells_of(self.name, PRESETS["quick"])[0]
+        json.dumps(dataclasses.asdict(cell))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            cell.values = {}
+
+    def test_the_quick_preset_measures_every_kind_of_cell(self):
+        for cell in kinds(self.name):
+            small = cell.shortened(epochs=1)
+            assert cost_of(small) <= cost_of(cell)
+            check(small)
+
+    def test_a_measurement_depends_on_its_cell_alone(self):
+        if self.name == "cost":
+            pytest.skip("times differ from one measurement to the next")
+        cell = kinds(self.name)[0].shortened(epochs=1)
+
+        def measured():
+            rows = load_experiment(cell.experiment).measure(cell)
+            rows = [rows] if isinstance(rows, dict) else rows
+            return str([{k: v for k, v in row.items() if k not in self.timed} for row in rows])
+
+        found = measured()
+        torch.randn(3)
+        assert measured() == found
+
+    @pytest.mark.parametrize(("preset", "train"), [("paper", 256), ("cpu", 128)])
+    def test_one_epoch_of_the_other_presets_on_some_images(self, preset, train, small_cifar):
+        here = with_fingerprint(replace(PRESETS[preset], epochs=1, validation=0, train=train))
+        smallest = min(cells_of(self.name, here), key=cost_of)
+        if self.name == "cost":
+            smallest = smallest.with_values(turns=1)  # times repeated steps; one will do
+        check(smallest)

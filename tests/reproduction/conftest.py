@@ -1,0 +1,19 @@
+"""Fixtures for experiments."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.reproduction import problem
+
+
+@pytest.fixture(scope="session")
+def cifar_folder(tmp_path_factory):
+    return problem.write_cifar(tmp_path_factory.mktemp("cifar"), train=256, test=32)
+
+
+@pytest.fixture
+def small_cifar(cifar_folder, monkeypatch):
+    """A folder of a few random records, where the data are looked for."""
+    monkeypatch.setenv("EMBENS_DATA", str(cifar_folder))
+    return cifar_folder

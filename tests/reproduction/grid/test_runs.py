@@ -1,0 +1,110 @@
+"""Cells are measured once; interrupted runs continue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reproduction.grid import runs
+from reproduction.grid.engines import inline
+from reproduction.grid.keys import key_of
+from reproduction.grid.results import Results
+from reproduction.grid.runs import measure
+from tests.reproduction import problem
+
+
+def run(cells, folder, **options):
+    """Run cells in this process; return the outcome and the measured cells in order."""
+    seen = []
+
+    def counting(cells):
+        for cell, outcome in inline(cells):
+            seen.append(cell)
+            yield cell, outcome
+
+    return runs.run("transition", cells, Results(folder), counting, **options), seen
+
+
+def test_a_second_run_has_nothing_to_do(tmp_path):
+    first, seen = run(problem.cells(3), tmp_path)
+    assert (first, len(seen)) == ((3, []), 3)
+    second, seen = run(problem.cells(4), tmp_path)
+    assert (second, len(seen)) == ((1, []), 1)
+
+
+def test_a_run_that_is_interrupted_goes_on_where_it_was(tmp_path):
+    closed = []
+
+    def stopping(jobs):
+        try:
+            yield from inline(jobs[:2])
+            raise KeyboardInterrupt
+        finally:
+            closed.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.run("transition", problem.cells(4), Results(tmp_path), stopping)
+    assert closed
+    assert run(problem.cells(4), tmp_path)[0] == (2, [])
+
+
+def test_an_engine_is_closed_if_a_result_cannot_be_kept(tmp_path, monkeypatch):
+    closed = []
+
+    def engine(jobs):
+        try:
+            yield from inline(jobs)
+        finally:
+            closed.append(True)
+
+    def add(self, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Results, "add", add)
+    with pytest.raises(OSError, match="No space left"):
+        runs.run("transition", problem.cells(2), Results(tmp_path), engine)
+    assert closed
+
+
+def test_large_cells_come_first(tmp_path):
+    _, seen = run(problem.cells(3), tmp_path)
+    assert [cell["members"] for cell in seen] == [3, 2, 1]
+
+
+def test_a_failed_cell_is_kept_with_its_error_and_the_rest_goes_on(tmp_path):
+    cells = [problem.bad(), *problem.cells(2)]
+    (measured, failed), _ = run(cells, tmp_path)
+    assert (measured, failed) == (3, [problem.bad()])
+    error = Results(tmp_path).records[key_of(failed[0])]["error"]
+    assert "Traceback" in error
+    assert "members" in error
+    again, seen = run(cells, tmp_path)
+    assert (again, seen) == ((0, failed), [])
+    retried, seen = run(cells, tmp_path, retry_failed=True)
+    assert (retried, len(seen)) == ((1, failed), 1)
+
+
+def test_selecting_lists_the_available_values():
+    cells = problem.cells(4)
+    assert [cell["members"] for cell in runs.select(cells, members=["1", 3])] == [1, 3]
+    assert runs.select(cells, gamma=["M"]) == cells
+    with pytest.raises(ValueError, match="members must be among 1, 2, 3, 4, got 9"):
+        runs.select(cells, members=[9])
+    with pytest.raises(ValueError, match="does not sweep width"):
+        runs.select(cells, width=[1.0])
+
+
+def test_the_threads_of_a_cell_are_set_and_put_back():
+    before = torch.get_num_threads()
+    cell = problem.cells(1)[0]
+    done = measure(replace(cell, setting=replace(cell.setting, threads=2)))
+    assert "rows" in done
+    assert torch.get_num_threads() == before
+
+
+def test_a_measurement_that_raises_gives_its_text():
+    done = measure(problem.bad())
+    assert "rows" not in done
+    assert "Traceback" in done["error"]

@@ -1,0 +1,43 @@
+"""Presets, their data and their networks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from reproduction.grid.settings import PRESETS, build_reference, load_data, with_fingerprint
+from tests.reproduction import problem
+
+
+@pytest.fixture
+def paper(small_cifar):
+    return with_fingerprint(replace(PRESETS["paper"], epochs=1, validation=0, train=256))
+
+
+def test_the_paper_s_network_is_the_paper_s(paper):
+    sizes = [tuple(p.shape) for p in build_reference(paper).parameters()]
+    assert sizes == [
+        (64, 3, 3, 3), (128, 64, 3, 3), (256, 128, 3, 3), (512, 256, 3, 3), (100, 512)
+    ]  # fmt: skip
+    held = PRESETS["paper"]
+    assert (held.train, held.validation, held.batch_size, held.lr) == (40_000, 10_000, 128, 0.01)
+    assert (held.epochs, held.labels, held.image) == (1000, "fine", 32)
+
+
+def test_a_part_of_the_paper_s_data_is_held_out(paper):
+    data = load_data(replace(paper, validation=10_000, records=""))
+    assert len(data.validation.targets) == 51  # a fifth at most, of a small folder
+    assert len(data.train.targets) == 205
+    assert data.classes == 100
+
+
+def test_other_records_have_another_with_fingerprint(paper, tmp_path, monkeypatch):
+    folder = problem.write_cifar(tmp_path / "other", train=255, test=32)
+    monkeypatch.setenv("EMBENS_DATA", str(folder))
+    assert with_fingerprint(paper).records != paper.records
+    assert with_fingerprint(PRESETS["quick"]) == PRESETS["quick"]
+
+
+def test_the_data_of_a_setting_are_read_once():
+    assert load_data(PRESETS["quick"]) is load_data(replace(PRESETS["quick"]))

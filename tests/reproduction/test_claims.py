@@ -1,0 +1,190 @@
+"""Statistics, their intervals, and verdicts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy
+import pandas
+import pytest
+from scipy import stats
+
+from reproduction import claims
+from reproduction.claims import (
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    Claim,
+    bootstrap,
+    growth_of_best,
+    interval,
+    judge,
+    rise_and_fall,
+    slope,
+    verdict,
+)
+from reproduction.rows import Rows
+
+
+def claim_of(statistic, **options):
+    return Claim(statement="s", measure="m", statistic=statistic, **options)
+
+
+def seeds(*values):
+    return pandas.DataFrame({"seed": range(len(values)), "y": values})
+
+
+def test_the_interval_of_a_mean_is_students():
+    values = [1.0, 2.0, 4.0, 3.5, 0.5]
+    value, low, high, count = interval(seeds(*values), lambda t: t["y"].mean())
+    expected = stats.t.interval(
+        0.95, len(values) - 1, loc=numpy.mean(values), scale=stats.sem(values)
+    )
+    assert count == 5
+    assert value == pytest.approx(numpy.mean(values))
+    assert (low, high) == pytest.approx(expected)
+
+
+def test_the_interval_covers_a_ratio_of_means_as_often_as_it_says():
+    generator = numpy.random.default_rng(0)
+    covered, runs = 0, 400
+    for _ in range(runs):
+        table = pandas.DataFrame(
+            {
+                "seed": range(8),
+                "x": generator.normal(2.0, 0.3, 8),
+                "y": generator.normal(6.0, 0.5, 8),
+            }
+        )
+        _, low, high, _ = interval(table, lambda t: t["y"].mean() / t["x"].mean())
+        covered += low < 3.0 < high
+    error = math.sqrt(0.95 * 0.05 / runs)
+    assert abs(covered / runs - 0.95) < 5 * error
+
+
+PEAKED = numpy.array([0.90, 0.93, 0.95, 0.953, 0.94, 0.90])
+
+
+def made_up(generator, truth, seeds=5):
+    """Return a table of accuracies against M: the truth, noise of each seed and of each cell."""
+    noise = generator.normal(0, 0.012, (seeds, len(truth))) + generator.normal(0, 0.01, (seeds, 1))
+    rows = [
+        {"seed": s, "members": 2**k, "accuracy": a}
+        for s, accuracies in enumerate(truth + noise)
+        for k, a in enumerate(accuracies)
+    ]
+    return pandas.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "statistic", "truth"),
+    [
+        ("minimum", lambda t: min(t.curve("members", "accuracy")[1]), 0.90),
+        ("rise and fall", lambda t: t.rise_and_fall("members"), 0.053),
+        ("best M", lambda t: math.log2(t.best("members")), 3.0),
+    ],
+)
+def test_the_bootstrap_covers_statistics_that_jump(name, statistic, truth, monkeypatch):
+    monkeypatch.setattr(claims, "BOOTSTRAP_SAMPLES", 25)
+    generator = numpy.random.default_rng(1)
+    runs, covered = 40, 0
+    for _ in range(runs):
+        table = made_up(generator, PEAKED)
+        _, low, high, _ = interval(table, statistic, samples=bootstrap(table))
+        covered += low <= truth <= high
+    error = math.sqrt(0.95 * 0.05 / runs)
+    assert covered / runs > 0.95 - 3 * error  # the jackknife of the best M covers 0.84
+
+
+def test_the_jackknife_of_a_best_m_covers_it_less_often_than_it_says():
+    # Why statistics that jump have a bootstrap of their own.
+    generator = numpy.random.default_rng(1)
+    flat = numpy.array([0.90, 0.93, 0.95, 0.951, 0.9505, 0.95])
+    tables = [made_up(generator, flat) for _ in range(40)]
+    by_jackknife = [interval(t, lambda t: math.log2(t.best("members"))) for t in tables]
+    assert sum(low <= 3.0 <= high for _, low, high, _ in by_jackknife) / 40 < 0.85
+
+
+def test_the_bootstrap_of_a_mean_is_about_students():
+    values = [1.0, 2.0, 4.0, 3.5, 0.5]
+    _, *exact, _ = interval(seeds(*values), lambda t: t["y"].mean())
+    table = seeds(*values)
+    _, *drawn, _ = interval(table, lambda t: t["y"].mean(), samples=bootstrap(table))
+    assert drawn == pytest.approx(exact, abs=0.15 * (exact[1] - exact[0]))
+    again = interval(table, lambda t: t["y"].mean(), samples=bootstrap(table))
+    assert drawn == list(again[1:3])
+
+
+def test_a_draw_of_seeds_has_all_their_rows_and_numbers_them_anew():
+    table = pandas.DataFrame({"seed": [7, 7, 9, 9], "y": [1.0, 2.0, 3.0, 4.0]})
+    found = {tuple(rows["y"]) for rows in bootstrap(table)}
+    one, other = (1.0, 2.0), (3.0, 4.0)
+    assert found == {one + one, one + other, other + one, other + other}
+    assert all(list(rows["seed"]) == [0, 0, 1, 1] for rows in bootstrap(table))
+
+
+def test_a_statistic_that_jumps_is_judged_by_the_bootstrap():
+    table = made_up(numpy.random.default_rng(2), PEAKED)
+    claim = claim_of(rise_and_fall(lambda rows: rows))
+    found, plain = judge([replace(claim, jumps=True), claim], table)
+    drawn = interval(table, lambda t: t.rise_and_fall("members"), samples=bootstrap(table))
+    assert (found.value, found.low, found.high, found.seeds) == drawn
+    assert found.low != plain.low
+
+
+def test_all_cells_of_a_seed_are_left_out_together():
+    table = pandas.DataFrame({"seed": [0, 0, 0, 1, 1, 1], "y": [1.0, 1.0, 1.0, 3.0, 3.0, 3.0]})
+    together = interval(table, lambda t: t["y"].mean())
+    assert together[1:3] == pytest.approx(interval(seeds(1.0, 3.0), lambda t: t["y"].mean())[1:3])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "above", "below", "expected"),
+    [
+        (1.0, 2.0, 0.0, math.inf, HOLDS),
+        (-2.0, -1.0, 0.0, math.inf, FAILS),
+        (-1.0, 1.0, 0.0, math.inf, UNDECIDED),
+        (0.0, 0.0, 0.0, math.inf, FAILS),
+        (0.2, 0.3, 0.1, 0.4, HOLDS),
+        (0.5, 0.6, 0.1, 0.4, FAILS),
+        (0.3, 0.6, 0.1, 0.4, UNDECIDED),
+        (0.0, 0.9, 0.1, 0.4, UNDECIDED),
+        (math.nan, math.nan, 0.0, 1.0, UNDECIDED),
+    ],
+)
+def test_a_verdict_follows_from_interval_and_region(low, high, above, below, expected):
+    assert verdict(low, high, above, below) == expected
+
+
+def test_a_claim_says_why_it_is_undecided():
+    one = claim_of(lambda t: t["y"].mean(), above=0).judge(seeds(1.0))
+    assert (one.verdict, one.note) == (UNDECIDED, "one seed gives no interval")
+    none = claim_of(lambda t: t.where(y=7.0)["y"].mean(), above=0).judge(seeds(1.0, 2.0))
+    assert (none.verdict, none.note) == (UNDECIDED, "missing: cells with y=7.0")
+    undefined = claim_of(lambda t: math.nan, above=0).judge(seeds(1.0, math.nan))
+    assert undefined.note == "the statistic is not defined on this table"
+
+
+def test_a_claim_becomes_plain_values():
+    claim = claim_of(lambda t: t["y"].mean(), above=0).judge(seeds(1.0, 1.1))
+    values = claim.to_dict()
+    assert values["below"] is None
+    assert values["region"] == "above 0"
+    assert claim_of(lambda t: 1.0, below=2).region == "below 2"
+    assert claim_of(lambda t: 1.0, above=1, below=2).region == "from 1 to 2"
+
+
+def test_the_best_number_of_members_grows_with_an_exponent():
+    rows = [
+        {"seed": s, "width": w, "members": m, "accuracy": -abs(math.log2(m) - 2 * math.log2(w))}
+        for s in range(2)
+        for w in (1, 2, 4)
+        for m in (1, 2, 4, 8, 16)
+    ]
+    assert growth_of_best(lambda rows: rows)(Rows(pandas.DataFrame(rows))) == pytest.approx(2.0)
+
+
+def test_a_trend_is_the_slope_of_some_rows():
+    table = pandas.DataFrame({"k": list("aab"), "members": [1, 2, 4], "y": [1.0, 2.0, 9.0]})
+    assert slope(lambda rows: rows.where(k="a"), "y")(Rows(table)) == 1.0

@@ -1,0 +1,233 @@
+"""``python -m reproduction`` from the outside."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas
+import pytest
+from filelock import FileLock
+from rich.console import Console
+
+from reproduction.progress import show_progress
+from tests.reproduction import problem
+
+ROOT = Path(__file__).parents[2]
+SMALL = "--epochs 1 --workers 0 --seeds 2 --members 1 2 4 --only p=0,0.9".split()
+
+
+@pytest.fixture(autouse=True)
+def no_data_folder(monkeypatch):
+    monkeypatch.setenv("EMBENS_DATA", "/nowhere")
+
+
+def test_a_run_ends_in_table_picture_claims_and_manifest(tmp_path, capsys):
+    assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 0
+    folder = tmp_path / "transition" / "quick"
+    table = pandas.read_csv(folder / "table.csv")
+    assert len(table) == 2 * (3 + 3 + 2) + 2 * 4  # fair lines have four rows a seed
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    claims = json.loads((folder / "claims.json").read_text())
+    printed = " ".join(capsys.readouterr().out.split())
+    for claim in claims:
+        assert claim["verdict"] in ("holds", "does not hold", "undecided")
+        assert claim["statement"] in printed
+        assert claim["paper"] in printed
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["cells"] == 18
+    assert manifest["setting"]["epochs"] == 1
+    assert set(manifest) >= {"commit", "versions", "machine", "cell_seconds", "run_seconds"}
+    assert manifest["versions"]["torch"]
+    assert "hostname" not in json.dumps(manifest)
+
+
+def test_running_again_measures_nothing_and_more_seeds_only_the_new_ones(tmp_path, capsys):
+    problem.reproduce("transition", "--out", tmp_path, *SMALL)
+    capsys.readouterr()
+    problem.reproduce("transition", "--out", tmp_path, *SMALL)
+    assert "0 cells measured" in capsys.readouterr().out
+    problem.reproduce("transition", "--out", tmp_path, *SMALL, "--seeds", "3")
+    assert "9 cells measured" in capsys.readouterr().out
+    problem.reproduce("transition", "--out", tmp_path, *SMALL, "--first-seed", "2")
+    assert "9 cells measured" in capsys.readouterr().out
+
+
+def test_a_dry_run_counts_and_estimates_and_writes_nothing(tmp_path, capsys):
+    assert problem.reproduce("widths", "--out", tmp_path / "out", "--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"widths \(quick\): 140 cells, 140 to measure; about .* each", printed)
+    assert re.search(r"\d:\d\d:\d\d on \d+ workers", printed)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_cell_is_told_and_the_exit_code_says_so(tmp_path, capsys, monkeypatch):
+    from reproduction.figures import transition
+
+    original = transition.measure
+
+    def measure(cell):
+        if cell["members"] == 4:
+            raise ArithmeticError("four is unlucky")
+        return original(cell)
+
+    monkeypatch.setattr(transition, "measure", measure)
+    assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 1
+    printed = capsys.readouterr().out
+    assert "four is unlucky" in printed
+    assert "--retry-failed" in printed
+    monkeypatch.undo()
+    monkeypatch.setenv("EMBENS_DATA", "/nowhere")
+    assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 1
+    assert problem.reproduce("transition", "--out", tmp_path, *SMALL, "--retry-failed") == 0
+
+
+def test_a_full_disk_is_told_without_a_traceback(tmp_path, capsys, monkeypatch):
+    from reproduction.grid.results import Results
+
+    def add(self, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Results, "add", add)
+    assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 1
+    assert "No space left on device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either the NAME of an experiment or --all"),
+        (["transition", "--all"], "give either the NAME of an experiment or --all"),
+        (["transitoin"], "Did you mean 'transition'"),
+        (["transition", "--seeds", "0"], "--seeds must be at least 1"),
+        (["transition", "--first-seed", "-1"], "--first-seed must be at least 0, got -1"),
+        (["transition", "--workers", "-1"], "--workers must be at least 0"),
+        (["transition", "--only", "p"], "--only needs AXIS=VALUE"),
+        (["transition", "--only", "q=1"], "transition does not sweep q"),
+        (["--all", "--only", "q=1"], "--only q=1: no experiment sweeps it; axes:"),
+        (["--all", "--members", "3"], "members must be among 1, 2, 4, 8, 16, 32, got 3"),
+        (
+            ["transition", "--workers", "0", "--engine", "ray"],
+            "--workers 0 needs the local engine",
+        ),
+        (["transition", "--members", "3"], "members must be among 1, 2, 4, 8, 16, 32, got 3"),
+        (["transition", "--widths", "3"], "does not sweep width"),
+        (["transition", "--preset", "cpu"], "Use --data DIR or --download"),
+        (["transition", "--preset", "huge"], "invalid choice"),
+    ],
+)
+def test_a_wrong_call_is_explained(arguments, message, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        problem.reproduce(*arguments, "--out", tmp_path)
+    assert stop.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_cpu_preset_takes_a_folder_of_records(tmp_path, capsys, monkeypatch):
+    folder = problem.write_cifar(tmp_path / "records")
+    options = "--preset cpu --epochs 1 --workers 0 --seeds 1 --members 2 --only p=0 gamma=M".split()
+    code = problem.reproduce("transition", *options, "--data", folder, "--out", tmp_path / "out")
+    assert code == 0
+    manifest = json.loads((tmp_path / "out/transition/cpu/manifest.json").read_text())
+    assert len(manifest["setting"]["records"]) == 16
+    assert str(tmp_path) not in json.dumps(manifest)
+    capsys.readouterr()
+    problem.write_cifar(folder, train=41)
+    problem.reproduce("transition", *options, "--data", folder, "--out", tmp_path / "out")
+    assert "2 cells measured" in capsys.readouterr().out  # other records, other results
+
+
+def test_a_disk_that_is_full_at_the_end_or_a_folder_that_is_none_is_told(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    assert problem.reproduce("transition", "--out", tmp_path / "file", *SMALL) == 1
+    assert "could not write to" in capsys.readouterr().out
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("reproduction.grid.results.write_atomically", full)
+        assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 1
+    assert "Results written so far are safe" in capsys.readouterr().out
+    assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 0
+    assert "0 cells measured" in capsys.readouterr().out
+
+
+def test_results_with_other_epochs_are_kept_apart(tmp_path, capsys):
+    problem.reproduce("transition", "--out", tmp_path, *SMALL)
+    problem.reproduce("transition", "--out", tmp_path, *SMALL, "--epochs", "2", "--seeds", "1")
+    folder = tmp_path / "transition" / "quick"
+    assert len(pandas.read_csv(folder / "table.csv")) == 8 + 4
+    assert json.loads((folder / "manifest.json").read_text())["cells"] == 9
+    capsys.readouterr()
+    problem.reproduce("transition", "--out", tmp_path, *SMALL)
+    assert "0 cells measured" in capsys.readouterr().out
+    assert len(pandas.read_csv(folder / "table.csv")) == 16 + 8
+
+
+def test_a_second_run_on_a_folder_waits_and_has_nothing_to_do(tmp_path):
+    command = [sys.executable, "-m", "reproduction", "transition", *SMALL]
+    command += ["--out", str(tmp_path)]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    folder = tmp_path / "transition" / "quick"
+    folder.mkdir(parents=True)
+    options = {"stdout": subprocess.PIPE, "text": True, "env": environment}
+    with FileLock(folder / ".results.lock"):
+        runs = [subprocess.Popen(command, **options) for _ in range(2)]
+        for run in runs:
+            assert "another run uses this folder" in run.stdout.readline()
+        assert not (folder / "results.jsonl").exists()
+    counts = [re.search(r"(\d+) cells measured", run.communicate()[0])[1] for run in runs]
+    assert sorted(counts) == ["0", "18"]
+    assert [run.returncode for run in runs] == [0, 0]
+
+
+def show(cells, console, error=None):
+    """Let an engine that pretends be watched on a console; return what is shown."""
+
+    def engine(cells):
+        for cell in cells:
+            found = {"error": error} if error else {"rows": [{"accuracy": 0.5}]}
+            yield cell, {"seconds": 1.0, **found}
+
+    assert [cell for cell, _ in show_progress(engine, console, "transition")(cells)] == cells
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_lines_tell_count_time_left_and_the_latest_result():
+    lines = show(problem.cells(4), Console(file=io.StringIO(), width=200)).splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("transition 1/4, 0:00:0")
+    assert "left: p=0.5 members=1 gamma=M seed=0: accuracy 0.5" in lines[0]
+    assert len(show(problem.cells(100), Console(file=io.StringIO())).splitlines()) == 10
+
+
+def test_on_a_terminal_one_line_shows_count_time_left_and_the_latest_result():
+    console = Console(file=io.StringIO(), width=110, force_terminal=True)
+    text = show(problem.cells(2), console, "Traceback\n[/] ValueError: " + "no " * 50)
+    line = text[text.rindex("2/2 (2 failed), 0:00:00 left") :].splitlines()[0]
+    assert "members=2 gamma=M seed=0: failed, [/] ValueError" in line
+    assert len(line) < 110  # what does not fit is cut
+
+
+def test_a_missing_package_is_named_before_any_work(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert problem.reproduce("transition", "--out", tmp_path / "out") == 1
+    assert "pip install 'embens[reproduction]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["report"], ["explore"]])
+def test_help_is_printed(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        problem.reproduce(*arguments, "--help")
+    assert stop.value.code == 0
+    assert "usage: python -m reproduction" in capsys.readouterr().out

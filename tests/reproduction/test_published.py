@@ -1,0 +1,92 @@
+"""What docs/reproduction says is what its tables give."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from reproduction.claims import judge
+from reproduction.figures import NAMES
+from reproduction.grid.cells import load_experiment
+from reproduction.report import page
+from tests.reproduction.battery import check_figure
+
+FOLDER = Path(__file__).parents[2] / "docs" / "reproduction"
+PUBLISHED = sorted(path.parent for path in FOLDER.rglob("manifest.json"))
+
+
+def test_every_experiment_was_run():
+    assert {path.parent.name for path in PUBLISHED if path.name == "quick"} == set(NAMES)
+
+
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_the_verdicts_follow_from_the_table(folder):
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
+    written = json.loads((folder / "claims.json").read_text())
+    found = [c.to_dict() for c in judge(load_experiment(folder.parent.name).CLAIMS, table)]
+    statements = [claim["statement"] for claim in found]
+    assert statements == [claim["statement"] for claim in written]
+    for ours, theirs in zip(found, written, strict=True):
+        assert ours["verdict"] == theirs["verdict"], ours["statement"]
+        for end in ("value", "low", "high"):
+            expected = theirs[end] and pytest.approx(theirs[end], rel=1e-2, abs=1e-4)
+            assert ours[end] == expected, ours["statement"]
+
+
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_the_figure_is_that_of_the_table(folder):
+    pandas = pytest.importorskip("pandas")
+    figure = load_experiment(folder.parent.name).plot(
+        pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
+    )
+    check_figure(figure)
+    written = json.loads((folder / "figure.json").read_text())
+    assert [panel.title for panel in figure.panels] == [p["title"] for p in written["panels"]]
+    for ours, theirs in zip(figure.panels, written["panels"], strict=True):
+        assert [curve.label for curve in ours.curves] == [c["label"] for c in theirs["curves"]]
+
+
+@pytest.fixture(scope="module")
+def claims_page():
+    markdown = runpy.run_path(str(FOLDER / "claims.py"))["markdown"]
+    return markdown(page.collect(FOLDER))
+
+
+def test_the_page_of_claims_is_the_one_that_the_results_give(claims_page):
+    assert (FOLDER / "claims.md").read_text() == claims_page
+
+
+def test_every_claim_has_a_line_with_its_verdict(claims_page):
+    lines = claims_page.splitlines()
+    for path in FOLDER.rglob("claims.json"):
+        for claim in json.loads(path.read_text()):
+            statement = claim["statement"].replace("|", "\\|")
+            start = f"| **{claim['verdict']}** | {statement} |"
+            shown = claim["note"] or f"{claim['value']:.3g}"
+            assert any(line.startswith(start) and shown in line for line in lines)
+
+
+def test_tables_have_equal_columns_and_pictures_are_there(claims_page):
+    for block in re.findall(r"(?:^\|.*\n)+", claims_page, re.M):
+        counts = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+        assert len(counts) == 1
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", claims_page)
+    assert len(pictures) == len(PUBLISHED)
+    for picture in pictures:
+        assert (FOLDER / picture).resolve().is_file()
+
+
+def test_the_summary_links_to_sections(claims_page):
+    for anchor in re.findall(r"\]\(#(.*?)\)", claims_page):
+        assert re.search(rf"^## {anchor.rpartition('-')[0]} ", claims_page, re.M)
+
+
+def test_tables_are_small_and_name_no_machine():
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*.csv")) < 4_000_000
+    for path in FOLDER.rglob("*.json"):
+        assert not re.search(r"/(?:home|root|tmp|work|Users)/", path.read_text()), path

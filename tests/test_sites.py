@@ -1,0 +1,235 @@
+"""Parameter layers, modulated weights, and the specification of an ensemble."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import ARCHITECTURES, FAMILIES, Residual
+from torch import nn
+
+import embens
+from embens import laws, sites
+from embens.sites import EnsembleSpec, LowRankSite, PerMember, Site, find_layers, modulate
+
+# Layers
+
+
+class Swapped(nn.Module):
+    """A linear layer whose weight is (in, out), as in GPT-2."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class Net(nn.Module):
+    """A network with a layer that embens does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(3, 6), Swapped(6, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Undo registrations after the test."""
+    monkeypatch.setattr(sites, "_KINDS", dict(sites._KINDS))
+
+
+def test_layers_are_found_with_their_channels():
+    layers = find_layers(Residual())
+    assert (layers["stem"].inputs, layers["stem"].outputs, layers["stem"].spatial) == (3, 6, 2)
+    assert layers["stem"].biases == ("bias",)
+    assert layers["blocks.0.conv1"].biases == ()
+    assert "blocks.0.norm1" not in layers
+
+
+def test_an_attention_has_four_layers():
+    layers = find_layers(nn.MultiheadAttention(8, 2))
+    assert list(layers) == ["q_proj", "k_proj", "v_proj", "out_proj"]
+    assert layers["k_proj"].rows == (8, 16)
+    assert layers["k_proj"].weights == ("in_proj_weight",)
+    separate = find_layers(nn.MultiheadAttention(8, 2, kdim=5, vdim=6))
+    assert separate["k_proj"].weights == ("k_proj_weight",)
+    assert (separate["k_proj"].inputs, separate["v_proj"].inputs) == (5, 6)
+
+
+def test_an_embedding_has_no_input_channels_and_a_recurrent_layer_no_output_channels():
+    layers = find_layers(nn.ModuleList([nn.Embedding(7, 4), nn.LSTM(4, 5, bidirectional=True)]))
+    assert (layers["0"].channels("post"), layers["0"].channels("pre")) == (None, 4)
+    assert (layers["1"].channels("post"), layers["1"].channels("pre")) == (4, None)
+    assert layers["1"].weights == ("weight_ih_l0", "weight_ih_l0_reverse")
+
+
+def test_layers_that_compute_their_weight_are_not_mergeable():
+    hooked = nn.utils.weight_norm
+    with pytest.warns(FutureWarning, match="deprecated"):
+        old_weight_norm = hooked(nn.Linear(3, 3))
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    modules = [nn.Linear(3, 3), nn.Embedding(5, 3, max_norm=1.0), old_weight_norm]
+    modules += [parametrized, Scaled(3, 3), embens.networks.Linear(3, 3)]
+    layers = find_layers(nn.ModuleList(modules))
+    mergeable = [layer.mergeable for layer in layers.values()]
+    assert mergeable == [True, False, False, True, False, True]
+
+
+@pytest.mark.parametrize("weight", ["", "in out"])
+def test_a_registered_layer_is_modulated(registry, weight):
+    embens.register_layer(Swapped, lambda layer: tuple(layer.weight.shape), weight=weight)
+    reference, x = Net(), torch.randn(4, 3)
+    ensemble = embens.embed(reference, 3)
+    sizes = {(site.layer, site.kind): site.size for site in ensemble.spec.sites}
+    assert (sizes["second", "pre"], sizes["second", "post"]) == (5, 6)
+    first = ensemble.individual["first.pre"][2]
+    post, pre = ensemble.individual["second.post"][2], ensemble.individual["second.pre"][2]
+    hidden = torch.tanh(reference.first(x) * first)
+    hidden = torch.tanh(reference.second(hidden * post) * pre)
+    expected = reference.head(hidden * ensemble.individual["head.post"][2])
+    torch.testing.assert_close(ensemble(x)[2], expected)
+    member = ensemble.member(2)
+    assert type(member.second) is Swapped
+    torch.testing.assert_close(member(x), expected)
+
+
+def test_a_layer_can_be_registered_by_the_name_of_its_class(registry):
+    sites.register_layer(f"{Swapped.__module__}.Swapped", lambda layer: tuple(layer.weight.shape))
+    assert sites.is_layer(Swapped(3, 4))
+
+
+def test_the_layer_of_gpt2_is_registered_by_name():
+    class Conv1D(Swapped):
+        pass
+
+    Conv1D.__module__, Conv1D.__qualname__ = "transformers.pytorch_utils", "Conv1D"
+    (layer,) = find_layers(Conv1D(3, 4)).values()
+    assert (layer.inputs, layer.outputs, layer.transposed) == (3, 4, True)
+
+
+def test_an_invalid_registration_raises():
+    with pytest.raises(ValueError, match="weight.*'inout'"):
+        embens.register_layer(Swapped, lambda layer: (1, 1), weight="inout")
+    with pytest.raises(TypeError, match="channels must be a function of a layer"):
+        embens.register_layer(Swapped, (1, 1))
+
+
+LAYERS = {
+    "linear": lambda: nn.Linear(6, 4),
+    "conv": lambda: nn.Conv2d(6, 4, 3),
+    "grouped conv": lambda: nn.Conv2d(6, 4, 3, groups=2),
+    "conv1d": lambda: nn.Conv1d(6, 4, 3),
+    "transposed": lambda: nn.ConvTranspose2d(6, 4, 3),
+    "grouped transposed": lambda: nn.ConvTranspose1d(6, 4, 3, groups=2),
+}
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("sides", ["pre", "post", "both", "none"])
+def test_modulated_weights_modulate_activations(make, sides):
+    module = make().double()
+    (layer,) = find_layers(module).values()
+    x = torch.randn(2, 6, *(5,) * layer.spatial, dtype=torch.float64)
+    v = torch.randn(4, dtype=torch.float64) if sides in ("pre", "both") else None
+    u = torch.randn(6, dtype=torch.float64) if sides in ("post", "both") else None
+    shape = (-1, *(1,) * layer.spatial)
+    expected = module(x if u is None else x * u.view(shape))
+    if v is not None:
+        expected = expected * v.view(shape)
+    with torch.no_grad():
+        module.weight.copy_(modulate(layer, module.weight, "weight", v, u))
+        module.bias.copy_(modulate(layer, module.bias, "bias", v, u))
+    torch.testing.assert_close(module(x), expected)
+
+
+# Specification
+
+
+SPEC = EnsembleSpec(
+    "embed",
+    3,
+    (Site("0", "pre", laws.Shifted(0.5), 4), Site("2", "post", laws.Normal(), 2, 2, False)),
+    (LowRankSite("2", 1, "additive", 0.5),),
+    (PerMember("4", ("weight", "bias"), drawn=True),),
+    frozen=True,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", ARCHITECTURES[:4], ids=str)
+def test_a_spec_survives_json(case, family):
+    spec = FAMILIES[family](case.build(), members=3).spec
+    assert EnsembleSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    subset = spec.subset([2, 0])
+    assert EnsembleSpec.from_dict(json.loads(json.dumps(subset.to_dict()))) == subset
+
+
+def test_subsets_of_subsets_name_the_original_members():
+    subset = SPEC.subset([2, 0, 2]).subset([0, 1])
+    assert (subset.members, subset.chosen, subset.sampled) == (2, (2, 0), 3)
+    assert not subset.has_repeated_members
+    assert SPEC.subset([2, 0, 2]).has_repeated_members
+
+
+def test_the_overlap_is_the_product_over_hidden_post_sites_and_low_rank_layers():
+    half, quarter = laws.Shifted(0.5**0.5), laws.Shifted(0.5)
+    modulated = (
+        Site("0", "pre", laws.Normal(), 4),
+        Site("0", "post", laws.Normal(), 3, hidden=False),
+        Site("2", "post", half, 4),
+        Site("4", "post", quarter, 4),
+    )
+    assert EnsembleSpec("embed", 3, modulated).overlap == pytest.approx(0.5 * 0.25)
+    with_low_rank = EnsembleSpec("embed", 3, modulated, (LowRankSite("2", 1, "additive", 1.0),))
+    assert with_low_rank.overlap == pytest.approx(0.5 * 0.25 / 2)
+    assert EnsembleSpec("embed", 3, modulated, individual_head=True).overlap == 0
+    assert EnsembleSpec("embed", 3).overlap == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"members": 0}, "members must be a positive integer"),
+        ({"chosen": (0, 1)}, "chosen must name 3 members"),
+        ({"chosen": (0, 1, 5), "sampled": 4}, "chosen must be below 4"),
+        ({"sites": (replace(SPEC.sites[0], kind="side"),)}, "must be 'pre' or 'post'"),
+        ({"sites": (replace(SPEC.sites[0], size=0),)}, "has size 0"),
+        ({"low_rank": (replace(SPEC.low_rank[0], kind="other"),)}, "unknown low-rank kind"),
+        ({"low_rank": (replace(SPEC.low_rank[0], rank=0),)}, "invalid values"),
+    ],
+)
+def test_impossible_values_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SPEC, **changes).check()
+
+
+def test_values_of_the_wrong_type_raise():
+    for key, value in (("members", "3"), ("frozen", 1), ("members", True), ("family", None)):
+        with pytest.raises(TypeError, match=f"{key} has the wrong type"):
+            EnsembleSpec.from_dict({**SPEC.to_dict(), key: value})
+
+
+def test_a_reference_of_another_architecture_raises():
+    spec = embens.batch_ensemble(Residual(), 2).spec
+    spec.check_reference(Residual())
+    with pytest.raises(ValueError, match=r"the reference has no module .* architecture"):
+        spec.check_reference(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    other = Residual()
+    other.head = nn.Linear(9, 5)
+    with pytest.raises(ValueError, match="another shape"):
+        spec.check_reference(other)
+    without_statistics = Residual()
+    without_statistics.blocks[0].norm1 = nn.BatchNorm2d(6, track_running_stats=False)
+    with pytest.raises(ValueError, match="'blocks.0.norm1' has no tensor 'running_mean'"):
+        spec.check_reference(without_statistics)

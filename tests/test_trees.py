@@ -1,0 +1,36 @@
+"""Joining nested outputs, and counting rows."""
+
+import torch
+
+from embens.trees import batch_size, gather
+
+
+def test_gather_joins_tensors_at_every_place():
+    outputs = []
+    for a in range(3):
+        outputs.append({"logits": torch.full((2, 4), float(a)), "rest": (torch.ones(5), None)})
+    stacked = gather(outputs, torch.stack)
+    assert stacked["logits"].shape == (3, 2, 4)
+    assert stacked["logits"][:, 0, 0].tolist() == [0.0, 1.0, 2.0]
+    assert stacked["rest"][0].shape == (3, 5)
+    joined = gather(outputs, torch.cat)
+    assert joined["logits"].shape == (6, 4)
+
+
+def test_gather_joins_plain_tensors():
+    assert gather([torch.zeros(1, 2), torch.ones(3, 2)], torch.cat).shape == (4, 2)
+
+
+def test_leaves_that_are_not_tensors_come_from_the_first_output():
+    assert gather([("a", 1), ("b", 2)], torch.stack) == ("a", 1)
+
+
+def test_batch_size_is_the_length_of_the_first_tensor_with_an_axis():
+    assert batch_size(torch.zeros(5, 2)) == 5
+    assert batch_size({"scale": torch.tensor(2.0), "x": torch.zeros(3, 1)}) == 3
+    assert batch_size((None, [torch.zeros(7)], torch.zeros(2))) == 7
+
+
+def test_batch_size_without_tensors_is_zero():
+    assert batch_size(()) == 0
+    assert batch_size([torch.tensor(1.0), "text"]) == 0

@@ -1,0 +1,207 @@
+"""Activations with closed forms: half-lines, erf, sine, cosine, GELU."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from theory.integrals import (
+    FEW,
+    GEOMETRIES,
+    LAWS,
+    PI,
+    PIECEWISE,
+    SMOOTH,
+    all_five,
+    by_angle,
+    by_grid,
+    name,
+    number,
+)
+from torch import nn
+
+from embens.laws import Law, Normal, Shifted
+from embens.networks import Cos, Erf, Sin
+from embens.theory.activations import dual
+from embens.theory.closed_forms import Wave
+
+
+class TestClosedForms:
+    @pytest.mark.parametrize("law", LAWS, ids=name)
+    @pytest.mark.parametrize("module", PIECEWISE, ids=name)
+    def test_of_half_lines_equal_polar_integrals(self, module, law):
+        expected = torch.stack([by_angle(PIECEWISE[module], law, *g) for g in GEOMETRIES[:6]])
+        found = all_five(module, law, *GEOMETRIES[:6])
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+    @pytest.mark.parametrize("law", FEW, ids=name)
+    @pytest.mark.parametrize("module", list(SMOOTH)[:4], ids=name)
+    def test_of_smooth_activations_equal_integrals(self, module, law):
+        expected = torch.stack([by_grid(SMOOTH[module], law, *g, 0.12) for g in GEOMETRIES])
+        found = all_five(module, law, *GEOMETRIES)
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def on_a_line(function, slope, law, q1, q2, sign, step):
+    """Return F, G, H and F, G between members for z2 = ± sqrt(q2 / q1) z1, on a fine grid."""
+    line = torch.arange(-10, 10 + step / 2, step, dtype=torch.float64)
+    weights = step * torch.exp(-(line**2) / 2) / math.sqrt(2 * math.pi)
+    v, probability = (number([1.0]),) * 2
+    if law is not None:
+        v, probability = law.mean + law.std * line, weights
+    z1, z2 = math.sqrt(q1) * line, sign * math.sqrt(q2) * line
+    f = [function(v[:, None] * z) for z in (z1, z2)]
+    g = [slope(v[:, None] * z) for z in (z1, z2)]
+    bent = [v[:, None] * x for x in g]
+    same = [probability @ product @ weights for product in (f[0] * f[1], bent[0] * bent[1])]
+    h = probability @ (g[0] * g[1]) @ (weights * z1 * z2)
+    means = [[probability @ x for x in pair] for pair in (f, bent)]
+    return torch.stack([*same, h, *((a * b) @ weights for a, b in means)])
+
+
+def all_five_of(of, law, q1, q2, c):
+    return torch.stack([*of.same(q1, q2, c, law), *of.cross(q1, q2, c, law)], dim=-1)
+
+
+def over_modulations(of, law, q1, q2, c):
+    """Return all five by sums of the closed form over modulations.
+
+    The grid is even for waves, and for others fine near v = 0, where they are steep.
+    """
+    if isinstance(of, Wave):
+        step = min(0.3 / math.sqrt(max(q1, q2)), law.std / 3)
+        v = torch.arange(law.mean - 9 * law.std, law.mean + 9 * law.std, step, dtype=torch.float64)
+        weights = torch.full_like(v, step)
+    else:
+        width, step = min(0.3 / math.sqrt(max(q1, q2)), law.std), 0.06
+        reach = math.asinh((abs(law.mean) + 9 * law.std) / width)
+        t = torch.arange(-reach, reach, step, dtype=torch.float64)
+        v, weights = width * torch.sinh(t), step * width * torch.cosh(t)
+    density = torch.exp(-(((v - law.mean) / law.std) ** 2) / 2) / (law.std * math.sqrt(2 * math.pi))
+    weights = weights * density
+    f, g, h = of.fixed(v**2 * q1, v**2 * q2, v**2 * c, with_h=True)
+    same = [weights @ f, weights @ (v**2 * g), weights @ (h / v**2)]
+    f, g = of.fixed(v[:, None] ** 2 * q1, v**2 * q2, v[:, None] * v * c, with_h=False)
+    return torch.stack([*same, weights @ f @ weights, (weights * v) @ g @ (weights * v)])
+
+
+RATIOS = ((1.0, 1.0), (1.0, 0.5), (0.3, 0.999), (0.7, -0.9))  # q2 / q1, ρ
+
+
+class TestLargeVariances:
+    """Activations with a closed form keep ten digits where inputs are not standardised."""
+
+    @pytest.mark.parametrize(
+        ("q", "law"),
+        [(3.0, Shifted(0.7)), (64.0, Normal()), (64.0, Normal(2.0, 0.3)), (1e4, Shifted(0.7))],
+        ids=repr,
+    )
+    @pytest.mark.parametrize("module", [Erf(), nn.GELU(), Sin(), Cos()], ids=repr)
+    def test_keep_ten_digits_with_normal_modulations(self, module, law, q):
+        of = dual(module)
+        if isinstance(module, Sin | Cos):
+            q = min(q, 300.0)  # what the grid can do
+        geometries = [(q * x, rho * q * math.sqrt(x)) for x, rho in RATIOS]
+        q2, c = (number(list(x)) for x in zip(*geometries, strict=True))
+        for ready in {of, of.prepare(q, law)}:
+            found = all_five_of(ready, law, number([q]), q2, c)
+            for row, (second, covariance) in zip(found, geometries, strict=True):
+                expected = over_modulations(of, law, q, second, covariance)
+                largest = over_modulations(of, law, q, second, math.sqrt(q * second)).abs()
+                scale = torch.cat([torch.maximum(largest[:2], largest[3:]), largest[2:3]])
+                assert ((row - expected).abs() / scale[[0, 1, 2, 0, 1]]).max() < 1e-10
+
+    def test_agree_with_integrals_over_the_activation_itself(self):
+        bell = 2 / math.sqrt(math.pi)
+        expected = on_a_line(
+            torch.erf, lambda x: bell * torch.exp(-(x**2)), Shifted(0.7), 64.0, 32.0, 1, 0.008
+        )
+        arguments = number([64.0]), number([32.0]), number([math.sqrt(64.0 * 32.0)])
+        found = all_five_of(dual(Erf()), Shifted(0.7), *arguments)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+    @pytest.mark.parametrize("module", [Erf(), nn.GELU(), Sin(), Cos()], ids=repr)
+    def test_keep_relative_accuracy_of_small_ones_beside_them(self, module):
+        law, of = Shifted(0.7), dual(module)
+        ready = of.prepare(50.0, law)
+        q = number([1e-4, 0.0])
+        found = all_five_of(ready, law, q, q, q / 2)
+        expected = over_modulations(of, law, 1e-4, 1e-4, 5e-5)
+        torch.testing.assert_close(found[0], expected, rtol=1e-8, atol=1e-14)
+        assert found.isfinite().all()
+
+    def test_of_a_law_of_the_users_are_served_by_its_quadrature(self):
+        class Uniform(Law):
+            mean, second_moment = 0.5, 1 / 3
+
+            def sample(self, shape, generator=None, dtype=None, device=None):
+                return torch.rand(shape, generator=generator, dtype=dtype, device=device)
+
+            def quadrature(self, n=181):
+                nodes, weights = (number(x) for x in np.polynomial.legendre.leggauss(n))
+                return (nodes + 1) / 2, weights / 2
+
+        v, weights = Uniform().quadrature(400)
+        q1, q2, c = number([20.0]), number([9.0]), number([12.0])
+        of = dual(Erf())
+        f, g, h = of.fixed(v**2 * q1, v**2 * q2, v**2 * c, with_h=True)
+        same = [weights @ f, weights @ (v**2 * g), weights @ (h / v**2)]
+        f, g = of.fixed(v[:, None] ** 2 * q1, v**2 * q2, v[:, None] * v * c, with_h=False)
+        cross = [weights @ f @ weights, (weights * v) @ g @ (weights * v)]
+        found = all_five_of(of, Uniform(), q1, q2, c)[0]
+        torch.testing.assert_close(found, torch.stack([*same, *cross]), rtol=1e-10, atol=1e-11)
+
+    def test_are_refused_if_the_quadrature_of_a_law_is_too_coarse(self):
+        class Coarse(Law):
+            mean, second_moment = 0.5, 1 / 3
+
+            def sample(self, shape, generator=None, dtype=None, device=None):
+                return torch.rand(shape, generator=generator, dtype=dtype, device=device)
+
+            def quadrature(self, n=181):
+                return (torch.arange(n) + 0.5).double() / n, torch.ones(n).double() / n
+
+        q = number([1e8])
+        with pytest.raises(ValueError, match="Standardise the inputs"):
+            dual(Erf()).same(q, q, q, Coarse())
+        q = number([10.0])
+        with pytest.warns(RuntimeWarning, match="erf .* accurate to"):
+            dual(Erf()).same(q, q, q, Coarse())
+
+
+class TestHomogeneous:
+    def test_is_exact_on_the_diagonal(self):
+        q = torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 7
+        f, g, h = dual(nn.ReLU()).same(q, q, q, None)
+        assert torch.equal(f, q / 2)
+        assert torch.equal(h, q / 2)
+        assert (g == 0.5).all()
+        f, g, _ = dual(nn.ReLU()).same(q, q, -q, None)
+        assert f.abs().max() < 1e-15 * 7
+        assert g.abs().max() < 1e-15
+
+    def test_is_exact_for_collinear_inputs(self):
+        q = torch.rand(1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 7
+        for factor in (3.0, 0.7, 1 / 3):
+            _, g, _ = dual(nn.ReLU()).same(q, factor**2 * q, factor * q, None)
+            assert (g - 0.5).abs().max() < 1e-15
+
+    def test_resolves_small_angles(self):
+        one = number([1.0])
+        for angle in (1e-2, 1e-4, 1e-6):
+            c = number([1 - 2 * math.sin(angle / 2) ** 2])
+            _, g, _ = dual(nn.ReLU()).same(one, one, c, None)
+            # c itself is known to 1e-16, the angle hence to that over the angle.
+            assert g.item() == pytest.approx((PI - angle) / (2 * PI), abs=1e-16 / angle + 1e-16)
+
+    def test_forgives_correlations_beyond_one_by_rounding(self):
+        q = number([1.0, 1.0])
+        f, g, h = dual(nn.ReLU()).same(q, q, number([1 + 3e-16, -1 - 3e-16]), Normal())
+        assert all(x.isfinite().all() for x in (f, g, h))
+        assert g.tolist() == pytest.approx([0.5, 0.0], abs=1e-15)
+
+    def test_bounds_g_from_below_between_members_for_positive_correlations(self):
+        for law in LAWS[1:]:
+            for rho in (0.0, 0.3, 0.99, 1.0):
+                one, c = number([1.0]), number([rho])
+                assert dual(nn.ReLU()).cross(one, one, c, law)[1] >= law.mean**2 / 4 - 1e-15

@@ -1,0 +1,466 @@
+"""Training in the limit: closed form against the matrix of all members, and wide networks."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from theory.hand_made import TEST, TRAIN, Dense, gram, random_kernels, split
+
+import embens
+from embens import laws, networks
+from embens.theory import FlowSettings, GradientFlow, gradient_descent, gradient_flow
+from embens.theory.blocks import kernels
+from embens.theory.kernel import Kernels, MemberKernel, natural_gamma
+
+INF = math.inf
+
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def close(actual, expected, **tolerance):
+    torch.testing.assert_close(actual, expected, **(tolerance or EXACT))
+
+
+def targets(*shape, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def zeros_like(kernel: MemberKernel) -> MemberKernel:
+    return MemberKernel(torch.zeros_like(kernel.same), torch.zeros_like(kernel.same))
+
+
+def check_table(flow: GradientFlow, t, dense: Dense, response):
+    """Compare every quantity with the dense solution's."""
+    m = flow.members
+    each = dense.mean(response, flow.targets)
+    blocks = dense.covariance(response)
+    for a in range(m):
+        close(flow.mean(t), each[a])
+    covariance = flow.covariance(t)
+    close(covariance.dense(m), blocks)
+    close(flow.variance(t), blocks[0, 0].diagonal())
+    ensemble = blocks.mean((0, 1))
+    close(flow.ensemble_variance(t), ensemble.diagonal())
+    within = torch.stack([blocks[a, a] for a in range(m)]).mean(0)
+    close(flow.diversity(t), (within - ensemble).diagonal())
+
+
+class TestModes:
+    @pytest.mark.parametrize("members", [1, 2, 5])
+    @pytest.mark.parametrize("t", [0.0, 0.3, 4.0, 60.0])
+    @pytest.mark.parametrize("shape", [(TRAIN,), (TRAIN, 3), (TRAIN, 2, 2)])
+    def test_give_what_the_matrix_exponential_of_all_members_gives(self, members, t, shape):
+        rates = {"shared_rate": 0.7, "individual_rate": 1.9}
+        parts = split(random_kernels())
+        flow = gradient_flow(
+            *parts, targets(*shape), members, gamma=1.7, settings=FlowSettings(**rates)
+        )
+        dense = Dense(parts, members, 1.7, **rates)
+        check_table(flow, t, dense, dense.response(t))
+        assert flow.mean(t).shape == (TEST, *shape[1:])
+
+    @pytest.mark.parametrize("members", [2, 5])
+    def test_give_the_inverse_at_infinite_time(self, members):
+        parts = split(random_kernels(1))
+        flow = gradient_flow(*parts, targets(TRAIN, 2), members, gamma=3.0)
+        dense = Dense(parts, members, 3.0)
+        check_table(flow, INF, dense, dense.response_at_infinity())
+        check_table(flow, 1e9, dense, dense.response_at_infinity())
+
+    def test_cost_the_same_for_any_number_of_members(self):
+        parts = split(random_kernels())
+        flow = gradient_flow(*parts, targets(TRAIN), members=10**9, gamma=2.0)
+        assert flow.diversity(1.0).isfinite().all()
+        assert all(t.numel() <= 200 for mode in flow.modes for t in vars(mode).values()
+                   if isinstance(t, torch.Tensor))  # fmt: skip
+
+    def test_evolve_given_outputs_as_the_matrix_for_all_members_does(self):
+        parts, members = split(random_kernels(2)), 3
+        y = targets(TRAIN, 2)
+        train, test = targets(members, TRAIN, 2, seed=6), targets(members, TEST, 2, seed=7)
+        flow = gradient_flow(*parts[:2], None, y, members, gamma=2.0)
+        response = Dense(parts, members, 2.0).response(1.5)
+        expected = test - (response @ (train - y).reshape(-1, 2)).reshape(members, TEST, 2)
+        close(flow.evolve(1.5, train, test), expected)
+        several = flow.evolve(torch.tensor([0.0, 1.5]), train, test)
+        close(several, torch.stack([test, expected]))
+
+
+class TestTimes:
+    def test_begin_at_the_prior(self):
+        parts = split(random_kernels())
+        flow = gradient_flow(*parts, targets(TRAIN), members=4, gamma=2.0)
+        assert not flow.mean(0).any()
+        prior, nngp = flow.covariance(0), parts[2].nngp
+        close(prior.same, nngp.same)
+        close(prior.cross, nngp.cross)
+
+    @pytest.mark.parametrize("members", [1, 4])
+    def test_end_in_interpolation_of_the_train_data_by_every_member(self, members):
+        train, _, _ = split(random_kernels())
+        y = targets(TRAIN, 2)
+        flow = gradient_flow(train, train, train, y, members, gamma=1.0)
+        close(flow.mean(INF), y)
+        close(flow.variance(INF), torch.zeros(TRAIN, dtype=torch.float64))
+
+    def test_may_be_a_vector(self):
+        flow = gradient_flow(*split(random_kernels()), targets(TRAIN, 2), members=3)
+        times = torch.tensor([0.0, 0.5, INF])
+        for method in (flow.mean, flow.variance, flow.ensemble_variance, flow.diversity):
+            close(method(times), torch.stack([method(t) for t in times.tolist()]))
+        assert flow.mean([1, 2]).shape == flow.mean(times[:2].numpy()).shape == (2, TEST, 2)
+
+    def test_scale_with_the_number_of_samples(self):
+        """Two copies of all data make the same mean loss, and the same training."""
+        parts = split(random_kernels())
+        y = targets(TRAIN)
+        index = torch.arange(TRAIN).repeat(2)
+        twice = parts[0][index, :][:, index], parts[1][:, index], parts[2]
+        one = gradient_flow(*parts, y, members=3, gamma=2.0)
+        two = gradient_flow(*twice, y.repeat(2), members=3, gamma=2.0)
+        for t in (0.7, 30.0):
+            close(one.mean(t), two.mean(t))
+            close(one.variance(t), two.variance(t))
+
+
+class TestRegimes:
+    def test_without_coupling_is_an_independent_ensemble(self):
+        kernels = random_kernels(coupling=0.0)
+        parts = split(kernels)
+        y, members = targets(TRAIN), 6
+        flow = gradient_flow(*parts, y, members, gamma=float(members))
+        alone = gradient_flow(*parts, y, members=1, gamma=1.0)
+        for t in (0.0, 2.0, INF):
+            close(flow.mean(t), alone.mean(t))
+            close(flow.variance(t), alone.variance(t))
+            close(flow.ensemble_variance(t), alone.variance(t) / members)
+            close(flow.covariance(t).cross, torch.zeros(TEST, TEST, dtype=torch.float64))
+
+    def test_equal_members_are_one_network(self):
+        kernel = MemberKernel(*[gram(torch.Generator().manual_seed(0), TRAIN + TEST)] * 2)
+        parts = split(Kernels(kernel, kernel, zeros_like(kernel)))
+        flow = gradient_flow(*parts, targets(TRAIN), members=9)
+        alone = gradient_flow(*parts, targets(TRAIN), members=1)
+        assert flow.gamma == 1
+        assert flow.rank == (TRAIN, 0)
+        for t in (0.5, INF):
+            close(flow.mean(t), alone.mean(t))
+            close(flow.variance(t), alone.variance(t))
+            assert not flow.diversity(t).any()
+
+    def test_at_gamma_1_frozen_modulations_keep_their_diversity_as_members_grow(self):
+        """Deviations then relax M times slower, while the mean does not."""
+        train, _, _ = split(random_kernels(individual=0.0))
+        y = targets(TRAIN)
+
+        def flow(members):
+            return gradient_flow(train, train, train, y, members, gamma=1.0)
+
+        prior = (train.nngp.same - train.nngp.cross).diagonal()
+        few, many = 2 * flow(2).diversity(20.0), flow(10**5).diversity(20.0)
+        assert few.sum() < 0.5 * prior.sum()
+        close(many, prior, rtol=1e-3, atol=0.0)
+        close(2 * flow(2).diversity(20.0), 20 / 19 * flow(20).diversity(200.0))
+        residual = [(flow(m).mean(20.0) - y).norm() / y.norm() for m in (10**5, 10**7)]
+        assert residual[0] < 0.4
+        close(residual[0], residual[1], rtol=1e-4, atol=0.0)
+
+    def test_natural_gamma_is_the_default_and_makes_the_stable_rate_that_of_a_network_alone(self):
+        parts = split(random_kernels())
+        flow = gradient_flow(*parts, targets(TRAIN), members=5)
+        alone = gradient_flow(*parts, targets(TRAIN), members=1, gamma=1.0)
+        assert flow.gamma == natural_gamma(parts[0], 5)
+        assert alone.largest_stable_rate.deviation == INF  # one member has none
+        fast = gradient_flow(
+            *parts, targets(TRAIN), members=5, settings=FlowSettings(individual_rate=3.0)
+        )
+        assert fast.gamma == natural_gamma(parts[0], 5, individual_rate=3.0) != flow.gamma
+        assert flow.largest_stable_rate.mean == pytest.approx(alone.largest_stable_rate.mean)
+
+
+class TestRepellingMembers:
+    def parts(self, r: float) -> tuple[Kernels, Kernels, Kernels]:
+        k = random_kernels(coupling=0.0, individual=0.0)
+        turned = (MemberKernel(p.same, r * p.same) for p in (k.nngp, k.ntk_shared))
+        return split(Kernels(*turned, k.ntk_individual))
+
+    @pytest.mark.parametrize("t", [0.0, 0.5, 8.0])
+    def test_train_as_the_matrix_of_all_members_says(self, t):
+        parts = self.parts(-0.2)
+        flow = gradient_flow(*parts, targets(TRAIN), 4, gamma=1.7)
+        dense = Dense(parts, 4, 1.7)
+        check_table(flow, t, dense, dense.response(t))
+
+    def test_have_deviations_that_are_faster_than_the_mean(self):
+        flow = gradient_flow(*self.parts(-0.2), targets(TRAIN), 4)
+        assert flow.largest_stable_rate.deviation < flow.largest_stable_rate.mean
+        alone = gradient_flow(*self.parts(0.0), targets(TRAIN), 1).largest_stable_rate.mean
+        assert min(flow.largest_stable_rate) == pytest.approx(alone, rel=1e-9)
+
+    @pytest.mark.parametrize("solve", [gradient_flow, partial(gradient_descent, rate=0.1)])
+    def test_at_the_bound_have_a_mean_that_never_learns_and_say_so(self, solve):
+        with pytest.warns(UserWarning, match=r"the mean of the members can't learn.*rho above"):
+            flow = solve(*self.parts(-1 / 3), targets(TRAIN), 4)
+        assert flow.largest_stable_rate.mean > 1e9
+        assert flow.mean(50.0).abs().max() < 1e-9
+        assert flow.ensemble_variance(50.0).abs().max() < 1e-9
+
+
+class TestSample:
+    def test_has_the_mean_and_covariances_of_the_table(self):
+        parts = split(random_kernels())
+        flow = gradient_flow(*parts, targets(TRAIN, 2), members=3, gamma=2.0)
+        draws, t = 20_000, 1.0
+        outputs = flow.sample(t, draws, generator=torch.Generator().manual_seed(0))
+        assert outputs.shape == (draws, 3, TEST, 2)
+        same, cross = flow.covariance(t).same, flow.covariance(t).cross
+        error = same.diagonal().max().item() * 5 / math.sqrt(draws)
+        close(outputs.mean((0, 1)), flow.mean(t), rtol=0, atol=math.sqrt(error))
+        centred = outputs - flow.mean(t)
+        close((centred[:, 0, :, 0].mT @ centred[:, 0, :, 0]) / draws, same, rtol=0, atol=error)
+        close((centred[:, 0, :, 1].mT @ centred[:, 2, :, 1]) / draws, cross, rtol=0, atol=error)
+        between = (centred[:, 0, :, 0].mT @ centred[:, 0, :, 1]) / draws
+        close(between, torch.zeros_like(between), rtol=0, atol=error)
+        spread = outputs.var(1, correction=0).mean((0, 2))
+        close(spread, flow.diversity(t), rtol=0, atol=error)
+
+    def test_is_the_same_for_the_same_generator(self):
+        flow = gradient_flow(*split(random_kernels()), targets(TRAIN), members=3)
+        one, two = (flow.sample(1.0, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+        assert torch.equal(one, two)
+
+
+class TestDescent:
+    @pytest.mark.parametrize("steps", [0, 1, 2, 25])
+    @pytest.mark.parametrize("part", [0.05, 0.5, 0.9, 1.2])
+    @pytest.mark.filterwarnings("ignore:rate")
+    def test_gives_what_iterating_steps_gives(self, steps, part):
+        parts, members = split(random_kernels()), 3
+        y = targets(TRAIN, 2)
+        rate = part * gradient_flow(*parts, y, members, gamma=2.0).largest_stable_rate.mean
+        descent = gradient_descent(*parts, y, members, gamma=2.0, rate=rate)
+        dense = Dense(parts, members, 2.0)
+        if part < 1 or steps < 25:
+            check_table(descent, steps, dense, dense.response_after(steps, rate))
+
+    def test_at_a_small_rate_is_the_flow(self):
+        parts = split(random_kernels())
+        flow = gradient_flow(*parts, targets(TRAIN), 3, gamma=2.0)
+        errors = []
+        for rate in (1e-2, 1e-3):
+            descent = gradient_descent(*parts, targets(TRAIN), 3, gamma=2.0, rate=rate)
+            errors.append((descent.mean(round(2 / rate)) - flow.mean(2.0)).abs().max().item())
+        assert errors[1] < 1e-3
+        assert errors[0] / errors[1] == pytest.approx(10, rel=0.1)  # first order in the rate
+
+    def test_is_stable_just_below_the_largest_rate_and_not_just_above(self):
+        parts = split(random_kernels())
+        train = parts[0], parts[0], parts[0]
+        y = targets(TRAIN)
+        stable = gradient_flow(*train, y, 3, gamma=2.0).largest_stable_rate
+        assert stable.mean < stable.deviation
+        below = gradient_descent(*train, y, 3, gamma=2.0, rate=0.999 * stable.mean)
+        close(below.mean(30_000), y)
+        close(below.mean(INF), y)
+        with pytest.warns(UserWarning, match=r"rate .* too large: .* diverges from"):
+            above = gradient_descent(*train, y, 3, gamma=2.0, rate=1.001 * stable.mean)
+        assert above.mean(20_000).abs().max() > 1e3
+        assert above.diversity(20_000).max() < 1e-6  # deviations are stable up to their own rate
+        with pytest.raises(ValueError, match="the mean mode diverges"):
+            above.mean(INF)
+        with pytest.warns(UserWarning, match="too large"):
+            above = gradient_descent(*train, y, 3, gamma=2.0, rate=1.001 * stable.deviation)
+        assert above.diversity(20_000).max() > 1e3
+
+    def test_counts_whole_steps(self):
+        descent = gradient_descent(*split(random_kernels()), targets(TRAIN), rate=1e-3)
+        with pytest.raises(ValueError, match=r"steps must be a whole number.*use gradient_flow"):
+            descent.mean(0.5)
+
+    def test_needs_a_rate_that_is_one(self):
+        with pytest.raises(ValueError, match="rate must be a number >= 0; got -1"):
+            gradient_descent(*split(random_kernels()), targets(TRAIN), rate=-1.0)
+
+
+def half_squares(outputs, target):
+    return (outputs - target).square().mean() / 2
+
+
+def wide_ensemble(width, law, seed, *, depth=1, activation="relu", trainable=True):
+    generator = torch.Generator().manual_seed(seed)
+    net = networks.mlp(
+        3, width, depth, 1, activation=activation, weight_std=math.sqrt(2), generator=generator
+    )
+    return embens.embed(
+        net.double(), 3, pre=law, post=law, trainable=trainable, generator=generator
+    )
+
+
+class TestTrainedEnsembles:
+    """Real wide ensembles, trained by full-batch gradient descent."""
+
+    x, x_test, y = targets(8, 3), targets(5, 3, seed=1), targets(8, 1, seed=2)
+
+    def error(self, ensemble, descent, steps, individual_rate):
+        """Return how far a trained ensemble is from its prediction, by how far it moved."""
+        rate = descent.rate
+        with torch.no_grad():
+            start = ensemble(self.x), ensemble(self.x_test)
+        groups = ensemble.parameter_groups(rate, rate * individual_rate, 0.0, gamma=descent.gamma)
+        optimizer = torch.optim.SGD(groups)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            outputs = ensemble(self.x)
+            embens.objective(outputs, self.y, half_squares).backward()
+            optimizer.step()
+        with torch.no_grad():
+            trained = ensemble(self.x_test)
+        predicted = descent.evolve(steps, *start)
+        return (trained - predicted).norm() / (trained - start[1]).norm()
+
+    @pytest.mark.parametrize(
+        ("law", "gamma", "options"),
+        [
+            (laws.Normal(), 3.0, {}),
+            (laws.Shifted(0.7), 2.0, {"individual_rate": 2.0}),
+            (laws.Shifted(0.7), 1.0, {"trainable": False, "activation": "erf"}),
+        ],
+    )
+    def test_are_predicted_from_their_own_start_the_better_the_wider(self, law, gamma, options):
+        """The kernel of width N is off by O(1/√N): 16 times the width, a fourth of the error."""
+        individual_rate = options.pop("individual_rate", 1.0)
+        any_width = wide_ensemble(8, law, 0, **options)
+        k = kernels(any_width, self.x), kernels(any_width, self.x_test, self.x), None
+        rates = {"settings": FlowSettings(individual_rate=individual_rate)}
+        stable = gradient_flow(*k, self.y, 3, gamma, **rates).largest_stable_rate.mean
+        descent = gradient_descent(*k, self.y, 3, gamma, rate=0.4 * stable, **rates)
+        narrow, wide = (
+            torch.stack(
+                [
+                    self.error(
+                        wide_ensemble(width, law, seed, **options), descent, 60, individual_rate
+                    )
+                    for seed in range(2)
+                ]
+            ).mean()
+            for width in (512, 8192)
+        )
+        assert wide < 0.06
+        assert wide < 0.5 * narrow
+
+    def test_have_the_moments_of_the_table_over_initialisations(self):
+        """Many networks at once, written by hand; tolerances: 4.5 standard errors and 1/width."""
+        seeds, members, width, law, gamma = 240, 3, 512, laws.Shifted(0.7), 2.0
+        ensemble = wide_ensemble(8, law, 0, activation="erf")
+        x, x_test, y = targets(4, 3), targets(3, 3, seed=1), targets(4, seed=2)
+        k = kernels(ensemble, x), kernels(ensemble, x_test, x), kernels(ensemble, x_test)
+        flow = gradient_flow(*k, y, members, gamma)
+        rate, steps = 0.4 * flow.largest_stable_rate.mean, 25
+        descent = gradient_descent(*k, y, members, gamma, rate=rate)
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(seeds, *shape, generator=generator, dtype=torch.float64)
+
+        w, readout = draw(3, width), draw(width)
+        u, v = (0.7 + math.sqrt(1 - 0.49) * draw(members, 1, width) for _ in range(2))
+        parameters = [p.requires_grad_() for p in (w, readout, u, v)]
+        scales = [gamma / members, gamma / members, 1.0, 1.0]
+
+        def outputs(inputs):
+            z = math.sqrt(2 / 3) * inputs @ w
+            hidden = u * torch.erf(v * z[:, None])
+            return math.sqrt(2 / width) * torch.einsum("smni,si->smn", hidden, readout)
+
+        for _ in range(steps):
+            loss = (outputs(x) - y).square().mean(-1).sum() / 2
+            for p, g, scale in zip(
+                parameters, torch.autograd.grad(loss, parameters), scales, strict=True
+            ):
+                p.data -= rate * scale * g
+        with torch.no_grad():
+            found = outputs(x_test)  # (seed, member, test)
+
+        def check(samples, expected):
+            error = 4.5 * samples.std(0) / math.sqrt(seeds) + 0.02 * expected.abs()
+            assert ((samples.mean(0) - expected).abs() < error).all()
+
+        mean, covariance = descent.mean(steps), descent.covariance(steps)
+        assert (descent.variance(steps) < 0.7 * descent.variance(0)).any()  # training shows
+        check(found.mean(1), mean)
+        centred = found - mean
+        check(centred.square().mean(1), descent.variance(steps))
+        ensemble_mean = centred.mean(1)
+        check(ensemble_mean.square(), descent.ensemble_variance(steps))
+        check(found.var(1, correction=0), descent.diversity(steps))
+        pairs = (centred.sum(1).square() - centred.square().sum(1)) / (members * (members - 1))
+        check(pairs, covariance.cross.diagonal())
+        check(centred[:, 0, 0] * centred[:, 0, 1], covariance.same[0, 1])
+
+    def test_diverge_from_the_rate_that_the_theory_says(self):
+        """At first: a finite width comes back later, from where its kernel has become smaller."""
+        x, y = targets(6, 3), targets(6, 1, seed=2)
+        k = kernels(wide_ensemble(8, laws.Shifted(0.7), 0), x)
+        largest = gradient_flow(k, k, None, y, 3, 2.0).largest_stable_rate.mean
+        losses = {0.8: [], 1.3: []}
+        for part, found in losses.items():
+            ensemble = wide_ensemble(4096, laws.Shifted(0.7), 0)
+            groups = ensemble.parameter_groups(part * largest, weight_decay=0.0, gamma=2.0)
+            optimizer = torch.optim.SGD(groups)
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = embens.objective(ensemble(x), y, half_squares)
+                found.append(loss.item())
+                loss.backward()
+                optimizer.step()
+        assert losses[0.8] == sorted(losses[0.8], reverse=True)
+        assert losses[1.3] == sorted(losses[1.3])
+        assert losses[1.3][-1] > 3 * losses[1.3][0]
+
+
+class TestPosterior:
+    """Of a prior with noise, against the dense formula and against gradient flow with a ridge."""
+
+    noise = 0.7
+
+    def problem(self):
+        net = networks.mlp(3, 8, 2, 1, bias_std=0.4, activation="erf")
+        x = targets(9, 3)
+        train, test = x[:5], x[5:]
+        pairs = (train, train), (test, train), (test, test)
+        parts = []
+        for pair in pairs:
+            tangents = kernels(net, *pair).ntk_shared.same
+            zero = torch.zeros_like(tangents)
+            # Separate members whose prior covariance is their tangent kernel.
+            alone, nothing = MemberKernel(tangents, zero), MemberKernel(zero, zero)
+            parts.append(Kernels(alone, nothing, alone))
+        return parts, targets(5, 2)
+
+    def test_it_is_the_dense_formula(self):
+        (train, carry, test), y = self.problem()
+        inverse = torch.linalg.inv(train.nngp.same + self.noise**2 * torch.eye(5).double())
+        mean, covariance = embens.theory.posterior(train, carry, test, y, self.noise)
+        close(mean, carry.nngp.same @ inverse @ y)
+        close(covariance, test.nngp.same - carry.nngp.same @ inverse @ carry.nngp.same.mT)
+
+    def test_flow_with_a_ridge_and_noisy_targets_ends_there(self):
+        (train, carry, test), y = self.problem()
+        mean, covariance = embens.theory.posterior(train, carry, test, y, self.noise)
+        settings = FlowSettings(jitter=self.noise**2)
+        flow = gradient_flow(train, carry, test, y, members=3, settings=settings)
+        close(flow.mean(INF), mean)
+        inverse = torch.linalg.inv(train.nngp.same + self.noise**2 * torch.eye(5).double())
+        weights = carry.nngp.same @ inverse
+        of_noise = self.noise**2 * weights @ weights.mT
+        close(flow.covariance(INF).same + of_noise, covariance)
+
+    def test_what_can_not_be_is_refused(self):
+        parts, y = self.problem()
+        with pytest.raises(ValueError, match="noise must be a number > 0"):
+            embens.theory.posterior(*parts, y, 0.0)
+        with pytest.raises(ValueError, match="a row for each of the 5"):
+            embens.theory.posterior(*parts, y[:4], 1.0)

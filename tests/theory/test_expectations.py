@@ -1,0 +1,292 @@
+"""What every dual has in common, and the paper's errata about duals."""
+
+import math
+
+import pytest
+import torch
+from theory.integrals import (
+    EVERY,
+    GEOMETRIES,
+    PI,
+    Three,
+    TwoSteps,
+    all_five,
+    by_grid,
+    functions_of,
+    name,
+    nodes_of,
+    number,
+    tensors,
+    two_steps,
+)
+from torch import nn
+
+from embens import networks
+from embens.laws import (
+    Bernoulli,
+    Constant,
+    Correlated,
+    Disjoint,
+    Masks,
+    Normal,
+    Rademacher,
+    Shifted,
+    Ternary,
+)
+from embens.theory.activations import dual, register
+from embens.theory.closed_forms import Homogeneous
+from embens.theory.expectations import Dual
+
+JOINT = [(m, law) for m in EVERY for law in (Masks(0.5), Disjoint())] + [
+    (m, Correlated(rho)) for m in EVERY for rho in (0.6, -0.5) if isinstance(dual(m), Homogeneous)
+]
+
+
+class TestJointLaws:
+    """Of two members whose modulations are drawn together."""
+
+    slopes = pytest.mark.parametrize("of", [Homogeneous(), Homogeneous(1, 0.1), Homogeneous(1, -1)])
+    geometry = number([1.2]), number([0.9]), number([0.4])
+
+    @slopes
+    @pytest.mark.parametrize("law", [Masks(0.3), Disjoint()], ids=repr)
+    def test_of_masks_are_equal_or_independent_members_and_half_lines_agree(self, of, law):
+        found, mixed = of.joint(*self.geometry, law, 5), Dual.joint(of, *self.geometry, law, 5)
+        torch.testing.assert_close(found, mixed, rtol=1e-13, atol=1e-15)
+
+    @slopes
+    def test_of_normal_numbers_have_known_ends(self, of):
+        q1, q2, c = self.geometry
+        free, equal = of.cross(q1, q2, c, Normal()), of.same(q1, q2, c, Normal())[:2]
+        torch.testing.assert_close(of.joint(q1, q2, c, Correlated(0.0), 2), free)
+        torch.testing.assert_close(of.joint(q1, q2, c, Correlated(1.0 - 1e-13), 2), equal)
+        turned = of.same(q1, q2, -c, Normal())
+        f, g = of.joint(q1, q2, c, Correlated(-1.0), 2)  # v of one is -v of the other
+        torch.testing.assert_close((f, g), (turned[0], -turned[1]))
+
+
+class TestEveryDual:
+    @pytest.mark.parametrize("module", EVERY, ids=name)
+    def test_agrees_with_samples(self, module):
+        generator = torch.Generator().manual_seed(3)
+        law, (q1, q2, rho) = Shifted(0.7), (1.2, 0.9, 0.6)
+        count = 200_000
+        x, y = torch.randn(2, count, generator=generator, dtype=torch.float64)
+        z1 = math.sqrt(q1) * x
+        z2 = math.sqrt(q2) * (rho * x + math.sqrt(1 - rho**2) * y)
+        v, other = law.sample((2, count), generator, torch.float64)
+        slope = torch.func.vmap(torch.func.grad(module))
+        terms = [
+            module(v * z1) * module(v * z2),
+            v**2 * slope(v * z1) * slope(v * z2),
+            z1 * z2 * slope(v * z1) * slope(v * z2),
+            module(v * z1) * module(other * z2),
+            v * other * slope(v * z1) * slope(other * z2),
+        ]
+        samples = torch.stack(terms)
+        error = samples.std(dim=1) / math.sqrt(count)
+        found = all_five(module, law, (q1, q2, rho))[0]
+        assert ((found - samples.mean(1)).abs() <= 4 * error + 1e-12).all()
+
+    @pytest.mark.parametrize(("module", "law"), JOINT, ids=name)
+    def test_agrees_with_samples_of_joint_laws(self, module, law):
+        generator = torch.Generator().manual_seed(4)
+        (q1, q2, rho), count = (1.2, 0.9, -0.6), 60_000
+        x, y = torch.randn(2, count, generator=generator, dtype=torch.float64)
+        z1 = math.sqrt(q1) * x
+        z2 = math.sqrt(q2) * (rho * x + math.sqrt(1 - rho**2) * y)
+        v, other, _ = law.sample((3, count), generator, torch.float64)
+        slope = torch.func.vmap(torch.func.grad(module))
+        terms = [
+            module(v * z1) * module(other * z2),
+            v * other * slope(v * z1) * slope(other * z2),
+        ]
+        samples = torch.stack(terms)
+        error = samples.std(dim=1) / math.sqrt(count)
+        c = number([rho * math.sqrt(q1 * q2)])
+        found = torch.cat(dual(module).joint(number([q1]), number([q2]), c, law, 3))
+        assert ((found - samples.mean(1)).abs() <= 4.5 * error + 1e-12).all()
+
+    @pytest.mark.parametrize("law", [None, Three(), Normal(0.3, 0.8)], ids=name)
+    @pytest.mark.parametrize("module", EVERY, ids=name)
+    def test_has_g_as_the_derivative_of_f(self, module, law):
+        of, step = dual(module), 1e-4
+        q1, q2, c = number([1.2]), number([0.9]), number([0.4])
+        of = of.prepare(1.2, law)
+        for function in (of.same, of.cross):
+            ahead, behind, here = (function(q1, q2, c + d, law) for d in (step, -step, 0))
+            slope = (ahead[0] - behind[0]) / (2 * step)
+            torch.testing.assert_close(slope, here[1], rtol=1e-7, atol=1e-8)
+
+    @pytest.mark.parametrize("law", [None, Constant(1.3), Constant(-0.7), Normal(0.8, 0.0)])
+    @pytest.mark.parametrize("module", EVERY, ids=name)
+    def test_has_cross_equal_to_same_bit_for_bit_if_members_are_alike(self, module, law):
+        found = all_five(module, law, *GEOMETRIES)
+        assert torch.equal(found[:, :2], found[:, 3:])
+
+    @pytest.mark.parametrize("law", [Normal(), Rademacher(), Ternary(0.2)], ids=name)
+    @pytest.mark.parametrize("module", [nn.Tanh(), networks.Erf(), networks.Sin(), nn.Identity()])
+    def test_has_nothing_in_common_for_odd_activations_and_symmetric_laws(self, module, law):
+        assert (all_five(module, law, *GEOMETRIES[:1])[:, 3:] == 0).all()
+
+    @pytest.mark.parametrize("module", EVERY, ids=name)
+    def test_broadcasts_over_any_axes(self, module):
+        law, generator = Three(), torch.Generator().manual_seed(0)
+        x, y = torch.randn(2, 3, 2, 5, generator=generator, dtype=torch.float64) / 2
+        of = dual(module)
+        q1, q2 = (x**2).sum(-1)[:, None, :, None], (y**2).sum(-1)[None, :, None, :]
+        c = torch.einsum("ipk,jrk->ijpr", x, y)
+        pairs = [*of.same(q1, q2, c, law), *of.cross(q1, q2, c, law)]
+        flat = [a.reshape(-1) for a in torch.broadcast_tensors(q1, q2, c)]
+        elementwise = [*of.same(*flat, law), *of.cross(*flat, law)]
+        shared = [a[0, :, 0, 0] for a in of.same(q1[:1], q2, c[:1], law)]
+        for found, expected in zip(pairs, elementwise, strict=True):
+            assert found.shape == (3, 3, 2, 2)
+            torch.testing.assert_close(found.reshape(-1), expected, rtol=1e-12, atol=1e-13)
+        for found, expected in zip(shared, pairs, strict=False):
+            torch.testing.assert_close(found, expected[0, :, 0, 0], rtol=1e-12, atol=1e-13)
+        members = [a.expand(2, *c.shape) for a in of.same(q1, q2, c, law)]
+        for found, expected in zip(
+            of.same(q1, q2, c.expand(2, *c.shape), law), members, strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+    @pytest.mark.parametrize("module", EVERY, ids=name)
+    def test_works_in_single_precision(self, module):
+        (q1, q2), c = tensors(*GEOMETRIES)
+        double = dual(module).same(q1, q2, c, Ternary())
+        single = dual(module).same(q1.float(), q2.float(), c.float(), Ternary())
+        for low, high in zip(single, double, strict=True):
+            assert low.dtype == torch.float32
+            torch.testing.assert_close(low.double(), high, rtol=2e-5, atol=2e-6)
+
+    @pytest.mark.parametrize("module", EVERY, ids=name)
+    def test_takes_empty_kernels(self, module):
+        empty, one = torch.zeros(0, 1, dtype=torch.float64), torch.ones(1, 3, dtype=torch.float64)
+        for result in dual(module).same(empty, one, torch.zeros(0, 3).double(), None):
+            assert result.shape == (0, 3)
+
+    @pytest.mark.parametrize("module", EVERY, ids=name)
+    def test_is_the_limit_where_a_variance_vanishes(self, module):
+        tiny = all_five(module, Three(), (1e-14, 1.1, 0.0), (1e-14, 1e-14, 0.0))
+        zero = all_five(module, Three(), (0.0, 1.1, 0.0), (0.0, 0.0, 0.0))
+        torch.testing.assert_close(zero, tiny, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
+class TestForwardDerivatives:
+    @pytest.mark.parametrize("rho", [-1.0, -0.4, 0.0, 0.6, 1.0])
+    @pytest.mark.parametrize("module", [nn.ReLU(), networks.Erf(), nn.GELU(), nn.Tanh()], ids=name)
+    def test_nested_give_g_and_are_finite(self, module, rho):
+        one, direction = number([1.3]), number([1.0])
+        of = dual(module).prepare(1.3, None)
+
+        def first(c):
+            return torch.func.jvp(lambda x: of.same(one, one, x, None)[0], (c,), (direction,))
+
+        c = 1.3 * number([rho])
+        (value, slope), (_, curvature) = torch.func.jvp(first, (c,), (direction,))
+        f, g, _ = of.same(one, one, c, None)
+        torch.testing.assert_close(value, f, rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(slope, g, rtol=1e-9, atol=1e-9)
+        assert curvature.isfinite().all()
+        if isinstance(module, nn.ReLU):
+            expected = 0.0 if abs(rho) == 1 else 1 / (2 * PI * 1.3 * math.sqrt(1 - rho**2))
+            assert curvature.item() == pytest.approx(expected, rel=1e-12)
+
+    @pytest.mark.parametrize("module", [nn.ReLU(), networks.Erf(), nn.GELU(), nn.Tanh()], ids=name)
+    def test_by_the_inputs_are_those_of_the_activation(self, module):
+        """∂x ∂x' F = E[w² φ'(wx) φ'(wx')] for one input; here H / (x x')."""
+        law, x = Rademacher(), number([0.8])
+        of = dual(module).prepare(1.6, law)
+
+        def f(a, b):
+            return of.same(a * a, b * b, a * b, law)[0]
+
+        def first(a, b):
+            return torch.func.jvp(lambda y: f(y, b), (a,), (number([1.0]),))[1]
+
+        for factor in (1.0, 1.2, -0.9):
+            b = factor * x
+            mixed = torch.func.jvp(lambda y: first(x, y), (b,), (number([1.0]),))[1]
+            h = of.same(x * x, b * b, x * b, law)[2]
+            torch.testing.assert_close(mixed, h / (x * b), rtol=1e-7, atol=1e-8)
+
+    def test_backward_gives_g_too(self):
+        for module in (nn.ReLU(), networks.Erf(), nn.SiLU()):
+            c = number([0.3, 0.9]).requires_grad_()
+            q = number([1.0, 1.0])
+            f, g, _ = dual(module).same(q, q, c, Normal())
+            (slope,) = torch.autograd.grad(f.sum(), c)
+            torch.testing.assert_close(slope, g.detach(), rtol=1e-8, atol=1e-8)
+
+
+class TestErrata:
+    """Numbers at q1 = 1.2, q2 = 0.9, ρ = 0.6, where the paper's formulas would give others."""
+
+    GEOMETRY = (1.2, 0.9, 0.6)
+
+    def printed_g(self, functions, law, step):
+        """Return E[v1 v2] E[φ' φ'], same and cross, as the paper has it."""
+        _, slope = functions
+        v, weights = nodes_of(law, step)
+        ones = (slope, slope)  # F of the derivative
+        same, cross = by_grid(ones, law, *self.GEOMETRY, step)[[0, 3]].tolist()
+        return (weights @ v**2).item() * same, (weights @ v).item() ** 2 * cross
+
+    @pytest.mark.parametrize(
+        ("module", "law", "which", "value", "printed"),
+        [
+            (nn.ReLU(), Normal(), "cross", 0.0652, 0.0),
+            (nn.ReLU(), Shifted(0.7), "cross", 0.1920, 0.1452),
+            (nn.ReLU(), Rademacher(), "cross", 0.1024, 0.0),
+            (nn.ReLU(), Bernoulli(0.6), "same", 0.2114, 0.1269),
+            (networks.Erf(), Normal(), "same", 0.3104, 0.7074),
+            (networks.Erf(), Shifted(0.7), "same", 0.3264, 0.6788),
+            (networks.Erf(), Shifted(0.7), "cross", 0.1739, 0.3019),
+            (nn.Tanh(), Normal(), "same", 0.2680, 0.5731),
+            (nn.GELU(), Normal(), "same", 0.3623, 0.3245),
+            (nn.GELU(), Normal(), "cross", 0.0628, 0.0),
+        ],
+        ids=name,
+    )
+    def test_1_g_does_not_factorise(self, module, law, which, value, printed):
+        index = {"same": 0, "cross": 1}[which]
+        if isinstance(module, nn.ReLU):
+            # Steps have no grid of their own: P(v z1 > 0, v z2 > 0) by angles.
+            rho = self.GEOMETRY[2]
+            plus, minus = law.half_moment(0, 1), law.half_moment(0, -1)
+            both, only = (PI - math.acos(rho)) / (2 * PI), math.acos(rho) / (2 * PI)
+            same = law.second_moment * (plus + minus) * both
+            cross = law.mean**2 * ((plus**2 + minus**2) * both + 2 * plus * minus * only)
+            wrong = (same, cross)[index]
+        else:
+            wrong = self.printed_g(functions_of(module), law, 0.12)[index]
+        found = all_five(module, law, self.GEOMETRY)[0][[1, 4]][index].item()
+        assert found == pytest.approx(value, abs=6e-5)
+        assert wrong == pytest.approx(printed, abs=6e-5)
+
+    @pytest.mark.parametrize(
+        ("module", "value", "printed"), [(nn.ReLU(), 0.3521, 0.9022), (nn.Tanh(), 0.2056, 0.3620)]
+    )
+    def test_2_h_has_derivatives_in_it(self, module, value, printed):
+        found = all_five(module, Normal(), self.GEOMETRY)[0, 2].item()
+        assert found == pytest.approx(value, abs=6e-5)
+        functions = (torch.relu, torch.relu) if isinstance(module, nn.ReLU) else (torch.tanh,) * 2
+        wrong = by_grid(functions, Normal(), *self.GEOMETRY, 0.12)[2].item()  # z1 z2 φ φ
+        assert wrong == pytest.approx(printed, abs=2e-4)
+
+    def test_3_g_between_members_can_be_negative(self):
+        register(TwoSteps)
+        geometry, k = (1.0, 4.0, 1.0), 6.0
+        found = all_five(TwoSteps(k), Rademacher(), geometry)[0]
+        expected = by_grid(two_steps(k), Rademacher(), *geometry, 0.01)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+        assert found[4] < -0.04
+        slopes = by_grid((two_steps(k)[1],) * 2, Rademacher(), *geometry, 0.01)
+        assert slopes[3] > 0  # while E φ'φ' between members, which the proof uses, is positive
+
+    def test_8_odd_activations_are_independent_with_symmetric_pre_laws_alone(self):
+        for module in (nn.Tanh(), networks.Erf()):
+            assert (all_five(module, Normal(), self.GEOMETRY)[0, 3:] == 0).all()
+        assert (all_five(nn.ReLU(), Normal(), self.GEOMETRY)[0, 3:] > 0.05).all()

@@ -1,0 +1,262 @@
+"""Smooth activations: quadrature, accuracy and refusals."""
+
+import math
+
+import pytest
+import torch
+from theory.integrals import FEW, GEOMETRIES, SMOOTH, all_five, by_grid, functions_of, name
+from torch import nn
+
+from embens.laws import Bernoulli, Discrete, Law, Normal, Rademacher, Shifted
+from embens.networks import Cos, Erf, Sin
+from embens.theory.activations import dual, register
+from embens.theory.quadrature import Smooth, law_nodes
+
+
+class TestQuadrature:
+    @pytest.mark.parametrize("law", FEW, ids=name)
+    @pytest.mark.parametrize("module", list(SMOOTH)[4:], ids=name)
+    def test_equals_integrals_on_a_grid(self, module, law):
+        expected = torch.stack([by_grid(SMOOTH[module], law, *g, 0.1) for g in GEOMETRIES])
+        found = all_five(module, law, *GEOMETRIES)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+    @pytest.mark.parametrize(
+        ("module", "law"),
+        [*((m, Shifted(0.7)) for m in SMOOTH), *((m, Normal()) for m in list(SMOOTH)[::4])],
+        ids=name,
+    )
+    def test_equals_integrals_with_normal_modulations(self, module, law):
+        geometries = [*GEOMETRIES[2:5], GEOMETRIES[0]]
+        steps = [0.04, 0.04, 0.04, 0.18]  # fine where there is one normal variable only
+        found = all_five(module, law, *geometries)
+        for geometry, step, row in zip(geometries, steps, found, strict=True):
+            close = 1e-8 if step < 0.1 else 1e-4
+            expected = by_grid(SMOOTH[module], law, *geometry, step)
+            torch.testing.assert_close(row, expected, rtol=close, atol=close)
+
+    def test_keeps_eight_digits_in_the_plane_with_normal_modulations(self):
+        for module in (nn.Tanh(), nn.SiLU()):
+            functions = functions_of(module)
+            expected = by_grid(functions, Normal(0.5, 0.5), *GEOMETRIES[0], 0.09)[None]
+            found = all_five(module, Normal(0.5, 0.5), GEOMETRIES[0])
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def number(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def on_a_line(function, slope, law, q1, q2, sign, step):
+    """Return F, G, H and F, G between members for z2 = ± sqrt(q2 / q1) z1, on a fine grid."""
+    line = torch.arange(-10, 10 + step / 2, step, dtype=torch.float64)
+    weights = step * torch.exp(-(line**2) / 2) / math.sqrt(2 * math.pi)
+    v, probability = (number([1.0]),) * 2
+    if law is not None:
+        v, probability = law.mean + law.std * line, weights
+    z1, z2 = math.sqrt(q1) * line, sign * math.sqrt(q2) * line
+    f = [function(v[:, None] * z) for z in (z1, z2)]
+    g = [slope(v[:, None] * z) for z in (z1, z2)]
+    bent = [v[:, None] * x for x in g]
+    same = [probability @ product @ weights for product in (f[0] * f[1], bent[0] * bent[1])]
+    h = probability @ (g[0] * g[1]) @ (weights * z1 * z2)
+    means = [[probability @ x for x in pair] for pair in (f, bent)]
+    return torch.stack([*same, h, *((a * b) @ weights for a, b in means)])
+
+
+def all_five_of(of, law, q1, q2, c):
+    return torch.stack([*of.same(q1, q2, c, law), *of.cross(q1, q2, c, law)], dim=-1)
+
+
+def tanh_slope(x):
+    return 1 - torch.tanh(x) ** 2
+
+
+class TestAccuracy:
+    @pytest.mark.parametrize(
+        ("law", "q", "step"),
+        [(None, 100.0, 0.005), (Normal(), 10.0, 0.0125), (Shifted(0.7), 4.0, 0.02)],
+    )
+    def test_is_eight_digits_also_for_large_variances(self, law, q, step):
+        q1, q2 = number([q, q, q]), number([q, q / 2, q])
+        c = torch.sqrt(q1 * q2) * number([1, 1, -1])
+        found = all_five_of(dual(nn.Tanh()), law, q1, q2, c)
+        for row, first, second, sign in zip(found, q1, q2, (1, 1, -1), strict=True):
+            expected = on_a_line(torch.tanh, tanh_slope, law, first, second, sign, step)
+            torch.testing.assert_close(row, expected, rtol=1e-8, atol=1e-8)
+
+    def test_is_relative_for_small_variances(self):
+        """Near 0, SiLU is z/2 + z²/4, hence F = c/4 + E[z1² z2²]/16, and so on."""
+        of = dual(nn.SiLU()).prepare(2.0, None)
+        q = number([1e-5, 1e-6])
+        f, g, h = of.same(q, q, q / 2, None)
+        fourth = q * q + 2 * (q / 2) ** 2  # E[z1² z2²]
+        torch.testing.assert_close(f, q / 8 + fourth / 16, rtol=1e-9, atol=0)
+        torch.testing.assert_close(g, 0.25 + q / 8, rtol=1e-9, atol=0)
+        torch.testing.assert_close(h, q / 8 + fourth / 4, rtol=1e-9, atol=0)
+
+    @pytest.mark.parametrize("law", [None, Rademacher(), Normal(0.5, 0.5)], ids=repr)
+    def test_of_interpolation_in_the_variances_is_eight_digits(self, law):
+        module = nn.Softplus()
+        wide = dual(module).prepare(3.0, law)
+        for q in (1e-3, 0.037, 0.61, 1.9, 2.99):
+            q1, q2 = number([q, q, 2.0]), number([q, q / 1.3, q])
+            c = torch.sqrt(q1 * q2) * number([1.0, 0.7, -0.9])
+            narrow = Smooth(dual(module).function, "softplus").prepare(q, law)
+            for i in (0, 1):
+                arguments = (q1[i : i + 1], q2[i : i + 1], c[i : i + 1])
+                found, expected = (all_five_of(of, law, *arguments) for of in (wide, narrow))
+                torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8 * q)
+
+    def test_agrees_with_a_closed_form(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(30, 4, generator=generator, dtype=torch.float64)
+        q, c = (x**2).sum(1) / 4, x @ x.T / 4
+        for law in (None, Rademacher()):
+            found = all_five_of(Smooth(torch.erf, "erf"), law, q[:, None], q[None], c)
+            expected = all_five_of(dual(Erf()), law, q[:, None], q[None], c)
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+
+    @pytest.mark.parametrize("module", [Cos(), Sin()], ids=repr)
+    def test_resolves_waves_and_agrees_with_their_closed_forms(self, module):
+        q1, q2 = number([6.0, 6.0, 5.0]), number([6.0, 4.0, 2.0])
+        c = torch.sqrt(q1 * q2) * number([1.0, -0.9, 0.6])
+        table = Smooth(dual(module).function, "wave").prepare(6.0, Normal())
+        found, expected = (all_five_of(of, Normal(), q1, q2, c) for of in (table, dual(module)))
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+    def test_is_the_same_in_blocks(self):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(400, 3, generator=generator, dtype=torch.float64)
+        q, c = (x**2).sum(1) / 3, x @ x.T / 3
+        of = dual(nn.Tanh()).prepare(q.max().item(), None)
+        whole = of.same(q[:, None], q[None], c, None)
+        part = of.same(q[37:41, None], q[None, 5:300], c[37:41, 5:300], None)
+        for all_of_it, some in zip(whole, part, strict=True):
+            torch.testing.assert_close(all_of_it[37:41, 5:300], some, rtol=1e-13, atol=1e-14)
+
+    def test_covers_a_law_with_many_values(self):
+        class Spread(Discrete):
+            atoms = tuple((x / 10, 1 / 21) for x in range(-10, 11))
+
+        q = number([1.3])
+        for module in (Erf(), nn.Tanh()):
+            function, slope = (torch.erf, lambda x: 2 / math.sqrt(math.pi) * torch.exp(-(x**2)))
+            if isinstance(module, nn.Tanh):
+                function, slope = torch.tanh, tanh_slope
+            expected = sum(
+                p * on_a_line(function, slope, Normal(v, 0.0), 1.3, 1.3, 1, 0.05)[:3]
+                for v, p in Spread.atoms
+            )
+            found = all_five_of(dual(module), Spread(), q, q, q)[0]
+            torch.testing.assert_close(found[:3], expected, rtol=1e-8, atol=1e-8)
+            assert (found[3:].abs() < 1e-16).all()
+
+
+class TestNodes:
+    @pytest.mark.parametrize("law", [Normal(), Shifted(0.6), Normal(2.0, 0.1)])
+    def test_for_singular_functions_integrate_moments(self, law):
+        nodes = law_nodes(law, width=0.3)
+        assert float(nodes.both.sum()) == pytest.approx(1, abs=1e-13)
+        assert float(nodes.both @ nodes.sizes**2) == pytest.approx(law.second_moment, rel=1e-13)
+        assert float((nodes.plus - nodes.minus) @ nodes.sizes) == pytest.approx(law.mean, abs=1e-13)
+
+    def test_of_a_law_with_few_values_are_these(self):
+        nodes = law_nodes(Bernoulli(0.6, scale=-2.0), width=1.0)
+        assert nodes.sizes.tolist() == [0.0, 2.0]
+        assert nodes.minus.tolist() == pytest.approx([0.0, 0.6])
+
+
+class Kinked(nn.Module):
+    def __init__(self, power):
+        super().__init__()
+        self.power = power
+
+    def forward(self, x):
+        return x.abs() ** self.power + x**2
+
+
+class TestMessages:
+    def test_warn_of_a_weak_kink_and_refuse_a_strong_one(self):
+        register(Kinked)
+        q = number([1.0])
+        with pytest.warns(RuntimeWarning, match=r"Kinked .* accurate to .* kink"):
+            f, _, _ = dual(Kinked(1.75)).same(q, q, q, None)
+
+        def absolute_moment(k):
+            return 2 ** (k / 2) * math.gamma((k + 1) / 2) / math.sqrt(math.pi)
+
+        expected = absolute_moment(3.5) + 2 * absolute_moment(3.75) + 3
+        assert f.item() == pytest.approx(expected, rel=1e-4)
+        with pytest.raises(ValueError, match="an activation with a kink"):
+            dual(Kinked(1)).same(q, q, q, None)
+
+    def test_warn_of_large_variances(self):
+        q = number([200.0])
+        with pytest.warns(RuntimeWarning, match="scale the inputs or the weights down"):
+            f, _, _ = dual(nn.Tanh()).same(q, q, q, None)
+        expected = on_a_line(torch.tanh, tanh_slope, None, 200.0, 200.0, 1, 0.001)[0]
+        assert f.item() == pytest.approx(expected.item(), rel=1e-4)
+
+    @pytest.mark.parametrize("q", [3e3, 2e6])
+    def test_refuse_variances_so_large_that_results_would_be_wrong(self, q):
+        q = number([q])
+        with pytest.raises(ValueError, match=r"reached was \d.*. Standardise the inputs or"):
+            dual(nn.Tanh()).same(q, q, q, None)
+
+    def test_refuse_what_grows_too_fast(self):
+        class Explosive(nn.Module):
+            def forward(self, x):
+                return torch.exp(x**4)
+
+        register(Explosive)
+        with pytest.raises(ValueError, match="grows too fast"):
+            dual(Explosive()).same(number([1.0]), number([1.0]), number([0.5]), None)
+
+    def test_refuse_modules_that_mix_numbers_or_are_random(self):
+        class Normalised(nn.Module):
+            def forward(self, x):
+                return x - x.mean()
+
+        class Noisy(nn.Module):
+            def forward(self, x):
+                return x + torch.rand_like(x)
+
+        class Total(nn.Module):
+            def forward(self, x):
+                return x.sum()
+
+        for kind in (Normalised, Noisy, Total):
+            register(kind)
+        with pytest.raises(ValueError, match="does not act on each number alone"):
+            dual(Normalised())
+        for kind in (Noisy, Total):
+            with pytest.raises(ValueError, match="always the same"):
+                dual(kind())
+
+    def test_say_how_to_make_an_activation_known(self):
+        with pytest.raises(TypeError, match=r"register_activation\(PReLU\)"):
+            dual(nn.PReLU())
+
+    def test_refuse_to_register_an_instance(self):
+        with pytest.raises(TypeError, match="the class and not an instance"):
+            register(nn.Tanh())
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+    def test_refuse_impossible_variances(self, bad):
+        q = number([1.0, bad])
+        with pytest.raises(ValueError, match="must be finite and >= 0"):
+            dual(nn.Tanh()).same(q, q, q / 2, None)
+
+    def test_name_what_a_law_lacks(self):
+        class Bare(Law):
+            mean, second_moment = 0.0, 1.0
+
+            def sample(self, shape, generator=None, dtype=None, device=None):
+                return torch.ones(shape)
+
+        q = number([1.0])
+        with pytest.raises(NotImplementedError, match="quadrature"):
+            dual(nn.Tanh()).same(q, q, q, Bare())
+        with pytest.raises(NotImplementedError, match="half-line moments"):
+            dual(nn.ReLU()).cross(q, q, q, Bare())
