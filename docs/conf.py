@@ -1,4 +1,4 @@
-"""How the documentation is built: `make docs`."""
+"""Configuration of the documentation, which `make docs` builds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ extensions = [
     "sphinx-mathjax-offline",
 ]
 exclude_patterns = ["_build", "gallery/GALLERY_HEADER.rst"]
-suppress_warnings = ["toc.not_included"]  # the page of claims is made by a command, and linked
+suppress_warnings = ["toc.not_included"]  # claims.md is generated and only linked
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -46,20 +46,3 @@ sphinx_gallery_conf = {
     "min_reported_time": 1000,
     "write_computation_times": False,
 }
-
-
-def make_explorer(app) -> None:
-    """Make the page of the explorer, once for each version of what it shows."""
-    from pathlib import Path
-
-    from embens.report import explorer
-
-    here = Path(app.srcdir) / "_static" / "explorer.html"
-    sources = [Path(explorer.__file__), Path(explorer.__file__).with_suffix(".html")]
-    if not here.exists() or here.stat().st_mtime < max(s.stat().st_mtime for s in sources):
-        explorer.write(here)
-
-
-def setup(app) -> None:
-    """Connect what is made when the documentation is built."""
-    app.connect("builder-inited", make_explorer)

@@ -1,4 +1,4 @@
-"""Pages of text that promise things: code that runs, links that lead somewhere, make targets."""
+"""Helpers for tests of Markdown pages: run their code, check links, files and make targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDS_CHROMIUM = pytest.mark.skipif(
 
 
 def in_chromium(address: str, profile: Path) -> str:
-    """Return a page as a browser shows it, after its scripts have run, without a network."""
+    """Return the document of a page after its scripts have run in a browser without a network."""
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
     command += ["--disable-background-networking", "--allow-file-access-from-files"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--disable-dev-shm-usage"]
@@ -25,28 +25,25 @@ def in_chromium(address: str, profile: Path) -> str:
 
 
 def blocks(page: Path) -> list[str]:
-    """Return the Python code of a page."""
+    """Return the blocks of Python code of a page."""
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def run(page: Path) -> dict:
-    """Run the Python code of a page in order, as if in one module; return its names."""
+    """Run the Python blocks of a page in order in one namespace, and return it."""
     names: dict = {"__name__": page.stem}
     for block in blocks(page):
         exec(compile(block, page.name, "exec", dont_inherit=True), names)
     return names
 
 
-def made(page: Path, target: str) -> bool:
-    return target.startswith("_static") or (page.parent / target).exists()
-
-
 def check_references(page: Path) -> None:
-    """See that links, files of the repository and make targets that a page names exist."""
+    """Check that the links, files and make targets of a page exist."""
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#\s]+)", text):
-        assert target.startswith(("http", "mailto")) or made(page, target), target
-    for path in re.findall(r"`((?:src|tests|benchmarks|examples)/[\w./-]+)`", text):
+        is_web_address = target.startswith(("http", "mailto"))
+        assert is_web_address or (page.parent / target).exists(), target
+    for path in re.findall(r"`((?:src|tests|benchmarks|examples|reproduction)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), path
     targets = re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text())
     for target in re.findall(r"(?m)(?:`|^|\$ )make ([a-z][\w-]*)", text):

@@ -1,4 +1,4 @@
-"""The pages are true: their code runs, in order, and what they point to exists."""
+"""The pages of the documentation: their code runs in order, and their links exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of Lightning
 @pytest.mark.filterwarnings("ignore:.*many workers")
 @pytest.mark.parametrize("page", [name for name, path in PAGES.items() if blocks(path)])
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
@@ -19,5 +19,5 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_points_to_exists(page):
+def test_links_files_and_make_targets_of_a_page_exist(page):
     check_references(PAGES[page])

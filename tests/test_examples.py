@@ -1,4 +1,4 @@
-"""The examples run: they are short, check themselves, and draw."""
+"""The examples run without errors and draw at least one figure."""
 
 from __future__ import annotations
 

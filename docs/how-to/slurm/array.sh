@@ -1,5 +1,5 @@
 #!/bin/bash
-# A job array without Ray: task k runs the k-th of the experiments that are named.
+# A job array without Ray: task k runs the k-th experiment of the arguments.
 # Submit with: sbatch --array=0-2 array.sh transition widths lld
 #SBATCH --job-name=embens
 #SBATCH --array=0-0
@@ -15,5 +15,5 @@ experiments=("${@:-transition}")
 : "${EMBENS_OUT:=$PWD/embens-results}"   # common to all tasks; must support flock
 
 # Four processes share the GPU of a task.
-srun embens reproduce "${experiments[${SLURM_ARRAY_TASK_ID:-0}]}" --preset paper \
+srun python -m reproduction "${experiments[${SLURM_ARRAY_TASK_ID:-0}]}" --preset paper \
     --data "$EMBENS_DATA" --out "$EMBENS_OUT" --workers "${SLURM_CPUS_PER_TASK:-4}"
