@@ -112,11 +112,20 @@ class MergedExecutor:
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
+        self._prepare_copies()
+        return computed_tensors(self.ensemble.reference)
+
+    @torch.compiler.assume_constant_result
+    def _prepare_copies(self) -> bool:
+        """Make the copies again if the reference has other modules or hooks.
+
+        The compiler cannot look into copying, so it calls this function instead.
+        """
         structure = _structure(self.ensemble.reference)
         if structure != self.structure or len(self.copies) != self.ensemble.members:
             self.structure = structure
             self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
-        return computed_tensors(self.ensemble.reference)
+        return True
 
     def run(
         self,

@@ -381,12 +381,22 @@ class EmbeddedEnsemble(nn.Module):
             if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
                 return None, []
         modes = (per_member, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-        for folding in self.foldings:
+        index = self._prepare_folding(ranks, constants, modes)
+        return self.foldings[index].folded, arguments
+
+    @torch.compiler.assume_constant_result
+    def _prepare_folding(
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
+    ) -> int:
+        """Return the index of the folding for a kind of call, which is made on the first call.
+
+        The compiler cannot look into tracing, so it calls this function instead.
+        """
+        for index, folding in enumerate(self.foldings):
             if folding.fits(ranks, constants, modes):
-                return folding.folded, arguments
-        folding = _Folding(self, ranks, constants, modes)
-        self.foldings.insert(0, folding)
-        return folding.folded, arguments
+                return index
+        self.foldings.append(_Folding(self, ranks, constants, modes))
+        return len(self.foldings) - 1
 
     def _bind_call(
         self, inputs: tuple, kwargs: dict
@@ -715,7 +725,7 @@ class EmbeddedEnsemble(nn.Module):
 
         Before the first call this is judged for an input with two axes.
         """
-        folding = self.foldings[0] if self.foldings else None
+        folding = self.foldings[-1] if self.foldings else None
         if folding is None:
             names = _required_names(self.reference)
             if not names:
