@@ -11,6 +11,7 @@ import inspect
 import math
 import operator
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -406,8 +407,15 @@ class EmbeddedEnsemble(nn.Module):
                 if index:
                     self.foldings = [folding, *foldings[:index], *foldings[index + 1 :]]
                 return folding
+        return self._add_folding(ranks, constants, modes)
+
+    @torch.compiler.disable
+    def _add_folding(
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
+    ) -> "_Folding":
+        """Trace the reference for one kind of call. torch.compile cannot follow torch.fx."""
         folding = _Folding(self, ranks, constants, modes)
-        self.foldings = [folding, *foldings[: MOST_FOLDINGS - 1]]
+        self.foldings = [folding, *self.foldings[: MOST_FOLDINGS - 1]]
         return folding
 
     def _bind_call(
@@ -653,6 +661,18 @@ class EmbeddedEnsemble(nn.Module):
         self.spec = replace(self.spec, per_member=(*self.spec.per_member, item))
         self.foldings.clear()
         return stack
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load parameters and buffers, as for every module."""
+        if getattr(state_dict, "_metadata", None) is None:
+            # torch takes a state without metadata for an old one, to which BatchNorm layers add
+            # the counters that are separate here.
+            metadata = self.state_dict()._metadata  # type: ignore[attr-defined]
+            state_dict = OrderedDict(state_dict)
+            state_dict._metadata = metadata  # type: ignore[attr-defined]
+        return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Separate the buffers that were per-member buffers when the state was saved."""
